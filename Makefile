@@ -1,0 +1,45 @@
+# `make demo` and `make test` do all the set-up on a fresh machine; only Python and make are needed.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test test-all lint types wheel clean
+
+demo: $(VENV)/.demo
+	$(BIN)/outcore graph outcore.models:UNet --input 1x3x100000x100000 --depth 1
+	$(BIN)/outcore graph outcore.models:AmoebaNetD --arg cells=6 --input 1x3x512x512 --depth 1 --adjacency
+
+test: lint types
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+test-all: $(VENV)/.test
+	$(BIN)/python -m pytest -m "not gpu"
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+types: $(VENV)/.test
+	$(BIN)/mypy
+
+wheel: $(VENV)/.test
+	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
+
+# Stamps: an environment is installed again only when what it was made from changed.
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.torch: constraints.txt | $(VENV)/bin/python
+	$(INSTALL) torch numpy
+	@touch $@
+
+$(VENV)/.demo: pyproject.toml $(VENV)/.torch
+	$(INSTALL) --editable .
+	@touch $@
+
+$(VENV)/.test: pyproject.toml $(VENV)/.torch
+	$(INSTALL) --editable '.[test]'
+	@touch $@ $(VENV)/.demo
+
+clean:
+	rm -rf $(VENV) dist build .mypy_cache .ruff_cache

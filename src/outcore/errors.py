@@ -1,0 +1,22 @@
+"""The errors outcore raises.
+
+One base class, so that a caller can catch all of them; each subclass also inherits the builtin that fits, so that code
+which knows nothing of outcore still handles them well. A message says what was given, what was needed, and what to
+type next.
+"""
+
+from __future__ import annotations
+
+__all__ = ["CaptureError", "JobError", "OutcoreError"]
+
+
+class OutcoreError(Exception):
+    """Base of everything outcore raises on purpose."""
+
+
+class JobError(OutcoreError, ValueError):
+    """A job (file, class or functions) cannot be used as given."""
+
+
+class CaptureError(OutcoreError, RuntimeError):
+    """A model cannot be recorded; names the block and the source line."""
