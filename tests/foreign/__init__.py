@@ -1,0 +1,1 @@
+"""Models that other people wrote, for tests that must hold for any network."""

@@ -1,0 +1,60 @@
+import pytest
+import torch
+
+from .scalar import differentiable, scalar
+from .zoo import ZOO, Foreign, by_name
+
+pytestmark = pytest.mark.foreign
+
+
+def test_names_are_unique_and_found() -> None:
+    names = [foreign.name for foreign in ZOO]
+    assert len(set(names)) == len(names)
+    assert all(by_name(name).name == name for name in names)
+
+
+def test_an_unknown_name_is_refused_with_what_is_near() -> None:
+    with pytest.raises(KeyError, match="torchvision/resnet50"):
+        by_name("resnet50")
+
+
+def test_inputs_leave_the_global_generator_alone_and_repeat() -> None:
+    before = torch.get_rng_state()
+    for foreign in ZOO:
+        assert _same(foreign.inputs(2), foreign.inputs(2)), foreign.name
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_scalar_counts_every_differentiable_tensor_once() -> None:
+    class Cache:
+        def __init__(self, *layers: torch.Tensor) -> None:
+            self.layers = list(layers)
+
+    a, b = torch.full((2,), 2.0, requires_grad=True), torch.full((3,), 3.0, requires_grad=True)
+    output = {"x": (a, [b, None]), "again": a, "cache": Cache(b * 1, torch.ones(4)), "ids": torch.arange(3)}
+    assert len(differentiable(output)) == 3
+    assert scalar(output).item() == pytest.approx(4 + 9 + 9)
+    with pytest.raises(ValueError, match="no differentiable tensor"):
+        scalar({"ids": torch.arange(3)})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("foreign", ZOO, ids=str)
+def test_model_trains(foreign: Foreign) -> None:
+    torch.manual_seed(0)
+    model = foreign.build().train()
+    args, kwargs = foreign.inputs(2)
+    loss = scalar(model(*args, **kwargs))
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert any(parameter.grad is not None for parameter in model.parameters())
+
+
+def _same(left: object, right: object) -> bool:
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        return torch.equal(left, right)
+    if isinstance(left, tuple | list) and isinstance(right, tuple | list):
+        return len(left) == len(right) and all(map(_same, left, right))
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(_same(left[key], right[key]) for key in left)
+    return left == right
