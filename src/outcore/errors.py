@@ -7,7 +7,7 @@ type next.
 
 from __future__ import annotations
 
-__all__ = ["CaptureError", "JobError", "OutcoreError"]
+__all__ = ["CaptureError", "JobError", "MachineError", "OutcoreError", "ScanError"]
 
 
 class OutcoreError(Exception):
@@ -20,3 +20,11 @@ class JobError(OutcoreError, ValueError):
 
 class CaptureError(OutcoreError, RuntimeError):
     """A model cannot be recorded; names the block and the source line."""
+
+
+class MachineError(OutcoreError, ValueError):
+    """A machine, device or calibration is not known, not complete or not readable."""
+
+
+class ScanError(OutcoreError, ValueError):
+    """A recurrence or chain cannot be scanned as given; says what was given and what would work."""

@@ -1,0 +1,99 @@
+"""Which values share memory, and which calls must keep their order because of it.
+
+A view and its base are two tensors in one storage; an in-place operation writes to all values in it. Data flow alone does
+not show that ``y = x[0]; x.add_(1); z = y * 2`` needs the addition before the product, so every storage remembers who
+wrote it last and who has read it since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from outcore.graph.structure import leaves
+
+__all__ = ["Memories", "Versions", "written_by_name"]
+
+_IN_PLACE_DUNDERS = {
+    f"__i{op}__"
+    for op in ("add", "sub", "mul", "truediv", "floordiv", "pow", "and", "or", "xor", "lshift", "rshift", "mod", "matmul")
+} | {"__setitem__", "__set__"}
+_NOT_WRITING = {"requires_grad_", "share_memory_", "rename_", "refine_names_"}
+
+
+@dataclass(slots=True)
+class _Memory:
+    """What happened to one storage so far."""
+
+    first: str
+    writer: str | None = None
+    readers: list[str] = field(default_factory=list)
+    """Calls that read it since it was last written."""
+
+
+class Memories:
+    """All storages seen."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, _Memory] = {}
+
+    def place(self, name: str, tensor: torch.Tensor) -> str | None:
+        """Note where a value lies; returns the first value in the same memory if it is not this one."""
+        key = _storage(tensor)
+        if key is None:
+            return None
+        memory = self._of.setdefault(key, _Memory(name))
+        return memory.first if memory.first != name else None
+
+    def read(self, call: str, tensors: Iterable[torch.Tensor]) -> set[str]:
+        """Note that a call reads; returns the calls whose writes it must come after."""
+        found = self._find(tensors)
+        for memory in found:
+            memory.readers.append(call)
+        return {memory.writer for memory in found if memory.writer}
+
+    def write(self, call: str, tensors: Iterable[torch.Tensor]) -> set[str]:
+        """Note that a call writes; returns the calls that must have read before."""
+        after: set[str] = set()
+        for memory in self._find(tensors):
+            after.update(memory.readers)
+            memory.writer, memory.readers = call, []
+        return after
+
+    def _find(self, tensors: Iterable[torch.Tensor]) -> list[_Memory]:
+        keys = dict.fromkeys(_storage(t) for t in tensors)
+        return [self._of[key] for key in keys if key in self._of]
+
+
+class Versions:
+    """Notices which of a call's arguments it writes into, by autograd's version counters."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self._before = [(t, _version(t)) for _, t in leaves(arguments, torch.Tensor)]
+
+    def changed(self) -> list[torch.Tensor]:
+        """The tensors written since, each once."""
+        return list({id(t): t for t, version in self._before if _version(t) != version}.values())
+
+
+def written_by_name(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors a function writes by torch's naming rules (for tensors whose version a recording leaves alone)."""
+    targets: Any = kwargs.get("out", ())
+    in_place = name in _IN_PLACE_DUNDERS or (name.endswith("_") and not name.endswith("__") and name not in _NOT_WRITING)
+    if in_place and args:
+        targets = (args[0], targets)
+    return [t for _, t in leaves(targets, torch.Tensor)]
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _storage(tensor: torch.Tensor) -> int | None:
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # sparse and other tensors without one storage
+        return None

@@ -1,0 +1,215 @@
+"""The network as a value: blocks, calls, values; printable, comparable, saved as JSON.
+
+The graph holds names and numbers only, no tensors and no modules, so it can be made on one machine and read on another.
+What can be *run* (`graph.module`, `graph.subgraph(...)`) hangs on the recording the graph was made from; a graph read
+from a file has none and says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from outcore.errors import OutcoreError
+from outcore.graph.parts import ROOT, Block, Call, Value, ancestors
+from outcore.graph.queries import Cut, Skip, cuts, skips
+from outcore.graph.view import View, view
+
+if TYPE_CHECKING:
+    from outcore.graph.module import CapturedModule, Subgraph
+
+__all__ = ["Graph"]
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A recorded network: what `outcore.capture` returns."""
+
+    model: str
+    """``package.module.Class`` of the model."""
+    training: bool
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    blocks: Mapping[str, Block]
+    """By path, the whole model first (path ``""``)."""
+    calls: Mapping[str, Call]
+    """By name, in the order of execution, which is a topological order."""
+    values: Mapping[str, Value]
+    notes: tuple[str, ...] = ()
+    """What a reader should know, e.g. that the recording needed real data."""
+    module_: CapturedModule | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def module(self) -> CapturedModule:
+        """The captured graph as a module that calls the user's own modules."""
+        if self.module_ is None:
+            raise OutcoreError("this graph was read from a file and cannot run; capture the model again to run it")
+        return self.module_
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the structure: blocks, connections and parameter counts, not sizes of inputs or batch."""
+        facts = [
+            *((b.path, b.type, b.calls, b.parameters) for b in self.blocks.values()),
+            *((c.name, c.inputs, c.outputs, c.parameters) for c in self.calls.values()),
+        ]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+    @property
+    def root(self) -> Block:
+        """The block that is the whole model."""
+        return self.blocks[ROOT]
+
+    def __getitem__(self, path: str) -> Block:
+        """The block of that path."""
+        try:
+            return self.blocks[path]
+        except KeyError:
+            raise self._unknown(path) from None
+
+    def __contains__(self, path: object) -> bool:
+        return path in self.blocks
+
+    def leaves(self, path: str = ROOT) -> Iterator[Call]:
+        """The calls inside a block, in order."""
+        self[path]
+        return (call for call in self.calls.values() if path == ROOT or path in (call.block, *ancestors(call.block)))
+
+    def adjacency(
+        self,
+        depth: int | None = None,
+        direction: Literal["outputs", "inputs"] = "outputs",
+        *,
+        expand: Iterable[str] = (),
+        functions: bool = False,
+    ) -> dict[str, list[str]]:
+        """Map each block to the blocks it feeds (``"outputs"``) or is fed by (``"inputs"``).
+
+        Args:
+            depth: 1 shows the model's own children, 2 theirs, None the leaf modules.
+            direction: which way the lists point.
+            expand: blocks shown one level deeper than `depth` says.
+            functions: also list functions; otherwise the connections pass through them.
+        """
+        if direction not in ("outputs", "inputs"):
+            raise ValueError(f'direction must be "outputs" or "inputs", not {direction!r}')
+        return self.view(depth, expand=expand, functions=functions, by_call=False).adjacency(direction)
+
+    def view(
+        self,
+        depth: int | None = None,
+        *,
+        expand: Iterable[str] = (),
+        functions: bool = True,
+        by_call: bool = True,
+    ) -> View:
+        """The graph at one level of detail, as nodes and edges; what `adjacency` and the pictures are made from."""
+        for path in (expanded := tuple(expand)):
+            self[path]
+        return view(self, depth, expanded, functions, by_call)
+
+    def expand(self, path: str) -> Graph:
+        """The inside of one block as a graph of its own, with the values that enter and leave it."""
+        return self.restrict(list(self.leaves(path)), path)
+
+    def restrict(self, calls: Sequence[Call], path: str = ROOT) -> Graph:
+        """The graph of some of the calls, with the values that enter and leave them."""
+        names = {call.name for call in calls}
+        used = dict.fromkeys(v for call in calls for v in (*call.inputs, *call.outputs))
+        kept_paths = {p for call in calls for p in (call.block, *ancestors(call.block))} | {path}
+        kept_paths |= {p for p in self.blocks if path != ROOT and path in ancestors(p)}
+
+        def leaves_it(value: Value) -> bool:
+            return value.name in self.outputs or any(c not in names for c in value.consumers)
+
+        return replace(
+            self,
+            inputs=tuple(v for v in used if self.values[v].producer not in names),
+            outputs=tuple(v for c in calls for v in c.outputs if leaves_it(self.values[v])),
+            blocks={p: b for p, b in self.blocks.items() if p in kept_paths},
+            calls={call.name: call for call in calls},
+            values={v: self.values[v] for v in used},
+            module_=None,
+        )
+
+    def cuts(self, depth: int | None = None) -> list[Cut]:
+        """Where the network can be cut in two, with the values and bytes that cross each place."""
+        return cuts(self, depth)
+
+    def skips(self, depth: int | None = None, *, longer_than: int = 1) -> list[Skip]:
+        """Long skip connections: values used further away than the next block, furthest first."""
+        return skips(self, depth, longer_than)
+
+    def subgraph(self, blocks: Iterable[str]) -> Subgraph:
+        """Some of the blocks (or calls) as an executable module with named inputs and outputs."""
+        from outcore.graph.module import Subgraph
+
+        chosen = list(dict.fromkeys(call.name for name in blocks for call in self._calls_of(name)))
+        return Subgraph(self, chosen)
+
+    def to_json(self) -> dict[str, Any]:
+        """A dictionary of plain values that `from_json` reads back."""
+        return {
+            "format": FORMAT,
+            "fingerprint": self.fingerprint,
+            "model": self.model,
+            "training": self.training,
+            "inputs": list(self.inputs),
+            "outputs": list(self.outputs),
+            "notes": list(self.notes),
+            "blocks": [asdict(b) for b in self.blocks.values()],
+            "calls": [asdict(c) for c in self.calls.values()],
+            "values": [asdict(v) for v in self.values.values()],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Graph:
+        """The graph that `to_json` wrote."""
+        if data.get("format") != FORMAT:
+            raise OutcoreError(f"this graph has format {data.get('format')!r}; this outcore reads format {FORMAT}")
+
+        def parts(kind: type[Any], rows: Iterable[Mapping[str, Any]]) -> list[Any]:
+            return [kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}) for row in rows]
+
+        return cls(
+            model=data["model"],
+            training=data["training"],
+            inputs=tuple(data["inputs"]),
+            outputs=tuple(data["outputs"]),
+            notes=tuple(data["notes"]),
+            blocks={b.path: b for b in parts(Block, data["blocks"])},
+            calls={c.name: c for c in parts(Call, data["calls"])},
+            values={v.name: v for v in parts(Value, data["values"])},
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write the graph as JSON."""
+        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Graph:
+        """Read a graph written by `save`."""
+        return cls.from_json(json.loads(Path(path).read_text()))
+
+    def __str__(self) -> str:
+        mode = "train" if self.training else "eval"
+        size = f"{len(self.calls)} calls in {len(self.blocks)} blocks, {self.root.parameters:,} parameters"
+        return f"{self.root.type} ({mode} mode): {size}, fingerprint {self.fingerprint}"
+
+    def _calls_of(self, name: str) -> list[Call]:
+        if name in self.calls:
+            return [self.calls[name]]
+        return list(self.leaves(name))
+
+    def _unknown(self, path: str) -> OutcoreError:
+        import difflib
+
+        near = difflib.get_close_matches(path, self.blocks, n=3, cutoff=0.4)
+        hint = f"; did you mean {', '.join(near)}?" if near else ""
+        return OutcoreError(f"no block {path!r} in {self.root.type}{hint}")

@@ -1,0 +1,38 @@
+"""When may a recording be used again?
+
+While recording, Python sees shapes, dtypes, devices, flags and plain arguments, and may act on any of them. A recording
+is therefore stored under a key of all of it, and only replayed under the same key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import nn
+
+from outcore.graph.recording import Context
+from outcore.graph.structure import leaves, substitute
+
+__all__ = ["key_of"]
+
+
+def key_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+    """Everything Python could have looked at, except the numbers in tensors."""
+    flags = tuple((id(m), m.training) for m in model.modules())
+    frozen = tuple(p.requires_grad for p in model.parameters())
+    first = next(iter((*model.parameters(), *model.buffers())), None)
+    devices = {"cpu", first.device.type if first is not None else "cpu"} - {"meta"}
+    return _signature((args, kwargs)), flags, frozen, str(first.device) if first is not None else "", Context.current(sorted(devices))
+
+
+def _signature(tree: Any) -> Hashable:
+    tensors = [(path, _tensor(t)) for path, t in leaves(tree, torch.Tensor)]
+    rest = substitute(tree, torch.Tensor, lambda _: "tensor")
+    return tuple(tensors), repr(rest)
+
+
+def _tensor(tensor: torch.Tensor) -> Hashable:
+    stride = tuple(tensor.stride()) if tensor.layout is torch.strided else None
+    return tuple(tensor.shape), stride, tensor.dtype, str(tensor.device), tensor.requires_grad

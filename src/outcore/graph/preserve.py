@@ -1,0 +1,100 @@
+"""Leave a model as it was.
+
+Recording runs the user's ``forward`` once. That may set attributes, append to lists, update buffers and draw random
+numbers. `preserved(model)` puts all of it back, also after an exception.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+__all__ = ["Randomness", "preserved"]
+
+_CONTAINERS = (list, dict, set, deque)
+
+
+@contextlib.contextmanager
+def preserved(model: nn.Module, *, contents: bool) -> Iterator[None]:
+    """Restore attributes and random states on leaving; with `contents`, the numbers in buffers too."""
+    attributes = [(module, _snapshot(module)) for module in model.modules()]
+    buffers = [(b, b._version, b.detach().clone()) for b in _tensors(model)] if contents else []
+    randomness = Randomness()
+    try:
+        yield
+    finally:
+        for module, state in attributes:
+            _restore(module, state)
+        with torch.no_grad():
+            for buffer, version, content in buffers:
+                if buffer._version != version:
+                    buffer.copy_(content)
+        randomness.restore()
+
+
+class Randomness:
+    """The states of all generators a model may draw from."""
+
+    def __init__(self) -> None:
+        self.python = random.getstate()
+        self.numpy = np.random.get_state(legacy=True)  # noqa: NPY002
+        self.cpu = torch.default_generator.get_state()
+        self.cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+    def restore(self) -> None:
+        """Go back to these states."""
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)  # noqa: NPY002
+        torch.default_generator.set_state(self.cpu)
+        if self.cuda:
+            torch.cuda.set_rng_state_all(self.cuda)
+
+    def host_drawn(self) -> bool:
+        """Whether Python's or NumPy's generator was used since: numbers no recorded tensor operation draws again."""
+        now = np.random.get_state(legacy=True)  # noqa: NPY002
+        same = all(np.array_equal(a, b) for a, b in zip(self.numpy, now, strict=True))
+        return not same or random.getstate() != self.python
+
+
+def _snapshot(module: nn.Module) -> dict[str, tuple[Any, Any]]:
+    """Each attribute with a shallow copy of its content where it is a container."""
+    return {
+        name: (value, copy.copy(value) if isinstance(value, _CONTAINERS) else None)
+        for name, value in module.__dict__.items()
+    }
+
+
+def _restore(module: nn.Module, state: dict[str, tuple[Any, Any]]) -> None:
+    for name in module.__dict__.keys() - state.keys():
+        del module.__dict__[name]
+    for name, (value, content) in state.items():
+        module.__dict__[name] = value
+        if content is None or _same(value, content):
+            continue
+        value.clear()
+        (value.extend if isinstance(value, (list, deque)) else value.update)(content)
+
+
+def _same(value: Any, content: Any) -> bool:
+    if len(value) != len(content):
+        return False
+    if isinstance(value, set):
+        return bool(value == content)
+    pairs = zip(value.items(), content.items(), strict=True) if isinstance(value, dict) else zip(value, content, strict=True)
+    if isinstance(value, dict):
+        return all(a[0] == b[0] and a[1] is b[1] for a, b in pairs)
+    return all(a is b for a, b in pairs)
+
+
+def _tensors(model: nn.Module) -> list[torch.Tensor]:
+    """Buffers and plain tensor attributes."""
+    plain = (v for m in model.modules() for v in m.__dict__.values() if isinstance(v, torch.Tensor))
+    return list({id(t): t for t in (*model.buffers(), *plain) if not t.is_meta}.values())

@@ -1,0 +1,48 @@
+"""Where in the user's code something was called.
+
+A location is ``file:line`` with the file relative to the import path it was found on (``torchvision/models/resnet.py:92``),
+so that it means the same on another machine.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from functools import cache
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+__all__ = ["call_site", "definition"]
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep  # noqa: PTH120
+_HERE = os.path.dirname(__file__) + os.sep  # noqa: PTH120
+
+
+def call_site(frame: FrameType | None = None) -> str:
+    """Location of the innermost frame that is neither torch nor this package; empty if there is none."""
+    frame = frame or sys._getframe(1)
+    while frame is not None:
+        if not _is_internal(frame.f_code.co_filename):
+            return f"{_relative(frame.f_code.co_filename)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def definition(function: object) -> str:
+    """Location of a function's first line; empty for builtins."""
+    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+    return f"{_relative(code.co_filename)}:{code.co_firstlineno}" if code else ""
+
+
+@cache
+def _is_internal(filename: str) -> bool:
+    return filename.startswith((_TORCH, _HERE, "<frozen", "<string>")) or filename.endswith("contextlib.py")
+
+
+@cache
+def _relative(filename: str) -> str:
+    roots = [p for p in map(os.path.abspath, sys.path) if filename.startswith(p + os.sep)]
+    return os.path.relpath(filename, max(roots, key=len)) if roots else Path(filename).name
