@@ -1,0 +1,78 @@
+"""`outcore machine`: what this machine, or a known one, can do.
+
+Probes on the first call (about ten seconds without a GPU), and shows what it remembers afterwards.
+"""
+
+from __future__ import annotations
+
+import json as json_module
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from outcore.machine import Machine, catalogue_table, find, machine_table, names, parse, probe
+
+__all__ = ["machine"]
+
+
+def machine(
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again instead of recalling.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Also save the machine to this file.")
+    ] = None,
+    list_: Annotated[bool, typer.Option("--list", help="List the known GPUs.")] = False,
+    name: Annotated[
+        str | None,
+        typer.Option("--on", help="Show this machine instead: h200, v100x8, 2x8xa100, or a JSON file."),
+    ] = None,
+) -> None:
+    """Probe this machine and show it; or show one from the catalogue."""
+    from rich.console import Console
+
+    console = Console()
+    if list_:
+        _show_catalogue(console, as_json=json)
+        return
+    shown = parse(name) if name is not None else _probe(fresh=fresh, quiet=json)
+    if output is not None:
+        shown.save(output)
+    if json:
+        typer.echo(json_module.dumps(shown.to_json(), indent=2))
+    else:
+        console.print(machine_table(shown))
+
+
+def _show_catalogue(console: object, *, as_json: bool) -> None:
+    from rich.console import Console
+
+    if as_json:
+        rows = {key: parse(key).to_json() | {"source": find(key).source} for key in names()}
+        typer.echo(json_module.dumps(rows, indent=2))
+    elif isinstance(console, Console):
+        # Wide enough for every column, also where the terminal's width is not known.
+        Console(width=max(console.width, 132)).print(catalogue_table())
+
+
+def _probe(*, fresh: bool, quiet: bool) -> Machine:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    errors = Console(stderr=True, quiet=quiet)
+    try:
+        if not errors.is_terminal:
+            return probe(
+                fresh=fresh, progress=lambda done, total, words: errors.print(f"{done}/{total} {words}")
+            )
+        with Progress(BarColumn(), TextColumn("{task.description}"), console=errors, transient=True) as bar:
+            task = bar.add_task("probing", total=None)
+            return probe(
+                fresh=fresh,
+                progress=lambda done, total, words: bar.update(
+                    task, completed=done, total=total, description=words
+                ),
+            )
+    except KeyboardInterrupt:
+        typer.echo("interrupted; what was measured is kept, run `outcore machine` again to go on", err=True)
+        raise typer.Exit(130) from None

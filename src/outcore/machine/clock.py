@@ -1,0 +1,123 @@
+"""Timing one operation on any device.
+
+A GPU works behind the interpreter's back, so a wall clock around a call measures the issuing, not the doing.
+CUDA events measure the doing, but between short kernels they also measure the wait for the interpreter. Here
+the stream is first held by a spinning kernel; the calls are issued behind it, and the device then runs them
+without gaps:
+
+    host    | spin | issue issue issue |
+    device         | spin ............. | run run run |      events around the runs
+
+The time to issue is measured too, on the host's clock, because a network of tiny operations is bound by it.
+On a CPU there is one clock and no second number.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["Timing", "tf32", "time_calls"]
+
+_SPIN_CYCLES_PER_S = 2.0e9
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What several runs of one thing took, in seconds."""
+
+    min_s: float
+    median_s: float
+    max_s: float
+    mean_s: float
+    runs: int
+    dispatch_s: float = 0.0
+    """Median time the host needed to issue it; 0 on a CPU, where it is part of the others."""
+
+    @classmethod
+    def of(cls, samples: Sequence[float], *, dispatch_s: float = 0.0) -> Timing:
+        """The four statistics of a list of times."""
+        return cls(
+            min(samples),
+            statistics.median(samples),
+            max(samples),
+            statistics.fmean(samples),
+            len(samples),
+            dispatch_s,
+        )
+
+
+class tf32:  # noqa: N801  (reads as a word: `with tf32(True):`)
+    """Turns TF32 on or off for matrix products and convolutions, and puts back what was set."""
+
+    def __init__(self, allowed: bool) -> None:
+        self.allowed = allowed
+        self.before = (False, False)
+
+    def __enter__(self) -> None:
+        self.before = (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
+        torch.backends.cuda.matmul.allow_tf32 = self.allowed
+        torch.backends.cudnn.allow_tf32 = self.allowed
+
+    def __exit__(self, *_: object) -> None:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = self.before
+
+
+def time_calls(
+    call: Callable[[], object],
+    device: torch.device | str,
+    *,
+    seconds: float = 0.1,
+    warmup: int = 2,
+    least: int = 3,
+    most: int = 50,
+) -> Timing:
+    """Time `call` on `device` for about `seconds`, after `warmup` runs that are not counted.
+
+    >>> x = torch.ones(8, 8)
+    >>> time_calls(lambda: x @ x, "cpu", seconds=0.001).runs >= 3
+    True
+    """
+    if torch.device(device).type == "cuda":
+        return _time_cuda(call, torch.device(device), seconds=seconds, warmup=warmup, least=least, most=most)
+    for _ in range(warmup):
+        call()
+    samples: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(samples) < least or (time.perf_counter() < end and len(samples) < most):
+        start = time.perf_counter()
+        call()
+        samples.append(time.perf_counter() - start)
+    return Timing.of(samples)
+
+
+def _time_cuda(
+    call: Callable[[], object], device: torch.device, *, seconds: float, warmup: int, least: int, most: int
+) -> Timing:
+    with torch.cuda.device(device):
+        for _ in range(warmup):
+            call()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        dispatch = time.perf_counter() - start
+        torch.cuda.synchronize()
+        once = time.perf_counter() - start
+        runs = max(least, min(most, int(seconds / once)))
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(runs + 1)]
+        issued: list[float] = []
+        torch.cuda._sleep(int(min(1.5 * dispatch * runs + 50e-6, 0.05) * _SPIN_CYCLES_PER_S))
+        marks[0].record()
+        for mark in marks[1:]:
+            start = time.perf_counter()
+            call()
+            issued.append(time.perf_counter() - start)
+            mark.record()
+        torch.cuda.synchronize()
+        samples = [a.elapsed_time(b) * 1e-3 for a, b in itertools.pairwise(marks)]
+    return Timing.of(samples, dispatch_s=statistics.median(issued))
