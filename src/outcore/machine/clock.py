@@ -85,7 +85,11 @@ def time_calls(
     """
     if torch.device(device).type == "cuda":
         return _time_cuda(call, torch.device(device), seconds=seconds, warmup=warmup, least=least, most=most)
-    for _ in range(warmup):
+    begin = time.perf_counter()
+    call()
+    if time.perf_counter() - begin > seconds:
+        warmup, least = 1, 1  # one run fills the time, and has warmed what there is to warm
+    for _ in range(warmup - 1):
         call()
     samples: list[float] = []
     end = time.perf_counter() + seconds

@@ -1,0 +1,79 @@
+"""Measure: probe the machine, sweep operations, and time the convolutions of the talks and the held-out ones.
+
+Needs only torch, so it runs where the device is; `report.py` fits and draws, anywhere. Everything is appended
+to files under --output as it is made: stop it at any time, start it again to go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import convolutions
+import torch
+
+from outcore.cost.calibrate import collect, collect_listed
+from outcore.machine import probe
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, required=True, help="directory of the samples")
+    parser.add_argument(
+        "--seconds", type=float, default=330, help="time for the sweeps, all precisions together"
+    )
+    parser.add_argument("--dtypes", default="tf32,bf16" if torch.cuda.is_available() else "fp32")
+    parser.add_argument("--held-out", type=int, default=120, help="held-out measurements per precision")
+    parser.add_argument("--threads", type=int, help="threads of a CPU run")
+    options = parser.parse_args()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    options.output.mkdir(parents=True, exist_ok=True)
+    place = "cuda:0" if torch.cuda.is_available() else "cpu"
+    started = time.monotonic()
+    machine = probe(
+        fresh=True,
+        cache=options.output / "cache",
+        progress=lambda done, total, words: print(f"  {words}", flush=True),
+    )
+    if options.threads and place == "cpu":
+        device = replace(machine.device(), sms=options.threads)
+        machine = replace(machine, devices=(device,), host=device)
+    machine.save(options.output / "machine.json")
+    print(machine, f"\nprobed in {time.monotonic() - started:.0f} s", flush=True)
+
+    device, dtypes = machine.device(), options.dtypes.split(",")
+    for dtype in dtypes:
+        listed = convolutions.two(dtype=dtype)
+        for batch in (1, 4, 16) if place != "cpu" else (1,):
+            for channels_last in (False, True) if place != "cpu" else (False,):
+                listed += convolutions.twelve(batch=batch, dtype=dtype, channels_last=channels_last)
+        run = {"device": device, "place": place, "dtype": dtype}
+        collect_listed(listed, path=options.output / f"talks-{dtype}.jsonl", seconds=150, **run)
+        others = convolutions.held_out(device, dtype=dtype, count=options.held_out)
+        collect_listed(others, path=options.output / f"held-out-{dtype}.jsonl", seconds=60, **run)
+        print(f"{dtype}: talks and held-out after {time.monotonic() - started:.0f} s", flush=True)
+    for dtype in dtypes:
+        samples = collect(
+            device,
+            place,
+            dtype=dtype,
+            path=options.output / f"sweep-{dtype}.jsonl",
+            seconds=options.seconds / len(dtypes),
+        )
+        print(f"{dtype}: {len(samples)} samples after {time.monotonic() - started:.0f} s", flush=True)
+    environment = {
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version() if torch.cuda.is_available() else None,
+        "threads": torch.get_num_threads(),
+        "seconds": round(time.monotonic() - started, 1),
+    }
+    (options.output / "environment.json").write_text(json.dumps(environment, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""The convolutions this benchmark is about: those of the two source talks, and held-out random ones."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+from outcore.cost.opmodel import Operation
+from outcore.cost.sweep import sweep
+from outcore.machine.device import Device
+
+TWELVE = (
+    (3, 32, 3),
+    (32, 32, 3),
+    (32, 32, 5),
+    (32, 32, 7),
+    (32, 64, 3),
+    (64, 64, 3),
+    (64, 64, 5),
+    (64, 64, 7),
+    (64, 128, 3),
+    (128, 128, 3),
+    (128, 128, 5),
+    (128, 128, 7),
+)
+"""In channels, out channels and kernel of each layer; images are 256 pixels wide and padding keeps that."""
+
+
+def twelve(*, batch: int, dtype: str, side: int = 256, channels_last: bool = False) -> list[Operation]:
+    """The twelve-convolution network, forward and backward; the first layer has no input gradient."""
+    layers = [
+        Operation(
+            "conv",
+            batch=batch,
+            in_channels=wide,
+            out_channels=out,
+            size=(side, side),
+            kernel=(kernel, kernel),
+            padding=(kernel // 2, kernel // 2),
+            dtype=dtype,
+            channels_last=channels_last,
+            input_grad=position > 0,
+        )
+        for position, (wide, out, kernel) in enumerate(TWELVE)
+    ]
+    return [direction for layer in layers for direction in (layer, layer.backward())]
+
+
+def two(*, batch: int = 64, dtype: str = "fp32") -> list[Operation]:
+    """The two layers whose times were printed: a digit classifier on 28-pixel images, batch 64."""
+    first = Operation(
+        "conv", batch=batch, in_channels=1, out_channels=32, size=(28, 28), kernel=(3, 3), dtype=dtype
+    )
+    second = replace(first, in_channels=32, out_channels=64, size=(26, 26))
+    return [
+        replace(first, input_grad=False),
+        replace(first, input_grad=False).backward(),
+        second,
+        second.backward(),
+    ]
+
+
+def held_out(device: Device, *, dtype: str, count: int) -> list[Operation]:
+    """Random convolutions drawn with another seed than those a calibration is fitted to."""
+    return list(itertools.islice(sweep(device, dtype=dtype, kinds=["conv"], seed=1), count))

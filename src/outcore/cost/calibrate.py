@@ -1,0 +1,95 @@
+"""Calibrating: measure a sweep of operations on a device that is present.
+
+This is the part that needs the device and takes minutes; fitting (`outcore.cost.calibration`) needs neither.
+What it leaves behind is a samples file per precision, which can be carried to another computer, fitted there,
+and added to later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from pathlib import Path
+
+import torch
+
+from outcore.cost.opmodel import Kind, Operation
+from outcore.cost.runnable import time_operation
+from outcore.cost.samples import Progress, Sample, measure_samples
+from outcore.cost.sweep import Bounds, sweep
+from outcore.errors import MachineError
+from outcore.machine.clock import Timing
+from outcore.machine.device import Device
+
+__all__ = ["collect", "collect_listed", "samples_path"]
+
+
+def samples_path(directory: Path, device: Device, dtype: str) -> Path:
+    """Where the samples of a device and precision are kept."""
+    plain = "".join(c if c.isalnum() else "-" for c in device.name.lower()).strip("-")
+    return directory / f"{plain}-{dtype}.jsonl"
+
+
+def collect(
+    device: Device,
+    place: str,
+    *,
+    dtype: str,
+    path: Path,
+    seconds: float,
+    kinds: Sequence[Kind] | None = None,
+    seed: int = 0,
+    most: int | None = None,
+    bounds: Bounds | None = None,
+    progress: Progress | None = None,
+) -> list[Sample]:
+    """Measure a random sweep for `seconds`, appending to `path`; call again to go on.
+
+    Args:
+        device: the numbers of the device, from a probe.
+        place: the same device as torch names it, "cpu" or "cuda:0".
+        most: stop once the file holds this many samples.
+    """
+    operations = sweep(device, dtype=dtype, kinds=kinds, seed=seed, bounds=bounds)
+    # A file that is already full must not make the endless sweep spin for ever.
+    return collect_listed(
+        islice(operations, 200_000),
+        device,
+        place,
+        dtype=dtype,
+        path=path,
+        seconds=seconds,
+        most=most,
+        progress=progress,
+    )
+
+
+def collect_listed(
+    operations: Iterable[Operation],
+    device: Device,
+    place: str,
+    *,
+    dtype: str,
+    path: Path,
+    seconds: float,
+    most: int | None = None,
+    progress: Progress | None = None,
+) -> list[Sample]:
+    """Measure the given operations, appending to `path`."""
+    where = torch.device(place)
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise MachineError(f"calibrating on {place!r} was asked for, but torch sees no CUDA device")
+    about = {
+        "device": device.name,
+        "dtype": dtype,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads() if where.type == "cpu" else None,
+    }
+    budget = 0.02 if where.type == "cuda" else 0.05
+
+    def timer(operation: Operation) -> Timing:
+        return time_operation(operation, where, seconds=budget)
+
+    return measure_samples(
+        operations, timer, path, about=about, seconds=seconds, most=most, progress=progress
+    )
