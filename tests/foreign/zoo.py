@@ -8,12 +8,15 @@ for foreign in ZOO:
 """
 
 from .foreign import Foreign
+from .huggingface_zoo import HUGGINGFACE
+from .monai_zoo import MONAI
 from .shim import define_torchvision_operators
+from .timm_zoo import TIMM
 from .torchvision_zoo import TORCHVISION
 
 define_torchvision_operators()
 
-ZOO: tuple[Foreign, ...] = TORCHVISION
+ZOO: tuple[Foreign, ...] = TORCHVISION + MONAI + HUGGINGFACE + TIMM
 QUICK: tuple[Foreign, ...] = tuple(foreign for foreign in ZOO if foreign.quick)
 
 __all__ = ["QUICK", "ZOO", "Foreign", "by_name"]
