@@ -1,0 +1,4 @@
+"""Pictures of graphs: a tree for the terminal, an SVG for a paper, a page for the browser."""
+
+from outcore.report.svg import svg as svg
+from outcore.report.tree import tree as tree

@@ -1,0 +1,141 @@
+"""The graph as boxes within boxes: calls of containers with the calls inside them, and the wires between.
+
+`Graph.view` shows one level of detail; a picture whose containers open and close needs all of them at once. A
+*nest* is the tree of calls (of containers and of leaves), and a *wire* is one value on its way from the call
+that makes it to the calls that read it. A wire that crosses the border of a container enters or leaves it
+there; so what a container looks like inside does not depend on what else is open, and what it looks like
+outside not on whether it is open itself.
+
+Calls of one container follow each other without others in between, and wires go forward in that order. Where
+a model returns to a container it had left without calling it again (a module entered by another method than
+``forward``), the second visit is a part of its own, ``name~2``, so that this always holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from outcore.graph.graph import Graph
+from outcore.graph.parts import ROOT, Block
+
+__all__ = ["OUTSIDE", "Nest", "Part", "Wire"]
+
+OUTSIDE = "(outside)"
+"""Stands for the reader of a wire that leaves the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """A value on its way from the leaf that makes it to the leaves that read it."""
+
+    source: str | None
+    """The leaf; none for an input of the model."""
+    value: str
+    targets: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class Part:
+    """One call of a container or of a leaf."""
+
+    name: str
+    block: str
+    around: tuple[str, ...]
+    """Names of the parts it is inside of, the whole model first."""
+    children: list[str] = field(default_factory=list)
+    reads: list[int] = field(default_factory=list)
+    """Wires that enter it."""
+    sends: list[int] = field(default_factory=list)
+    """Wires that leave it."""
+
+
+class Nest:
+    """All parts of a graph, by name, and the wires between them."""
+
+    def __init__(self, graph: Graph, *, functions: bool = True) -> None:
+        self.graph = graph
+        self.parts: dict[str, Part] = {ROOT: Part(ROOT, ROOT, ())}
+        view = graph.view(None, functions=functions)
+        names = {}
+        stack: list[str] = []  # opened containers as named by the view
+        opened: list[str] = [ROOT]  # and as named here
+        for box in view.boxes.values():
+            same = next((i for i, (a, b) in enumerate(zip(stack, box.around, strict=False)) if a != b), None)
+            keep = min(len(stack), len(box.around)) if same is None else same
+            del stack[keep:], opened[keep + 1 :]
+            for container in box.around[keep:]:
+                stack.append(container)
+                opened.append(self._add(container, opened))
+            names[box.name] = self._add(box.name, opened)
+
+        found: dict[tuple[str | None, str], dict[str, None]] = {}
+        for value, readers in view.inputs.items():
+            found[None, value] = {names[r]: None for r in readers}
+        for (source, target), values in view.edges.items():
+            for value in values:
+                found.setdefault((names[source], value), {})[names[target]] = None
+        for value, source in view.outputs.items():
+            found.setdefault((names[source], value), {})[OUTSIDE] = None
+        self.wires = [
+            Wire(source, value, tuple(targets)) for (source, value), targets in found.items() if targets
+        ]
+        for index, wire in enumerate(self.wires):
+            self._connect(index, wire)
+
+    def block(self, part: str) -> Block:
+        """The block that a part is a call of."""
+        return self.graph.blocks[self.parts[part].block]
+
+    def containers(self) -> Iterator[Part]:
+        """All parts with something inside, outer ones first."""
+        return (part for part in self.parts.values() if part.children)
+
+    def child(self, container: str, leaf: str) -> str:
+        """The part directly inside a container that a leaf is (in)."""
+        path = (*self.parts[leaf].around, leaf)
+        return path[path.index(container) + 1]
+
+    def inside(self, container: str) -> list[tuple[int, str | None, tuple[str, ...]]]:
+        """The wires in a container: number, the child it comes from (none: outside), what reads it there."""
+        here = self.parts[container]
+        order = {name: i for i, name in enumerate(here.children)}
+        indices = dict.fromkeys([*here.reads, *(w for c in here.children for w in self.parts[c].sends)])
+        found = []
+        for index in indices:
+            wire = self.wires[index]
+            source = None if index in here.reads else self.child(container, wire.source or "")
+            targets = {self.child(container, t) for t in wire.targets if self._within(container, t)} - {
+                source
+            }
+            outside = (
+                (OUTSIDE,) if index in here.sends or (container == ROOT and OUTSIDE in wire.targets) else ()
+            )
+            found.append((index, source, (*sorted(targets, key=order.__getitem__), *outside)))
+        return found
+
+    def _add(self, name: str, opened: list[str]) -> str:
+        own, visit = name, 1
+        while own in self.parts:
+            visit += 1
+            own = f"{name}~{visit}"
+        self.parts[own] = Part(own, name.rpartition("#")[0], tuple(opened))
+        self.parts[opened[-1]].children.append(own)
+        return own
+
+    def _connect(self, index: int, wire: Wire) -> None:
+        """Enter a wire where it crosses borders: all parts around one end that are not around the other."""
+        source = () if wire.source is None else (*self.parts[wire.source].around, wire.source)
+        if wire.source is None:
+            self.parts[ROOT].reads.append(index)
+        for target in wire.targets:
+            path = () if target == OUTSIDE else (*self.parts[target].around, target)
+            for part in source:
+                if part not in path and part != ROOT and index not in self.parts[part].sends:
+                    self.parts[part].sends.append(index)
+            for part in path:
+                if part not in source and part != ROOT and index not in self.parts[part].reads:
+                    self.parts[part].reads.append(index)
+
+    def _within(self, container: str, leaf: str) -> bool:
+        return leaf != OUTSIDE and container in self.parts[leaf].around
