@@ -1,4 +1,6 @@
 """Pictures of graphs: a tree for the terminal, an SVG for a paper, a page for the browser."""
 
+from outcore.report.bundle import bundle as bundle
+from outcore.report.page import page as page
 from outcore.report.svg import svg as svg
 from outcore.report.tree import tree as tree

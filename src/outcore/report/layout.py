@@ -21,10 +21,9 @@ from itertools import pairwise
 
 from outcore.graph.parts import ROOT
 from outcore.report.drawing import GEOMETRY, Drawing, End, Label, Line, Placed
-from outcore.report.label import text_width
 from outcore.report.scheme import Scheme
 from outcore.report.settle import Pull, settle
-from outcore.report.sketch import SMALL, Plane, Ports, Sketch, times_width
+from outcore.report.sketch import Plane, Ports, Sketch, times_width
 
 __all__ = ["lay_out"]
 
@@ -166,7 +165,7 @@ class _Layout:
         return (self.sketch.faces[part].width + times_width(repeat)) / 2
 
     def _half_end(self, wire: int) -> float:
-        return text_width(self.sketch.end_name(wire), SMALL) / 2 + 12
+        return self.sketch.end_width(wire) / 2 + 12
 
     def _draw(self, drawing: Drawing, part: str, body: _Body, x0: float, y0: float, skips: set[int]) -> None:
         """Draw the inside of a container; `skips` are the wires that come into it as skips."""

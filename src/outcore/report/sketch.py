@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal
 
 from outcore.graph.graph import Graph
 from outcore.graph.parts import ROOT
 from outcore.report.fold import Inside, inside, signatures
 from outcore.report.knot import Route
 from outcore.report.label import count, kind_of, shape_label, shorten, summary, text_width
-from outcore.report.nest import OUTSIDE, Nest
+from outcore.report.nest import Nest
 from outcore.report.scheme import Scheme, arrange
 
 __all__ = ["BATCH_NOTE", "SMALL", "TITLE", "Face", "Plane", "Ports", "Sketch", "times_width"]
@@ -102,6 +102,10 @@ class Sketch:
         outputs = self.graph.outputs
         return "output" if len(outputs) == 1 else f"output {outputs.index(self.nest.wires[wire].value)}"
 
+    def end_width(self, wire: int) -> float:
+        """Width of that name in pixels."""
+        return text_width(self.end_name(wire), SMALL)
+
     def _plane(
         self, container: str, shown: Inside, entering: dict[str, tuple[list[int], list[int]]]
     ) -> Plane:
@@ -151,51 +155,6 @@ class Sketch:
         if block.kind == "function":
             return Face(title, "", "", kind, max(44.0, width + 18), 20.0, header)
         return Face(title, type_name, note, kind, max(72.0, width + 20), height, header)
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values for the page; equal schemes are written once."""
-        schemes: dict[Scheme, int] = {}
-
-        def plane(p: Plane) -> dict[str, Any]:
-            return {
-                "children": p.inside.children,
-                "repeats": p.inside.repeats,
-                "links": [[link.wire, link.port] for link in p.inside.links],
-                "scheme": schemes.setdefault(p.scheme, len(schemes)),
-                "ins": [[q.routes, q.main] for q in p.ins],
-                "outs": [[q.routes, q.main] for q in p.outs],
-            }
-
-        flat = {name: plane(p) for name, p in self.flat.items()}
-        folded = {name: plane(p) for name, p in self.folded.items()}
-        return {
-            "batch": self.batch,
-            "faces": {
-                n: [f.name, f.type, f.note, f.kind, f.width, f.height, *f.header]
-                for n, f in self.faces.items()
-            },
-            "parts": {n: [p.block, p.around[-1] if p.around else None] for n, p in self.nest.parts.items()},
-            "wires": [
-                [w.source, w.value, w.targets, self.label(i), text_width(self.label(i), SMALL)]
-                for i, w in enumerate(self.nest.wires)
-            ],
-            "ends": {
-                i: [name := self.end_name(i), text_width(name, SMALL)]
-                for i, w in enumerate(self.nest.wires)
-                if w.source is None or OUTSIDE in w.targets
-            },
-            "flat": flat,
-            "folded": folded,
-            "schemes": [
-                {
-                    "knots": [[k.role, k.index] for k in s.knots],
-                    "rows": s.rows,
-                    "steps": [[t.upper, t.lower, t.route, int(t.skip)] for t in s.steps],
-                    "columns": s.columns,
-                }
-                for s in schemes
-            ],
-        }
 
 
 def times_width(repeat: int) -> float:

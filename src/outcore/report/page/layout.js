@@ -1,0 +1,296 @@
+// Coordinates: from schemes and sizes to a drawing, containers from the inside out.
+//
+// The same as layout.py and settle.py, function by function; see there for what it does and why it exists twice.
+// A test compares every coordinate, so change both together.
+"use strict";
+
+const ROOT = "";
+
+/** Lay out a sketch. `state` says what is open (`opened`), whether repeats are folded (`fold`) and where not (`flat`). */
+function layOut(sketch, geometry, state) {
+  return new Layout(sketch, geometry, state).drawing();
+}
+
+class Layout {
+  constructor(sketch, geometry, state) {
+    this.sketch = sketch;
+    this.g = geometry;
+    this.state = state;
+  }
+
+  drawing() {
+    const body = this.body(ROOT);
+    const [left, right] = this.sides(body);
+    const drawing = { width: left + right, height: body.height, placed: [], ends: [], lines: [], labels: [] };
+    this.draw(drawing, ROOT, body, left, 0, new Set());
+    return drawing;
+  }
+
+  plane(part) {
+    const folded = this.state.fold && !this.state.flat.has(part) && this.sketch.folded[part];
+    return folded || this.sketch.flat[part];
+  }
+
+  body(part) {
+    const plane = this.plane(part);
+    const scheme = this.sketch.schemes[plane.scheme];
+    const extents = scheme.knots.map(([role, index]) => {
+      if (role === "box") return this.extent(plane, index);
+      if (part === ROOT && role !== "lane") return this.end(plane.links[index][0], role === "in");
+      return makeExtent();
+    });
+    const shifts = scheme.steps.map(([upper, lower, route]) => {
+      const [wire, port] = plane.links[route];
+      return (extents[upper].outs.get(port) ?? 0) - (extents[lower].ins.get(wire) ?? 0);
+    });
+    const x = across(this.g, scheme, extents, shifts);
+    return { plane, scheme, extents, x, ...down(this.g, scheme, extents, x, shifts, part !== ROOT) };
+  }
+
+  extent(plane, index) {
+    const g = this.g, part = plane.children[index], repeat = plane.repeats[index];
+    const ins = plane.ins[index], outs = plane.outs[index];
+    if (this.state.opened.has(part) && this.sketch.flat[part]) return this.frame(plane, index);
+    const half = this.half(part, repeat);
+    const sheet = repeat > 1 ? g.sheet : 0;
+    const height = this.sketch.parts[part].height + sheet;
+    const extent = { ...makeExtent(), left: half, right: half + sheet, height, box: height };
+    extent.labels = outs.routes.length > 0;
+    const arriving = spread(ins.routes.map(() => g.port_gap), ins.main, half - 8);
+    ins.routes.forEach((route, i) => extent.ins.set(plane.links[route][0], arriving[i]));
+    const widths = outs.routes.map((route) => g.label_gap + this.sketch.wires[plane.links[route][1]].width);
+    const leaving = spread(widths.map((width) => width + g.label_gap), outs.main, null);
+    outs.routes.forEach((route, i) => {
+      extent.outs.set(plane.links[route][1], leaving[i]);
+      extent.left = Math.max(extent.left, -leaving[i]);
+      extent.right = Math.max(extent.right, leaving[i] + widths[i]);
+    });
+    if (extent.labels) extent.height += g.label;
+    return extent;
+  }
+
+  frame(plane, index) {
+    const g = this.g, part = plane.children[index], ins = plane.ins[index];
+    const body = this.body(part);
+    let [left, right] = this.sides(body);
+    const ends = { in: new Map(), out: new Map() };
+    body.scheme.knots.forEach(([role, route], i) => ends[role]?.set(body.plane.links[route][0], body.x[i]));
+    const first = Math.min(...ends.in.values()), last = Math.max(...ends.in.values());
+    const [name, type] = this.sketch.parts[part].header;
+    left = Math.max(left, name + this.times(plane.repeats[index]) + 2 * g.margin - (ends.in.size ? first : 0));
+    right = Math.max(right, type + 2 * g.margin + (ends.in.size ? last : 0));
+    const some = ends.in.size ? [...ends.in.values()] : ends.out.size ? [...ends.out.values()] : [0];
+    const anchor = ins.main === null
+      ? (Math.min(...some) + Math.max(...some)) / 2
+      : ends.in.get(plane.links[ins.routes[ins.main]][0]);
+    body.x = body.x.map((at) => at - anchor);
+    const moved = (map) => new Map([...map].map(([wire, at]) => [wire, at - anchor]));
+    return {
+      left: left + anchor, right: right - anchor, height: body.height, box: body.height,
+      ins: moved(ends.in), outs: moved(ends.out), labels: false, body,
+    };
+  }
+
+  end(wire, isInput) {
+    const g = this.g, half = this.halfEnd(wire);
+    const extent = { ...makeExtent(), left: half, right: half, height: g.pill, box: g.pill, labels: isInput };
+    if (isInput) {
+      extent.outs.set(wire, 0);
+      extent.right = Math.max(half, g.label_gap + this.sketch.wires[wire].width);
+      extent.height += g.label;
+    }
+    return extent;
+  }
+
+  times(repeat) {
+    return repeat > 1 ? this.sketch.times[repeat] : 0;
+  }
+
+  half(part, repeat) {
+    return (this.sketch.parts[part].width + this.times(repeat)) / 2;
+  }
+
+  halfEnd(wire) {
+    return this.sketch.ends[wire].width / 2 + 12;
+  }
+
+  sides(body) {
+    if (!body.x.length) return [this.g.pad, this.g.pad];
+    const left = Math.max(...body.extents.map((extent, i) => extent.left - body.x[i]));
+    const right = Math.max(...body.extents.map((extent, i) => extent.right + body.x[i]));
+    return [left + this.g.pad, right + this.g.pad];
+  }
+
+  draw(drawing, part, body, x0, y0, skips) {
+    const { scheme, plane } = body, g = this.g;
+    const row = rowOf(scheme), top = [], bottom = [], names = [];
+    scheme.knots.forEach(([role, index], i) => {
+      const extent = body.extents[i], x = x0 + body.x[i];
+      top[i] = bottom[i] = y0 + body.tops[row[i]];
+      names[i] = "";
+      if (!extent.height) return;
+      top[i] += (body.bottoms[row[i]] - body.tops[row[i]] - extent.height) / 2;
+      bottom[i] = top[i] + extent.box;
+      if (extent.labels) {
+        for (const [wire, at] of extent.outs) {
+          drawing.labels.push({ wire, x: x + at + g.label_gap, y: bottom[i] + g.label - 3 });
+        }
+      }
+      if (role === "box") {
+        names[i] = plane.children[index];
+        const arriving = scheme.steps.filter(([, lower, , skip]) => lower === i && skip);
+        const skipping = new Set(arriving.map(([, , route]) => plane.links[route][0]));
+        this.place(drawing, names[i], plane.repeats[index], extent, x, top[i], skipping);
+      } else {
+        const wire = plane.links[index][0], half = this.halfEnd(wire);
+        drawing.ends.push({ wire, x: x - half, y: top[i], width: 2 * half, height: extent.box });
+      }
+    });
+    for (const [upper, lower, route, skip] of scheme.steps) {
+      const [wire, port] = plane.links[route], from = body.extents[upper], to = body.extents[lower];
+      drawing.lines.push({
+        wire,
+        x1: x0 + body.x[upper] + (from.outs.get(port) ?? 0),
+        x2: x0 + body.x[lower] + (to.ins.get(wire) ?? 0),
+        y1: bottom[upper],
+        y2: y0 + body.bottoms[row[upper]],
+        y3: y0 + body.tops[row[lower]],
+        y4: top[lower],
+        skip: Boolean(skip) || skips.has(wire),
+        source: names[upper],
+        target: names[lower],
+        arrow: to.height > 0 && !to.body,
+      });
+    }
+  }
+
+  place(drawing, part, repeat, extent, x, y, skips) {
+    if (!extent.body) {
+      const half = this.half(part, repeat), height = this.sketch.parts[part].height;
+      drawing.placed.push({ part, x: x - half, y, width: 2 * half, height, repeat, open: false, free: 0 });
+      return;
+    }
+    const width = extent.left + extent.right;
+    const free = extent.left + (extent.ins.size ? Math.min(...extent.ins.values()) : extent.right);
+    drawing.placed.push({ part, x: x - extent.left, y, width, height: extent.box, repeat, open: true, free });
+    this.draw(drawing, part, extent.body, x, y, skips);
+  }
+}
+
+function makeExtent() {
+  return { left: 0, right: 0, height: 0, box: 0, ins: new Map(), outs: new Map(), labels: false, body: null };
+}
+
+function rowOf(scheme) {
+  const row = [];
+  scheme.rows.forEach((knots, i) => knots.forEach((knot) => (row[knot] = i)));
+  return row;
+}
+
+function spread(spaces, main, room) {
+  let at = 0;
+  const places = spaces.map((space) => (at += space) - space);
+  if (!places.length) return places;
+  const middle = main === null ? (places[0] + places.at(-1)) / 2 : places[main];
+  const widest = Math.max(...places.map((place) => Math.abs(place - middle)));
+  const scale = room !== null && widest > room ? room / widest : 1;
+  return places.map((place) => (place - middle) * scale);
+}
+
+function across(g, scheme, extents, shifts) {
+  const column = [];
+  scheme.columns.forEach((knots, i) => knots.forEach((knot) => (column[knot] = i)));
+  const apart = scheme.columns.map(() => new Map());
+  for (const row of scheme.rows) {
+    for (let i = 0; i + 1 < row.length; i++) {
+      const a = row[i], b = row[i + 1];
+      const boxes = (scheme.knots[a][0] === "box") + (scheme.knots[b][0] === "box");
+      const gap = g.lane_gap + (boxes * (g.box_gap - g.lane_gap)) / 2;
+      const spaces = apart[column[b]], other = column[a];
+      spaces.set(other, Math.max(spaces.get(other) ?? 0, extents[a].right + gap + extents[b].left));
+    }
+  }
+  const solid = scheme.columns.map((knots) => knots.filter((knot) => scheme.knots[knot][0] !== "lane").length);
+  const weight = scheme.columns.map((knots, i) => solid[i] + 0.001 * knots.length);
+  const pulls = scheme.columns.map(() => []);
+  scheme.steps.forEach(([upper, lower, , skip], i) => {
+    const a = column[upper], b = column[lower];
+    if (a === b) return;
+    pulls[a].push([skip && solid[a] ? 0.01 : 1, b, -shifts[i]]);
+    pulls[b].push([skip && solid[b] ? 0.01 : 1, a, shifts[i]]);
+  });
+  const x = settle(weight, apart, pulls);
+  return column.map((c) => x[c]);
+}
+
+function down(g, scheme, extents, x, shifts, framed) {
+  const row = rowOf(scheme), bends = scheme.rows.map(() => 0), tops = [], bottoms = [];
+  scheme.steps.forEach(([upper, lower], i) => {
+    bends[row[upper]] = Math.max(bends[row[upper]], Math.abs(x[upper] + shifts[i] - x[lower]));
+  });
+  const heights = scheme.rows.map((knots) => Math.max(...knots.map((knot) => extents[knot].height)));
+  let y = framed ? g.header : g.pad;
+  heights.forEach((height, i) => {
+    if (i) y += g.row_gap + Math.min(g.bend_most, g.bend * bends[i - 1]);
+    if (framed && i === 0 && !height) {
+      tops.push(0);
+      bottoms.push(0);
+      y = Math.max(0, g.header - g.row_gap);
+      return;
+    }
+    tops.push(y);
+    y += height;
+    bottoms.push(y);
+  });
+  return { tops, bottoms, height: framed && heights.at(-1) === 0 ? y : y + g.pad };
+}
+
+function settle(weight, apart, pulls) {
+  let x = nearest(weight.map(() => 0), weight, apart);
+  for (let round = 0; round < 30; round++) {
+    const want = x.map((here, i) => {
+      if (!pulls[i].length) return here;
+      let sum = 0, total = 0;
+      for (const [w, other, offset] of pulls[i]) {
+        sum += w * (x[other] + offset);
+        total += w;
+      }
+      return (here + sum / total) / 2;
+    });
+    const before = x;
+    x = nearest(want, weight, apart);
+    if (x.every((here, i) => Math.abs(here - before[i]) < 0.25)) break;
+  }
+  return x;
+}
+
+function nearest(want, weight, apart) {
+  const block = want.map((_, i) => i), offset = want.map(() => 0), members = want.map((_, i) => [i]);
+  const at = [...want], mass = [...weight];
+  for (let column = 0; column < want.length; column++) {
+    for (;;) {
+      const own = block[column];
+      let worst = 1e-9, left = own, shift = 0;
+      for (const member of members[own]) {
+        for (const [other, space] of apart[member]) {
+          if (block[other] === own) continue;
+          const overlap = at[block[other]] + offset[other] + space - at[own] - offset[member];
+          if (overlap > worst) [worst, left, shift] = [overlap, block[other], offset[other] + space - offset[member]];
+        }
+      }
+      if (left === own) break;
+      const total = mass[left] + mass[own];
+      at[left] = (at[left] * mass[left] + (at[own] - shift) * mass[own]) / total;
+      mass[left] = total;
+      for (const member of members[own]) {
+        block[member] = left;
+        offset[member] += shift;
+      }
+      members[left].push(...members[own]);
+      members[own] = [];
+    }
+  }
+  const x = want.map((_, i) => at[block[i]] + offset[i]);
+  apart.forEach((spaces, i) => spaces.forEach((space, other) => (x[i] = Math.max(x[i], x[other] + space))));
+  return x;
+}
