@@ -1,0 +1,196 @@
+"""Back-propagation through time over all chunks of a sequence at once.
+
+What has to be solved is linear: the gradient carried out of step t is ``J_tᵀ (carried in + gradient of output
+t)``. The T steps are cut into K chunks of L. Inside a chunk the steps run one after the other, but those of
+all chunks run together, so a sweep takes L batched steps instead of T:
+
+    time     0 ······ L ······ 2L ······ 3L ······ T
+    sweep    <------- <------- <-------- <--------        all at once, each from what is carried into its end
+
+What is carried into the chunks' ends can be found in two ways.
+
+*Products*: the sweep is applied to the rows of an identity matrix, which multiplies the chunk's Jacobians
+out. A scan over the K products (`outcore.scan.affine`) gives all carries, and one more sweep the gradients:
+the hybrid of BPPSA (sequential below, tree above). Always works; costs about S times the work of a sweep, S
+the size of the state.
+
+*Relaxation*: sweep from a guess, hand what comes out of each chunk to the chunk before it, and again, until
+nothing changes. If nothing changes, every chunk continues exactly where the next one begins: that *is* the
+sequential result. It needs at most K sweeps, and as few as two or three when gradients fade within a chunk,
+as they do in most trained recurrences. The rate seen in the first sweeps tells whether it will be quicker
+than the products.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outcore.scan import kernels
+from outcore.scan.affine import states
+from outcore.scan.cells import Cell, step_back
+from outcore.scan.options import Precision, Solver
+
+__all__ = ["Adjoint", "Solution", "chunk_products", "solve", "will_settle"]
+
+
+@dataclass(frozen=True, slots=True)
+class Adjoint:
+    """The linear recurrence that the gradients of a layer follow; shapes as in `outcore.scan.cells`."""
+
+    cell: Cell
+    values: Tensor
+    """Coefficients ``[D, T, N, M, H]``."""
+    hidden: Tensor
+    projection: Tensor | None
+    grad_output: Tensor
+    """Gradients of the outputs ``[D, T, N, P]``, zero where a sequence has ended."""
+    grad_state: Tensor
+    """Gradients of the final states ``[D, N, S]``."""
+    lengths: Tensor | None
+    """Steps of each sequence ``[N]``, where they differ."""
+
+    def valid(self) -> Tensor | None:
+        """Which steps exist, ``[T, N]``."""
+        if self.lengths is None:
+            return None
+        time = torch.arange(self.values.shape[1], device=self.lengths.device)
+        return time.unsqueeze(1) < self.lengths
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """Gradients of all states, and how they were found."""
+
+    totals: Tensor
+    """``[D, T, N, S]``; of an LSTM's memory, q (see `outcore.scan.cells`)."""
+    start: Tensor
+    """Gradients of the initial states ``[D, N, S]``."""
+    solver: str
+    sweeps: int
+    engine: str
+
+
+def solve(
+    adjoint: Adjoint, chunk: int, solver: Solver | None = None, precision: Precision = "full"
+) -> Solution:
+    """Gradients of all states.
+
+    Args:
+        adjoint: the recurrence.
+        chunk: steps per chunk, L.
+        solver: none: relaxation, turning to products when it converges slowly.
+        precision: of the products on a GPU.
+    """
+    steps = adjoint.values.shape[1]
+    count = -(-steps // chunk)
+    carries = adjoint.grad_state.new_zeros(
+        (adjoint.grad_state.shape[0], count, *adjoint.grad_state.shape[1:])
+    )
+    carries[:, -1] = adjoint.grad_state
+    sweeps = 0
+    if count == 1:
+        totals, out, engine = _sweep(adjoint, chunk, carries)
+        return Solution(totals, out[:, 0], "sequential", 1, engine)
+    if solver != "products":
+        limit = _relaxation_limit(adjoint.cell.state, count, asked=solver == "relaxation")
+        before = math.inf
+        while sweeps < limit:
+            totals, out, engine = _sweep(adjoint, chunk, carries)
+            sweeps += 1
+            new = torch.cat((out[:, 1:], carries[:, -1:]), dim=1)
+            change = _change(carries, new)
+            if change <= 1:
+                return Solution(totals, out[:, 0], "relaxation", sweeps, engine)
+            carries = new
+            if not will_settle(before, change, 1, limit - sweeps):
+                break
+            before = change
+    rows = chunk_products(adjoint, chunk, precision)
+    carries = _carries(adjoint, rows)
+    if not bool(torch.isfinite(carries).all()):
+        # The product of a chunk may overflow although the gradients do not; one chunk has no products.
+        totals, out, engine = _sweep(adjoint, steps, adjoint.grad_state.unsqueeze(1).contiguous())
+        return Solution(totals, out[:, 0], "sequential", sweeps + 1, engine)
+    del rows
+    totals, out, engine = _sweep(adjoint, chunk, carries)
+    return Solution(totals, out[:, 0], "products", sweeps + 1, engine)
+
+
+def _relaxation_limit(state: int, count: int, *, asked: bool) -> int:
+    """Sweeps that still cost less than multiplying out; a chunk is settled by each, so never more than there
+    are."""
+    return min(count, 64 if asked else max(3, min(16, state // 2)))
+
+
+def _change(old: Tensor, new: Tensor) -> float:
+    """Largest change of a carry in units of what rounding does to it: 4 ulp of its largest number.
+
+    Carries that are nothing beside the largest (below the square of the precision) count as settled.
+    """
+    eps = torch.finfo(new.dtype).eps
+    size = new.abs().amax(-1)
+    return float(
+        ((new - old).abs().amax(-1) / (4 * eps * size + eps * eps * size.amax())).nan_to_num(0).amax()
+    )
+
+
+def will_settle(before: float, change: float, goal: float, left: int) -> bool:
+    """Whether the change, falling as it just did, reaches the goal in the sweeps left."""
+    if before == math.inf:
+        return math.isfinite(change)
+    return change < before and math.log(goal / change) / math.log(change / before) <= left
+
+
+def _sweep(adjoint: Adjoint, chunk: int, carries: Tensor) -> tuple[Tensor, Tensor, str]:
+    """Sweep all chunks from given carries ``[D, K, N, S]``: gradients of all states, and what leaves each
+    chunk."""
+    if (found := kernels.sweep(adjoint, chunk, carries)) is not None:
+        return *found, "triton"
+    cell, valid = adjoint.cell, adjoint.valid()
+    D, T, N = adjoint.values.shape[:3]
+    totals = adjoint.values.new_zeros((D, T, N, cell.state))
+    rows = carries.unsqueeze(-2).clone()
+    for j in reversed(range(min(chunk, T))):
+        values = adjoint.values[:, j::chunk]
+        part = rows[:, : values.shape[1]]
+        part[..., 0, : cell.output] += adjoint.grad_output[:, j::chunk]
+        new, total = step_back(cell, part, values, adjoint.hidden, adjoint.projection)
+        if valid is not None:
+            here = valid[j::chunk, :, None, None]
+            new, total = torch.where(here, new, part), torch.where(here, total, 0)
+        totals[:, j::chunk] = total.squeeze(-2)
+        rows[:, : values.shape[1]] = new
+    return totals, rows.squeeze(-2), "torch"
+
+
+def chunk_products(adjoint: Adjoint, chunk: int, precision: Precision) -> Tensor:
+    """What each chunk does to a carried gradient: row i for the i-th unit vector, the last row for zero."""
+    if (found := kernels.products(adjoint, chunk, precision)) is not None:
+        return found
+    cell, valid, S = adjoint.cell, adjoint.valid(), adjoint.cell.state
+    D, T, N = adjoint.values.shape[:3]
+    rows = adjoint.values.new_zeros((D, -(-T // chunk), N, S + 1, S))
+    rows[..., :S, :] = torch.eye(S, dtype=rows.dtype, device=rows.device)
+    for j in reversed(range(min(chunk, T))):
+        values = adjoint.values[:, j::chunk]
+        part = rows[:, : values.shape[1]]
+        part[..., S, : cell.output] += adjoint.grad_output[:, j::chunk]
+        new, _ = step_back(cell, part, values, adjoint.hidden, adjoint.projection)
+        rows[:, : values.shape[1]] = (
+            new if valid is None else torch.where(valid[j::chunk, :, None, None], new, part)
+        )
+    return rows
+
+
+def _carries(adjoint: Adjoint, rows: Tensor) -> Tensor:
+    """Gradients carried into the end of every chunk ``[D, K, N, S]``: a scan over the chunks' products."""
+    if (found := kernels.carries(adjoint, rows)) is not None:
+        return found
+    S = adjoint.cell.state
+    later = rows[:, 1:].movedim(1, 0).flip(0)
+    found = states(later[..., :S, :].mT, later[..., S, :], adjoint.grad_state)
+    return found.flip(0).movedim(0, 1).contiguous()

@@ -1,0 +1,292 @@
+"""The recurrent cells of torch.nn, as their backward pass sees them.
+
+All hidden states are known after the forward pass, so the gates of *all* steps are computed again by one
+matrix product instead of being kept. From them come *coefficients* with which one step of back-propagation is
+two things only: products with the coefficients, and one product with the recurrent weights W. With g the
+gradient of h_t and g' that of h_{t-1}:
+
+    RNN     g' = (d·g) W                                        d = tanh' or relu'
+    GRU     g' = z·g + (a_r·g, a_z·g, a_n·g) W
+    LSTM    q = e·g + gc                                        gc, gc' are the gradients of c_t, c_{t-1}
+            g' = (a_i·q, a_f·q, a_g·q, a_o·g) W ,  gc' = f·q    with a projection, g is first mapped back
+            through it
+
+Written so, the Jacobian of a step is never formed; a product of Jacobians is the step applied to the rows of
+a matrix.
+
+Shapes: D directions, T steps, N sequences, H hidden, P = projection or H, G gates. Everything carries D
+first, so that a bidirectional layer is one batched product; the reverse direction is stored with its time
+already reversed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from outcore.scan.linear import linear_recurrence
+
+__all__ = [
+    "Cell",
+    "CellKind",
+    "Coefficients",
+    "Weights",
+    "coefficients",
+    "gate_gradients",
+    "inputs_of",
+    "memories",
+    "step_back",
+    "step_on",
+]
+
+CellKind = Literal["tanh", "relu", "gru", "lstm"]
+Memory = Tensor | tuple[Tensor, Tensor] | None
+_GATES = {"tanh": 1, "relu": 1, "gru": 3, "lstm": 4}
+_COEFFICIENTS = {"tanh": 1, "relu": 1, "gru": 5, "lstm": 6}
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Kind and sizes of a cell."""
+
+    kind: CellKind
+    input: int
+    hidden: int
+    projection: int = 0
+
+    @property
+    def output(self) -> int:
+        """Size of the hidden state, P."""
+        return self.projection or self.hidden
+
+    @property
+    def state(self) -> int:
+        """Size of all that is passed on from step to step: (h, c) of an LSTM, else h."""
+        return self.output + (self.hidden if self.kind == "lstm" else 0)
+
+    @property
+    def gates(self) -> int:
+        """Number of gates, G."""
+        return _GATES[self.kind]
+
+    @property
+    def coefficients(self) -> int:
+        """Number of coefficients per hidden unit and step."""
+        return _COEFFICIENTS[self.kind]
+
+
+class Weights(NamedTuple):
+    """Parameters of one layer, directions stacked."""
+
+    input: Tensor
+    """``[D, G·H, I]``"""
+    hidden: Tensor
+    """``[D, G·H, P]``"""
+    input_bias: Tensor | None
+    """``[D, G·H]``"""
+    hidden_bias: Tensor | None
+    projection: Tensor | None
+    """``[D, P, H]``"""
+
+
+class Coefficients(NamedTuple):
+    """What one pass over all steps yields: the coefficients, and the unprojected output that a projection
+    needs."""
+
+    values: Tensor
+    """``[D, T, N, M, H]``: RNN (d); GRU (n without reset gate, r, z, n, carry z); LSTM (e, f, i, f, g, o)."""
+    unprojected: Tensor | None
+    """``[D, T, N, H]``"""
+
+
+def coefficients(
+    cell: Cell, x: Tensor, before: Tensor, after: Tensor, memory: Memory, weights: Weights
+) -> Coefficients:
+    """Coefficients of all steps at once.
+
+    Args:
+        cell: the cell.
+        x: inputs ``[D, T, N, I]``.
+        before: hidden states before each step ``[D, T, N, P]``.
+        after: hidden states after each step.
+        memory: the LSTM's initial memory ``[D, N, H]`` (later ones follow from the gates), or its memories
+            before and after each step.
+        weights: the parameters.
+    """
+    if cell.kind == "tanh":
+        return Coefficients((1 - after * after).unsqueeze(-2), None)
+    if cell.kind == "relu":
+        return Coefficients((after > 0).to(after.dtype).unsqueeze(-2), None)
+    from_input = _project(x, weights.input, weights.input_bias, cell)
+    from_hidden = _project(before, weights.hidden, weights.hidden_bias, cell)
+    if cell.kind == "gru":
+        return Coefficients(_gru(from_input, from_hidden, before), None)
+    return _lstm(from_input.add_(from_hidden), memory, keep=weights.projection is not None)
+
+
+def _project(x: Tensor, weight: Tensor, bias: Tensor | None, cell: Cell) -> Tensor:
+    """``x Wᵀ + b`` as ``[D, T, N, G, H]``."""
+    D, T, N, _ = x.shape
+    rows = x.reshape(D, T * N, -1)
+    if bias is None:
+        out = torch.bmm(rows, weight.mT)
+    else:
+        out = torch.baddbmm(bias.unsqueeze(1), rows, weight.mT)
+    return out.view(D, T, N, cell.gates, cell.hidden)
+
+
+def _gru(from_input: Tensor, from_hidden: Tensor, before: Tensor) -> Tensor:
+    r, z = (from_input[..., :2, :] + from_hidden[..., :2, :]).sigmoid_().unbind(-2)
+    pre = from_hidden[..., 2, :]
+    n = torch.addcmul(from_input[..., 2, :], r, pre).tanh_()
+    new = torch.empty((*from_input.shape[:-2], 5, from_input.shape[-1]), dtype=n.dtype, device=n.device)
+    of_n = (1 - z) * (1 - n * n)
+    new[..., 0, :] = of_n
+    new[..., 1, :] = of_n * pre * r * (1 - r)
+    new[..., 2, :] = (before - n) * z * (1 - z)
+    new[..., 3, :] = of_n * r
+    new[..., 4, :] = z
+    return new
+
+
+def memories(cell: Cell, x: Tensor, before: Tensor, memory: Tensor, weights: Weights) -> Tensor:
+    """The LSTM's memories after each step ``[D, T, N, H]``: with the gates known, a diagonal linear
+    recurrence."""
+    gates = _project(x, weights.input, weights.input_bias, cell)
+    gates += _project(before, weights.hidden, weights.hidden_bias, cell)
+    i, f, g, _ = gates.unbind(-2)
+    return linear_recurrence(f.sigmoid(), i.sigmoid() * g.tanh(), memory, dim=1, check=False)
+
+
+def _lstm(gates: Tensor, memory: Memory, keep: bool) -> Coefficients:
+    i, f, g, o = gates.unbind(-2)
+    i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
+    if isinstance(memory, tuple):
+        before, after = memory
+    else:
+        assert memory is not None
+        after = linear_recurrence(f, i * g, memory, dim=1, check=False)
+        before = torch.cat((memory.unsqueeze(1), after[:, :-1]), dim=1)
+    squashed = after.tanh()
+    new = torch.empty((*gates.shape[:-2], 6, gates.shape[-1]), dtype=gates.dtype, device=gates.device)
+    new[..., 0, :] = o * (1 - squashed * squashed)
+    new[..., 1, :] = f
+    new[..., 2, :] = g * i * (1 - i)
+    new[..., 3, :] = before * f * (1 - f)
+    new[..., 4, :] = i * (1 - g * g)
+    new[..., 5, :] = squashed * o * (1 - o)
+    return Coefficients(new, o * squashed if keep else None)
+
+
+def step_back(
+    cell: Cell, rows: Tensor, values: Tensor, hidden: Tensor, projection: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Carry gradients back over one step.
+
+    Args:
+        cell: the cell.
+        rows: gradients of the state after the step, ``[D, K, N, R, S]``.
+        values: coefficients of the step, ``[D, K, N, M, H]``.
+        hidden: recurrent weights.
+        projection: the LSTM's projection.
+
+    Returns:
+        The gradients of the state before the step, and `rows` with an LSTM's gc replaced by q.
+    """
+    a = values.unsqueeze(-3)  # [D, K, N, 1, M, H]
+    if cell.kind in ("tanh", "relu"):
+        return _times(rows * a[..., 0, :], hidden), rows
+    if cell.kind == "gru":
+        gates = (rows.unsqueeze(-2) * a[..., 1:4, :]).flatten(-2)
+        return _times(gates, hidden).addcmul_(rows, a[..., 4, :]), rows
+    g, memory = rows[..., : cell.output], rows[..., cell.output :]
+    full = g if projection is None else _times(g, projection)
+    q = torch.addcmul(memory, full, a[..., 0, :])
+    gates = torch.cat(((q.unsqueeze(-2) * a[..., 2:5, :]).flatten(-2), full * a[..., 5, :]), dim=-1)
+    return torch.cat((_times(gates, hidden), q * a[..., 1, :]), dim=-1), torch.cat((g, q), dim=-1)
+
+
+def _times(rows: Tensor, weight: Tensor) -> Tensor:
+    """Rows ``[D, K, N, R, a]`` times ``[D, a, b]``."""
+    out = torch.bmm(rows.reshape(len(rows), -1, rows.shape[-1]), weight)
+    return out.view(*rows.shape[:-1], weight.shape[-1])
+
+
+def gate_gradients(
+    cell: Cell, totals: Tensor, values: Tensor, projection: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of the gates before their non-linearity, for all steps at once.
+
+    Args:
+        cell: the cell.
+        totals: gradients of the states ``[D, T, N, S]``, of an LSTM's memory q.
+        values: coefficients.
+        projection: the LSTM's projection.
+
+    Returns:
+        Those that reach the input weights and the recurrent weights, ``[D, T, N, G·H]`` (the same tensor but
+        for a GRU), and the gradient of the projected output.
+    """
+    if cell.kind in ("tanh", "relu"):
+        gates = totals * values.squeeze(-2)
+        return gates, gates, None
+    if cell.kind == "gru":
+        to_hidden = totals.unsqueeze(-2) * values[..., 1:4, :]
+        to_input = to_hidden.clone()
+        torch.mul(totals, values[..., 0, :], out=to_input[..., 2, :])
+        return to_input.flatten(-2), to_hidden.flatten(-2), None
+    g, q = totals[..., : cell.output], totals[..., cell.output :]
+    full = g if projection is None else torch.matmul(g, projection.unsqueeze(1))
+    gates = torch.empty((*values.shape[:-2], 4, cell.hidden), dtype=values.dtype, device=values.device)
+    torch.mul(q.unsqueeze(-2), values[..., 2:5, :], out=gates[..., :3, :])
+    torch.mul(full, values[..., 5, :], out=gates[..., 3, :])
+    return gates.flatten(-2), gates.flatten(-2), g if projection is not None else None
+
+
+def step_on(cell: Cell, state: Tensor, from_input: Tensor, weights: Weights) -> Tensor:
+    """The cell itself, one step for many sequences: state ``[D, K, N, S]``, inputs ``[D, K, N, G, H]``."""
+    h = state[..., : cell.output]
+    D, K, N, _ = h.shape
+    rows = h.reshape(D, K * N, -1)
+    if weights.hidden_bias is None:
+        pre = torch.bmm(rows, weights.hidden.mT)
+    else:
+        pre = torch.baddbmm(weights.hidden_bias.unsqueeze(1), rows, weights.hidden.mT)
+    pre = pre.view(D, K, N, cell.gates, cell.hidden)
+    if cell.kind == "tanh":
+        return (pre + from_input).tanh_().squeeze(-2)
+    if cell.kind == "relu":
+        return (pre + from_input).relu_().squeeze(-2)
+    if cell.kind == "gru":
+        r, z = (pre[..., :2, :] + from_input[..., :2, :]).sigmoid_().unbind(-2)
+        n = torch.addcmul(from_input[..., 2, :], r, pre[..., 2, :]).tanh_()
+        return n + z * (h - n)
+    i, f, g, o = (pre + from_input).unbind(-2)
+    c = f.sigmoid() * state[..., cell.output :] + i.sigmoid() * g.tanh()
+    full = o.sigmoid() * c.tanh()
+    if weights.projection is not None:
+        full = torch.bmm(full.view(D, K * N, -1), weights.projection.mT).view(D, K, N, -1)
+    return torch.cat((full, c), dim=-1)
+
+
+def inputs_of(cell: Cell, x: Tensor, weights: Weights) -> Tensor:
+    """What the inputs contribute to the gates, for all steps at once: ``[D, T, N, G, H]``."""
+    return _project(x, weights.input, weights.input_bias, cell)
+
+
+def diagonal(cell: Cell, values: Tensor, weights: Weights) -> Tensor:
+    """Diagonals of the steps' Jacobians ``[D, T, N, S]``; of a projected state, zero."""
+    if weights.projection is not None:
+        return torch.cat((values.new_zeros((*values.shape[:3], cell.output)), values[..., 1, :]), dim=-1)
+    D = len(values)
+    w = weights.hidden.view(D, cell.gates, cell.hidden, cell.hidden).diagonal(dim1=-2, dim2=-1)[:, None, None]
+    if cell.kind in ("tanh", "relu"):
+        return values[..., 0, :] * w[..., 0, :]
+    if cell.kind == "gru":
+        return (values[..., 1:4, :] * w).sum(-2) + values[..., 4, :]
+    of_memory = (values[..., 2:5, :] * w[..., :3, :]).sum(-2)
+    of_h = values[..., 5, :] * w[..., 3, :] + values[..., 0, :] * of_memory
+    return torch.cat((of_h, values[..., 1, :]), dim=-1)

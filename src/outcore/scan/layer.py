@@ -1,0 +1,331 @@
+"""One recurrent layer (both directions of it): torch's forward, the scan's backward.
+
+Forward keeps the input, the output and nothing else; cuDNN's gates and reserve space are not asked for.
+Backward computes all gates again by one matrix product, solves for the gradients of all states
+(`outcore.scan.backward`), and gets the gradients of the weights from one matrix product over all steps and
+sequences.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._VF import gru, lstm, rnn_relu, rnn_tanh
+from torch.autograd.function import once_differentiable
+
+from outcore.scan.backward import Adjoint, solve
+from outcore.scan.cells import Cell, Weights, coefficients, gate_gradients, memories
+from outcore.scan.newton import parallel_forward
+from outcore.scan.options import Newton, Precision, Solver
+from outcore.scan.packing import Packing, flip
+from outcore.scan.report import LayerReport
+from outcore.scan.workspace import Cut
+
+__all__ = ["Layer", "run_layer"]
+
+_FORWARD: dict[str, Callable[..., tuple[Tensor, ...]]] = {
+    "tanh": rnn_tanh,
+    "relu": rnn_relu,
+    "gru": gru,
+    "lstm": lstm,
+}
+_SPLIT_ROWS = 2048
+"""Rows per partial sum of a weight gradient on a GPU: a product with millions of rows and few columns fills
+few multiprocessors unless it is split."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """What a layer needs to know beside its tensors."""
+
+    cell: Cell
+    bias: bool
+    directions: int
+    packing: Packing | None
+    cut: Cut
+    solver: Solver | None
+    precision: Precision
+    forward: Newton | None
+    report: LayerReport
+
+    @property
+    def lengths(self) -> Tensor | None:
+        """Steps of each sequence, where they differ."""
+        return None if self.packing is None else self.packing.lengths
+
+    def weights(self, flat: tuple[Tensor, ...], dtype: torch.dtype | None = None) -> Weights:
+        """The layer's parameters with directions stacked."""
+        per = len(flat) // self.directions
+
+        def stack(i: int) -> Tensor:
+            one = flat[i].unsqueeze(0) if self.directions == 1 else torch.stack((flat[i], flat[per + i]))
+            return one.to(dtype) if dtype is not None else one
+
+        return Weights(
+            input=stack(0),
+            hidden=stack(1),
+            input_bias=stack(2) if self.bias else None,
+            hidden_bias=stack(3) if self.bias else None,
+            projection=stack(per - 1) if self.cell.projection else None,
+        )
+
+    def orient(self, x: Tensor, dtype: torch.dtype, *, split: bool) -> Tensor:
+        """Input (or, `split`, output) of the layer as ``[D, T, N, F]``, each direction in its own order of
+        time."""
+        x = x.to(dtype)
+        if self.packing is not None:
+            x = self.packing.pad(x)
+        if self.directions == 1:
+            return x.unsqueeze(0)
+        forth, back = x.chunk(2, dim=-1) if split else (x, x)
+        return torch.stack((forth, flip(back, self.lengths)))
+
+    def restore(self, x: Tensor, *, split: bool) -> Tensor:
+        """The inverse of `orient`; of an input, the sum over the directions."""
+        if self.directions == 1:
+            whole = x[0]
+        else:
+            forth, back = x[0], flip(x[1], self.lengths)
+            whole = torch.cat((forth, back), dim=-1) if split else forth + back
+        return whole if self.packing is None else self.packing.pack(whole)
+
+
+def run_layer(layer: Layer, x: Tensor, state: tuple[Tensor, ...], flat: list[Tensor]) -> tuple[Tensor, ...]:
+    """Output and final states of a layer.
+
+    Args:
+        layer: the layer.
+        x: ``[T, N, I]``, or the data of a packed sequence.
+        state: ``(h0,)`` or ``(h0, c0)``, each ``[D, N, ...]``.
+        flat: the parameters in torch's order.
+    """
+    result: tuple[Tensor, ...] = _ScannedLayer.apply(  # type: ignore[no-untyped-call]
+        layer, x, state[0], state[1] if len(state) > 1 else None, *flat
+    )
+    return result
+
+
+class _ScannedLayer(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, layer: Layer, x: Tensor, h0: Tensor, c0: Tensor | None, *flat: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.layer = layer
+        results = None
+        if layer.forward is not None:
+            results = _parallel(layer, x, h0, c0, flat)
+        if results is None:
+            results = _sequential(layer, x, h0, c0, flat)
+        ctx.save_for_backward(x, h0, c0, results[0], *flat)
+        return results
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, h0, c0, y, *flat = ctx.saved_tensors
+        needed = ctx.needs_input_grad
+        return None, *_backward(ctx.layer, x, h0, c0, y, tuple(flat), grads, input_grad=needed[1])
+
+
+def _sequential(
+    layer: Layer, x: Tensor, h0: Tensor, c0: Tensor | None, flat: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
+    hx: Any = h0 if c0 is None else (h0, c0)
+    options = (layer.bias, 1, 0.0, False, layer.directions == 2)
+    with warnings.catch_warnings():
+        # One layer of several is no contiguous chunk of the parameters; copying its few is cheap.
+        warnings.filterwarnings(
+            "ignore", message="RNN module weights are not part of single contiguous chunk"
+        )
+        if layer.packing is None:
+            return tuple(_FORWARD[layer.cell.kind](x, hx, list(flat), *options, False))
+        return tuple(_FORWARD[layer.cell.kind](x, layer.packing.batch_sizes, hx, list(flat), *options))
+
+
+def _parallel(
+    layer: Layer, x: Tensor, h0: Tensor, c0: Tensor | None, flat: tuple[Tensor, ...]
+) -> tuple[Tensor, ...] | None:
+    assert layer.forward is not None
+    dtype = _working_dtype(x.dtype)
+    start = _state(h0, c0).to(dtype)
+    found = parallel_forward(
+        layer.cell,
+        layer.orient(x, dtype, split=False),
+        start,
+        layer.weights(flat, dtype),
+        layer.lengths,
+        layer.forward,
+    )
+    layer.report.iterations, layer.report.correction = found.iterations, found.correction
+    layer.report.fell_back = found.failure
+    if found.states is None:
+        return None
+    h = found.states[..., : layer.cell.output]
+    if layer.lengths is not None:
+        time = torch.arange(h.shape[1], device=h.device).unsqueeze(1)
+        h = torch.where((time < layer.lengths).unsqueeze(-1), h, 0)
+    final = found.final.to(x.dtype)
+    y = layer.restore(h.to(x.dtype), split=True)
+    if c0 is None:
+        return y.contiguous(), final
+    return (
+        y.contiguous(),
+        final[..., : layer.cell.output].contiguous(),
+        final[..., layer.cell.output :].contiguous(),
+    )
+
+
+def _state(h: Tensor, c: Tensor | None) -> Tensor:
+    return h if c is None else torch.cat((h, c), dim=-1)
+
+
+def _working_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Half precisions are scanned in float32."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def _backward(
+    layer: Layer,
+    x: Tensor,
+    h0: Tensor,
+    c0: Tensor | None,
+    y: Tensor,
+    flat: tuple[Tensor, ...],
+    grads: tuple[Tensor, ...],
+    *,
+    input_grad: bool,
+) -> tuple[Tensor | None, ...]:
+    cell, dtype = layer.cell, _working_dtype(x.dtype)
+    weights = layer.weights(flat, dtype)
+    xs, ys = layer.orient(x, dtype, split=False), layer.orient(y, dtype, split=True)
+    grad_y = layer.orient(grads[0], dtype, split=True)
+    carried = _state(grads[1], grads[2] if c0 is not None else None).to(dtype)
+    start, memory = h0.to(dtype), None if c0 is None else c0.to(dtype)
+    T, segment = ys.shape[1], layer.cut.segment
+    grad_x = torch.empty_like(xs) if input_grad else None
+    sums = _WeightGradients()
+
+    starts = range(0, T, segment)
+    memories = _memories(cell, xs, ys, start, memory, weights, starts, segment)
+    for first, c_first in zip(reversed(starts), reversed(memories), strict=True):
+        here = slice(first, min(T, first + segment))
+        after = ys[:, here]
+        before = _before(ys, start, here)
+        found = coefficients(cell, xs[:, here], before, after, c_first, weights)
+        lengths = None if layer.lengths is None else (layer.lengths - first).clamp(min=0)
+        adjoint = Adjoint(
+            cell, found.values, weights.hidden, weights.projection, grad_y[:, here], carried, lengths
+        )
+        solution = solve(adjoint, layer.cut.chunk, layer.solver, layer.precision)
+        carried = solution.start
+        layer.report.solvers.append(solution.solver)
+        layer.report.sweeps += solution.sweeps
+        layer.report.engine = solution.engine
+        to_input, to_hidden, of_output = gate_gradients(
+            cell, solution.totals, found.values, weights.projection
+        )
+        sums.add(xs[:, here], before, to_input, to_hidden, layer.bias)
+        if of_output is not None and found.unprojected is not None:
+            sums.add_projection(of_output, found.unprojected)
+        if grad_x is not None:
+            _times_weights(to_input, weights.input, out=grad_x[:, here])
+
+    of_x = None if grad_x is None else layer.restore(grad_x, split=False).to(x.dtype)
+    of_h0 = carried[..., : cell.output].to(h0.dtype)
+    of_c0 = None if c0 is None else carried[..., cell.output :].to(c0.dtype)
+    return of_x, of_h0, of_c0, *sums.flat(layer, flat)
+
+
+def _before(ys: Tensor, start: Tensor, here: slice) -> Tensor:
+    """Hidden states before each step of a segment."""
+    if here.start == 0:
+        return torch.cat((start.unsqueeze(1), ys[:, : here.stop - 1]), dim=1)
+    return ys[:, here.start - 1 : here.stop - 1].contiguous()
+
+
+def _memories(
+    cell: Cell,
+    xs: Tensor,
+    ys: Tensor,
+    start: Tensor,
+    memory: Tensor | None,
+    weights: Weights,
+    starts: range,
+    segment: int,
+) -> list[Tensor | None]:
+    """The LSTM's memory before each segment; found by running over the segments once more when there are
+    several."""
+    found = [memory]
+    for first in starts[:-1]:
+        if found[-1] is None:
+            found.append(None)
+            continue
+        here = slice(first, first + segment)
+        found.append(memories(cell, xs[:, here], _before(ys, start, here), found[-1], weights)[:, -1])
+    return found
+
+
+def _times_weights(gates: Tensor, weight: Tensor, out: Tensor) -> None:
+    rows = gates.reshape(len(gates), -1, gates.shape[-1])
+    out.copy_(torch.bmm(rows, weight).view(out.shape))
+
+
+class _WeightGradients:
+    """Sums over segments."""
+
+    def __init__(self) -> None:
+        self.input: Tensor | None = None
+        self.hidden: Tensor | None = None
+        self.input_bias: Tensor | None = None
+        self.hidden_bias: Tensor | None = None
+        self.projection: Tensor | None = None
+
+    def add(self, x: Tensor, before: Tensor, to_input: Tensor, to_hidden: Tensor, bias: bool) -> None:
+        self.input = _plus(self.input, _summed_products(to_input, x))
+        self.hidden = _plus(self.hidden, _summed_products(to_hidden, before))
+        if bias:
+            of_input = to_input.sum((1, 2))
+            self.hidden_bias = _plus(
+                self.hidden_bias, of_input if to_hidden is to_input else to_hidden.sum((1, 2))
+            )
+            self.input_bias = _plus(self.input_bias, of_input)
+
+    def add_projection(self, of_output: Tensor, unprojected: Tensor) -> None:
+        self.projection = _plus(self.projection, _summed_products(of_output, unprojected))
+
+    def flat(self, layer: Layer, flat: tuple[Tensor, ...]) -> list[Tensor]:
+        """In torch's order, one set per direction."""
+        kinds = [self.input, self.hidden]
+        if layer.bias:
+            kinds += [self.input_bias, self.hidden_bias]
+        if layer.cell.projection:
+            kinds.append(self.projection)
+        grads = [kind[d] for d in range(layer.directions) for kind in kinds if kind is not None]
+        return [grad.to(weight.dtype) for grad, weight in zip(grads, flat, strict=True)]
+
+
+def _plus(total: Tensor | None, more: Tensor) -> Tensor:
+    return more if total is None else total + more
+
+
+def _summed_products(left: Tensor, right: Tensor) -> Tensor:
+    """Sum over steps and sequences of the outer products: ``[D, T, N, a]``, ``[D, T, N, b]`` to ``[D, a,
+    b]``."""
+    D = len(left)
+    left, right = left.reshape(D, -1, left.shape[-1]), right.reshape(D, -1, right.shape[-1])
+    rows = left.shape[1]
+    if not left.is_cuda or rows < 4 * _SPLIT_ROWS:
+        return torch.bmm(left.mT, right)
+    parts = rows // _SPLIT_ROWS
+    whole = parts * _SPLIT_ROWS
+    split_left = left[:, :whole].unflatten(1, (parts, _SPLIT_ROWS))
+    split_right = right[:, :whole].unflatten(1, (parts, _SPLIT_ROWS))
+    total = torch.matmul(split_left.mT, split_right).sum(1)
+    if whole < rows:
+        total = total + torch.bmm(left[:, whole:].mT, right[:, whole:])
+    return total

@@ -1,0 +1,294 @@
+"""`RNN`, `GRU` and `LSTM` of torch.nn whose backward pass is a scan.
+
+They *are* torch.nn's: same constructor, parameters, state_dict, arguments, results, and errors for bad
+arguments; only the backward pass differs. Whenever the scan does not apply (nothing to differentiate, or
+cuDNN was measured to be faster) the call goes to torch.nn's own forward, and `report` says why.
+
+Not covered: TorchScript, double backward through a module (the functions `linear_recurrence` and `chain` have
+it), and under ``torch.compile`` the module behaves like torch.nn's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional as F
+from torch.nn.utils.rnn import PackedSequence
+
+from outcore.errors import ScanError
+from outcore.scan import kernels
+from outcore.scan.cells import Cell, CellKind
+from outcore.scan.choice import SHORTEST, choices, key_of
+from outcore.scan.layer import Layer, run_layer
+from outcore.scan.options import Options, Precision, as_bytes
+from outcore.scan.packing import Packing
+from outcore.scan.report import LayerReport, Report
+from outcore.scan.workspace import Shape, cut, free_bytes
+
+__all__ = ["GRU", "LSTM", "RNN", "convert"]
+
+_KINDS: dict[str, CellKind] = {"RNN_TANH": "tanh", "RNN_RELU": "relu", "GRU": "gru", "LSTM": "lstm"}
+Hidden = Tensor | tuple[Tensor, Tensor]
+
+
+class _Scanned(torch.nn.RNNBase):
+    """What the three modules share."""
+
+    options: Options = Options()
+    report: Report | None = None
+    """What the last call did; the part about backward is filled in when it runs."""
+
+    def __init__(self, *args: Any, options: Options | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.options = options or Options()
+
+    def forward(self, input: Any, hx: Any = None) -> Any:
+        """As torch.nn's; see there."""
+        tensor = input.data if isinstance(input, PackedSequence) else input
+        why_not = self._why_not(tensor, hx)
+        if why_not is not None:
+            self.report = Report("torch", why_not)
+            return super().forward(input, hx)
+        self._update_flat_weights()
+        x, packing, state, batched = self._prepared(input, hx)
+        steps, batch = (packing.steps, len(packing.lengths)) if packing else x.shape[:2]
+        backward, reason = self._choose(x if packing is None else packing.pad(x), steps, batch)
+        if backward == "torch":
+            self.report = Report("torch", reason)
+            return super().forward(input, hx)
+        self.report = Report("scan", reason)
+        y, final = self._layers(x, packing, state, steps, batch)
+        return self._finished(input, y, final, batched)
+
+    def _why_not(self, tensor: Tensor, hx: Any) -> str | None:
+        """Why this call has no use for a scan."""
+        if self.options.backward == "torch":
+            return "asked for"
+        if torch.compiler.is_compiling() or isinstance(tensor, FakeTensor):
+            return "no scan inside torch.compile or on tensors without data"
+        if self.options.forward is None:
+            parts = [tensor, *self.parameters(), *(hx if isinstance(hx, tuple) else (hx,))]
+            if not torch.is_grad_enabled() or not any(
+                isinstance(p, Tensor) and p.requires_grad for p in parts
+            ):
+                return "nothing to differentiate"
+        if torch.is_autocast_enabled(tensor.device.type) and tensor.device.type != "cuda":
+            return f"no scan under autocast on {tensor.device.type}"
+        return None
+
+    def _choose(self, x: Tensor, steps: int, batch: int) -> tuple[str, str]:
+        """Which backward pass, and why."""
+        if self.options.backward == "scan" or self.options.forward is not None:
+            return "scan", "asked for"
+        if steps < SHORTEST:
+            return "torch", f"{steps} steps; a scan needs at least {SHORTEST} to pay"
+        key = key_of(self._cell(0), 1 + self.bidirectional, steps, batch, x)
+        if key not in choices.timings and x.is_cuda and torch.cuda.is_current_stream_capturing():
+            return (
+                "torch",
+                "nothing can be measured while a CUDA graph is recorded; run the layer once before",
+            )
+        plain, scanned = self._first_layer(torch.nn.Module), self._first_layer(_Scanned)
+        data = x.detach()
+
+        def once(module: torch.nn.Module) -> None:
+            with torch.enable_grad():
+                output, _ = module(data)
+                torch.autograd.grad(output, list(module.parameters()), output.detach())
+
+        timing = choices.choose(key, lambda: once(scanned), lambda: once(plain), x.device)
+        return timing.backward, f"measured {timing}"
+
+    def _first_layer(self, kind: type[torch.nn.Module]) -> torch.nn.Module:
+        """A copy of the first layer alone, as torch.nn's or as ours."""
+        bases = {
+            "RNN_TANH": torch.nn.RNN,
+            "RNN_RELU": torch.nn.RNN,
+            "GRU": torch.nn.GRU,
+            "LSTM": torch.nn.LSTM,
+        }
+        extra: dict[str, Any] = {"nonlinearity": self.mode[4:].lower()} if self.mode.startswith("RNN") else {}
+        if self.proj_size:
+            extra["proj_size"] = self.proj_size
+        first = self._flat_weights[0]
+        assert first is not None
+        layer: torch.nn.Module = bases[self.mode](
+            self.input_size, self.hidden_size, bias=self.bias, bidirectional=self.bidirectional, **extra,
+            device="meta",
+        ).to_empty(device=first.device).to(first.dtype)  # fmt: skip
+        state = self.state_dict()
+        layer.load_state_dict({name: state[name] for name in layer.state_dict()})
+        if kind is _Scanned:
+            convert(layer, options=replace(self.options, backward="scan"))
+        return layer
+
+    def _cell(self, layer: int) -> Cell:
+        size = (
+            self.input_size if layer == 0 else (self.proj_size or self.hidden_size) * (1 + self.bidirectional)
+        )
+        return Cell(_KINDS[self.mode], size, self.hidden_size, self.proj_size)
+
+    def _prepared(self, input: Any, hx: Any) -> tuple[Tensor, Packing | None, tuple[Tensor, ...], bool]:
+        """Input with time first, its packing, the initial states sorted like it, and whether there was a
+        batch."""
+        if isinstance(input, PackedSequence):
+            x, batch_sizes, order, _ = input
+            packing = Packing.of(batch_sizes, x.device)
+            state = self._initial(x, len(packing.lengths), hx, order)
+            self._check(x, state, batch_sizes)
+            return self._cast(x), packing, tuple(self._cast(s) for s in state), True
+        name = type(self).__name__
+        if input.dim() not in (2, 3):
+            raise ValueError(f"{name}: Expected input to be 2D or 3D, got {input.dim()}D instead")
+        batched = input.dim() == 3
+        given = () if hx is None else hx if isinstance(hx, tuple) else (hx,)
+        if any(part.dim() != (3 if batched else 2) for part in given):
+            raise RuntimeError(
+                f"For {'batched 3-D' if batched else 'unbatched 2-D'} input, hx should also be "
+                f"{3 if batched else 2}-D but got {', '.join(f'{part.dim()}-D' for part in given)}"
+            )
+        if not batched:
+            input = input.unsqueeze(0 if self.batch_first else 1)
+            hx = None if hx is None else tuple(part.unsqueeze(1) for part in given)
+        batch = input.shape[0 if self.batch_first else 1]
+        state = self._initial(input, batch, hx, None)
+        self._check(input, state, None)
+        if input.numel() == 0 and input.shape[1 if self.batch_first else 0] == 0:
+            raise RuntimeError(f"{name}: Expected sequence length to be larger than 0")
+        x = input.transpose(0, 1) if self.batch_first else input
+        return self._cast(x).contiguous(), None, tuple(self._cast(s) for s in state), batched
+
+    def _check(self, x: Tensor, state: tuple[Tensor, ...], batch_sizes: Tensor | None) -> None:
+        """Torch's own checks and messages."""
+        hx: Any = state if self.mode == "LSTM" else state[0]
+        self.check_forward_args(x, hx, batch_sizes)
+
+    def _initial(self, x: Tensor, batch: int, hx: Any, order: Tensor | None) -> tuple[Tensor, ...]:
+        if hx is not None:
+            parts = hx if isinstance(hx, tuple) else (hx,)
+            return tuple(part if order is None else part.index_select(1, order) for part in parts)
+        count = self.num_layers * (1 + self.bidirectional)
+        sizes = (self.proj_size or self.hidden_size, self.hidden_size)
+        return tuple(x.new_zeros((count, batch, size)) for size in sizes[: 2 if self.mode == "LSTM" else 1])
+
+    def _cast(self, x: Tensor) -> Tensor:
+        """Autocast as torch's recurrent functions do it on a GPU: everything in the lower precision."""
+        if torch.is_autocast_enabled(x.device.type):
+            return x.to(torch.get_autocast_dtype(x.device.type))
+        return x
+
+    def _layers(
+        self, x: Tensor, packing: Packing | None, state: tuple[Tensor, ...], steps: int, batch: int
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        assert self.report is not None
+        D = 1 + self.bidirectional
+        per = len(self._flat_weights) // (self.num_layers * D)
+        limit = None if self.options.memory is None else as_bytes(self.options.memory)
+        limit = limit or free_bytes(x.device) // 4
+        fused = kernels.available(x)
+        copied = D == 2 or packing is not None or x.dtype.itemsize < 4
+        layers = []
+        for i in range(self.num_layers):
+            shape = Shape(self._cell(i), D, steps, batch, max(4, x.dtype.itemsize), copied, x.is_cuda)
+            plan = cut(shape, limit, self.options.chunk, fused=fused)
+            report = LayerReport(plan.segment, plan.chunk, plan.bytes)
+            self.report.layers.append(report)
+            layers.append(
+                Layer(
+                    cell=shape.cell,
+                    bias=self.bias,
+                    directions=D,
+                    packing=packing,
+                    cut=plan,
+                    solver=self.options.solver,
+                    precision=_precision(self.options.precision, x),
+                    forward=self.options.forward,
+                    report=report,
+                )
+            )
+        finals = []
+        for i, layer in enumerate(layers):
+            flat = [
+                self._cast(w) for w in self._flat_weights[i * D * per : (i + 1) * D * per] if w is not None
+            ]
+            with torch.autocast(x.device.type, enabled=False):
+                x, *final = run_layer(layer, x, tuple(s[i * D : (i + 1) * D] for s in state), flat)
+            finals.append(final)
+            if self.dropout and self.training and i < self.num_layers - 1:
+                x = F.dropout(x, self.dropout)
+        return x, tuple(torch.cat(parts) for parts in zip(*finals, strict=True))
+
+    def _finished(
+        self, given: Any, y: Tensor, final: tuple[Tensor, ...], batched: bool
+    ) -> tuple[Any, Hidden]:
+        if isinstance(given, PackedSequence):
+            order = given.unsorted_indices
+            packed = PackedSequence(y, given.batch_sizes, given.sorted_indices, order)
+            final = tuple(part if order is None else part.index_select(1, order) for part in final)
+            return packed, (final[0], final[1]) if self.mode == "LSTM" else final[0]
+        if self.batch_first:
+            y = y.transpose(0, 1)
+        if not batched:
+            y = y.squeeze(0 if self.batch_first else 1)
+            final = tuple(part.squeeze(1) for part in final)
+        return y, (final[0], final[1]) if self.mode == "LSTM" else final[0]
+
+
+def _precision(asked: Precision | None, x: Tensor) -> Precision:
+    if asked is not None:
+        return asked
+    return "full" if torch.get_float32_matmul_precision() == "highest" or x.dtype == torch.float64 else "tf32"
+
+
+class RNN(_Scanned, torch.nn.RNN):
+    """`torch.nn.RNN` with a backward pass in parallel over time.
+
+    >>> rnn = RNN(8, 20, options=Options(backward="scan"))
+    >>> output, state = rnn(torch.randn(1000, 16, 8))
+    >>> output.sum().backward()
+
+    Args:
+        *args: as torch.nn.RNN's.
+        options: how to scan; none: whatever is fastest here.
+        **kwargs: as torch.nn.RNN's.
+    """
+
+
+class GRU(_Scanned, torch.nn.GRU):
+    """`torch.nn.GRU` with a backward pass in parallel over time; see `RNN`."""
+
+
+class LSTM(_Scanned, torch.nn.LSTM):
+    """`torch.nn.LSTM` with a backward pass in parallel over time; see `RNN`."""
+
+
+_Module = TypeVar("_Module", bound=torch.nn.Module)
+_CLASSES: dict[type[torch.nn.Module], type[_Scanned]] = {
+    torch.nn.RNN: RNN,
+    torch.nn.GRU: GRU,
+    torch.nn.LSTM: LSTM,
+}
+
+
+def convert(model: _Module, *, options: Options | None = None) -> _Module:
+    """Give the recurrent layers inside a model a scanned backward pass, in place; parameters and names stay.
+
+    >>> model = convert(torch.nn.Sequential(torch.nn.GRU(4, 8)))
+    >>> type(model[0]).__module__
+    'outcore.scan.modules'
+
+    Raises:
+        ScanError: there is no RNN, GRU or LSTM of torch.nn in it.
+    """
+    found = [module for module in model.modules() if type(module) in _CLASSES or isinstance(module, _Scanned)]
+    if not found:
+        raise ScanError(f"{type(model).__name__} has no torch.nn.RNN, GRU or LSTM inside; nothing to convert")
+    for module in found:
+        if not isinstance(module, _Scanned):
+            module.__class__ = _CLASSES[type(module)]
+        module.options = options or Options()  # type: ignore[assignment]
+    return model

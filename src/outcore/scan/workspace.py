@@ -1,0 +1,114 @@
+"""How much memory a backward pass takes, before it runs, and how the sequence is cut to stay within a bound.
+
+Two cuts. *Segments* bound what grows with time (coefficients, gradients of gates): they are handled one after
+the other from the end of the sequence, so a smaller bound costs depth, not exactness. Inside a segment,
+*chunks* bound the products of Jacobians, K of them of S x (S + 1) numbers each.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+
+import torch
+
+from outcore.errors import ScanError
+from outcore.scan.cells import Cell
+
+__all__ = ["Cut", "Shape", "best_chunk", "cut", "free_bytes", "peak_bytes"]
+
+SHORTEST_SEGMENT = 32
+GPU_PROGRAMS = 132 * 16
+"""Chunks times sequences that keep a large GPU busy: 16 warps on each of its 132 multiprocessors."""
+
+# Numbers of H per step and sequence that are alive at the peak of a phase (tests/scan/test_workspace.py
+# counts them).
+_WHILE_COEFFICIENTS = {"tanh": 2, "relu": 2, "gru": 18, "lstm": 21}
+_GATE_TENSORS = {"tanh": 1, "relu": 1, "gru": 6, "lstm": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What the size of a backward pass depends on."""
+
+    cell: Cell
+    directions: int
+    steps: int
+    batch: int
+    itemsize: int
+    copied: bool
+    """Whether inputs and outputs are copied first: two directions, packed sequences, or another precision."""
+    on_gpu: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a sequence is cut, and the peak it leads to."""
+
+    segment: int
+    """Steps per segment."""
+    chunk: int
+    """Steps per chunk."""
+    bytes: int
+
+
+def peak_bytes(shape: Shape, segment: int, chunk: int, *, fused: bool) -> int:
+    """Most bytes alive beyond what forward kept and the gradients that backward returns for the
+    parameters."""
+    cell = shape.cell
+    H, P, S = cell.hidden, cell.output, cell.state
+    rows = shape.directions * min(segment, shape.steps) * shape.batch
+    whole = shape.directions * shape.steps * shape.batch
+    kept = whole * (cell.input + 2 * P) if shape.copied else whole * cell.input
+    # `before` (states shifted by one step) and the coefficients live through the segment.
+    base = rows * (P + cell.coefficients * H)
+    coefficients = rows * (P + _WHILE_COEFFICIENTS[cell.kind] * H)
+    count = -(-min(segment, shape.steps) // chunk)
+    wide = 1 if fused else 3 + cell.gates
+    products = count * shape.directions * shape.batch * (S + 1) * S * wide if count > 1 else 0
+    solving = base + rows * S + products
+    gates = base + rows * (S + _GATE_TENSORS[cell.kind] * H + (H if cell.projection else 0))
+    return (kept + max(coefficients, solving, gates)) * shape.itemsize
+
+
+def cut(shape: Shape, limit: int | None, chunk: int | None, *, fused: bool) -> Cut:
+    """Segments and chunks that stay within `limit` bytes, as few segments as that allows.
+
+    Raises:
+        ScanError: even the shortest segments need more; says how much.
+    """
+    segment = shape.steps
+    while True:
+        length = chunk or best_chunk(shape, segment)
+        needed = peak_bytes(shape, segment, length, fused=fused)
+        while chunk is None and limit is not None and needed > limit and length < segment:
+            length = min(segment, length * 2)
+            needed = peak_bytes(shape, segment, length, fused=fused)
+        if limit is None or needed <= limit:
+            return Cut(segment, length, needed)
+        if segment <= SHORTEST_SEGMENT:
+            raise ScanError(
+                f"the backward pass of this {shape.cell.kind} layer (hidden {shape.cell.hidden}, batch "
+                f"{shape.batch}, {shape.steps} steps) needs at least {needed:,} bytes of workspace and may "
+                f"take {limit:,}; allow Options(memory={needed}), make the batch smaller, or use "
+                'Options(backward="torch")'
+            )
+        segment = max(SHORTEST_SEGMENT, -(-segment // 2))
+
+
+def best_chunk(shape: Shape, steps: int) -> int:
+    """Steps per chunk when nothing bounds it: enough chunks to fill the device, not so many that they get
+    short."""
+    if shape.on_gpu:
+        count = max(1, GPU_PROGRAMS // (shape.directions * shape.batch))
+        return min(steps, max(16, -(-steps // count)))
+    return max(1, math.ceil(math.sqrt(steps)))
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory to be had on a device: of a GPU, what the driver and PyTorch's cache hold free."""
+    if device.type == "cuda":
+        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + held
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
