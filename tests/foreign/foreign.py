@@ -15,6 +15,7 @@ class Foreign:
     """A third-party model: built on demand, so that listing the zoo imports none of the libraries.
 
     `build` draws its weights from torch's global generator: seed it first. `inputs` does not touch that one.
+    A batch of one is refused in train mode by some: BatchNorm needs two values per channel.
     """
 
     name: str

@@ -113,10 +113,10 @@ TEXT: tuple[Foreign, ...] = (
     model("llama", "LlamaForCausalLM", _labelled, **_LLAMA),
     model("mistral", "MistralForCausalLM", _padded, **_LLAMA, sliding_window=8),
     model("qwen2", "Qwen2ForCausalLM", _padded, **_LLAMA),
-    model(
-        "mixtral", "MixtralForCausalLM", _labelled, **_MIXTRAL
-    ),  # tokens choose experts: top-k, one_hot, loops
-    model("qwen2_moe", "Qwen2MoeForCausalLM", _tokens, **_QWEN_MOE),
+    # tokens choose experts: a loop over those that were hit, nonzero, index_add_
+    model("mixtral", "MixtralForCausalLM", _labelled, **_MIXTRAL, experts_implementation="eager"),
+    # the same without a loop, by grouped matrix products; not in float64
+    model("qwen2_moe", "Qwen2MoeForCausalLM", _tokens, **_QWEN_MOE, experts_implementation="grouped_mm"),
     model("mamba", "MambaForCausalLM", _tokens, **_MAMBA),
     model("bert", "BertModel", _padded, **_BERT),
     model("bert_eager", "BertForMaskedLM", _labelled, **_BERT, attn_implementation="eager"),

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from .scalar import differentiable, scalar
-from .zoo import ZOO, Foreign, by_name
+from .zoo import QUICK, ZOO, Foreign, by_name
 
 pytestmark = pytest.mark.foreign
 
@@ -11,6 +11,12 @@ def test_names_are_unique_and_found() -> None:
     names = [foreign.name for foreign in ZOO]
     assert len(set(names)) == len(names)
     assert all(by_name(name).name == name for name in names)
+
+
+def test_the_zoo_is_large_and_from_four_libraries() -> None:
+    assert len(ZOO) >= 75
+    assert len(QUICK) >= 60
+    assert {foreign.name.split("/")[0] for foreign in ZOO} == {"torchvision", "monai", "hf", "timm"}
 
 
 def test_an_unknown_name_is_refused_with_what_is_near() -> None:
@@ -48,6 +54,15 @@ def test_model_trains(foreign: Foreign) -> None:
     loss.backward()
     assert torch.isfinite(loss)
     assert any(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("foreign", [foreign for foreign in ZOO if foreign.other_batch], ids=str)
+def test_model_evaluates_another_batch_size(foreign: Foreign) -> None:
+    torch.manual_seed(0)
+    model = foreign.build().eval()
+    args, kwargs = foreign.inputs(3)
+    assert torch.isfinite(scalar(model(*args, **kwargs)))
 
 
 def _same(left: object, right: object) -> bool:

@@ -21,7 +21,7 @@ TIMM: tuple[Foreign, ...] = (
     _model("efficientnet_lite0", 64, drop_rate=0.2, drop_path_rate=0.1),
     _model("mixnet_s", 64),  # kernels of several sizes in one layer
     _model("coatnet_pico_rw_224", 64, name="coatnet_pico", img_size=64),
-    # in eval mode it caches a tensor with its graph: a second backward of one model then fails, in plain torch too
+    # in eval mode it caches a tensor with its graph: a second backward of one model fails in plain torch
     _model("levit_128s", 64, img_size=64),
     _model("mobilevit_xxs", 64),
     _model("xcit_nano_12_p8_224", 64, name="xcit_nano", img_size=64),  # attention over channels
@@ -38,7 +38,7 @@ TIMM: tuple[Foreign, ...] = (
     _model("skresnet18", 64),
     _model("repvgg_a0", 64),
     _model("pvt_v2_b0", 64),
-    _model("halonet26t", 256, name="halonet", quick=False),
+    _model("halonet26t", 256, name="halonet"),  # overlapping windows by unfold
     _model("sequencer2d_s", 64, img_size=64),  # LSTMs over rows and columns
     _model("hiera_tiny_224", 64, name="hiera_tiny", img_size=64),
 )
