@@ -2,9 +2,10 @@
 
     {"format": 1, "title": "ResNet", "graph": {…}, "drawing": {…}, "start": {"depth": 1}, …}
 
-Each part of the page reads its own key and is left out where the key is missing, so reports grow by adding keys (costs,
-plans, timelines) and old bundles stay readable. ``graph`` is `Graph.to_json`; ``drawing`` is what the page cannot work
-out itself: the text and size of every box and the scheme of every container, once with functions and once without.
+Each part of the page reads its own key and is left out where the key is missing, so reports grow by adding
+keys (costs, plans, timelines) and old bundles stay readable. ``graph`` is `Graph.to_json`; ``drawing`` is
+what the page cannot work out itself: the text and size of every box and the scheme of every container, once
+with functions and once without.
 """
 
 from __future__ import annotations

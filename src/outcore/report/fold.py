@@ -62,21 +62,21 @@ def runs(nest: Nest, container: str, identical: dict[str, int]) -> list[list[str
     parts, found = nest.parts, list[list[str]]()
     readers = {wire: targets for wire, _, targets in nest.inside(container)}
 
-    def looks(name: str) -> Hashable:
-        part = parts[name]
-        shapes = [
-            tuple(nest.graph.values[nest.wires[w].value].shape for w in ws) for ws in (part.reads, part.sends)
-        ]
-        return identical[part.block], *map(len, (part.reads, part.sends)), *shapes
+    def shape(wire: int) -> tuple[int, ...]:
+        return nest.graph.values[nest.wires[wire].value].shape
 
     def follows(name: str, run: list[str]) -> bool:
         first, last, this = parts[run[0]], parts[run[-1]], parts[name]
+        if nest.block(name).kind == "function" or identical[first.block] != identical[this.block]:
+            return False
+        handed_on = bool(last.sends) and all(readers[w] == (name,) for w in last.sends)
+        before, now = _roles(nest, run[0]), _roles(nest, name)
         return (
-            nest.block(name).kind != "function"
-            and bool(last.sends)
-            and looks(name) == looks(run[0])
-            and all(readers[w] == (name,) for w in last.sends)
-            and all(w in last.sends or w in first.reads for w in this.reads)
+            handed_on
+            and list(map(shape, first.sends)) == list(map(shape, this.sends))
+            and before.keys() == now.keys()
+            and all(now[role] in (before[role], *last.sends) for role in now)
+            and all(shape(before[role]) == shape(now[role]) for role in now)
         )
 
     for name in parts[container].children:
@@ -84,6 +84,20 @@ def runs(nest: Nest, container: str, identical: dict[str, int]) -> list[list[str
             found[-1].append(name)
         else:
             found.append([name])
+    return found
+
+
+def _roles(nest: Nest, name: str) -> dict[Hashable, int]:
+    """The wires that enter a part, by what they are to it: where inside they are read, as which argument."""
+    part, found = nest.parts[name], dict[Hashable, int]()
+    for index in part.reads:
+        wire, places = nest.wires[index], list[tuple[str, int]]()
+        for target in wire.targets:
+            reader = nest.parts.get(target)
+            if reader is not None and (target == name or name in reader.around):
+                inputs = nest.graph.calls[target.partition("~")[0]].inputs
+                places.append((reader.block.removeprefix(part.block), inputs.index(wire.value)))
+        found[tuple(sorted(places))] = index
     return found
 
 

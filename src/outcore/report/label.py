@@ -50,7 +50,7 @@ _BOLD = 1.1
 
 def text_width(text: str, size: float, *, bold: bool = False) -> float:
     """An upper bound of the width of a line of text in pixels."""
-    return size * sum(_WIDTHS.get(letter, 0.64) for letter in text) * (_BOLD if bold else 1.0)
+    return round(size * sum(_WIDTHS.get(letter, 0.64) for letter in text) * (_BOLD if bold else 1.0), 1)
 
 
 def shorten(text: str, size: float, width: float, *, bold: bool = False) -> str:

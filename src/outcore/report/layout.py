@@ -247,27 +247,33 @@ def _spread(spaces: Sequence[float], main: int | None, room: float | None = None
 def _across(scheme: Scheme, extents: Sequence[_Extent], shifts: Sequence[float]) -> list[float]:
     """The x of every knot."""
     g = GEOMETRY
-    column = [0] * len(scheme.knots)
+    straight = {(step.upper, step.lower): shift for step, shift in zip(scheme.steps, shifts, strict=True)}
+    column, bent = [0] * len(scheme.knots), [0.0] * len(scheme.knots)
     for i, knots in enumerate(scheme.columns):
-        for knot in knots:
-            column[knot] = i
+        column[knots[0]] = i
+        for upper, lower in pairwise(
+            knots
+        ):  # wires stay straight where a frame has its exit beside its entry
+            column[lower], bent[lower] = i, bent[upper] + straight[upper, lower]
     apart: list[dict[int, float]] = [{} for _ in scheme.columns]
     for row in scheme.rows:
         for a, b in pairwise(row):
             boxes = (scheme.knots[a].role == "box") + (scheme.knots[b].role == "box")
             gap = g["lane_gap"] + boxes * (g["box_gap"] - g["lane_gap"]) / 2
+            space = extents[a].right + bent[a] + gap + extents[b].left - bent[b]
             spaces, other = apart[column[b]], column[a]
-            spaces[other] = max(spaces.get(other, 0.0), extents[a].right + gap + extents[b].left)
+            spaces[other] = max(spaces.get(other, space), space)
     solid = [sum(scheme.knots[knot].role != "lane" for knot in knots) for knots in scheme.columns]
     weight = [n + 0.001 * len(knots) for n, knots in zip(solid, scheme.columns, strict=True)]
     pulls: list[list[Pull]] = [[] for _ in scheme.columns]
     for step, shift in zip(scheme.steps, shifts, strict=True):
         a, b = column[step.upper], column[step.lower]
         if a != b:
-            pulls[a].append((0.01 if step.skip and solid[a] else 1.0, b, -shift))
-            pulls[b].append((0.01 if step.skip and solid[b] else 1.0, a, shift))
+            offset = shift + bent[step.upper] - bent[step.lower]
+            pulls[a].append((0.01 if step.skip and solid[a] else 1.0, b, -offset))
+            pulls[b].append((0.01 if step.skip and solid[b] else 1.0, a, offset))
     x = settle(weight, apart, pulls)
-    return [x[c] for c in column]
+    return [x[c] + offset for c, offset in zip(column, bent, strict=True)]
 
 
 def _down(

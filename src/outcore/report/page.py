@@ -1,8 +1,8 @@
 """The page: one HTML file that shows a bundle, with everything in it and nothing loaded from anywhere.
 
-The page is hand-written (``page/``): a skeleton, a style sheet and a few scripts, put together here around the bundle.
-A policy in its head forbids the browser to load anything at all, so a report can be opened years later, offline, or be
-sent to someone else, and shows the same.
+The page is hand-written (``page/``): a skeleton, a style sheet and a few scripts, put together here around
+the bundle. A policy in its head forbids the browser to load anything at all, so a report can be opened years
+later, offline, or be sent to someone else, and shows the same.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def page(bundle: Mapping[str, Any]) -> str:
     Path("net.html").write_text(page(bundle(outcore.capture(model, images))))
     """
     if bundle.get("format") != FORMAT:
-        raise OutcoreError(f"this bundle has format {bundle.get('format')!r}; this outcore shows format {FORMAT}")
+        raise OutcoreError(
+            f"this bundle has format {bundle.get('format')!r}; this outcore shows format {FORMAT}"
+        )
     parts = {
         "title": escape(str(bundle["title"])),
         "style": _asset("page.css"),
@@ -45,7 +47,7 @@ def page(bundle: Mapping[str, Any]) -> str:
 
 
 def embedded(value: Any) -> str:
-    """JSON that can stand inside a script element: no character in it can end the element or begin a comment."""
+    """JSON that can stand in a script element: nothing in it can end the element or begin a comment."""
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

@@ -97,6 +97,12 @@ class Rows:
         lowest = max((row[knot] for knot in range(self.boxes)), default=0) + 1
         for knot in self.exits:
             row[knot] = lowest
+        given = sum(
+            1 << knot for knot in range(self.boxes) if any(self.reaches(e, knot) for e in self.entries)
+        )
+        for knot in reversed(range(self.boxes)):  # what needs no input stands where it is used
+            if not given >> knot & 1 and sends[knot]:
+                row[knot] = min(row[t] for i in sends[knot] for t in self.routes[i][1]) - 1
         for _ in range(PASSES):
             for knot in reversed(range(self.boxes)):
                 lower = min((row[t] for i in sends[knot] for t in self.routes[i][1]), default=0) - 1

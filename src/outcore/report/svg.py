@@ -42,7 +42,7 @@ text{{font-family:Helvetica,Arial,sans-serif;font-size:{TITLE:g}px;fill:#1f2830;
 .small{{font-size:{SMALL:g}px;fill:#4a5560}}.shape{{font-size:{SMALL:g}px;fill:#66717b;text-anchor:start}}
 .frame{{fill:#f7f9fa;stroke:#9aa5ae}}.frame.odd{{fill:#eff2f4}}
 .end{{fill:#1f2830}}.end+text{{fill:#ffffff;font-size:{SMALL:g}px}}
-.wire{{fill:none;stroke:#66717b;stroke-width:1.2}}.tip{{fill:#66717b}}
+.wire{{fill:none;stroke:#66717b;stroke-width:1.2;stroke-linecap:round}}.tip{{fill:#66717b}}
 .wire.skip{{stroke:#3d7ab0}}.tip.skip{{fill:#3d7ab0}}
 """
 

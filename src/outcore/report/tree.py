@@ -75,7 +75,10 @@ class Tree:
 
     @staticmethod
     def _numbers(block: Block) -> list[str]:
-        return [f"{block.parameters:,}" if block.parameters else "", str(block.calls) if block.calls > 1 else ""]
+        return [
+            f"{block.parameters:,}" if block.parameters else "",
+            str(block.calls) if block.calls > 1 else "",
+        ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,13 +19,13 @@ class GraphTab {
     this.camera = { x: 0, y: 0, scale: 1 };
     this.canvas = this.find(".canvas");
     this.world = this.find(".world");
+    const wanted = decodeURIComponent(location.hash.slice(1));
     this.setDepth(bundle.start.depth);
     this.listen();
     new Search(this.find(".search"), this);
     this.redraw();
     requestAnimationFrame(() => {
       this.fit(true);
-      const wanted = decodeURIComponent(location.hash.slice(1));
       const part = Object.keys(this.sketch.parts).find((name) => name && this.sketch.parts[name].block === wanted);
       if (part) this.reveal(part);
     });
@@ -59,7 +59,7 @@ class GraphTab {
   toggle(part, open = !this.state.opened.has(part)) {
     if (!this.sketch.flat[part] || part === "") return;
     this.state.opened[open ? "add" : "delete"](part);
-    this.find("output").value = "own";
+    this.find("output").value = "mixed";
     this.redraw(part);
   }
 

@@ -198,29 +198,34 @@ function spread(spaces, main, room) {
 }
 
 function across(g, scheme, extents, shifts) {
-  const column = [];
-  scheme.columns.forEach((knots, i) => knots.forEach((knot) => (column[knot] = i)));
+  const straight = new Map(scheme.steps.map(([upper, lower], i) => [`${upper} ${lower}`, shifts[i]]));
+  const column = [], bent = [];
+  scheme.columns.forEach((knots, i) => knots.forEach((knot, j) => {
+    column[knot] = i;
+    bent[knot] = j ? bent[knots[j - 1]] + straight.get(`${knots[j - 1]} ${knot}`) : 0;
+  }));
   const apart = scheme.columns.map(() => new Map());
   for (const row of scheme.rows) {
     for (let i = 0; i + 1 < row.length; i++) {
       const a = row[i], b = row[i + 1];
       const boxes = (scheme.knots[a][0] === "box") + (scheme.knots[b][0] === "box");
       const gap = g.lane_gap + (boxes * (g.box_gap - g.lane_gap)) / 2;
+      const space = extents[a].right + bent[a] + gap + extents[b].left - bent[b];
       const spaces = apart[column[b]], other = column[a];
-      spaces.set(other, Math.max(spaces.get(other) ?? 0, extents[a].right + gap + extents[b].left));
+      spaces.set(other, Math.max(spaces.get(other) ?? space, space));
     }
   }
   const solid = scheme.columns.map((knots) => knots.filter((knot) => scheme.knots[knot][0] !== "lane").length);
   const weight = scheme.columns.map((knots, i) => solid[i] + 0.001 * knots.length);
   const pulls = scheme.columns.map(() => []);
   scheme.steps.forEach(([upper, lower, , skip], i) => {
-    const a = column[upper], b = column[lower];
+    const a = column[upper], b = column[lower], offset = shifts[i] + bent[upper] - bent[lower];
     if (a === b) return;
-    pulls[a].push([skip && solid[a] ? 0.01 : 1, b, -shifts[i]]);
-    pulls[b].push([skip && solid[b] ? 0.01 : 1, a, shifts[i]]);
+    pulls[a].push([skip && solid[a] ? 0.01 : 1, b, -offset]);
+    pulls[b].push([skip && solid[b] ? 0.01 : 1, a, offset]);
   });
   const x = settle(weight, apart, pulls);
-  return column.map((c) => x[c]);
+  return column.map((c, knot) => x[c] + bent[knot]);
 }
 
 function down(g, scheme, extents, x, shifts, framed) {
