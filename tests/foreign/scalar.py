@@ -23,9 +23,14 @@ def differentiable(output: Any) -> list[Tensor]:
     """The non-empty floating tensors of an output that require grad, in the order of a depth-first walk."""
     return [
         tensor
-        for tensor in _tensors(output, set())
+        for tensor in tensors(output)
         if tensor.is_floating_point() and tensor.requires_grad and tensor.numel() > 0
     ]
+
+
+def tensors(output: Any) -> list[Tensor]:
+    """Every tensor of an output once, in the order of a depth-first walk."""
+    return list(_tensors(output, set()))
 
 
 def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from .scalar import differentiable, scalar
+from .scalar import differentiable, scalar, tensors
 from .zoo import QUICK, ZOO, Foreign, by_name
 
 pytestmark = pytest.mark.foreign
@@ -62,7 +62,20 @@ def test_model_evaluates_another_batch_size(foreign: Foreign) -> None:
     torch.manual_seed(0)
     model = foreign.build().eval()
     args, kwargs = foreign.inputs(3)
-    assert torch.isfinite(scalar(model(*args, **kwargs)))
+    with torch.no_grad():
+        outputs = tensors(model(*args, **kwargs))
+    assert any(output.is_floating_point() for output in outputs)
+    assert all(output.isfinite().all() for output in outputs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("foreign", QUICK, ids=str)
+def test_building_again_from_the_same_seed_gives_the_same_weights(foreign: Foreign) -> None:
+    torch.manual_seed(0)
+    first = foreign.build().state_dict()
+    torch.manual_seed(0)
+    second = foreign.build().state_dict()
+    assert _same(dict(first), dict(second))
 
 
 def _same(left: object, right: object) -> bool:
