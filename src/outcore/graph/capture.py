@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
+import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -80,10 +82,11 @@ def _record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, 
     if fake is not None:
         args, kwargs = substitute((args, kwargs), torch.Tensor, lambda t: _faked(t, fake, model))
     names = _input_names(model, args, kwargs)
-    recorder = Recorder(model, list(zip(names, (t for _, t in leaves((args, kwargs), torch.Tensor)), strict=True)), real=real)
+    tensors = [t for _, t in leaves((args, kwargs), torch.Tensor)]
+    recorder = Recorder(model, list(zip(names, tensors, strict=True)), fake=fake)
     randomness = Randomness()
     try:
-        with preserved(model, contents=real), _uncompiled(), intercepted(recorder), fake or contextlib.nullcontext(), recorder:
+        with preserved(model, contents=real), _quietly(), intercepted(recorder), fake or contextlib.nullcontext(), recorder:
             result = model(*args, **kwargs)
             recorder.volatile |= randomness.host_drawn()
             return recorder, recorder.recording(result)
@@ -208,15 +211,16 @@ def _refuse_lazy(model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def _uncompiled() -> Iterator[None]:
-    """Functions under torch.compile run as they are written; only their shapes are wanted."""
-    import sys
-
-    if "torch._dynamo" not in sys.modules:
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
+def _quietly() -> Iterator[None]:
+    """Run compiled functions as they are written, since only shapes are wanted, and keep torch's log of failures to us."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        with torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext():
+            yield
+    finally:
+        log.setLevel(level)
 
 
 def _explain(error: BaseException) -> str:

@@ -15,7 +15,7 @@ from torch import nn
 
 from outcore.errors import OutcoreError
 from outcore.graph.keys import key_of
-from outcore.graph.preserve import preserved
+from outcore.graph.preserve import ModelState
 from outcore.graph.recording import Mismatch, Recording, Ref, Step, Tape, schedule_drops
 from outcore.graph.structure import leaves
 
@@ -47,7 +47,7 @@ class CapturedModule(nn.Module):
         self.recordings: dict[Hashable, list[Recording]] = {}
         self._record = record
         if not recording.volatile:
-            self.recordings[_key(model, args, kwargs)] = [recording]
+            self.recordings[key_of(model, args, kwargs)] = [recording]
 
     @property
     def training(self) -> bool:  # type: ignore[override]
@@ -69,7 +69,7 @@ class CapturedModule(nn.Module):
 
     def recording(self, *args: Any, **kwargs: Any) -> Recording:
         """The recording a call with these arguments would use first; made if there is none."""
-        known = self.recordings.setdefault(_key(self.model, args, kwargs), [])
+        known = self.recordings.setdefault(key_of(self.model, args, kwargs), [])
         if known:
             return known[0]
         made = self._record(self.model, args, kwargs)[1]
@@ -83,36 +83,25 @@ class CapturedModule(nn.Module):
         first = self.recording(*args, **kwargs)
         if not (first.uses_data or first.volatile):
             return first.run(model, tensors)
-        for recording in self.recordings.get(_key(model, args, kwargs), ()):
+        for recording in self.recordings.get(key_of(model, args, kwargs), ()):
             try:
                 return _run_or_restore(recording, model, tensors)
             except Mismatch:
                 continue
         fresh = self._record(model, args, kwargs)[1]
         if not fresh.volatile:
-            self.recordings[_key(model, args, kwargs)].append(fresh)
+            self.recordings[key_of(model, args, kwargs)].append(fresh)
         return fresh.run(model, tensors)
-
-
-def _key(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
-    return key_of(model, args, kwargs)
 
 
 def _run_or_restore(recording: Recording, model: nn.Module, tensors: list[torch.Tensor]) -> Any:
     """Run; if the data leads another way, leave the model as it was."""
-
-    class _Done(Exception):  # noqa: N818
-        pass
-
-    result: Any = None
-    undo = preserved(model, contents=True)
-    undo.__enter__()
+    before = ModelState(model, contents=True)
     try:
-        result = recording.run(model, tensors)
-    except BaseException:
-        undo.__exit__(None, None, None)
+        return recording.run(model, tensors)
+    except Mismatch:
+        before.restore()
         raise
-    return result
 
 
 class Subgraph(nn.Module):

@@ -1,13 +1,16 @@
 """Leave a model as it was.
 
-Recording runs the user's ``forward`` once. That may set attributes, append to lists, update buffers and draw random
-numbers. `preserved(model)` puts all of it back, also after an exception.
+Recording runs the user's ``forward`` once. That may set attributes, append to lists, update buffers, draw random numbers
+and fill caches (``functools.lru_cache`` around a function that makes position indices). `preserved(model)` puts all of it
+back, also after an exception.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import gc
 import random
 from collections import deque
 from collections.abc import Iterator
@@ -17,27 +20,42 @@ import numpy as np
 import torch
 from torch import nn
 
-__all__ = ["Randomness", "preserved"]
+__all__ = ["ModelState", "Randomness", "preserved"]
 
 _CONTAINERS = (list, dict, set, deque)
 
 
 @contextlib.contextmanager
 def preserved(model: nn.Module, *, contents: bool) -> Iterator[None]:
-    """Restore attributes and random states on leaving; with `contents`, the numbers in buffers too."""
-    attributes = [(module, _snapshot(module)) for module in model.modules()]
-    buffers = [(b, b._version, b.detach().clone()) for b in _tensors(model)] if contents else []
-    randomness = Randomness()
+    """Restore the model on leaving; with `contents` the numbers in its buffers, else the caches that met fake tensors."""
+    state = ModelState(model, contents=contents)
+    caches = [] if contents else [(cache, cache.cache_info().misses) for cache in _function_caches()]
     try:
         yield
     finally:
-        for module, state in attributes:
+        state.restore()
+        for cache, misses in caches:
+            if cache.cache_info().misses != misses:
+                cache.cache_clear()
+
+
+class ModelState:
+    """Attributes and random states of a model; with `contents`, the numbers in its buffers too."""
+
+    def __init__(self, model: nn.Module, *, contents: bool) -> None:
+        self._attributes = [(module, _snapshot(module)) for module in model.modules()]
+        self._buffers = [(b, b._version, b.detach().clone()) for b in _tensors(model)] if contents else []
+        self._randomness = Randomness()
+
+    def restore(self) -> None:
+        """Put it back as it was."""
+        for module, state in self._attributes:
             _restore(module, state)
         with torch.no_grad():
-            for buffer, version, content in buffers:
+            for buffer, version, content in self._buffers:
                 if buffer._version != version:
                     buffer.copy_(content)
-        randomness.restore()
+        self._randomness.restore()
 
 
 class Randomness:
@@ -98,3 +116,10 @@ def _tensors(model: nn.Module) -> list[torch.Tensor]:
     """Buffers and plain tensor attributes."""
     plain = (v for m in model.modules() for v in m.__dict__.values() if isinstance(v, torch.Tensor))
     return list({id(t): t for t in (*model.buffers(), *plain) if not t.is_meta}.values())
+
+
+def _function_caches() -> list[functools._lru_cache_wrapper[Any]]:
+    """All functions under ``functools.lru_cache``, but for torch's own."""
+    kind = functools._lru_cache_wrapper
+    found = [o for o in gc.get_objects() if type(o) is kind]
+    return [f for f in found if not str(getattr(f, "__module__", "")).startswith("torch.")]

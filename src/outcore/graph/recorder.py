@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules import module as torch_module
 from torch.overrides import TorchFunctionMode
 
@@ -48,9 +48,11 @@ class HiddenTensorError(CaptureError):
 class Recorder(TorchFunctionMode):
     """Records while active; `recording` and the parts of the graph are read afterwards."""
 
-    def __init__(self, model: nn.Module, inputs: Sequence[tuple[str, torch.Tensor]], *, real: bool) -> None:
+    def __init__(
+        self, model: nn.Module, inputs: Sequence[tuple[str, torch.Tensor]], *, fake: FakeTensorMode | None
+    ) -> None:
         super().__init__()
-        self.model, self.real = model, real
+        self.model, self.fake, self.real = model, fake, fake is None
         self.paths = paths(model)
         named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
         self.state = {id(t): name for name, t in reversed(named)}
@@ -73,7 +75,7 @@ class Recorder(TorchFunctionMode):
         self._stack: list[str] = []
         self._quiet = 0
         self._touched: list[torch.Tensor] | None = None
-        self._older = _living_tensors() if real else {}
+        self._older = _living_tensors() if self.real else {}
         self.inputs = tuple(name for name, _ in inputs)
         for name, tensor in inputs:
             self._bind(name, tensor, producer=None)
@@ -93,12 +95,12 @@ class Recorder(TorchFunctionMode):
         if self._quiet or isinstance(func, torch._ops.OpOverload) or _is_machinery(_caller()):
             if self._touched is not None:
                 self._touched.extend(t for _, t in leaves((args, kwargs), torch.Tensor))
-            return func(*args, **kwargs)
+            return self._run(func, args, kwargs)
         if func in _COMPOSITES:
             with self, opened():
                 return func(*args, **kwargs)
         versions = Versions(args, kwargs)
-        result = func(*args, **kwargs)
+        result = self._run(func, args, kwargs)
         name = getattr(func, "__name__", "")
         written = versions.changed() + written_by_name(name, args, kwargs)
         if written or next(leaves(result, torch.Tensor), None) is not None:
@@ -165,6 +167,15 @@ class Recorder(TorchFunctionMode):
     def _hook(self, hook: Callable[..., Any], *args: Any) -> Any:
         name = getattr(hook, "__name__", type(hook).__name__).strip("<>")
         return self.on_opaque(hook, args, {}, lambda: hook(*args), name)
+
+    def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function; on fake tensors, parameters and constants too, so that none is computed with or written."""
+        fake = self.fake
+        if fake is not None and not isinstance(func, torch._ops.OpOverload):
+            args, kwargs = substitute(
+                (args, kwargs), torch.Tensor, lambda t: t if isinstance(t, FakeTensor) else fake.from_tensor(t)
+            )
+        return func(*args, **kwargs)
 
     def _silently(self, run: Callable[[], Any], touched: list[torch.Tensor] | None = None) -> Any:
         self._quiet, self._touched = self._quiet + 1, touched

@@ -1,0 +1,242 @@
+"""What every command takes: a model, a batch of any size, a loss, an optimizer.
+
+A job is given in one of three ways, all the same to the rest of outcore:
+
+- a Python file with functions ``model()`` and ``batch(size)``, and if wanted ``loss(output, target)`` and
+  ``optimizer(params)``;
+- ``package.module:Class`` with the shapes of its inputs;
+- ``Job(...)`` in code.
+
+Everything in it is called late and may be the user's own code, so every failure is reported with the place it came from.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from outcore.errors import CaptureError, JobError
+from outcore.graph import Graph, capture
+
+__all__ = ["Input", "Job"]
+
+_EXAMPLE = """\
+def model():
+    return torchvision.models.resnet50()
+
+def batch(size):
+    return torch.randn(size, 3, 224, 224), torch.randint(1000, (size,))
+"""
+
+
+@dataclass(frozen=True)
+class Input:
+    """Shape and dtype of one input: ``1x3x512x512``, ``2x128:int64``, ``mask=2x128:bool``."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    name: str | None = None
+    """Keyword to pass it under; none to pass it by position."""
+
+    @classmethod
+    def parse(cls, text: str) -> Input:
+        """Read the form used on the command line."""
+        match = re.fullmatch(r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<shape>\d+(?:[x,]\d+)*)(?::(?P<dtype>\w+))?", text)
+        if not match:
+            raise JobError(f"--input {text!r} is not a shape; write for example 1x3x512x512, 2x128:int64 or mask=2x128:bool")
+        dtype = getattr(torch, match["dtype"] or "float32", None)
+        if not isinstance(dtype, torch.dtype):
+            raise JobError(f"--input {text!r}: torch has no dtype {match['dtype']!r}; write for example :float32 or :int64")
+        return cls(tuple(int(n) for n in re.split("[x,]", match["shape"])), dtype, match["name"])
+
+    def tensor(self, size: int | None, device: str = "cpu") -> torch.Tensor:
+        """A tensor of this shape, its first dimension replaced by `size`; random, or zeros for integers."""
+        shape = self.shape if size is None else (size, *self.shape[1:])
+        if self.dtype.is_floating_point or self.dtype.is_complex:
+            return torch.randn(shape, dtype=self.dtype, device=device)
+        return torch.zeros(shape, dtype=self.dtype, device=device)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model to train: how to build it, how to get a batch, and how it learns.
+
+    >>> import torch, outcore
+    >>> job = outcore.Job(
+    ...     model=lambda: torch.nn.Linear(4, 2),
+    ...     batch=lambda size: (torch.randn(size, 4), torch.randn(size, 2)),
+    ...     loss=torch.nn.functional.mse_loss,
+    ... )
+    >>> job.capture(8).values["input"].shape
+    (8, 4)
+    """
+
+    model: Callable[[], nn.Module]
+    batch: Callable[[int], tuple[Any, Any]]
+    loss: Callable[[Any, Any], torch.Tensor] | None = None
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None
+    name: str = "job"
+    size: int = field(default=1, kw_only=True)
+    """Batch size used when none is asked for."""
+
+    @classmethod
+    def load(cls, text: str, *, inputs: Sequence[str] = (), arguments: Sequence[str] = ()) -> Job:
+        """Find a job by what a user types.
+
+        Args:
+            text: ``job.py`` or ``package.module:Class``.
+            inputs: shapes, for a class.
+            arguments: ``name=value`` for the constructor, for a class, or for ``model()`` of a file.
+        """
+        values = dict(_argument(a) for a in arguments)
+        if text.endswith(".py") or "/" in text or Path(text).is_file():
+            if inputs:
+                raise JobError(f"--input is for package.module:Class; {text} has its own batch(size)")
+            return _from_file(Path(text), values)
+        return _from_class(text, [Input.parse(i) for i in inputs], values)
+
+    def build(self, device: str | None = None) -> nn.Module:
+        """The model, freshly made; on the ``meta`` device it takes no memory."""
+        built = self._call("model", self.model, device=device)
+        if not isinstance(built, nn.Module):
+            raise JobError(f"model() of {self.name} returned {type(built).__name__}; it must return a torch.nn.Module")
+        return built
+
+    def example(self, size: int | None = None, device: str | None = None) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+        """A batch as positional arguments, keyword arguments and targets."""
+        made = self._call("batch", self.batch, size or self.size, device=device)
+        if not isinstance(made, (tuple, list)) or len(made) != 2:
+            shown = f"{len(made)} values" if isinstance(made, (tuple, list)) else type(made).__name__
+            raise JobError(
+                f"batch(size) of {self.name} returned {shown}; it must return two: inputs and targets "
+                "(None for targets if there are none)"
+            )
+        inputs, targets = made
+        if isinstance(inputs, dict):
+            return (), dict(inputs), targets
+        return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}, targets
+
+    def capture(self, size: int | None = None, *, training: bool = True) -> Graph:
+        """The graph of the model for one batch, without memory for weights or data where that is possible."""
+        try:
+            model = self.build("meta").train(training)
+            args, kwargs, _ = self.example(size, "meta")
+            return capture(model, args, kwargs)
+        except (CaptureError, JobError, NotImplementedError):
+            model = self.build().train(training)
+            args, kwargs, _ = self.example(size)
+            return capture(model, args, kwargs)
+
+    def _call(self, what: str, function: Callable[..., Any], *args: Any, device: str | None = None) -> Any:
+        try:
+            if device is None:
+                return function(*args)
+            with torch.device(device):
+                return function(*args)
+        except JobError:
+            raise
+        except Exception as error:
+            given = ", ".join(map(str, args))
+            raise JobError(f"{what}({given}) of {self.name} failed {_place(error)}: {_first_line(error)}") from error
+
+
+def _from_file(path: Path, values: dict[str, Any]) -> Job:
+    if not path.is_file():
+        raise JobError(f"no file {path}; write one with these two functions:\n\n{_EXAMPLE}")
+    spec = importlib.util.spec_from_file_location(f"outcore_job_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise JobError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.resolve().parent))
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise JobError(f"{path} cannot be imported {_place(error)}: {_first_line(error)}") from error
+    finally:
+        sys.path.remove(str(path.resolve().parent))
+    functions = {name: getattr(module, name, None) for name in ("model", "batch", "loss", "optimizer")}
+    for name, function in functions.items():
+        if function is None and name in ("model", "batch"):
+            raise JobError(f"{path} has no function {name}(); a job needs model() and batch(size), for example:\n\n{_EXAMPLE}")
+        if function is not None and not callable(function):
+            raise JobError(f"{name} in {path} is a {type(function).__name__}; it must be a function")
+    build = functions["model"]
+    assert build is not None and functions["batch"] is not None
+    return Job(
+        model=lambda: build(**values),
+        batch=functions["batch"],
+        loss=functions["loss"],
+        optimizer=functions["optimizer"],
+        name=str(path),
+        size=getattr(module, "size", 1),
+    )
+
+
+def _from_class(text: str, inputs: list[Input], values: dict[str, Any]) -> Job:
+    package, colon, name = text.partition(":")
+    if not colon or not name:
+        raise JobError(f"{text!r} is neither a file nor package.module:Class; write for example torchvision.models:resnet50")
+    if not inputs:
+        raise JobError(f"{text} needs the shape of its input; add for example --input 1x3x224x224")
+    sys.path.insert(0, "")
+    try:
+        module = importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        raise JobError(f"no module {error.name!r} here; is it installed in this environment?") from error
+    except Exception as error:
+        raise JobError(f"{package} cannot be imported {_place(error)}: {_first_line(error)}") from error
+    finally:
+        sys.path.remove("")
+    make = getattr(module, name, None)
+    if not callable(make):
+        import difflib
+
+        near = difflib.get_close_matches(name, [n for n in dir(module) if callable(getattr(module, n, None))], n=3, cutoff=0.5)
+        raise JobError(f"{package} has no class or function {name!r}" + (f"; did you mean {', '.join(near)}?" if near else ""))
+    sizes = {i.shape[0] for i in inputs if i.shape}
+
+    def batch(size: int) -> tuple[Any, None]:
+        device = str(torch.get_default_device())
+        made = [(i, i.tensor(size if i.shape else None, device)) for i in inputs]
+        if any(i.name for i in inputs):
+            if not all(i.name for i in inputs):
+                raise JobError("either all inputs have a name (--input mask=2x128:bool) or none has")
+            return {i.name: tensor for i, tensor in made}, None
+        return tuple(tensor for _, tensor in made), None
+
+    return Job(model=lambda: make(**values), batch=batch, name=text, size=min(sizes, default=1))
+
+
+def _argument(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise JobError(f"--arg {text!r} must be name=value, for example --arg classes=10")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
+
+
+def _place(error: BaseException) -> str:
+    """``at file:line``, the innermost line that is not in torch."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/outcore/job.py" not in f.filename]
+    own = [f for f in frames if f"{Path(torch.__file__).parent}" not in f.filename and "importlib" not in f.filename]
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"at {Path(error.filename).name}:{error.lineno}"
+    return f"at {Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
