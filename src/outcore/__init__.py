@@ -1,9 +1,11 @@
 """outcore: train networks that do not fit, and fill the GPU with the ones that do."""
 
+from outcore import models as models
 from outcore.errors import CaptureError as CaptureError
 from outcore.errors import JobError as JobError
 from outcore.errors import OutcoreError as OutcoreError
 from outcore.graph import Graph as Graph
 from outcore.graph import capture as capture
+from outcore.job import Job as Job
 
 __version__ = "0.1.0"

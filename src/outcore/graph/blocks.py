@@ -30,24 +30,21 @@ def blocks_of(recorder: Recorder) -> dict[str, Block]:
     def visit(path: str) -> None:
         module = modules.get(path)
         called = recorder.kinds.get(path)
-        inside = tuple(children.get(path, ()))
-        if called:
-            kind, type_ = called
-        else:
-            kind, type_ = (kind_of(module) if module is not None else "container"), type(module).__name__
+        kind, type_ = called or (kind_of(module) if module is not None else "container", type(module).__name__)
+        inside = tuple(children.get(path, ())) if kind == "container" else ()
         parameters = {id(p): p.numel() for p in module.parameters()} if module is not None else {}
         found[path] = Block(
             path=path,
-            kind="container" if inside and kind != "opaque" else kind,
+            kind=kind,
             type=type_,
             detail=module.extra_repr() if module is not None else _detail(recorder, path),
-            children=inside if kind != "opaque" else (),
+            children=inside,
             calls=recorder.counts[path],
             parameters=sum(parameters.values()),
             source=definition(type(model).forward) if path == ROOT else recorder.sources.get(path, ""),
             aliases=tuple(n for n in others.get(id(module), ()) if n != path),
         )
-        for child in found[path].children:
+        for child in inside:
             visit(child)
 
     visit(ROOT)

@@ -44,7 +44,7 @@ class ModelState:
 
     def __init__(self, model: nn.Module, *, contents: bool) -> None:
         self._attributes = [(module, _snapshot(module)) for module in model.modules()]
-        self._buffers = [(b, b._version, b.detach().clone()) for b in _tensors(model)] if contents else []
+        self._buffers = [(b, b.detach().clone()) for b in _tensors(model)] if contents else []
         self._randomness = Randomness()
 
     def restore(self) -> None:
@@ -52,8 +52,8 @@ class ModelState:
         for module, state in self._attributes:
             _restore(module, state)
         with torch.no_grad():
-            for buffer, version, content in self._buffers:
-                if buffer._version != version:
+            for buffer, content in self._buffers:
+                if not torch.equal(buffer, content):  # its version tells nothing: batch norm writes without raising it
                     buffer.copy_(content)
         self._randomness.restore()
 
