@@ -172,6 +172,10 @@ class _Layout:
         g, scheme, links = GEOMETRY, body.plane.scheme, body.plane.inside.links
         row_of = {knot: i for i, row in enumerate(scheme.rows) for knot in row}
         top, bottom, names = [0.0] * len(row_of), [0.0] * len(row_of), [""] * len(row_of)
+        arriving: list[set[int]] = [set() for _ in row_of]
+        for step in scheme.steps:
+            if step.skip:
+                arriving[step.lower].add(links[step.route].wire)
         for i, knot in enumerate(scheme.knots):
             extent, x, row = body.extents[i], x0 + body.x[i], row_of[i]
             top[i] = bottom[i] = y0 + body.tops[row]
@@ -185,9 +189,8 @@ class _Layout:
                 drawing.labels += [Label(wire, start, y) for wire, start in starts]
             if knot.role == "box":
                 names[i] = body.plane.inside.children[knot.index]
-                arriving = {links[s.route].wire for s in scheme.steps if s.lower == i and s.skip}
                 repeat = body.plane.inside.repeats[knot.index]
-                self._place(drawing, names[i], repeat, extent, x, top[i], arriving)
+                self._place(drawing, names[i], repeat, extent, x, top[i], arriving[i])
             else:
                 wire, half = links[knot.index].wire, self._half_end(links[knot.index].wire)
                 drawing.ends.append(End(wire, x - half, top[i], 2 * half, extent.box))

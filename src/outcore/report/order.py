@@ -117,12 +117,6 @@ def _keys(rows: Rows) -> dict[int, tuple[float, float]]:
         source = rows.routes[route][0]
         right_of = number[source]
         if rows.is_skip(route):
-            far = rows.far(route)
-            passed = (
-                k
-                for k in range(rows.boxes)
-                if rows.reaches(source, k) and any(rows.reaches(k, t) for t in far)
-            )
-            right_of = max(number[k] for k in passed)
+            right_of = max(number[k] for k in rows.passed(route))
         keys.update(dict.fromkeys(lane, (right_of + 0.5, -number[source])))
     return keys

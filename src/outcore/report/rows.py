@@ -64,6 +64,13 @@ class Rows:
         source = self.routes[route][0]
         return all((source, t) in self.skips for t in self.far(route))
 
+    def passed(self, route: int) -> list[int]:
+        """The boxes on other ways to the ends of a route's lane."""
+        source, far = self.routes[route][0], self.far(route)
+        first = source + 1 if source < self.boxes else 0
+        between = range(first, min(self.boxes, max(far)))  # boxes are numbered in topological order
+        return [k for k in between if self.reaches(source, k) and any(self.reaches(k, t) for t in far)]
+
     def _knot(self, role: Role, index: int) -> int:
         self.knots.append(Knot(role, index))
         return len(self.knots) - 1

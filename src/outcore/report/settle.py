@@ -51,16 +51,17 @@ def nearest(want: Sequence[float], weight: Sequence[float], apart: Sequence[dict
     size = len(want)
     block, offset = list(range(size)), [0.0] * size
     members, at, mass = [[i] for i in range(size)], list(want), list(weight)
+    # Distances between blocks; those within one are kept for good and are forgotten.
+    between = [[(i, other, space) for other, space in spaces.items()] for i, spaces in enumerate(apart)]
     for column in range(size):
         while True:
             own = block[column]
+            between[own] = [row for row in between[own] if block[row[1]] != own]
             worst, left, shift = 1e-9, own, 0.0
-            for member in members[own]:
-                for other, space in apart[member].items():
-                    if block[other] != own:
-                        overlap = at[block[other]] + offset[other] + space - at[own] - offset[member]
-                        if overlap > worst:
-                            worst, left, shift = overlap, block[other], offset[other] + space - offset[member]
+            for member, other, space in between[own]:
+                overlap = at[block[other]] + offset[other] + space - at[own] - offset[member]
+                if overlap > worst:
+                    worst, left, shift = overlap, block[other], offset[other] + space - offset[member]
             if left == own:
                 break
             total = mass[left] + mass[own]
@@ -70,7 +71,8 @@ def nearest(want: Sequence[float], weight: Sequence[float], apart: Sequence[dict
                 block[member] = left
                 offset[member] += shift
             members[left] += members[own]
-            members[own] = []
+            between[left] += between[own]
+            members[own], between[own] = [], []
     x = [at[block[i]] + offset[i] for i in range(size)]
     for i, spaces in enumerate(apart):  # what rounding left over
         for other, space in spaces.items():

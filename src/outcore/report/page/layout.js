@@ -123,7 +123,8 @@ class Layout {
 
   draw(drawing, part, body, x0, y0, skips) {
     const { scheme, plane } = body, g = this.g;
-    const row = rowOf(scheme), top = [], bottom = [], names = [];
+    const row = rowOf(scheme), top = [], bottom = [], names = [], arriving = scheme.knots.map(() => new Set());
+    for (const [, lower, route, skip] of scheme.steps) if (skip) arriving[lower].add(plane.links[route][0]);
     scheme.knots.forEach(([role, index], i) => {
       const extent = body.extents[i], x = x0 + body.x[i];
       top[i] = bottom[i] = y0 + body.tops[row[i]];
@@ -138,9 +139,7 @@ class Layout {
       }
       if (role === "box") {
         names[i] = plane.children[index];
-        const arriving = scheme.steps.filter(([, lower, , skip]) => lower === i && skip);
-        const skipping = new Set(arriving.map(([, , route]) => plane.links[route][0]));
-        this.place(drawing, names[i], plane.repeats[index], extent, x, top[i], skipping);
+        this.place(drawing, names[i], plane.repeats[index], extent, x, top[i], arriving[i]);
       } else {
         const wire = plane.links[index][0], half = this.halfEnd(wire);
         drawing.ends.push({ wire, x: x - half, y: top[i], width: 2 * half, height: extent.box });
@@ -272,16 +271,15 @@ function settle(weight, apart, pulls) {
 function nearest(want, weight, apart) {
   const block = want.map((_, i) => i), offset = want.map(() => 0), members = want.map((_, i) => [i]);
   const at = [...want], mass = [...weight];
+  const between = apart.map((spaces, i) => [...spaces].map(([other, space]) => [i, other, space]));
   for (let column = 0; column < want.length; column++) {
     for (;;) {
       const own = block[column];
+      between[own] = between[own].filter(([, other]) => block[other] !== own);
       let worst = 1e-9, left = own, shift = 0;
-      for (const member of members[own]) {
-        for (const [other, space] of apart[member]) {
-          if (block[other] === own) continue;
-          const overlap = at[block[other]] + offset[other] + space - at[own] - offset[member];
-          if (overlap > worst) [worst, left, shift] = [overlap, block[other], offset[other] + space - offset[member]];
-        }
+      for (const [member, other, space] of between[own]) {
+        const overlap = at[block[other]] + offset[other] + space - at[own] - offset[member];
+        if (overlap > worst) [worst, left, shift] = [overlap, block[other], offset[other] + space - offset[member]];
       }
       if (left === own) break;
       const total = mass[left] + mass[own];
@@ -290,9 +288,11 @@ function nearest(want, weight, apart) {
       for (const member of members[own]) {
         block[member] = left;
         offset[member] += shift;
+        members[left].push(member);
       }
-      members[left].push(...members[own]);
+      for (const row of between[own]) between[left].push(row);
       members[own] = [];
+      between[own] = [];
     }
   }
   const x = want.map((_, i) => at[block[i]] + offset[i]);
