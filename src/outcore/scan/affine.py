@@ -50,9 +50,7 @@ def states(matrices: Tensor, offsets: Tensor | None, start: Tensor, levels: int 
     if offsets is not None:
         added = _apply(right, offsets[1 : 2 * pairs : 2], offsets[0 : 2 * pairs : 2])
     even = states(right @ left, added, start, None if levels is None else levels - 1)
-    odd = _apply(
-        matrices[0 : 2 * pairs + 1 : 2], None if offsets is None else offsets[0 : 2 * pairs + 1 : 2], even
-    )
+    odd = _apply(matrices[0 : 2 * pairs + 1 : 2], None if offsets is None else offsets[0 : 2 * pairs + 1 : 2], even)
     both = torch.stack((even, odd), dim=1).flatten(0, 1)
     if n % 2:
         return both
@@ -73,9 +71,7 @@ def _apply(matrix: Tensor, offset: Tensor | None, vector: Tensor) -> Tensor:
 
 class _AffineScan(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, matrices: Tensor, offsets: Tensor | None, start: Tensor, levels: int | None
-    ) -> Tensor:
+    def forward(ctx: Any, matrices: Tensor, offsets: Tensor | None, start: Tensor, levels: int | None) -> Tensor:
         found = states(matrices, offsets, start, levels)[1:].contiguous()
         ctx.save_for_backward(matrices, start, found)
         ctx.levels, ctx.has_offsets = levels, offsets is not None

@@ -74,9 +74,7 @@ class Solution:
     engine: str
 
 
-def solve(
-    adjoint: Adjoint, chunk: int, solver: Solver | None = None, precision: Precision = "full"
-) -> Solution:
+def solve(adjoint: Adjoint, chunk: int, solver: Solver | None = None, precision: Precision = "full") -> Solution:
     """Gradients of all states.
 
     Args:
@@ -87,9 +85,7 @@ def solve(
     """
     steps = adjoint.values.shape[1]
     count = -(-steps // chunk)
-    carries = adjoint.grad_state.new_zeros(
-        (adjoint.grad_state.shape[0], count, *adjoint.grad_state.shape[1:])
-    )
+    carries = adjoint.grad_state.new_zeros((adjoint.grad_state.shape[0], count, *adjoint.grad_state.shape[1:]))
     carries[:, -1] = adjoint.grad_state
     sweeps = 0
     if count == 1:
@@ -133,9 +129,7 @@ def _change(old: Tensor, new: Tensor) -> float:
     """
     eps = torch.finfo(new.dtype).eps
     size = new.abs().amax(-1)
-    return float(
-        ((new - old).abs().amax(-1) / (4 * eps * size + eps * eps * size.amax())).nan_to_num(0).amax()
-    )
+    return float(((new - old).abs().amax(-1) / (4 * eps * size + eps * eps * size.amax())).nan_to_num(0).amax())
 
 
 def will_settle(before: float, change: float, goal: float, left: int) -> bool:
@@ -180,9 +174,7 @@ def chunk_products(adjoint: Adjoint, chunk: int, precision: Precision) -> Tensor
         part = rows[:, : values.shape[1]]
         part[..., S, : cell.output] += adjoint.grad_output[:, j::chunk]
         new, _ = step_back(cell, part, values, adjoint.hidden, adjoint.projection)
-        rows[:, : values.shape[1]] = (
-            new if valid is None else torch.where(valid[j::chunk, :, None, None], new, part)
-        )
+        rows[:, : values.shape[1]] = new if valid is None else torch.where(valid[j::chunk, :, None, None], new, part)
     return rows
 
 

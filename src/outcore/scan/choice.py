@@ -55,9 +55,7 @@ class Choices:
     def __init__(self) -> None:
         self.timings: dict[str, Timing] = {}
 
-    def choose(
-        self, key: str, scan: Callable[[], Any], plain: Callable[[], Any], device: torch.device
-    ) -> Timing:
+    def choose(self, key: str, scan: Callable[[], Any], plain: Callable[[], Any], device: torch.device) -> Timing:
         """The timing for a key, measured if it is new; each argument runs one forward and backward pass."""
         if key not in self.timings:
             self.timings[key] = Timing(_seconds(scan, device), _seconds(plain, device))
@@ -71,9 +69,7 @@ class Choices:
         """Add the timings from a file."""
         try:
             found = json.loads(Path(path).read_text())
-            self.timings.update(
-                {str(k): Timing(float(t["scan_s"]), float(t["torch_s"])) for k, t in found.items()}
-            )
+            self.timings.update({str(k): Timing(float(t["scan_s"]), float(t["torch_s"])) for k, t in found.items()})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ScanError(f"{path} is no file of timings as Choices.save writes them ({error})") from None
 

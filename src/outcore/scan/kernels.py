@@ -110,9 +110,7 @@ def _sweep(adjoint: Adjoint, chunk: int, carried: Tensor) -> tuple[Tensor, Tenso
     return totals, out
 
 
-def _follow_back(
-    adjoint: Adjoint, chunk: int, carried: Tensor, totals: Tensor, out: Tensor, rows: int
-) -> None:
+def _follow_back(adjoint: Adjoint, chunk: int, carried: Tensor, totals: Tensor, out: Tensor, rows: int) -> None:
     from outcore.scan import triton_kernels
 
     cell = adjoint.cell

@@ -112,9 +112,7 @@ def run_layer(layer: Layer, x: Tensor, state: tuple[Tensor, ...], flat: list[Ten
 
 class _ScannedLayer(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, layer: Layer, x: Tensor, h0: Tensor, c0: Tensor | None, *flat: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, layer: Layer, x: Tensor, h0: Tensor, c0: Tensor | None, *flat: Tensor) -> tuple[Tensor, ...]:
         ctx.layer = layer
         results = None
         if layer.forward is not None:
@@ -132,16 +130,12 @@ class _ScannedLayer(torch.autograd.Function):
         return None, *_backward(ctx.layer, x, h0, c0, y, tuple(flat), grads, input_grad=needed[1])
 
 
-def _sequential(
-    layer: Layer, x: Tensor, h0: Tensor, c0: Tensor | None, flat: tuple[Tensor, ...]
-) -> tuple[Tensor, ...]:
+def _sequential(layer: Layer, x: Tensor, h0: Tensor, c0: Tensor | None, flat: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     hx: Any = h0 if c0 is None else (h0, c0)
     options = (layer.bias, 1, 0.0, False, layer.directions == 2)
     with warnings.catch_warnings():
         # One layer of several is no contiguous chunk of the parameters; copying its few is cheap.
-        warnings.filterwarnings(
-            "ignore", message="RNN module weights are not part of single contiguous chunk"
-        )
+        warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
         if layer.packing is None:
             return tuple(_FORWARD[layer.cell.kind](x, hx, list(flat), *options, False))
         return tuple(_FORWARD[layer.cell.kind](x, layer.packing.batch_sizes, hx, list(flat), *options))
@@ -211,34 +205,54 @@ def _backward(
     sums = _WeightGradients()
 
     starts = range(0, T, segment)
-    memories = _memories(cell, xs, ys, start, memory, weights, starts, segment)
-    for first, c_first in zip(reversed(starts), reversed(memories), strict=True):
+    memories_at = _memories(cell, xs, ys, start, memory, weights, starts, segment)
+    for first, c_first in zip(reversed(starts), reversed(memories_at), strict=True):
         here = slice(first, min(T, first + segment))
-        after = ys[:, here]
         before = _before(ys, start, here)
-        found = coefficients(cell, xs[:, here], before, after, c_first, weights)
-        lengths = None if layer.lengths is None else (layer.lengths - first).clamp(min=0)
-        adjoint = Adjoint(
-            cell, found.values, weights.hidden, weights.projection, grad_y[:, here], carried, lengths
+        into = None if grad_x is None else grad_x[:, here]
+        carried = _segment(
+            layer, xs[:, here], before, ys[:, here], c_first, weights, grad_y[:, here], carried, first, sums, into
         )
-        solution = solve(adjoint, layer.cut.chunk, layer.solver, layer.precision)
-        carried = solution.start
-        layer.report.solvers.append(solution.solver)
-        layer.report.sweeps += solution.sweeps
-        layer.report.engine = solution.engine
-        to_input, to_hidden, of_output = gate_gradients(
-            cell, solution.totals, found.values, weights.projection
-        )
-        sums.add(xs[:, here], before, to_input, to_hidden, layer.bias)
-        if of_output is not None and found.unprojected is not None:
-            sums.add_projection(of_output, found.unprojected)
-        if grad_x is not None:
-            _times_weights(to_input, weights.input, out=grad_x[:, here])
 
     of_x = None if grad_x is None else layer.restore(grad_x, split=False).to(x.dtype)
     of_h0 = carried[..., : cell.output].to(h0.dtype)
     of_c0 = None if c0 is None else carried[..., cell.output :].to(c0.dtype)
     return of_x, of_h0, of_c0, *sums.flat(layer, flat)
+
+
+def _segment(
+    layer: Layer,
+    x: Tensor,
+    before: Tensor,
+    after: Tensor,
+    memory: Tensor | None,
+    weights: Weights,
+    grad_y: Tensor,
+    carried: Tensor,
+    first: int,
+    sums: _WeightGradients,
+    grad_x: Tensor | None,
+) -> Tensor:
+    """Back through the steps of one segment; returns what is carried into the one before it."""
+    cell = layer.cell
+    found = coefficients(cell, x, before, after, memory, weights)
+    lengths = None if layer.lengths is None else (layer.lengths - first).clamp(min=0)
+    adjoint = Adjoint(cell, found.values, weights.hidden, weights.projection, grad_y, carried, lengths)
+    solution = solve(adjoint, layer.cut.chunk, layer.solver, layer.precision)
+    layer.report.solvers.append(solution.solver)
+    layer.report.sweeps += solution.sweeps
+    layer.report.engine = solution.engine
+    to_input, to_hidden, of_output = gate_gradients(cell, solution.totals, found.values, weights.projection)
+    sums.add(x, before, to_input, to_hidden, layer.bias)
+    if of_output is not None and found.unprojected is not None:
+        sums.add_projection(of_output, found.unprojected)
+    if grad_x is not None:
+        rows = to_input.reshape(len(to_input), -1, to_input.shape[-1])
+        if grad_x.is_contiguous():
+            torch.bmm(rows, weights.input, out=grad_x.view(len(rows), rows.shape[1], -1))
+        else:
+            grad_x.copy_(torch.bmm(rows, weights.input).view(grad_x.shape))
+    return solution.start
 
 
 def _before(ys: Tensor, start: Tensor, here: slice) -> Tensor:
@@ -266,13 +280,8 @@ def _memories(
             found.append(None)
             continue
         here = slice(first, first + segment)
-        found.append(memories(cell, xs[:, here], _before(ys, start, here), found[-1], weights)[:, -1])
+        found.append(memories(cell, xs[:, here], _before(ys, start, here), found[-1], weights)[:, -1].clone())
     return found
-
-
-def _times_weights(gates: Tensor, weight: Tensor, out: Tensor) -> None:
-    rows = gates.reshape(len(gates), -1, gates.shape[-1])
-    out.copy_(torch.bmm(rows, weight).view(out.shape))
 
 
 class _WeightGradients:
@@ -290,9 +299,7 @@ class _WeightGradients:
         self.hidden = _plus(self.hidden, _summed_products(to_hidden, before))
         if bias:
             of_input = to_input.sum((1, 2))
-            self.hidden_bias = _plus(
-                self.hidden_bias, of_input if to_hidden is to_input else to_hidden.sum((1, 2))
-            )
+            self.hidden_bias = _plus(self.hidden_bias, of_input if to_hidden is to_input else to_hidden.sum((1, 2)))
             self.input_bias = _plus(self.input_bias, of_input)
 
     def add_projection(self, of_output: Tensor, unprojected: Tensor) -> None:

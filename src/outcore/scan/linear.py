@@ -71,15 +71,11 @@ def _checked(a: Tensor, b: Tensor, start: Tensor | None, dim: int) -> tuple[Tens
     if start is not None:
         kind = torch.promote_types(kind, start.dtype)
     if not (kind.is_floating_point or kind.is_complex):
-        raise ScanError(
-            f"a and b must be floating point or complex, not {a.dtype} and {b.dtype}; try b.float()"
-        )
+        raise ScanError(f"a and b must be floating point or complex, not {a.dtype} and {b.dtype}; try b.float()")
     try:
         a = a.to(kind).expand(b.shape)
     except RuntimeError:
-        raise ScanError(
-            f"a of shape {tuple(a.shape)} does not broadcast to the shape of b, {tuple(b.shape)}"
-        ) from None
+        raise ScanError(f"a of shape {tuple(a.shape)} does not broadcast to the shape of b, {tuple(b.shape)}") from None
     if a.device != b.device or (start is not None and start.device != b.device):
         raise ScanError(f"a, b and start must be on one device; a is on {a.device}, b on {b.device}")
     if start is not None:
@@ -98,9 +94,7 @@ def _check_finite(a: Tensor, dim: int) -> None:
     others = [d for d in range(a.dim()) if d != dim % a.dim()]
     good = finite.all(dim=others) if others else finite
     step = int((~good).nonzero()[0])
-    raise ScanError(
-        f"the factor of step {step} is not finite (of {a.shape[dim]} steps, {int((~good).sum())} are not)"
-    )
+    raise ScanError(f"the factor of step {step} is not finite (of {a.shape[dim]} steps, {int((~good).sum())} are not)")
 
 
 class _LinearRecurrence(torch.autograd.Function):

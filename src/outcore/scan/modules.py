@@ -72,9 +72,7 @@ class _Scanned(torch.nn.RNNBase):
             return "no scan inside torch.compile or on tensors without data"
         if self.options.forward is None:
             parts = [tensor, *self.parameters(), *(hx if isinstance(hx, tuple) else (hx,))]
-            if not torch.is_grad_enabled() or not any(
-                isinstance(p, Tensor) and p.requires_grad for p in parts
-            ):
+            if not torch.is_grad_enabled() or not any(isinstance(p, Tensor) and p.requires_grad for p in parts):
                 return "nothing to differentiate"
         if torch.is_autocast_enabled(tensor.device.type) and tensor.device.type != "cuda":
             return f"no scan under autocast on {tensor.device.type}"
@@ -127,9 +125,7 @@ class _Scanned(torch.nn.RNNBase):
         return layer
 
     def _cell(self, layer: int) -> Cell:
-        size = (
-            self.input_size if layer == 0 else (self.proj_size or self.hidden_size) * (1 + self.bidirectional)
-        )
+        size = self.input_size if layer == 0 else (self.proj_size or self.hidden_size) * (1 + self.bidirectional)
         return Cell(_KINDS[self.mode], size, self.hidden_size, self.proj_size)
 
     def _prepared(self, input: Any, hx: Any) -> tuple[Tensor, Packing | None, tuple[Tensor, ...], bool]:
@@ -212,9 +208,7 @@ class _Scanned(torch.nn.RNNBase):
             )
         finals = []
         for i, layer in enumerate(layers):
-            flat = [
-                self._cast(w) for w in self._flat_weights[i * D * per : (i + 1) * D * per] if w is not None
-            ]
+            flat = [self._cast(w) for w in self._flat_weights[i * D * per : (i + 1) * D * per] if w is not None]
             with torch.autocast(x.device.type, enabled=False):
                 x, *final = run_layer(layer, x, tuple(s[i * D : (i + 1) * D] for s in state), flat)
             finals.append(final)
@@ -222,9 +216,7 @@ class _Scanned(torch.nn.RNNBase):
                 x = F.dropout(x, self.dropout)
         return x, tuple(torch.cat(parts) for parts in zip(*finals, strict=True))
 
-    def _finished(
-        self, given: Any, y: Tensor, final: tuple[Tensor, ...], batched: bool
-    ) -> tuple[Any, Hidden]:
+    def _finished(self, given: Any, y: Tensor, final: tuple[Tensor, ...], batched: bool) -> tuple[Any, Hidden]:
         if isinstance(given, PackedSequence):
             order = given.unsorted_indices
             packed = PackedSequence(y, given.batch_sizes, given.sorted_indices, order)

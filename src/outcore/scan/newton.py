@@ -106,8 +106,7 @@ def parallel_forward(
         start,
         newton.iterations,
         change,
-        f"no convergence in {newton.iterations} iterations "
-        f"(correction {change:.1e}, tolerance {tolerance:.1e})",
+        f"no convergence in {newton.iterations} iterations (correction {change:.1e}, tolerance {tolerance:.1e})",
     )
 
 

@@ -32,9 +32,7 @@ def as_bytes(size: int | str) -> int:
     if isinstance(size, str):
         match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", size)
         if match is None or match[2].upper() not in _UNITS:
-            raise ScanError(
-                f'cannot read {size!r} as a size of memory; write it like "2GiB", "500MB" or 1073741824'
-            )
+            raise ScanError(f'cannot read {size!r} as a size of memory; write it like "2GiB", "500MB" or 1073741824')
         size = int(float(match[1]) * _UNITS[match[2].upper()])
     if size <= 0:
         raise ScanError(f"a memory limit must be positive, not {size} bytes")
@@ -112,9 +110,7 @@ class Options:
         if self.precision not in (None, "full", "tf32", "bf16"):
             raise ScanError(f'precision must be "full", "tf32", "bf16" or None, not {self.precision!r}')
         if self.forward is not None and self.backward == "torch":
-            raise ScanError(
-                'a Newton forward keeps nothing for torch\'s backward; leave out backward="torch"'
-            )
+            raise ScanError('a Newton forward keeps nothing for torch\'s backward; leave out backward="torch"')
         _check_chunk(self.chunk)
         if self.memory is not None:
             as_bytes(self.memory)

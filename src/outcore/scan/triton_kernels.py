@@ -62,8 +62,8 @@ def follow_back(
     """Gradients back through a chunk.
 
     A sweep starts from `carries` [D, K, N, S], writes `totals` [D, T, N, S] and `out` [D, K, N, S]. PRODUCTS:
-    one program per row r of [D, K, N, S + 1, S] starts from the r-th unit vector (the last from zero, and only
-    that one adds the output gradients) and writes `out` alone.
+    one program per row r of [D, K, N, S + 1, S] starts from the r-th unit vector (the last from zero, and
+    only that one adds the output gradients) and writes `out` alone.
     """
     S = S_PER_H * H
     pid = tl.program_id(0).to(tl.int64)
@@ -99,17 +99,11 @@ def follow_back(
         if KIND == 2:
             m = tl.load(carries + place * S + H + i, mask=i < H, other=0.0)
     base = (d * T) * N + n
-    g_a, a0, a1, a2, a3, a4, a5 = _step_values(
-        values, grads, base + (last - 1) * N, last > first, i, H, M, KIND
-    )
-    g_b, b0, b1, b2, b3, b4, b5 = _step_values(
-        values, grads, base + (last - 2) * N, last - 1 > first, i, H, M, KIND
-    )
+    g_a, a0, a1, a2, a3, a4, a5 = _step_values(values, grads, base + (last - 1) * N, last > first, i, H, M, KIND)
+    g_b, b0, b1, b2, b3, b4, b5 = _step_values(values, grads, base + (last - 2) * N, last - 1 > first, i, H, M, KIND)
     for j in range(last - first):
         t = last - 1 - j
-        g_c, c0, c1, c2, c3, c4, c5 = _step_values(
-            values, grads, base + (t - 2) * N, t - 2 >= first, i, H, M, KIND
-        )
+        g_c, c0, c1, c2, c3, c4, c5 = _step_values(values, grads, base + (t - 2) * N, t - 2 >= first, i, H, M, KIND)
         if PRODUCTS:
             g = c + g_a * keep
         else:
@@ -174,14 +168,10 @@ def multiply_back(
     m = tl.where((i[None, :] + H == r[:, None]) & inside, 1.0, 0.0)
     keep = tl.where(r == S, 1.0, 0.0)[:, None]
     base = (d * T) * N + n
-    g_a, a0, a1, a2, a3, a4, a5 = _step_values(
-        values, grads, base + (last - 1) * N, last > first, i, H, M, KIND
-    )
+    g_a, a0, a1, a2, a3, a4, a5 = _step_values(values, grads, base + (last - 1) * N, last > first, i, H, M, KIND)
     for j in range(last - first):
         t = last - 1 - j
-        g_b, b0, b1, b2, b3, b4, b5 = _step_values(
-            values, grads, base + (t - 1) * N, t - 1 >= first, i, H, M, KIND
-        )
+        g_b, b0, b1, b2, b3, b4, b5 = _step_values(values, grads, base + (t - 1) * N, t - 1 >= first, i, H, M, KIND)
         g = c + keep * g_a[None, :]
         if KIND == 0:
             c = _dot(g * a0[None, :], w0, PRECISION)

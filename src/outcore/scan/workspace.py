@@ -22,10 +22,11 @@ SHORTEST_SEGMENT = 32
 GPU_PROGRAMS = 132 * 16
 """Chunks times sequences that keep a large GPU busy: 16 warps on each of its 132 multiprocessors."""
 
-# Numbers of H per step and sequence that are alive at the peak of a phase (tests/scan/test_workspace.py
-# counts them).
+# Numbers alive at the peak of a phase; tests/scan/test_workspace.py counts them.
 _WHILE_COEFFICIENTS = {"tanh": 2, "relu": 2, "gru": 18, "lstm": 21}
+"""Per step, sequence and hidden unit."""
 _GATE_TENSORS = {"tanh": 1, "relu": 1, "gru": 6, "lstm": 4}
+"""Likewise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +58,32 @@ def peak_bytes(shape: Shape, segment: int, chunk: int, *, fused: bool) -> int:
     """Most bytes alive beyond what forward kept and the gradients that backward returns for the
     parameters."""
     cell = shape.cell
-    H, P, S = cell.hidden, cell.output, cell.state
-    rows = shape.directions * min(segment, shape.steps) * shape.batch
-    whole = shape.directions * shape.steps * shape.batch
-    kept = whole * (cell.input + 2 * P) if shape.copied else whole * cell.input
-    # `before` (states shifted by one step) and the coefficients live through the segment.
-    base = rows * (P + cell.coefficients * H)
-    coefficients = rows * (P + _WHILE_COEFFICIENTS[cell.kind] * H)
-    count = -(-min(segment, shape.steps) // chunk)
-    wide = 1 if fused else 3 + cell.gates
-    products = count * shape.directions * shape.batch * (S + 1) * S * wide if count > 1 else 0
+    H, P, S, projected = cell.hidden, cell.output, cell.state, 1 if cell.projection else 0
+    D, steps = shape.directions, min(segment, shape.steps)
+    rows, whole = D * steps * shape.batch, D * shape.steps * shape.batch
+    of_input = whole * cell.input
+    kept = of_input + (whole * (cell.input + 2 * P) if shape.copied else 0)
+    apart = rows * cell.input if shape.copied or steps < shape.steps else 0
+    # The states before each step and the coefficients live through the segment.
+    base = rows * (P + (cell.coefficients + projected) * H)
+    coefficients = rows * (P + (_WHILE_COEFFICIENTS[cell.kind] + 3 * projected) * H)
+    count = -(-steps // chunk)
+    carries = 4 * count * D * shape.batch * S
+    products = carries + count * D * shape.batch * _numbers_per_chunk(cell, fused=fused) if count > 1 else 0
     solving = base + rows * S + products
-    gates = base + rows * (S + _GATE_TENSORS[cell.kind] * H + (H if cell.projection else 0))
-    return (kept + max(coefficients, solving, gates)) * shape.itemsize
+    gates = base + rows * (S + (_GATE_TENSORS[cell.kind] + projected) * H) + apart
+    restoring = 2 * of_input // D if shape.copied else 0
+    weights = 3 * D * cell.gates * H * (cell.input + P + 2)
+    return (kept + weights + max(coefficients, solving, gates, restoring)) * shape.itemsize
+
+
+def _numbers_per_chunk(cell: Cell, *, fused: bool) -> int:
+    """Numbers alive while Jacobians are multiplied: the product alone in a kernel, else what its steps make too."""
+    S = cell.state
+    if fused:
+        return (S + 1) * S
+    wide = {"tanh": 4.0, "relu": 4.0, "gru": 6.0, "lstm": 2.6 + 10.4 * cell.hidden / S}[cell.kind]
+    return math.ceil((S + 1) * S * wide)
 
 
 def cut(shape: Shape, limit: int | None, chunk: int | None, *, fused: bool) -> Cut:

@@ -1,0 +1,209 @@
+"""Where the Jacobian of a layer can be non-zero, one dimension at a time.
+
+Convolutions, pooling and element-wise functions treat channels, rows and columns separately: output (c, y, x)
+depends on input (c', y', x') exactly when c on c', y on y' and x on x'. So the pattern of a Jacobian with
+billions of places is kept as one small boolean matrix per dimension, whose numbers of non-zeros multiply, and
+the pattern of a product is the product of the small patterns. Counts of non-zeros and of multiplications are
+exact for these layers.
+
+Not every place of a pattern holds a non-zero: a max-pool picks one input of its window, a pruned convolution
+has few weights. `fill` is the expected share that does.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import sparse
+
+__all__ = ["Pattern", "dense", "identity", "of_layer"]
+
+ELEMENTWISE = frozenset(
+    [
+        "relu",
+        "relu6",
+        "leakyrelu",
+        "elu",
+        "selu",
+        "celu",
+        "gelu",
+        "silu",
+        "mish",
+        "sigmoid",
+        "tanh",
+        "softplus",
+        "hardswish",
+        "hardsigmoid",
+        "hardtanh",
+        "prelu",
+        "dropout",
+        "dropout1d",
+        "dropout2d",
+        "dropout3d",
+        "identity",
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "neg",
+        "clone",
+        "contiguous",
+        "alphadropout",
+        "to",
+        "stochasticdepth",
+        "iadd",
+        "radd",
+    ]
+)
+RESHAPES = frozenset(["flatten", "view", "reshape", "squeeze", "unsqueeze"])
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """Non-zeros of a Jacobian: one boolean matrix (output places by input places) per dimension."""
+
+    dims: tuple[sparse.csr_matrix, ...]
+    fill: float = 1.0
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        return math.prod(d.shape[0] for d in self.dims), math.prod(d.shape[1] for d in self.dims)
+
+    @property
+    def places(self) -> int:
+        """Places that can be non-zero."""
+        return math.prod(d.nnz for d in self.dims)
+
+    @property
+    def nonzeros(self) -> float:
+        """Non-zeros to be expected."""
+        return self.places * self.fill
+
+    @property
+    def sparsity(self) -> float:
+        """Share of zeros."""
+        rows, columns = self.shape
+        return 1 - self.nonzeros / (rows * columns)
+
+    def after(self, other: Pattern) -> tuple[Pattern, float]:
+        """The pattern of this Jacobian times that of an earlier layer, and the FLOPs of the sparse
+        product."""
+        pairs = math.prod(_multiplications(a, b) for a, b in zip(self.dims, other.dims, strict=True))
+        dims = tuple(_boolean(a @ b) for a, b in zip(self.dims, other.dims, strict=True))
+        hit = self.fill * other.fill
+        paths = pairs / max(1, math.prod(d.nnz for d in dims))
+        fill = 1.0 if hit == 1 else 1 - (1 - hit) ** paths
+        return Pattern(dims, fill), 2.0 * pairs * hit
+
+    def joined(self, other: Pattern) -> Pattern:
+        """The pattern of the sum of two Jacobians."""
+        dims = tuple(_boolean(a + b) for a, b in zip(self.dims, other.dims, strict=True))
+        return Pattern(dims, max(self.fill, other.fill))
+
+
+def _boolean(matrix: sparse.spmatrix) -> sparse.csr_matrix:
+    found = sparse.csr_matrix(matrix)
+    found.data = np.ones(found.nnz, dtype=np.int64)
+    return found
+
+
+def _multiplications(left: sparse.csr_matrix, right: sparse.csr_matrix) -> int:
+    """Multiplications of a sparse product: for every entry of the left, the length of the row it meets."""
+    return int(np.diff(right.indptr)[left.indices].sum())
+
+
+def identity(shape: Sequence[int]) -> Pattern:
+    """Each output depends on the same place of the input."""
+    return Pattern(tuple(sparse.identity(n, dtype=np.int64, format="csr") for n in shape))
+
+
+def dense(out: Sequence[int], given: Sequence[int]) -> Pattern:
+    """Each output depends on each input."""
+    return Pattern(tuple(_full(a, b) for a, b in zip(out, given, strict=True)))
+
+
+def _full(rows: int, columns: int) -> sparse.csr_matrix:
+    return sparse.csr_matrix(np.ones((rows, columns), dtype=np.int64))
+
+
+def _window(rows: int, columns: int, size: int, stride: int, padding: int, dilation: int) -> sparse.csr_matrix:
+    """Output place i sees the inputs ``i * stride - padding + (0 … size - 1) * dilation`` that exist."""
+    out = np.repeat(np.arange(rows), size)
+    seen = out * stride - padding + np.tile(np.arange(size) * dilation, rows)
+    real = (seen >= 0) & (seen < columns)
+    ones = np.ones(int(real.sum()), dtype=np.int64)
+    return sparse.csr_matrix((ones, (out[real], seen[real])), shape=(rows, columns))
+
+
+def of_layer(
+    kind: str, detail: str, given: Sequence[int], out: Sequence[int], *, training: bool, density: float = 1.0
+) -> Pattern | None:
+    """The pattern of a layer from its description, or none for one that is not known.
+
+    Args:
+        kind: name of the layer or function: ``Conv2d``, ``relu``.
+        detail: what ``print(module)`` shows between the brackets.
+        given: shape of the input of one sample, channels first.
+        out: shape of the output.
+        training: batch normalisation sees the whole channel in training.
+        density: share of the weights that are not pruned.
+    """
+    name = re.sub(r"[^a-z0-9]", "", kind.lower())
+    if name in ELEMENTWISE and tuple(given) == tuple(out):
+        return identity(out)
+    if name.startswith("batchnorm"):
+        if not training:
+            return identity(out)
+        return Pattern((identity(out[:1]).dims[0], *(_full(n, n) for n in out[1:])))
+    if name.startswith("adaptive"):
+        spans = (_spans(a, b) for a, b in zip(out[1:], given[1:], strict=True))
+        return Pattern((identity(out[:1]).dims[0], *spans), _picked(name, given, out))
+    if re.fullmatch(r"(conv|maxpool|avgpool)[123]d", name):
+        return _windowed(name, detail, given, out, density)
+    if name == "linear":
+        return Pattern(dense(out, given).dims, density)
+    return None
+
+
+def _windowed(name: str, detail: str, given: Sequence[int], out: Sequence[int], density: float) -> Pattern:
+    dims = len(out) - 1
+    first = detail.split(",")[0] if "kernel_size" not in detail and not name.startswith("conv") else ""
+    window = _numbers(detail, "kernel_size", first or "1", dims)
+    stride = _numbers(detail, "stride", "1" if name.startswith("conv") else ",".join(map(str, window)), dims)
+    dilation = _numbers(detail, "dilation", "1", dims)
+    if "padding=same" in detail or "padding='same'" in detail:
+        padding = tuple(d * (k - 1) // 2 for k, d in zip(window, dilation, strict=True))
+    else:
+        padding = _numbers(detail, "padding", "0", dims)
+    sizes = zip(out[1:], given[1:], window, stride, padding, dilation, strict=True)
+    spatial = tuple(_window(*size) for size in sizes)
+    if not name.startswith("conv"):
+        fill = 1 / math.prod(window) if name.startswith("max") else 1.0
+        return Pattern((identity(out[:1]).dims[0], *spatial), fill)
+    groups = _numbers(detail, "groups", "1", 1)[0]
+    block = np.ones((out[0] // groups, given[0] // groups), dtype=np.int64)
+    return Pattern((sparse.block_diag([block] * groups, format="csr"), *spatial), density)
+
+
+def _numbers(detail: str, name: str, default: str, dims: int) -> tuple[int, ...]:
+    """The numbers of an argument: ``stride=(2, 2)`` or ``stride=2``."""
+    match = re.search(rf"\b{name}=(\([^)]*\)|\[[^\]]*\]|\d+)", detail)
+    found = [int(n) for n in re.findall(r"\d+", match[1] if match else default)]
+    return tuple(found * dims) if len(found) == 1 else tuple(found)
+
+
+def _spans(rows: int, columns: int) -> sparse.csr_matrix:
+    """Adaptive pooling: output place i sees inputs from ``floor(i n / m)`` to ``ceil((i + 1) n / m)``."""
+    out = np.zeros((rows, columns), dtype=np.int64)
+    for i in range(rows):
+        out[i, i * columns // rows : -(-(i + 1) * columns // rows)] = 1
+    return sparse.csr_matrix(out)
+
+
+def _picked(name: str, given: Sequence[int], out: Sequence[int]) -> float:
+    return math.prod(out) / math.prod(given) if "max" in name else 1.0
