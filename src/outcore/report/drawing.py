@@ -45,6 +45,8 @@ class Line:
     """A piece of wire: from y1 down to y2, sideways from x1 to x2 on the way to y3, down to y4."""
 
     wire: int
+    port: int
+    """The wire as which it leaves its source: another one where that stands for several."""
     x1: float
     x2: float
     y1: float

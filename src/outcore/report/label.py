@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 __all__ = [
     "KINDS",
-    "binary",
     "count",
     "kind_of",
     "settings",
@@ -69,14 +68,6 @@ def count(number: int) -> str:
             scaled = number / unit
             return f"{scaled:.3g}{name}" if scaled < 999.5 else f"{scaled:.0f}{name}"
     return str(number)
-
-
-def binary(size_bytes: int) -> str:
-    """A size in memory: ``3211264 -> "3.06 MiB"``."""
-    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if size_bytes >= unit:
-            return f"{size_bytes / unit:.3g} {name}"
-    return f"{size_bytes} B"
 
 
 def shape_label(shape: Sequence[int], batch: int | None = None) -> str:

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import ceil
 
 from outcore.graph.parts import ROOT
 from outcore.report.drawing import GEOMETRY, Drawing, End, Label, Line, Placed
@@ -25,7 +26,10 @@ from outcore.report.scheme import Scheme
 from outcore.report.settle import Pull, settle
 from outcore.report.sketch import Plane, Ports, Sketch, times_width
 
-__all__ = ["lay_out"]
+__all__ = ["STRAIGHT", "lay_out"]
+
+STRAIGHT = 0.5
+"""A wire that moves less than this sideways is drawn straight."""
 
 
 @dataclass(slots=True)
@@ -58,9 +62,7 @@ class _Body:
     height: float
 
 
-def lay_out(
-    sketch: Sketch, opened: Collection[str], *, fold: bool = True, flat: Collection[str] = ()
-) -> Drawing:
+def lay_out(sketch: Sketch, opened: Collection[str], *, fold: bool = True, flat: Collection[str] = ()) -> Drawing:
     """Lay out a graph with some containers open.
 
     Args:
@@ -199,6 +201,7 @@ class _Layout:
             drawing.lines.append(
                 Line(
                     link.wire,
+                    link.port,
                     x0 + body.x[step.upper] + upper.outs.get(link.port, 0.0),
                     x0 + body.x[step.lower] + lower.ins.get(link.wire, 0.0),
                     bottom[step.upper],
@@ -254,9 +257,7 @@ def _across(scheme: Scheme, extents: Sequence[_Extent], shifts: Sequence[float])
     column, bent = [0] * len(scheme.knots), [0.0] * len(scheme.knots)
     for i, knots in enumerate(scheme.columns):
         column[knots[0]] = i
-        for upper, lower in pairwise(
-            knots
-        ):  # wires stay straight where a frame has its exit beside its entry
+        for upper, lower in pairwise(knots):  # wires stay straight where a frame has its exit beside its entry
             column[lower], bent[lower] = i, bent[upper] + straight[upper, lower]
     apart: list[dict[int, float]] = [{} for _ in scheme.columns]
     for row in scheme.rows:
@@ -292,13 +293,14 @@ def _down(
     tops, bottoms = list[float](), list[float]()
     y = g["header"] if framed else g["pad"]
     for i, row in enumerate(scheme.rows):
-        if i:
-            y += g["row_gap"] + min(g["bend_most"], g["bend"] * bends[i - 1])
+        if i:  # whole pixels, so that pieces of wire meet without a seam
+            y += g["row_gap"] + ceil(min(g["bend_most"], g["bend"] * bends[i - 1]))
         height = max(extents[knot].height for knot in row)
-        if framed and i == 0 and not height:  # wires enter at the top edge, boxes stand below the title
+        if framed and i == 0 and not height:
+            # Wires enter at the top edge and pass the title before they bend.
             tops.append(0.0)
-            bottoms.append(0.0)
-            y = max(0.0, g["header"] - g["row_gap"])
+            bottoms.append(g["header"] - 6 if bends[0] > STRAIGHT else 0.0)
+            y = max(bottoms[0], g["header"] - g["row_gap"])
             continue
         tops.append(y)
         y += height

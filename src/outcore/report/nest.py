@@ -77,9 +77,7 @@ class Nest:
                 found.setdefault((names[source], value), {})[names[target]] = None
         for value, source in view.outputs.items():
             found.setdefault((names[source], value), {})[OUTSIDE] = None
-        self.wires = [
-            Wire(source, value, tuple(targets)) for (source, value), targets in found.items() if targets
-        ]
+        self.wires = [Wire(source, value, tuple(targets)) for (source, value), targets in found.items() if targets]
         for index, wire in enumerate(self.wires):
             self._connect(index, wire)
 
@@ -105,12 +103,8 @@ class Nest:
         for index in indices:
             wire = self.wires[index]
             source = None if index in here.reads else self.child(container, wire.source or "")
-            targets = {self.child(container, t) for t in wire.targets if self._within(container, t)} - {
-                source
-            }
-            outside = (
-                (OUTSIDE,) if index in here.sends or (container == ROOT and OUTSIDE in wire.targets) else ()
-            )
+            targets = {self.child(container, t) for t in wire.targets if self._within(container, t)} - {source}
+            outside = (OUTSIDE,) if index in here.sends or (container == ROOT and OUTSIDE in wire.targets) else ()
             found.append((index, source, (*sorted(targets, key=order.__getitem__), *outside)))
         return found
 

@@ -89,9 +89,7 @@ class Order:
         knots = self.rows[row]
         for i in range(len(knots) - 1):
             a, b = knots[i], knots[i + 1]
-            gain = sum(
-                self._inversions(n[a], n[b]) - self._inversions(n[b], n[a]) for n in (self.above, self.below)
-            )
+            gain = sum(self._inversions(n[a], n[b]) - self._inversions(n[b], n[a]) for n in (self.above, self.below))
             if gain > 0:
                 knots[i], knots[i + 1] = b, a
                 self.place[a], self.place[b] = i + 1, i

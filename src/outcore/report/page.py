@@ -18,7 +18,10 @@ from outcore.report.bundle import FORMAT
 
 __all__ = ["page"]
 
-SCRIPTS = ("layout.js", "picture.js", "details.js", "graph.js", "page.js")
+SCRIPTS = (
+    *("layout.js", "picture.js", "details.js", "search.js"),
+    *("camera.js", "hand.js", "graph.js", "page.js"),
+)
 """In the order they are run."""
 
 
@@ -28,9 +31,7 @@ def page(bundle: Mapping[str, Any]) -> str:
     Path("net.html").write_text(page(bundle(outcore.capture(model, images))))
     """
     if bundle.get("format") != FORMAT:
-        raise OutcoreError(
-            f"this bundle has format {bundle.get('format')!r}; this outcore shows format {FORMAT}"
-        )
+        raise OutcoreError(f"this bundle has format {bundle.get('format')!r}; this outcore shows format {FORMAT}")
     parts = {
         "title": escape(str(bundle["title"])),
         "style": _asset("page.css"),

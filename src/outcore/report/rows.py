@@ -35,9 +35,7 @@ class Rows:
         self.routes: list[tuple[int, tuple[int, ...]]] = []
         for i, route in enumerate(routes):
             leaving = (exits[i],) if route.leaves else ()
-            self.routes.append(
-                (entries[i] if route.source is None else route.source, route.targets + leaving)
-            )
+            self.routes.append((entries[i] if route.source is None else route.source, route.targets + leaving))
         self.forward = [*self.entries, *range(boxes), *self.exits]
         """All ends of routes in topological order."""
         self.readers: list[set[int]] = [set() for _ in self.knots]
@@ -104,9 +102,7 @@ class Rows:
         lowest = max((row[knot] for knot in range(self.boxes)), default=0) + 1
         for knot in self.exits:
             row[knot] = lowest
-        given = sum(
-            1 << knot for knot in range(self.boxes) if any(self.reaches(e, knot) for e in self.entries)
-        )
+        given = sum(1 << knot for knot in range(self.boxes) if any(self.reaches(e, knot) for e in self.entries))
         for knot in reversed(range(self.boxes)):  # what needs no input stands where it is used
             if not given >> knot & 1 and sends[knot]:
                 row[knot] = min(row[t] for i in sends[knot] for t in self.routes[i][1]) - 1

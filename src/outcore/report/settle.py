@@ -21,18 +21,14 @@ STILL = 0.25
 """Pixels; the rounds end when no column moves further."""
 
 
-def settle(
-    weight: Sequence[float], apart: Sequence[dict[int, float]], pulls: Sequence[Sequence[Pull]]
-) -> list[float]:
+def settle(weight: Sequence[float], apart: Sequence[dict[int, float]], pulls: Sequence[Sequence[Pull]]) -> list[float]:
     """The x of every column; see `nearest` for `weight` and `apart`."""
     x = nearest([0.0] * len(weight), weight, apart)
     for _ in range(ROUNDS):
         want = list(x)
         for i, drawn in enumerate(pulls):
             if drawn:
-                mean = sum(w * (x[other] + offset) for w, other, offset in drawn) / sum(
-                    w for w, _, _ in drawn
-                )
+                mean = sum(w * (x[other] + offset) for w, other, offset in drawn) / sum(w for w, _, _ in drawn)
                 want[i] = (x[i] + mean) / 2  # half way, or two that want to meet change places for ever
         before, x = x, nearest(want, weight, apart)
         if all(abs(a - b) < STILL for a, b in zip(before, x, strict=True)):

@@ -106,9 +106,7 @@ class Sketch:
         """Width of that name in pixels."""
         return text_width(self.end_name(wire), SMALL)
 
-    def _plane(
-        self, container: str, shown: Inside, entering: dict[str, tuple[list[int], list[int]]]
-    ) -> Plane:
+    def _plane(self, container: str, shown: Inside, entering: dict[str, tuple[list[int], list[int]]]) -> Plane:
         routes = tuple(Route(link.source, link.targets, link.leaves) for link in shown.links)
         top: tuple[int, ...] | None = None
         bottom: tuple[int, ...] | None = None

@@ -13,7 +13,7 @@ from outcore.graph.graph import Graph
 from outcore.graph.parts import ancestors
 from outcore.report.drawing import Drawing, Line, Placed
 from outcore.report.label import KINDS, OTHER, count, text_width
-from outcore.report.layout import lay_out
+from outcore.report.layout import STRAIGHT, lay_out
 from outcore.report.sketch import BATCH_NOTE, SMALL, TITLE, Sketch, times_width
 
 __all__ = ["COLOURS", "open_parts", "svg"]
@@ -42,7 +42,7 @@ text{{font-family:Helvetica,Arial,sans-serif;font-size:{TITLE:g}px;fill:#1f2830;
 .small{{font-size:{SMALL:g}px;fill:#4a5560}}.shape{{font-size:{SMALL:g}px;fill:#66717b;text-anchor:start}}
 .frame{{fill:#f7f9fa;stroke:#9aa5ae}}.frame.odd{{fill:#eff2f4}}
 .end{{fill:#1f2830}}.end+text{{fill:#ffffff;font-size:{SMALL:g}px}}
-.wire{{fill:none;stroke:#66717b;stroke-width:1.2;stroke-linecap:round}}.tip{{fill:#66717b}}
+.wire{{fill:none;stroke:#66717b;stroke-width:1.2}}.tip{{fill:#66717b}}
 .wire.skip{{stroke:#3d7ab0}}.tip.skip{{fill:#3d7ab0}}
 """
 
@@ -71,9 +71,7 @@ def svg(
         legend: explain colours and shapes below the picture.
     """
     sketch = Sketch(graph, functions=functions)
-    return _Picture(
-        sketch, lay_out(sketch, open_parts(sketch, depth, expand), fold=fold), title, legend
-    ).text()
+    return _Picture(sketch, lay_out(sketch, open_parts(sketch, depth, expand), fold=fold), title, legend).text()
 
 
 def open_parts(sketch: Sketch, depth: int | None, expand: Iterable[str] = ()) -> set[str]:
@@ -146,9 +144,7 @@ class _Picture:
         block = self.sketch.nest.block(p.part)
         radius = p.height / 2 if block.kind == "function" else 4
         colours = f' fill="{fill}" stroke="{border}"'
-        self.out.append(
-            f"<g data-part={quoteattr(p.part)}><title>{escape(block.path)} {escape(block.detail)}</title>"
-        )
+        self.out.append(f"<g data-part={quoteattr(p.part)}><title>{escape(block.path)} {escape(block.detail)}</title>")
         if p.repeat > 1:  # a sheet behind it
             self._rect("box", p.x + 4, p.y + 4, p.width, p.height, radius, colours)
         self._rect(f"box {face.kind}", p.x, p.y, p.width, p.height, radius, colours)
@@ -168,9 +164,7 @@ class _Picture:
         title = f'<tspan class="name">{escape(face.name)}</tspan>{escape(type_name)}{repeat}'
         self.out.append(f'<text x="{middle}" y="{_n(base)}">{title}</text>')
         if face.note:
-            self.out.append(
-                f'<text class="small" x="{middle}" y="{_n(base + 14)}">{escape(face.note)}</text>'
-            )
+            self.out.append(f'<text class="small" x="{middle}" y="{_n(base + 14)}">{escape(face.note)}</text>')
         self.out.append("</g>")
 
     def _wire(self, line: Line) -> None:
@@ -210,7 +204,7 @@ class _Picture:
 
 def path(line: Line) -> str:
     """The outline of a piece of wire."""
-    if abs(line.x1 - line.x2) < 0.5:
+    if abs(line.x1 - line.x2) < STRAIGHT:
         return f"M{_n(line.x1)} {_n(line.y1)}V{_n(line.y4)}"
     middle = (line.y2 + line.y3) / 2
     bend = f"C{_n(line.x1)} {_n(middle)} {_n(line.x2)} {_n(middle)} {_n(line.x2)} {_n(line.y3)}"

@@ -90,23 +90,17 @@ class _Line:
 
 
 class _Rows:
-    def __init__(
-        self, graph: Graph, depth: int | None, wanted: set[str], functions: bool, fold: bool
-    ) -> None:
+    def __init__(self, graph: Graph, depth: int | None, wanted: set[str], functions: bool, fold: bool) -> None:
         self.graph, self.depth, self.wanted = graph, depth, wanted
         self.functions, self.fold = functions, fold
         self.identical = signatures(graph)
         self.shapes = _output_shapes(graph)
-        self.reached = {
-            p for call in graph.calls.values() for p in (ROOT, *ancestors(call.block), call.block)
-        }
+        self.reached = {p for call in graph.calls.values() for p in (ROOT, *ancestors(call.block), call.block)}
 
     def lines(self) -> Iterator[_Line]:
         root = self.graph.root
         mode = "train mode" if self.graph.training else "eval mode"
-        yield _Line(
-            Text.assemble((root.type, "bold"), (f" ({mode})", "dim")), self.shapes.get(ROOT, ""), root, True
-        )
+        yield _Line(Text.assemble((root.type, "bold"), (f" ({mode})", "dim")), self.shapes.get(ROOT, ""), root, True)
         yield from self._below(ROOT, "")
 
     def _below(self, path: str, guide: str) -> Iterator[_Line]:
@@ -140,12 +134,7 @@ class _Rows:
             if block.kind == "function" and not self.functions:
                 continue
             alike = bool(found) and self._kind(found[-1][0]) == self._kind(block)
-            if (
-                self.fold
-                and alike
-                and block.kind != "function"
-                and self.wanted.isdisjoint((child, found[-1][0].path))
-            ):
+            if self.fold and alike and block.kind != "function" and self.wanted.isdisjoint((child, found[-1][0].path)):
                 found[-1].append(block)
             else:
                 found.append([block])
@@ -160,11 +149,7 @@ def _output_shapes(graph: Graph) -> dict[str, str]:
     found: dict[str, dict[str, None]] = {}
     first: dict[str, str] = {}
     for call in graph.calls.values():
-        around = (
-            [*call.scope, call.name]
-            if call.scope
-            else [*(f"{p}#0" for p in ancestors(call.block)), call.name]
-        )
+        around = [*call.scope, call.name] if call.scope else [*(f"{p}#0" for p in ancestors(call.block)), call.name]
         paths = {scope.rpartition("#")[0]: scope for scope in around}
         for path, scope in paths.items():
             first.setdefault(path, scope)

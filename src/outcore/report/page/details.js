@@ -44,9 +44,8 @@ function showDetails(panel, graph, part, visit, act) {
     const items = html("ul");
     for (const wire of list) {
       const value = graph.values.get(wire.value);
-      const facts = `${value.shape.join("×") || "scalar"} ${value.dtype}, ${bytes(value.bytes)}`;
       const name = Object.assign(html("div", value.name), { className: "soft" });
-      items.append(html("li", html("div", facts), name, html("div", ...ends(wire))));
+      items.append(html("li", html("div", valueFacts(value)), name, html("div", ...ends(wire))));
     }
     return [html("h3", `${title} (${list.length})`), items];
   }
@@ -81,6 +80,10 @@ function partLink(graph, part, visit, short = false) {
   link.onclick = () => visit(part);
   link.onkeydown = (event) => event.key === "Enter" && visit(part);
   return link;
+}
+
+function valueFacts({ shape, dtype, bytes: size }) {
+  return `${shape.join("×") || "scalar"} ${dtype}, ${bytes(size)}`;
 }
 
 function number(value) {

@@ -5,6 +5,7 @@
 "use strict";
 
 const ROOT = "";
+const STRAIGHT = 0.5;
 
 /** Lay out a sketch. `state` says what is open (`opened`), whether repeats are folded (`fold`) and where not (`flat`). */
 function layOut(sketch, geometry, state) {
@@ -149,6 +150,7 @@ class Layout {
       const [wire, port] = plane.links[route], from = body.extents[upper], to = body.extents[lower];
       drawing.lines.push({
         wire,
+        port,
         x1: x0 + body.x[upper] + (from.outs.get(port) ?? 0),
         x2: x0 + body.x[lower] + (to.ins.get(wire) ?? 0),
         y1: bottom[upper],
@@ -235,11 +237,11 @@ function down(g, scheme, extents, x, shifts, framed) {
   const heights = scheme.rows.map((knots) => Math.max(...knots.map((knot) => extents[knot].height)));
   let y = framed ? g.header : g.pad;
   heights.forEach((height, i) => {
-    if (i) y += g.row_gap + Math.min(g.bend_most, g.bend * bends[i - 1]);
+    if (i) y += g.row_gap + Math.ceil(Math.min(g.bend_most, g.bend * bends[i - 1]));
     if (framed && i === 0 && !height) {
       tops.push(0);
-      bottoms.push(0);
-      y = Math.max(0, g.header - g.row_gap);
+      bottoms.push(bends[0] > STRAIGHT ? g.header - 6 : 0);
+      y = Math.max(bottoms[0], g.header - g.row_gap);
       return;
     }
     tops.push(y);

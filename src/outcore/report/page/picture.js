@@ -11,7 +11,8 @@ function drawPicture(world, drawing, sketch, blocks) {
     if (placed.open) frames.append(frameElement(placed, sketch));
     else boxes.append(boxElement(placed, sketch, blocks));
   }
-  for (const line of [...drawing.lines].sort((a, b) => Number(b.skip) - Number(a.skip))) wires.append(...wireElements(line));
+  const skipsFirst = [...drawing.lines].sort((a, b) => Number(b.skip) - Number(a.skip));
+  for (const line of skipsFirst) wires.append(...wireElements(line));
   for (const label of drawing.labels) {
     shapes.append(textElement(label.x, label.y, "shape", sketch.wires[label.wire].label));
   }
@@ -67,7 +68,7 @@ function boxElement(placed, sketch, blocks) {
 /** What is seen of a wire, and a wider invisible line that is easier to point at. */
 function wireElements(line) {
   const outline = linePath(line), kind = line.skip ? " skip" : "";
-  const marks = { "data-wire": line.wire, "data-source": line.source, "data-target": line.target };
+  const marks = { "data-wire": line.wire, "data-port": line.port };
   const found = [
     element("path", { class: "touch", d: outline, ...marks }),
     element("path", { class: "wire" + kind, d: outline, ...marks }),
@@ -79,7 +80,7 @@ function wireElements(line) {
 }
 
 function linePath({ x1, x2, y1, y2, y3, y4 }) {
-  if (Math.abs(x1 - x2) < 0.5) return `M${x1} ${y1}V${y4}`;
+  if (Math.abs(x1 - x2) < STRAIGHT) return `M${x1} ${y1}V${y4}`;
   const middle = (y2 + y3) / 2;
   return `M${x1} ${y1}V${y2}C${x1} ${middle} ${x2} ${middle} ${x2} ${y3}V${y4}`;
 }
@@ -89,7 +90,8 @@ function badgeElement(x, y, action) {
   const badge = element("g", { class: "badge", "data-do": action, transform: `translate(${x} ${y})` });
   const sign = action === "open" ? "M-3 0H3M0-3V3" : "M-3 0H3";
   badge.append(element("circle", { r: 6.5 }), element("path", { d: sign }));
-  badge.append(Object.assign(element("title"), { textContent: action === "open" ? "Open (Enter)" : "Close (Backspace)" }));
+  const title = action === "open" ? "Open (Enter)" : "Close (Backspace)";
+  badge.append(Object.assign(element("title"), { textContent: title }));
   return badge;
 }
 
