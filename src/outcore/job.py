@@ -7,7 +7,8 @@ A job is given in one of three ways, all the same to the rest of outcore:
 - ``package.module:Class`` with the shapes of its inputs;
 - ``Job(...)`` in code.
 
-Everything in it is called late and may be the user's own code, so every failure is reported with the place it came from.
+Everything in it is called late and may be the user's own code, so every failure is reported with the place it came
+from.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import importlib
 import importlib.util
 import re
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +28,7 @@ from torch import nn
 
 from outcore.errors import CaptureError, JobError
 from outcore.graph import Graph, capture
+from outcore.graph.source import blame
 
 __all__ = ["Input", "Job"]
 
@@ -54,10 +55,14 @@ class Input:
         """Read the form used on the command line."""
         match = re.fullmatch(r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<shape>\d+(?:[x,]\d+)*)(?::(?P<dtype>\w+))?", text)
         if not match:
-            raise JobError(f"--input {text!r} is not a shape; write for example 1x3x512x512, 2x128:int64 or mask=2x128:bool")
+            raise JobError(
+                f"--input {text!r} is not a shape; write for example 1x3x512x512, 2x128:int64 or mask=2x128:bool"
+            )
         dtype = getattr(torch, match["dtype"] or "float32", None)
         if not isinstance(dtype, torch.dtype):
-            raise JobError(f"--input {text!r}: torch has no dtype {match['dtype']!r}; write for example :float32 or :int64")
+            raise JobError(
+                f"--input {text!r}: torch has no dtype {match['dtype']!r}; write for example :float32 or :int64"
+            )
         return cls(tuple(int(n) for n in re.split("[x,]", match["shape"])), dtype, match["name"])
 
     def tensor(self, size: int | None, device: str = "cpu") -> torch.Tensor:
@@ -113,7 +118,9 @@ class Job:
             raise JobError(f"model() of {self.name} returned {type(built).__name__}; it must return a torch.nn.Module")
         return built
 
-    def example(self, size: int | None = None, device: str | None = None) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    def example(
+        self, size: int | None = None, device: str | None = None
+    ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         """A batch as positional arguments, keyword arguments and targets."""
         made = self._call("batch", self.batch, size or self.size, device=device)
         if not isinstance(made, (tuple, list)) or len(made) != 2:
@@ -168,7 +175,9 @@ def _from_file(path: Path, values: dict[str, Any]) -> Job:
     functions = {name: getattr(module, name, None) for name in ("model", "batch", "loss", "optimizer")}
     for name, function in functions.items():
         if function is None and name in ("model", "batch"):
-            raise JobError(f"{path} has no function {name}(); a job needs model() and batch(size), for example:\n\n{_EXAMPLE}")
+            raise JobError(
+                f"{path} has no function {name}(); a job needs model() and batch(size), for example:\n\n{_EXAMPLE}"
+            )
         if function is not None and not callable(function):
             raise JobError(f"{name} in {path} is a {type(function).__name__}; it must be a function")
     build = functions["model"]
@@ -186,7 +195,9 @@ def _from_file(path: Path, values: dict[str, Any]) -> Job:
 def _from_class(text: str, inputs: list[Input], values: dict[str, Any]) -> Job:
     package, colon, name = text.partition(":")
     if not colon or not name:
-        raise JobError(f"{text!r} is neither a file nor package.module:Class; write for example torchvision.models:resnet50")
+        raise JobError(
+            f"{text!r} is neither a file nor package.module:Class; write for example torchvision.models:resnet50"
+        )
     if not inputs:
         raise JobError(f"{text} needs the shape of its input; add for example --input 1x3x224x224")
     sys.path.insert(0, "")
@@ -202,8 +213,12 @@ def _from_class(text: str, inputs: list[Input], values: dict[str, Any]) -> Job:
     if not callable(make):
         import difflib
 
-        near = difflib.get_close_matches(name, [n for n in dir(module) if callable(getattr(module, n, None))], n=3, cutoff=0.5)
-        raise JobError(f"{package} has no class or function {name!r}" + (f"; did you mean {', '.join(near)}?" if near else ""))
+        near = difflib.get_close_matches(
+            name, [n for n in dir(module) if callable(getattr(module, n, None))], n=3, cutoff=0.5
+        )
+        raise JobError(
+            f"{package} has no class or function {name!r}" + (f"; did you mean {', '.join(near)}?" if near else "")
+        )
     sizes = {i.shape[0] for i in inputs if i.shape}
 
     def batch(size: int) -> tuple[Any, None]:
@@ -229,12 +244,8 @@ def _argument(text: str) -> tuple[str, Any]:
 
 
 def _place(error: BaseException) -> str:
-    """``at file:line``, the innermost line that is not in torch."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/outcore/job.py" not in f.filename]
-    own = [f for f in frames if f"{Path(torch.__file__).parent}" not in f.filename and "importlib" not in f.filename]
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"at {Path(error.filename).name}:{error.lineno}"
-    return f"at {Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
+    place = blame(error)
+    return f"at {place}" if place else ""
 
 
 def _first_line(error: BaseException) -> str:

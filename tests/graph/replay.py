@@ -36,7 +36,11 @@ def run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], owner: 
     if loss.requires_grad:
         loss.backward()
     facts |= {f"gradient {n}": p.grad.clone() for n, p in owner.named_parameters() if p.grad is not None}
-    facts |= {f"input gradient {i}": t.grad for i, (_, t) in enumerate(leaves((args, kwargs), torch.Tensor)) if t.grad is not None}
+    facts |= {
+        f"input gradient {i}": t.grad
+        for i, (_, t) in enumerate(leaves((args, kwargs), torch.Tensor))
+        if t.grad is not None
+    }
     facts |= {f"state {n}": t.detach().clone() for n, t in owner.state_dict().items() if isinstance(t, torch.Tensor)}
     return facts
 
@@ -44,7 +48,11 @@ def run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], owner: 
 def assert_same(expected: dict[str, torch.Tensor], actual: dict[str, torch.Tensor]) -> None:
     """Bitwise equality, fact by fact."""
     assert expected.keys() == actual.keys(), sorted(expected.keys() ^ actual.keys())[:5]
-    wrong = [n for n, t in expected.items() if not (t.shape == actual[n].shape and torch.equal(t.nan_to_num(), actual[n].nan_to_num()))]
+    wrong = [
+        n
+        for n, t in expected.items()
+        if not (t.shape == actual[n].shape and torch.equal(t.nan_to_num(), actual[n].nan_to_num()))
+    ]
     assert not wrong, f"{len(wrong)} of {len(expected)} differ: {wrong[:5]}"
 
 

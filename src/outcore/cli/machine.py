@@ -19,9 +19,7 @@ __all__ = ["machine"]
 def machine(
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again instead of recalling.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Also save the machine to this file.")
-    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Also save the machine to this file.")] = None,
     list_: Annotated[bool, typer.Option("--list", help="List the known GPUs.")] = False,
     name: Annotated[
         str | None,
@@ -62,16 +60,12 @@ def _probe(*, fresh: bool, quiet: bool) -> Machine:
     errors = Console(stderr=True, quiet=quiet)
     try:
         if not errors.is_terminal:
-            return probe(
-                fresh=fresh, progress=lambda done, total, words: errors.print(f"{done}/{total} {words}")
-            )
+            return probe(fresh=fresh, progress=lambda done, total, words: errors.print(f"{done}/{total} {words}"))
         with Progress(BarColumn(), TextColumn("{task.description}"), console=errors, transient=True) as bar:
             task = bar.add_task("probing", total=None)
             return probe(
                 fresh=fresh,
-                progress=lambda done, total, words: bar.update(
-                    task, completed=done, total=total, description=words
-                ),
+                progress=lambda done, total, words: bar.update(task, completed=done, total=total, description=words),
             )
     except KeyboardInterrupt:
         typer.echo("interrupted; what was measured is kept, run `outcore machine` again to go on", err=True)

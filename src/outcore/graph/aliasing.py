@@ -1,8 +1,8 @@
 """Which values share memory, and which calls must keep their order because of it.
 
-A view and its base are two tensors in one storage; an in-place operation writes to all values in it. Data flow alone does
-not show that ``y = x[0]; x.add_(1); z = y * 2`` needs the addition before the product, so every storage remembers who
-wrote it last and who has read it since.
+A view and its base are two tensors in one storage; an in-place operation writes to all values in it. Data flow alone
+does not show that ``y = x[0]; x.add_(1); z = y * 2`` needs the addition before the product, so every storage remembers
+who wrote it last and who has read it since.
 """
 
 from __future__ import annotations
@@ -19,7 +19,21 @@ __all__ = ["Memories", "Versions", "written_by_name"]
 
 _IN_PLACE_DUNDERS = {
     f"__i{op}__"
-    for op in ("add", "sub", "mul", "truediv", "floordiv", "pow", "and", "or", "xor", "lshift", "rshift", "mod", "matmul")
+    for op in (
+        "add",
+        "sub",
+        "mul",
+        "truediv",
+        "floordiv",
+        "pow",
+        "and",
+        "or",
+        "xor",
+        "lshift",
+        "rshift",
+        "mod",
+        "matmul",
+    )
 } | {"__setitem__", "__set__"}
 _NOT_WRITING = {"requires_grad_", "share_memory_", "rename_", "refine_names_"}
 
@@ -82,7 +96,9 @@ class Versions:
 def written_by_name(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors a function writes by torch's naming rules (for tensors whose version a recording leaves alone)."""
     targets: Any = kwargs.get("out", ())
-    in_place = name in _IN_PLACE_DUNDERS or (name.endswith("_") and not name.endswith("__") and name not in _NOT_WRITING)
+    in_place = name in _IN_PLACE_DUNDERS or (
+        name.endswith("_") and not name.endswith("__") and name not in _NOT_WRITING
+    )
     if in_place and args:
         targets = (args[0], targets)
     return [t for _, t in leaves(targets, torch.Tensor)]
@@ -94,6 +110,6 @@ def _version(tensor: torch.Tensor) -> int:
 
 def _storage(tensor: torch.Tensor) -> int | None:
     try:
-        return tensor.untyped_storage()._cdata
+        return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # sparse and other tensors without one storage
         return None

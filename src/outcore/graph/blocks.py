@@ -30,7 +30,10 @@ def blocks_of(recorder: Recorder) -> dict[str, Block]:
     def visit(path: str) -> None:
         module = modules.get(path)
         called = recorder.kinds.get(path)
-        kind, type_ = called or (kind_of(module) if module is not None else "container", type(module).__name__)
+        kind, type_ = called or (
+            kind_of(module) if module is not None else "container",
+            type(module).__name__,
+        )
         inside = tuple(children.get(path, ())) if kind == "container" else ()
         parameters = {id(p): p.numel() for p in module.parameters()} if module is not None else {}
         found[path] = Block(

@@ -1,8 +1,8 @@
 """From an unmodified model to a graph.
 
-The model runs once on *fake* tensors, which have shapes but no memory, so that an image of 100,000 x 100,000 pixels costs
-nothing; parameters stay as they are and are looked at only for their shapes. Where the model looks at numbers, or an
-operation has no fake form, it runs on real data instead, and the graph says so.
+The model runs once on *fake* tensors, which have shapes but no memory, so that an image of 100,000 x 100,000 pixels
+costs nothing; parameters stay as they are and are looked at only for their shapes. Where the model looks at numbers, or
+an operation has no fake form, it runs on real data instead, and the graph says so.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import contextlib
 import inspect
 import logging
 import sys
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -28,10 +27,10 @@ from outcore.graph.module import CapturedModule
 from outcore.graph.preserve import Randomness, preserved
 from outcore.graph.recorder import Recorder
 from outcore.graph.recording import Recording, Ref
-from outcore.graph.source import _is_internal, _relative
+from outcore.graph.source import blame
 from outcore.graph.structure import leaves, substitute
 
-__all__ = ["capture", "record"]
+__all__ = ["capture"]
 
 _REAL_INPUT_LIMIT = 64 * 2**20
 
@@ -56,12 +55,13 @@ def capture(model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None = None
     """
     _refuse_lazy(model)
     args, kwargs = _arguments(model, args, kwargs)
-    recorder, recording, notes = record(model, args, kwargs)
-    graph = _graph(recorder, recording, notes)
-    return replace(graph, module_=CapturedModule(model, graph, recording, args, kwargs, record))
+    recorder, recording, notes = _record_somehow(model, args, kwargs)
+    module = CapturedModule(model, lambda *call: _record_somehow(*call)[1])
+    module.keep(recording, *_as_called(model, args, kwargs))
+    return _graph(recorder, recording, notes, module)
 
 
-def record(
+def _record_somehow(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Recorder, Recording, tuple[str, ...]]:
     """Record one run: on fake tensors, and if that fails on real ones."""
@@ -77,7 +77,9 @@ def record(
     return recorder, recording, (f"recorded on real data: {reason}",)
 
 
-def _record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, real: bool) -> tuple[Recorder, Recording]:
+def _record(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, real: bool
+) -> tuple[Recorder, Recording]:
     fake = FakeTensorMode(allow_non_fake_inputs=True) if not real else None
     if fake is not None:
         args, kwargs = substitute((args, kwargs), torch.Tensor, lambda t: _faked(t, fake, model))
@@ -86,7 +88,13 @@ def _record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, 
     recorder = Recorder(model, list(zip(names, tensors, strict=True)), fake=fake)
     randomness = Randomness()
     try:
-        with preserved(model, contents=real), _quietly(), intercepted(recorder), fake or contextlib.nullcontext(), recorder:
+        with (
+            preserved(model, contents=real),
+            _quietly(),
+            intercepted(recorder),
+            fake or contextlib.nullcontext(),
+            recorder,
+        ):
             result = model(*args, **kwargs)
             recorder.volatile |= randomness.host_drawn()
             return recorder, recorder.recording(result)
@@ -97,7 +105,7 @@ def _record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, 
         raise CaptureError(_explain(error)) from error
 
 
-def _graph(recorder: Recorder, recording: Recording, notes: tuple[str, ...]) -> Graph:
+def _graph(recorder: Recorder, recording: Recording, notes: tuple[str, ...], module: CapturedModule) -> Graph:
     consumers: dict[str, list[str]] = {}
     for call in recorder.calls.values():
         for value in call.inputs:
@@ -112,15 +120,14 @@ def _graph(recorder: Recorder, recording: Recording, notes: tuple[str, ...]) -> 
         calls=recorder.calls,
         values={n: replace(v, consumers=tuple(consumers.get(n, ()))) for n, v in recorder.values.items()},
         notes=notes,
+        executable=(module, recording),
     )
 
 
 # Arguments
 
 
-def _arguments(
-    model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _arguments(model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments as ``forward`` takes them, shapes turned into meta tensors."""
     if isinstance(args, torch.Tensor | torch.Size) or _is_shape(args):
         args = (args,)
@@ -158,6 +165,18 @@ def _input_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 def _device(model: nn.Module) -> torch.device:
     first = next(iter((*model.parameters(), *model.buffers())), None)
     return first.device if first is not None else torch.device("cpu")
+
+
+def _as_called(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments as a call would bring them: on the model's device."""
+    device = _device(model)
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        called: tuple[tuple[Any, ...], dict[str, Any]] = substitute(
+            (args, kwargs), torch.Tensor, lambda t: _faked(t, fake, model) if t.is_meta and device.type != "meta" else t
+        )
+    return called
 
 
 def _faked(tensor: torch.Tensor, mode: FakeTensorMode, model: nn.Module) -> torch.Tensor:
@@ -212,7 +231,7 @@ def _refuse_lazy(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Run compiled functions as they are written, since only shapes are wanted, and keep torch's log of failures to us."""
+    """Run compiled functions as they are written (only shapes are wanted); silence torch's log of what we handle."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
     log.setLevel(logging.CRITICAL)
@@ -226,9 +245,7 @@ def _quietly() -> Iterator[None]:
 def _explain(error: BaseException) -> str:
     """One line: what was wrong, in which block, at which line of the user's code."""
     block = getattr(error, "__outcore_block__", None)
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not _is_internal(f.filename)]
-    frames = [f for f in frames if "/outcore/graph/" not in f.filename]
     where = f" in block {block}" if block else ""
-    line = f" at {_relative(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
-    first = str(error).strip().splitlines()[0] if str(error).strip() else ""
-    return f"{type(error).__name__}{where}{line}: {first}"
+    line = f" at {place}" if (place := blame(error)) else ""
+    message = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}{where}{line}: {message[0]}"

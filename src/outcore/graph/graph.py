@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from outcore.errors import OutcoreError
 from outcore.graph.parts import ROOT, Block, Call, Value, ancestors
 from outcore.graph.queries import Cut, Skip, cuts, skips
+from outcore.graph.subgraph import Subgraph
 from outcore.graph.view import View, view
 
 if TYPE_CHECKING:
-    from outcore.graph.module import CapturedModule, Subgraph
+    from outcore.graph.module import CapturedModule
+    from outcore.graph.recording import Recording
 
 __all__ = ["Graph"]
 
@@ -43,14 +45,13 @@ class Graph:
     values: Mapping[str, Value]
     notes: tuple[str, ...] = ()
     """What a reader should know, e.g. that the recording needed real data."""
-    module_: CapturedModule | None = field(default=None, compare=False, repr=False)
+    executable: tuple[CapturedModule, Recording] | None = field(default=None, compare=False, repr=False)
+    """What runs it; none where the graph was read from a file, or shows a part of another."""
 
     @property
     def module(self) -> CapturedModule:
         """The captured graph as a module that calls the user's own modules."""
-        if self.module_ is None:
-            raise OutcoreError("this graph was read from a file and cannot run; capture the model again to run it")
-        return self.module_
+        return self._running()[0]
 
     @property
     def fingerprint(self) -> str:
@@ -135,7 +136,7 @@ class Graph:
             blocks={p: b for p, b in self.blocks.items() if p in kept_paths},
             calls={call.name: call for call in calls},
             values={v: self.values[v] for v in used},
-            module_=None,
+            executable=None,
         )
 
     def cuts(self, depth: int | None = None) -> list[Cut]:
@@ -148,10 +149,8 @@ class Graph:
 
     def subgraph(self, blocks: Iterable[str]) -> Subgraph:
         """Some of the blocks (or calls) as an executable module with named inputs and outputs."""
-        from outcore.graph.module import Subgraph
-
-        chosen = list(dict.fromkeys(call.name for name in blocks for call in self._calls_of(name)))
-        return Subgraph(self, chosen)
+        module, recording = self._running()
+        return Subgraph(self, module.model, recording, {call.name for name in blocks for call in self._calls_of(name)})
 
     def to_json(self) -> dict[str, Any]:
         """A dictionary of plain values that `from_json` reads back."""
@@ -201,6 +200,11 @@ class Graph:
         mode = "train" if self.training else "eval"
         size = f"{len(self.calls)} calls in {len(self.blocks)} blocks, {self.root.parameters:,} parameters"
         return f"{self.root.type} ({mode} mode): {size}, fingerprint {self.fingerprint}"
+
+    def _running(self) -> tuple[CapturedModule, Recording]:
+        if self.executable is None:
+            raise OutcoreError("this graph was read from a file or is a part of another; capture the model to run it")
+        return self.executable
 
     def _calls_of(self, name: str) -> list[Call]:
         if name in self.calls:

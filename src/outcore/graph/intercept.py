@@ -36,7 +36,12 @@ class Observer(Protocol):
         """A module is called; returns the result."""
 
     def on_opaque(
-        self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any], name: str
+        self,
+        target: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        run: Callable[[], Any],
+        name: str,
     ) -> Any:
         """A part that must stay whole is called; `run` does what it does to shapes; returns the result."""
 
@@ -92,7 +97,9 @@ def _checkpoints(observer: Observer, here: Callable[[], bool]) -> Iterator[None]
     inner: Any = inspect.unwrap(public)
     slot = "__dynamo_disable"
     before = getattr(inner, slot, None)
-    own = {p.name for p in inspect.signature(inner).parameters.values() if p.kind is p.KEYWORD_ONLY} | {"preserve_rng_state"}
+    own = {p.name for p in inspect.signature(inner).parameters.values() if p.kind is p.KEYWORD_ONLY} | {
+        "preserve_rng_state"
+    }
 
     def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not here():
@@ -116,9 +123,10 @@ def _checkpoints(observer: Observer, here: Callable[[], bool]) -> Iterator[None]
 @contextlib.contextmanager
 def opened() -> Iterator[None]:
     """Let a composite function of torch.nn.functional run instead of handing itself to the mode again."""
-    original = F.has_torch_function
-    F.has_torch_function = lambda _: False
+    functional: Any = F
+    original = functional.has_torch_function
+    functional.has_torch_function = lambda _: False
     try:
         yield
     finally:
-        F.has_torch_function = original
+        functional.has_torch_function = original

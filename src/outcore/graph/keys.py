@@ -24,7 +24,13 @@ def key_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> H
     frozen = tuple(p.requires_grad for p in model.parameters())
     first = next(iter((*model.parameters(), *model.buffers())), None)
     devices = {"cpu", first.device.type if first is not None else "cpu"} - {"meta"}
-    return _signature((args, kwargs)), flags, frozen, str(first.device) if first is not None else "", Context.current(sorted(devices))
+    return (
+        _signature((args, kwargs)),
+        flags,
+        frozen,
+        str(first.device) if first is not None else "",
+        Context.current(sorted(devices)),
+    )
 
 
 def _signature(tree: Any) -> Hashable:

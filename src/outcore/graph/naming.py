@@ -69,7 +69,10 @@ def _literal(value: Any) -> str:
     if isinstance(value, _PLAIN):
         return repr(value).removeprefix("torch.")
     if isinstance(value, slice):
-        return ":".join("" if v is None else _literal(v) or "·" for v in (value.start, value.stop, value.step)[: 2 + (value.step is not None)])
+        return ":".join(
+            "" if v is None else _literal(v) or "·"
+            for v in (value.start, value.stop, value.step)[: 2 + (value.step is not None)]
+        )
     if value is Ellipsis:
         return "..."
     if isinstance(value, (tuple, list)):

@@ -1,8 +1,8 @@
 """Leave a model as it was.
 
-Recording runs the user's ``forward`` once. That may set attributes, append to lists, update buffers, draw random numbers
-and fill caches (``functools.lru_cache`` around a function that makes position indices). `preserved(model)` puts all of it
-back, also after an exception.
+Recording runs the user's ``forward`` once. That may set attributes, append to lists, update buffers, draw random
+numbers and fill caches (``functools.lru_cache`` around a function that makes position indices). `preserved(model)` puts
+all of it back, also after an exception.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ import functools
 import gc
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-__all__ = ["ModelState", "Randomness", "preserved"]
+__all__ = ["ModelState", "Randomness", "preserved", "state_tensors"]
 
 _CONTAINERS = (list, dict, set, deque)
 
 
 @contextlib.contextmanager
 def preserved(model: nn.Module, *, contents: bool) -> Iterator[None]:
-    """Restore the model on leaving; with `contents` the numbers in its buffers, else the caches that met fake tensors."""
-    state = ModelState(model, contents=contents)
+    """Restore the model on leaving; with `contents` all numbers in it, else the caches that may hold fake tensors."""
+    state = ModelState(model, (*model.parameters(), *state_tensors(model)) if contents else ())
     caches = [] if contents else [(cache, cache.cache_info().misses) for cache in _function_caches()]
     try:
         yield
@@ -40,11 +40,11 @@ def preserved(model: nn.Module, *, contents: bool) -> Iterator[None]:
 
 
 class ModelState:
-    """Attributes and random states of a model; with `contents`, the numbers in its buffers too."""
+    """Attributes and random states of a model, and the numbers in some of its tensors."""
 
-    def __init__(self, model: nn.Module, *, contents: bool) -> None:
+    def __init__(self, model: nn.Module, tensors: Iterable[torch.Tensor]) -> None:
         self._attributes = [(module, _snapshot(module)) for module in model.modules()]
-        self._buffers = [(b, b.detach().clone()) for b in _tensors(model)] if contents else []
+        self._tensors = [(tensor, tensor.detach().clone()) for tensor in tensors]
         self._randomness = Randomness()
 
     def restore(self) -> None:
@@ -52,9 +52,9 @@ class ModelState:
         for module, state in self._attributes:
             _restore(module, state)
         with torch.no_grad():
-            for buffer, content in self._buffers:
-                if not torch.equal(buffer, content):  # its version tells nothing: batch norm writes without raising it
-                    buffer.copy_(content)
+            for tensor, content in self._tensors:
+                if not torch.equal(tensor, content):  # its version tells nothing: batch norm writes without raising it
+                    tensor.copy_(content)
         self._randomness.restore()
 
 
@@ -63,22 +63,22 @@ class Randomness:
 
     def __init__(self) -> None:
         self.python = random.getstate()
-        self.numpy = np.random.get_state(legacy=True)  # noqa: NPY002
+        self.numpy = np.random.get_state(legacy=True)
         self.cpu = torch.default_generator.get_state()
         self.cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
     def restore(self) -> None:
         """Go back to these states."""
         random.setstate(self.python)
-        np.random.set_state(self.numpy)  # noqa: NPY002
+        np.random.set_state(self.numpy)
         torch.default_generator.set_state(self.cpu)
         if self.cuda:
             torch.cuda.set_rng_state_all(self.cuda)
 
     def host_drawn(self) -> bool:
         """Whether Python's or NumPy's generator was used since: numbers no recorded tensor operation draws again."""
-        now = np.random.get_state(legacy=True)  # noqa: NPY002
-        same = all(np.array_equal(a, b) for a, b in zip(self.numpy, now, strict=True))
+        now = np.random.get_state(legacy=True)
+        same = all(bool(np.all(a == b)) for a, b in zip(self.numpy, now, strict=True))
         return not same or random.getstate() != self.python
 
 
@@ -106,14 +106,18 @@ def _same(value: Any, content: Any) -> bool:
         return False
     if isinstance(value, set):
         return bool(value == content)
-    pairs = zip(value.items(), content.items(), strict=True) if isinstance(value, dict) else zip(value, content, strict=True)
+    pairs = (
+        zip(value.items(), content.items(), strict=True)
+        if isinstance(value, dict)
+        else zip(value, content, strict=True)
+    )
     if isinstance(value, dict):
         return all(a[0] == b[0] and a[1] is b[1] for a, b in pairs)
     return all(a is b for a, b in pairs)
 
 
-def _tensors(model: nn.Module) -> list[torch.Tensor]:
-    """Buffers and plain tensor attributes."""
+def state_tensors(model: nn.Module) -> list[torch.Tensor]:
+    """The tensors a forward pass may write: buffers and plain attributes."""
     plain = (v for m in model.modules() for v in m.__dict__.values() if isinstance(v, torch.Tensor))
     return list({id(t): t for t in (*model.buffers(), *plain) if not t.is_meta}.values())
 

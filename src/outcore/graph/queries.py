@@ -8,6 +8,7 @@ line than the next box.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -48,11 +49,9 @@ def cuts(graph: Graph, depth: int | None) -> list[Cut]:
     """All places where the execution order can be cut; see `Graph.cuts`."""
     line = _Line(graph, depth)
     found = []
-    for i, (before, behind) in enumerate(zip(line.boxes, line.boxes[1:], strict=False)):
-        if not line.closed(i):
-            continue
-        crossing = [v for v, (first, last) in line.spans.items() if first <= i < last]
-        found.append(Cut(before, behind, tuple(crossing), _bytes(graph, crossing)))
+    for i in line.gaps():
+        crossing = tuple(v for v, (first, last) in line.spans.items() if first <= i < last)
+        found.append(Cut(line.boxes[i], line.boxes[i + 1], crossing, _bytes(graph, crossing)))
     return found
 
 
@@ -73,34 +72,30 @@ class _Line:
     def __init__(self, graph: Graph, depth: int | None) -> None:
         view = graph.view(depth)
         self.boxes = list(view.boxes)
-        self.place = {call: i for i, box in enumerate(view.boxes.values()) for call in box.calls}
-        self.end = [max(self._order(graph)[c] for c in box.calls) for box in view.boxes.values()]
-        self.start = [min(self._order(graph)[c] for c in box.calls) for box in view.boxes.values()]
+        time = {call: i for i, call in enumerate(graph.calls)}
+        place = {call: i for i, box in enumerate(view.boxes.values()) for call in box.calls}
+        self._begins = [min(time[c] for c in box.calls) for box in view.boxes.values()]
+        self._ends = [max(time[c] for c in box.calls) for box in view.boxes.values()]
         self.spans: dict[str, tuple[int, int]] = {}
+        """Value -> places of its producer (-1 for an input) and of its last reader."""
         for name, value in graph.values.items():
-            readers = [self.place[c] for c in value.consumers if c in self.place]
-            first = self.place[value.producer] if value.producer in self.place else -1
-            if readers and max(readers) > first:
-                self.spans[name] = (first, max(readers))
+            first = -1 if value.producer is None else place.get(value.producer, -1)
+            last = max((place[c] for c in value.consumers if c in place), default=first)
+            if last > first:
+                self.spans[name] = (first, last)
 
-    def closed(self, i: int) -> bool:
-        """Whether all boxes up to the i-th end before the next one begins (calls of two boxes may interleave)."""
-        return max(self.end[: i + 1]) < min(self.start[i + 1 :])
-
-    def _order(self, graph: Graph) -> dict[str, int]:
-        if not hasattr(self, "_ranks"):
-            self._ranks = {name: i for i, name in enumerate(graph.calls)}
-        return self._ranks
+    def gaps(self) -> list[int]:
+        """The places i where the boxes up to the i-th end before the next begins (boxes may interleave)."""
+        ended = list(accumulate(self._ends, max))
+        begun = list(accumulate(reversed(self._begins), min))[::-1]
+        return [i for i in range(len(self.boxes) - 1) if ended[i] < begun[i + 1]]
 
 
-def _bytes(graph: Graph, names: list[str]) -> int:
+def _bytes(graph: Graph, names: tuple[str, ...]) -> int:
     """Bytes of some values, views of the same memory once."""
-    total, seen = 0, set()
+    largest: dict[str, int] = {}
     for name in names:
-        base = name
-        while (of := graph.values[base].alias_of) is not None:
-            base = of
-        if base not in seen:
-            seen.add(base)
-            total += graph.values[name].bytes
-    return total
+        value = graph.values[name]
+        base = value.alias_of or name
+        largest[base] = max(largest.get(base, 0), value.bytes)
+    return sum(largest.values())

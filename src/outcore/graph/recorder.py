@@ -37,7 +37,17 @@ from outcore.graph.structure import leaves, substitute
 __all__ = ["HiddenTensorError", "Recorder"]
 
 _COMPOSITES = {F.multi_head_attention_forward}
-_READS = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__contains__", "equal", "allclose"}
+_READS = {
+    "item",
+    "tolist",
+    "__bool__",
+    "__int__",
+    "__float__",
+    "__index__",
+    "__contains__",
+    "equal",
+    "allclose",
+}
 _EXPORTS = {"numpy", "__array__", "data_ptr", "__dlpack__"}
 
 
@@ -54,7 +64,10 @@ class Recorder(TorchFunctionMode):
         super().__init__()
         self.model, self.fake, self.real = model, fake, fake is None
         self.paths = paths(model)
-        named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        named = [
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        ]
         self.state = {id(t): name for name, t in reversed(named)}
         self.devices = tuple({"cpu", *(t.device.type for _, t in named)} - {"meta"})
         self.ambient = Context.current(self.devices)
@@ -83,12 +96,14 @@ class Recorder(TorchFunctionMode):
     def recording(self, result: Any) -> Recording:
         """What was recorded, given what the model returned."""
         template = substitute(result, torch.Tensor, self._ref)
-        return Recording(
-            self.inputs, self.steps, template, self.constants, self.ambient, self.uses_data, self.volatile
-        )
+        return Recording(self.inputs, self.steps, template, self.constants, self.ambient, self.uses_data, self.volatile)
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """A function is called on tensors, or makes one."""
         kwargs = kwargs or {}
@@ -125,7 +140,12 @@ class Recorder(TorchFunctionMode):
         return result
 
     def on_opaque(
-        self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any], name: str
+        self,
+        target: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        run: Callable[[], Any],
+        name: str,
     ) -> Any:
         """A part that must stay whole is called."""
         if self._quiet:
@@ -136,7 +156,9 @@ class Recorder(TorchFunctionMode):
         given = {id(t) for _, t in leaves((args, kwargs), torch.Tensor)}
         hidden = [ref.name for t in touched if (ref := self._names.get(id(t))) and id(t) not in given]
         if hidden:
-            raise HiddenTensorError(f"{name} uses {hidden[0]} without being given it ({call_site()}); pass it as an argument")
+            raise HiddenTensorError(
+                f"{name} uses {hidden[0]} without being given it ({call_site()}); pass it as an argument"
+            )
         state = [self.state[id(t)] for t in touched if id(t) in self.state]
         self._emit("opaque", self._child(f"{name}()"), target, args, kwargs, result, versions.changed(), state)
         return result
@@ -145,7 +167,10 @@ class Recorder(TorchFunctionMode):
         """Run a container; its forward hooks are steps of their own."""
         self._stack.append(self._next_call(path, "container", type(module).__name__))
         try:
-            for key, hook in (*torch_module._global_forward_pre_hooks.items(), *module._forward_pre_hooks.items()):
+            for key, hook in (
+                *torch_module._global_forward_pre_hooks.items(),
+                *module._forward_pre_hooks.items(),
+            ):
                 if key in module._forward_pre_hooks_with_kwargs:
                     args, kwargs = self._hook(hook, module, args, kwargs) or (args, kwargs)
                 elif (changed := self._hook(hook, module, args)) is not None:
@@ -153,7 +178,10 @@ class Recorder(TorchFunctionMode):
             forward = getattr(module, "_orig_mod", module).forward
             result = forward(*args, **kwargs)
             for key, hook in (*torch_module._global_forward_hooks.items(), *module._forward_hooks.items()):
-                takes_kwargs = (*module._forward_hooks_with_kwargs, *torch_module._global_forward_hooks_with_kwargs)
+                takes_kwargs = (
+                    *module._forward_hooks_with_kwargs,
+                    *torch_module._global_forward_hooks_with_kwargs,
+                )
                 given = (args, kwargs, result) if key in takes_kwargs else (args, result)
                 changed = self._hook(hook, module, *given)
                 result = result if changed is None else changed
@@ -173,7 +201,9 @@ class Recorder(TorchFunctionMode):
         fake = self.fake
         if fake is not None and not isinstance(func, torch._ops.OpOverload):
             args, kwargs = substitute(
-                (args, kwargs), torch.Tensor, lambda t: t if isinstance(t, FakeTensor) else fake.from_tensor(t)
+                (args, kwargs),
+                torch.Tensor,
+                lambda t: t if isinstance(t, FakeTensor) else fake.from_tensor(t),
             )
         return func(*args, **kwargs)
 
@@ -260,7 +290,9 @@ class Recorder(TorchFunctionMode):
             content = None if leaf.grad_fn is not None else leaf
         if content is None:
             shape = "x".join(map(str, leaf.shape)) or "scalar"
-            raise HiddenTensorError(f"a {shape} tensor was made where recording cannot see it, and used ({call_site()})")
+            raise HiddenTensorError(
+                f"a {shape} tensor was made where recording cannot see it, and used ({call_site()})"
+            )
         ref = Ref("constant", f"constant{len(self.constants)}")
         self.constants[ref.name] = content
         self._names[id(leaf)] = ref
@@ -285,7 +317,9 @@ class Recorder(TorchFunctionMode):
 
     def _next_call(self, block: str, kind: BlockKind, type_: str) -> str:
         """Name of the call of a block that is about to be written down."""
-        self.kinds.setdefault(block, (kind, type_.rpartition(".")[2].removesuffix("()") if kind != "container" else type_))
+        self.kinds.setdefault(
+            block, (kind, type_.rpartition(".")[2].removesuffix("()") if kind != "container" else type_)
+        )
         self.sources.setdefault(block, call_site(sys._getframe(1)))
         self.counts[block] += 1
         return f"{block}#{self.counts[block] - 1}"

@@ -1,7 +1,7 @@
-"""Where in the user's code something was called.
+"""Where in the user's code something was called, or went wrong.
 
-A location is ``file:line`` with the file relative to the import path it was found on (``torchvision/models/resnet.py:92``),
-so that it means the same on another machine.
+A location is ``file:line`` with the file relative to the import path it was found on
+(``torchvision/models/resnet.py:92``), so that it means the same on another machine.
 """
 
 from __future__ import annotations
@@ -9,16 +9,17 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+import traceback
 from functools import cache
 from pathlib import Path
 from types import FrameType
 
 import torch
 
-__all__ = ["call_site", "definition"]
+__all__ = ["blame", "call_site", "definition"]
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep  # noqa: PTH120
-_HERE = os.path.dirname(__file__) + os.sep  # noqa: PTH120
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_HERE = str(Path(__file__).parent) + os.sep
 
 
 def call_site(frame: FrameType | None = None) -> str:
@@ -37,9 +38,18 @@ def definition(function: object) -> str:
     return f"{_relative(code.co_filename)}:{code.co_firstlineno}" if code else ""
 
 
+def blame(error: BaseException) -> str:
+    """Location of the user's line that an exception came from; empty if none of the lines is the user's."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{_relative(error.filename)}:{error.lineno}"
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not _is_internal(f.filename)]
+    return f"{_relative(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
+
+
 @cache
 def _is_internal(filename: str) -> bool:
-    return filename.startswith((_TORCH, _HERE, "<frozen", "<string>")) or filename.endswith("contextlib.py")
+    own = filename == str(Path(_HERE).parent / "job.py") or filename.startswith((_TORCH, _HERE))
+    return own or filename.startswith(("<frozen", "<string>")) or filename.endswith(("contextlib.py", "functools.py"))
 
 
 @cache

@@ -21,7 +21,20 @@ import torch.utils._pytree as pytree
 
 __all__ = ["contains", "leaves", "substitute"]
 
-_ATOMS = (str, bytes, int, float, complex, bool, type(None), type, torch.dtype, torch.device, torch.Size, torch.nn.Module)
+_ATOMS = (
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    bool,
+    type(None),
+    type,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    torch.nn.Module,
+)
 _MAX_DEPTH = 12
 
 
@@ -118,7 +131,11 @@ def _open_closure(function: FunctionType) -> _Parts | None:
     # Only tensors and tuples or lists of them are looked for: a closure may hold the whole program.
     shallow = [c if isinstance(c, (torch.Tensor, tuple, list)) or _is_template(c) else None for c in contents]
     keys = list(function.__code__.co_freevars)
-    return _Parts(keys, shallow, lambda new: rebuild([c if s is n else n for c, s, n in zip(contents, shallow, new, strict=True)]))
+    return _Parts(
+        keys,
+        shallow,
+        lambda new: rebuild([c if s is n else n for c, s, n in zip(contents, shallow, new, strict=True)]),
+    )
 
 
 def _is_template(content: Any) -> bool:

@@ -65,9 +65,8 @@ def view(graph: Graph, depth: int | None, expanded: tuple[str, ...], functions: 
     shown: dict[str, str] = {}  # call -> box
     for call in graph.calls.values():
         if functions or graph.blocks[visible.block(call)].kind != "function":
-            box = visible.box(call)
-            shown[call.name] = box
-            members.setdefault(box, []).append(call.name)
+            shown[call.name] = visible.box(call)
+            members.setdefault(shown[call.name], []).append(call.name)
 
     # The boxes a value comes from: the box of its producer, or, through hidden functions, the boxes of their inputs.
     origins: dict[str, dict[str, None]] = {}
@@ -133,4 +132,3 @@ class _Visible:
         if block == call.block:
             return call.name
         return next((s for s in call.scope if s.rpartition("#")[0] == block), f"{block}#0")
-

@@ -1,0 +1,1 @@
+"""The `outcore` command: thin, one file per command."""

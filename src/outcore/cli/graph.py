@@ -1,0 +1,107 @@
+"""`outcore graph`: the network as a tree, an adjacency list, an SVG or a page."""
+
+from __future__ import annotations
+
+import json as json_module
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+
+from outcore import report
+from outcore.cli.options import Arguments, Batch, Inputs, JobName, Json
+from outcore.graph import Graph
+from outcore.job import Job
+
+__all__ = ["graph"]
+
+
+def graph(
+    job: JobName,
+    inputs: Inputs = None,
+    arguments: Arguments = None,
+    batch: Batch = None,
+    depth: Annotated[
+        int | None,
+        typer.Option("--depth", "-d", min=1, help="How deep to look.", show_default="2; all for lists"),
+    ] = None,
+    expand: Annotated[
+        list[str] | None,
+        typer.Option("--expand", "-x", metavar="BLOCK", help="Open this block too. Repeatable."),
+    ] = None,
+    adjacency: Annotated[bool, typer.Option("--adjacency", help="Print which block feeds which.")] = False,
+    direction: Annotated[
+        str, typer.Option("--direction", help="Which way the lists point: outputs or inputs.")
+    ] = "outputs",
+    functions: Annotated[bool, typer.Option("--functions", help="Also list functions, not only modules.")] = False,
+    skips: Annotated[bool, typer.Option("--skips", help="Print the long skip connections.")] = False,
+    cuts: Annotated[bool, typer.Option("--cuts", help="Print where it can be cut, and the bytes that cross.")] = False,
+    eval_: Annotated[bool, typer.Option("--eval", help="Record in eval mode.")] = False,
+    svg: Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Write a picture.")] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Write a page in which blocks open and close."),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Show a network: its blocks, how they connect, what flows between them.
+
+    Nothing is computed and no memory is used for the data, so any image size will do:
+
+        outcore graph outcore.models:UNet --input 1x3x100000x100000
+
+        outcore graph job.py --depth 1 --adjacency
+
+        outcore graph torchvision.models:resnet50 -i 1x3x224x224 --html resnet50.html
+    """
+    if direction not in ("outputs", "inputs"):
+        raise typer.BadParameter(f"must be outputs or inputs, not {direction}", param_hint="--direction")
+    way: Literal["outputs", "inputs"] = "inputs" if direction == "inputs" else "outputs"
+    found = Job.load(job, inputs=inputs or (), arguments=arguments or ()).capture(batch, training=not eval_)
+    opened = tuple(expand or ())
+    for path in opened:
+        found[path]
+
+    if svg is not None:
+        svg.write_text(report.svg(found, depth=depth or 2, expand=opened))
+    if html is not None:
+        html.write_text(report.page(report.bundle(found, depth=depth)))
+    console = Console()
+    if json:
+        typer.echo(json_module.dumps(found.to_json(), indent=1))
+    elif adjacency:
+        _print_lists(console, found.adjacency(depth, way, expand=opened, functions=functions), way)
+    elif skips:
+        _print_skips(console, found, depth)
+    elif cuts:
+        _print_cuts(console, found, depth)
+    elif svg is None and html is None:
+        console.print(report.tree(found, depth=depth or 2, expand=opened))
+    for file in filter(None, (svg, html)):
+        Console(stderr=True).print(f"wrote {file}", highlight=False)
+    for note in found.notes:
+        Console(stderr=True).print(f"note: {note}", style="yellow", highlight=False)
+
+
+def _print_lists(console: Console, lists: dict[str, list[str]], direction: str) -> None:
+    arrow = "→" if direction == "outputs" else "←"
+    width = max(map(len, lists), default=0)
+    for name, others in lists.items():
+        console.print(f"{name:<{width}} {arrow} {', '.join(others) or '·'}", highlight=False, markup=False)
+
+
+def _print_skips(console: Console, graph: Graph, depth: int | None) -> None:
+    table = Table("value", "from", "to", "distance", "size", box=None, header_style="bold")
+    for skip in graph.skips(depth):
+        table.add_row(skip.value, skip.source, skip.target, str(skip.distance), decimal(skip.bytes))
+    console.print(table if table.rows else "no value is used further away than the next block")
+
+
+def _print_cuts(console: Console, graph: Graph, depth: int | None) -> None:
+    table = Table("after", "before", "values", "crossing", box=None, header_style="bold")
+    for cut in graph.cuts(depth):
+        table.add_row(cut.after, cut.before, str(len(cut.values)), decimal(cut.bytes))
+    console.print(table)

@@ -1,0 +1,62 @@
+"""The `outcore` command.
+
+Exit codes: 0 done; 1 outcore refused, with a message on standard error that says why and what to type instead; 2 the
+command line itself was wrong; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from outcore.cli.graph import graph
+from outcore.cli.machine import machine
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="outcore",
+    help="Train networks that do not fit, and fill the GPU with the ones that do.",
+    epilog="JOB is a Python file with model() and batch(size), or package.module:Class with --input 1x3x512x512.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+app.command()(graph)
+app.command()(machine)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from outcore import __version__
+
+        typer.echo(f"outcore {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show it and leave."),
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command; every refusal becomes one message and an exit code."""
+    from outcore.errors import OutcoreError
+
+    try:
+        app()
+    except OutcoreError as error:
+        typer.secho("error: ", fg=typer.colors.RED, bold=True, nl=False, err=True)
+        typer.echo(str(error), err=True)
+        sys.exit(1)
+    except OSError as error:
+        typer.secho("error: ", fg=typer.colors.RED, bold=True, nl=False, err=True)
+        typer.echo(f"{error.filename or 'file'}: {error.strerror or error}", err=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
+        sys.exit(130)

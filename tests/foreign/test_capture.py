@@ -1,0 +1,58 @@
+"""Models nobody here wrote, captured and replayed bitwise equal: outputs, every gradient, every buffer, random state.
+
+Each is captured once and replayed in the mode it was captured in, in the other mode, and at another batch size.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import outcore
+from tests.foreign.foreign import Foreign
+from tests.foreign.zoo import QUICK, ZOO
+from tests.graph.replay import assert_same, run
+
+pytestmark = [pytest.mark.foreign, pytest.mark.filterwarnings("ignore")]
+REST = [foreign for foreign in ZOO if not foreign.quick]
+
+
+@pytest.mark.parametrize("foreign", QUICK, ids=str)
+def test_captured_in_train_mode(foreign: Foreign) -> None:
+    check(foreign, captured_in="train", replayed=[("train", 2), ("eval", 2), ("train", 3)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("foreign", QUICK, ids=str)
+def test_captured_in_eval_mode(foreign: Foreign) -> None:
+    check(foreign, captured_in="eval", replayed=[("eval", 2), ("train", 2), ("eval", 3)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("foreign", REST, ids=str)
+def test_large_ones(foreign: Foreign, mode: str) -> None:
+    other = "eval" if mode == "train" else "train"
+    check(foreign, captured_in=mode, replayed=[(mode, 2), (other, 2), (mode, 3)])
+
+
+def check(foreign: Foreign, *, captured_in: str, replayed: list[tuple[str, int]]) -> None:
+    torch.manual_seed(0)
+    model = foreign.build()
+    untouched = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    args, kwargs = foreign.inputs(2)
+    graph = outcore.capture(model.train(captured_in == "train"), args, kwargs)
+    assert all(torch.equal(untouched[name], tensor) for name, tensor in model.state_dict().items())
+    assert list(graph.module.state_dict()) == list(untouched)
+    for mode, batch in replayed:
+        if batch != 2 and not foreign.other_batch:
+            continue
+        model.train(mode == "train")
+        args, kwargs = foreign.inputs(batch)
+        before = copy.deepcopy(model.state_dict())
+        expected = run(model, args, kwargs, model)
+        model.load_state_dict(before)
+        assert_same(expected, run(graph.module, args, kwargs, model))
+        model.load_state_dict(before)
