@@ -186,9 +186,7 @@ def _in_javascript(sketch: Sketch, opened: set[str], fold: bool) -> Any:
         console.log(JSON.stringify(layOut(given.sketch, given.geometry, state)));
     """
     )
-    done = subprocess.run(
-        ["node", "-e", script], input=json.dumps(given), capture_output=True, text=True, check=True
-    )
+    done = subprocess.run(["node", "-e", script], input=json.dumps(given), capture_output=True, text=True, check=True)
     return json.loads(done.stdout)
 
 

@@ -24,9 +24,7 @@ def test_the_page_loads_nothing() -> None:
     html = page(bundle(unet()))
     outside = re.findall(r"(?:https?:)?//[\w.-]+\.\w+[^\s\"'`]*", html)
     assert set(outside) <= {"http://www.w3.org/2000/svg"}  # a name, never loaded
-    assert not re.search(
-        r"<(?:link|img|iframe|script[^>]+src)|@import|url\(|fetch\(|XMLHttpRequest|import\(", html
-    )
+    assert not re.search(r"<(?:link|img|iframe|script[^>]+src)|@import|url\(|fetch\(|XMLHttpRequest|import\(", html)
     assert "default-src 'none'" in html
 
 
@@ -50,8 +48,17 @@ def test_further_parts_travel_with_the_graph() -> None:
 
 
 def test_a_wrapper_of_one_block_is_opened_at_the_start() -> None:
-    assert bundle(unet())["start"] == {"depth": 1}
-    assert bundle(stack(5))["start"] == {"depth": 2}
+    assert bundle(unet())["start"] == {"depth": 1, "functions": True}
+    assert bundle(stack(5))["start"] == {"depth": 2, "functions": True}
+
+
+def test_functions_are_hidden_at_first_where_they_are_most_of_what_is_seen() -> None:
+    make, value = Maker(), "x"
+    for i in range(4):
+        for j in range(3):
+            value = make.call(f"view{j}_{i}()", value, type="view")
+        value = make.call(f"linear{i}", value, type="Linear")
+    assert bundle(make.graph(value))["start"] == {"depth": 1, "functions": False}
 
 
 def test_an_unknown_format_is_refused() -> None:

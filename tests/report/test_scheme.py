@@ -13,9 +13,7 @@ def networks(draw: st.DrawFn) -> tuple[int, tuple[Route, ...]]:
     routes = []
     for source in [None, None, *range(boxes)]:
         first = 0 if source is None else source + 1
-        later = (
-            st.lists(st.integers(first, boxes - 1), max_size=3, unique=True) if first < boxes else st.just([])
-        )
+        later = st.lists(st.integers(first, boxes - 1), max_size=3, unique=True) if first < boxes else st.just([])
         targets, leaves = tuple(draw(later)), draw(st.booleans())
         if targets or leaves:
             routes.append(Route(source, targets, leaves))
@@ -78,9 +76,7 @@ def test_nested_skips_do_not_cross_and_run_right_of_the_straight_main_line() -> 
     assert [k for k in main if scheme.knots[k].role == "box"] == list(range(7))
     assert all(row[0] in main for row in scheme.rows)
     lanes = [scheme.knots[k].index for k in scheme.rows[rows_of(scheme)[3]][1:]]
-    assert (
-        lanes == [2 + 1, 1 + 1, 0 + 1][: len(lanes)]
-    )  # the longest skip is outermost; route 1 + i starts at box i
+    assert lanes == [2 + 1, 1 + 1, 0 + 1][: len(lanes)]  # the longest skip is outermost; route 1 + i starts at box i
 
 
 def test_readers_of_one_value_share_its_lane() -> None:

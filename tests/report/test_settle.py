@@ -32,9 +32,7 @@ def test_distances_are_kept(size: int, random) -> None:  # type: ignore[no-untyp
         nearest(want, weight, apart),
         settle(weight, apart, [[(1.0, i // 2, 3.0)] for i in range(size)]),
     ):
-        assert all(
-            x[i] - x[j] >= space - 1e-6 for i, spaces in enumerate(apart) for j, space in spaces.items()
-        )
+        assert all(x[i] - x[j] >= space - 1e-6 for i, spaces in enumerate(apart) for j, space in spaces.items())
 
 
 def test_a_light_lane_gives_way_to_a_heavy_column() -> None:

@@ -1,6 +1,6 @@
 """The bundle: everything the page shows, as one JSON document.
 
-    {"format": 1, "title": "ResNet", "graph": {…}, "drawing": {…}, "start": {"depth": 1}, …}
+    {"format": 1, "title": "ResNet", "graph": {…}, "drawing": {…}, "start": {"depth": 1, …}, …}
 
 Each part of the page reads its own key and is left out where the key is missing, so reports grow by adding
 keys (costs, plans, timelines) and old bundles stay readable. ``graph`` is `Graph.to_json`; ``drawing`` is
@@ -26,6 +26,8 @@ FORMAT = 1
 
 FEW = 4
 """A first view of fewer boxes than this says too little; the next depth is shown instead."""
+MANY = 2
+"""Functions that pass things on are hidden at first where there are more than this many to a module."""
 
 
 def bundle(
@@ -49,7 +51,7 @@ def bundle(
             "functions": sketch_json(with_functions),
             "modules": sketch_json(Sketch(graph, functions=False)),
         },
-        "start": {"depth": depth or _first_depth(with_functions)},
+        "start": _start(with_functions, depth),
         **parts,
     }
 
@@ -110,7 +112,10 @@ def _scheme(scheme: Scheme) -> dict[str, Any]:
     }
 
 
-def _first_depth(sketch: Sketch) -> int:
-    levels = [len(part.around) for name, part in sketch.nest.parts.items() if name]
-    shown = [sum(level <= depth for level in levels) for depth in range(max(levels, default=1) + 1)]
-    return next((depth for depth, number in enumerate(shown) if number >= FEW), 1)
+def _start(sketch: Sketch, depth: int | None) -> dict[str, Any]:
+    """What the page shows first: neither too few boxes nor mostly functions."""
+    parts = [(name, len(part.around)) for name, part in sketch.nest.parts.items() if name]
+    deepest = max((level for _, level in parts), default=1)
+    chosen = depth or next((d for d in range(1, deepest) if sum(v <= d for _, v in parts) >= FEW), deepest)
+    kinds = [sketch.nest.block(name).kind == "function" for name, level in parts if level <= chosen]
+    return {"depth": chosen, "functions": sum(kinds) <= MANY * (len(kinds) - sum(kinds))}

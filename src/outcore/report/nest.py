@@ -13,8 +13,9 @@ a model returns to a container it had left without calling it again (a module en
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from outcore.graph.graph import Graph
 from outcore.graph.parts import ROOT, Block
@@ -33,6 +34,8 @@ class Wire:
     """The leaf; none for an input of the model."""
     value: str
     targets: tuple[str, ...]
+    origin: str
+    """The call, or the input of the model, that it comes from."""
 
 
 @dataclass(slots=True)
@@ -54,30 +57,27 @@ class Nest:
     """All parts of a graph, by name, and the wires between them."""
 
     def __init__(self, graph: Graph, *, functions: bool = True) -> None:
+        """Build the nest; without `functions`, leave out those that only pass one thing on."""
         self.graph = graph
         self.parts: dict[str, Part] = {ROOT: Part(ROOT, ROOT, ())}
-        view = graph.view(None, functions=functions)
-        names = {}
-        stack: list[str] = []  # opened containers as named by the view
-        opened: list[str] = [ROOT]  # and as named here
-        for box in view.boxes.values():
-            same = next((i for i, (a, b) in enumerate(zip(stack, box.around, strict=False)) if a != b), None)
-            keep = min(len(stack), len(box.around)) if same is None else same
+        found = _connections(graph, functions)
+        shown = {end for (origin, _), targets in found.items() for end in (origin, *targets)}
+        names = {OUTSIDE: OUTSIDE}
+        stack: list[str] = []  # open containers as the view names them
+        opened: list[str] = [ROOT]  # and as they are named here
+        for box in graph.view(None).boxes.values():
+            if box.kind == "function" and not functions and box.name not in shown:
+                continue
+            keep = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(stack, box.around, strict=False)))
             del stack[keep:], opened[keep + 1 :]
             for container in box.around[keep:]:
                 stack.append(container)
                 opened.append(self._add(container, opened))
             names[box.name] = self._add(box.name, opened)
-
-        found: dict[tuple[str | None, str], dict[str, None]] = {}
-        for value, readers in view.inputs.items():
-            found[None, value] = {names[r]: None for r in readers}
-        for (source, target), values in view.edges.items():
-            for value in values:
-                found.setdefault((names[source], value), {})[names[target]] = None
-        for value, source in view.outputs.items():
-            found.setdefault((names[source], value), {})[OUTSIDE] = None
-        self.wires = [Wire(source, value, tuple(targets)) for (source, value), targets in found.items() if targets]
+        self.wires = [
+            Wire(names.get(origin), value, tuple(names[target] for target in targets), origin)
+            for (origin, value), targets in found.items()
+        ]
         for index, wire in enumerate(self.wires):
             self._connect(index, wire)
 
@@ -133,3 +133,29 @@ class Nest:
 
     def _within(self, container: str, leaf: str) -> bool:
         return leaf != OUTSIDE and container in self.parts[leaf].around
+
+
+def _connections(graph: Graph, functions: bool) -> dict[tuple[str, str], dict[str, None]]:
+    """For each value and the call or input it comes from, the calls that read it.
+
+    Without `functions`, a function that reads from one place only passes on what comes from there, and one that reads
+    nothing is left out with what it makes. Functions that combine values stay, or a residual network would become one
+    in which every block reads all blocks before it.
+    """
+    origin: dict[str, str | None] = {name: name for name in graph.inputs}
+    found: dict[tuple[str, str], dict[str, None]] = {}
+
+    def read(values: Iterable[str], reader: str) -> None:
+        for value in values:
+            if (source := origin[value]) is not None:
+                found.setdefault((source, value), {})[reader] = None
+
+    for call in graph.calls.values():
+        origins = {source for value in call.inputs if (source := origin[value]) is not None}
+        if not functions and graph.blocks[call.block].kind == "function" and len(origins) < 2:
+            origin.update(dict.fromkeys(call.outputs, next(iter(origins), None)))
+        else:
+            read(call.inputs, call.name)
+            origin.update(dict.fromkeys(call.outputs, call.name))
+    read(graph.outputs, OUTSIDE)
+    return found

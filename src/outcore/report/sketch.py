@@ -98,7 +98,7 @@ class Sketch:
     def end_name(self, wire: int) -> str:
         """What an input or output of the model is called."""
         if self.nest.wires[wire].source is None:
-            return self.nest.wires[wire].value
+            return self.nest.wires[wire].origin
         outputs = self.graph.outputs
         return "output" if len(outputs) == 1 else f"output {outputs.index(self.nest.wires[wire].value)}"
 

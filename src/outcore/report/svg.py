@@ -65,7 +65,7 @@ def svg(
         graph: the network.
         depth: 1 shows the model's own children, 2 theirs, None everything.
         expand: blocks opened beyond `depth`, with all blocks around them.
-        functions: also show functions; otherwise wires pass through them.
+        functions: show all functions; otherwise only those that combine values, such as ``add`` and ``cat``.
         fold: draw identical blocks that follow each other once, as ``Block × 5``.
         title: text above the picture; None for none.
         legend: explain colours and shapes below the picture.

@@ -14,7 +14,7 @@ class GraphTab {
     this.values = new Map(bundle.graph.values.map((value) => [value.name, value]));
     this.root = this.blocks.get("");
     this.notes = bundle.graph.notes;
-    this.state = { opened: new Set(), flat: new Set(), fold: true, functions: true, shapes: true };
+    this.state = { opened: new Set(), flat: new Set(), fold: true, functions: bundle.start.functions, shapes: true };
     this.selected = null;
     this.canvas = this.find(".canvas");
     this.world = this.find(".world");
