@@ -94,9 +94,7 @@ def _detr() -> nn.Module:
 
 _VISION: tuple[Foreign, ...] = (
     model("vit", "ViTForImageClassification", _pixels(32), **_PATCHED),
-    model(
-        "vit_mae", "ViTMAEForPreTraining", _pixels(32), **_MASKED
-    ),  # masks patches by noise drawn in forward
+    model("vit_mae", "ViTMAEForPreTraining", _pixels(32), **_MASKED),  # masks patches by noise drawn in forward
     model("deit", "DeiTModel", _pixels(32), **_PATCHED),
     model("dinov2", "Dinov2Model", _pixels(32), **_PATCHED, drop_path_rate=0.2),
     model("beit", "BeitModel", _pixels(32), **_PATCHED, use_relative_position_bias=True),

@@ -51,9 +51,7 @@ SEGMENTATION: tuple[Foreign, ...] = (
     network("SegResNet", plane(64), name="SegResNet2d", **_FLAT, init_filters=8, dropout_prob=0.2),
     network("SegResNet", volume(32), name="SegResNet3d", **_DEEP, init_filters=8),
     # draws noise in the middle of forward, and in train mode returns a loss of its own beside the output
-    network(
-        "SegResNetVAE", volume(32), **_DEEP, input_image_size=(32,) * 3, vae_nz=16, vae_estimate_std=True
-    ),
+    network("SegResNetVAE", volume(32), **_DEEP, input_image_size=(32,) * 3, vae_nz=16, vae_estimate_std=True),
     network("SegResNetDS", volume(32), **_DEEP, **_SHALLOW),
     network("SegResNetDS2", plane(64), **_FLAT, **_SHALLOW),
     network("VNet", plane(32), name="VNet2d", **_FLAT, dropout_dim=2),
@@ -67,9 +65,7 @@ SEGMENTATION: tuple[Foreign, ...] = (
     network("HoVerNet", plane(256, 3), quick=False),
     network("MedNeXt", volume(32), **_DEEP, **_MEDNEXT, deep_supervision=True),
     network("Quicknat", plane(64), num_classes=4, num_filters=16, drop_out=0.1),
-    network(
-        "UNETR", volume(32), **_DEEP, img_size=32, feature_size=8, hidden_size=48, mlp_dim=96, num_heads=4
-    ),
+    network("UNETR", volume(32), **_DEEP, img_size=32, feature_size=8, hidden_size=48, mlp_dim=96, num_heads=4),
     network("SwinUNETR", plane(64), name="SwinUNETR2d", **_FLAT, **_SWIN, dropout_path_rate=0.2),
     # parts run under torch.utils.checkpoint
     network(

@@ -47,9 +47,7 @@ _MORPH = {"unet_out_channels": 8, "channels": (8, 16, 16, 16, 16, 16), "final_co
 
 _REGISTRATION: tuple[Foreign, ...] = (
     network("RegUNet", plane(32, 2), **_REGISTER, spatial_dims=2, depth=3, out_channels=2),
-    network(
-        "LocalNet", plane(32, 2), **_REGISTER, spatial_dims=2, extract_levels=(0, 1, 2, 3), out_channels=2
-    ),
+    network("LocalNet", plane(32, 2), **_REGISTER, spatial_dims=2, extract_levels=(0, 1, 2, 3), out_channels=2),
     network("GlobalNet", volume(32, 2), **_REGISTER, spatial_dims=3, depth=4, image_size=[32] * 3),
     network("VoxelMorphUNet", volume(32, 2), **_MORPH, spatial_dims=3, in_channels=2),
     network("VoxelMorph", _pair, spatial_dims=3, integration_steps=3, half_res=True),  # warps by grid_sample
