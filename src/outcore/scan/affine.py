@@ -60,6 +60,8 @@ def states(matrices: Tensor, offsets: Tensor | None, start: Tensor, levels: int 
 
 def affine_scan(matrices: Tensor, offsets: Tensor | None, start: Tensor, levels: int | None = None) -> Tensor:
     """The n states after each element; differentiable any number of times. Arguments as in `states`."""
+    if len(matrices) == 0:
+        return start.new_empty((0, *start.shape))
     result: Tensor = _AffineScan.apply(matrices, offsets, start, levels)  # type: ignore[no-untyped-call]
     return result
 

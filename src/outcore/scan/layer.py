@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._VF import gru, lstm, rnn_relu, rnn_tanh
-from torch.autograd.function import once_differentiable
 
+from outcore.errors import ScanError
 from outcore.scan.backward import Adjoint, solve
 from outcore.scan.cells import Cell, Weights, coefficients, gate_gradients, memories
 from outcore.scan.newton import parallel_forward
@@ -123,8 +123,12 @@ class _ScannedLayer(torch.autograd.Function):
         return results
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise ScanError(
+                "the gradients of a scanned layer cannot be differentiated again (create_graph=True); "
+                'give the layer Options(backward="torch") for that'
+            )
         x, h0, c0, y, *flat = ctx.saved_tensors
         needed = ctx.needs_input_grad
         return None, *_backward(ctx.layer, x, h0, c0, y, tuple(flat), grads, input_grad=needed[1])
@@ -158,6 +162,7 @@ def _parallel(
     layer.report.iterations, layer.report.correction = found.iterations, found.correction
     layer.report.fell_back = found.failure
     if found.states is None:
+        warnings.warn(f"the parallel forward pass ran sequentially: {found.failure}", RuntimeWarning, stacklevel=2)
         return None
     h = found.states[..., : layer.cell.output]
     if layer.lengths is not None:
