@@ -19,7 +19,9 @@ GEOMETRY = {
     "label": 14.0,  # height of a shape label
     "label_gap": 5.0,  # between it and its wire
     "sheet": 4.0,  # how far the sheet behind a repeated box sticks out
+    "inset": 8.0,  # between the corner of a box and the wires that end at it
     "pill": 22.0,  # height of an input or output
+    "pill_pad": 12.0,  # beside its name
 }
 """Sizes; the page gets them from here."""
 

@@ -95,7 +95,7 @@ def _roles(nest: Nest, name: str) -> dict[Hashable, int]:
         for target in wire.targets:
             reader = nest.parts.get(target)
             if reader is not None and (target == name or name in reader.around):
-                inputs = nest.graph.calls[target.partition("~")[0]].inputs
+                inputs = nest.graph.calls[target].inputs
                 places.append((reader.block.removeprefix(part.block), inputs.index(wire.value)))
         found[tuple(sorted(places))] = index
     return found

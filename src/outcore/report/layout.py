@@ -6,11 +6,10 @@ the boxes of a row and bends only between rows, so it crosses no box. Shape labe
 that makes the value.
 
 **One algorithm, two languages.** The page has to lay out after every click, without a server. What is hard,
-rows,
-order and columns (`outcore.report.scheme`), does not depend on what is open, so it is computed in Python
-alone and travels in the bundle. What is left is this file and `outcore.report.settle`; ``page/layout.js`` is
-the same in JavaScript, function by function, and a test lays out the same graphs with both and compares every
-coordinate.
+rows, order and columns (`outcore.report.scheme`), does not depend on what is open, so it is computed in
+Python alone and travels in the bundle. What is left is this file and `outcore.report.settle`;
+``page/layout.js`` is the same in JavaScript, function by function, and a test lays out the same graphs with
+both and compares every coordinate.
 """
 
 from __future__ import annotations
@@ -117,7 +116,7 @@ class _Layout:
         sheet = g["sheet"] if repeat > 1 else 0.0
         height = self.sketch.faces[part].height + sheet
         extent = _Extent(half, half + sheet, height, height, labels=bool(outs.routes))
-        places = _spread([g["port_gap"]] * len(ins.routes), ins.main, half - 8)
+        places = _spread([g["port_gap"]] * len(ins.routes), ins.main, half - g["inset"])
         for route, at in zip(ins.routes, places, strict=True):
             extent.ins[links[route].wire] = at
         widths = [g["label_gap"] + self.sketch.label_width(links[route].port) for route in outs.routes]
@@ -167,7 +166,7 @@ class _Layout:
         return (self.sketch.faces[part].width + times_width(repeat)) / 2
 
     def _half_end(self, wire: int) -> float:
-        return self.sketch.end_width(wire) / 2 + 12
+        return self.sketch.end_width(wire) / 2 + GEOMETRY["pill_pad"]
 
     def _draw(self, drawing: Drawing, part: str, body: _Body, x0: float, y0: float, skips: set[int]) -> None:
         """Draw the inside of a container; `skips` are the wires that come into it as skips."""
@@ -299,7 +298,7 @@ def _down(
         if framed and i == 0 and not height:
             # Wires enter at the top edge and pass the title before they bend.
             tops.append(0.0)
-            bottoms.append(g["header"] - 6 if bends[0] > STRAIGHT else 0.0)
+            bottoms.append(g["header"] - g["margin"] if bends[0] > STRAIGHT else 0.0)
             y = max(bottoms[0], g["header"] - g["row_gap"])
             continue
         tops.append(y)

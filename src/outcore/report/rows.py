@@ -1,7 +1,8 @@
 """Rows and lanes: how far down each box stands, and where wires pass the rows between their ends.
 
 A box stands one row below the lowest box it reads from, or further down where more wires get shorter by that
-than longer. A wire that ends more than one row below its start takes a place, a *lane*, in every row it
+than longer, or where nothing that enters leads to it (a position table, a constant mask): then it stands right
+above what uses it. A wire that ends more than one row below its start takes a place, a *lane*, in every row it
 passes. All readers of one value share its lane: a dense block of 24 layers has 24 lanes, not 276.
 
 An edge is a *skip* if a longer way leads to the same box, else a *branch*: what is left without the skips is

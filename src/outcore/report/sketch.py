@@ -38,7 +38,7 @@ class Face:
     note: str
     """Second line: settings and number of parameters."""
     kind: str
-    """Decides the colour: a kind of layer, ``container``, ``input`` or ``output``."""
+    """Decides the colour: a kind of layer, or ``container``."""
     width: float
     height: float
     header: tuple[float, float]

@@ -149,15 +149,8 @@ class _Picture:
             self._rect("box", p.x + 4, p.y + 4, p.width, p.height, radius, colours)
         self._rect(f"box {face.kind}", p.x, p.y, p.width, p.height, radius, colours)
         if face.kind == "container":
-            self._rect(
-                "box",
-                p.x + 2.5,
-                p.y + 2.5,
-                p.width - 5,
-                p.height - 5,
-                2,
-                f' fill="none" stroke="{border}" opacity=".35"',
-            )
+            inner = f' fill="none" stroke="{border}" opacity=".35"'
+            self._rect("box", p.x + 2.5, p.y + 2.5, p.width - 5, p.height - 5, 2, inner)
         type_name = f" {face.type}" if face.type else ""
         repeat = f' <tspan class="name">× {p.repeat}</tspan>' if p.repeat > 1 else ""
         middle, base = _n(p.x + p.width / 2), p.y + (p.height / 2 + 4 if not face.note else 15)

@@ -124,7 +124,11 @@ class GraphTab {
     }
     showDetails(this.find(".details"), this, part, (other) => this.reveal(other), (name) => this[name](this.selected));
     const path = part === null ? "" : this.sketch.parts[part].block;
-    history.replaceState(null, "", path ? "#" + encodeURIComponent(path) : location.pathname + location.search);
+    try {
+      history.replaceState(null, "", path ? "#" + encodeURIComponent(path) : location.pathname + location.search);
+    } catch {
+      // a page shown inside another one, as in a notebook, has no address of its own
+    }
   }
 
   light(wire) {

@@ -13,7 +13,7 @@ class Hand {
     section.addEventListener("change", (event) => {
       if (event.target.dataset.set) graph.set(event.target.dataset.set, event.target.checked);
     });
-    section.addEventListener("keydown", (event) => this.key(event));
+    document.addEventListener("keydown", (event) => section.hidden || this.key(event));
     this.canvas.addEventListener("wheel", (event) => this.wheel(event), { passive: false });
     this.canvas.addEventListener("pointerdown", (event) => this.drag(event));
     this.canvas.addEventListener("pointermove", (event) => this.hover(event));
@@ -86,7 +86,7 @@ class Hand {
     else if (tool) graph.tool(tool);
     else if (key === "/") graph.find(".search input").focus();
     else if (key === "Escape") graph.select(null);
-    else if (key === "Enter" && graph.selected && event.target === this.canvas) graph.toggle(graph.selected, true);
+    else if (key === "Enter" && graph.selected && !event.target.closest("button, a")) graph.toggle(graph.selected, true);
     else if (key === "Backspace" && graph.selected) graph.close(graph.selected);
     else return;
     event.preventDefault();

@@ -57,7 +57,7 @@ class Layout {
     const height = this.sketch.parts[part].height + sheet;
     const extent = { ...makeExtent(), left: half, right: half + sheet, height, box: height };
     extent.labels = outs.routes.length > 0;
-    const arriving = spread(ins.routes.map(() => g.port_gap), ins.main, half - 8);
+    const arriving = spread(ins.routes.map(() => g.port_gap), ins.main, half - g.inset);
     ins.routes.forEach((route, i) => extent.ins.set(plane.links[route][0], arriving[i]));
     const widths = outs.routes.map((route) => g.label_gap + this.sketch.wires[plane.links[route][1]].width);
     const leaving = spread(widths.map((width) => width + g.label_gap), outs.main, null);
@@ -112,7 +112,7 @@ class Layout {
   }
 
   halfEnd(wire) {
-    return this.sketch.ends[wire].width / 2 + 12;
+    return this.sketch.ends[wire].width / 2 + this.g.pill_pad;
   }
 
   sides(body) {
@@ -240,7 +240,7 @@ function down(g, scheme, extents, x, shifts, framed) {
     if (i) y += g.row_gap + Math.ceil(Math.min(g.bend_most, g.bend * bends[i - 1]));
     if (framed && i === 0 && !height) {
       tops.push(0);
-      bottoms.push(bends[0] > STRAIGHT ? g.header - 6 : 0);
+      bottoms.push(bends[0] > STRAIGHT ? g.header - g.margin : 0);
       y = Math.max(bottoms[0], g.header - g.row_gap);
       return;
     }
