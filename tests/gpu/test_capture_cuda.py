@@ -49,7 +49,7 @@ def test_replay_on_cuda(name: str, autocast: bool, layout: torch.memory_format) 
         model, x = model.to(memory_format=layout), x.to(memory_format=layout)
     with deterministic(), torch.autocast("cuda", dtype=torch.bfloat16, enabled=autocast):
         mine, theirs = copy.deepcopy(model), copy.deepcopy(model)
-        for mode in (True, False):
+        for mode in (True, False) if name != "lstm" else (True,):  # cuDNN has no backward for an LSTM in eval mode
             mine.train(mode), theirs.train(mode)
             graph = outcore.capture(mine, (x,))
             torch.cuda.manual_seed(1)

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 __all__ = ["Graph"]
 
 FORMAT = 1
+_REARRANGING = frozenset(
+    "T mT view reshape contiguous transpose permute swapaxes squeeze unsqueeze flatten unflatten expand getitem".split()
+)
 
 
 @dataclass(frozen=True)
@@ -55,11 +58,22 @@ class Graph:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the structure: blocks, connections and parameter counts, not sizes of inputs or batch."""
-        facts = [
-            *((b.path, b.type, b.calls, b.parameters) for b in self.blocks.values()),
-            *((c.name, c.inputs, c.outputs, c.parameters) for c in self.calls.values()),
-        ]
+        """Hash of the structure: blocks, connections and parameter counts, not sizes of inputs or batch.
+
+        Functions that only rearrange (views, transpositions) are left out and connections pass through them: torch's own
+        modules write them differently from version to version.
+        """
+        blocks = [b for b in self.blocks.values() if not (b.kind == "function" and b.type in _REARRANGING)]
+        origins: dict[str, tuple[str, ...]] = {name: (name,) for name in self.inputs}
+        calls = []
+        for call in self.calls.values():
+            read = tuple(dict.fromkeys(o for v in call.inputs for o in origins[v]))
+            if (block := self.blocks[call.block]).kind == "function" and block.type in _REARRANGING:
+                origins.update(dict.fromkeys(call.outputs, read))
+            else:
+                origins.update((v, (v,)) for v in call.outputs)
+                calls.append((call.name, read, call.outputs, call.parameters))
+        facts = [[(b.path, b.type, b.calls, b.parameters) for b in blocks], calls]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
     @property
