@@ -1,0 +1,59 @@
+"""The command as typed: output, files, messages, exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import outcore
+
+UNET = ["outcore.models:UNet", "--input", "1x3x64x64", "--arg", "width=4", "--arg", "depth=2"]
+
+
+def outcore_command(*arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "outcore", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False, timeout=120)
+
+
+def test_a_tree_with_shapes_and_parameters() -> None:
+    shown = outcore_command("graph", *UNET, "--depth", "1")
+    assert shown.returncode == 0, shown.stderr
+    assert "encoder1" in shown.stdout
+    assert "1×4×64×64" in shown.stdout
+
+
+def test_lists_json_and_pictures(tmp_path: Path) -> None:
+    lists = outcore_command("graph", *UNET, "--depth", "1", "--adjacency", "--direction", "inputs")
+    assert "decoder1 ← encoder1, decoder2" in " ".join(lists.stdout.split())
+    written = outcore_command("graph", *UNET, "--svg", "a.svg", "--html", "a.html", "--json", folder=tmp_path)
+    assert outcore.Graph.from_json(json.loads(written.stdout)).root.type == "UNet"
+    assert (tmp_path / "a.svg").read_text().startswith("<svg")
+    assert "encoder1" in (tmp_path / "a.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["graph", "missing.py"], 1, "no file missing.py"),
+        (["graph", *UNET, "--expand", "encodr"], 1, "did you mean"),
+        (["graph", *UNET, "--svg", "no/such/folder/a.svg"], 1, "no/such/folder/a.svg"),
+        (["graph", *UNET, "--depth", "0"], 2, "depth"),
+        (["graph", *UNET, "--direction", "up"], 2, "outputs or inputs"),
+        (["grph"], 2, "No such command"),
+    ],
+)
+def test_wrong_use_says_why(tmp_path: Path, arguments: list[str], code: int, message: str) -> None:
+    shown = outcore_command(*arguments, folder=tmp_path)
+    assert shown.returncode == code
+    assert message in shown.stderr
+    assert "Traceback" not in shown.stderr
+
+
+def test_help_teaches() -> None:
+    shown = outcore_command("graph", "--help")
+    assert "100000x100000" in shown.stdout
+    assert "--adjacency" in shown.stdout

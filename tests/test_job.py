@@ -1,0 +1,141 @@
+"""A job is found however it is given, and says what is wrong with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import outcore
+from outcore.job import Input
+
+GOOD = """
+import torch
+size = 4
+def model(width=8):
+    return torch.nn.Sequential(torch.nn.Linear(5, width), torch.nn.ReLU())
+def batch(size):
+    return torch.randn(size, 5), torch.zeros(size)
+"""
+
+
+def write(folder: Path, text: str, name: str = "job.py") -> str:
+    path = folder / name
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_file_with_two_functions(tmp_path: Path) -> None:
+    job = outcore.Job.load(write(tmp_path, GOOD), arguments=["width=3"])
+    assert job.loss is None
+    graph = job.capture()
+    assert graph.values["input"].shape == (4, 5)
+    assert graph.values["0#0:out"].shape == (4, 3)
+    assert job.capture(7, training=False).values["input"].shape == (7, 5)
+
+
+def test_a_file_may_import_its_neighbours(tmp_path: Path) -> None:
+    write(tmp_path, "WIDTH = 6\n", "neighbour_of_job.py")
+    job = outcore.Job.load(
+        write(tmp_path, "from neighbour_of_job import WIDTH\n" + GOOD.replace("width=8", "width=WIDTH"))
+    )
+    assert job.capture().values["0#0:out"].shape == (4, 6)
+
+
+def test_a_class_with_shapes_and_arguments() -> None:
+    job = outcore.Job.load("outcore.models:UNet", inputs=["2x3x64x64"], arguments=["width=4", "depth=2"])
+    assert job.size == 2
+    graph = job.capture()
+    assert graph.values["image"].shape == (2, 3, 64, 64)
+    assert job.capture(5).values["image"].shape == (5, 3, 64, 64)
+
+
+def test_nothing_is_allocated_where_that_is_possible() -> None:
+    job = outcore.Job(model=lambda: nn.Linear(200_000, 200_000), batch=lambda n: (torch.randn(n, 200_000), None))
+    assert job.capture(1_000_000).root.parameters == 200_000 * 200_001
+
+
+def test_a_model_that_needs_real_weights_gets_them() -> None:
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, int(torch.ones(4).sum().item()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.layer(x)
+            return out if bool((x > -100).all()) else -out
+
+    graph = outcore.Job(model=Looks, batch=lambda n: (torch.randn(n, 3), None)).capture(2)
+    assert graph.values["layer#0:out"].shape == (2, 4)
+    assert "real data" in graph.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "shape", "dtype", "name"),
+    [
+        ("1x3x512x512", (1, 3, 512, 512), torch.float32, None),
+        ("2x128:int64", (2, 128), torch.int64, None),
+        ("mask=2x128:bool", (2, 128), torch.bool, "mask"),
+        ("7", (7,), torch.float32, None),
+    ],
+)
+def test_shapes_as_typed(text: str, shape: tuple[int, ...], dtype: torch.dtype, name: str | None) -> None:
+    assert Input.parse(text) == Input(shape, dtype, name)
+
+
+def test_named_inputs_are_keywords() -> None:
+    class Masked(nn.Module):
+        def forward(self, *, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return x * mask
+
+    import tests.test_job as here
+
+    here.Masked = Masked  # type: ignore[attr-defined]
+    job = outcore.Job.load("tests.test_job:Masked", inputs=["x=2x3", "mask=2x3:bool"])
+    assert job.capture().inputs == ("x", "mask")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "def model():\n    return 3\ndef batch(size):\n    return 1, 2\n",
+            r"returned int; it must return a torch.nn.Module",
+        ),
+        ("def batch(size):\n    return 1, 2\n", r"has no function model\(\)"),
+        ("model = 3\ndef batch(size):\n    return 1, 2\n", r"model in .* is a int; it must be a function"),
+        (GOOD + "\ndef batch(size):\n    return torch.randn(size, 5)\n", r"must return two: inputs and targets"),
+        (
+            GOOD + "\ndef batch(size):\n    raise RuntimeError('no data')\n",
+            r"batch\(4\) .* failed at job.py:\d+: RuntimeError: no data",
+        ),
+        ("import nothing_of_that_name\n", r"cannot be imported at job.py:1: ModuleNotFoundError"),
+        ("def model(:\n", r"cannot be imported at job.py:1: SyntaxError"),
+        (GOOD + "\ndef batch(size):\n    return torch.randn(size, 6), None\n", r"in block|Linear|shape"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(outcore.OutcoreError, match=message):
+        outcore.Job.load(write(tmp_path, text)).capture()
+
+
+@pytest.mark.parametrize(
+    ("text", "inputs", "arguments", "message"),
+    [
+        ("nowhere.py", [], [], r"no file nowhere.py; write one with these two functions"),
+        ("no_such_package:Net", ["1x3"], [], r"no module 'no_such_package'"),
+        ("outcore.models:UNt", ["1x3"], [], r"did you mean UNet"),
+        ("outcore.models", ["1x3"], [], r"neither a file nor package.module:Class"),
+        ("outcore.models:UNet", [], [], r"--input 1x3x224x224"),
+        ("outcore.models:UNet", ["1x3x"], [], r"is not a shape"),
+        ("outcore.models:UNet", ["1x3:floaty"], [], r"no dtype 'floaty'"),
+        ("outcore.models:UNet", ["1x3"], ["width"], r"must be name=value"),
+        ("outcore.models:UNet", ["1x3x64x64"], ["widht=3"], r"model\(\) of outcore.models:UNet failed.*widht"),
+        ("outcore.models:UNet", ["1x4x64x64"], ["width=4"], r"expected input\[1, 4, 64, 64\] to have 3 channels"),
+    ],
+)
+def test_what_is_wrong_with_a_class_is_said(text: str, inputs: list[str], arguments: list[str], message: str) -> None:
+    with pytest.raises(outcore.OutcoreError, match=message):
+        outcore.Job.load(text, inputs=inputs, arguments=arguments).capture()
