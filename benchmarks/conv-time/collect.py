@@ -22,11 +22,10 @@ from outcore.machine import probe
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, required=True, help="directory of the samples")
-    parser.add_argument(
-        "--seconds", type=float, default=330, help="time for the sweeps, all precisions together"
-    )
+    parser.add_argument("--seconds", type=float, default=330, help="time for the sweeps, all precisions together")
     parser.add_argument("--dtypes", default="tf32,bf16" if torch.cuda.is_available() else "fp32")
     parser.add_argument("--held-out", type=int, default=120, help="held-out measurements per precision")
+    parser.add_argument("--family-seconds", type=float, default=60, help="time for convolutions like the talks'")
     parser.add_argument("--threads", type=int, help="threads of a CPU run")
     options = parser.parse_args()
     if options.threads:
@@ -46,7 +45,7 @@ def main() -> None:
     print(machine, f"\nprobed in {time.monotonic() - started:.0f} s", flush=True)
 
     device, dtypes = machine.device(), options.dtypes.split(",")
-    for dtype in dtypes:
+    for dtype in dtypes if options.held_out else ():
         listed = convolutions.two(dtype=dtype)
         for batch in (1, 4, 16) if place != "cpu" else (1,):
             for channels_last in (False, True) if place != "cpu" else (False,):
@@ -57,6 +56,20 @@ def main() -> None:
         collect_listed(others, path=options.output / f"held-out-{dtype}.jsonl", seconds=60, **run)
         print(f"{dtype}: talks and held-out after {time.monotonic() - started:.0f} s", flush=True)
     for dtype in dtypes:
+        run = {"device": device, "place": place, "dtype": dtype, "each_s": 0.006 if place != "cpu" else 0.05}
+        for name, seed, seconds in (
+            ("family-held-out", 1, 4),
+            ("family", 0, options.family_seconds / len(dtypes)),
+        ):
+            samples = collect_listed(
+                convolutions.family(device, dtype=dtype, seed=seed),
+                path=options.output / f"{name}-{dtype}.jsonl",
+                seconds=seconds if place != "cpu" else 10 * seconds,
+                most=300 if seed else None,
+                **run,
+            )
+            print(f"{dtype}: {len(samples)} of the {name} after {time.monotonic() - started:.0f} s", flush=True)
+    for dtype in dtypes if options.seconds else ():
         samples = collect(
             device,
             place,

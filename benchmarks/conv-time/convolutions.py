@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import random
+from collections.abc import Iterator
 from dataclasses import replace
 
 from outcore.cost.opmodel import Operation
@@ -46,11 +48,12 @@ def twelve(*, batch: int, dtype: str, side: int = 256, channels_last: bool = Fal
     return [direction for layer in layers for direction in (layer, layer.backward())]
 
 
+_FAMILY_CHANNELS = (16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 256)
+
+
 def two(*, batch: int = 64, dtype: str = "fp32") -> list[Operation]:
     """The two layers whose times were printed: a digit classifier on 28-pixel images, batch 64."""
-    first = Operation(
-        "conv", batch=batch, in_channels=1, out_channels=32, size=(28, 28), kernel=(3, 3), dtype=dtype
-    )
+    first = Operation("conv", batch=batch, in_channels=1, out_channels=32, size=(28, 28), kernel=(3, 3), dtype=dtype)
     second = replace(first, in_channels=32, out_channels=64, size=(26, 26))
     return [
         replace(first, input_grad=False),
@@ -58,6 +61,30 @@ def two(*, batch: int = 64, dtype: str = "fp32") -> list[Operation]:
         second,
         second.backward(),
     ]
+
+
+def family(device: Device, *, dtype: str, seed: int) -> Iterator[Operation]:
+    """An endless list of random convolutions like the talks': dense, two-dimensional, kernels up to 7."""
+    source = random.Random(f"{seed}/{dtype}")
+    longest_s = 0.002 if device.kind == "cuda" else 0.02
+    while True:
+        kernel, first = source.choice((1, 3, 3, 5, 7)), source.random() < 0.1
+        side = source.choice((26, 28, 32, 48, 56, 64, 96, 112, 128, 160, 192, 224, 256, 320, 384))
+        drawn = Operation(
+            "conv",
+            batch=source.choice((1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)),
+            in_channels=source.choice((1, 3)) if first else source.choice(_FAMILY_CHANNELS),
+            out_channels=source.choice(_FAMILY_CHANNELS),
+            size=(side, side),
+            kernel=(kernel, kernel),
+            padding=(kernel // 2, kernel // 2) if source.random() < 0.85 else (0, 0),
+            dtype=dtype,
+            channels_last=device.kind == "cuda" and source.random() < 0.5,
+            input_grad=not first,
+        )
+        if device.roofline_s(flops=drawn.flops, nbytes=drawn.nbytes, dtype=dtype) < longest_s:
+            yield drawn
+            yield drawn.backward()
 
 
 def held_out(device: Device, *, dtype: str, count: int) -> list[Operation]:

@@ -36,9 +36,7 @@ def test_a_row_is_complete_and_dense_rates_are_ordered(name: str) -> None:
     assert Machine.from_json(json.loads(json.dumps(parse(name).to_json()))) == parse(name)
 
 
-@pytest.mark.parametrize(
-    "name", ["p100", "v100", "a100-40gb", "h100", "h200", "l4", "l40s", "rtx3090", "rtx4090"]
-)
+@pytest.mark.parametrize("name", ["p100", "v100", "a100-40gb", "h100", "h200", "l4", "l40s", "rtx3090", "rtx4090"])
 def test_fp32_rates_follow_from_cores_and_clock(name: str) -> None:
     device = find(name).device
     cores = device.sms * (64 if name in ("p100", "v100", "a100-40gb") else 128)  # type: ignore[operator]

@@ -27,9 +27,7 @@ def cpu(**changes: object) -> Device:
 
 
 def whole_machine() -> Machine:
-    gpu = Device(
-        "a card", "cuda", 8 << 30, 500e9, {"fp32": 1e13, "bf16": 8e13}, sms=60, clock_hz=1.5e9, launch_s=3e-6
-    )
+    gpu = Device("a card", "cuda", 8 << 30, 500e9, {"fp32": 1e13, "bf16": 8e13}, sms=60, clock_hz=1.5e9, launch_s=3e-6)
     link = Link(12e9, 13e9, 20e9, 1e-5)
     return Machine(
         "whole",
@@ -108,9 +106,7 @@ def test_printing_names_every_part() -> None:
         ('{"version": 1, "name": "x", "devices": [{"name": "y"}]}', "not a machine document"),
     ],
 )
-def test_a_file_that_is_no_machine_is_refused_with_its_reason(
-    tmp_path: Path, content: str, message: str
-) -> None:
+def test_a_file_that_is_no_machine_is_refused_with_its_reason(tmp_path: Path, content: str, message: str) -> None:
     path = tmp_path / "machine.json"
     path.write_text(content)
     with pytest.raises(OutcoreError, match=message):

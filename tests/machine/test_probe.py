@@ -56,9 +56,7 @@ def test_a_probe_is_reused_unless_fresh(quick: list[str]) -> None:
     assert len(quick) == 2 * made
 
 
-def test_an_interrupted_probe_goes_on_where_it_stopped(
-    quick: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_probe_goes_on_where_it_stopped(quick: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object, **__: object) -> float:
         raise KeyboardInterrupt
 

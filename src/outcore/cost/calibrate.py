@@ -73,9 +73,10 @@ def collect_listed(
     path: Path,
     seconds: float,
     most: int | None = None,
+    each_s: float | None = None,
     progress: Progress | None = None,
 ) -> list[Sample]:
-    """Measure the given operations, appending to `path`."""
+    """Measure the given operations, about `each_s` each, appending to `path`."""
     where = torch.device(place)
     if where.type == "cuda" and not torch.cuda.is_available():
         raise MachineError(f"calibrating on {place!r} was asked for, but torch sees no CUDA device")
@@ -85,11 +86,9 @@ def collect_listed(
         "torch": torch.__version__,
         "threads": torch.get_num_threads() if where.type == "cpu" else None,
     }
-    budget = 0.02 if where.type == "cuda" else 0.05
+    budget = each_s if each_s is not None else 0.02 if where.type == "cuda" else 0.05
 
     def timer(operation: Operation) -> Timing:
         return time_operation(operation, where, seconds=budget)
 
-    return measure_samples(
-        operations, timer, path, about=about, seconds=seconds, most=most, progress=progress
-    )
+    return measure_samples(operations, timer, path, about=about, seconds=seconds, most=most, progress=progress)

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from outcore.cost.ceiling import Ceiling
 from outcore.cost.opmodel import VARIANTS, Operation
+from outcore.machine.device import ELEMENT_BYTES
 
 __all__ = ["NAMES", "Matrix", "features"]
 
@@ -25,6 +26,8 @@ Matrix = npt.NDArray[np.float64]
 
 _MOST_VARIANTS = max(map(len, VARIANTS.values()))
 _TILE = 128
+_TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9), (128, 64, 0.7), (64, 128, 0.7), (64, 64, 0.5))
+"""Rows, columns and share of the peak rate of the tiles that matrix kernels are built from."""
 
 NAMES: tuple[str, ...] = (
     "flops",
@@ -53,7 +56,13 @@ NAMES: tuple[str, ...] = (
     "input_grad",
     "one_dim",
     "three_dim",
-    "odd_bytes",
+    "tile_time",
+    "tile_and_memory",
+    "memory_per_tile_time",
+    "even_in",
+    "even_out",
+    "in_elements",
+    "out_elements",
     *(f"variant_{index}" for index in range(_MOST_VARIANTS)),
 )
 
@@ -71,6 +80,11 @@ def _row(op: Operation, ceiling: Ceiling) -> list[float]:
     tiles = math.ceil(rows / _TILE) * math.ceil(group_out / _TILE) * op.groups
     waves = tiles / ceiling.sms
     variants = VARIANTS.get(op.kind, ())
+    tile_s = _tiled_s(op, group_in, group_out, kernel, ceiling)
+    # Tensor cores read channels last; an image in the other order is turned round on the way in and out.
+    turned = 0 if op.channels_last or not op.kernel else 2 * (op.in_elements + op.out_elements)
+    memory_s = (op.nbytes + turned * ELEMENT_BYTES[op.dtype]) / ceiling.bytes_per_s + 1e-12
+    roofline_s = ceiling.time_s(op) + 1e-12
     logarithms = (
         1 + op.flops,
         1 + op.nbytes,
@@ -93,6 +107,13 @@ def _row(op: Operation, ceiling: Ceiling) -> list[float]:
         _padded(group_out),
         waves,
         math.ceil(waves) / waves,
+        tile_s / roofline_s,
+        (tile_s + memory_s) / roofline_s,
+        memory_s / tile_s,
+        _evenness(group_in),
+        _evenness(group_out),
+        op.in_elements,
+        op.out_elements,
     )
     flags = (
         op.channels_last,
@@ -100,14 +121,42 @@ def _row(op: Operation, ceiling: Ceiling) -> list[float]:
         op.input_grad,
         len(op.size) == 1,
         len(op.size) == 3,
-        # Tensor cores and vector loads need rows of whole 16 bytes.
-        group_in % 8 != 0 or group_out % 8 != 0,
         *(op.variant == name for name in variants),
     )
     padding = (0.0,) * (_MOST_VARIANTS - len(variants))
     return [*(math.log2(value) for value in logarithms), *map(float, flags), *padding]
 
 
-def _padded(channels: int, to: int = 32) -> float:
+def _tiled_s(op: Operation, group_in: int, group_out: int, kernel: int, ceiling: Ceiling) -> float:
+    """Time of the matrix product an operation becomes, in whole tiles on whole waves, by the best tile."""
+    if not op.flops:
+        return 1e-12
+    rows_out, rows_in = op.batch * math.prod(op.out_size), op.batch * math.prod(op.size)
+    if op.direction == "forward":
+        return _product_s(rows_out, group_out, group_in * kernel, op.groups, ceiling)
+    time_s = _product_s(group_in * kernel, group_out, rows_out, op.groups, ceiling, split=True)
+    if op.input_grad:
+        time_s += _product_s(rows_in, group_in, group_out * kernel, op.groups, ceiling)
+    return time_s
+
+
+def _product_s(rows: int, columns: int, inner: int, groups: int, ceiling: Ceiling, *, split: bool = False) -> float:
+    best = math.inf
+    for tall, wide, share in _TILES:
+        tiles, depth = math.ceil(rows / tall) * math.ceil(columns / wide) * groups, math.ceil(inner / 32) * 32
+        if split and tiles < ceiling.sms:  # a weight gradient has few tiles and a long sum, which is shared out
+            parts = min(ceiling.sms // tiles, max(1, depth // 256))
+            tiles, depth = tiles * parts, math.ceil(depth / parts)
+        waves = math.ceil(tiles / ceiling.sms)
+        best = min(best, waves * 2 * tall * wide * depth / (ceiling.flops_per_s / ceiling.sms * share))
+    return best
+
+
+def _evenness(channels: int) -> int:
+    """The largest power of two up to 16 that divides the channels: how wide a load can be."""
+    return min(16, channels & -channels)
+
+
+def _padded(channels: int, to: int = 64) -> float:
     """How much longer the channels are once rounded up to whole vectors or tiles."""
     return math.ceil(channels / to) * to / channels

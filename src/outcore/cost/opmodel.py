@@ -63,8 +63,9 @@ _INDEX_BYTES = 8
 _IMAGE_FIELDS = ("kernel", "stride", "padding", "dilation", "output_padding")
 # Passes over the tensor: reads and writes of one tensor each. BatchNorm must see all of a channel before it
 # can normalise any of it, so its input is read twice; its backward reads input and gradient twice.
+# The gradient of a sum or of a copy is the gradient itself, handed on without moving it.
 _FORWARD_PASSES = {"batch": 3, "add": 3, "mul": 3}
-_BACKWARD_PASSES = {"batch": 5, "add": 0, "mul": 5, "dropout": 2, "": 2, "layout": 2}
+_BACKWARD_PASSES = {"batch": 5, "add": 0, "mul": 5, "dropout": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,15 +115,11 @@ class Operation:
                 default = 0 if "padding" in name else 1
                 fill(name, getattr(self, name) or (default,) * len(self.size))
                 if len(getattr(self, name)) != len(self.size):
-                    raise MachineError(
-                        f"{name} {getattr(self, name)} does not fit an image of size {self.size}"
-                    )
+                    raise MachineError(f"{name} {getattr(self, name)} does not fit an image of size {self.size}")
         numbers = (self.batch, self.in_channels, self.out_channels, self.groups, *self.size, *self.kernel)
         if min(numbers) < 1 or (self.out_size and min(self.out_size) < 1):
             raise MachineError(f"an operation needs sizes of at least 1, got {self}")
-        if self.kind.startswith("conv") and (
-            self.in_channels % self.groups or self.out_channels % self.groups
-        ):
+        if self.kind.startswith("conv") and (self.in_channels % self.groups or self.out_channels % self.groups):
             channels = f"{self.in_channels} and {self.out_channels}"
             raise MachineError(f"{channels} channels cannot be split into {self.groups} groups")
 
@@ -143,9 +140,7 @@ class Operation:
         if self.kind == "attention":
             queries, keys = self.size
             return (
-                self.batch
-                * self.groups
-                * (queries * self.in_channels + keys * (self.in_channels + self.out_channels))
+                self.batch * self.groups * (queries * self.in_channels + keys * (self.in_channels + self.out_channels))
             )
         if self.kind == "matmul":
             return self.batch * self.in_channels * (self.size[0] + self.out_channels)
@@ -216,6 +211,8 @@ class Operation:
                 return (2 * x + 2 * y) * element
             both = self.input_grad or self.kind == "matmul"
             return (x + w + y) * element * (2 if both else 1)
+        if self.kind == "copy" and not forward:
+            return 0
         passes = _FORWARD_PASSES.get(self.variant, 2) if forward else _BACKWARD_PASSES.get(self.variant, 3)
         mask = x if self.variant == "dropout" else 0
         return passes * x * element + mask

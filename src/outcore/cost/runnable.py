@@ -179,7 +179,12 @@ def _elementwise(op: Operation, device: torch.device) -> tuple[Call, list[Tensor
 def _copy(op: Operation, device: torch.device) -> tuple[Call, list[Tensor]]:
     x = _image(op, device)
     if op.variant == "layout":
-        return lambda: x.flatten(2).transpose(1, 2).contiguous(), [x]
+        other = torch.contiguous_format if op.channels_last else torch.channels_last
+        if len(op.size) == 3 and not op.channels_last:
+            other = torch.channels_last_3d
+        if len(op.size) in (2, 3):
+            return lambda: x.contiguous(memory_format=other), [x]
+        return lambda: x.transpose(1, -1).contiguous(), [x]
     return lambda: x.clone(), [x]
 
 

@@ -8,6 +8,7 @@ appended to.
 
 from __future__ import annotations
 
+import gzip
 import json
 import time
 from collections.abc import Callable, Iterable
@@ -79,7 +80,7 @@ def measure_samples(
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """All samples in a file; a torn last line and operations that failed are left out."""
+    """All samples in a file, also a gzipped one; a torn last line and operations that failed are left out."""
     samples: list[Sample] = []
     for line in _lines(path)[1:]:
         if "error" not in line:
@@ -101,9 +102,7 @@ def _open(path: Path, about: dict[str, Any]) -> set[str]:
         return set()
     lines = _lines(path)
     if lines[0] != json.loads(json.dumps(header)):
-        raise MachineError(
-            f"{path} holds samples of {lines[0]}, not of {header}; give another file or remove it"
-        )
+        raise MachineError(f"{path} holds samples of {lines[0]}, not of {header}; give another file or remove it")
     # Cut off what a killed writer left behind, else the next line would be appended to half a line.
     whole = path.read_text().splitlines()[: len(lines)]
     path.write_text("\n".join(whole) + "\n")
@@ -113,7 +112,7 @@ def _open(path: Path, about: dict[str, Any]) -> set[str]:
 def _lines(path: Path) -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = []
     try:
-        text = path.read_text()
+        text = gzip.decompress(path.read_bytes()).decode() if path.suffix == ".gz" else path.read_text()
     except OSError as error:
         raise MachineError(f"cannot read the samples {path}: {error.strerror}") from error
     for line in text.splitlines():

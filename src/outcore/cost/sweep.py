@@ -170,9 +170,7 @@ def _image(kind: Kind, source: random.Random) -> dict[str, Any]:
         "kernel": kernel,
         "stride": (stride,) * dims,
         "dilation": dilation,
-        "padding": padding
-        if kind != "pool"
-        else tuple(min(p, k // 2) for p, k in zip(padding, kernel, strict=True)),
+        "padding": padding if kind != "pool" else tuple(min(p, k // 2) for p, k in zip(padding, kernel, strict=True)),
         "in_channels": _channels(source),
     }
     if kind != "pool":
@@ -217,11 +215,7 @@ def _channels(source: random.Random) -> int:
 
 
 def _features(source: random.Random) -> int:
-    return (
-        source.choice(_CHANNELS) * source.choice((1, 1, 2, 3))
-        if source.random() < 0.8
-        else _count(source, 8, 8192)
-    )
+    return source.choice(_CHANNELS) * source.choice((1, 1, 2, 3)) if source.random() < 0.8 else _count(source, 8, 8192)
 
 
 def _count(source: random.Random, low: int, high: int) -> int:

@@ -103,11 +103,10 @@ def _known() -> dict[str, str]:
 def _entry(key: str) -> Entry:
     document = _document()
     row, bus = document["gpus"][key], document["buses"][document["gpus"][key]["bus"]]
-    memory = row["memory_gib"] * 2**30 if "memory_gib" in row else row["memory_gb"] * 10**9
     device = Device(
         name=row["name"],
         kind="cuda",
-        memory_bytes=int(memory),
+        memory_bytes=row["memory_gib"] << 30,
         bandwidth_bytes_per_s=row["bandwidth"] * 1e9,
         rates={precision: rate * 1e12 for precision, rate in row["rates"].items()},
         sms=row["sms"],
@@ -117,9 +116,7 @@ def _entry(key: str) -> Entry:
         source=row["source"],
     )
     latency = bus["latency_us"] * 1e-6
-    pinned = Link.symmetric(
-        bandwidth_bytes_per_s=bus["bandwidth"] * bus["pinned_share"] * 1e9, latency_s=latency
-    )
+    pinned = Link.symmetric(bandwidth_bytes_per_s=bus["bandwidth"] * bus["pinned_share"] * 1e9, latency_s=latency)
     pageable = Link.symmetric(
         bandwidth_bytes_per_s=bus["bandwidth"] * bus["pageable_share"] * 1e9, latency_s=latency, duplex=False
     )

@@ -60,9 +60,7 @@ def precision_of(dtype: object) -> str:
     name = str(dtype).removeprefix("torch.")
     name = _TORCH_NAMES.get(name, name)
     if name not in PRECISIONS:
-        raise MachineError(
-            f"unknown precision {dtype!s}; use one of {', '.join(PRECISIONS)} or a torch dtype"
-        )
+        raise MachineError(f"unknown precision {dtype!s}; use one of {', '.join(PRECISIONS)} or a torch dtype")
     return name
 
 
@@ -91,18 +89,12 @@ class Device:
         if self.kind not in ("cpu", "cuda"):
             raise MachineError(f'device {self.name!r} has kind {self.kind!r}; needed "cpu" or "cuda"')
         if self.memory_bytes <= 0:
-            raise MachineError(
-                f"device {self.name!r} has {self.memory_bytes} bytes of memory; needed more than 0"
-            )
+            raise MachineError(f"device {self.name!r} has {self.memory_bytes} bytes of memory; needed more than 0")
         if not (math.isfinite(self.bandwidth_bytes_per_s) and self.bandwidth_bytes_per_s > 0):
-            raise MachineError(
-                f"device {self.name!r} needs a positive bandwidth, got {self.bandwidth_bytes_per_s}"
-            )
+            raise MachineError(f"device {self.name!r} needs a positive bandwidth, got {self.bandwidth_bytes_per_s}")
         unknown = sorted(set(self.rates) - set(PRECISIONS))
         if unknown:
-            raise MachineError(
-                f"device {self.name!r} has rates for {unknown}; known are {', '.join(PRECISIONS)}"
-            )
+            raise MachineError(f"device {self.name!r} has rates for {unknown}; known are {', '.join(PRECISIONS)}")
         wrong = {p: r for p, r in self.rates.items() if not (math.isfinite(r) and r > 0)}
         if wrong:
             raise MachineError(f"device {self.name!r} needs positive rates in FLOP/s, got {wrong}")
@@ -123,9 +115,7 @@ class Device:
         if wider is not None and wider in self.rates:
             return self.rates[wider]
         known = ", ".join(p for p in PRECISIONS if p in self.rates) or "none"
-        raise MachineError(
-            f"no {precision} rate is known for {self.name!r} (known: {known}); probe the machine again"
-        )
+        raise MachineError(f"no {precision} rate is known for {self.name!r} (known: {known}); probe the machine again")
 
     def roofline_s(self, *, flops: float, nbytes: float, dtype: object) -> float:
         """The time below which this device cannot do `flops` operations on `nbytes` of memory traffic."""

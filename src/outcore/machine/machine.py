@@ -72,9 +72,7 @@ class Machine:
     @property
     def fingerprint(self) -> str:
         """Twelve hexadecimal digits that name the hardware, the same for every probe of it."""
-        parts = [
-            (d.name, d.kind, d.memory_bytes >> 28, d.sms) for d in (*self.devices, self.host) if d is not None
-        ]
+        parts = [(d.name, d.kind, d.memory_bytes >> 28, d.sms) for d in (*self.devices, self.host) if d is not None]
         text = json.dumps([parts, self.nodes])
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -97,9 +95,7 @@ class Machine:
         if device.kind == "cpu" and self.disk is not None:
             return self.disk
         tier = "host link" if device.kind == "cuda" else "disk rate"
-        raise MachineError(
-            f"the {tier} of machine {self.name!r} is not known; probe it or add it to its file"
-        )
+        raise MachineError(f"the {tier} of machine {self.name!r} is not known; probe it or add it to its file")
 
     def differences(self, other: Machine) -> list[str]:
         """One line per number that differs, as `path: mine -> theirs`; empty when the machines are equal."""
@@ -127,9 +123,7 @@ class Machine:
         """The machine that `to_json` described."""
         version = document.get("version")
         if version != VERSION:
-            raise MachineError(
-                f"a machine document of version {version} was given; this outcore reads {VERSION}"
-            )
+            raise MachineError(f"a machine document of version {version} was given; this outcore reads {VERSION}")
         try:
             return cls(
                 name=str(document["name"]),
@@ -167,11 +161,7 @@ class Machine:
         return cls.from_json(document)
 
     def __str__(self) -> str:
-        size = (
-            f"{self.nodes} nodes x {len(self.devices)} devices"
-            if self.nodes > 1
-            else f"{len(self.devices)} device"
-        )
+        size = f"{self.nodes} nodes x {len(self.devices)} devices" if self.nodes > 1 else f"{len(self.devices)} device"
         plural = "s" if self.nodes == 1 and len(self.devices) > 1 else ""
         lines = [f"{self.name} ({size}{plural})"]
         lines += [f"  {count} x {_line(device)}" for device, count in _runs(self.devices)]
@@ -221,17 +211,14 @@ def _runs(devices: tuple[Device, ...]) -> list[tuple[Device, int]]:
 
 
 def _line(device: Device) -> str:
-    rates = ", ".join(
-        f"{p} {format_rate(device.rates[p], 'FLOP/s')}" for p in PRECISIONS if p in device.rates
-    )
+    rates = ", ".join(f"{p} {format_rate(device.rates[p], 'FLOP/s')}" for p in PRECISIONS if p in device.rates)
     memory = f"{format_bytes(device.memory_bytes)} at {format_rate(device.bandwidth_bytes_per_s, 'B/s')}"
     return f"{device.name} ({device.kind}): {memory}; {rates or 'rates not known'}"
 
 
 def _link(link: Link) -> str:
     away, back, both = (
-        format_rate(rate, "B/s")
-        for rate in (link.away_bytes_per_s, link.back_bytes_per_s, link.both_bytes_per_s)
+        format_rate(rate, "B/s") for rate in (link.away_bytes_per_s, link.back_bytes_per_s, link.both_bytes_per_s)
     )
     latency = f", latency {format_time(link.latency_s)}" if link.latency_s else ""
     return f"away {away}, back {back}, both at once {both}{latency}"

@@ -42,9 +42,7 @@ def machine_table(machine: Machine) -> Table:
     table.add_row("operation issue", *(format_time(d.dispatch_s) if d.dispatch_s else "–" for d in columns))
     table.add_section()
     for label, link in _links(machine):
-        table.add_row(
-            f"{label}: away / back", f"{_giga(link.away_bytes_per_s)} / {_giga(link.back_bytes_per_s)} GB/s"
-        )
+        table.add_row(f"{label}: away / back", f"{_giga(link.away_bytes_per_s)} / {_giga(link.back_bytes_per_s)} GB/s")
         latency = f", {format_time(link.latency_s)}" if link.latency_s else ""
         table.add_row(f"{label}: both at once", f"{_giga(link.both_bytes_per_s)} GB/s{latency}")
     return table
@@ -74,9 +72,7 @@ def catalogue_table() -> Table:
 
 
 def _title(machine: Machine) -> str:
-    size = (
-        f"{machine.nodes} nodes x {len(machine.devices)}" if machine.nodes > 1 else str(len(machine.devices))
-    )
+    size = f"{machine.nodes} nodes x {len(machine.devices)}" if machine.nodes > 1 else str(len(machine.devices))
     return f"{machine.name} · {size} device{'s' if machine.ranks > 1 else ''} · {machine.fingerprint}"
 
 

@@ -1,0 +1,219 @@
+"""A calibration: how well one device does each kind of operation in one precision.
+
+It answers the question "how long would this operation take?" without the device, with four things beside the
+time: an interval, the roofline it was derived from, the efficiency, and how far it can be trusted:
+
+    measured range   a fitted kind, within the sizes that were sampled
+    extrapolated     a fitted kind, outside them; the answer leans on the median efficiency
+    roofline         a kind that was not sampled: roofline over the median efficiency of all kinds
+    scaled           carried over to another device by its rates
+
+It is stored as one (gzipped) JSON document with its own held-out errors inside. The calibrations of some devices ship
+with the package; those a user makes are kept in the cache directory and go first.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from outcore.cost.ceiling import Ceiling
+from outcore.cost.efficiency import Efficiency, fit_efficiency
+from outcore.cost.features import NAMES
+from outcore.cost.opmodel import KINDS, Operation
+from outcore.cost.regression import METHODS
+from outcore.cost.samples import Sample
+from outcore.errors import MachineError
+from outcore.machine.device import Device, precision_of
+
+__all__ = ["Calibration", "Prediction", "Trust", "fit_calibration"]
+
+VERSION = 1
+_NO_CACHE = 8.0
+
+Trust = Literal["measured range", "extrapolated", "roofline", "scaled"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """How long one operation is expected to take."""
+
+    time_s: float
+    low_s: float
+    high_s: float
+    """Between these lies the measured time of four operations in five, as far as held-out samples tell."""
+    roofline_s: float
+    efficiency: float
+    trust: Trust
+    dispatch_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Calibration:
+    """Everything learned of one device in one precision."""
+
+    device: str
+    dtype: str
+    base: Ceiling
+    """The ceiling of the device by its probed rates."""
+    models: Mapping[str, Efficiency]
+    """By kind and direction: "conv/forward"."""
+    about: Mapping[str, Any]
+    """Where it was measured: torch, date, threads."""
+    scaled_to: str = ""
+
+    def predict(self, operations: Sequence[Operation]) -> list[Prediction]:
+        """The expected time of each operation.
+
+        Raises:
+            MachineError: if an operation has another precision than this calibration.
+        """
+        predictions: list[Prediction | None] = [None] * len(operations)
+        groups: dict[str, list[int]] = {}
+        for position, operation in enumerate(operations):
+            if operation.dtype != self.dtype:
+                needed = f"a {self.dtype} calibration predicts only {self.dtype} operations"
+                raise MachineError(f"{needed}, got {operation}")
+            groups.setdefault(f"{operation.kind}/{operation.direction}", []).append(position)
+        for name, positions in groups.items():
+            group = [operations[position] for position in positions]
+            for position, prediction in zip(positions, self._predict(name, group), strict=True):
+                predictions[position] = prediction
+        return [prediction for prediction in predictions if prediction is not None]
+
+    def _predict(self, name: str, operations: Sequence[Operation]) -> list[Prediction]:
+        model = self.models.get(name)
+        if model is None:
+            middle = float(np.median([m.median for m in self.models.values()])) if self.models else 1.0
+            rooflines = [self.base.time_s(operation) for operation in operations]
+            return [Prediction(t / middle, t, 10 * t / middle, t, middle, "roofline") for t in rooflines]
+        efficiencies, beyond = model.predict(operations)
+        predictions = []
+        for operation, efficiency, outside in zip(operations, efficiencies, beyond, strict=True):
+            roofline_s = model.ceiling.time_s(operation)
+            time_s = roofline_s / float(efficiency)
+            trust: Trust = "scaled" if self.scaled_to else "extrapolated" if outside > 0 else "measured range"
+            wider = 2.0 ** min(float(outside), 3.0)
+            low_s, high_s = max(roofline_s, time_s * model.spread[0] / wider), time_s * model.spread[1] * wider
+            predictions.append(
+                Prediction(time_s, low_s, high_s, roofline_s, float(efficiency), trust, model.dispatch_s)
+            )
+        return predictions
+
+    def scaled(self, device: Device) -> Calibration:
+        """The same efficiencies under the ceilings of another device: a guess for one that was never
+        calibrated."""
+        target = Ceiling.of(device, self.dtype)
+        flops, nbytes = target.flops_per_s / self.base.flops_per_s, target.bytes_per_s / self.base.bytes_per_s
+
+        def carried(ceiling: Ceiling) -> Ceiling:
+            return Ceiling(ceiling.flops_per_s * flops, ceiling.bytes_per_s * nbytes, ceiling.floor_s, target.sms)
+
+        models = {name: replace(model, ceiling=carried(model.ceiling)) for name, model in self.models.items()}
+        return replace(self, base=carried(self.base), models=models, scaled_to=device.name)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain lists, dictionaries and numbers."""
+        base = self.base
+        return {
+            "version": VERSION,
+            "device": self.device,
+            "dtype": self.dtype,
+            "about": dict(self.about),
+            "features": list(NAMES),
+            "base": [base.flops_per_s, base.bytes_per_s, base.floor_s, base.sms],
+            "models": {name: model.to_json() for name, model in self.models.items()},
+        }
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Calibration:
+        """The calibration that `to_json` described."""
+        version = document.get("version")
+        if version != VERSION:
+            raise MachineError(f"a calibration of version {version} was given; this outcore reads {VERSION}")
+        if tuple(document.get("features", ())) != NAMES:
+            raise MachineError("a calibration with other features was given; calibrate the device again")
+        try:
+            models = {name: Efficiency.from_json(model) for name, model in document["models"].items()}
+            base = Ceiling(*document["base"])
+            return cls(document["device"], document["dtype"], base, models, document["about"])
+        except (KeyError, TypeError, IndexError) as error:
+            raise MachineError(f"not a calibration: {error!r}") from error
+
+    def save(self, path: str | Path) -> None:
+        """Write the calibration as JSON, gzipped where the name ends in .gz; a reader never sees half a file."""
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        aside = target.with_name(target.name + ".part")
+        text = json.dumps(self.to_json(), separators=(",", ":")) + "\n"
+        # No date inside the archive: the same calibration is the same file.
+        aside.write_bytes(gzip.compress(text.encode(), mtime=0) if target.suffix == ".gz" else text.encode())
+        aside.replace(target)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Calibration:
+        """Read a calibration that `save` wrote."""
+        try:
+            return cls.from_json(json.loads(_read(Path(path))))
+        except (OSError, EOFError) as error:
+            raise MachineError(f"cannot read the calibration {path}: {error}") from error
+        except json.JSONDecodeError as error:
+            raise MachineError(f"the calibration {path} is not JSON: {error}") from error
+
+    @classmethod
+    def shipped(cls, device: str, dtype: object) -> Calibration | None:
+        """The calibration of a device that comes with the package, if there is one.
+
+        >>> Calibration.shipped("abacus", "fp32") is None
+        True
+        """
+        folder = resources.files("outcore.cost").joinpath("calibrations")
+        found = folder.joinpath(file_name(device, dtype))
+        return cls.from_json(json.loads(gzip.decompress(found.read_bytes()))) if found.is_file() else None
+
+    def errors(self) -> dict[str, tuple[int, str, float, float]]:
+        """By kind and direction: samples, method, and held-out median and p90 error."""
+        return {
+            name: (model.samples, model.method, model.errors["median"], model.errors["p90"])
+            for name, model in self.models.items()
+        }
+
+
+def file_name(device: str, dtype: object) -> str:
+    """The file that holds the calibration of a device and precision."""
+    plain = "-".join("".join(c if c.isalnum() else " " for c in device.lower()).split())
+    return f"{plain}-{precision_of(dtype)}.json.gz"
+
+
+def _read(path: Path) -> bytes:
+    content = path.read_bytes()
+    return gzip.decompress(content) if path.suffix == ".gz" else content
+
+
+def fit_calibration(
+    samples: Sequence[Sample],
+    device: Device,
+    dtype: str,
+    *,
+    about: Mapping[str, Any] | None = None,
+    methods: Sequence[str] = METHODS,
+) -> Calibration:
+    """Fit every kind and direction that was sampled."""
+    base = Ceiling.of(device, dtype)
+    models: dict[str, Efficiency] = {}
+    for kind in KINDS:
+        for direction in ("forward", "backward"):
+            chosen = [s for s in samples if s.operation.kind == kind and s.operation.direction == direction]
+            # Faster than any cache: the operation turned out to be a view, and nothing was moved.
+            chosen = [s for s in chosen if s.operation.nbytes < _NO_CACHE * base.bytes_per_s * s.timing.median_s]
+            chosen = [s for s in chosen if s.operation.nbytes]
+            if chosen:
+                models[f"{kind}/{direction}"] = fit_efficiency(chosen, base, methods=methods)
+    return Calibration(device.name, dtype, base, models, dict(about or {}))
