@@ -9,7 +9,7 @@ import torch
 
 from outcore.errors import ScanError
 from outcore.scan import GRU, Options, choices
-from outcore.scan.choice import Choices, Timing
+from outcore.scan.choice import RETRY, Choices, Timing
 
 
 @pytest.fixture(autouse=True)
@@ -24,12 +24,31 @@ def test_the_measured_winner_is_taken_and_measured_once() -> None:
     (key,) = choices.timings
     assert "gru" in key
     assert "steps 64" in key
-    for timing, winner in ((Timing(1.0, 2.0), "scan"), (Timing(2.0, 1.0), "torch")):
+    for timing, winner in ((Timing(1.0, 1.5, 2.0), "scan"), (Timing(2.0, 3.0, 1.0), "torch")):
         choices.timings[key] = timing
         module(x)[0].sum().backward()
         assert module.report is not None
         assert module.report.backward == winner
         assert "measured scan" in module.report.reason
+
+
+def test_a_layer_that_comes_to_need_slow_products_goes_back_to_torch_and_tries_again_later() -> None:
+    module = GRU(3, 4)
+    x = torch.randn(100, 2, 3)
+    module(x)
+    (key,) = choices.timings
+    choices.timings[key] = Timing(1.0, 3.0, 2.0)
+    module(x)[0].sum().backward()
+    assert module.report is not None
+    assert module.report.backward == "scan"
+    module.report.layers[0].solvers[:] = ["products"]
+    module(x)
+    assert (module.report.backward, "no longer fade" in module.report.reason) == ("torch", True)
+    calls = 0
+    while module.report.backward == "torch":
+        module(x)
+        calls += 1
+    assert calls == RETRY - 1
 
 
 def test_measuring_leaves_random_numbers_gradients_and_parameters_alone() -> None:
@@ -64,7 +83,7 @@ def test_what_was_asked_for_is_not_measured() -> None:
 
 def test_timings_survive_a_file(tmp_path: Path) -> None:
     first = Choices()
-    first.timings["a gpu, gru"] = Timing(0.5, 1.5)
+    first.timings["a gpu, gru"] = Timing(0.5, 1.0, 1.5)
     first.save(tmp_path / "scan.json")
     second = Choices()
     second.load(tmp_path / "scan.json")

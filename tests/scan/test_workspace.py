@@ -59,7 +59,7 @@ def test_a_limit_is_kept_by_handling_segments(kind: str, extra: dict[str, Any], 
 def test_gradients_do_not_depend_on_the_limit(kind: str, extra: dict[str, Any]) -> None:
     _, free = pair(kind, 3, 12, Options(backward="scan"), **extra)
     limit = counted(free, 3)[0] // 2
-    reference, ours = pair(kind, 3, 12, Options(backward="scan", memory=limit), **extra)
+    reference, ours = pair(kind, 3, 12, Options(backward="scan", memory=limit, chunk=20), **extra)
     x = torch.randn(400, 8, 3, dtype=torch.float64)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="LSTM with projections")

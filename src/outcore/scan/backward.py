@@ -66,7 +66,7 @@ class Solution:
     """Gradients of all states, and how they were found."""
 
     totals: Tensor
-    """``[D, T, N, S]``; of an LSTM's memory, q (see `outcore.scan.cells`)."""
+    """``[D, T, N, S]``; of an LSTM's memory q, of an RNN d·g (see `outcore.scan.cells`)."""
     start: Tensor
     """Gradients of the initial states ``[D, N, S]``."""
     solver: str
@@ -85,26 +85,22 @@ def solve(adjoint: Adjoint, chunk: int, solver: Solver | None = None, precision:
     """
     steps = adjoint.values.shape[1]
     count = -(-steps // chunk)
-    carries = adjoint.grad_state.new_zeros((adjoint.grad_state.shape[0], count, *adjoint.grad_state.shape[1:]))
-    carries[:, -1] = adjoint.grad_state
-    sweeps = 0
     if count == 1:
-        totals, out, engine = _sweep(adjoint, chunk, carries)
+        totals, out, engine = _sweep(adjoint, chunk, adjoint.grad_state.unsqueeze(1))
         return Solution(totals, out[:, 0], "sequential", 1, engine)
+    sweeps = 0
     if solver != "products":
         limit = _relaxation_limit(adjoint.cell.state, count, asked=solver == "relaxation")
-        before = math.inf
+        before, previous = math.inf, None
         while sweeps < limit:
-            totals, out, engine = _sweep(adjoint, chunk, carries)
+            totals, out, change, engine = _relax(adjoint, chunk, previous)
             sweeps += 1
-            new = torch.cat((out[:, 1:], carries[:, -1:]), dim=1)
-            change = _change(carries, new)
             if change <= 1:
                 return Solution(totals, out[:, 0], "relaxation", sweeps, engine)
-            carries = new
             if not will_settle(before, change, 1, limit - sweeps):
                 break
-            before = change
+            before, previous = change, out
+            del totals
     rows = chunk_products(adjoint, chunk, precision)
     carries = _carries(adjoint, rows)
     if not bool(torch.isfinite(carries).all()):
@@ -122,14 +118,28 @@ def _relaxation_limit(state: int, count: int, *, asked: bool) -> int:
     return min(count, 64 if asked else max(3, min(16, state // 2)))
 
 
-def _change(old: Tensor, new: Tensor) -> float:
+def _relax(adjoint: Adjoint, chunk: int, previous: Tensor | None) -> tuple[Tensor, Tensor, float, str]:
+    """A sweep from what left the chunks in the previous one, and how much that differs from what leaves them now."""
+    if (fused := kernels.relax(adjoint, chunk, previous)) is not None:
+        totals, out, moved = fused
+        return totals, out, _change(*moved.flatten(1).cpu()), "triton"
+    D, T, N = adjoint.values.shape[:3]
+    carries = adjoint.grad_state.new_zeros((D, -(-T // chunk), N, adjoint.cell.state))
+    carries[:, -1] = adjoint.grad_state
+    if previous is not None:
+        carries[:, :-1] = previous[:, 1:]
+    totals, out, engine = _sweep(adjoint, chunk, carries)
+    new = out[:, 1:]
+    return totals, out, _change((new - carries[:, :-1]).abs().amax(-1), new.abs().amax(-1)), engine
+
+
+def _change(change: Tensor, size: Tensor) -> float:
     """Largest change of a carry in units of what rounding does to it: 4 ulp of its largest number.
 
     Carries that are nothing beside the largest (below the square of the precision) count as settled.
     """
-    eps = torch.finfo(new.dtype).eps
-    size = new.abs().amax(-1)
-    return float(((new - old).abs().amax(-1) / (4 * eps * size + eps * eps * size.amax())).nan_to_num(0).amax())
+    eps = torch.finfo(change.dtype).eps
+    return float((change / (4 * eps * size + eps * eps * size.amax())).nan_to_num(0).amax())
 
 
 def will_settle(before: float, change: float, goal: float, left: int) -> bool:

@@ -27,6 +27,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from outcore.scan import kernels
 from outcore.scan.linear import linear_recurrence
 
 __all__ = [
@@ -97,34 +98,37 @@ class Coefficients(NamedTuple):
     needs."""
 
     values: Tensor
-    """``[D, T, N, M, H]``: RNN (d); GRU (n without reset gate, r, z, n, carry z); LSTM (e, f, i, f, g, o)."""
+    """``[D, T, N, M, H]``: of an RNN its state, whose slope is d; of a GRU a_n before the reset gate, a_r, a_z, a_n
+    and z; of an LSTM e, f, a_i, a_f, a_g and a_o."""
     unprojected: Tensor | None
     """``[D, T, N, H]``"""
 
 
 def coefficients(
-    cell: Cell, x: Tensor, before: Tensor, after: Tensor, memory: Memory, weights: Weights
+    cell: Cell, x: Tensor, before: Tensor | None, after: Tensor, memory: Memory, weights: Weights
 ) -> Coefficients:
     """Coefficients of all steps at once.
 
     Args:
         cell: the cell.
         x: inputs ``[D, T, N, I]``.
-        before: hidden states before each step ``[D, T, N, P]``.
+        before: hidden states before each step ``[D, T, N, P]``; an RNN needs none.
         after: hidden states after each step.
         memory: the LSTM's initial memory ``[D, N, H]`` (later ones follow from the gates), or its memories
             before and after each step.
         weights: the parameters.
     """
-    if cell.kind == "tanh":
-        return Coefficients((1 - after * after).unsqueeze(-2), None)
-    if cell.kind == "relu":
-        return Coefficients((after > 0).to(after.dtype).unsqueeze(-2), None)
+    if cell.kind in ("tanh", "relu"):
+        return Coefficients(after.unsqueeze(-2), None)
+    assert before is not None
     from_input = _project(x, weights.input, weights.input_bias, cell)
     from_hidden = _project(before, weights.hidden, weights.hidden_bias, cell)
     if cell.kind == "gru":
-        return Coefficients(_gru(from_input, from_hidden, before), None)
-    return _lstm(from_input.add_(from_hidden), memory, keep=weights.projection is not None)
+        fused = kernels.gru_coefficients(from_input, from_hidden, before)
+        return Coefficients(_gru(from_input, from_hidden, before) if fused is None else fused, None)
+    from_input += from_hidden
+    del from_hidden
+    return _lstm(from_input, memory, keep=weights.projection is not None)
 
 
 def _project(x: Tensor, weight: Tensor, bias: Tensor | None, cell: Cell) -> Tensor:
@@ -161,7 +165,20 @@ def memories(cell: Cell, x: Tensor, before: Tensor, memory: Tensor, weights: Wei
     return linear_recurrence(f.sigmoid(), i.sigmoid() * g.tanh(), memory, dim=1, check=False)
 
 
+def _lstm_fused(gates: Tensor, memory: Tensor | None) -> Tensor | None:
+    """As `_lstm`, in two kernels around the recurrence of the memories."""
+    assert memory is not None
+    parts = kernels.lstm_memory_parts(gates)
+    if parts is None:
+        return None
+    after = linear_recurrence(*parts, memory, dim=1, check=False)
+    del parts
+    return kernels.lstm_coefficients(gates, memory, after)
+
+
 def _lstm(gates: Tensor, memory: Memory, keep: bool) -> Coefficients:
+    if not keep and not isinstance(memory, tuple) and (found := _lstm_fused(gates, memory)) is not None:
+        return Coefficients(found, None)
     i, f, g, o = gates.unbind(-2)
     i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
     if isinstance(memory, tuple):
@@ -194,11 +211,12 @@ def step_back(
         projection: the LSTM's projection.
 
     Returns:
-        The gradients of the state before the step, and `rows` with an LSTM's gc replaced by q.
+        The gradients of the state before the step, and `rows` with an LSTM's gc replaced by q, an RNN's g by d·g.
     """
     a = values.unsqueeze(-3)  # [D, K, N, 1, M, H]
     if cell.kind in ("tanh", "relu"):
-        return _times(rows * a[..., 0, :], hidden), rows
+        gates = rows * _slope(cell, a[..., 0, :])
+        return _times(gates, hidden), gates
     if cell.kind == "gru":
         gates = (rows.unsqueeze(-2) * a[..., 1:4, :]).flatten(-2)
         return _times(gates, hidden).addcmul_(rows, a[..., 4, :]), rows
@@ -207,6 +225,11 @@ def step_back(
     q = torch.addcmul(memory, full, a[..., 0, :])
     gates = torch.cat(((q.unsqueeze(-2) * a[..., 2:5, :]).flatten(-2), full * a[..., 5, :]), dim=-1)
     return torch.cat((_times(gates, hidden), q * a[..., 1, :]), dim=-1), torch.cat((g, q), dim=-1)
+
+
+def _slope(cell: Cell, h: Tensor) -> Tensor:
+    """The derivative of tanh or relu where its value is h."""
+    return 1 - h * h if cell.kind == "tanh" else (h > 0).to(h.dtype)
 
 
 def _times(rows: Tensor, weight: Tensor) -> Tensor:
@@ -222,7 +245,7 @@ def gate_gradients(
 
     Args:
         cell: the cell.
-        totals: gradients of the states ``[D, T, N, S]``, of an LSTM's memory q.
+        totals: gradients of the states ``[D, T, N, S]``; of an LSTM's memory q, of an RNN d·g.
         values: coefficients.
         projection: the LSTM's projection.
 
@@ -231,8 +254,7 @@ def gate_gradients(
         for a GRU), and the gradient of the projected output.
     """
     if cell.kind in ("tanh", "relu"):
-        gates = totals * values.squeeze(-2)
-        return gates, gates, None
+        return totals, totals, None
     if cell.kind == "gru":
         to_hidden = totals.unsqueeze(-2) * values[..., 1:4, :]
         to_input = to_hidden.clone()
@@ -284,7 +306,7 @@ def diagonal(cell: Cell, values: Tensor, weights: Weights) -> Tensor:
     D = len(values)
     w = weights.hidden.view(D, cell.gates, cell.hidden, cell.hidden).diagonal(dim1=-2, dim2=-1)[:, None, None]
     if cell.kind in ("tanh", "relu"):
-        return values[..., 0, :] * w[..., 0, :]
+        return _slope(cell, values[..., 0, :]) * w[..., 0, :]
     if cell.kind == "gru":
         return (values[..., 1:4, :] * w).sum(-2) + values[..., 4, :]
     of_memory = (values[..., 2:5, :] * w[..., :3, :]).sum(-2)

@@ -1,9 +1,13 @@
 """Scan or torch: whichever was measured to be faster for this shape on this device.
 
-A scan does more work than a loop and pays where the loop leaves the device idle: long sequences, small
-batches, small hidden sizes. Where that line runs depends on the device, on cuDNN's version and on the network
-(gradients that fade within a chunk need no products), so it is measured: one forward and backward pass of
-both, on the data and weights at hand, once per shape. Lengths within a factor of two share a measurement.
+A scan does more work than a loop and pays where the loop leaves the device idle: long sequences, small batches,
+small hidden sizes. Where that line runs depends on the device, on cuDNN's version and on the network (gradients that
+fade within a chunk need no products), so it is measured: one forward and backward pass of each, on the data and
+weights at hand, once per shape. Lengths within a factor of two share a measurement.
+
+Whether gradients fade may change while a network learns, so the scan is timed with products too. Where only the
+quicker way pays, a layer goes back to torch when that stops working, and tries again later.
+
 `choices` keeps the results; save them to skip the measuring in the next run.
 """
 
@@ -26,7 +30,10 @@ __all__ = ["Choices", "Timing", "choices", "key_of"]
 
 SHORTEST = 32
 """Steps below which nothing is measured: a loop this short is never worth a scan."""
+RETRY = 64
+"""Calls after which a layer whose gradients did not fade is given another try."""
 _REPEATS = 3
+Run = Callable[[], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +41,28 @@ class Timing:
     """Seconds of one forward and backward pass."""
 
     scan_s: float
+    """As the scan would run now."""
+    products_s: float
+    """If it had to multiply Jacobians out."""
     torch_s: float
 
-    @property
-    def backward(self) -> str:
-        """The faster one."""
-        return "scan" if self.scan_s < self.torch_s else "torch"
+    def choose(self, settled: bool) -> tuple[str, str]:
+        """Which to take, and why.
+
+        Args:
+            settled: whether relaxation was enough in the last scanned call.
+        """
+        if self.products_s < self.torch_s:
+            return "scan", f"measured {self}"
+        if self.scan_s < self.torch_s:
+            if settled:
+                return "scan", f"measured {self}"
+            return "torch", f"gradients no longer fade within a chunk, and products are slower: measured {self}"
+        return "torch", f"measured {self}"
 
     def __str__(self) -> str:
-        return f"scan {1e3 * self.scan_s:.3g} ms, torch {1e3 * self.torch_s:.3g} ms"
+        scan, products, plain = (f"{1e3 * s:.3g} ms" for s in (self.scan_s, self.products_s, self.torch_s))
+        return f"scan {scan} ({products} with products), torch {plain}"
 
 
 class Choices:
@@ -55,10 +75,9 @@ class Choices:
     def __init__(self) -> None:
         self.timings: dict[str, Timing] = {}
 
-    def choose(self, key: str, scan: Callable[[], Any], plain: Callable[[], Any], device: torch.device) -> Timing:
-        """The timing for a key, measured if it is new; each argument runs one forward and backward pass."""
-        if key not in self.timings:
-            self.timings[key] = Timing(_seconds(scan, device), _seconds(plain, device))
+    def measure(self, key: str, scan: Run, products: Run, plain: Run, device: torch.device) -> Timing:
+        """Time a shape; each argument runs one forward and backward pass."""
+        self.timings[key] = Timing(*(_seconds(run, device) for run in (scan, products, plain)))
         return self.timings[key]
 
     def save(self, path: str | Path) -> None:
@@ -69,7 +88,8 @@ class Choices:
         """Add the timings from a file."""
         try:
             found = json.loads(Path(path).read_text())
-            self.timings.update({str(k): Timing(float(t["scan_s"]), float(t["torch_s"])) for k, t in found.items()})
+            fields = ("scan_s", "products_s", "torch_s")
+            self.timings.update({str(k): Timing(*(float(t[f]) for f in fields)) for k, t in found.items()})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ScanError(f"{path} is no file of timings as Choices.save writes them ({error})") from None
 

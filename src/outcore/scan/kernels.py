@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from outcore.scan.cells import Cell, Weights
-
 if TYPE_CHECKING:
     from outcore.scan.backward import Adjoint
+    from outcore.scan.cells import Cell, Weights
     from outcore.scan.options import Precision
 
 __all__ = ["advance", "available", "carries", "fits", "linear_states", "products", "sweep"]
@@ -48,11 +47,11 @@ def _interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def fits(cell: Cell, x: Tensor) -> bool:
+def fits(cell: Cell, dtype: torch.dtype) -> bool:
     """Whether a cell's recurrent weights can be held in the registers of one program."""
     size = _power_of_two(cell.hidden)
-    registers = cell.gates * size * size * max(1, x.dtype.itemsize // 4)
-    return not cell.projection and registers <= _MOST_REGISTERS and x.dtype in (torch.float32, torch.float64)
+    registers = cell.gates * size * size * max(1, dtype.itemsize // 4)
+    return not cell.projection and registers <= _MOST_REGISTERS and dtype in (torch.float32, torch.float64)
 
 
 def _power_of_two(n: int, least: int = 16) -> int:
@@ -94,34 +93,61 @@ def _or_none(name: str) -> Callable[[Callable[..., _Result]], Callable[..., _Res
 
 def sweep(adjoint: Adjoint, chunk: int, carried: Tensor) -> tuple[Tensor, Tensor] | None:
     """Gradients of all states and what leaves each chunk; see `outcore.scan.backward`."""
-    if not available(carried) or not fits(adjoint.cell, carried):
+    if not available(carried) or not fits(adjoint.cell, carried.dtype):
         return None
     return _sweep(adjoint, chunk, carried)
 
 
 @_or_none("a sweep")
 def _sweep(adjoint: Adjoint, chunk: int, carried: Tensor) -> tuple[Tensor, Tensor]:
-    D, T, N = adjoint.values.shape[:3]
-    new = torch.empty if adjoint.lengths is None else torch.zeros
-    totals = new((D, T, N, adjoint.cell.state), dtype=carried.dtype, device=carried.device)
-    carried = carried.contiguous()
-    out = torch.empty_like(carried)
-    _follow_back(adjoint, chunk, carried, totals, out, rows=0)
+    totals, out, _ = _follow(adjoint, chunk, carried.contiguous(), _GIVEN)
     return totals, out
 
 
-def _follow_back(adjoint: Adjoint, chunk: int, carried: Tensor, totals: Tensor, out: Tensor, rows: int) -> None:
+def relax(adjoint: Adjoint, chunk: int, previous: Tensor | None) -> tuple[Tensor, Tensor, Tensor] | None:
+    """A sweep from what left the chunks in the previous one (none: from zero), and how much that has changed."""
+    if not available(adjoint.values) or not fits(adjoint.cell, adjoint.values.dtype):
+        return None
+    return _relax(adjoint, chunk, previous)
+
+
+@_or_none("a sweep")
+def _relax(adjoint: Adjoint, chunk: int, previous: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    if previous is None:
+        return _follow(adjoint, chunk, adjoint.grad_state, _ZERO)
+    return _follow(adjoint, chunk, previous, _SHIFTED)
+
+
+_ZERO, _SHIFTED, _GIVEN = 0, 1, 2
+
+
+def _follow(adjoint: Adjoint, chunk: int, carried: Tensor, carry: int) -> tuple[Tensor, Tensor, Tensor]:
+    D, T, N = adjoint.values.shape[:3]
+    S = adjoint.cell.state
+    new = torch.empty if adjoint.lengths is None else torch.zeros
+    totals = new((D, T, N, S), dtype=carried.dtype, device=carried.device)
+    count = -(-T // chunk)
+    out = carried.new_empty((D, count, N, S))
+    moved = carried.new_empty((2, D, count, N))
+    _follow_back(adjoint, chunk, carried, totals, out, moved, carry, rows=0)
+    return totals, out, moved
+
+
+def _follow_back(
+    adjoint: Adjoint, chunk: int, carried: Tensor, totals: Tensor, out: Tensor, moved: Tensor, carry: int, rows: int
+) -> None:
     from outcore.scan import triton_kernels
 
     cell = adjoint.cell
     D, T, N = adjoint.values.shape[:3]
     count, size = -(-T // chunk), _power_of_two(cell.hidden)
-    triton_kernels.follow_back[(D * count * N * max(1, rows),)](
-        adjoint.values, adjoint.hidden.contiguous(), adjoint.grad_output.contiguous(), carried,
-        carried if adjoint.lengths is None else adjoint.lengths, totals, out,
-        T, N, chunk, count, cell.hidden,
-        KIND=_KIND[cell.kind], M=cell.coefficients, G=cell.gates, S_PER_H=cell.state // cell.hidden,
-        PACKED=adjoint.lengths is not None, PRODUCTS=rows > 0, HP=size,
+    places = D * count * N
+    triton_kernels.follow_back[(places * max(1, rows),)](
+        adjoint.values.contiguous(), adjoint.hidden.contiguous(), adjoint.grad_output.contiguous(), carried,
+        adjoint.grad_state.contiguous(), carried if adjoint.lengths is None else adjoint.lengths, totals, out, moved,
+        T, N, chunk, count, cell.hidden, places,
+        KIND=_KIND[cell.kind], RELU=cell.kind == "relu", M=cell.coefficients, G=cell.gates,
+        S_PER_H=cell.state // cell.hidden, PACKED=adjoint.lengths is not None, PRODUCTS=rows > 0, CARRY=carry, HP=size,
         num_warps=_warps(cell.gates * size * size * (carried.dtype.itemsize // 4)),
     )  # fmt: skip
 
@@ -129,7 +155,7 @@ def _follow_back(adjoint: Adjoint, chunk: int, carried: Tensor, totals: Tensor, 
 def products(adjoint: Adjoint, chunk: int, precision: Precision) -> Tensor | None:
     """The products of the chunks' Jacobians; see `outcore.scan.backward`."""
     x = adjoint.values
-    if not available(x) or not fits(adjoint.cell, x):
+    if not available(x) or not fits(adjoint.cell, x.dtype):
         return None
     found = _multiply(adjoint, chunk, precision) if x.dtype == torch.float32 else None
     return found if found is not None else _multiply_rows(adjoint, chunk)
@@ -141,6 +167,14 @@ def _empty_rows(adjoint: Adjoint, chunk: int) -> Tensor:
     return adjoint.values.new_empty((D, -(-T // chunk), N, S + 1, S))
 
 
+def product_tile(cell: Cell) -> tuple[int, int]:
+    """Rows of a product per program, and its warps."""
+    size = _power_of_two(cell.hidden)
+    if size <= 32:
+        return (16 if cell.kind == "lstm" or cell.state < 16 else 32), 1
+    return (32, 2) if size == 64 else (32, 8)
+
+
 @_or_none("products on tensor cores")
 def _multiply(adjoint: Adjoint, chunk: int, precision: Precision) -> Tensor:
     from outcore.scan import triton_kernels
@@ -148,14 +182,14 @@ def _multiply(adjoint: Adjoint, chunk: int, precision: Precision) -> Tensor:
     cell, out = adjoint.cell, _empty_rows(adjoint, chunk)
     D, T, N = adjoint.values.shape[:3]
     count, size = out.shape[1], _power_of_two(cell.hidden)
-    tile = 16 if cell.state < 16 or size >= 64 else 32
+    tile, warps = product_tile(cell)
     triton_kernels.multiply_back[(D * count * N, -(-(cell.state + 1) // tile))](
-        adjoint.values, adjoint.hidden.contiguous(), adjoint.grad_output.contiguous(),
+        adjoint.values.contiguous(), adjoint.hidden.contiguous(), adjoint.grad_output.contiguous(),
         out if adjoint.lengths is None else adjoint.lengths, out,
         T, N, chunk, count, cell.hidden,
-        KIND=_KIND[cell.kind], M=cell.coefficients, G=cell.gates, S_PER_H=cell.state // cell.hidden,
-        PACKED=adjoint.lengths is not None, PRECISION={"full": "tf32x3"}.get(precision, precision), HP=size,
-        ROWS=tile, num_warps=max(1, min(8, size * size // 1024)),
+        KIND=_KIND[cell.kind], RELU=cell.kind == "relu", M=cell.coefficients, G=cell.gates,
+        S_PER_H=cell.state // cell.hidden, PACKED=adjoint.lengths is not None, HP=size, ROWS=tile,
+        PRECISION={"full": "tf32x3"}.get(precision, precision), num_warps=warps,
     )  # fmt: skip
     return out
 
@@ -163,7 +197,7 @@ def _multiply(adjoint: Adjoint, chunk: int, precision: Precision) -> Tensor:
 @_or_none("products")
 def _multiply_rows(adjoint: Adjoint, chunk: int) -> Tensor:
     out = _empty_rows(adjoint, chunk)
-    _follow_back(adjoint, chunk, out, out, out, rows=adjoint.cell.state + 1)
+    _follow_back(adjoint, chunk, out, out, out, out, _GIVEN, rows=adjoint.cell.state + 1)
     return out
 
 
@@ -194,7 +228,7 @@ def advance(
 ) -> tuple[Tensor, Tensor] | None:
     """All chunks forward from given states: every state, and the last of each chunk; see
     `outcore.scan.newton`."""
-    if not available(starts) or not fits(cell, starts):
+    if not available(starts) or not fits(cell, starts.dtype):
         return None
     return _advance(cell, inputs, weights, starts, lengths, chunk)
 
@@ -221,6 +255,67 @@ def _advance(
         num_warps=_warps(cell.gates * size * size * (starts.dtype.itemsize // 4)),
     )  # fmt: skip
     return states, ends
+
+
+_BLOCK = 1024
+_WORKING = (torch.float32, torch.float64)
+
+
+def gru_coefficients(from_input: Tensor, from_hidden: Tensor, before: Tensor) -> Tensor | None:
+    """The coefficients of a GRU in one pass; see `outcore.scan.cells`."""
+    if not available(before) or before.dtype not in _WORKING:
+        return None
+    return _gru_coefficients(from_input, from_hidden, before)
+
+
+@_or_none("the gates of a GRU")
+def _gru_coefficients(from_input: Tensor, from_hidden: Tensor, before: Tensor) -> Tensor:
+    from outcore.scan import triton_kernels
+
+    H, total = before.shape[-1], before.numel()
+    out = before.new_empty((*before.shape[:-1], 5, H))
+    triton_kernels.gru_values[(-(-total // _BLOCK),)](
+        from_input, from_hidden, before.contiguous(), out, total, H, LIBRARY=not _interpreted(), BLOCK=_BLOCK
+    )
+    return out
+
+
+def lstm_memory_parts(gates: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Factors and additions of the recurrence that an LSTM's memories follow."""
+    if not available(gates) or gates.dtype not in _WORKING:
+        return None
+    return _lstm_memory_parts(gates)
+
+
+@_or_none("the gates of an LSTM")
+def _lstm_memory_parts(gates: Tensor) -> tuple[Tensor, Tensor]:
+    from outcore.scan import triton_kernels
+
+    D, T, N, _, H = gates.shape
+    f, added = gates.new_empty((D, T, N, H)), gates.new_empty((D, T, N, H))
+    triton_kernels.lstm_parts[(-(-f.numel() // _BLOCK),)](
+        gates, f, added, f.numel(), H, LIBRARY=not _interpreted(), BLOCK=_BLOCK
+    )
+    return f, added
+
+
+def lstm_coefficients(gates: Tensor, memory: Tensor, after: Tensor) -> Tensor | None:
+    """The coefficients of an LSTM in one pass, once its memories are known."""
+    return _lstm_coefficients(gates, memory, after)
+
+
+@_or_none("the gates of an LSTM")
+def _lstm_coefficients(gates: Tensor, memory: Tensor, after: Tensor) -> Tensor:
+    from outcore.scan import triton_kernels
+
+    D, T, N, _, H = gates.shape
+    out = gates.new_empty((D, T, N, 6, H))
+    total = D * T * N * H
+    triton_kernels.lstm_values[(-(-total // _BLOCK),)](
+        gates, memory.contiguous(), after.contiguous(), out, total, T, N, H,
+        LIBRARY=not _interpreted(), BLOCK=_BLOCK,
+    )  # fmt: skip
+    return out
 
 
 _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}

@@ -26,7 +26,7 @@ from outcore.scan.packing import Packing, flip
 from outcore.scan.report import LayerReport
 from outcore.scan.workspace import Cut
 
-__all__ = ["Layer", "run_layer"]
+__all__ = ["Layer", "run_layer", "working_dtype"]
 
 _FORWARD: dict[str, Callable[..., tuple[Tensor, ...]]] = {
     "tanh": rnn_tanh,
@@ -149,7 +149,7 @@ def _parallel(
     layer: Layer, x: Tensor, h0: Tensor, c0: Tensor | None, flat: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...] | None:
     assert layer.forward is not None
-    dtype = _working_dtype(x.dtype)
+    dtype = working_dtype(x.dtype)
     start = _state(h0, c0).to(dtype)
     found = parallel_forward(
         layer.cell,
@@ -183,7 +183,7 @@ def _state(h: Tensor, c: Tensor | None) -> Tensor:
     return h if c is None else torch.cat((h, c), dim=-1)
 
 
-def _working_dtype(dtype: torch.dtype) -> torch.dtype:
+def working_dtype(dtype: torch.dtype) -> torch.dtype:
     """Half precisions are scanned in float32."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
@@ -199,7 +199,7 @@ def _backward(
     *,
     input_grad: bool,
 ) -> tuple[Tensor | None, ...]:
-    cell, dtype = layer.cell, _working_dtype(x.dtype)
+    cell, dtype = layer.cell, working_dtype(x.dtype)
     weights = layer.weights(flat, dtype)
     xs, ys = layer.orient(x, dtype, split=False), layer.orient(y, dtype, split=True)
     grad_y = layer.orient(grads[0], dtype, split=True)
@@ -213,11 +213,13 @@ def _backward(
     memories_at = _memories(cell, xs, ys, start, memory, weights, starts, segment)
     for first, c_first in zip(reversed(starts), reversed(memories_at), strict=True):
         here = slice(first, min(T, first + segment))
-        before = _before(ys, start, here)
+        before = None if cell.kind in ("tanh", "relu") else _before(ys, start, here)
+        just_before = start if first == 0 else ys[:, first - 1]
         into = None if grad_x is None else grad_x[:, here]
         carried = _segment(
-            layer, xs[:, here], before, ys[:, here], c_first, weights, grad_y[:, here], carried, first, sums, into
-        )
+            layer, xs[:, here], just_before, before, ys[:, here], c_first, weights, grad_y[:, here], carried,
+            first, sums, into,
+        )  # fmt: skip
 
     of_x = None if grad_x is None else layer.restore(grad_x, split=False).to(x.dtype)
     of_h0 = carried[..., : cell.output].to(h0.dtype)
@@ -228,7 +230,8 @@ def _backward(
 def _segment(
     layer: Layer,
     x: Tensor,
-    before: Tensor,
+    just_before: Tensor,
+    before: Tensor | None,
     after: Tensor,
     memory: Tensor | None,
     weights: Weights,
@@ -248,7 +251,7 @@ def _segment(
     layer.report.sweeps += solution.sweeps
     layer.report.engine = solution.engine
     to_input, to_hidden, of_output = gate_gradients(cell, solution.totals, found.values, weights.projection)
-    sums.add(x, before, to_input, to_hidden, layer.bias)
+    sums.add(x, just_before, after, to_input, to_hidden, layer.bias)
     if of_output is not None and found.unprojected is not None:
         sums.add_projection(of_output, found.unprojected)
     if grad_x is not None:
@@ -299,9 +302,15 @@ class _WeightGradients:
         self.hidden_bias: Tensor | None = None
         self.projection: Tensor | None = None
 
-    def add(self, x: Tensor, before: Tensor, to_input: Tensor, to_hidden: Tensor, bias: bool) -> None:
+    def add(
+        self, x: Tensor, just_before: Tensor, after: Tensor, to_input: Tensor, to_hidden: Tensor, bias: bool
+    ) -> None:
         self.input = _plus(self.input, _summed_products(to_input, x))
-        self.hidden = _plus(self.hidden, _summed_products(to_hidden, before))
+        # Each step meets the state before it: the first one's, and the states but the last.
+        hidden = torch.bmm(to_hidden[:, 0].mT, just_before)
+        if to_hidden.shape[1] > 1:
+            hidden += _summed_products(to_hidden[:, 1:], after[:, :-1])
+        self.hidden = _plus(self.hidden, hidden)
         if bias:
             of_input = to_input.sum((1, 2))
             self.hidden_bias = _plus(self.hidden_bias, of_input if to_hidden is to_input else to_hidden.sum((1, 2)))
@@ -326,18 +335,14 @@ def _plus(total: Tensor | None, more: Tensor) -> Tensor:
 
 
 def _summed_products(left: Tensor, right: Tensor) -> Tensor:
-    """Sum over steps and sequences of the outer products: ``[D, T, N, a]``, ``[D, T, N, b]`` to ``[D, a,
-    b]``."""
-    D = len(left)
-    left, right = left.reshape(D, -1, left.shape[-1]), right.reshape(D, -1, right.shape[-1])
-    rows = left.shape[1]
-    if not left.is_cuda or rows < 4 * _SPLIT_ROWS:
-        return torch.bmm(left.mT, right)
-    parts = rows // _SPLIT_ROWS
+    """Sum over steps and sequences of the outer products: ``[D, T, N, a]``, ``[D, T, N, b]`` to ``[D, a, b]``."""
+    return torch.stack([_summed(a.flatten(0, 1), b.flatten(0, 1)) for a, b in zip(left, right, strict=True)])
+
+
+def _summed(left: Tensor, right: Tensor) -> Tensor:
+    parts = len(left) // _SPLIT_ROWS
+    if not left.is_cuda or parts < 4:
+        return left.mT @ right
     whole = parts * _SPLIT_ROWS
-    split_left = left[:, :whole].unflatten(1, (parts, _SPLIT_ROWS))
-    split_right = right[:, :whole].unflatten(1, (parts, _SPLIT_ROWS))
-    total = torch.matmul(split_left.mT, split_right).sum(1)
-    if whole < rows:
-        total = total + torch.bmm(left[:, whole:].mT, right[:, whole:])
-    return total
+    total = torch.bmm(left[:whole].view(parts, _SPLIT_ROWS, -1).mT, right[:whole].view(parts, _SPLIT_ROWS, -1)).sum(0)
+    return total if whole == len(left) else total.addmm_(left[whole:].mT, right[whole:])

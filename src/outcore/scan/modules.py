@@ -10,6 +10,7 @@ it), and under ``torch.compile`` the module behaves like torch.nn's.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -22,8 +23,8 @@ from torch.nn.utils.rnn import PackedSequence
 from outcore.errors import ScanError
 from outcore.scan import kernels
 from outcore.scan.cells import Cell, CellKind
-from outcore.scan.choice import SHORTEST, choices, key_of
-from outcore.scan.layer import Layer, run_layer
+from outcore.scan.choice import RETRY, SHORTEST, choices, key_of
+from outcore.scan.layer import Layer, run_layer, working_dtype
 from outcore.scan.options import Options, Precision, as_bytes
 from outcore.scan.packing import Packing
 from outcore.scan.report import LayerReport, Report
@@ -32,6 +33,7 @@ from outcore.scan.workspace import Shape, cut, free_bytes
 __all__ = ["GRU", "LSTM", "RNN", "convert"]
 
 _KINDS: dict[str, CellKind] = {"RNN_TANH": "tanh", "RNN_RELU": "relu", "GRU": "gru", "LSTM": "lstm"}
+_ALWAYS_FREE = 2**26
 Hidden = Tensor | tuple[Tensor, Tensor]
 
 
@@ -41,6 +43,7 @@ class _Scanned(torch.nn.RNNBase):
     options: Options = Options()
     report: Report | None = None
     """What the last call did; the part about backward is filled in when it runs."""
+    _unsettled: int = 0
 
     def __init__(self, *args: Any, options: Options | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -85,24 +88,34 @@ class _Scanned(torch.nn.RNNBase):
         if steps < SHORTEST:
             return "torch", f"{steps} steps; a scan needs at least {SHORTEST} to pay"
         key = key_of(self._cell(0), 1 + self.bidirectional, steps, batch, x)
-        if key not in choices.timings and x.is_cuda and torch.cuda.is_current_stream_capturing():
-            return (
-                "torch",
-                "nothing can be measured while a CUDA graph is recorded; run the layer once before",
-            )
-        plain, scanned = self._first_layer(torch.nn.Module), self._first_layer(_Scanned)
-        data = x.detach()
+        if key not in choices.timings:
+            if x.is_cuda and torch.cuda.is_current_stream_capturing():
+                return "torch", "nothing can be measured while a CUDA graph is recorded; run the layer once before"
+            self._measure(key, x.detach())
+        return choices.timings[key].choose(self._settled())
 
-        def once(module: torch.nn.Module) -> None:
-            with torch.enable_grad():
-                output, _ = module(data)
-                torch.autograd.grad(output, list(module.parameters()), output.detach())
+    def _settled(self) -> bool:
+        """Whether the last scanned call got by without products; forgotten after a while."""
+        if self.report is not None and any("products" in layer.solvers for layer in self.report.layers):
+            self._unsettled = RETRY
+        self._unsettled = max(0, self._unsettled - 1)
+        return self._unsettled == 0
 
-        timing = choices.choose(key, lambda: once(scanned), lambda: once(plain), x.device)
-        return timing.backward, f"measured {timing}"
+    def _measure(self, key: str, x: Tensor) -> None:
+        def run(module: torch.nn.Module) -> Callable[[], None]:
+            def once() -> None:
+                with torch.enable_grad():
+                    output, _ = module(x)
+                    torch.autograd.grad(output, list(module.parameters()), output.detach())
 
-    def _first_layer(self, kind: type[torch.nn.Module]) -> torch.nn.Module:
-        """A copy of the first layer alone, as torch.nn's or as ours."""
+            return once
+
+        scanned = run(self._first_layer(replace(self.options, backward="scan")))
+        products = run(self._first_layer(replace(self.options, backward="scan", solver="products")))
+        choices.measure(key, scanned, products, run(self._first_layer(None)), x.device)
+
+    def _first_layer(self, options: Options | None) -> torch.nn.Module:
+        """A copy of the first layer alone, as torch.nn's or, with options, as ours."""
         bases = {
             "RNN_TANH": torch.nn.RNN,
             "RNN_RELU": torch.nn.RNN,
@@ -120,9 +133,7 @@ class _Scanned(torch.nn.RNNBase):
         ).to_empty(device=first.device).to(first.dtype)  # fmt: skip
         state = self.state_dict()
         layer.load_state_dict({name: state[name] for name in layer.state_dict()})
-        if kind is _Scanned:
-            convert(layer, options=replace(self.options, backward="scan"))
-        return layer
+        return layer if options is None else convert(layer, options=options)
 
     def _cell(self, layer: int) -> Cell:
         size = self.input_size if layer == 0 else (self.proj_size or self.hidden_size) * (1 + self.bidirectional)
@@ -184,13 +195,14 @@ class _Scanned(torch.nn.RNNBase):
         D = 1 + self.bidirectional
         per = len(self._flat_weights) // (self.num_layers * D)
         limit = None if self.options.memory is None else as_bytes(self.options.memory)
-        limit = limit or free_bytes(x.device) // 4
-        fused = kernels.available(x)
         copied = D == 2 or packing is not None or x.dtype.itemsize < 4
         layers = []
         for i in range(self.num_layers):
             shape = Shape(self._cell(i), D, steps, batch, max(4, x.dtype.itemsize), copied, x.is_cuda)
+            fused = kernels.available(x) and kernels.fits(shape.cell, working_dtype(x.dtype))
             plan = cut(shape, limit, self.options.chunk, fused=fused)
+            if limit is None and plan.bytes > _ALWAYS_FREE:  # asking the driver takes longer than a small layer
+                plan = cut(shape, free_bytes(x.device) // 4, self.options.chunk, fused=fused)
             report = LayerReport(plan.segment, plan.chunk, plan.bytes)
             self.report.layers.append(report)
             layers.append(

@@ -113,7 +113,7 @@ def parallel_forward(
 def _check_memory(cell: Cell, chunks: int, x: Tensor, newton: Newton, chunk: int) -> None:
     if newton.jacobian in ("none", "diagonal"):
         return
-    wide = 1 if kernels.available(x) and kernels.fits(cell, x) else 3 + cell.gates
+    wide = 1 if kernels.available(x) and kernels.fits(cell, x.dtype) else 3 + cell.gates
     needed = chunks * (cell.state + 1) * cell.state * wide * x.dtype.itemsize
     if needed > (free := free_bytes(x.device) // 2):
         longer = chunk * -(-needed // free)

@@ -9,6 +9,7 @@ programs together cover every sequence and every chunk.
     multiply_back   the same for a tile of rows on tensor cores: the product of a chunk's Jacobians
     pass_back       the carries from chunk to chunk through their products
     follow_on       the cell itself forward through a chunk
+    gru_values, …   the coefficients of a cell in one pass
     recur           the diagonal linear recurrence over tiles of time
 
 KIND is 0 for an RNN, 1 for a GRU, 2 for an LSTM. Index letters as in `outcore.scan.cells`; HP is H padded to
@@ -35,12 +36,24 @@ def _weight(weights, d, gate, rows, cols, H, G: tl.constexpr):
 
 
 @triton.jit
-def _step_values(values, grads, at, wanted, i, H, M: tl.constexpr, KIND: tl.constexpr):
+def _turned(weights, d, gate, rows, cols, H, G: tl.constexpr):
+    """The same transposed: sums over the first dimension of a tile need the fewest exchanges between threads."""
+    place = (d * G + gate) * H * H + cols[None, :] * H + rows[:, None]
+    return tl.load(weights + place, mask=(rows[:, None] < H) & (cols[None, :] < H), other=0.0)
+
+
+@triton.jit
+def _step_values(values, grads, at, wanted, i, H, M: tl.constexpr, KIND: tl.constexpr, RELU: tl.constexpr):
     """The output gradient and up to six coefficients of one step; what a kind has not is a copy of the
     first."""
     mask = wanted & (i < H)
     g = tl.load(grads + at * H + i, mask=mask, other=0.0)
     v0 = tl.load(values + at * (M * H) + i, mask=mask, other=0.0)
+    if KIND == 0:
+        if RELU:
+            v0 = tl.where(v0 > 0, 1.0, 0.0).to(g.dtype)
+        else:
+            v0 = 1 - v0 * v0
     v1, v2, v3, v4, v5 = v0, v0, v0, v0, v0
     if KIND >= 1:
         v1 = tl.load(values + at * (M * H) + H + i, mask=mask, other=0.0)
@@ -54,15 +67,19 @@ def _step_values(values, grads, at, wanted, i, H, M: tl.constexpr, KIND: tl.cons
 
 @triton.jit
 def follow_back(
-    values, weights, grads, carries, lengths, totals, out,
-    T, N, L, K, H,
-    KIND: tl.constexpr, M: tl.constexpr, G: tl.constexpr, S_PER_H: tl.constexpr,
-    PACKED: tl.constexpr, PRODUCTS: tl.constexpr, HP: tl.constexpr,
+    values, weights, grads, carries, last_carry, lengths, totals, out, moved,
+    T, N, L, K, H, places,
+    KIND: tl.constexpr, RELU: tl.constexpr, M: tl.constexpr, G: tl.constexpr, S_PER_H: tl.constexpr,
+    PACKED: tl.constexpr, PRODUCTS: tl.constexpr, CARRY: tl.constexpr, HP: tl.constexpr,
 ):  # fmt: skip
     """Gradients back through a chunk.
 
-    A sweep starts from `carries` [D, K, N, S], writes `totals` [D, T, N, S] and `out` [D, K, N, S]. PRODUCTS:
-    one program per row r of [D, K, N, S + 1, S] starts from the r-th unit vector (the last from zero, and
+    A sweep writes `totals` [D, T, N, S] and what leaves each chunk, `out` [D, K, N, S]. It starts from
+    `last_carry` [D, N, S] in the last chunk, and in the others from `carries` [D, K, N, S]: as given (CARRY 2), as
+    what left the next chunk in the previous sweep (1), or from zero (0). In the last two cases `moved` says how
+    much what leaves each chunk differs from what the chunk before it started from, and how large it is.
+
+    PRODUCTS: one program per row r of [D, K, N, S + 1, S] starts from the r-th unit vector (the last from zero, and
     only that one adds the output gradients) and writes `out` alone.
     """
     S = S_PER_H * H
@@ -93,24 +110,43 @@ def follow_back(
         c = tl.where(i < H, c, 0.0)
         m = tl.where(i < H, m, 0.0)
         keep = tl.where(row == S, 1.0, 0.0).to(w0.dtype)
-    else:
+    elif CARRY == 2:
         c = tl.load(carries + place * S + i, mask=i < H, other=0.0)
         m = c
         if KIND == 2:
             m = tl.load(carries + place * S + H + i, mask=i < H, other=0.0)
+    else:
+        is_last = k == K - 1
+        c = tl.load(last_carry + (d * N + n) * S + i, mask=(i < H) & is_last, other=0.0)
+        m = c
+        if KIND == 2:
+            m = tl.load(last_carry + (d * N + n) * S + H + i, mask=(i < H) & is_last, other=0.0)
+        if CARRY == 1:
+            shifted = (i < H) & (k < K - 1)
+            c += tl.load(carries + (place + N) * S + i, mask=shifted, other=0.0)
+            if KIND == 2:
+                m += tl.load(carries + (place + N) * S + H + i, mask=shifted, other=0.0)
     base = (d * T) * N + n
-    g_a, a0, a1, a2, a3, a4, a5 = _step_values(values, grads, base + (last - 1) * N, last > first, i, H, M, KIND)
-    g_b, b0, b1, b2, b3, b4, b5 = _step_values(values, grads, base + (last - 2) * N, last - 1 > first, i, H, M, KIND)
+    g_a, a0, a1, a2, a3, a4, a5 = _step_values(values, grads, base + (last - 1) * N, last > first, i, H, M, KIND, RELU)
+    g_b, b0, b1, b2, b3, b4, b5 = _step_values(
+        values, grads, base + (last - 2) * N, last - 1 > first, i, H, M, KIND, RELU
+    )
     for j in range(last - first):
         t = last - 1 - j
-        g_c, c0, c1, c2, c3, c4, c5 = _step_values(values, grads, base + (t - 2) * N, t - 2 >= first, i, H, M, KIND)
+        g_c, c0, c1, c2, c3, c4, c5 = _step_values(
+            values, grads, base + (t - 2) * N, t - 2 >= first, i, H, M, KIND, RELU
+        )
         if PRODUCTS:
             g = c + g_a * keep
         else:
             g = c + g_a
-            tl.store(totals + (base + t * N) * S + i, g, mask=i < H)
+            if KIND != 0:
+                tl.store(totals + (base + t * N) * S + i, g, mask=i < H)
         if KIND == 0:
-            c = tl.sum((g * a0)[:, None] * w0, axis=0)
+            g = g * a0
+            if not PRODUCTS:
+                tl.store(totals + (base + t * N) * S + i, g, mask=i < H)
+            c = tl.sum(g[:, None] * w0, axis=0)
         if KIND == 1:
             parts = (g * a1)[:, None] * w0 + (g * a2)[:, None] * w1 + (g * a3)[:, None] * w2
             c = tl.sum(parts, axis=0) + g * a4
@@ -128,6 +164,20 @@ def follow_back(
     tl.store(out + to + i, c, mask=i < H)
     if KIND == 2:
         tl.store(out + to + H + i, m, mask=i < H)
+    if not PRODUCTS:
+        if CARRY != 2:
+            size = tl.max(tl.abs(c), axis=0)
+            if CARRY == 1:
+                c -= tl.load(carries + to + i, mask=i < H, other=0.0)
+            change = tl.max(tl.abs(c), axis=0)
+            if KIND == 2:
+                size = tl.maximum(size, tl.max(tl.abs(m), axis=0))
+                if CARRY == 1:
+                    m -= tl.load(carries + to + H + i, mask=i < H, other=0.0)
+                change = tl.maximum(change, tl.max(tl.abs(m), axis=0))
+            counts = k > 0  # nothing starts from what leaves the first chunk
+            tl.store(moved + place, tl.where(counts, change, 0.0))
+            tl.store(moved + places + place, tl.where(counts, size, 0.0))
 
 
 @triton.jit
@@ -141,7 +191,7 @@ def _dot(x, w, PRECISION: tl.constexpr):
 def multiply_back(
     values, weights, grads, lengths, out,
     T, N, L, K, H,
-    KIND: tl.constexpr, M: tl.constexpr, G: tl.constexpr, S_PER_H: tl.constexpr,
+    KIND: tl.constexpr, RELU: tl.constexpr, M: tl.constexpr, G: tl.constexpr, S_PER_H: tl.constexpr,
     PACKED: tl.constexpr, PRECISION: tl.constexpr, HP: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """The product of a chunk's Jacobians, ROWS rows of it: `out` [D, K, N, S + 1, S] as in `follow_back`."""
@@ -168,10 +218,12 @@ def multiply_back(
     m = tl.where((i[None, :] + H == r[:, None]) & inside, 1.0, 0.0)
     keep = tl.where(r == S, 1.0, 0.0)[:, None]
     base = (d * T) * N + n
-    g_a, a0, a1, a2, a3, a4, a5 = _step_values(values, grads, base + (last - 1) * N, last > first, i, H, M, KIND)
+    g_a, a0, a1, a2, a3, a4, a5 = _step_values(values, grads, base + (last - 1) * N, last > first, i, H, M, KIND, RELU)
     for j in range(last - first):
         t = last - 1 - j
-        g_b, b0, b1, b2, b3, b4, b5 = _step_values(values, grads, base + (t - 1) * N, t - 1 >= first, i, H, M, KIND)
+        g_b, b0, b1, b2, b3, b4, b5 = _step_values(
+            values, grads, base + (t - 1) * N, t - 1 >= first, i, H, M, KIND, RELU
+        )
         g = c + keep * g_a[None, :]
         if KIND == 0:
             c = _dot(g * a0[None, :], w0, PRECISION)
@@ -263,13 +315,13 @@ def follow_on(
     k = (place // N) % K
     d = place // (N * K)
     i = tl.arange(0, HP)
-    w0 = _weight(weights, d, 0, i, i, H, G)
+    w0 = _turned(weights, d, 0, i, i, H, G)
     w1, w2, w3 = w0, w0, w0
     if KIND >= 1:
-        w1 = _weight(weights, d, 1, i, i, H, G)
-        w2 = _weight(weights, d, 2, i, i, H, G)
+        w1 = _turned(weights, d, 1, i, i, H, G)
+        w2 = _turned(weights, d, 2, i, i, H, G)
     if KIND == 2:
-        w3 = _weight(weights, d, 3, i, i, H, G)
+        w3 = _turned(weights, d, 3, i, i, H, G)
     u0 = tl.zeros([HP], dtype=w0.dtype)
     u1, u2, u3 = u0, u0, u0
     if BIAS:
@@ -287,23 +339,23 @@ def follow_on(
     y0, y1, y2, y3 = _inputs(inputs, base + (first + 1) * N, first + 1 < last, i, H, G, KIND)
     for t in range(first, last):
         z0, z1, z2, z3 = _inputs(inputs, base + (t + 2) * N, t + 2 < last, i, H, G, KIND)
-        p0 = tl.sum(w0 * h[None, :], axis=1) + u0
+        p0 = tl.sum(w0 * h[:, None], axis=0) + u0
         if KIND == 0:
             if RELU:
                 h = tl.maximum(p0 + x0, 0.0)
             else:
                 h = _tanh(p0 + x0, LIBRARY)
         if KIND == 1:
-            p1 = tl.sum(w1 * h[None, :], axis=1) + u1
-            p2 = tl.sum(w2 * h[None, :], axis=1) + u2
+            p1 = tl.sum(w1 * h[:, None], axis=0) + u1
+            p2 = tl.sum(w2 * h[:, None], axis=0) + u2
             r = _sigmoid(p0 + x0)
             z = _sigmoid(p1 + x1)
             new = _tanh(x2 + r * p2, LIBRARY)
             h = new + z * (h - new)
         if KIND == 2:
-            p1 = tl.sum(w1 * h[None, :], axis=1) + u1
-            p2 = tl.sum(w2 * h[None, :], axis=1) + u2
-            p3 = tl.sum(w3 * h[None, :], axis=1) + u3
+            p1 = tl.sum(w1 * h[:, None], axis=0) + u1
+            p2 = tl.sum(w2 * h[:, None], axis=0) + u2
+            p3 = tl.sum(w3 * h[:, None], axis=0) + u3
             m = _sigmoid(p1 + x1) * m + _sigmoid(p0 + x0) * _tanh(p2 + x2, LIBRARY)
             h = _sigmoid(p3 + x3) * _tanh(m, LIBRARY)
             tl.store(states + (base + t * N) * S + H + i, m, mask=i < H)
@@ -313,6 +365,66 @@ def follow_on(
     tl.store(ends + place * S + i, h, mask=i < H)
     if KIND == 2:
         tl.store(ends + place * S + H + i, m, mask=i < H)
+
+
+@triton.jit
+def gru_values(from_input, from_hidden, before, out, total, H, LIBRARY: tl.constexpr, BLOCK: tl.constexpr):
+    """Coefficients of a GRU; one thread per hidden unit and step."""
+    e = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = e < total
+    row, i = e // H, e % H
+    gates = row * (3 * H) + i
+    r = _sigmoid(tl.load(from_input + gates, mask=mask, other=0.0) + tl.load(from_hidden + gates, mask=mask, other=0.0))
+    z = _sigmoid(
+        tl.load(from_input + gates + H, mask=mask, other=0.0) + tl.load(from_hidden + gates + H, mask=mask, other=0.0)
+    )
+    pre = tl.load(from_hidden + gates + 2 * H, mask=mask, other=0.0)
+    n = _tanh(tl.load(from_input + gates + 2 * H, mask=mask, other=0.0) + r * pre, LIBRARY)
+    h = tl.load(before + e, mask=mask, other=0.0)
+    of_n = (1 - z) * (1 - n * n)
+    to = out + row * (5 * H) + i
+    tl.store(to, of_n, mask=mask)
+    tl.store(to + H, of_n * pre * r * (1 - r), mask=mask)
+    tl.store(to + 2 * H, (h - n) * z * (1 - z), mask=mask)
+    tl.store(to + 3 * H, of_n * r, mask=mask)
+    tl.store(to + 4 * H, z, mask=mask)
+
+
+@triton.jit
+def lstm_parts(gates, factors, added, total, H, LIBRARY: tl.constexpr, BLOCK: tl.constexpr):
+    """Forget gates, and what input gates let in."""
+    e = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = e < total
+    place = (e // H) * (4 * H) + e % H
+    let_in = _sigmoid(tl.load(gates + place, mask=mask, other=0.0))
+    new = _tanh(tl.load(gates + place + 2 * H, mask=mask, other=0.0), LIBRARY)
+    tl.store(factors + e, _sigmoid(tl.load(gates + place + H, mask=mask, other=0.0)), mask=mask)
+    tl.store(added + e, let_in * new, mask=mask)
+
+
+@triton.jit
+def lstm_values(gates, memory, after, out, total, T, N, H, LIBRARY: tl.constexpr, BLOCK: tl.constexpr):
+    """Coefficients of an LSTM; `memory` [D, N, H] is that before the first step, `after` that after each."""
+    e = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = e < total
+    row, i = e // H, e % H
+    place = row * (4 * H) + i
+    let_in = _sigmoid(tl.load(gates + place, mask=mask, other=0.0))
+    f = _sigmoid(tl.load(gates + place + H, mask=mask, other=0.0))
+    g = _tanh(tl.load(gates + place + 2 * H, mask=mask, other=0.0), LIBRARY)
+    o = _sigmoid(tl.load(gates + place + 3 * H, mask=mask, other=0.0))
+    first = (row // N) % T == 0
+    d, n = row // (N * T), row % N
+    c = tl.load(memory + (d * N + n) * H + i, mask=mask & first, other=0.0)
+    c += tl.load(after + e - N * H, mask=mask & (first == 0), other=0.0)
+    squashed = _tanh(tl.load(after + e, mask=mask, other=0.0), LIBRARY)
+    to = out + row * (6 * H) + i
+    tl.store(to, o * (1 - squashed * squashed), mask=mask)
+    tl.store(to + H, f, mask=mask)
+    tl.store(to + 2 * H, g * let_in * (1 - let_in), mask=mask)
+    tl.store(to + 3 * H, c * f * (1 - f), mask=mask)
+    tl.store(to + 4 * H, let_in * (1 - g * g), mask=mask)
+    tl.store(to + 5 * H, squashed * o * (1 - o), mask=mask)
 
 
 @triton.jit

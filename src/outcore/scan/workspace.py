@@ -22,11 +22,11 @@ SHORTEST_SEGMENT = 32
 GPU_PROGRAMS = 132 * 16
 """Chunks times sequences that keep a large GPU busy: 16 warps on each of its 132 multiprocessors."""
 
-# Numbers alive at the peak of a phase; tests/scan/test_workspace.py counts them.
-_WHILE_COEFFICIENTS = {"tanh": 2, "relu": 2, "gru": 18, "lstm": 24}
-"""Per step, sequence and hidden unit."""
-_GATE_TENSORS = {"tanh": 1, "relu": 1, "gru": 6, "lstm": 4}
-"""Likewise."""
+# Numbers per step, sequence and hidden unit at the peak of a phase; tests/scan/test_workspace.py counts them.
+_WHILE_COEFFICIENTS = {"tanh": 0, "relu": 0, "gru": 18, "lstm": 24}
+_WHILE_COEFFICIENTS_FUSED = {"tanh": 0, "relu": 0, "gru": 11, "lstm": 14}
+_KEPT_COEFFICIENTS = {"tanh": 0, "relu": 0, "gru": 5, "lstm": 6}
+_GATE_TENSORS = {"tanh": 0, "relu": 0, "gru": 6, "lstm": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +65,10 @@ def peak_bytes(shape: Shape, segment: int, chunk: int, *, fused: bool) -> int:
     kept = of_input + (whole * (cell.input + 2 * P) if shape.copied else 0)
     apart = rows * cell.input if shape.copied or steps < shape.steps else 0
     # The states before each step and the coefficients live through the segment.
-    base = rows * (P + (cell.coefficients + projected) * H)
-    coefficients = rows * (P + _WHILE_COEFFICIENTS[cell.kind] * H)
+    shifted = 0 if cell.kind in ("tanh", "relu") else P
+    base = rows * (shifted + (_KEPT_COEFFICIENTS[cell.kind] + projected) * H)
+    table = _WHILE_COEFFICIENTS_FUSED if fused else _WHILE_COEFFICIENTS
+    coefficients = rows * (shifted + table[cell.kind] * H)
     count = -(-steps // chunk)
     carries = 4 * count * D * shape.batch * S
     products = carries + count * D * shape.batch * _numbers_per_chunk(cell, fused=fused) if count > 1 else 0
@@ -83,7 +85,7 @@ def _numbers_per_chunk(cell: Cell, *, fused: bool) -> int:
     S = cell.state
     if fused:
         return (S + 1) * S
-    wide = {"tanh": 4.0, "relu": 4.0, "gru": 6.0, "lstm": 2.6 + 10.4 * cell.hidden / S}[cell.kind]
+    wide = {"tanh": 4.8, "relu": 4.8, "gru": 6.0, "lstm": 2.6 + 10.4 * cell.hidden / S}[cell.kind]
     return math.ceil((S + 1) * S * wide)
 
 
