@@ -9,7 +9,6 @@ only have to return a graph.
 from __future__ import annotations
 
 import argparse
-import copy
 import datetime
 import gc
 import json
@@ -46,15 +45,18 @@ def timed(action: Callable[[], Any]) -> tuple[float, str]:
     return time.perf_counter() - start, failure
 
 
-def one(foreign: Foreign, *, peers: bool) -> dict[str, Any]:
+def seeded(foreign: Foreign) -> torch.nn.Module:
     torch.manual_seed(0)
-    model = foreign.build().train()
+    return foreign.build().train()
+
+
+def one(foreign: Foreign, *, peers: bool) -> dict[str, Any]:
+    model, plain = seeded(foreign), seeded(foreign)
     args, kwargs = foreign.inputs(2)
     start = time.perf_counter()
     graph = outcore.capture(model, args, kwargs)
     row: dict[str, Any] = {"model": foreign.name, "seconds": time.perf_counter() - start, "calls": len(graph.calls)}
     row["blocks"], row["notes"] = len(graph.blocks), list(graph.notes)
-    plain = copy.deepcopy(model)
     _, row["replay"] = timed(
         lambda: assert_same(run(plain, args, kwargs, plain), run(graph.module, args, kwargs, model))
     )
