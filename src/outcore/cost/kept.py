@@ -1,0 +1,66 @@
+"""What a call keeps for backward by the table, on a device that is here or is not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from outcore.cost.costs import CallCost, Saved
+from outcore.graph import Graph
+from outcore.ops import Facts, find
+
+__all__ = ["facts_of", "keep_on", "kept"]
+
+
+def facts_of(graph: Graph, name: str) -> Facts:
+    """One call as the table's rules see it."""
+    call = graph.calls[name]
+    block = graph.blocks[call.block]
+    is_module = block.kind == "module"
+    return Facts(
+        is_module=is_module,
+        settings=block.detail if is_module else call.detail,
+        inputs=tuple(graph.values[v] for v in call.inputs),
+        outputs=tuple(graph.values[v] for v in call.outputs),
+        parameters=call.parameters,
+        training=graph.training,
+        in_place=bool(call.mutates),
+    )
+
+
+def kept(graph: Graph, call: str, device_kind: str) -> tuple[Saved, ...] | None:
+    """What backward of a call keeps, without weights and buffers; none if the table does not know the operation."""
+    facts, op = facts_of(graph, call), find(graph.blocks[graph.calls[call].block].type)
+    if op is None or not facts.inputs:
+        return None
+    found: dict[str, Saved] = {}
+    for keep in op.kept(device_kind):
+        if not keep.applies(facts):
+            continue
+        if keep.what == "derived":
+            size = keep.bytes(facts) if keep.bytes else 0
+            saved = Saved(f"{call}~{keep.name}", "derived", size, keep.name)
+            found[saved.of] = saved
+        elif keep.what != "parameter":
+            names = graph.calls[call].outputs[:1] if keep.what == "output" else graph.calls[call].inputs
+            for name in names if keep.index is None else names[keep.index : keep.index + 1]:
+                first = graph.values[graph.values[name].alias_of or name]
+                found[first.name] = Saved(first.name, "value", first.bytes)
+    return tuple(found.values())
+
+
+def keep_on(graph: Graph, cost: CallCost, device_kind: str) -> CallCost:
+    """The cost of a call as tried on a CPU, corrected for a device that keeps something else."""
+    op = find(cost.type)
+    if op is None or device_kind not in op.keeps_on or not cost.has_backward:
+        return cost
+    entries = kept(graph, cost.call, device_kind) or ()
+    weights = tuple(s for s in cost.saved if s.kind in ("parameter", "buffer"))
+    # What the CPU's way of doing it needs for a moment says nothing about another device's.
+    return replace(
+        cost,
+        saved=(*weights, *entries),
+        saved_source="analytic",
+        workspace_source="unknown",
+        workspace_forward_bytes=0,
+        workspace_backward_bytes=0,
+    )

@@ -1,0 +1,89 @@
+"""What an optimizer keeps and needs per parameter, found by taking two steps on a handful of numbers.
+
+Optimizers differ in state (Adam two numbers per parameter, SGD with momentum one) and in what a step needs for a
+moment: the loop over parameters needs room for the largest, the fused-over-parameters form ("foreach", the default
+on GPUs) room for all of them. Nobody documents these, and users bring their own optimizers, so they are counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from outcore.cost.live import LiveBytes
+
+__all__ = ["OptimizerCost"]
+
+Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+_SIZES = (4096, 4096, 8192)
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerCost:
+    """Bytes an optimizer takes, in multiples of the bytes of the parameters.
+
+    >>> OptimizerCost.of(torch.optim.Adam).state_per_parameter
+    2.0
+    >>> OptimizerCost.of(lambda p: torch.optim.SGD(p, 0.1, momentum=0.9)).state_per_parameter
+    1.0
+    """
+
+    name: str
+    state_per_parameter: float
+    """State kept between steps, over the parameters."""
+    workspace_per_parameter: float = 0.0
+    """Needed during a step, over all parameters."""
+    workspace_per_largest: float = 0.0
+    """Needed during a step, over the largest parameter."""
+
+    @classmethod
+    def of(cls, optimizer: Optimizer | torch.optim.Optimizer | float, device_kind: str = "cpu") -> OptimizerCost:
+        """The cost of an optimizer: a class, a function of the parameters, an instance, or just the state's
+        size."""
+        if isinstance(optimizer, int | float):
+            return cls("given", float(optimizer))
+        if isinstance(optimizer, torch.optim.Optimizer):
+            settings = {k: v for k, v in optimizer.defaults.items() if k != "params"}
+            kind = type(optimizer)
+            return cls.of(lambda params: kind(params, **settings), device_kind)
+        name, state, together = _count(optimizer, _SIZES, device_kind)
+        _, _, one_by_one = _count(optimizer, _SIZES[-1:], device_kind)
+        # The workspace of all of them exceeds that of the largest alone only if they are stepped together.
+        if together > 1.25 * one_by_one:
+            return cls(name, state, workspace_per_parameter=together / sum(_SIZES) / 4)
+        return cls(name, state, workspace_per_largest=one_by_one / _SIZES[-1] / 4)
+
+    def state_bytes(self, parameters: Mapping[str, int]) -> int:
+        """State for parameters of these sizes."""
+        return round(self.state_per_parameter * sum(parameters.values()))
+
+    def workspace_bytes(self, parameters: Mapping[str, int]) -> int:
+        """Room a step needs."""
+        if not parameters:
+            return 0
+        sizes = parameters.values()
+        return round(self.workspace_per_parameter * sum(sizes) + self.workspace_per_largest * max(sizes))
+
+
+def _count(make: Optimizer, sizes: tuple[int, ...], device_kind: str) -> tuple[str, float, float]:
+    """Name, state per parameter, and the peak of the second step above what is there."""
+    params = [nn.Parameter(torch.ones(n)) for n in sizes]
+    optimizer = make(params)
+    if device_kind == "cuda" and not any(g.get("fused") for g in optimizer.param_groups):
+        for group in optimizer.param_groups:
+            if "foreach" in group and group["foreach"] is None:
+                group["foreach"] = True  # what torch chooses by itself for parameters on a GPU
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    tensors = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+    kept = sum(t.numel() * t.element_size() for t in tensors if t.numel() > 1)
+    known = [*tensors, *params, *(p.grad for p in params if p.grad is not None)]
+    with LiveBytes(known) as live:
+        optimizer.step()
+        peak = live.peak
+    return type(optimizer).__name__, round(kept / sum(sizes) / 4, 3), float(peak)

@@ -1,0 +1,8 @@
+"""The one table of what we know about each operation."""
+
+from outcore.ops.op import Facts as Facts
+from outcore.ops.op import Keep as Keep
+from outcore.ops.op import Op as Op
+from outcore.ops.op import Operand as Operand
+from outcore.ops.table import TABLE as TABLE
+from outcore.ops.table import find as find

@@ -1,0 +1,87 @@
+"""One operation, and what its backward keeps.
+
+`Keep` is one tensor that autograd holds between forward and backward. It is either something the graph knows (an input,
+the output, a parameter) or *derived*: made by the operation for its backward alone, with a size that follows from the
+shapes of the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+__all__ = ["Facts", "Keep", "Op", "Operand"]
+
+What = Literal["input", "output", "parameter", "derived"]
+
+
+class Operand(Protocol):
+    """A tensor that goes in or comes out, as a graph describes it."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its sizes."""
+
+    @property
+    def dtype(self) -> str:
+        """As torch spells it, e.g. "float32"."""
+
+    @property
+    def bytes(self) -> int:
+        """Elements times their size."""
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether backward computes its gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a rule may look at: one call of an operation."""
+
+    is_module: bool
+    """A layer of torch.nn, not a function."""
+    settings: str
+    """Arguments that are not tensors, as one would print them."""
+    inputs: tuple[Operand, ...]
+    outputs: tuple[Operand, ...]
+    parameters: tuple[str, ...] = ()
+    training: bool = True
+    in_place: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """One thing that is kept."""
+
+    what: What
+    index: int | None = None
+    """Which input; none for all of them."""
+    name: str = ""
+    """Of a parameter ("weight"), or what a derived tensor is ("indices")."""
+    bytes: Callable[[Facts], int] | None = None
+    """Size of a derived tensor."""
+    when: Callable[[Facts], bool] | None = None
+    """None for always."""
+
+    def applies(self, facts: Facts) -> bool:
+        """Whether it is kept in this call."""
+        return self.when is None or self.when(facts)
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """What we know about one operation."""
+
+    name: str
+    types: tuple[str, ...]
+    """Classes of torch.nn and names of functions that are this operation."""
+    keeps: tuple[Keep, ...] = ()
+    """What its backward keeps."""
+    keeps_on: Mapping[str, tuple[Keep, ...]] = field(default_factory=dict)
+    """The same for kinds of devices that keep something else."""
+
+    def kept(self, device_kind: str) -> tuple[Keep, ...]:
+        """What it keeps on a kind of device ("cpu", "cuda")."""
+        return self.keeps_on.get(device_kind, self.keeps)
