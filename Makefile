@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+PYTEST  = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: demo test test-all lint types wheel clean
@@ -11,10 +12,10 @@ demo: $(VENV)/.demo
 	$(BIN)/outcore graph outcore.models:AmoebaNetD --arg cells=6 --input 1x3x512x512 --depth 1 --adjacency
 
 test: lint types
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	$(PYTEST) -m "not slow and not gpu"
 
 test-all: $(VENV)/.test
-	$(BIN)/python -m pytest -m "not gpu"
+	$(PYTEST) -m "not gpu"
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
