@@ -22,7 +22,7 @@ from outcore.machine import probe
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, required=True, help="directory of the samples")
-    parser.add_argument("--seconds", type=float, default=330, help="time for the sweeps, all precisions together")
+    parser.add_argument("--seconds", type=float, default=240, help="time for the sweeps, all precisions together")
     parser.add_argument("--dtypes", default="tf32,bf16" if torch.cuda.is_available() else "fp32")
     parser.add_argument("--held-out", type=int, default=120, help="held-out measurements per precision")
     parser.add_argument("--family-seconds", type=float, default=60, help="time for convolutions like the talks'")
@@ -58,13 +58,13 @@ def main() -> None:
     for dtype in dtypes:
         run = {"device": device, "place": place, "dtype": dtype, "each_s": 0.006 if place != "cpu" else 0.05}
         for name, seed, seconds in (
-            ("family-held-out", 1, 4),
+            ("family-held-out", 1, 4 if place != "cpu" else 25),
             ("family", 0, options.family_seconds / len(dtypes)),
         ):
             samples = collect_listed(
                 convolutions.family(device, dtype=dtype, seed=seed),
                 path=options.output / f"{name}-{dtype}.jsonl",
-                seconds=seconds if place != "cpu" else 10 * seconds,
+                seconds=seconds,
                 most=300 if seed else None,
                 **run,
             )
