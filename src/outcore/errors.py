@@ -7,7 +7,7 @@ type next.
 
 from __future__ import annotations
 
-__all__ = ["CaptureError", "JobError", "MachineError", "OutcoreError", "ScanError"]
+__all__ = ["CaptureError", "JobError", "MachineError", "OutcoreError", "PlanError", "ProgramError", "ScanError"]
 
 
 class OutcoreError(Exception):
@@ -28,3 +28,11 @@ class MachineError(OutcoreError, ValueError):
 
 class ScanError(OutcoreError, ValueError):
     """A recurrence or chain cannot be scanned as given; says what was given and what would work."""
+
+
+class PlanError(OutcoreError, ValueError):
+    """A network cannot be planned as asked, or a plan does not fit its network; names the block or the figure."""
+
+
+class ProgramError(OutcoreError, ValueError):
+    """A program, schedule or set of stages breaks a rule; names the rank, the instruction and the reason."""

@@ -6,7 +6,11 @@ figures are for one micro-batch, of one replica.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from outcore.errors import ProgramError
 
 __all__ = ["Edge", "Stage", "Stages"]
 
@@ -29,6 +33,11 @@ class Stage:
     """Optimizer state."""
     optimizer_s: float = 0.0
 
+    @property
+    def trains(self) -> bool:
+        """Whether it has gradients to reduce and parameters to step."""
+        return self.gradient_bytes > 0
+
 
 @dataclass(frozen=True, slots=True)
 class Edge:
@@ -50,5 +59,70 @@ class Stages:
     stages: tuple[Stage, ...]
     edges: tuple[Edge, ...]
 
+    def __post_init__(self) -> None:
+        if not self.stages:
+            raise ProgramError("there are 0 stages; needed at least 1")
+        seen: set[str] = set()
+        for edge in self.edges:
+            if edge.value in seen:
+                raise ProgramError(f"value {edge.value!r} has two edges; give it one, with all its targets")
+            seen.add(edge.value)
+            later = range(edge.source + 1, len(self.stages))
+            if edge.source < 0 or not edge.targets or any(target not in later for target in edge.targets):
+                raise ProgramError(
+                    f"value {edge.value!r} goes from stage {edge.source} to {list(edge.targets)}; "
+                    f"needed targets after it and below {len(self.stages)}"
+                )
+            if list(edge.targets) != sorted(set(edge.targets)):
+                raise ProgramError(
+                    f"value {edge.value!r} has targets {list(edge.targets)}; needed ascending, each once"
+                )
+
     def __len__(self) -> int:
         return len(self.stages)
+
+    @classmethod
+    def uniform(
+        cls,
+        depth: int,
+        *,
+        forward_s: float = 1.0,
+        backward_s: float = 2.0,
+        saved_bytes: int = 0,
+        edge_bytes: int = 0,
+        gradient_bytes: int = 0,
+    ) -> Stages:
+        """A chain of equal stages, as the closed forms of schedules assume.
+
+        >>> len(Stages.uniform(4)), Stages.uniform(4).edges[0].targets
+        (4, (1,))
+        """
+        stage = Stage((), forward_s, backward_s, saved_bytes, 0, gradient_bytes, gradient_bytes, 0)
+        edges = (Edge(f"x{i}", i, (i + 1,), edge_bytes, True) for i in range(depth - 1))
+        return cls((stage,) * depth, tuple(edges))
+
+    def incoming(self) -> tuple[tuple[Edge, ...], ...]:
+        """For each stage, the values it takes from earlier ones."""
+        found: list[list[Edge]] = [[] for _ in self.stages]
+        for edge in self.edges:
+            for target in edge.targets:
+                found[target].append(edge)
+        return tuple(map(tuple, found))
+
+    def outgoing(self) -> tuple[tuple[Edge, ...], ...]:
+        """For each stage, the values it gives to later ones."""
+        found: list[list[Edge]] = [[] for _ in self.stages]
+        for edge in self.edges:
+            found[edge.source].append(edge)
+        return tuple(map(tuple, found))
+
+    def to_json(self) -> dict[str, Any]:
+        """The stages as plain lists, dictionaries, strings and numbers."""
+        return {"stages": [asdict(s) for s in self.stages], "edges": [asdict(e) for e in self.edges]}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Stages:
+        """The stages that `to_json` wrote."""
+        stages = (Stage(**{**row, "calls": tuple(row["calls"])}) for row in data["stages"])
+        edges = (Edge(**{**row, "targets": tuple(row["targets"])}) for row in data["edges"])
+        return cls(tuple(stages), tuple(edges))

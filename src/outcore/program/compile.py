@@ -1,0 +1,167 @@
+"""From stages and an order of computing to a program.
+
+Everything but the computing follows from the order. A value is sent right after the forward that makes it, straight
+to each stage that uses it, and its gradient right after the backward of each user. A receive is issued `ahead`
+computes before the one that needs it: early enough for the transfer to overlap, late enough that only so many buffers
+exist (posting all at the start would hold one buffer per micro-batch). Transfers between two ranks keep one order at
+both ends. Reductions come last and in ascending order of stages on every rank, so that ranks which share two groups
+(as under GEMS) meet in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from outcore.errors import ProgramError
+from outcore.program.instructions import (
+    Backward,
+    Compute,
+    Forward,
+    Instruction,
+    Key,
+    OptimizerStep,
+    Receive,
+    Reduce,
+    Send,
+)
+from outcore.program.program import Program, holders, place
+from outcore.program.schedules import schedule_named
+from outcore.program.stages import Edge, Stages
+
+__all__ = ["assemble", "compile_program", "sends_of"]
+
+Channel = tuple[int, int, int]
+"""Source rank, target rank, replica: transfers on one channel arrive in the order in which they were sent."""
+
+
+def compile_program(
+    stages: Stages,
+    schedule: str,
+    *,
+    micro_batches: int = 1,
+    batches: int | None = None,
+    replicas: int = 1,
+    ahead: int = 1,
+) -> Program:
+    """The program of a named schedule, one stage to a rank.
+
+    >>> print(compile_program(Stages.uniform(2), "gpipe", micro_batches=2))
+    gpipe: 2 ranks, 16 instructions
+    rank 0  F0 F1 B0 B1
+    rank 1  F0 F1 B0 B1
+
+    Args:
+        stages: the network.
+        schedule: one of `SCHEDULES`.
+        micro_batches: into how many parts each batch is cut.
+        batches: batches before one reduction; 1, or 2 under GEMS, when not given.
+        replicas: data-parallel replicas, each on as many ranks as there are stages (GEMS has two networks on each).
+        ahead: how many computes before it is needed a receive is issued.
+    """
+    chosen = schedule_named(schedule)
+    batches = batches if batches is not None else chosen.batches or chosen.replicas
+    for name, number in (("micro_batches", micro_batches), ("batches", batches), ("replicas", replicas)):
+        if number < 1:
+            raise ProgramError(f"{name} is {number}; needed at least 1")
+    if chosen.batches is not None and batches != chosen.batches:
+        raise ProgramError(
+            f"{schedule} takes {chosen.batches} batches before a reduction, got {batches}; gems-master takes any number"
+        )
+    depth = len(stages)
+    orders = []
+    for pipeline in range(replicas):
+        for rank in range(depth):
+            order = chosen.order(rank, depth, micro_batches, batches)
+            orders.append([type(c)(c.stage, c.micro_batch, pipeline * chosen.replicas + c.replica) for c in order])
+    return assemble(stages, orders, name=schedule, ahead=ahead)
+
+
+def assemble(stages: Stages, orders: Sequence[Sequence[Compute]], *, name: str, ahead: int = 1) -> Program:
+    """The program in which each rank computes in the order given; several stages may share a rank."""
+    placement = place(orders)
+    incoming, outgoing = stages.incoming(), stages.outgoing()
+    for rank, order in enumerate(orders):
+        for compute in order:
+            if not 0 <= compute.stage < len(stages):
+                raise ProgramError(f"rank {rank} computes stage {compute.stage}; there are {len(stages)}")
+    if missing := _missing(placement, len(stages)):
+        raise ProgramError(f"no rank computes stage {missing[0]} of replica {missing[1]}")
+
+    sends: list[list[list[Send]]] = []
+    channels: dict[Channel, list[Send]] = {}
+    found: dict[Key, Send] = {}
+    for order in orders:
+        sends.append([list(sends_of(compute, incoming, outgoing, placement)) for compute in order])
+        for send in (send for after in sends[-1] for send in after):
+            channels.setdefault((send.source, send.target, send.replica), []).append(send)
+            found[send.key] = send
+
+    held = holders(placement)
+    ranks = []
+    posted = dict.fromkeys(channels, 0)
+    position = {send.key: index for queue in channels.values() for index, send in enumerate(queue)}
+    for rank, order in enumerate(orders):
+        instructions: list[Instruction] = []
+        next_to_post = 0
+        for index, compute in enumerate(order):
+            while next_to_post <= min(index + ahead, len(order) - 1):
+                for key in keys_needed(order[next_to_post], incoming, outgoing):
+                    if key in found:
+                        send = found[key]
+                        channel = (send.source, send.target, send.replica)
+                        for earlier in channels[channel][posted[channel] : position[key] + 1]:
+                            instructions.append(_receive(earlier))
+                        posted[channel] = max(posted[channel], position[key] + 1)
+                next_to_post += 1
+            instructions.append(compute)
+            instructions.extend(sends[rank][index])
+        mine = sorted({compute.stage for compute in order if stages.stages[compute.stage].trains})
+        instructions.extend(Reduce(stage, held[stage]) for stage in mine if len(held[stage]) > 1)
+        instructions.extend(OptimizerStep(stage) for stage in mine)
+        ranks.append(tuple(instructions))
+    return Program(name, tuple(ranks))
+
+
+def sends_of(
+    compute: Compute,
+    incoming: Sequence[Sequence[Edge]],
+    outgoing: Sequence[Sequence[Edge]],
+    placement: dict[tuple[int, int], int],
+) -> Iterator[Send]:
+    """The sends that follow a forward or backward; none to a stage on the same rank."""
+    stage, micro_batch, replica = compute.stage, compute.micro_batch, compute.replica
+    here = placement[stage, replica]
+    if isinstance(compute, Forward):
+        for edge in outgoing[stage]:
+            for user in edge.targets:
+                if (there := placement[user, replica]) != here:
+                    yield Send(edge.value, user, here, there, micro_batch, replica)
+    else:
+        for edge in incoming[stage]:
+            if edge.has_gradient and (there := placement[edge.source, replica]) != here:
+                yield Send(edge.value, stage, here, there, micro_batch, replica, gradient=True)
+
+
+def keys_needed(
+    compute: Compute, incoming: Sequence[Sequence[Edge]], outgoing: Sequence[Sequence[Edge]]
+) -> Iterator[Key]:
+    """Names of the values a forward uses, or of the gradients a backward adds; also those of the same rank."""
+    stage, micro_batch, replica = compute.stage, compute.micro_batch, compute.replica
+    if isinstance(compute, Backward):
+        for edge in outgoing[stage]:
+            if edge.has_gradient:
+                yield from ((edge.value, user, micro_batch, replica, True) for user in edge.targets)
+    else:
+        yield from ((edge.value, stage, micro_batch, replica, False) for edge in incoming[stage])
+
+
+def _receive(send: Send) -> Receive:
+    return Receive(
+        send.value, send.stage, send.source, send.target, send.micro_batch, send.replica, gradient=send.gradient
+    )
+
+
+def _missing(placement: dict[tuple[int, int], int], depth: int) -> tuple[int, int] | None:
+    replicas = {replica for _, replica in placement} or {0}
+    absent = ((stage, replica) for replica in sorted(replicas) for stage in range(depth))
+    return next((pair for pair in absent if pair not in placement), None)

@@ -1,0 +1,117 @@
+"""The links a simulated step uses, and when each of them is free.
+
+Every rank has a way out and a way in, which do not disturb each other; a node has one way out and in for all its
+ranks. A transfer occupies both ends for as long as its bytes take, and arrives one latency later. Copies to and from
+the slower tier have a direction each; when both are busy the later one gets what the first leaves of the rate of both
+together.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from outcore.errors import ProgramError
+from outcore.machine.link import Link
+from outcore.machine.machine import Machine
+
+__all__ = ["Links", "Traffic"]
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """How ranks are connected; a link that is not given takes no time.
+
+    >>> links = Links(Link.symmetric(bandwidth_bytes_per_s=1e9, latency_s=1e-6))
+    >>> Traffic(links).transfer(0, 1, 1_000_000, ready_s=0.0)
+    (0.0, 0.001, 0.001001)
+    """
+
+    between_devices: Link | None = None
+    between_nodes: Link | None = None
+    devices_per_node: int | None = None
+    """None when all ranks are on one node."""
+    host: Link | None = None
+    """From a device to the slower tier (away) and back."""
+
+    def __post_init__(self) -> None:
+        if self.devices_per_node is not None and self.devices_per_node < 1:
+            raise ProgramError(f"a node has {self.devices_per_node} devices; needed at least 1")
+
+    @classmethod
+    def of(cls, machine: Machine) -> Links:
+        """The links of a machine."""
+        host = machine.host_link.pinned if machine.host_link is not None else machine.disk
+        per_node = len(machine.devices) if machine.nodes > 1 else None
+        return cls(machine.between_devices, machine.between_nodes, per_node, host)
+
+    def node(self, rank: int) -> int:
+        """The node a rank is on."""
+        return 0 if self.devices_per_node is None else rank // self.devices_per_node
+
+    def between(self, source: int, target: int) -> tuple[float, float]:
+        """Seconds per byte and latency from one rank to another."""
+        link = self.between_devices if self.node(source) == self.node(target) else self.between_nodes
+        return (0.0, 0.0) if link is None else (1 / link.away_bytes_per_s, link.latency_s)
+
+
+class Traffic:
+    """When each way is free, in the course of one simulated step; asked in the order of time."""
+
+    def __init__(self, links: Links) -> None:
+        self.links = links
+        self._free: defaultdict[tuple[str, int], float] = defaultdict(float)
+        self._copying: dict[tuple[int, str], tuple[float, float]] = {}
+
+    def transfer(self, source: int, target: int, nbytes: int, ready_s: float) -> tuple[float, float, float]:
+        """Reserve a transfer that can begin at `ready_s`; returns its start, its end on the wire, and its arrival."""
+        ways = [("out", source), ("in", target)]
+        if (out := self.links.node(source)) != (into := self.links.node(target)):
+            ways += [("node out", out), ("node in", into)]
+        per_byte, latency_s = self.links.between(source, target)
+        start = max(ready_s, *(self._free[way] for way in ways))
+        end = start + nbytes * per_byte
+        for way in ways:
+            self._free[way] = end
+        return start, end, end + latency_s
+
+    def reduce(self, group: Sequence[int], nbytes: int, ready_s: float) -> tuple[float, float]:
+        """Reserve a ring all-reduce over a group; returns its start and end."""
+        size = len(group)
+        if size < 2:
+            return ready_s, ready_s
+        hops = [(rank, group[(index + 1) % size]) for index, rank in enumerate(group)]
+        costs = {self.links.between(*hop) for hop in hops}
+        per_byte, latency_s = max(cost[0] for cost in costs), max(cost[1] for cost in costs)
+        ways = [(way, rank) for rank in group for way in ("out", "in")]
+        crossed = {self.links.node(rank) for hop in hops if len({*map(self.links.node, hop)}) > 1 for rank in hop}
+        ways += [(way, node) for node in crossed for way in ("node out", "node in")]
+        start = max(ready_s, *(self._free[way] for way in ways))
+        end = start + 2 * (size - 1) * (latency_s + nbytes / size * per_byte)
+        for way in ways:
+            self._free[way] = end
+        return start, end
+
+    def copy(self, rank: int, direction: Literal["away", "back"], nbytes: int, ready_s: float) -> tuple[float, float]:
+        """Reserve a copy to or from the slower tier; returns its start and end."""
+        start = max(ready_s, self._free[direction, rank])
+        link = self.links.host
+        if link is None:
+            return start, start
+        rates = {"away": link.away_bytes_per_s, "back": link.back_bytes_per_s}
+        other = "back" if direction == "away" else "away"
+        other_start, other_end = self._copying.get((rank, other), (0.0, 0.0))
+        left = max(0.0, min(rates[direction], link.both_bytes_per_s - rates[other]))
+        began, moved = start + link.latency_s, 0.0
+        if other_start <= began < other_end:
+            moved = left * (other_end - began)
+            if moved >= nbytes > 0:
+                began, moved = began + nbytes / left, float(nbytes)
+            else:
+                began = other_end
+        end = began + (nbytes - moved) / rates[direction]
+        self._free[direction, rank] = end
+        self._copying[rank, direction] = (start, end)
+        return start, end

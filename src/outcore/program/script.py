@@ -1,0 +1,136 @@
+"""The second level of a program: what happens to single values inside one forward or backward.
+
+A script is ordered, and its order is its timing: `Run` computes some of the stage's calls, and whatever stands
+between two of them happens between them. Copies start where they stand and go on beside the computing; `Wait` is
+where a fetched value must have come back.
+
+    forward   Run(conv1) Run(bn1) Evict(conv1:out) Run(relu1) Encode(relu1:out) …
+    backward  Fetch(conv1:out) Run(…) Decode(relu1:out) Wait(conv1:out) Recompute(bn1:out) Run(bn1, conv1)
+
+A script without `Run` or `Tile` leaves the stage's computing whole: before the first action of a forward, after the
+last of a backward. Whatever is still held for the micro-batch is gone when its backward ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, TypeAlias
+
+from outcore.errors import ProgramError
+
+__all__ = [
+    "Action",
+    "Decode",
+    "Encode",
+    "Evict",
+    "Fetch",
+    "Recompute",
+    "Run",
+    "Script",
+    "Tile",
+    "Wait",
+    "action_from_json",
+    "action_to_json",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Compute some calls of the stage."""
+
+    calls: tuple[str, ...]
+    time_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Evict:
+    """Copy a value to the slower tier; its memory is free when the copy ends."""
+
+    value: str
+    bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Start to copy an evicted value back."""
+
+    value: str
+    bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Go on when the fetched value is here."""
+
+    value: str
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """Make a dropped value again from values that are here."""
+
+    value: str
+    calls: tuple[str, ...] = ()
+    bytes: int = 0
+    time_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Encode:
+    """Replace a value by a smaller encoding, which frees `bytes`."""
+
+    value: str
+    codec: str
+    bytes: int = 0
+    time_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """Replace an encoding by its value, which takes `bytes`."""
+
+    value: str
+    codec: str
+    bytes: int = 0
+    time_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Compute one tile of `count` of the streamed part, whose output is `value`."""
+
+    value: str
+    index: int
+    count: int
+    calls: tuple[str, ...] = ()
+    time_s: float = 0.0
+
+
+Action: TypeAlias = Run | Evict | Fetch | Wait | Recompute | Encode | Decode | Tile
+Script: TypeAlias = tuple[Action, ...]
+
+_KINDS: dict[str, Callable[..., Action]] = {
+    kind.__name__.lower(): kind for kind in (Run, Evict, Fetch, Wait, Recompute, Encode, Decode, Tile)
+}
+
+
+def action_to_json(action: Action) -> dict[str, Any]:
+    """One action as a dictionary."""
+    row: dict[str, Any] = {"do": type(action).__name__.lower()}
+    for field in fields(action):
+        value = getattr(action, field.name)
+        row[field.name] = list(value) if isinstance(value, tuple) else value
+    return row
+
+
+def action_from_json(row: dict[str, Any]) -> Action:
+    """The action that `action_to_json` wrote."""
+    values = {name: tuple(v) if isinstance(v, list) else v for name, v in row.items() if name != "do"}
+    kind = _KINDS.get(row.get("do", ""))
+    if kind is None:
+        raise ProgramError(f"no script action {row.get('do')!r}; there are {', '.join(_KINDS)}")
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise ProgramError(f"script action {row}: {error}") from None
