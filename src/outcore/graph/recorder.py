@@ -154,7 +154,8 @@ class Recorder(TorchFunctionMode):
         touched: list[torch.Tensor] = []
         result = self._silently(run, touched)
         given = {id(t) for _, t in leaves((args, kwargs), torch.Tensor)}
-        hidden = [ref.name for t in touched if (ref := self._names.get(id(t))) and id(t) not in given]
+        seen = [self._names[id(t)] for t in touched if id(t) in self._names and id(t) not in given]
+        hidden = [ref.name for ref in seen if ref.kind == "value"]
         if hidden:
             raise HiddenTensorError(
                 f"{name} uses {hidden[0]} without being given it ({call_site()}); pass it as an argument"
@@ -227,7 +228,8 @@ class Recorder(TorchFunctionMode):
     ) -> None:
         """Write down a call that has just happened."""
         is_module = isinstance(target, str)
-        name = self._next_call(block, kind, type(self.model.get_submodule(target)).__name__ if is_module else block)
+        type_ = type(self.model.get_submodule(target)).__name__ if is_module else block.rpartition(".")[2][:-2]
+        name = self._next_call(block, kind, type_)
         given: tuple[Any, ...] = substitute(args, (torch.Tensor, nn.Module), self._ref)
         named: dict[str, Any] = substitute(kwargs, (torch.Tensor, nn.Module), self._ref)
         refs = [ref for _, ref in leaves((given, named), Ref)]
@@ -317,9 +319,7 @@ class Recorder(TorchFunctionMode):
 
     def _next_call(self, block: str, kind: BlockKind, type_: str) -> str:
         """Name of the call of a block that is about to be written down."""
-        self.kinds.setdefault(
-            block, (kind, type_.rpartition(".")[2].removesuffix("()") if kind != "container" else type_)
-        )
+        self.kinds.setdefault(block, (kind, type_))
         self.sources.setdefault(block, call_site(sys._getframe(1)))
         self.counts[block] += 1
         return f"{block}#{self.counts[block] - 1}"
