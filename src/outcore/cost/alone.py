@@ -25,6 +25,8 @@ from outcore.graph.structure import leaves
 
 __all__ = ["Alone"]
 
+_NOISE = 2**18
+
 
 class _Enter(torch.autograd.Function):
     """A tensor as if an earlier call had made it, in the same memory: unlike a leaf it may be written in
@@ -125,7 +127,8 @@ class Alone:
 
     def gradients_for(self, outputs: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The outputs that backward starts from, and random gradients for them."""
-        roots = list({id(t): t for t in outputs if t.requires_grad}.values())
+        recorded = outputs if self._context.grad else []
+        roots = list({id(t): t for t in recorded if t.requires_grad}.values())
         with self._mode():
             return roots, [_random_like(t, self.fake is not None) for t in roots]
 
@@ -195,7 +198,7 @@ class Alone:
     def _fill_in(self, tensor: torch.Tensor, value: Value) -> None:
         memory = torch.empty(0, dtype=tensor.dtype, device=self.device).set_(tensor.untyped_storage())
         if tensor.is_floating_point() or tensor.is_complex():
-            memory.normal_() if tensor.element_size() > 1 else memory.zero_()
+            _fill_with_noise(memory)
         elif self._integers == "zero" or (
             self._integers == "index" and tensor.dtype != torch.bool and (bound := self._bound(value)) < 2
         ):
@@ -243,7 +246,19 @@ def _context_on(context: Context, device: torch.device) -> Context:
 
 def _random_like(tensor: torch.Tensor, fake: bool) -> torch.Tensor:
     made = torch.empty_like(tensor)
-    return made if fake else made.normal_() if tensor.is_floating_point() or tensor.is_complex() else made.fill_(1)
+    if not fake:
+        _fill_with_noise(made.as_strided((made.untyped_storage().nbytes() // made.element_size(),), (1,), 0))
+    return made
+
+
+def _fill_with_noise(memory: torch.Tensor) -> None:
+    """Normal noise in a flat tensor; of a large one a block is drawn and repeated, which is much faster."""
+    block = memory[:_NOISE]
+    block.normal_() if memory.element_size() > 1 else block.zero_()
+    whole = memory.numel() // _NOISE
+    if memory.numel() > _NOISE:
+        memory[: whole * _NOISE].view(whole, _NOISE)[1:] = block
+        memory[whole * _NOISE :] = block[: memory.numel() % _NOISE]
 
 
 def _strides_like(value: Value, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -33,7 +33,7 @@ from outcore.graph.preserve import preserved
 from outcore.graph.recording import Recording, Ref, Step
 from outcore.graph.structure import substitute
 
-__all__ = ["account", "device_name", "recording_of", "signature"]
+__all__ = ["account", "device_name", "device_of", "quietly", "recording_of", "signature"]
 
 _REAL_LIMIT = 256 * 2**20
 _UNFAITHFUL = {"RNN", "LSTM", "GRU"}
@@ -55,14 +55,14 @@ def account(graph: Graph, device: torch.device | str | None = None) -> Costs:
         device: what autograd keeps depends on it; by default the one the model is on.
     """
     recording, model = recording_of(graph), graph.module.model
-    target = torch.device(device) if device is not None else _device_of(graph)
+    target = torch.device(device) if device is not None else device_of(graph)
     here = target if target.type == "cpu" or torch.cuda.is_available() else torch.device("cpu")
     steps = {step.name: step for step in recording.steps if step.kind != "guard"}
     tried: dict[Hashable, tuple[CallCost, Call]] = {}
     found: dict[str, CallCost] = {}
     sizes = {name: graph.values[name].bytes for name in graph.inputs}
     failures: dict[str, str] = {}
-    with preserved(model, contents=False), _quietly():
+    with preserved(model, contents=False), quietly():
         for call in graph.calls.values():
             key = signature(graph, steps[call.name])
             if key not in tried:
@@ -297,7 +297,7 @@ def _named(graph: Graph, cost: CallCost, of: Call, call: Call, sizes: Mapping[st
 
 
 @contextlib.contextmanager
-def _quietly() -> Iterator[None]:
+def quietly() -> Iterator[None]:
     """What torch says of single operations on made-up numbers concerns nobody."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
@@ -310,7 +310,8 @@ def _quietly() -> Iterator[None]:
         log.setLevel(level)
 
 
-def _device_of(graph: Graph) -> torch.device:
+def device_of(graph: Graph) -> torch.device:
+    """Where the model is; for one without memory, the best device here."""
     model = graph.module.model
     first = next(iter((*model.parameters(), *model.buffers())), None)
     if first is None or first.is_meta:

@@ -1,0 +1,313 @@
+"""Time every call of a network by itself.
+
+Calls are taken one at a time, so a network that does not fit on the device is measured all the same as long as each of
+its calls fits, and a call that does not is measured on a smaller image or batch and scaled. Calls that are alike are
+measured once. What costs most is measured first: when the time is up or the user interrupts, the rest is small, and
+what was measured is kept.
+
+Backward is timed from a kept graph, without what it takes to start the autograd engine, which a whole step does once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from outcore.cost.alone import Alone
+from outcore.cost.costs import CallCost, Costs, Source
+from outcore.cost.saved import account, device_of, quietly, recording_of, signature
+from outcore.errors import MachineError
+from outcore.graph import Graph
+from outcore.graph.preserve import preserved
+from outcore.graph.recording import Recording, Step
+from outcore.machine.clock import Timing, time_calls
+
+__all__ = ["measure"]
+
+Progress = Callable[[int, int, str], None]
+"""Called with the number of measured calls, the number of all, and the name of the next."""
+
+_MOST_RUNS = 30
+_CPU_LIMIT = 2**30
+
+
+def measure(
+    graph: Graph,
+    device: torch.device | str | None = None,
+    *,
+    time_limit_s: float = 60.0,
+    memory_limit_bytes: int | None = None,
+    progress: Progress | None = None,
+) -> Costs:
+    """Measure what every call of a network takes on a device: time forward and backward, bytes, FLOPs.
+
+    >>> import outcore, torch
+    >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU())
+    >>> costs = measure(outcore.capture(net, [(1, 3, 32, 32)]), "cpu", time_limit_s=5)
+    >>> costs["0#0"].time_source
+    'measured'
+
+    Args:
+        graph: as captured, with its model; the model is not changed and may be on another device, or on ``meta``.
+        device: where to measure; by default where the model is.
+        time_limit_s: when it is used up, what is left stays without a time, with that as the reason.
+        memory_limit_bytes: no call takes more than this; larger ones are measured smaller and scaled. By default nine
+            tenths of what is free on a GPU, on a CPU a gibibyte.
+        progress: called before each measurement.
+    """
+    target = torch.device(device) if device is not None else device_of(graph)
+    if target.type == "cuda" and not torch.cuda.is_available():
+        raise MachineError("there is no GPU here to measure on; use outcore.estimate with a machine from the catalogue")
+    bench = _Bench(graph, target, memory_limit_bytes)
+    groups: dict[Hashable, list[str]] = {}
+    for name in graph.calls:
+        groups.setdefault(signature(graph, bench.steps[name]), []).append(name)
+    order = sorted(groups.values(), key=lambda names: -bench.weight(names[0]))
+    end = time.monotonic() + time_limit_s
+    share_s = min(0.1, 0.4 * time_limit_s / max(1, len(order)))
+    found: dict[str, CallCost] = {}
+    notes = list(bench.costs.notes)
+    with preserved(graph.module.model, contents=False), quietly():
+        try:
+            for done, names in enumerate(order):
+                if time.monotonic() > end:
+                    notes.append(f"the time limit of {time_limit_s:g} s was reached after {done} of {len(order)} calls")
+                    break
+                if progress is not None:
+                    progress(done, len(order), names[0])
+                found[names[0]] = bench.time(names[0], share_s)
+        except KeyboardInterrupt:
+            notes.append(f"interrupted after {len(found)} of {len(order)} calls")
+        if progress is not None:
+            progress(len(found), len(order), "")
+    reason = "" if len(found) == len(order) else notes[-1]
+    timed = {name: found.get(names[0]) for names in groups.values() for name in names}
+    calls = {name: _with_time(cost, timed[name], reason) for name, cost in bench.costs.calls.items()}
+    return replace(bench.costs, calls=calls, notes=tuple(notes), library_bytes=bench.library_bytes())
+
+
+class _Bench:
+    """What all measurements of one graph share."""
+
+    def __init__(self, graph: Graph, device: torch.device, memory_limit_bytes: int | None) -> None:
+        self.graph, self.device = graph, device
+        self.costs = account(graph, device)
+        self.recording: Recording = recording_of(graph)
+        self.steps: Mapping[str, Step] = {s.name: s for s in self.recording.steps if s.kind != "guard"}
+        self.engine = _engine_time(device)
+        self.before = 0
+        if device.type == "cuda":
+            torch._C._cuda_clearCublasWorkspaces()  # so that they are counted when they come back
+            self.before = torch.cuda.memory_allocated(device)
+        self.limit = memory_limit_bytes if memory_limit_bytes is not None else _free_bytes(device)
+
+    def weight(self, name: str) -> float:
+        """About how much time a call takes, to order them."""
+        cost = self.costs.calls[name]
+        return cost.flops_forward + 20.0 * self.need(name)
+
+    def need(self, name: str) -> int:
+        """Bytes one call needs alone, forward and backward."""
+        cost, call = self.costs.calls[name], self.graph.calls[name]
+        given = sum(self.graph.values[v].bytes for v in call.inputs) + cost.parameter_bytes
+        kept = sum(s.bytes for s in cost.saved if s.kind == "derived")
+        gradients = sum(g.bytes for g in cost.gradients) + (cost.output_bytes if cost.gradients else 0)
+        return (
+            given
+            + cost.output_bytes
+            + kept
+            + gradients
+            + max(cost.workspace_forward_bytes, cost.workspace_backward_bytes)
+        )
+
+    def time(self, name: str, seconds: float) -> CallCost:
+        """The cost of a call with its time, measured, scaled from a smaller one, or with the reason why not."""
+        cost, reason = self.costs.calls[name], ""
+        fits = self.need(name) <= self.limit
+        for integers in ("index", "zero", "one") if fits else ():
+            try:
+                return self._time(name, seconds, {}, 1.0, integers)
+            except torch.OutOfMemoryError as error:
+                reason, fits = _first_line(error), False
+                torch.cuda.empty_cache()
+                break
+            except Exception as error:
+                reason = reason or _first_line(error)
+        if fits:
+            return replace(cost, reason=reason)
+        for shapes, scale in self._smaller(name):
+            try:
+                return self._time(name, seconds, shapes, scale, "index")
+            except torch.OutOfMemoryError as error:
+                reason = _first_line(error)
+                torch.cuda.empty_cache()
+            except Exception as error:
+                reason = (
+                    f"it needs {self.need(name):,} bytes of {self.limit:,}, and smaller it fails: {_first_line(error)}"
+                )
+                break
+        return replace(cost, reason=reason or f"it needs {self.need(name):,} bytes of {self.limit:,}")
+
+    def library_bytes(self) -> int:
+        """What the device's libraries allocated since the start and still hold."""
+        if self.device.type != "cuda":
+            return 0
+        return max(0, torch.cuda.memory_allocated(self.device) - self.before)
+
+    def _time(
+        self, name: str, seconds: float, shapes: Mapping[str, tuple[int, ...]], scale: float, integers: str
+    ) -> CallCost:
+        cost = self.costs.calls[name]
+        alone = Alone(self.graph, self.steps[name], self.recording, self.device, integers=integers, shapes=shapes)
+        if self.device.type == "cuda" and scale == 1.0:
+            cost = self._weigh(alone, cost)
+        alone.prepare(_MOST_RUNS + 5)
+        forward = time_calls(alone.forward, self.device, seconds=seconds, most=_MOST_RUNS)
+        backward = None
+        roots, gradients = alone.gradients_for(alone.forward())
+        if roots and alone.wanted and cost.has_backward:
+            backward = self._time_backward(alone, roots, gradients, forward, seconds)
+        source: Source = "measured" if scale == 1.0 else "scaled"
+        return replace(
+            cost,
+            forward=_scaled(forward, scale),
+            backward=_scaled(backward, scale) if backward is not None else None,
+            time_source=source,
+        )
+
+    def _time_backward(
+        self,
+        alone: Alone,
+        roots: list[torch.Tensor],
+        gradients: list[torch.Tensor],
+        forward: Timing,
+        seconds: float,
+    ) -> Timing:
+        try:
+            taken = time_calls(
+                lambda: alone.backward(roots, gradients, keep=True), self.device, seconds=seconds, most=_MOST_RUNS
+            )
+            return _less(taken, self.engine)
+        except RuntimeError:  # a graph that can be used once only, as of a checkpointed region
+
+            def both() -> None:
+                alone.backward(*alone.gradients_for(alone.forward()))
+
+            return _less(_less(time_calls(both, self.device, seconds=seconds, most=_MOST_RUNS), forward), self.engine)
+
+    def _weigh(self, alone: Alone, cost: CallCost) -> CallCost:
+        """The workspace as the GPU's allocator saw it, with what libraries take inside of an operation."""
+        alone.backward(*alone.gradients_for(alone.forward())) if cost.has_backward else alone.forward()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        outputs = alone.forward()
+        after = torch.cuda.memory_allocated(self.device)
+        forward = torch.cuda.max_memory_allocated(self.device) - after
+        backward = 0
+        roots, gradients = alone.gradients_for(outputs)
+        del outputs
+        if roots and cost.has_backward:
+            torch.cuda.reset_peak_memory_stats(self.device)
+            before = torch.cuda.memory_allocated(self.device)
+            made = alone.backward(roots, gradients)
+            sizes = [-(-g.bytes // 512) * 512 for g in cost.gradients]
+            backward = torch.cuda.max_memory_allocated(self.device) - before - sum(sizes)
+            del made
+        return replace(
+            cost,
+            workspace_forward_bytes=max(0, forward),
+            workspace_backward_bytes=max(0, backward),
+            workspace_source="measured",
+        )
+
+    def _smaller(self, name: str) -> list[tuple[dict[str, tuple[int, ...]], float]]:
+        """Smaller versions of a call that fit, the largest first: less of the batch, else less of the image."""
+        values = [self.graph.values[v] for v in self.graph.calls[name].inputs]
+        largest = max((v for v in values if len(v.shape) > 1), key=lambda v: v.bytes, default=None)
+        if largest is None:
+            return []
+        shape, scale, found = list(largest.shape), 1.0, []
+        movable = [0] if shape[0] > 1 else []
+        movable += range(2, len(shape)) if len(shape) > 2 else []
+        need = self.need(name) - self.costs.calls[name].parameter_bytes
+        for _ in range(40):
+            dim = max(movable, key=lambda d: (d == 0 and shape[0] > 1, shape[d]), default=None)
+            if dim is None or shape[dim] < (2 if dim == 0 else 32):
+                break
+            half = shape[dim] // 2
+            scale, shape[dim] = scale * shape[dim] / half, half
+            if need / scale <= self.limit:
+                changed = {d: n for d, n in enumerate(shape) if n != largest.shape[d]}
+                found.append(({v.name: _resized(v.shape, largest.shape, changed) for v in values}, scale))
+                if len(found) == 3:
+                    break
+        return found
+
+
+def _resized(shape: tuple[int, ...], model: tuple[int, ...], changed: Mapping[int, int]) -> tuple[int, ...]:
+    """A shape with the same changes as the largest one, where it agrees with it."""
+    if len(shape) != len(model):
+        return shape
+    return tuple(changed[d] if d in changed and n == model[d] else n for d, n in enumerate(shape))
+
+
+def _with_time(cost: CallCost, timed: CallCost | None, reason: str) -> CallCost:
+    """A cost under its own name with the time of the call like it that was measured."""
+    if timed is None:
+        return replace(cost, reason=reason)
+    return replace(
+        cost,
+        forward=timed.forward,
+        backward=timed.backward,
+        time_source=timed.time_source,
+        reason=timed.reason,
+        workspace_forward_bytes=timed.workspace_forward_bytes,
+        workspace_backward_bytes=timed.workspace_backward_bytes,
+        workspace_source=timed.workspace_source,
+    )
+
+
+def _engine_time(device: torch.device) -> Timing:
+    """What it takes to start the autograd engine for a graph that does nothing."""
+    x = torch.ones(1, device=device, requires_grad=True)
+    y, gradient = x.view(1), torch.ones(1, device=device)
+    return time_calls(lambda: torch.autograd.grad(y, x, gradient, retain_graph=True), device, seconds=0.02, most=50)
+
+
+def _less(timing: Timing, other: Timing) -> Timing:
+    """A time without a part of it."""
+    part, issuing = other.median_s, other.dispatch_s
+    return replace(
+        timing,
+        min_s=max(0.0, timing.min_s - part),
+        median_s=max(0.0, timing.median_s - part),
+        max_s=max(0.0, timing.max_s - part),
+        mean_s=max(0.0, timing.mean_s - part),
+        dispatch_s=max(0.0, timing.dispatch_s - issuing),
+    )
+
+
+def _scaled(timing: Timing, scale: float) -> Timing:
+    return replace(
+        timing,
+        min_s=timing.min_s * scale,
+        median_s=timing.median_s * scale,
+        max_s=timing.max_s * scale,
+        mean_s=timing.mean_s * scale,
+    )
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(0.9 * torch.cuda.mem_get_info(device)[0])
+    lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
+    available = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
+    return min(_CPU_LIMIT, *(n // 2 for n in available)) if available else _CPU_LIMIT
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]

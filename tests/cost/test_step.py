@@ -1,0 +1,70 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import outcore
+from outcore.cost.costs import Costs
+from outcore.cost.measure import measure
+from outcore.cost.saved import account
+from outcore.cost.step import measure_optimizer, predict_step
+from outcore.machine.clock import Timing
+
+
+def timed(device_s: float, dispatch_s: float) -> tuple[outcore.Graph, Costs]:
+    """A chain of four calls, each with the same time forward and backward."""
+    graph = outcore.capture(nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))), [(2, 4)])
+    costs = account(graph)
+    timing = Timing.of([device_s], dispatch_s=dispatch_s)
+    calls = {n: replace(c, forward=timing, backward=timing, time_source="measured") for n, c in costs.calls.items()}
+    return graph, replace(costs, calls=calls)
+
+
+def test_on_a_cpu_a_step_is_the_sum_of_its_calls() -> None:
+    step = predict_step(*timed(2e-3, 0.0), optimizer=Timing.of([1e-3]))
+    assert step.step_s == pytest.approx(8 * 2e-3 + 1e-3)
+    assert (step.wait_s, step.source, step.unmeasured) == (0.0, "measured", ())
+
+
+def test_large_operations_take_the_device_s_time_and_small_ones_the_host_s() -> None:
+    large, small = predict_step(*timed(2e-3, 1e-5)), predict_step(*timed(1e-6, 1e-5))
+    assert large.step_s == pytest.approx(8 * 2e-3 + 1e-5)
+    assert small.step_s == pytest.approx(8 * 1e-5 + 1e-6)
+    assert small.wait_s > 0.9 * small.step_s
+
+
+def test_bringing_the_batch_to_the_device_takes_time() -> None:
+    step = predict_step(*timed(1e-3, 0.0), input_bytes_per_s=1e6)
+    assert step.transfer_s == pytest.approx(2 * 4 * 4 / 1e6)
+    assert step.step_s == pytest.approx(8e-3 + step.transfer_s)
+
+
+def test_what_is_not_known_is_named_and_the_least_trustworthy_source_counts() -> None:
+    graph, costs = timed(1e-3, 0.0)
+    calls = dict(costs.calls)
+    calls["0#0"] = replace(calls["0#0"], forward=None, backward=None, time_source="unknown")
+    calls["1#0"] = replace(calls["1#0"], time_source="scaled")
+    step = predict_step(graph, replace(costs, calls=calls))
+    assert step.unmeasured == ("0#0",)
+    assert step.source == "scaled"
+    assert "without 1 calls" in str(step)
+
+
+def test_an_optimizer_is_timed_on_parameters_of_its_own() -> None:
+    model = nn.Linear(64, 64)
+    before = model.weight.detach().clone()
+    timing = measure_optimizer(model, torch.optim.Adam, runs=3)
+    assert timing.runs == 3 and timing.median_s > 0
+    assert torch.equal(model.weight, before) and model.weight.grad is None
+    assert measure_optimizer(nn.ReLU(), torch.optim.Adam).median_s == 0.0
+
+
+def test_a_measured_network_has_a_predicted_step() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+    graph = outcore.capture(model, [(2, 3, 32, 32)])
+    step = predict_step(
+        graph, measure(graph, "cpu", time_limit_s=1.0), optimizer=measure_optimizer(model, torch.optim.Adam)
+    )
+    assert step.step_s > 0 and not step.unmeasured
+    assert "forward" in str(step) and "optimizer" in str(step)
