@@ -52,6 +52,9 @@ class Row:
     parallel_forward_ms: float = 0.0
     parallel_step_ms: float = 0.0
     automatic_step_ms: float = 0.0
+    cudnn_backward_device_ms: float = 0.0
+    scan_backward_device_ms: float = 0.0
+    products_backward_device_ms: float = 0.0
     notes: dict[str, Any] = field(default_factory=dict)
 
 
@@ -103,12 +106,20 @@ def milliseconds(run: Callable[[], Any], repeats: int, before: Callable[[], Any]
     return statistics.median(found)
 
 
+def device_milliseconds(run: Callable[[], Any]) -> float:
+    """Time the device was busy, without the gaps in which it waited for the host."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    return sum(event.self_device_time_total for event in profile.key_averages()) / 1e3
+
+
 def measure(setting: Setting, repeats: int, log: Callable[[str], None]) -> Row:
     device = "cuda"
     x, label = data(setting, device)
     row = Row(setting)
 
-    def times(options: Options | None) -> tuple[float, float, float, Any]:
+    def times(options: Options | None) -> tuple[float, float, float, float, Any]:
         model = make(setting, options, device)
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-5, foreach=True)
 
@@ -123,16 +134,20 @@ def measure(setting: Setting, repeats: int, log: Callable[[str], None]) -> Row:
         forward = milliseconds(loss, repeats)
         backward = milliseconds(lambda value: value.backward(), repeats, loss)
         whole = milliseconds(step, repeats)
-        return forward, backward, whole, getattr(model.layer, "report", None)
+        value = loss()
+        torch.cuda.synchronize()
+        busy = device_milliseconds(value.backward)
+        return forward, backward, whole, busy, getattr(model.layer, "report", None)
 
-    row.cudnn_forward_ms, row.cudnn_backward_ms, row.cudnn_step_ms, _ = times(None)
-    _, row.scan_backward_ms, row.scan_step_ms, report = times(Options(backward="scan"))
+    row.cudnn_forward_ms, row.cudnn_backward_ms, row.cudnn_step_ms, row.cudnn_backward_device_ms, _ = times(None)
+    _, row.scan_backward_ms, row.scan_step_ms, row.scan_backward_device_ms, report = times(Options(backward="scan"))
     row.notes["scan"] = str(report)
-    _, row.products_backward_ms, _, report = times(Options(backward="scan", solver="products"))
+    products = Options(backward="scan", solver="products")
+    _, row.products_backward_ms, _, row.products_backward_device_ms, report = times(products)
     row.notes["products"] = str(report)
-    row.parallel_forward_ms, _, row.parallel_step_ms, report = times(Options(backward="scan", forward=Newton()))
+    row.parallel_forward_ms, _, row.parallel_step_ms, _, report = times(Options(backward="scan", forward=Newton()))
     row.notes["parallel"] = str(report)
-    _, _, row.automatic_step_ms, report = times(Options())
+    _, _, row.automatic_step_ms, _, report = times(Options())
     row.notes["automatic"] = str(report)
     log(
         f"{setting.cell:4} T {setting.steps:6} N {setting.batch:4} H {setting.hidden:4} "
@@ -141,6 +156,8 @@ def measure(setting: Setting, repeats: int, log: Callable[[str], None]) -> Row:
         f"products B {row.products_backward_ms:7.3f} ({row.cudnn_backward_ms / row.products_backward_ms:6.1f}x) "
         f"step {row.cudnn_step_ms / row.scan_step_ms:5.2f}x of {bound(row):5.2f}x "
         f"| parallel F {row.parallel_forward_ms:7.3f} step {row.cudnn_step_ms / row.parallel_step_ms:6.2f}x "
+        f"| device B {row.cudnn_backward_device_ms:.3f} / {row.scan_backward_device_ms:.3f} / "
+        f"{row.products_backward_device_ms:.3f} "
         f"| automatic {row.cudnn_step_ms / row.automatic_step_ms:5.2f}x {str(report).split(':')[0]}"
     )
     return row
@@ -254,17 +271,17 @@ def memory(log: Callable[[str], None]) -> list[dict[str, Any]]:
     ):
         setting = Setting(cell, T, 16, hidden, inputs=20)
         model = make(setting, Options(backward="scan", solver="products", memory=limit), "cuda")
-        x, label = data(setting, "cuda")
+        x, _ = data(setting, "cuda")
         for _ in range(2):
-            model.zero_grad()
-            loss = nn.functional.cross_entropy(model(x.requires_grad_()), label)
+            output, _ = model.layer(x.requires_grad_())
+            gradient = torch.ones_like(output)
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             held = torch.cuda.memory_allocated()
-            loss.backward()
+            grads = torch.autograd.grad(output, [x, *model.layer.parameters()], gradient)
             torch.cuda.synchronize()
             used = torch.cuda.max_memory_allocated() - held
-            x.grad = None
+            del grads
         predicted = model.layer.report.layers[0].predicted_bytes
         rows.append(asdict(setting) | {"limit": limit, "predicted": predicted, "measured": used})
         log(f"memory {cell} T {T} H {hidden} limit {limit}: predicted {predicted:,}, measured {used:,}")
@@ -304,6 +321,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--part", choices=["long", "rest"], help="only the longest sequences, or all but correctness")
     parser.add_argument("--seconds", type=float, default=360, help="stop starting new rows after this long")
     args = parser.parse_args()
     began = time.perf_counter()
@@ -312,7 +330,9 @@ def main() -> None:
         print(f"[{time.perf_counter() - began:5.1f}s] {line}", flush=True)
 
     result: dict[str, Any] = {"environment": environment(), "quick": args.quick}
-    path = args.out / f"{datetime.date.today()}{'-quick' if args.quick else ''}.json"
+    path = (
+        args.out / f"{datetime.date.today()}{'-quick' if args.quick else ''}{f'-{args.part}' if args.part else ''}.json"
+    )
     args.out.mkdir(parents=True, exist_ok=True)
 
     def save() -> None:
@@ -320,10 +340,16 @@ def main() -> None:
         path.write_text(json.dumps(result, indent=1) + "\n")
 
     log(str(result["environment"]))
-    result["correctness"] = correctness(log)
+    if args.part is None:
+        result["correctness"] = correctness(log)
+        save()
+    result["memory"] = memory(log)
+    result["training"] = [training_curve(30 if args.quick else 300, 1000, lr, log) for lr in (1e-5, 3e-4)]
     save()
     result["rows"] = []
     for setting in settings(args.quick):
+        if args.part == "long" and setting.steps < 30000 and setting.hidden != 256:
+            continue
         if time.perf_counter() - began > args.seconds:
             log(f"out of time before {setting}")
             continue
@@ -333,10 +359,6 @@ def main() -> None:
             log(f"FAILED {setting}: {type(error).__name__}: {error}")
             result["rows"].append(asdict(setting) | {"failed": str(error)})
         save()
-    result["memory"] = memory(log)
-    save()
-    result["training"] = training_curve(*((30, 300, 1e-3) if args.quick else (400, 1000, 1e-3)), log)
-    save()
 
 
 if __name__ == "__main__":

@@ -85,6 +85,8 @@ def test_without_convergence_the_layer_runs_sequentially_and_says_so() -> None:
     assert torch.equal(found, reference(x)[0])
     assert "no convergence in 3 iterations" in ours.report.layers[0].fell_back
     assert "sequential" in str(ours.report)
+    ours(x)
+    assert "is tried again in 64 calls" in ours.report.reason
 
 
 def test_damping_still_reaches_the_same_states() -> None:

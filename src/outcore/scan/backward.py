@@ -90,7 +90,7 @@ def solve(adjoint: Adjoint, chunk: int, solver: Solver | None = None, precision:
         return Solution(totals, out[:, 0], "sequential", 1, engine)
     sweeps = 0
     if solver != "products":
-        limit = _relaxation_limit(adjoint.cell.state, count, asked=solver == "relaxation")
+        limit = min(count, 64 if solver == "relaxation" else _relaxation_limit(adjoint))
         before, previous = math.inf, None
         while sweeps < limit:
             totals, out, change, engine = _relax(adjoint, chunk, previous)
@@ -112,10 +112,12 @@ def solve(adjoint: Adjoint, chunk: int, solver: Solver | None = None, precision:
     return Solution(totals, out[:, 0], "products", sweeps + 1, engine)
 
 
-def _relaxation_limit(state: int, count: int, *, asked: bool) -> int:
-    """Sweeps that still cost less than multiplying out; a chunk is settled by each, so never more than there
-    are."""
-    return min(count, 64 if asked else max(3, min(16, state // 2)))
+def _relaxation_limit(adjoint: Adjoint) -> int:
+    """Sweeps that still cost less than multiplying out, as measured: few in kernels, about S / 4 elsewhere."""
+    x = adjoint.values
+    if kernels.available(x) and kernels.fits(adjoint.cell, x.dtype):
+        return 6
+    return max(3, min(64, adjoint.cell.state // 4))
 
 
 def _relax(adjoint: Adjoint, chunk: int, previous: Tensor | None) -> tuple[Tensor, Tensor, float, str]:

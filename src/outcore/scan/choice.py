@@ -30,6 +30,8 @@ __all__ = ["Choices", "Timing", "choices", "key_of"]
 
 SHORTEST = 32
 """Steps below which nothing is measured: a loop this short is never worth a scan."""
+MARGIN = 0.85
+"""The scan must be faster by this factor: what is measured varies, and torch's way is the known one."""
 RETRY = 64
 """Calls after which a layer whose gradients did not fade is given another try."""
 _REPEATS = 3
@@ -52,9 +54,9 @@ class Timing:
         Args:
             settled: whether relaxation was enough in the last scanned call.
         """
-        if self.products_s < self.torch_s:
+        if self.products_s < MARGIN * self.torch_s:
             return "scan", f"measured {self}"
-        if self.scan_s < self.torch_s:
+        if self.scan_s < MARGIN * self.torch_s:
             if settled:
                 return "scan", f"measured {self}"
             return "torch", f"gradients no longer fade within a chunk, and products are slower: measured {self}"

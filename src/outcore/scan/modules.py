@@ -25,7 +25,7 @@ from outcore.scan import kernels
 from outcore.scan.cells import Cell, CellKind
 from outcore.scan.choice import RETRY, SHORTEST, choices, key_of
 from outcore.scan.layer import Layer, run_layer, working_dtype
-from outcore.scan.options import Options, Precision, as_bytes
+from outcore.scan.options import Newton, Options, Precision, as_bytes
 from outcore.scan.packing import Packing
 from outcore.scan.report import LayerReport, Report
 from outcore.scan.workspace import Shape, cut, free_bytes
@@ -44,6 +44,7 @@ class _Scanned(torch.nn.RNNBase):
     report: Report | None = None
     """What the last call did; the part about backward is filled in when it runs."""
     _unsettled: int = 0
+    _paused: int = 0
 
     def __init__(self, *args: Any, options: Options | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -196,6 +197,7 @@ class _Scanned(torch.nn.RNNBase):
         per = len(self._flat_weights) // (self.num_layers * D)
         limit = None if self.options.memory is None else as_bytes(self.options.memory)
         copied = D == 2 or packing is not None or x.dtype.itemsize < 4
+        newton = self._newton()
         layers = []
         for i in range(self.num_layers):
             shape = Shape(self._cell(i), D, steps, batch, max(4, x.dtype.itemsize), copied, x.is_cuda)
@@ -214,7 +216,7 @@ class _Scanned(torch.nn.RNNBase):
                     cut=plan,
                     solver=self.options.solver,
                     precision=_precision(self.options.precision, x),
-                    forward=self.options.forward,
+                    forward=newton,
                     report=report,
                 )
             )
@@ -226,7 +228,18 @@ class _Scanned(torch.nn.RNNBase):
             finals.append(final)
             if self.dropout and self.training and i < self.num_layers - 1:
                 x = F.dropout(x, self.dropout)
+        if any(layer.report.fell_back for layer in layers):
+            self._paused = RETRY
         return x, tuple(torch.cat(parts) for parts in zip(*finals, strict=True))
+
+    def _newton(self) -> Newton | None:
+        """The parallel forward pass, unless it failed a short while ago."""
+        if self.options.forward is None or self._paused == 0:
+            return self.options.forward
+        assert self.report is not None
+        self._paused -= 1
+        self.report.reason += f"; the parallel forward pass failed and is tried again in {self._paused + 1} calls"
+        return None
 
     def _finished(self, given: Any, y: Tensor, final: tuple[Tensor, ...], batched: bool) -> tuple[Any, Hidden]:
         if isinstance(given, PackedSequence):

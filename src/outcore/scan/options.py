@@ -45,7 +45,7 @@ class Newton:
 
     Every iteration runs all chunks at once from guessed boundary states and corrects the guesses through the
     chunks' Jacobians. It stops when the largest correction is at most `tolerance`; after `iterations` without
-    that, the layer runs sequentially instead and its report says so.
+    that, the layer runs sequentially instead, says so, and does not try again for 64 calls.
 
     Args:
         tolerance: largest accepted correction of a state; none: 1e-5 in float32, 1e-10 in float64.
