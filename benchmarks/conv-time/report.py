@@ -49,7 +49,7 @@ def like_the_talks(samples: list[Sample]) -> list[Sample]:
     ]
 
 
-def compare(calibration: Calibration, base: Ceiling, train: list[Sample], test: list[Sample]) -> dict[str, Any]:
+def compare(calibration: Calibration, base: Ceiling, family: list[Sample], test: list[Sample]) -> dict[str, Any]:
     """Errors of each way to predict on one set of held-out samples."""
     operations, measured = [s.operation for s in test], [s.timing.median_s for s in test]
     predictions = calibration.predict(operations)
@@ -62,10 +62,30 @@ def compare(calibration: Calibration, base: Ceiling, train: list[Sample], test: 
     ]
     rows["calibration"]["within_interval"] = round(sum(inside) / len(inside), 3)
     rows["calibration"]["extrapolated"] = sum(p.trust != "measured range" for p in predictions)
-    if like_the_talks(test) == test:
-        family = like_the_talks(train)
+    if family and like_the_talks(test) == test:
         for degree in (2, 3):
             rows[f"raw polynomial of degree {degree}"] = score(predict_raw(family, operations, degree=degree), measured)
+    return rows
+
+
+def whole_networks(calibration: Calibration, twelve: list[Sample]) -> list[dict[str, Any]]:
+    """The twelve-convolution network as a whole, at each batch size and memory format."""
+    networks: dict[tuple[int, bool], list[Sample]] = {}
+    for sample in twelve:
+        networks.setdefault((sample.operation.batch, sample.operation.channels_last), []).append(sample)
+    rows = []
+    for (batch, channels_last), samples in networks.items():
+        predicted = sum(p.time_s for p in calibration.predict([s.operation for s in samples])) * 1e3
+        measured = sum(s.timing.median_s for s in samples) * 1e3
+        rows.append(
+            {
+                "batch": batch,
+                "channels_last": channels_last,
+                "measured_ms": round(measured, 4),
+                "predicted_ms": round(predicted, 4),
+                "error": round(predicted / measured - 1, 4),
+            }
+        )
     return rows
 
 
@@ -81,6 +101,39 @@ def print_talks(samples: list[Sample]) -> list[str]:
                 lines.append(f"{name}: {getattr(timing, name + '_s') * 1e3:.6f} ms")
         lines.append("")
     return lines
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The tables of a result, for the README."""
+    lines = [
+        "| precision | predicted | by | median error | p90 | worst | below zero | of |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for dtype, part in result["precisions"].items():
+        for name, rows in part["compared"].items():
+            for method, row in rows.items():
+                errors = " | ".join(f"{row[key]:.1%}" for key in ("median", "p90", "worst"))
+                lines.append(f"| {dtype} | {name} | {method} | {errors} | {row['negative']} | {row['count']} |")
+    lines += [
+        "",
+        "| the twelve-layer network | batch | channels last | measured | predicted | error |",
+        "|---" * 6 + "|",
+    ]
+    for dtype, part in result["precisions"].items():
+        for row in part["whole_network"]:
+            times = f"{row['measured_ms']:.3f} ms | {row['predicted_ms']:.3f} ms | {row['error']:+.1%}"
+            lines.append(f"| {dtype} | {row['batch']} | {'yes' if row['channels_last'] else 'no'} | {times} |")
+    dtypes = list(result["precisions"])
+    kinds = list(dict.fromkeys(kind for dtype in dtypes for kind in result["precisions"][dtype]["held_out_by_kind"]))
+    lines += ["", "| kind | " + " | ".join(f"{dtype}: median / p90 (samples, method)" for dtype in dtypes) + " |"]
+    lines.append("|---" * (1 + len(dtypes)) + "|")
+    for kind in kinds:
+        cells = []
+        for dtype in dtypes:
+            found = result["precisions"][dtype]["held_out_by_kind"].get(kind)
+            cells.append(f"{found[2]:.1%} / {found[3]:.1%} ({found[0]}, {found[1]})" if found else "–")
+        lines.append(f"| {kind} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
@@ -109,8 +162,9 @@ def main() -> None:
             name: samples_of(options.samples, f"{name}-{dtype}") for name in ("talks", "family-held-out", "held-out")
         }
         errors = {name: list(values) for name, values in calibration.errors().items()}
+        family = samples_of(options.samples, f"family-{dtype}")
         compared = {
-            name: compare(calibration, Ceiling.of(device, dtype), train, test) for name, test in sets.items() if test
+            name: compare(calibration, Ceiling.of(device, dtype), family, test) for name, test in sets.items() if test
         }
         twelve = sets["talks"][4:]
         layers = [
@@ -124,6 +178,7 @@ def main() -> None:
             "compared": compared,
             "talks_printed": print_talks(sets["talks"][:4]),
             "twelve": layers,
+            "whole_network": whole_networks(calibration, twelve),
         }
         points = [
             (name, s.timing.median_s * 1e3, p.time_s * 1e3)
@@ -138,6 +193,7 @@ def main() -> None:
                 print(f"  {name:16} {method:28} median {row['median']:.1%} p90 {row['p90']:.1%} ({row['count']:.0f})")
         print("\n".join(result["precisions"][dtype]["talks_printed"]))
     (options.results / f"{date}-{slug}.json").write_text(json.dumps(result, indent=1) + "\n")
+    (options.results / f"{date}-{slug}.md").write_text(markdown(result))
 
 
 if __name__ == "__main__":
