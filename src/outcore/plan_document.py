@@ -1,0 +1,339 @@
+"""The plan: every decision about how a network is trained, as a document one can read, write, compare and keep.
+
+    {
+     "format": 1,
+     "graph": "64193fdf436ded2f",
+     "stages": [["stem", "layer1"], ["layer2", "head"]],
+     "schedule": "gpipe",
+     "micro_batches": 4
+    }
+
+is a complete plan: what is left out has a default. Stages name blocks (all that is inside comes along) or single calls
+(``conv1#0``); functions that a model calls between its modules need not be named, they go where their inputs are.
+`Plan.validate` checks a plan against a graph and names the block that is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from outcore.errors import PlanError
+from outcore.graph import Graph
+from outcore.graph.parts import ancestors
+
+__all__ = ["FORMAT", "BatchNorm", "Exactness", "Plan", "Predicted", "Schedule", "name_stages", "place_calls"]
+
+FORMAT = 1
+
+Schedule = Literal["model_parallel", "gpipe", "1f1b", "gems"]
+Exactness = Literal["bitwise", "reassociated", "lossy"]
+BatchNorm = Literal["micro_batch", "deferred", "synchronised"]
+"""Statistics of each micro-batch, updated every time; of each, but updated once per step; or of the whole batch."""
+
+_POLICIES = ("keep", "offload", "recompute", "encode:")
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """What a step is expected to take."""
+
+    time_s: float
+    peak_bytes: tuple[int, ...]
+    """Of every rank of a replica."""
+    bubble: float
+    """Share of the ranks' time in which they wait."""
+    judge: str = "closed form"
+    """What predicted it."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a network is trained.
+
+    >>> plan = Plan("64193fdf436ded2f", (("stem", "layer1"), ("layer2", "head")), micro_batches=4)
+    >>> Plan.from_json(plan.to_json()) == plan, plan.ranks
+    (True, 2)
+    """
+
+    graph: str
+    """Fingerprint of the graph."""
+    stages: tuple[tuple[str, ...], ...]
+    """Names of blocks or calls, per stage."""
+    schedule: Schedule = "gpipe"
+    micro_batches: int = 1
+    batches: int = 1
+    """Passes before the optimizer's step; under GEMS they alternate between the two replicas (eta)."""
+    replicas: int = 1
+    """Data-parallel copies of the whole pipeline."""
+    placement: tuple[int, ...] | None = None
+    """Rank of every stage inside a replica; None puts stage k on rank k."""
+    exactness: Exactness = "bitwise"
+    batch_norm: BatchNorm = "micro_batch"
+    policy: Mapping[str, str] = field(default_factory=dict)
+    """Value -> keep, offload, recompute or encode:<how>; values that are not listed are kept."""
+    tied: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Parameter -> stages that hold a copy of it, whose gradients are added up."""
+    stream: Mapping[str, Any] | None = None
+    machine: str | None = None
+    """Fingerprint of the machine it was made for."""
+    memory_bytes: int | None = None
+    """The budget of a rank it was made for."""
+    predicted: Predicted | None = None
+    why: tuple[str, ...] = ()
+    """Why this plan and not another: the runners-up with their figures."""
+
+    def __post_init__(self) -> None:
+        for name, choices in (("schedule", Schedule), ("exactness", Exactness), ("batch_norm", BatchNorm)):
+            if (given := getattr(self, name)) not in get_args(choices):
+                raise PlanError(f"{name} {given!r} is not known; choose one of {', '.join(get_args(choices))}")
+        for name in ("micro_batches", "batches", "replicas"):
+            if not isinstance(given := getattr(self, name), int) or given < 1:
+                raise PlanError(f"{name} must be a whole number of at least 1, not {given!r}")
+        if not self.stages or not all(self.stages):
+            raise PlanError("every stage needs at least one block; give a list of names per stage")
+        if self.placement is not None:
+            if len(self.placement) != len(self.stages):
+                raise PlanError(f"placement names {len(self.placement)} ranks for {len(self.stages)} stages")
+            if set(self.placement) != set(range(max(self.placement) + 1)):
+                raise PlanError(f"placement {list(self.placement)} leaves a rank without a stage")
+        for value, policy in self.policy.items():
+            if not policy.startswith(_POLICIES) or policy == "encode:":
+                raise PlanError(
+                    f"policy {policy!r} of {value} is not known; choose keep, offload, recompute or encode:<how>"
+                )
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """Ranks of one copy of the pipeline."""
+        return len(self.stages) if self.placement is None else max(self.placement) + 1
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the whole plan."""
+        return self.replicas * self.ranks_per_replica
+
+    def rank_of(self, stage: int) -> int:
+        """Rank of a stage inside a replica."""
+        return stage if self.placement is None else self.placement[stage]
+
+    def calls(self, graph: Graph) -> tuple[tuple[str, ...], ...]:
+        """The calls of every stage, in order; raises as `validate` does."""
+        stage_of = place_calls(graph, self.stages)
+        return tuple(tuple(c for c in graph.calls if stage_of[c] == k) for k in range(len(self.stages)))
+
+    def validate(self, graph: Graph, *, ranks: int | None = None) -> None:
+        """Check that the plan fits a graph (and a number of ranks); raises `PlanError` naming what is wrong."""
+        if self.graph != graph.fingerprint:
+            raise PlanError(
+                f"the plan was made for graph {self.graph}, but this is {graph.root.type} with fingerprint "
+                f"{graph.fingerprint}; plan this one"
+            )
+        place_calls(graph, self.stages)
+        for value in self.policy:
+            if value not in graph.values:
+                raise PlanError(f"policy names {value}, which is no value of {graph.root.type}")
+        for parameter, stages in self.tied.items():
+            if any(not 0 <= k < len(self.stages) for k in stages):
+                raise PlanError(f"tied parameter {parameter} names stage {max(stages)} of {len(self.stages)}")
+        if ranks is not None and ranks != self.ranks:
+            raise PlanError(
+                f"the plan needs {self.ranks} ranks ({self.replicas} replicas of {self.ranks_per_replica}), "
+                f"but there are {ranks}; start {self.ranks}, or plan for {ranks}"
+            )
+
+    def diff(self, other: Plan) -> list[str]:
+        """What is different in another plan, one line each."""
+        lines = []
+        here = {name: k for k, stage in enumerate(self.stages) for name in stage}
+        there = {name: k for k, stage in enumerate(other.stages) for name in stage}
+        if len(self.stages) != len(other.stages):
+            lines.append(f"stages: {len(self.stages)} -> {len(other.stages)}")
+        for name in dict.fromkeys((*here, *there)):
+            a, b = here.get(name), there.get(name)
+            if a != b:
+                lines.append(f"{name}: {_stage(a)} -> {_stage(b)}")
+        for f in fields(self):
+            if f.name not in ("stages", "predicted", "policy", "why"):
+                a, b = getattr(self, f.name), getattr(other, f.name)
+                if a != b:
+                    lines.append(f"{f.name}: {_plain(a)} -> {_plain(b)}")
+        for value in dict.fromkeys((*self.policy, *other.policy)):
+            was, is_now = self.policy.get(value, "keep"), other.policy.get(value, "keep")
+            if was != is_now:
+                lines.append(f"policy of {value}: {was} -> {is_now}")
+        if self.predicted and other.predicted and self.predicted != other.predicted:
+            p, q = self.predicted, other.predicted
+            lines.append(f"predicted time: {p.time_s:.6g} s -> {q.time_s:.6g} s")
+            lines.append(f"predicted peak: {max(p.peak_bytes):,} bytes -> {max(q.peak_bytes):,} bytes")
+        return lines
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values that `from_json` reads back; what has its default is left out."""
+        document: dict[str, Any] = {"format": FORMAT, "graph": self.graph, "stages": [list(s) for s in self.stages]}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name in document or value is None or value in ((), {}):
+                continue
+            document[f.name] = asdict(value) if isinstance(value, Predicted) else value
+        plain: dict[str, Any] = json.loads(json.dumps(document))
+        return plain
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Plan:
+        """The plan in a document, also a hand-written one."""
+        if document.get("format") != FORMAT:
+            raise PlanError(f'this plan has "format": {document.get("format")!r}; this outcore reads format {FORMAT}')
+        known = {f.name for f in fields(cls)}
+        if unknown := sorted(set(document) - known - {"format"}):
+            raise PlanError(f"a plan has no field {unknown[0]!r}; it has {', '.join(sorted(known))}")
+        if missing := [name for name in ("graph", "stages") if name not in document]:
+            raise PlanError(f"the plan has no field {missing[0]!r}")
+        given: dict[str, Any] = {k: v for k, v in document.items() if k != "format"}
+        given["stages"] = tuple(tuple([s] if isinstance(s, str) else s) for s in given["stages"])
+        for name in ("placement", "why"):
+            if given.get(name) is not None:
+                given[name] = tuple(given[name])
+        if "tied" in given:
+            given["tied"] = {name: tuple(stages) for name, stages in given["tied"].items()}
+        if given.get("predicted") is not None:
+            row = dict(given["predicted"])
+            given["predicted"] = Predicted(**(row | {"peak_bytes": tuple(row["peak_bytes"])}))
+        return cls(**given)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON, a stage per line."""
+        document = self.to_json()
+        marks = {}
+        for name in ("stages", "placement"):
+            if name in document:
+                marks[f'"@{name}"'] = _rows(document[name])
+                document[name] = f"@{name}"
+        text = json.dumps(document, indent=1, ensure_ascii=False)
+        for mark, rows in marks.items():
+            text = text.replace(mark, rows)
+        Path(path).write_text(text + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan from a file."""
+        try:
+            document = json.loads(Path(path).read_text())
+        except json.JSONDecodeError as error:
+            raise PlanError(f"{path} is not JSON: {error}") from None
+        return cls.from_json(document)
+
+    def __str__(self) -> str:
+        parts = f"{self.micro_batches} micro-batches, {self.batches} batches" if self.batches > 1 else ""
+        parts = parts or f"{self.micro_batches} micro-batches"
+        lines = [f"{self.schedule}: {len(self.stages)} stages x {self.replicas} replicas, {parts}"]
+        for k, names in enumerate(self.stages):
+            shown = f"{names[0]} … {names[-1]} ({len(names)} blocks)" if len(names) > 4 else ", ".join(names)
+            peak = ""
+            if self.predicted:
+                peak = f", rank peak {self.predicted.peak_bytes[self.rank_of(k)] / 2**20:,.1f} MiB"
+            lines.append(f"  stage {k} on rank {self.rank_of(k)}{peak}: {shown}")
+        if self.predicted:
+            lines.append(f"  step {self.predicted.time_s * 1e3:.3f} ms, bubble {self.predicted.bubble:.0%} (predicted)")
+        return "\n".join([*lines, *(f"  {line}" for line in self.why)])
+
+
+def place_calls(graph: Graph, stages: Sequence[Sequence[str]]) -> dict[str, int]:
+    """The stage of every call, given names per stage; raises `PlanError` naming the block that is wrong."""
+    stage_of: dict[str, int] = {}
+    named: dict[str, str] = {}
+    for k, names in enumerate(stages):
+        for name in names:
+            for inside in _calls_of(graph, name):
+                if inside in stage_of:
+                    where = f"stage {k} twice" if stage_of[inside] == k else f"stages {stage_of[inside]} and {k}"
+                    also = "" if named[inside] == name else f" (as {named[inside]} and as {name})"
+                    raise PlanError(f"{graph.calls[inside].block} is in {where}{also}; name it once")
+                stage_of[inside], named[inside] = k, name
+    for name, call in graph.calls.items():
+        if name not in stage_of and graph.blocks[call.block].kind == "function":
+            before = [stage_of[p] for v in call.inputs if (p := graph.values[v].producer) in stage_of]
+            if before:
+                stage_of[name] = max(before)
+    for name, call in reversed(list(graph.calls.items())):
+        if name not in stage_of and graph.blocks[call.block].kind == "function":
+            after = [stage_of[c] for v in call.outputs for c in graph.values[v].consumers if c in stage_of]
+            stage_of[name] = min(after, default=0)
+    if missing := [c.block for name, c in graph.calls.items() if name not in stage_of]:
+        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        raise PlanError(f"{missing[0]}{more} is in no stage; add it, or a block around it, to one")
+    for name, call in graph.calls.items():
+        for value in call.inputs:
+            source = graph.values[value].producer
+            if source is not None and stage_of[source] > stage_of[name]:
+                raise PlanError(
+                    f"{call.block} is in stage {stage_of[name]} but reads {value} from stage {stage_of[source]}: data "
+                    "would flow backwards; move one of them"
+                )
+        for earlier in call.after:
+            if stage_of.get(earlier, -1) > stage_of[name]:
+                raise PlanError(
+                    f"{call.block} is in stage {stage_of[name]} but must run after {earlier}, which is later"
+                )
+    _refuse_torn_memory(graph, stage_of)
+    if empty := set(range(len(stages))) - set(stage_of.values()):
+        raise PlanError(f"stage {min(empty)} runs nothing: its blocks are never called")
+    return stage_of
+
+
+def name_stages(graph: Graph, calls: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
+    """Names for stages: the largest blocks that lie entirely in one, calls where a block is shared."""
+    stage_of = {call: k for k, names in enumerate(calls) for call in names}
+    stages_in: dict[str, set[int]] = {}
+    for name, call in graph.calls.items():
+        for path in (*ancestors(call.block), call.block):
+            stages_in.setdefault(path, set()).add(stage_of[name])
+    named: list[dict[str, None]] = [{} for _ in calls]
+    for name, call in graph.calls.items():
+        path = next((p for p in (*ancestors(call.block), call.block) if len(stages_in[p]) == 1), name)
+        named[stage_of[name]][path] = None
+    return tuple(tuple(names) for names in named)
+
+
+def _calls_of(graph: Graph, name: str) -> list[str]:
+    if name in graph.calls:
+        return [name]
+    if name in graph.blocks:
+        return [call.name for call in graph.leaves(name)]
+    import difflib
+
+    near = difflib.get_close_matches(name, [*graph.blocks, *graph.calls], n=3, cutoff=0.4)
+    hint = f"; did you mean {', '.join(near)}?" if near else ""
+    raise PlanError(f"no block {name!r} in {graph.root.type}{hint}")
+
+
+def _refuse_torn_memory(graph: Graph, stage_of: Mapping[str, int]) -> None:
+    families: dict[str, list[str]] = {}
+    for value in graph.values.values():
+        families.setdefault(value.alias_of or value.name, []).append(value.name)
+    for name, call in graph.calls.items():
+        for written in call.mutates:
+            for shared in families[graph.values[written].alias_of or written]:
+                for reader in graph.values[shared].consumers:
+                    if name in graph.calls[reader].after and stage_of[reader] != stage_of[name]:
+                        raise PlanError(
+                            f"{call.block} writes into the memory of {shared}, which {graph.calls[reader].block} reads "
+                            f"afterwards in another stage; put both in stage {stage_of[name]}"
+                        )
+
+
+def _stage(k: int | None) -> str:
+    return "not named" if k is None else f"stage {k}"
+
+
+def _plain(value: Any) -> str:
+    return "none" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _rows(value: list[Any]) -> str:
+    if value and isinstance(value[0], list):
+        return "[\n  " + ",\n  ".join(json.dumps(row, ensure_ascii=False) for row in value) + "\n ]"
+    return json.dumps(value)

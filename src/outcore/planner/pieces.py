@@ -1,0 +1,194 @@
+"""Units with their weights: all that a partitioner looks at.
+
+Memory is followed in *families*: a value together with its views, which are one piece of memory. A stage holds a
+family from the forward of a micro-batch to its backward if one of its calls keeps it for backward, or if it crosses the
+stage's border: what was received stays until its gradient is sent, what was sent stays until its gradient has come. So
+a long skip counts on both ends, for as long as it lives there.
+
+Inputs of the model are given to every rank that reads them; outputs made early travel to the last stage, where the loss
+is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from outcore.graph import Graph
+from outcore.planner.units import Units
+from outcore.planner.weights import Weights
+from outcore.program.stages import Edge, Stage, Stages
+
+__all__ = ["Family", "Flow", "Pieces", "weigh"]
+
+INPUT = -1
+"""The producer of what the model is given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Memory that several units may touch."""
+
+    name: str
+    bytes: int
+    producer: int
+    """Unit that makes it, or `INPUT`."""
+    users: tuple[int, ...]
+    """Units that read it, ascending, without the producer."""
+    keepers: tuple[int, ...]
+    """Units that keep it for backward, ascending."""
+    to_loss: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """A value that goes from one unit to others."""
+
+    value: str
+    bytes: int
+    producer: int
+    users: tuple[int, ...]
+    """Ascending, without the producer."""
+    to_loss: bool
+    has_gradient: bool
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Units, what they take and what flows between them."""
+
+    units: Units
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    workspace_bytes: tuple[int, ...]
+    fixed_bytes: tuple[int, ...]
+    families: tuple[Family, ...]
+    flows: tuple[Flow, ...]
+    parameters: tuple[tuple[str, int, tuple[int, ...]], ...]
+    """Name, bytes and users of every trained parameter."""
+    state_per_parameter: float = 2.0
+    update_bytes_per_s: float = float("inf")
+
+    def __len__(self) -> int:
+        return len(self.units)
+
+    @cached_property
+    def time_s(self) -> tuple[float, ...]:
+        """Forward and backward of every unit."""
+        return tuple(f + b for f, b in zip(self.forward_s, self.backward_s, strict=True))
+
+    @property
+    def after(self) -> list[set[int]]:
+        """For every unit, those that directly depend on it."""
+        found: list[set[int]] = [set() for _ in range(len(self))]
+        for i, sources in enumerate(self.units.before):
+            for source in sources:
+                found[source].add(i)
+        return found
+
+    def scaled(self, fraction: float) -> Pieces:
+        """The same for a part of the batch: time and activations shrink with it, parameters do not."""
+        if fraction == 1:
+            return self
+        return replace(
+            self,
+            forward_s=tuple(t * fraction for t in self.forward_s),
+            backward_s=tuple(t * fraction for t in self.backward_s),
+            workspace_bytes=tuple(round(b * fraction) for b in self.workspace_bytes),
+            families=tuple(replace(f, bytes=round(f.bytes * fraction)) for f in self.families),
+            flows=tuple(replace(f, bytes=round(f.bytes * fraction)) for f in self.flows),
+        )
+
+    def cut(self, stage_of: Sequence[int], count: int) -> Stages:
+        """The stages that an assignment of units makes."""
+        held = [0] * count
+        for family in self.families:
+            home = -1 if family.producer == INPUT else stage_of[family.producer]
+            places = {stage_of[u] for u in family.users} | ({count - 1} if family.to_loss else set())
+            keepers = {stage_of[u] for u in family.keepers}
+            holders = keepers | (places - {home})
+            if home >= 0 and places - {home}:
+                holders.add(home)
+            for k in holders:
+                held[k] += family.bytes
+        weights = [0] * count
+        for _, nbytes, users in self.parameters:
+            for k in {stage_of[u] for u in users}:
+                weights[k] += nbytes
+        edges = []
+        for flow in self.flows:
+            home = stage_of[flow.producer]
+            places = {stage_of[u] for u in flow.users} | ({count - 1} if flow.to_loss else set())
+            if targets := tuple(sorted(places - {home})):
+                edges.append(Edge(flow.value, home, targets, flow.bytes, flow.has_gradient))
+        stages = []
+        for k in range(count):
+            inside = [i for i in range(len(self)) if stage_of[i] == k]
+            state = round(self.state_per_parameter * weights[k])
+            stages.append(
+                Stage(
+                    calls=tuple(call for i in inside for call in self.units.units[i].calls),
+                    forward_s=sum(self.forward_s[i] for i in inside),
+                    backward_s=sum(self.backward_s[i] for i in inside),
+                    saved_bytes=held[k],
+                    workspace_bytes=max((self.workspace_bytes[i] for i in inside), default=0),
+                    parameter_bytes=weights[k] + sum(self.fixed_bytes[i] for i in inside),
+                    gradient_bytes=weights[k],
+                    state_bytes=state,
+                    optimizer_s=(3 * weights[k] + 2 * state) / self.update_bytes_per_s,
+                )
+            )
+        return Stages(tuple(stages), tuple(edges))
+
+
+def weigh(graph: Graph, weights: Weights, units: Units) -> Pieces:
+    """Put weights on units."""
+    unit_of = units.of_call
+    calls = [[weights.calls[c] for c in unit.calls] for unit in units.units]
+    last = len(units) - 1
+    outputs = {graph.values[v].alias_of or v for v in graph.outputs}
+    flows: list[Flow] = []
+    sharing: dict[str, tuple[int, set[int]]] = {}
+    for name, value in graph.values.items():
+        base = value.alias_of or name
+        producer = INPUT if value.producer is None else unit_of[value.producer]
+        users = {unit_of[c] for c in value.consumers if c in unit_of}
+        to_loss = name in graph.outputs and producer != INPUT
+        first, found = sharing.setdefault(base, (producer, set()))
+        found.update(users, {producer} - {first})
+        if producer != INPUT and (users - {producer} or (to_loss and producer != last)):
+            rest = tuple(sorted(users - {producer}))
+            flows.append(Flow(name, value.bytes, producer, rest, to_loss, value.requires_grad))
+    keepers: dict[str, set[int]] = {}
+    sizes: dict[str, int] = {}
+    for i, rows in enumerate(calls):
+        for row in rows:
+            for name, nbytes in row.saved.items():
+                keepers.setdefault(name, set()).add(i)
+                sizes[name] = max(nbytes, sizes.get(name, 0))
+    families = []
+    for name in dict.fromkeys((*sharing, *keepers)):
+        producer, found = sharing.get(name, (INPUT, set()))
+        keeping = keepers.get(name, set())
+        size = sizes.get(name) or (graph.values[name].bytes if name in graph.values else 0)
+        to_loss = name in outputs and producer not in (INPUT, last)
+        if keeping or to_loss or found - {producer}:
+            users = found - {producer}
+            families.append(Family(name, size, producer, tuple(sorted(users)), tuple(sorted(keeping)), to_loss))
+    reading: dict[str, set[int]] = {}
+    for i, rows in enumerate(calls):
+        for parameter in (p for row in rows for p in row.parameters):
+            reading.setdefault(parameter, set()).add(i)
+    return Pieces(
+        units,
+        tuple(sum(r.forward_s for r in rows) for rows in calls),
+        tuple(sum(r.backward_s for r in rows) for rows in calls),
+        tuple(max(r.workspace_bytes for r in rows) for rows in calls),
+        tuple(sum(r.fixed_bytes for r in rows) for rows in calls),
+        tuple(families),
+        tuple(flows),
+        tuple((p, weights.parameters.get(p, 0), tuple(sorted(users))) for p, users in reading.items()),
+        weights.state_per_parameter,
+        weights.update_bytes_per_s,
+    )

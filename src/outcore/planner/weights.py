@@ -1,0 +1,126 @@
+"""What the planner knows of every call: seconds, bytes, and which memory and parameters they are in.
+
+Measured costs and estimates from shapes both become `Weights`, so partitioning does not care where a number came from.
+Memory kept for backward is listed by name: the same memory kept by two calls of one stage is held once, but if a cut
+separates the two, both sides hold it. Parameters are listed by name too: one that several calls use is *tied*.
+
+`Weights.of` takes any costs that list calls, be it the package's own or a handful of numbers;
+`outcore.planner.estimate` makes weights from shapes alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from outcore.errors import PlanError
+from outcore.graph import Graph
+
+__all__ = ["Weight", "Weights"]
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """What one call takes, for the batch the graph was recorded with."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    saved: Mapping[str, int] = field(default_factory=dict)
+    """Memory kept from forward to backward: name of the value that is first in it (or of what backward derived) ->
+    bytes."""
+    workspace_bytes: int = 0
+    parameters: tuple[str, ...] = ()
+    """Names of the trained parameters it reads."""
+    fixed_bytes: int = 0
+    """Buffers and frozen parameters."""
+
+    @property
+    def saved_bytes(self) -> int:
+        """All it keeps for backward."""
+        return sum(self.saved.values())
+
+    @property
+    def time_s(self) -> float:
+        """Forward and backward."""
+        return self.forward_s + self.backward_s
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights of every call of a graph."""
+
+    calls: Mapping[str, Weight]
+    parameters: Mapping[str, int]
+    """Bytes of every trained parameter, by name."""
+    state_per_parameter: float = 2.0
+    """Optimizer state over parameter bytes: 2 for Adam, 1 for SGD with momentum."""
+    update_bytes_per_s: float = float("inf")
+    """Parameter, gradient and state bytes an optimizer's step gets through in a second."""
+    source: str = "given"
+
+    @property
+    def tied(self) -> dict[str, tuple[str, ...]]:
+        """Parameters that several calls use, with those calls."""
+        users: dict[str, list[str]] = {}
+        for name, weight in self.calls.items():
+            for parameter in weight.parameters:
+                users.setdefault(parameter, []).append(name)
+        return {parameter: tuple(calls) for parameter, calls in users.items() if len(calls) > 1}
+
+    def parameter_bytes(self, call: str) -> int:
+        """Bytes of the parameters a call owns: a tied one belongs to the first call that uses it."""
+        tied = self.tied
+        owned = (p for p in self.calls[call].parameters if p not in tied or tied[p][0] == call)
+        return sum(self.parameters.get(p, 0) for p in owned)
+
+    @classmethod
+    def of(cls, graph: Graph, costs: Any, *, state_per_parameter: float = 2.0) -> Weights:
+        """Weights from costs: measured ones, or any object whose ``calls`` maps names to objects with fields.
+
+        A call's cost may give ``forward_s`` and ``backward_s`` or timings ``forward`` and ``backward`` with a
+        ``median_s``; ``saved_bytes`` or ``saved`` entries; ``workspace_bytes`` or one for forward and one for backward;
+        ``parameter_bytes``. What is missing counts as nothing.
+        """
+        rows: Mapping[str, Any] = getattr(costs, "calls", costs)
+        if missing := [name for name in graph.calls if name not in rows]:
+            raise PlanError(
+                f"the costs say nothing of {missing[0]} (and {len(missing) - 1} other calls of {len(graph.calls)}); "
+                "measure this graph, or estimate its weights"
+            )
+        sizes: dict[str, int] = dict(getattr(costs, "parameters", {}))
+        known = bool(sizes)
+        calls = {}
+        for name, call in graph.calls.items():
+            row = rows[name]
+            if not known and (nbytes := int(getattr(row, "parameter_bytes", 0))):
+                new = [p for p in call.parameters if p not in sizes]
+                sizes.update({p: nbytes if i == 0 else 0 for i, p in enumerate(new)})
+            trained = tuple(p for p in call.parameters if p in sizes)
+            calls[name] = Weight(
+                _seconds(row, "forward"), _seconds(row, "backward"), _saved(name, row), _workspace(row), trained
+            )
+        return cls(calls, sizes, state_per_parameter, source="costs")
+
+
+def _seconds(row: Any, which: str) -> float:
+    if (given := getattr(row, f"{which}_s", None)) is not None:
+        return float(given)
+    timing = getattr(row, which, None)
+    return 0.0 if timing is None else float(timing.median_s)
+
+
+def _saved(name: str, row: Any) -> dict[str, int]:
+    entries = getattr(row, "saved", None)
+    if entries is None:
+        nbytes = int(getattr(row, "saved_bytes", 0))
+        return {f"{name} saved": nbytes} if nbytes else {}
+    if isinstance(entries, Mapping):
+        return dict(entries)
+    return {e.of: e.bytes for e in entries if e.kind in ("value", "derived")}
+
+
+def _workspace(row: Any) -> int:
+    if (given := getattr(row, "workspace_bytes", None)) is not None:
+        return int(given)
+    return max(int(getattr(row, f"workspace_{which}_bytes", 0)) for which in ("forward", "backward"))
