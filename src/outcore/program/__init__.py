@@ -1,5 +1,6 @@
 """Programs: a training step as instructions per rank, checked, simulated and drawn."""
 
+from outcore.program.checks import check as check
 from outcore.program.compile import assemble as assemble
 from outcore.program.compile import compile_program as compile_program
 from outcore.program.instructions import Backward as Backward

@@ -1,0 +1,49 @@
+"""The rules of scripts: what is evicted, encoded or tiled inside a forward is whole again for its backward."""
+
+from __future__ import annotations
+
+from outcore.program.index import Spot, refuse
+from outcore.program.instructions import Backward, Forward
+from outcore.program.script import Decode, Encode, Evict, Fetch, Script, Tile, Wait
+
+__all__ = ["check_scripts"]
+
+
+def check_scripts(forward: Spot, backward: Spot) -> None:
+    """Raise `ProgramError` if the scripts of a micro-batch use what is not there."""
+    assert isinstance(forward.instruction, Forward) and isinstance(backward.instruction, Backward)
+    gone: set[str] = set()
+    fetching: set[str] = set()
+    encoded: dict[str, str] = {}
+    for spot, script in ((forward, forward.instruction.script), (backward, backward.instruction.script)):
+        for action in script:
+            match action:
+                case Evict(value) if value in gone:
+                    refuse(spot, f"its script evicts {value!r}, which is gone already")
+                case Evict(value):
+                    gone.add(value)
+                case Fetch(value) if value not in gone:
+                    refuse(spot, f"its script fetches {value!r}, which was not evicted")
+                case Fetch(value):
+                    gone.discard(value)
+                    fetching.add(value)
+                case Wait(value) if value not in fetching:
+                    refuse(spot, f"its script waits for {value!r}, which was not fetched")
+                case Encode(value, codec):
+                    encoded[value] = codec
+                case Decode(value, codec) if encoded.get(value) != codec:
+                    refuse(spot, f"its script decodes {value!r} from {codec}; it is encoded as {encoded.get(value)}")
+        _check_tiles(spot, script)
+    if gone:
+        refuse(backward, f"{min(gone)!r} was evicted and is never fetched")
+
+
+def _check_tiles(spot: Spot, script: Script) -> None:
+    tiles: dict[str, list[Tile]] = {}
+    for action in script:
+        if isinstance(action, Tile):
+            tiles.setdefault(action.value, []).append(action)
+    for value, found in tiles.items():
+        indices, counts = sorted(tile.index for tile in found), {tile.count for tile in found}
+        if counts != {len(found)} or indices != list(range(len(found))):
+            refuse(spot, f"its script computes tiles {indices} of {value!r}, said to be {sorted(counts)} in number")
