@@ -60,7 +60,7 @@ class Graph:
     def fingerprint(self) -> str:
         """Hash of the structure: blocks, connections and parameter counts, not sizes of inputs or batch.
 
-        Functions that only rearrange (views, transpositions) are left out and connections pass through them: torch's own
+        Functions that only rearrange (views, transpositions) are left out, connections pass through them: torch's own
         modules write them differently from version to version.
         """
         blocks = [b for b in self.blocks.values() if not (b.kind == "function" and b.type in _REARRANGING)]
