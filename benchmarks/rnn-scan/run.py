@@ -304,6 +304,37 @@ def settings(quick: bool) -> list[Setting]:
     ]
 
 
+def table(paths: list[Path]) -> str:
+    """The rows of result files as Markdown, later files winning where both have a setting."""
+    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for path in paths:
+        for row in json.loads(path.read_text())["rows"]:
+            if "failed" not in row:
+                rows[tuple(row["setting"].values())] = row
+    lines = [
+        "| cell | T | batch | hidden | cuDNN F, B ms | scan B ms (on the device) | B by products ms | B faster "
+        "| step, of what Amdahl allows | step with parallel forward | automatic choice, step |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|",
+    ]
+    for row in rows.values():
+        setting = row["setting"]
+        scanned = row["scan_backward_ms"]
+        limit = (row["cudnn_forward_ms"] + row["cudnn_backward_ms"]) / row["cudnn_forward_ms"]
+        busy = row.get("scan_backward_device_ms")
+        device = f" ({busy:.2f} of {row['cudnn_backward_device_ms']:.1f})" if busy else ""
+        every = ", loss at every step" if setting["every_step"] else ""
+        lines.append(
+            f"| {setting['cell']}{every} | {setting['steps']} | {setting['batch']} | {setting['hidden']} "
+            f"| {row['cudnn_forward_ms']:.2f}, {row['cudnn_backward_ms']:.2f} | {scanned:.2f}{device} "
+            f"| {row['products_backward_ms']:.2f} | {row['cudnn_backward_ms'] / scanned:.1f}x "
+            f"| {row['cudnn_step_ms'] / row['scan_step_ms']:.2f}x of {limit:.2f}x "
+            f"| {row['cudnn_step_ms'] / row['parallel_step_ms']:.2f}x "
+            f"| {row['notes']['automatic'].split(':')[0].removeprefix('backward by ')}, "
+            f"{row['cudnn_step_ms'] / row['automatic_step_ms']:.2f}x |"
+        )
+    return "\n".join(lines)
+
+
 def environment() -> dict[str, Any]:
     import triton
 
@@ -323,7 +354,11 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--part", choices=["long", "rest"], help="only the longest sequences, or all but correctness")
     parser.add_argument("--seconds", type=float, default=360, help="stop starting new rows after this long")
+    parser.add_argument("--table", nargs="+", type=Path, metavar="JSON", help="only print the table of result files")
     args = parser.parse_args()
+    if args.table:
+        print(table(args.table))
+        return
     began = time.perf_counter()
 
     def log(line: str) -> None:

@@ -89,7 +89,8 @@ def solve(adjoint: Adjoint, chunk: int, solver: Solver | None = None, precision:
         totals, out, engine = _sweep(adjoint, chunk, adjoint.grad_state.unsqueeze(1))
         return Solution(totals, out[:, 0], "sequential", 1, engine)
     sweeps = 0
-    if solver != "products":
+    recording = adjoint.values.is_cuda and torch.cuda.is_current_stream_capturing()
+    if solver != "products" and not recording:  # a CUDA graph cannot look at results; products need no look
         limit = min(count, 64 if solver == "relaxation" else _relaxation_limit(adjoint))
         before, previous = math.inf, None
         while sweeps < limit:
@@ -103,7 +104,7 @@ def solve(adjoint: Adjoint, chunk: int, solver: Solver | None = None, precision:
             del totals
     rows = chunk_products(adjoint, chunk, precision)
     carries = _carries(adjoint, rows)
-    if not bool(torch.isfinite(carries).all()):
+    if not recording and not bool(torch.isfinite(carries).all()):
         # The product of a chunk may overflow although the gradients do not; one chunk has no products.
         totals, out, engine = _sweep(adjoint, steps, adjoint.grad_state.unsqueeze(1).contiguous())
         return Solution(totals, out[:, 0], "sequential", sweeps + 1, engine)
