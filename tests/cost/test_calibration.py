@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from outcore.cost import Calibration, Ceiling, Operation, Sample, fit_calibration
-from outcore.cost.calibrate import collect
+from outcore.cost.calibrate import calibrate, collect
 from outcore.cost.features import NAMES, features
 from outcore.cost.regression import METHODS, fit_regression, regression_from_json
 from outcore.cost.sweep import draw, sweep
@@ -37,7 +37,7 @@ def invented(operation: Operation) -> Timing:
 def calibration() -> Calibration:
     operations = itertools.islice(sweep(DEVICE, dtype="fp32", kinds=["conv"]), 140)
     samples = [Sample(operation, invented(operation)) for operation in operations]
-    return fit_calibration(samples, DEVICE, "fp32", about={"made": "up"})
+    return fit_calibration(samples, DEVICE, "fp32", about={"made": "up"}, methods=("polynomial", "trees"))
 
 
 def wild(count: int) -> list[Operation]:
@@ -60,11 +60,15 @@ def test_efficiency_never_leaves_zero_to_one(calibration: Calibration) -> None:
 
 def test_trust_is_told(calibration: Calibration) -> None:
     inside = Operation("conv", batch=8, in_channels=64, out_channels=64, size=(56, 56), kernel=(3, 3), padding=(1, 1))
-    outside = replace(inside, batch=1 << 20)
+    outside = replace(inside, kernel=(999, 999), padding=(499, 499))
+    larger = replace(inside, batch=1 << 20)
     unknown = Operation("softmax", batch=10, in_channels=100)
     near, far, other = calibration.predict([inside, outside, unknown])
     assert (near.trust, far.trust, other.trust) == ("measured range", "extrapolated", "roofline")
     assert near.dispatch_s == 7e-6
+    (more,) = calibration.predict([larger])
+    assert more.trust == "extrapolated"
+    assert more.efficiency == pytest.approx(0.8, rel=0.2)
     median = calibration.models["conv/forward"].median
     assert far.efficiency == pytest.approx(median, rel=0.3)
     assert far.high_s / far.time_s > near.high_s / near.time_s
@@ -153,6 +157,24 @@ def test_shipped_calibrations_are_small_complete_and_plausible() -> None:
         assert forward.trust == backward.trust == "measured range"
         assert 20e-6 < forward.time_s < backward.time_s < 2e-3
         assert forward.time_s > Ceiling.of(find("h200").device, dtype).time_s(conv)
+
+
+def test_a_users_own_calibration_goes_before_the_shipped_one(calibration: Calibration, tmp_path: Path) -> None:
+    shipped = Calibration.find("NVIDIA H200", "tf32", cache=tmp_path)
+    assert shipped is not None and shipped.device == "NVIDIA H200"
+    calibration.save(tmp_path / "nvidia-h200-tf32.json.gz")
+    own = Calibration.find("NVIDIA H200", "tf32", cache=tmp_path)
+    assert own is not None and own.device == "a card"
+    assert Calibration.find("abacus", "fp32", cache=tmp_path) is None
+
+
+def test_calibrating_keeps_samples_and_the_fit(tmp_path: Path) -> None:
+    device = Device("here", "cpu", 1 << 28, 1e10, {"fp32": 2e10}, sms=1, dispatch_s=2e-6)
+    for seconds in (0.5, 0.2):
+        (fitted,) = calibrate(device, "cpu", dtypes=["fp32"], seconds=seconds, cache=tmp_path)
+    found = Calibration.find("here", "fp32", cache=tmp_path)
+    assert found is not None and found.errors() == fitted.errors()
+    assert {path.name for path in tmp_path.iterdir()} == {"here-fp32.jsonl", "here-fp32.json.gz"}
 
 
 def test_a_small_real_sweep_can_be_fitted(tmp_path: Path) -> None:

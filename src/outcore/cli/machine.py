@@ -1,6 +1,7 @@
 """`outcore machine`: what this machine, or a known one, can do.
 
-Probes on the first call (about ten seconds without a GPU), and shows what it remembers afterwards.
+Probes on the first call (about ten seconds without a GPU), and shows what it remembers afterwards. With --calibrate it
+also measures a sweep of operations, which predictions for this machine then use; repeating it makes them better.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from outcore.errors import MachineError
 from outcore.machine import Machine, catalogue_table, find, machine_table, names, parse, probe
 
 __all__ = ["machine"]
@@ -25,6 +27,10 @@ def machine(
         str | None,
         typer.Option("--on", help="Show this machine instead: h200, v100x8, 2x8xa100, or a JSON file."),
     ] = None,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Measure operations, so that their times can be predicted.")
+    ] = False,
+    seconds: Annotated[float, typer.Option("--seconds", help="Time for --calibrate; more is better.", min=1)] = 240,
 ) -> None:
     """Probe this machine and show it; or show one from the catalogue."""
     from rich.console import Console
@@ -34,12 +40,42 @@ def machine(
         _show_catalogue(console, as_json=json)
         return
     shown = parse(name) if name is not None else _probe(fresh=fresh, quiet=json)
+    if calibrate and name is not None:
+        raise MachineError(f"only this machine can be calibrated, not {name!r}; leave out --on or --calibrate")
     if output is not None:
         shown.save(output)
     if json:
         typer.echo(json_module.dumps(shown.to_json(), indent=2))
     else:
         console.print(machine_table(shown))
+    if calibrate:
+        _calibrate(shown, seconds=seconds)
+
+
+def _calibrate(shown: Machine, *, seconds: float) -> None:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from outcore.cost.calibrate import calibrate
+
+    device = shown.device()
+    dtypes, place = (("tf32", "bf16"), "cuda:0") if device.kind == "cuda" else (("fp32",), "cpu")
+    errors = Console(stderr=True)
+    try:
+        with Progress(BarColumn(), TimeRemainingColumn(), TextColumn("{task.description}"), console=errors) as bar:
+            task = bar.add_task("calibrating", total=None)
+
+            def tell(used: float, allowed: float, words: str) -> None:
+                bar.update(task, completed=used, total=allowed, description=words)
+
+            fitted = calibrate(device, place, dtypes=dtypes, seconds=seconds, progress=tell)
+    except KeyboardInterrupt:
+        typer.echo("interrupted; the samples are kept, run with --calibrate again to go on", err=True)
+        raise typer.Exit(130) from None
+    for calibration in fitted:
+        for kind, (samples, method, median, p90) in calibration.errors().items():
+            line = f"{samples:5} samples, {method}, held-out error {median:.1%}, p90 {p90:.1%}"
+            errors.print(f"{calibration.dtype} {kind:24} {line}")
 
 
 def _show_catalogue(console: object, *, as_json: bool) -> None:

@@ -7,12 +7,14 @@ and added to later.
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 
 import torch
 
+from outcore.cost.calibration import Calibration, file_name, fit_calibration
 from outcore.cost.opmodel import Kind, Operation
 from outcore.cost.runnable import time_operation
 from outcore.cost.samples import Progress, Sample, measure_samples
@@ -20,8 +22,35 @@ from outcore.cost.sweep import Bounds, sweep
 from outcore.errors import MachineError
 from outcore.machine.clock import Timing
 from outcore.machine.device import Device
+from outcore.machine.probe import cache_directory
 
-__all__ = ["collect", "collect_listed", "samples_path"]
+__all__ = ["calibrate", "collect", "collect_listed", "samples_path"]
+
+
+def calibrate(
+    device: Device,
+    place: str,
+    *,
+    dtypes: Sequence[str],
+    seconds: float,
+    cache: Path | None = None,
+    progress: Progress | None = None,
+) -> list[Calibration]:
+    """Measure a device for `seconds` in all, fit what is there, and keep both in the cache directory.
+
+    Samples of earlier calls are kept and used: calling again makes a calibration better.
+    """
+    directory = cache if cache is not None else cache_directory()
+    fitted = []
+    for dtype in dtypes:
+        path = samples_path(directory, device, dtype)
+        share = seconds / len(dtypes)
+        samples = collect(device, place, dtype=dtype, path=path, seconds=share, progress=progress)
+        about = {"date": datetime.date.today().isoformat(), "torch": torch.__version__}
+        calibration = fit_calibration(samples, device, dtype, about=about)
+        calibration.save(directory / file_name(device.name, dtype))
+        fitted.append(calibration)
+    return fitted
 
 
 def samples_path(directory: Path, device: Device, dtype: str) -> Path:

@@ -32,6 +32,7 @@ from outcore.cost.regression import METHODS
 from outcore.cost.samples import Sample
 from outcore.errors import MachineError
 from outcore.machine.device import Device, precision_of
+from outcore.machine.probe import cache_directory
 
 __all__ = ["Calibration", "Prediction", "Trust", "fit_calibration"]
 
@@ -177,6 +178,12 @@ class Calibration:
         folder = resources.files("outcore.cost").joinpath("calibrations")
         found = folder.joinpath(file_name(device, dtype))
         return cls.from_json(json.loads(gzip.decompress(found.read_bytes()))) if found.is_file() else None
+
+    @classmethod
+    def find(cls, device: str, dtype: object, *, cache: Path | None = None) -> Calibration | None:
+        """The user's own calibration of a device if there is one, else the one that ships, else None."""
+        own = (cache if cache is not None else cache_directory()) / file_name(device, dtype)
+        return cls.load(own) if own.exists() else cls.shipped(device, dtype)
 
     def errors(self) -> dict[str, tuple[int, str, float, float]]:
         """By kind and direction: samples, method, and held-out median and p90 error."""

@@ -4,9 +4,11 @@ Efficiency is roofline time over measured time, in (0, 1]. The regression learns
 it answers is clamped to the range that was seen, so a predicted time can never fall below the roofline or run
 away above it.
 
-Outside the box of features that was sampled a regression knows nothing. There the features are moved to the
-edge of the box, and for every doubling beyond it half of the remaining confidence goes to the median
-efficiency; the prediction says that it was extrapolated.
+Outside the box of features that was sampled a regression knows nothing, and the prediction says that it was
+extrapolated. The features are moved to the edge of the box. Where only more work is done than in any sample (a larger
+batch, a larger image) the edge is the answer, since efficiency levels off; where the operation is of another shape
+(wider, longer kernel), half of the remaining confidence goes to the median efficiency for every doubling beyond the
+edge.
 
 Which regression to use is decided by cross-validation on the samples themselves, and the errors of the chosen
 one on samples it had not seen are stored beside it. A smaller method wins unless a larger one is better by a
@@ -22,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from outcore.cost.ceiling import Ceiling
-from outcore.cost.features import Matrix, features
+from outcore.cost.features import NAMES, Matrix, features
 from outcore.cost.opmodel import Operation
 from outcore.cost.regression import METHODS, Lengths, Regression, find_lengths, fit_regression, regression_from_json
 from outcore.cost.samples import Sample
@@ -33,6 +35,9 @@ _FOLDS = 5
 _MARGIN = 0.98
 _LEAST_SAMPLES = 20
 _TOLERANCE = 0.02
+# More of the same (images, pixels) leaves efficiency where the largest samples had it.
+_GROWTH = np.isin(NAMES, ("flops", "bytes", "batch", "in_pixels", "out_pixels", "shortest_side", "rows", "waves"))
+_GROWTH |= np.isin(NAMES, ("in_elements", "out_elements"))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,9 +66,12 @@ class Efficiency:
         rows = features(operations, self.ceiling)
         edge = np.clip(rows, self.low, self.high)
         beyond = np.maximum(np.abs(rows - edge).max(1) - _TOLERANCE, 0.0)
+        strange = np.maximum(
+            np.abs(np.where(_GROWTH, np.minimum(rows, self.high), rows) - edge).max(1) - _TOLERANCE, 0.0
+        )
         middle = np.log(self.median)
         logs = self.regression.predict(edge) if self.regression is not None else np.full(len(rows), middle)
-        trust = 0.5**beyond
+        trust = 0.5**strange
         mixed = trust * logs + (1 - trust) * middle
         return np.exp(np.clip(mixed, np.log(self.least), 0.0)), beyond
 
