@@ -151,7 +151,7 @@ class Analysis:
 def analyse(graph: Graph, *, density: float | Mapping[str, float] = 1.0) -> Analysis:
     """Whether back-propagation through a captured network could be scanned with profit.
 
-    >>> import outcore
+    >>> import outcore, torch
     >>> net = torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3), torch.nn.ReLU(), torch.nn.MaxPool2d(2))
     >>> analyse(outcore.capture(net, torch.zeros(1, 1, 8, 8))).pays
     False
