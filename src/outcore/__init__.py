@@ -1,6 +1,9 @@
 """outcore: train networks that do not fit, and fill the GPU with the ones that do."""
 
 from outcore import models as models
+from outcore.cost.costs import Costs as Costs
+from outcore.cost.estimate import estimate as estimate
+from outcore.cost.measure import measure as measure
 from outcore.errors import CaptureError as CaptureError
 from outcore.errors import JobError as JobError
 from outcore.errors import OutcoreError as OutcoreError

@@ -12,6 +12,7 @@ import typer
 
 from outcore.cli.graph import graph
 from outcore.cli.machine import machine
+from outcore.cli.profile import profile
 
 __all__ = ["app", "main"]
 
@@ -25,6 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(graph)
+app.command()(profile)
 app.command()(machine)
 
 

@@ -22,6 +22,8 @@ from outcore.machine.clock import Timing
 __all__ = ["estimate"]
 
 _LENDERS = {"cuda": "NVIDIA H200"}
+_SAME_SIZE = {"fp32": "tf32", "fp16": "bf16"}
+"""A precision whose elements are as large: its efficiencies are the next best guess."""
 _UNFITTED_EFFICIENCY = 0.5
 _PRECISIONS = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
@@ -78,9 +80,10 @@ def _calibration(device: Device, dtype: str) -> Calibration:
     for name in (device.name, f"NVIDIA {device.name.split()[0]}"):  # as the driver says it, and as the catalogue does
         if (own := Calibration.shipped(name, dtype)) is not None:
             return own
-    lent = Calibration.shipped(_LENDERS.get(device.kind, ""), dtype)
+    lender = _LENDERS.get(device.kind, "")
+    lent = Calibration.shipped(lender, dtype) or Calibration.shipped(lender, _SAME_SIZE.get(dtype, dtype))
     if lent is not None:
-        return lent.scaled(device)
+        return replace(lent, dtype=dtype).scaled(device)
     return Calibration(device.name, dtype, Ceiling.of(device, dtype), {}, {})
 
 

@@ -1,0 +1,139 @@
+"""A profile for the terminal: the figures that matter, then where time and memory go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from outcore.cost.costs import Totals
+from outcore.cost.profile import Profile
+from outcore.machine import format_bytes, format_time
+
+__all__ = ["ProfileView", "batch_table"]
+
+_BAR = "▏▎▍▌▋▊▉█"
+_WIDTH = 12
+
+
+class ProfileView:
+    """A profile as something `rich` prints."""
+
+    def __init__(self, profile: Profile, *, depth: int = 1, top: int = 8) -> None:
+        self.profile, self.depth, self.top = profile, depth, top
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self._summary()
+        yield Text()
+        yield self._blocks(with_source=options.max_width >= 110)
+        yield Text()
+        yield self._kinds()
+        yield Text()
+        yield from self._warnings()
+
+    def _summary(self) -> Table:
+        p = self.profile
+        grid = Table.grid(padding=(0, 2))
+        share = p.memory.peak_bytes / p.device.memory_bytes
+        source = "measured blocks" if p.step.source == "measured" else p.step.source
+        grid.add_row("job", f"{p.job}, batch {p.size}, on {p.device.name}")
+        grid.add_row("step", f"{format_time(p.step.step_s)} ({source}): {_phases(p)}")
+        grid.add_row("throughput", f"{p.per_second:,.2f} samples/s, device busy {p.busy_share:.0%}")
+        memory = f"{format_bytes(p.memory.peak_bytes)} of {format_bytes(p.device.memory_bytes)}"
+        style = "" if p.fits else "bold red"
+        grid.add_row("peak memory", Text(f"{memory} ({share:,.0%}){'' if p.fits else ': does not fit'}", style=style))
+        grid.add_row("at the peak", _categories(p))
+        grid.add_row(
+            "matrix work", f"{p.flops / 1e12:,.2f} TFLOP per step, {p.flops / p.step.step_s / 1e12:,.1f} TFLOP/s"
+        )
+        return grid
+
+    def _blocks(self, *, with_source: bool) -> Table:
+        p = self.profile
+        table = Table("block", "type", box=None)
+        for name in ("forward", "backward", "share", "", "saved", "parameters"):
+            table.add_column(name, justify="right" if name else "left", no_wrap=True)
+        if with_source:
+            table.add_column("source", style="dim")
+        whole = p.costs.total().time_s or 1.0
+        for path, total in p.costs.by_depth(self.depth).items():
+            block = p.graph.blocks[path]
+            share = total.time_s / whole
+            table.add_row(
+                path,
+                block.type,
+                format_time(total.forward_s),
+                format_time(total.backward_s),
+                f"{share:.0%}",
+                Text(_bar(share), style="cyan"),
+                format_bytes(total.saved_bytes),
+                f"{block.parameters:,}" if block.parameters else "",
+                *([block.source] if with_source else []),
+            )
+        return table
+
+    def _kinds(self) -> Table:
+        p = self.profile
+        whole = p.costs.total().time_s or 1.0
+        table = Table("kind", "calls", "forward", "backward", "share", "saved", box=None)
+        for column in range(1, 6):
+            table.columns[column].justify = "right"
+        rows: list[tuple[str, Totals]] = sorted(p.costs.by_kind().items(), key=lambda row: -row[1].time_s)
+        for kind, total in rows[: self.top]:
+            table.add_row(
+                kind,
+                str(total.calls),
+                format_time(total.forward_s),
+                format_time(total.backward_s),
+                f"{total.time_s / whole:.0%}",
+                format_bytes(total.saved_bytes),
+            )
+        return table
+
+    def _warnings(self) -> Iterator[Text]:
+        p = self.profile
+        reasons: dict[str, int] = {}
+        for cost in p.costs.calls.values():
+            if cost.reason:
+                reasons[cost.reason] = reasons.get(cost.reason, 0) + 1
+        for reason, count in reasons.items():
+            yield Text(f"{count} of {len(p.costs.calls)} calls: {reason}", style="yellow")
+        large = p.too_large()
+        if large:
+            shown = ", ".join(large[:6]) + (f" and {len(large) - 6} more" if len(large) > 6 else "")
+            yield Text(f"larger than the device on their own: {shown}", style="red")
+
+
+def batch_table(profiles: list[Profile], largest: int | None) -> Table:
+    """Several batch sizes side by side."""
+    table = Table("batch", "step", "samples/s", "peak memory", "", box=None)
+    for column in range(4):
+        table.columns[column].justify = "right"
+    for p in profiles:
+        fits = "" if p.fits else "does not fit"
+        memory = format_bytes(p.memory.peak_bytes)
+        table.add_row(str(p.size), format_time(p.step.step_s), f"{p.per_second:,.2f}", memory, Text(fits, style="red"))
+    if largest is not None:
+        table.add_row(str(largest), "", "", format_bytes(profiles[0].device.memory_bytes), "largest that fits")
+    return table
+
+
+def _phases(p: Profile) -> str:
+    names = ("forward", "backward", "optimizer", "transfer", "wait")
+    parts = [(name, getattr(p.step, f"{name}_s")) for name in names]
+    return ", ".join(f"{name} {format_time(seconds)}" for name, seconds in parts if seconds)
+
+
+def _categories(p: Profile) -> str:
+    held = p.memory.at_peak
+    parts = [(f.name.replace("_", " "), getattr(held, f.name)) for f in fields(held)]
+    return ", ".join(f"{name} {format_bytes(size)}" for name, size in parts if size)
+
+
+def _bar(share: float) -> str:
+    eighths = round(share * _WIDTH * 8)
+    full, rest = divmod(eighths, 8)
+    return "█" * full + (_BAR[rest - 1] if rest else "")

@@ -1,0 +1,66 @@
+"""Costs by shapes alone: every call described, every number with its origin."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import outcore
+from outcore.cost.describe import describe
+from outcore.cost.memory import memory_curve
+from outcore.cost.saved import account, recording_of
+from outcore.machine import parse
+from outcore.models import ResNet110V2, UNet
+
+
+def fp32(_: str) -> str:
+    return "fp32"
+
+
+NETWORKS = {
+    "unet": (lambda: UNet(width=4, depth=2), (2, 3, 33, 35)),
+    "unet3d": (lambda: UNet(width=4, depth=2, dims=3), (1, 3, 16, 16, 16)),
+    "resnet": (lambda: ResNet110V2(depth=11), (2, 3, 16, 16)),
+    "transformer": (
+        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 2),
+        (2, 9, 16),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
+@pytest.mark.parametrize("name", NETWORKS)
+def test_described_matrix_work_equals_torchs_count(name: str) -> None:
+    build, shape = NETWORKS[name]
+    graph = outcore.capture(build(), [shape])
+    costs = account(graph)
+    steps = [s for s in recording_of(graph).steps if s.kind != "guard"]
+    described = 0
+    for step in steps:
+        operation = describe(graph, step, fp32)
+        described += operation.flops if operation is not None else 0
+    assert described == costs.total().flops_forward
+
+
+def test_every_call_has_a_time_and_says_how_far_to_trust_it() -> None:
+    graph = outcore.capture(UNet(width=8, depth=2), [(1, 3, 64, 64)])
+    costs = outcore.estimate(graph, parse("h200"))
+    assert all(c.time_source == "analytic" and c.forward is not None for c in costs.calls.values())
+    scaled = outcore.estimate(graph, parse("v100"))
+    assert any("scaled" in c.reason for c in scaled.calls.values())
+
+
+def test_larger_images_take_longer_and_nothing_is_run() -> None:
+    with torch.device("meta"):
+        net = UNet()
+    small, large = (outcore.capture(net, [(1, 3, n, n)]) for n in (1_024, 100_000))
+    times = [outcore.estimate(g, parse("h200")).total().time_s for g in (small, large)]
+    assert times[1] > 1_000 * times[0]
+
+
+def test_what_autograd_keeps_does_not_depend_on_where_it_is_estimated() -> None:
+    graph = outcore.capture(ResNet110V2(depth=11), [(2, 3, 32, 32)])
+    estimated = outcore.estimate(graph, parse("h200"))
+    assert memory_curve(graph, estimated).peak_bytes > 0
+    assert estimated.total().saved_bytes == account(graph, "cuda").total().saved_bytes
