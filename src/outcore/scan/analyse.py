@@ -153,8 +153,9 @@ def analyse(graph: Graph, *, density: float | Mapping[str, float] = 1.0) -> Anal
 
     >>> import outcore, torch
     >>> net = torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3), torch.nn.ReLU(), torch.nn.MaxPool2d(2))
-    >>> analyse(outcore.capture(net, torch.zeros(1, 1, 8, 8))).pays
-    False
+    >>> found = analyse(outcore.capture(net, torch.zeros(1, 1, 8, 8)))
+    >>> [f"{link.type} {link.rows} x {link.columns}" for link in found.links]
+    ['Conv2d 144 x 64', 'ReLU 144 x 144', 'MaxPool2d 36 x 144']
 
     Args:
         graph: what `outcore.capture` returned; batch first.
