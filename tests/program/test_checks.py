@@ -1,5 +1,6 @@
 """Compiled programs keep the rules; programs broken in ways that are surely wrong are refused, with the place named."""
 
+import random
 import re
 from dataclasses import replace
 
@@ -29,6 +30,7 @@ from outcore.program import (
 )
 from outcore.program.script import Decode, Encode, Evict, Fetch, Recompute, Run, Tile, Wait
 from tests.program.networks import programs, random_stages, stages
+from tests.program.toy import Toy
 
 Case = tuple[Stages, Program]
 SLOW = Links(Link.symmetric(bandwidth_bytes_per_s=8.0, latency_s=0.25))
@@ -170,6 +172,28 @@ def network_source(network: Stages, value: str) -> int:
     return next(edge.source for edge in network.edges if edge.value == value)
 
 
+@settings(max_examples=300, deadline=None)
+@given(programs(least=2, trained=True), st.data())
+def test_what_passes_after_any_exchange_still_computes_the_same(case: Case, data: st.DataObject) -> None:
+    """Any two instructions of a rank exchanged: refused, or the toy engine ends with the same gradients."""
+    network, program = case
+    rank = data.draw(st.sampled_from([r for r, row in enumerate(program.ranks) if len(row) > 1]))
+    row = list(program.ranks[rank])
+    first = data.draw(st.integers(0, len(row) - 2))
+    second = data.draw(st.integers(first + 1, min(first + 4, len(row) - 1)))
+    row[first], row[second] = row[second], row[first]
+    changed = mutate(program, rank, row)
+    try:
+        check(changed, network)
+    except ProgramError:
+        return
+    before, after = (Toy(p, network, random.Random(0)) for p in (program, changed))
+    before.run()
+    after.run()
+    assert after.updated == before.updated
+    simulate(changed, network, SLOW)
+
+
 def test_reductions_in_opposite_order_are_a_deadlock() -> None:
     chain = Stages.uniform(2, gradient_bytes=4)
     good = compile_program(chain, "gems-mast")
@@ -253,8 +277,6 @@ def test_scripts_use_only_what_is_there() -> None:
 
 
 def test_random_networks_cover_what_they_should() -> None:
-    import random
-
     found = [edge for seed in range(50) for edge in random_stages(random.Random(seed), 5).edges]
     assert any(len(edge.targets) > 2 for edge in found)
     assert any(edge.targets[0] > edge.source + 1 for edge in found)

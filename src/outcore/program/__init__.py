@@ -1,8 +1,11 @@
 """Programs: a training step as instructions per rank, checked, simulated and drawn."""
 
+from outcore.program.chart import chart as chart
 from outcore.program.checks import check as check
 from outcore.program.compile import assemble as assemble
 from outcore.program.compile import compile_program as compile_program
+from outcore.program.gantt import gantt as gantt
+from outcore.program.gantt import rich_gantt as rich_gantt
 from outcore.program.instructions import Backward as Backward
 from outcore.program.instructions import CopyIn as CopyIn
 from outcore.program.instructions import CopyOut as CopyOut
@@ -19,5 +22,10 @@ from outcore.program.simulate import simulate as simulate
 from outcore.program.stages import Edge as Edge
 from outcore.program.stages import Stage as Stage
 from outcore.program.stages import Stages as Stages
+from outcore.program.synthesis import Candidate as Candidate
+from outcore.program.synthesis import Choice as Choice
+from outcore.program.synthesis import synthesise as synthesise
 from outcore.program.timeline import Event as Event
 from outcore.program.timeline import Timeline as Timeline
+from outcore.program.trace import save_trace as save_trace
+from outcore.program.trace import trace as trace

@@ -47,10 +47,10 @@ class Schedule:
 def model_parallel(rank: int, depth: int, micro_batches: int, batches: int) -> Iterator[Compute]:
     """One micro-batch at a time through all stages and back.
 
-    rank 0  0........aa1........bb      time 3·D·m (D = 4, m = 2)
-    rank 1  .0......aa..1......bb.      in flight: 1 on each rank
-    rank 2  ..0....aa....1....bb..
-    rank 3  ...0aa........1bb.....
+    rank 0  0.........aa1.........bb    time 3·D·m (D = 4, m = 2)
+    rank 1  .0......aa...1......bb..    in flight: 1 on each rank
+    rank 2  ..0...aa......1...bb....
+    rank 3  ...0aa.........1bb......
     """
     for micro_batch in range(micro_batches * batches):
         yield Forward(rank, micro_batch)
@@ -60,8 +60,8 @@ def model_parallel(rank: int, depth: int, micro_batches: int, batches: int) -> I
 def gpipe(rank: int, depth: int, micro_batches: int, batches: int) -> Iterator[Compute]:
     """All forwards of a batch, then all its backwards.
 
-    rank 0  012......aabbcc      time 3·(m + D - 1) (D = 3, m = 3)
-    rank 1  .012...aabbcc..      in flight: m on each rank
+    rank 0  012......aabbcc    time 3·(m + D - 1) (D = 3, m = 3)
+    rank 1  .012...aabbcc..    in flight: m on each rank
     rank 2  ..012aabbcc....
     """
     for batch in range(batches):
@@ -73,9 +73,9 @@ def gpipe(rank: int, depth: int, micro_batches: int, batches: int) -> Iterator[C
 def one_f_one_b(rank: int, depth: int, micro_batches: int, batches: int) -> Iterator[Compute]:
     """As many forwards as the pipeline is deep below, then a forward and a backward in turn.
 
-    rank 0  012....aa.3.bb...cc...dd      time 3·(m + D - 1) (D = 3, m = 4; the drawing is schematic)
-    rank 1  .01..aa2bb3.cc...dd          in flight: min(m, D - r) on rank r
-    rank 2  ..0aa1bb2cc3dd
+    rank 0  012....aa3bb.cc.dd    time 3·(m + D - 1) (D = 3, m = 4)
+    rank 1  .01..aa2bb3cc.dd..    in flight: min(m, D - r) on rank r
+    rank 2  ..0aa1bb2cc3dd....
     """
     count = micro_batches * batches
     ahead = min(count, depth - 1 - rank)
@@ -93,9 +93,9 @@ def gems(rank: int, depth: int, micro_batches: int, batches: int) -> Iterator[Co
     rank, using the memory that is just freed. Two batches are GEMS-MAST, more are GEMS-MASTER; one reduction at the
     end.
 
-    rank 0  0.....aa1bb2.....cc      time D + 2·D·b + b - 1 (D = 3, b = 3 batches of one micro-batch)
-    rank 1  .0..aa1..bb.2..cc..      in flight: 1 on each rank, over both replicas together
-    rank 2  ..0aa1.....bb2cc....     (micro-batch 1 is on the second replica)
+    rank 0  0......aa1bb2........cc    time D + 2·D·b + b - 1 (D = 3, b = 3 batches of one micro-batch)
+    rank 1  .0...aa1....bb2....cc..    in flight: 1 on each rank, over both replicas together
+    rank 2  ..0aa1........bb2cc....    (micro-batch 1 is on the second replica)
     """
     for batch in range(batches):
         replica = batch % 2
