@@ -125,5 +125,5 @@ def state_tensors(model: nn.Module) -> list[torch.Tensor]:
 def _function_caches() -> list[functools._lru_cache_wrapper[Any]]:
     """All functions under ``functools.lru_cache``, but for torch's own."""
     kind = functools._lru_cache_wrapper
-    found = [o for o in gc.get_objects() if type(o) is kind]
+    found = [o for o in gc.get_referrers(kind) if type(o) is kind]
     return [f for f in found if not str(getattr(f, "__module__", "")).startswith("torch.")]
