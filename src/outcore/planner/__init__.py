@@ -8,6 +8,7 @@ from outcore.planner.partition import split_by_hand as split_by_hand
 from outcore.planner.pipeline import SCHEDULES as SCHEDULES
 from outcore.planner.pipeline import Pipeline as Pipeline
 from outcore.planner.pipeline import Route as Route
+from outcore.planner.search import plan as plan
 from outcore.planner.units import Granularity as Granularity
 from outcore.planner.weights import Weight as Weight
 from outcore.planner.weights import Weights as Weights

@@ -71,7 +71,7 @@ def estimate(
             parameters,
             sum(fixed.get(p, 0) for p in call.parameters),
         )
-    return Weights(calls, sizes, state_per_parameter, bytes_per_s, source="estimate")
+    return Weights(calls, sizes, state_per_parameter, bytes_per_s, launch_s, source="estimate")
 
 
 def _tensors(graph: Graph) -> tuple[dict[str, int], dict[str, int]]:

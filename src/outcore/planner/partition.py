@@ -37,7 +37,7 @@ from outcore.planner.units import Granularity, Unit, Units, find_units
 from outcore.planner.weights import Weights
 from outcore.program.stages import Stages
 
-__all__ = ["Balance", "Partition", "cut_pieces", "split", "split_by_hand"]
+__all__ = ["Balance", "Partition", "QuickCut", "cut_pieces", "split", "split_by_hand"]
 
 Balance = Literal["compute", "memory", "search"]
 
@@ -158,7 +158,7 @@ def cut_pieces(
     for number, order in enumerate(linear_orders(pieces)):
         if number and len(pieces) > 800:
             break
-        most = _PAIR_PLACES if pipeline.paired else 1600 if balance != "search" else 300
+        most = max(2 * count, _PAIR_PLACES) if pipeline.paired else 1600 if balance != "search" else 300
         line = Line(pieces, order, coarse_places(pieces, order, most))
         if count > line.size:
             continue
@@ -171,7 +171,8 @@ def cut_pieces(
     if found:
         best = min(found, key=lambda row: row[0])
         if branches or pipeline.paired:
-            better = improve(pieces, best[1], count, score)
+            # A try costs as much as there is to look at.
+            better = improve(pieces, best[1], count, score, tries=min(400, 100_000 // (len(pieces) + 1)))
             if better != best[1]:
                 best = score(pieces.cut(better, count)), better, f"{best[2]}, then moves"
             found.append(best)
@@ -185,6 +186,28 @@ def cut_pieces(
         raise PlanError(_refusal(pieces, count, pipeline, cap, route))
     best = min(allowed, key=lambda row: row[0])
     return best[1], best[2]
+
+
+class QuickCut:
+    """Cuts at few places of the recorded order only, for ranking many candidates; tables are kept between cuts."""
+
+    def __init__(self, pieces: Pieces) -> None:
+        self.pieces = pieces
+        self._lines: dict[int, Line] = {}
+
+    def cut(
+        self, count: int, balance: Balance, pipeline: Pipeline, cap: float | None, route: Route
+    ) -> list[int] | None:
+        """The stage of every unit, or None if these places do not do."""
+        most = max(3 * count, 24 if pipeline.paired else 64)
+        if most not in self._lines:
+            order = tuple(range(len(self.pieces)))
+            self._lines[most] = Line(self.pieces, order, coarse_places(self.pieces, order, most))
+        line = self._lines[most]
+        if count > line.size:
+            return None
+        ends = _cut_line(line, count, balance, pipeline, cap, route)
+        return None if ends is None else line.stage_of(ends)
 
 
 def _cut_line(

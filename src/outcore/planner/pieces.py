@@ -69,6 +69,8 @@ class Pieces:
     """Name, bytes and users of every trained parameter."""
     state_per_parameter: float = 2.0
     update_bytes_per_s: float = float("inf")
+    overhead_s: tuple[float, ...] = ()
+    """Part of the forward, and again of the backward, that a smaller batch does not shorten."""
 
     def __len__(self) -> int:
         return len(self.units)
@@ -91,10 +93,13 @@ class Pieces:
         """The same for a part of the batch: time and activations shrink with it, parameters do not."""
         if fraction == 1:
             return self
+        least = self.overhead_s or (0.0,) * len(self)
         return replace(
             self,
-            forward_s=tuple(t * fraction for t in self.forward_s),
-            backward_s=tuple(t * fraction for t in self.backward_s),
+            forward_s=tuple(min(t, o) + max(0.0, t - o) * fraction for t, o in zip(self.forward_s, least, strict=True)),
+            backward_s=tuple(
+                min(t, o) + max(0.0, t - o) * fraction for t, o in zip(self.backward_s, least, strict=True)
+            ),
             workspace_bytes=tuple(round(b * fraction) for b in self.workspace_bytes),
             families=tuple(replace(f, bytes=round(f.bytes * fraction)) for f in self.families),
             flows=tuple(replace(f, bytes=round(f.bytes * fraction)) for f in self.flows),
@@ -191,4 +196,5 @@ def weigh(graph: Graph, weights: Weights, units: Units) -> Pieces:
         tuple((p, weights.parameters.get(p, 0), tuple(sorted(users))) for p, users in reading.items()),
         weights.state_per_parameter,
         weights.update_bytes_per_s,
+        tuple(weights.overhead_s * sum(1 for r in rows if r.forward_s > 0) for rows in calls),
     )

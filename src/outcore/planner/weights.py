@@ -57,6 +57,8 @@ class Weights:
     """Optimizer state over parameter bytes: 2 for Adam, 1 for SGD with momentum."""
     update_bytes_per_s: float = float("inf")
     """Parameter, gradient and state bytes an optimizer's step gets through in a second."""
+    overhead_s: float = 0.0
+    """What a call takes however small the batch: added in forward and again in backward, contained in both."""
     source: str = "given"
 
     @property
@@ -75,7 +77,7 @@ class Weights:
         return sum(self.parameters.get(p, 0) for p in owned)
 
     @classmethod
-    def of(cls, graph: Graph, costs: Any, *, state_per_parameter: float = 2.0) -> Weights:
+    def of(cls, graph: Graph, costs: Any, *, state_per_parameter: float = 2.0, overhead_s: float = 0.0) -> Weights:
         """Weights from costs: measured ones, or any object whose ``calls`` maps names to objects with fields.
 
         A call's cost may give ``forward_s`` and ``backward_s`` or timings ``forward`` and ``backward`` with a
@@ -100,7 +102,7 @@ class Weights:
             calls[name] = Weight(
                 _seconds(row, "forward"), _seconds(row, "backward"), _saved(name, row), _workspace(row), trained
             )
-        return cls(calls, sizes, state_per_parameter, source="costs")
+        return cls(calls, sizes, state_per_parameter, overhead_s=overhead_s, source="costs")
 
 
 def _seconds(row: Any, which: str) -> float:
