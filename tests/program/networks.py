@@ -14,38 +14,32 @@ def stages(draw: st.DrawFn, *, least: int = 1, most: int = 6) -> Stages:
 
 
 def random_stages(rng: random.Random, depth: int) -> Stages:
-    parts = []
-    for _ in range(depth):
-        forward_s = rng.choice([0.5, 1.0, 1.5, 3.0])
-        saved, weights = rng.randint(0, 100), rng.choice([0, 8, 40])
-        parts.append(
-            Stage(
-                (),
-                forward_s,
-                forward_s * rng.choice([1.0, 2.0, 3.0]),
-                saved,
-                rng.randint(0, 10),
-                weights,
-                weights,
-                2 * weights,
-            )
-        )
-    edges = [
-        Edge(
-            f"x{s}",
-            s,
-            tuple(sorted({s + 1, *rng.sample(range(s + 1, depth), rng.randint(0, min(2, depth - s - 1)))})),
-            4,
-            True,
-        )
-        for s in range(depth - 1)
-    ]
+    edges = [Edge(f"x{s}", s, random_targets(rng, s, depth, next_too=True), 4, True) for s in range(depth - 1)]
     for number in range(rng.randint(0, 3) if depth > 1 else 0):
         source = rng.randrange(depth - 1)
-        later = range(source + 1, depth)
-        targets = tuple(sorted(rng.sample(later, rng.randint(1, len(later)))))
+        targets = random_targets(rng, source, depth, next_too=False)
         edges.append(Edge(f"skip{number}", source, targets, rng.randint(1, 9), rng.random() < 0.6))
-    return Stages(tuple(parts), tuple(edges))
+    return Stages(tuple(random_stage(rng) for _ in range(depth)), tuple(edges))
+
+
+def random_stage(rng: random.Random) -> Stage:
+    forward_s, weights = rng.choice([0.5, 1.0, 1.5, 3.0]), rng.choice([0, 8, 40])
+    return Stage(
+        calls=(),
+        forward_s=forward_s,
+        backward_s=forward_s * rng.choice([1.0, 2.0, 3.0]),
+        saved_bytes=rng.randint(0, 100),
+        workspace_bytes=rng.randint(0, 10),
+        parameter_bytes=weights,
+        gradient_bytes=weights,
+        state_bytes=2 * weights,
+    )
+
+
+def random_targets(rng: random.Random, source: int, depth: int, *, next_too: bool) -> tuple[int, ...]:
+    later = range(source + 1, depth)
+    chosen = set(rng.sample(later, rng.randint(0 if next_too else 1, min(3, len(later)))))
+    return tuple(sorted(chosen | {source + 1} if next_too else chosen))
 
 
 @st.composite

@@ -36,7 +36,7 @@ Case = tuple[Stages, Program]
 SLOW = Links(Link.symmetric(bandwidth_bytes_per_s=8.0, latency_s=0.25))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(programs())
 def test_every_schedule_of_any_network_is_valid_and_ends(case: Case) -> None:
     network, program = case
@@ -44,15 +44,8 @@ def test_every_schedule_of_any_network_is_valid_and_ends(case: Case) -> None:
     for links in (None, SLOW):
         timeline = simulate(program, network, links)
         check(program, network, memory_bytes=timeline.peak_bytes, links=links)
-        assert all(curve.bytes[-1] == curve.bytes[0] - _begun(curve) for curve in timeline.memory if curve.bytes)
-
-
-def _begun(curve: object) -> int:
-    """What is held at the start beyond parameters, gradients and optimizer state."""
-    first, last = curve.bytes[0], curve.bytes[-1]  # type: ignore[attr-defined]
-    kept = sum(list(curve.parts().values())[:3])  # type: ignore[attr-defined]
-    assert last == kept
-    return first - kept
+        for curve in timeline.memory:
+            assert not curve.bytes or curve.bytes[-1] == sum(curve.peak_parts[:3]), "something is left beside the model"
 
 
 @settings(max_examples=60, deadline=None)
@@ -78,7 +71,7 @@ def mutate(program: Program, rank: int, change: list[Instruction]) -> Program:
     return Program("broken", (*program.ranks[:rank], tuple(change), *program.ranks[rank + 1 :]))
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(programs(least=2, trained=True), st.data())
 def test_a_program_without_any_one_of_its_instructions_is_refused(case: Case, data: st.DataObject) -> None:
     network, program = case
@@ -90,7 +83,7 @@ def test_a_program_without_any_one_of_its_instructions_is_refused(case: Case, da
         check(mutate(program, rank, row), network)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(programs(least=2, trained=True), st.data())
 def test_an_instruction_written_twice_or_for_another_is_refused(case: Case, data: st.DataObject) -> None:
     network, program = case
@@ -125,7 +118,7 @@ def test_an_instruction_written_twice_or_for_another_is_refused(case: Case, data
         check(mutate(program, rank, row), network)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(programs(least=2, trained=True), st.data())
 def test_two_instructions_in_the_wrong_order_are_refused(case: Case, data: st.DataObject) -> None:
     """Exchanged: a forward and its backward, two transfers of a channel, a compute and what it needs, gives or ends."""
@@ -172,7 +165,7 @@ def network_source(network: Stages, value: str) -> int:
     return next(edge.source for edge in network.edges if edge.value == value)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(programs(least=2, trained=True), st.data())
 def test_what_passes_after_any_exchange_still_computes_the_same(case: Case, data: st.DataObject) -> None:
     """Any two instructions of a rank exchanged: refused, or the toy engine ends with the same gradients."""

@@ -85,6 +85,7 @@ def test_receives_are_issued_one_compute_early_and_not_all_at_once() -> None:
     [
         ({"schedule": "gpip"}, "no schedule 'gpip'; there are model-parallel, gpipe"),
         ({"schedule": "gpipe", "micro_batches": 0}, "micro_batches is 0; needed at least 1"),
+        ({"schedule": "gpipe", "ahead": -1}, "ahead is -1; needed 0"),
         ({"schedule": "gems-mast", "batches": 3}, "takes 2 batches before a reduction, got 3; gems-master"),
     ],
 )

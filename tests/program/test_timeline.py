@@ -2,6 +2,7 @@
 
 import json
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -179,5 +180,7 @@ def test_links_come_from_a_machine() -> None:
     assert links.devices_per_node == 4
     assert links.between(0, 3) == (1 / machine.between_devices.away_bytes_per_s, machine.between_devices.latency_s)
     assert links.host == machine.host_link.pinned
+    with pytest.raises(ProgramError, match=r"the link between_nodes of machine .* is not known"):
+        Links.of(replace(machine, between_nodes=None))
     with pytest.raises(ProgramError, match="0 devices"):
         Links(devices_per_node=0)

@@ -45,6 +45,8 @@ class Toy:
         self.gradients: defaultdict[tuple[int, int], int] = defaultdict(int)
         self.reduced: defaultdict[tuple[int, tuple[int, ...]], set[int]] = defaultdict(set)
         self.updated: dict[tuple[int, int], int] = {}
+        self.placement = program.placement()
+        self.makers = {edge.value: edge.source for edge in stages.edges}
 
     def run(self) -> None:
         at = [0] * len(self.program)
@@ -120,6 +122,5 @@ class Toy:
     def give(self, rank: int, key: tuple[str, int, int, int, bool], number: int) -> None:
         """Ready to be sent, or here already when maker and user share the rank."""
         value, user, _, replica, gradient = key
-        source = next(edge.source for edge in self.stages.edges if edge.value == value)
-        there = self.program.placement()[source if gradient else user, replica]
+        there = self.placement[self.makers[value] if gradient else user, replica]
         self.here[rank][key if there == rank else ("out", *key)] = number

@@ -78,6 +78,8 @@ def compile_program(
 
 def assemble(stages: Stages, orders: Sequence[Sequence[Compute]], *, name: str, ahead: int = 1) -> Program:
     """The program in which each rank computes in the order given; several stages may share a rank."""
+    if ahead < 0:
+        raise ProgramError(f"ahead is {ahead}; needed 0 (receive when it is needed) or more computes")
     placement = place(orders)
     incoming, outgoing = stages.incoming(), stages.outgoing()
     for rank, order in enumerate(orders):

@@ -42,7 +42,13 @@ class Links:
 
     @classmethod
     def of(cls, machine: Machine) -> Links:
-        """The links of a machine."""
+        """The links of a machine; one that it needs and does not know is refused, not taken as free."""
+        for needed, link, name in (
+            (len(machine.devices) > 1, machine.between_devices, "between_devices"),
+            (machine.nodes > 1, machine.between_nodes, "between_nodes"),
+        ):
+            if needed and link is None:
+                raise ProgramError(f"the link {name} of machine {machine.name!r} is not known; add it to its file")
         host = machine.host_link.pinned if machine.host_link is not None else machine.disk
         per_node = len(machine.devices) if machine.nodes > 1 else None
         return cls(machine.between_devices, machine.between_nodes, per_node, host)

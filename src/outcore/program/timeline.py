@@ -59,7 +59,7 @@ class Timeline:
 
     @property
     def step_s(self) -> float:
-        """From the first event's beginning of time to the last event's end."""
+        """From the beginning of the step, at 0, to the end of its last event."""
         return max((event.end_s for event in self.events), default=0.0)
 
     @property
