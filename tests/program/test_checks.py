@@ -30,7 +30,7 @@ from outcore.program import (
 )
 from outcore.program.script import Decode, Encode, Evict, Fetch, Recompute, Run, Tile, Wait
 from tests.program.networks import programs, random_stages, stages
-from tests.program.toy import Toy
+from tests.program.toy import Toy, sample, whole
 
 Case = tuple[Stages, Program]
 SLOW = Links(Link.symmetric(bandwidth_bytes_per_s=8.0, latency_s=0.25))
@@ -62,6 +62,12 @@ def test_several_stages_may_share_a_rank(network: Stages, micro_batches: int, rn
             orders[rank].append(Backward(stage, micro_batch))
     program = assemble(network, orders, name="shared")
     check(program, network)
+    toy = Toy(program, network, random.Random(0))
+    toy.run()
+    expected = [
+        sum(column) for column in zip(*(whole(network, sample(b, 0)) for b in range(micro_batches)), strict=True)
+    ]
+    assert toy.updated == {(rank_of[s], s): expected[s] for s, stage in enumerate(network.stages) if stage.trains}
     timeline = simulate(program, network, SLOW)
     for curve in timeline.memory:
         assert not curve.bytes or curve.bytes[-1] == sum(curve.peak_parts[:3])

@@ -7,7 +7,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outcore.errors import ProgramError
-from outcore.program import Edge, Reduce, Send, Stages, check, compile_program
+from outcore.program import (
+    Backward,
+    Edge,
+    OptimizerStep,
+    Program,
+    Reduce,
+    Send,
+    Stages,
+    check,
+    compile_program,
+    simulate,
+)
 from tests.program.networks import stages
 from tests.program.toy import Toy, sample, whole
 
@@ -39,6 +50,19 @@ def test_the_program_steps_every_copy_with_the_gradient_of_the_whole_network(
     held = {(rank, stage) for stage, ranks in program.holders().items() for rank in ranks}
     assert toy.updated == {(rank, stage): expected[stage] for rank, stage in held}
     assert not toy.saved and not any(toy.here)
+
+
+@pytest.mark.parametrize("schedule", ["model-parallel", "gpipe", "1f1b", "gems-master"])
+def test_forwards_alone_evaluate_and_hold_nothing(schedule: str) -> None:
+    network = Stages.uniform(4, saved_bytes=100, gradient_bytes=4)
+    program = compile_program(network, schedule, micro_batches=3, batches=2, training=False)
+    check(program, network)
+    assert not any(isinstance(i, Backward | Reduce | OptimizerStep) for row in program.ranks for i in row)
+    assert program.in_flight() == (0,) * 4
+    timeline = simulate(program, network)
+    assert all(curve.parts()["saved"] == 0 for curve in timeline.memory)
+    with pytest.raises(ProgramError, match="no backward of stage 0"):
+        check(Program("wrong", ((*program.ranks[0], OptimizerStep(0)), *program.ranks[1:])), network)
 
 
 def test_a_value_goes_straight_to_each_stage_that_uses_it() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import xml.etree.ElementTree as ElementTree
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,6 +46,33 @@ def test_a_transfer_takes_its_bytes_and_one_latency() -> None:
     assert timeline.busy_s() == (3, 3)
     assert timeline.communication_s() == (2 + 2.5, 2.5 + 2)
     assert timeline.exposed_s() == (4.5, 2.5 + 2)
+
+
+@settings(max_examples=60, deadline=None)
+@given(programs())
+def test_with_free_links_the_step_is_the_longest_path(case: tuple[Stages, Program]) -> None:
+    """Each compute starts when the one before it on its rank and all that make its inputs have ended, and not later."""
+    network, program = case
+    incoming, outgoing = network.incoming(), network.outgoing()
+    end: dict[tuple[type, int, int, int], float] = {}
+    rows = [deque(program.computes(rank)) for rank in range(len(program))]
+    free = [0.0] * len(program)
+    while any(rows):
+        for rank, row in enumerate(rows):
+            while row:
+                c, costs = row[0], network.stages[row[0].stage]
+                if isinstance(c, Forward):
+                    makers, taken_s = [(Forward, edge.source) for edge in incoming[c.stage]], costs.forward_s
+                else:
+                    edges = [edge for edge in outgoing[c.stage] if edge.has_gradient]
+                    makers, taken_s = [(Backward, user) for edge in edges for user in edge.targets], costs.backward_s
+                needed = [end.get((kind, stage, c.micro_batch, c.replica)) for kind, stage in makers]
+                if None in needed:
+                    break
+                row.popleft()
+                free[rank] = max(free[rank], *needed, 0.0) + taken_s
+                end[type(c), c.stage, c.micro_batch, c.replica] = free[rank]
+    assert simulate(program, network).step_s == pytest.approx(max(free))
 
 
 def test_transfers_overlap_with_computing_when_the_next_receive_is_issued_early() -> None:

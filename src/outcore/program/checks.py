@@ -12,6 +12,8 @@ the gradient of every parameter, once, and ends:
 - followed in order, with reductions as barriers, all ranks reach the end;
 - copies and scripts bring back what they took away before it is needed;
 - the simulated peak of each rank is within its cap.
+
+A program of forwards alone evaluates: it saves, reduces and steps nothing.
 """
 
 from __future__ import annotations
@@ -53,8 +55,8 @@ def check(
     check_copies(index)
     check_updates(index)
     check_end(index)
-    for of, forward in index.forwards.items():
-        check_scripts(forward, index.backwards[of])
+    for of, backward in index.backwards.items():
+        check_scripts(index.forwards[of], backward)
     if memory_bytes is not None:
         check_memory(program, simulate(program, stages, links), memory_bytes)
 

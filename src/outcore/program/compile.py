@@ -42,6 +42,7 @@ def compile_program(
     batches: int | None = None,
     replicas: int = 1,
     ahead: int = 1,
+    training: bool = True,
 ) -> Program:
     """The program of a named schedule, one stage to a rank.
 
@@ -57,6 +58,7 @@ def compile_program(
         batches: batches before one reduction; 1, or 2 under GEMS, when not given.
         replicas: data-parallel replicas, each on as many ranks as there are stages (GEMS has two networks on each).
         ahead: how many computes before it is needed a receive is issued.
+        training: False for forwards alone, which evaluate and change nothing.
     """
     chosen = schedule_named(schedule)
     batches = batches if batches is not None else chosen.batches or chosen.replicas
@@ -71,7 +73,7 @@ def compile_program(
     orders = []
     for pipeline in range(replicas):
         for rank in range(depth):
-            order = chosen.order(rank, depth, micro_batches, batches)
+            order = (c for c in chosen.order(rank, depth, micro_batches, batches) if training or isinstance(c, Forward))
             orders.append([type(c)(c.stage, c.micro_batch, pipeline * chosen.replicas + c.replica) for c in order])
     return assemble(stages, orders, name=schedule, ahead=ahead)
 
@@ -117,7 +119,8 @@ def assemble(stages: Stages, orders: Sequence[Sequence[Compute]], *, name: str, 
                 next_to_post += 1
             instructions.append(compute)
             instructions.extend(sends[rank][index])
-        mine = sorted({compute.stage for compute in order if stages.stages[compute.stage].trains})
+        trained = {c.stage for c in order if isinstance(c, Backward) and stages.stages[c.stage].trains}
+        mine = sorted(trained)
         instructions.extend(Reduce(stage, held[stage]) for stage in mine if len(held[stage]) > 1)
         instructions.extend(OptimizerStep(stage) for stage in mine)
         ranks.append(tuple(instructions))

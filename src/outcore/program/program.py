@@ -67,12 +67,16 @@ class Program:
         """The ranks that hold a copy of each stage, ascending; a rank holds one copy also for two replicas."""
         return holders(self.placement())
 
+    def trains(self) -> bool:
+        """Whether it has backwards; forwards alone evaluate."""
+        return any(isinstance(i, Backward) for instructions in self.ranks for i in instructions)
+
     def in_flight(self) -> tuple[int, ...]:
         """For each rank, the most micro-batches whose forward has begun and whose backward has not ended."""
-        peaks = []
+        peaks, trains = [], self.trains()
         for rank in range(len(self)):
             now = peak = 0
-            for compute in self.computes(rank):
+            for compute in self.computes(rank) if trains else ():
                 now += 1 if isinstance(compute, Forward) else -1
                 peak = max(peak, now)
             peaks.append(peak)

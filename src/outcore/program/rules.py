@@ -33,10 +33,10 @@ def check_computes(index: Index) -> None:
                 if (stage, micro_batch, replica) not in index.forwards:
                     refuse(spot, f"stage {stage} of replica {replica} never computes micro-batch {micro_batch}")
     for of, forward in index.forwards.items():
-        if of not in index.backwards:
+        if index.backwards and of not in index.backwards:
             refuse(forward, "its backward is missing")
     if not index.forwards:
-        raise ProgramError(f"program {index.program.name!r} computes nothing; needed at least one forward and backward")
+        raise ProgramError(f"program {index.program.name!r} computes nothing; needed at least one forward")
 
 
 def check_inputs(index: Index) -> None:
@@ -123,7 +123,10 @@ def check_updates(index: Index) -> None:
             last[key] = spot
     for rank, stage in (*index.reduces, *index.steps):
         if (rank, stage) not in last:
-            refuse(index.reduces.get((rank, stage)) or index.steps[rank, stage], f"rank {rank} does not hold it")
+            refuse(
+                index.reduces.get((rank, stage)) or index.steps[rank, stage],
+                f"no backward of stage {stage} is on rank {rank}",
+            )
     for (rank, stage), backward in last.items():
         group = held[stage]
         reduce, step = index.reduces.get((rank, stage)), index.steps.get((rank, stage))

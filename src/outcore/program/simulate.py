@@ -61,7 +61,7 @@ class _Simulation:
         self.program, self.stages = program, stages
         self.incoming, self.outgoing = stages.incoming(), stages.outgoing()
         self.sizes = {edge.value: edge.bytes for edge in stages.edges}
-        self.placement = program.placement()
+        self.placement, self.trains = program.placement(), program.trains()
         self.traffic = Traffic(links)
         self.events: list[Event] = []
         self.ledgers = [Ledger() for _ in program.ranks]
@@ -206,7 +206,7 @@ class _Simulation:
             return end
         ledger = self.ledgers[rank]
         of = (instruction.stage, instruction.micro_batch, instruction.replica)
-        if isinstance(instruction, Forward):
+        if isinstance(instruction, Forward) and self.trains:
             self.held[of] += costs.saved_bytes
             ledger.add(now, "saved", costs.saved_bytes)
         ledger.add(now, "workspace", costs.workspace_bytes)
