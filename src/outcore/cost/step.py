@@ -14,8 +14,6 @@ What is not in it: the Python code between the calls, which no measurement of si
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -23,6 +21,7 @@ import torch
 from torch import nn
 
 from outcore.cost.costs import Costs, Source
+from outcore.cost.measure import clock_for
 from outcore.graph import Graph
 from outcore.machine.clock import Timing, time_calls
 
@@ -116,12 +115,4 @@ def measure_optimizer(
     for param in made:
         param.grad = torch.full_like(param, 1e-3)
     optimizer = make(made)
-    if where.type == "cuda":
-        return time_calls(optimizer.step, where, seconds=0.2, most=runs)
-    samples = []
-    for _ in range(runs + 2):
-        start = time.perf_counter()
-        optimizer.step()
-        samples.append(time.perf_counter() - start)
-    kept = samples[2:]
-    return Timing(min(kept), statistics.median(kept), max(kept), statistics.fmean(kept), len(kept))
+    return time_calls(optimizer.step, where, seconds=0.2, warmup=2, most=runs, clock=clock_for(where))

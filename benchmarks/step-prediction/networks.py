@@ -1,0 +1,108 @@
+"""The networks: unmodified models of torchvision, transformers and ours, each with its loss as one module."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+import torch.nn.functional as F
+from tests.foreign.shim import define_torchvision_operators
+from torch import Tensor, nn
+
+define_torchvision_operators()
+
+
+class Training(nn.Module):
+    """A model, its loss and its precision as one network that returns the loss."""
+
+    def __init__(self, model: nn.Module, loss: Callable[[Any, Tensor], Tensor], bf16: bool) -> None:
+        super().__init__()
+        self.model, self.loss, self.bf16 = model, loss, bf16
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bf16):
+            return self.loss(self.model(x), target)
+
+
+@dataclass(frozen=True)
+class Network:
+    """How to build a model and a batch for it."""
+
+    build: Callable[[], nn.Module]
+    batch: Callable[[int], tuple[Tensor, Tensor]]
+    loss: Callable[[Any, Tensor], Tensor]
+    sizes: tuple[int, int]
+    """Two batch sizes."""
+
+
+def images(name: str, side: int, sizes: tuple[int, int], **options: Any) -> Network:
+    def build() -> nn.Module:
+        import torchvision
+
+        model: nn.Module = getattr(torchvision.models, name)(**options)
+        return model
+
+    def batch(size: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(size, 3, side, side), torch.randint(1000, (size,))
+
+    return Network(build, batch, F.cross_entropy, sizes)
+
+
+def unet(side: int, sizes: tuple[int, int]) -> Network:
+    def build() -> nn.Module:
+        from outcore.models import UNet
+
+        return UNet(3, 2)
+
+    def batch(size: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(size, 3, side, side), torch.randint(2, (size, side, side))
+
+    return Network(build, batch, F.cross_entropy, sizes)
+
+
+def bert(length: int, sizes: tuple[int, int], **options: Any) -> Network:
+    def build() -> nn.Module:
+        from transformers import BertConfig, BertForSequenceClassification
+
+        return BertForSequenceClassification(BertConfig(**options))
+
+    def batch(size: int) -> tuple[Tensor, Tensor]:
+        return torch.randint(1000, (size, length)), torch.randint(2, (size,))
+
+    return Network(build, batch, lambda output, target: F.cross_entropy(output.logits, target), sizes)
+
+
+GPU = {
+    "ResNet-18": images("resnet18", 224, (16, 64)),
+    "ResNet-50": images("resnet50", 224, (16, 64)),
+    "VGG-19": images("vgg19", 224, (16, 64)),
+    "AlexNet": images("alexnet", 224, (16, 64)),
+    "Inception-v3": images("inception_v3", 299, (16, 64), aux_logits=False, init_weights=False),
+    "DenseNet-121": images("densenet121", 224, (16, 64)),
+    "U-Net": unet(256, (4, 16)),
+    "MobileNet-v3": images("mobilenet_v3_large", 224, (16, 64)),
+    "ConvNeXt-T": images("convnext_tiny", 224, (16, 64)),
+    "ViT-B": images("vit_b_16", 224, (16, 64)),
+    "Swin-T": images("swin_t", 224, (16, 64)),
+    "BERT-base": bert(128, (16, 64)),
+}
+
+_SMALL_BERT = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 1024}
+CPU = {
+    "ResNet-18": images("resnet18", 96, (2, 4)),
+    "ResNet-50": images("resnet50", 96, (2, 4)),
+    "VGG-11": images("vgg11_bn", 64, (2, 4)),
+    "AlexNet": images("alexnet", 96, (2, 4)),
+    "DenseNet-121": images("densenet121", 64, (2, 4)),
+    "U-Net": unet(64, (1, 2)),
+    "MobileNet-v3": images("mobilenet_v3_large", 96, (2, 4)),
+    "ViT": images("vit_b_16", 64, (1, 2), image_size=64),
+    "Swin-T": images("swin_t", 64, (1, 2)),
+    "BERT": bert(64, (2, 4), **_SMALL_BERT),
+}
