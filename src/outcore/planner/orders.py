@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from outcore.planner.pieces import Pieces
 
-__all__ = ["coarse_places", "linear_orders"]
+__all__ = ["coarse_places", "is_row", "linear_orders"]
 
 
 def linear_orders(pieces: Pieces) -> list[tuple[int, ...]]:
@@ -25,7 +25,7 @@ def linear_orders(pieces: Pieces) -> list[tuple[int, ...]]:
     for flow in pieces.flows:
         size[flow.producer] += flow.bytes
     orders = [tuple(range(n))]
-    if all(len(b) <= 1 for b in before) and all(len(a) <= 1 for a in after):
+    if is_row(pieces):
         return orders
     # Deepest first: what was made last is used next, so a branch is finished before another begins.
     orders.append(_schedule(before, after, lambda i, age: (-age, i)))
@@ -36,6 +36,11 @@ def linear_orders(pieces: Pieces) -> list[tuple[int, ...]]:
     reverse = _schedule(after, before, lambda i, age: (-age, -i))
     orders.append(reverse[::-1])
     return list(dict.fromkeys(orders))
+
+
+def is_row(pieces: Pieces) -> bool:
+    """Whether the recorded order is the only one: every unit needs the one before it."""
+    return all(i in sources for i, sources in enumerate(pieces.units.before[1:]))
 
 
 def coarse_places(pieces: Pieces, order: Sequence[int], most: int) -> list[int] | None:

@@ -30,7 +30,7 @@ from outcore.planner.chain import cheapest, fastest, smallest_maximum, smallest_
 from outcore.planner.integer import Aim, solve_integer
 from outcore.planner.line import Line, Table
 from outcore.planner.moves import improve
-from outcore.planner.orders import coarse_places, linear_orders
+from outcore.planner.orders import coarse_places, is_row, linear_orders
 from outcore.planner.pieces import Pieces, weigh
 from outcore.planner.pipeline import Pipeline, Route
 from outcore.planner.units import Granularity, Unit, Units, find_units
@@ -167,7 +167,7 @@ def cut_pieces(
             stage_of = line.stage_of(ends)
             how = "chain in recorded order" if number == 0 else f"chain in order {number}"
             found.append((score(pieces.cut(stage_of, count)), stage_of, how))
-    branches = any(len(b) > 1 for b in pieces.units.before) or any(len(a) > 1 for a in pieces.after)
+    branches = not is_row(pieces)
     if found:
         best = min(found, key=lambda row: row[0])
         if branches or pipeline.paired:
@@ -215,6 +215,10 @@ def _cut_line(
 ) -> list[int] | None:
     always = line.always_bytes()
     moving = [line.moving_bytes(pipeline, k, count) for k in range(count)]
+    if pipeline.paired and line.size > 2 * _PAIR_PLACES:
+        # Too many places to look at all pairs of them: every stage as if its partner held as much.
+        answer = smallest_maximum([2 * always + m for m in moving])
+        return None if answer is None else answer[0]
     if pipeline.paired and count > 1:
         if balance == "compute" and cap is None:
             answer = smallest_pair(line.time_s, [line.time_s] * count, count=count)

@@ -151,7 +151,6 @@ def weigh(graph: Graph, weights: Weights, units: Units) -> Pieces:
     """Put weights on units."""
     unit_of = units.of_call
     calls = [[weights.calls[c] for c in unit.calls] for unit in units.units]
-    last = len(units) - 1
     outputs = {graph.values[v].alias_of or v for v in graph.outputs}
     flows: list[Flow] = []
     sharing: dict[str, tuple[int, set[int]]] = {}
@@ -162,7 +161,7 @@ def weigh(graph: Graph, weights: Weights, units: Units) -> Pieces:
         to_loss = name in graph.outputs and producer != INPUT
         first, found = sharing.setdefault(base, (producer, set()))
         found.update(users, {producer} - {first})
-        if producer != INPUT and (users - {producer} or (to_loss and producer != last)):
+        if producer != INPUT and (to_loss or users - {producer}):
             rest = tuple(sorted(users - {producer}))
             flows.append(Flow(name, value.bytes, producer, rest, to_loss, value.requires_grad))
     keepers: dict[str, set[int]] = {}
@@ -177,7 +176,7 @@ def weigh(graph: Graph, weights: Weights, units: Units) -> Pieces:
         producer, found = sharing.get(name, (INPUT, set()))
         keeping = keepers.get(name, set())
         size = sizes.get(name) or (graph.values[name].bytes if name in graph.values else 0)
-        to_loss = name in outputs and producer not in (INPUT, last)
+        to_loss = name in outputs and producer != INPUT
         if keeping or to_loss or found - {producer}:
             users = found - {producer}
             families.append(Family(name, size, producer, tuple(sorted(users)), tuple(sorted(keeping)), to_loss))

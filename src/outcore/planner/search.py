@@ -214,19 +214,22 @@ def _refusal(
         return f"no candidate for {devices} devices could be cut"
     least = _smallest(pieces, candidates, route)
     message = (
-        f"{format_bytes(cap)} ({int(cap):,} bytes) per rank cannot be met with {devices} devices: the smallest that can "
-        f"is {format_bytes(least)} (memory_bytes={least})"
+        f"{format_bytes(cap)} ({int(cap):,} bytes) per rank cannot be met with {devices} devices: the smallest that "
+        f"can is {format_bytes(least)} (memory_bytes={least})"
     )
     most = min(_MOST_STAGES, len(pieces))
     sizes = [n for n in (*range(2, 9), 10, 12, 16, 24, 32, 48, 64) if devices < n <= most]
     for tried in sizes:
         finest = [c for c in _candidates(len(pieces), tried, samples, schedule) if c.stages == tried]
-        if finest and _smallest(pieces, finest, route) <= cap:
+        if schedule is None:
+            # Two replicas on the same ranks never hold less than one.
+            finest = [c for c in finest if not c.pipeline.paired]
+        if finest and _smallest(pieces, finest, route, quick=True) <= cap:
             return f"{message}; or use {tried} ranks"
     return f"{message}; more ranks ({sizes[-1]} were tried) do not help" if sizes else message
 
 
-def _smallest(pieces: Pieces, candidates: list[_Candidate], route: Route) -> int:
+def _smallest(pieces: Pieces, candidates: list[_Candidate], route: Route, *, quick: bool = False) -> int:
     """The smallest peak of the largest rank over all candidates."""
     # Fewest samples in flight and fewest replicas hold least: nothing else needs to be cut.
     least = min(c.fraction * c.pipeline.micro_batches for c in candidates)
@@ -235,7 +238,9 @@ def _smallest(pieces: Pieces, candidates: list[_Candidate], route: Route) -> int
     found = []
     for c in ranked[:2]:
         part = pieces.scaled(c.fraction)
-        stage_of, _ = cut_pieces(part, c.stages, "memory", c.pipeline, None, route)
+        stage_of = QuickCut(part).cut(c.stages, "memory", c.pipeline, None, route) if quick else None
+        if stage_of is None:
+            stage_of, _ = cut_pieces(part, c.stages, "memory", c.pipeline, None, route)
         found.append(max(judge(part.cut(stage_of, c.stages), c.pipeline, c.replicas, route).peak_bytes))
     return min(found)
 
