@@ -10,7 +10,7 @@ both ends. Reductions come last and in ascending order of stages on every rank, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from outcore.errors import ProgramError
 from outcore.program.instructions import (
@@ -91,38 +91,23 @@ def assemble(stages: Stages, orders: Sequence[Sequence[Compute]], *, name: str, 
     if missing := _missing(placement, len(stages)):
         raise ProgramError(f"no rank computes stage {missing[0]} of replica {missing[1]}")
 
-    sends: list[list[list[Send]]] = []
-    channels: dict[Channel, list[Send]] = {}
-    found: dict[Key, Send] = {}
-    for order in orders:
-        sends.append([list(sends_of(compute, incoming, outgoing, placement)) for compute in order])
-        for send in (send for after in sends[-1] for send in after):
-            channels.setdefault((send.source, send.target, send.replica), []).append(send)
-            found[send.key] = send
-
+    sends = [[list(sends_of(compute, incoming, outgoing, placement)) for compute in order] for order in orders]
+    channels = _Channels(send for row in sends for after in row for send in after)
     held = holders(placement)
     ranks = []
-    posted = dict.fromkeys(channels, 0)
-    position = {send.key: index for queue in channels.values() for index, send in enumerate(queue)}
-    for rank, order in enumerate(orders):
+    for order, sent in zip(orders, sends, strict=True):
         instructions: list[Instruction] = []
-        next_to_post = 0
+        next_to_receive = 0
         for index, compute in enumerate(order):
-            while next_to_post <= min(index + ahead, len(order) - 1):
-                for key in keys_needed(order[next_to_post], incoming, outgoing):
-                    if key in found:
-                        send = found[key]
-                        channel = (send.source, send.target, send.replica)
-                        for earlier in channels[channel][posted[channel] : position[key] + 1]:
-                            instructions.append(_receive(earlier))
-                        posted[channel] = max(posted[channel], position[key] + 1)
-                next_to_post += 1
+            while next_to_receive <= min(index + ahead, len(order) - 1):
+                for key in keys_needed(order[next_to_receive], incoming, outgoing):
+                    instructions.extend(channels.receives_until(key))
+                next_to_receive += 1
             instructions.append(compute)
-            instructions.extend(sends[rank][index])
-        trained = {c.stage for c in order if isinstance(c, Backward) and stages.stages[c.stage].trains}
-        mine = sorted(trained)
-        instructions.extend(Reduce(stage, held[stage]) for stage in mine if len(held[stage]) > 1)
-        instructions.extend(OptimizerStep(stage) for stage in mine)
+            instructions.extend(sent[index])
+        trained = sorted({c.stage for c in order if isinstance(c, Backward) and stages.stages[c.stage].trains})
+        instructions.extend(Reduce(stage, held[stage]) for stage in trained if len(held[stage]) > 1)
+        instructions.extend(OptimizerStep(stage) for stage in trained)
         ranks.append(tuple(instructions))
     return Program(name, tuple(ranks))
 
@@ -160,10 +145,29 @@ def keys_needed(
         yield from ((edge.value, stage, micro_batch, replica, False) for edge in incoming[stage])
 
 
-def _receive(send: Send) -> Receive:
-    return Receive(
-        send.value, send.stage, send.source, send.target, send.micro_batch, send.replica, gradient=send.gradient
-    )
+class _Channels:
+    """What is sent on each channel, and how much of it has its receive."""
+
+    def __init__(self, sends: Iterable[Send]) -> None:
+        self._queues: dict[Channel, list[Send]] = {}
+        self._places: dict[Key, tuple[Channel, int]] = {}
+        for send in sends:
+            queue = self._queues.setdefault(channel := (send.source, send.target, send.replica), [])
+            self._places[send.key] = (channel, len(queue))
+            queue.append(send)
+        self._received = dict.fromkeys(self._queues, 0)
+
+    def receives_until(self, key: Key) -> list[Receive]:
+        """The receives still to be issued for a transfer: its own, after those of all that was sent before it."""
+        if key not in self._places:
+            return []
+        channel, place = self._places[key]
+        begin = self._received[channel]
+        self._received[channel] = max(begin, place + 1)
+        return [
+            Receive(s.value, s.stage, s.source, s.target, s.micro_batch, s.replica, gradient=s.gradient)
+            for s in self._queues[channel][begin : place + 1]
+        ]
 
 
 def _missing(placement: dict[tuple[int, int], int], depth: int) -> tuple[int, int] | None:
