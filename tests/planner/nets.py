@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 
 from hypothesis import strategies as st
 
@@ -36,7 +36,7 @@ def build(
     outputs: set[int] | None = None,
     workspace: list[int] | None = None,
 ) -> Net:
-    """A network of calls ``c0, c1, ...``: `inputs[i]` are the calls whose results call i reads; -1 is the model's input.
+    """A network of calls ``c0, c1, ...``: `inputs[i]` are the calls whose results call i reads, -1 the model's input.
 
     `keeps[i]` says whose results call i keeps for backward (its own is i).
     """
@@ -117,5 +117,5 @@ def valid_cuts(pieces: Pieces, count: int) -> Iterator[list[int]]:
 def row_cuts(n: int, count: int) -> Iterator[list[int]]:
     """Every way to cut a row of n units into so many stages."""
     for ends in product(range(1, n), repeat=count - 1):
-        if all(a < b for a, b in zip(ends, ends[1:], strict=False)):
+        if all(a < b for a, b in pairwise(ends)):
             yield [sum(i >= e for e in ends) for i in range(n)]

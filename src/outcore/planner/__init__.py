@@ -10,5 +10,7 @@ from outcore.planner.pipeline import Pipeline as Pipeline
 from outcore.planner.pipeline import Route as Route
 from outcore.planner.search import plan as plan
 from outcore.planner.units import Granularity as Granularity
+from outcore.planner.vertical import Fold as Fold
+from outcore.planner.vertical import split_vertically as split_vertically
 from outcore.planner.weights import Weight as Weight
 from outcore.planner.weights import Weights as Weights

@@ -105,8 +105,8 @@ class Pieces:
             flows=tuple(replace(f, bytes=round(f.bytes * fraction)) for f in self.flows),
         )
 
-    def cut(self, stage_of: Sequence[int], count: int) -> Stages:
-        """The stages that an assignment of units makes."""
+    def held_bytes(self, stage_of: Sequence[int], count: int) -> list[int]:
+        """What every stage holds of one micro-batch, from its forward to its backward."""
         held = [0] * count
         for family in self.families:
             home = -1 if family.producer == INPUT else stage_of[family.producer]
@@ -117,10 +117,19 @@ class Pieces:
                 holders.add(home)
             for k in holders:
                 held[k] += family.bytes
+        return held
+
+    def weight_bytes(self, stage_of: Sequence[int], count: int) -> list[int]:
+        """The trained parameters of every stage."""
         weights = [0] * count
         for _, nbytes, users in self.parameters:
             for k in {stage_of[u] for u in users}:
                 weights[k] += nbytes
+        return weights
+
+    def cut(self, stage_of: Sequence[int], count: int) -> Stages:
+        """The stages that an assignment of units makes."""
+        held, weights = self.held_bytes(stage_of, count), self.weight_bytes(stage_of, count)
         edges = []
         for flow in self.flows:
             home = stage_of[flow.producer]

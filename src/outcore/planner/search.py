@@ -99,6 +99,11 @@ def plan(
         judged = _judged(pieces, candidate, kind, memory_bytes, route)
         if judged is not None:
             found.append((judged[0], candidate, judged[1]))
+    if not found and memory_bytes is not None:
+        for candidate in _small(candidates):
+            judged = _smallest_cut(pieces, candidate, memory_bytes, route)
+            if judged is not None:
+                found.append((judged[0], candidate, judged[1]))
     if not found:
         raise PlanError(_refusal(pieces, candidates, devices, samples, schedule, memory_bytes, route))
     found.sort(key=lambda row: row[0].time_s)
@@ -198,7 +203,29 @@ def _judged(
         if cap is None or limit is None or (excess := max(predicted.peak_bytes) - cap) <= 0:
             return predicted, stages
         limit -= excess
-    return None
+    return _smallest_cut(pieces, candidate, cap, route)
+
+
+def _smallest_cut(
+    pieces: Pieces, candidate: _Candidate, cap: float | None, route: Route
+) -> tuple[Predicted, Stages] | None:
+    """The candidate cut for the smallest peak, if that is within the cap."""
+    part = pieces.scaled(candidate.fraction)
+    stage_of, _ = cut_pieces(part, candidate.stages, "memory", candidate.pipeline, None, route)
+    stages = part.cut(stage_of, candidate.stages)
+    predicted = judge(stages, candidate.pipeline, candidate.replicas, route)
+    return (predicted, stages) if cap is None or max(predicted.peak_bytes) <= cap else None
+
+
+def _small(candidates: list[_Candidate]) -> list[_Candidate]:
+    """The candidates that may have the smallest peak: the fewest samples in flight."""
+    least = min(c.fraction * c.pipeline.micro_batches for c in candidates)
+    finest = min(c.fraction for c in candidates)
+    return [
+        c
+        for c in candidates
+        if c.fraction * c.pipeline.micro_batches <= least or (c.pipeline.schedule == "1f1b" and c.fraction <= finest)
+    ]
 
 
 def _refusal(
@@ -231,17 +258,14 @@ def _refusal(
 
 def _smallest(pieces: Pieces, candidates: list[_Candidate], route: Route, *, quick: bool = False) -> int:
     """The smallest peak of the largest rank over all candidates."""
-    # Fewest samples in flight and fewest replicas hold least: nothing else needs to be cut.
-    least = min(c.fraction * c.pipeline.micro_batches for c in candidates)
-    small = [c for c in candidates if c.fraction * c.pipeline.micro_batches <= least or c.pipeline.schedule == "1f1b"]
-    ranked = sorted(_rank(pieces, small, "memory", None, route), key=lambda c: c.peak_bytes)
+    small = _small(candidates)
+    if quick:
+        ranked = sorted(_rank(pieces, small, "memory", None, route), key=lambda c: c.peak_bytes)[:1]
+        small = ranked or small[:1]
     found = []
-    for c in ranked[:2]:
-        part = pieces.scaled(c.fraction)
-        stage_of = QuickCut(part).cut(c.stages, "memory", c.pipeline, None, route) if quick else None
-        if stage_of is None:
-            stage_of, _ = cut_pieces(part, c.stages, "memory", c.pipeline, None, route)
-        found.append(max(judge(part.cut(stage_of, c.stages), c.pipeline, c.replicas, route).peak_bytes))
+    for c in small:
+        judged = _smallest_cut(pieces, c, None, route)
+        found.append(max(judged[0].peak_bytes) if judged else 0)
     return min(found)
 
 

@@ -1,0 +1,116 @@
+"""Cutting a U-Net vertically: every encoder level on one rank with the decoder level across from it.
+
+    rank 0   encoder1 ─────────────────────────────── decoder1        stages 0 and 4
+    rank 1        └─ encoder2 ─────────────── decoder2 ─┘             stages 1 and 3
+    rank 2                └────── bottom ───────┘                     stage 2
+
+Long skips then never leave their rank, and each rank holds maps of one size only (GEMS proposal, section 2.1.2.1). An
+encoder level and its decoder level are not one *stage*: everything deeper lies between them in the data flow, and a
+stage runs from begin to end. So the network is cut into 2L - 1 stages, and the plan's `placement` folds them onto L
+ranks. Any network with nested skips can be folded so; whether it pays is another matter: the outermost rank holds the
+largest maps twice, so a cut into runs balanced by memory usually has the smaller peak (`Fold.peak_bytes` says).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import combinations
+
+from outcore.errors import PlanError
+from outcore.graph import Graph
+from outcore.planner.partition import Partition, split_by_hand
+from outcore.planner.pieces import Pieces, weigh
+from outcore.planner.pipeline import Pipeline
+from outcore.planner.units import find_units
+from outcore.planner.weights import Weights
+
+__all__ = ["Fold", "split_vertically"]
+
+
+@dataclass(frozen=True)
+class Fold:
+    """A network cut into stages that lie on ranks like the legs of a V."""
+
+    partition: Partition
+    placement: tuple[int, ...]
+    """Rank of every stage."""
+    peak_bytes: tuple[int, ...]
+    """Of every rank, memory that both its stages hold counted once."""
+
+    @property
+    def names(self) -> tuple[tuple[str, ...], ...]:
+        """Blocks of every stage."""
+        return self.partition.names
+
+
+def split_vertically(
+    graph: Graph, weights: Weights, *, ranks: int | None = None, pipeline: Pipeline | None = None
+) -> Fold:
+    """Fold a network with nested long skips onto ranks.
+
+    Args:
+        graph: the network; its skips are looked for between the model's own children.
+        weights: of its calls.
+        ranks: levels are joined until there are so many; one rank per level if not told.
+        pipeline: "model_parallel" or "gpipe", whose memory does not depend on how deep a stage lies.
+    """
+    pipeline = pipeline or Pipeline("model_parallel")
+    if pipeline.schedule not in ("model_parallel", "gpipe"):
+        raise PlanError(f"a fold runs under model_parallel or gpipe, not {pipeline.schedule}")
+    pieces = weigh(graph, weights, find_units(graph, weights, "block"))
+    levels = _levels(pieces)
+    if not levels:
+        raise PlanError(f"{graph.root.type} has no nested long skips between its blocks: cut it with split()")
+    middle = levels[-1][1] - levels[-1][0] > 1
+    most = len(levels) + middle
+    ranks = most if ranks is None else ranks
+    if not 1 < ranks <= most:
+        raise PlanError(f"{graph.root.type} folds onto 2 to {most} ranks, not {ranks}")
+    candidates = (_rank_of(pieces, levels, kept) for kept in combinations(range(len(levels)), ranks - 1))
+    rank_of = min(candidates, key=lambda r: max(_peaks(pieces, r, ranks, pipeline)))
+    stages: list[list[str]] = []
+    placement: list[int] = []
+    for i, rank in enumerate(rank_of):
+        if i == 0 or rank != rank_of[i - 1]:
+            stages.append([])
+            placement.append(rank)
+        stages[-1].extend(pieces.units.units[i].calls)
+    partition = split_by_hand(graph, weights, stages, pipeline=pipeline)
+    return Fold(partition, tuple(placement), _peaks(pieces, rank_of, ranks, pipeline))
+
+
+def _levels(pieces: Pieces) -> list[tuple[int, int]]:
+    """Nested skips, outermost first: unit that makes each, and the first unit that reads it across."""
+    levels: list[tuple[int, int]] = []
+    inside = (-1, len(pieces))
+    for flow in sorted(pieces.flows, key=lambda f: f.producer):
+        far = [u for u in flow.users if u > flow.producer + 1]
+        if far and inside[0] < flow.producer and max(far) < inside[1]:
+            inside = flow.producer, max(far)
+            levels.append(inside)
+    return levels
+
+
+def _peaks(pieces: Pieces, rank_of: list[int], ranks: int, pipeline: Pipeline) -> tuple[int, ...]:
+    held, weights = pieces.held_bytes(rank_of, ranks), pieces.weight_bytes(rank_of, ranks)
+    gradients = [0] * ranks
+    for flow in pieces.flows:
+        places = {rank_of[u] for u in flow.users} | {rank_of[flow.producer]}
+        if flow.has_gradient and len(places) > 1:
+            for rank in places:
+                gradients[rank] += flow.bytes
+    found = []
+    for rank in range(ranks):
+        inside = [i for i, r in enumerate(rank_of) if r == rank]
+        always = sum(pieces.fixed_bytes[i] for i in inside) + round((2 + pieces.state_per_parameter) * weights[rank])
+        moving = pipeline.in_flight(0, ranks) * held[rank] + gradients[rank]
+        found.append(always + moving + max(pieces.workspace_bytes[i] for i in inside))
+    return tuple(found)
+
+
+def _rank_of(pieces: Pieces, levels: list[tuple[int, int]], kept: tuple[int, ...]) -> list[int]:
+    """The rank of every unit if folds are made at the levels kept."""
+    found = []
+    for unit in range(len(pieces)):
+        found.append(sum(1 for k in kept if levels[k][0] < unit < levels[k][1]))
+    return found
