@@ -111,19 +111,31 @@ class Alone:
                 self._entries = [self._entered() for _ in range(runs)]
 
     def forward(self) -> list[torch.Tensor]:
-        """Run it; returns its outputs: the tensors in its result, then those it wrote without returning
-        them."""
+        """Run it in its modes; returns its outputs: the tensors in its result, then those it only wrote."""
+        with self.entered():
+            result, entered = self._run()
+        written = [entered.get(old, self.values.get(old)) for _, old in self.step.rebinds]
+        return [*(t for _, t in leaves(result, torch.Tensor)), *(t for t in written if t is not None)]
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """The grad and autocast modes it was recorded under."""
+        with self._mode(), _uncached_casts(), self._context.entered():
+            yield
+
+    def run(self) -> None:
+        """Only the call, for a clock around it, inside of `entered`."""
+        self._run()
+
+    def _run(self) -> tuple[Any, dict[str, torch.Tensor]]:
         entered = self._entries.pop() if self._entries else self._entered() if self.call.mutates else {}
 
         def lookup(ref: Ref) -> Any:
             if ref.kind == "value":
-                return entered.get(ref.name, self.values[ref.name])
+                return entered[ref.name] if ref.name in entered else self.values[ref.name]
             return self._modules[ref.name] if ref.kind == "module" else self.state[ref.name]
 
-        with self._mode(), _uncached_casts(), self._context.entered():
-            result = self.target(*fill(self.step.args, lookup), **fill(self.step.kwargs, lookup))
-        written = [entered.get(old, self.values.get(old)) for _, old in self.step.rebinds]
-        return [*(t for _, t in leaves(result, torch.Tensor)), *(t for t in written if t is not None)]
+        return self.target(*fill(self.step.args, lookup), **fill(self.step.kwargs, lookup)), entered
 
     def gradients_for(self, outputs: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The outputs that backward starts from, and random gradients for them."""

@@ -170,7 +170,8 @@ class _Bench:
         if self.device.type == "cuda" and scale == 1.0:
             cost = self._weigh(alone, cost)
         alone.prepare(_MOST_RUNS + 5)
-        forward = self._clocked(alone.forward, seconds, list(alone.values.values()))
+        with alone.entered():
+            forward = self._clocked(alone.run, seconds, list(alone.values.values()))
         backward = None
         roots, gradients = alone.gradients_for(alone.forward())
         if roots and alone.wanted and cost.has_backward:
@@ -206,7 +207,8 @@ class _Bench:
         """Time a call; on a CPU as in a step: only what the call before made is in the core's own cache."""
         if self.device.type != "cpu":
             return time_calls(call, self.device, seconds=seconds, most=_MOST_RUNS)
-        clock, end, samples = clock_for(self.device), time.perf_counter() + seconds, []
+        clock, end = clock_for(self.device), time.perf_counter() + seconds
+        samples: list[float] = []
         call()
         while len(samples) < 3 or (len(samples) < _MOST_RUNS and time.perf_counter() < end):
             self._elsewhere.add_(1)
