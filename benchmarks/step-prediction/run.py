@@ -77,7 +77,8 @@ def one(network: Network, size: int, bf16: bool, device: torch.device, seconds: 
     del graph, costs, curve, step
     clean(device)
     row |= train(model, batch, device, base)
-    row["memtracker_bytes"] = memtracker(model, batch, device)
+    if size == max(network.sizes):  # it takes longer than all else here
+        row["memtracker_bytes"] = memtracker(model, batch, device)
     return row
 
 
@@ -190,7 +191,9 @@ def table(rows: list[dict[str, Any]]) -> str:
             continue
         time_error, bytes_error = errors(row)
         tracked = row.get("memtracker_bytes")
-        peer = f"{tracked / row['measured_bytes'] - 1:+.1%}" if tracked else "failed"
+        peer = (
+            f"{tracked / row['measured_bytes'] - 1:+.1%}" if tracked else "failed" if "memtracker_bytes" in row else ""
+        )
         guess = row.get("estimated_s")
         estimated = f"{guess * 1e3:.1f} ms | {guess / real_time(row) - 1:+.1%}" if guess else "| "
         lines.append(

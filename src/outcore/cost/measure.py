@@ -207,10 +207,12 @@ class _Bench:
         """Time a call; on a CPU as in a step: only what the call before made is in the core's own cache."""
         if self.device.type != "cpu":
             return time_calls(call, self.device, seconds=seconds, most=_MOST_RUNS)
-        clock, end = clock_for(self.device), time.perf_counter() + seconds
-        samples: list[float] = []
+        clock, samples = clock_for(self.device), list[float]()
+        begin = time.perf_counter()
         call()
-        while len(samples) < 3 or (len(samples) < _MOST_RUNS and time.perf_counter() < end):
+        least = 3 if time.perf_counter() - begin < seconds else 1
+        end = time.perf_counter() + seconds
+        while len(samples) < least or (len(samples) < _MOST_RUNS and time.perf_counter() < end):
             self._elsewhere.add_(1)
             for tensor in warm:
                 tensor.detach().clone()
