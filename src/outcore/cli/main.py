@@ -12,6 +12,7 @@ import typer
 
 from outcore.cli.graph import graph
 from outcore.cli.machine import machine
+from outcore.cli.plan import plan, simulate
 from outcore.cli.profile import profile
 
 __all__ = ["app", "main"]
@@ -27,6 +28,8 @@ app = typer.Typer(
 )
 app.command()(graph)
 app.command()(profile)
+app.command()(plan)
+app.command()(simulate)
 app.command()(machine)
 
 

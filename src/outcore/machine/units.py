@@ -6,7 +6,26 @@ ones (GB/s, TFLOP/s), because that is what datasheets use.
 
 from __future__ import annotations
 
-__all__ = ["format_bytes", "format_rate", "format_time"]
+import re
+
+from outcore.errors import MachineError
+
+__all__ = ["format_bytes", "format_rate", "format_time", "parse_bytes"]
+
+_BINARY = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
+
+
+def parse_bytes(text: str) -> int:
+    """A size as people type it; GB is a thousand million, GiB is 2**30.
+
+    >>> parse_bytes("8GiB") == 8 << 30, parse_bytes("1.5 GB"), parse_bytes("4096")
+    (True, 1500000000, 4096)
+    """
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([KMGTkmgt]?)(i?)[Bb]?\s*", text)
+    if match is None:
+        raise MachineError(f"{text!r} is not a size; write for example 8GiB, 500MB or 4096")
+    power = _BINARY[match[2].upper()]
+    return int(float(match[1]) * (2**power if match[3] else 1000 ** (power // 10)))
 
 
 def format_bytes(nbytes: float) -> str:

@@ -12,9 +12,9 @@ from outcore.plan_document import Predicted
 from outcore.planner.pipeline import Pipeline, Route
 from outcore.program import Links, Stages, compile_program, simulate
 
-__all__ = ["judge"]
+__all__ = ["SCHEDULE_NAMES", "judge"]
 
-_NAMES = {"model_parallel": "model-parallel", "gpipe": "gpipe", "1f1b": "1f1b", "gems": "gems-master"}
+SCHEDULE_NAMES = {"model_parallel": "model-parallel", "gpipe": "gpipe", "1f1b": "1f1b", "gems": "gems-master"}
 _LARGEST = 20_000
 """Computes in a program beyond which a replica stands for all of them."""
 
@@ -25,7 +25,7 @@ def judge(stages: Stages, pipeline: Pipeline, replicas: int, route: Route) -> Pr
     simulated = replicas if count * replicas * pipeline.pieces <= _LARGEST else min(replicas, 2)
     program = compile_program(
         stages,
-        _NAMES[pipeline.schedule],
+        SCHEDULE_NAMES[pipeline.schedule],
         micro_batches=pipeline.micro_batches,
         batches=pipeline.batches,
         replicas=simulated,

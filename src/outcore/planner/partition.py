@@ -126,7 +126,12 @@ def split(
 
 
 def split_by_hand(
-    graph: Graph, weights: Weights, stages: Sequence[Sequence[str]], *, pipeline: Pipeline | None = None
+    graph: Graph,
+    weights: Weights,
+    stages: Sequence[Sequence[str]],
+    *,
+    pipeline: Pipeline | None = None,
+    fraction: float = 1.0,
 ) -> Partition:
     """The partition that puts the named blocks (or calls) into each stage; raises `PlanError` naming what is wrong."""
     placed = place_calls(graph, stages)
@@ -143,7 +148,7 @@ def split_by_hand(
             for k, group in enumerate(groups)
         ),
     )
-    pieces = weigh(graph, weights, units)
+    pieces = weigh(graph, weights, units).scaled(fraction)
     return _partition(
         graph, pieces, list(range(len(stages))), len(stages), pipeline or Pipeline("model_parallel"), "by hand"
     )

@@ -1,0 +1,138 @@
+"""`outcore plan` and `outcore simulate`: how to share a network among devices, and what a step would look like."""
+
+from __future__ import annotations
+
+import json as json_module
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import typer
+from rich.console import Console
+
+from outcore.cli.options import Arguments, Batch, Inputs, JobName, Json
+from outcore.cost.estimate import estimate
+from outcore.errors import OutcoreError, PlanError
+from outcore.graph import Graph
+from outcore.job import Job
+from outcore.machine import Machine, parse, remembered
+from outcore.machine.link import Link
+from outcore.machine.units import parse_bytes
+from outcore.plan_document import Plan
+from outcore.planner import SCHEDULES, Weights
+from outcore.planner import plan as make_plan
+from outcore.planner.lower import predict_timeline
+from outcore.program import Links, Timeline, chart, rich_gantt, save_trace
+
+__all__ = ["plan", "simulate"]
+
+_UNKNOWN_LINK = Link.symmetric(bandwidth_bytes_per_s=12e9, latency_s=10e-6)
+
+MachineName = Annotated[
+    str | None,
+    typer.Option("--machine", "--on", help="v100x8, 4xa100, 2x8xh100 or a JSON file.", show_default="this machine"),
+]
+
+
+def plan(
+    job: JobName,
+    inputs: Inputs = None,
+    arguments: Arguments = None,
+    batch: Batch = None,
+    devices: Annotated[int | None, typer.Option("--devices", "-n", min=1, help="How many.")] = None,
+    memory: Annotated[str | None, typer.Option("--memory", "-m", help="Cap per rank, e.g. 8GiB.")] = None,
+    balance: Annotated[str | None, typer.Option("--balance", help="compute or memory; else the fastest.")] = None,
+    schedule: Annotated[str | None, typer.Option("--schedule", help=f"One of {', '.join(SCHEDULES)}.")] = None,
+    stages: Annotated[Path | None, typer.Option("--stages", help="JSON file: a list of blocks per stage.")] = None,
+    machine: MachineName = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Save the plan.")] = None,
+    json: Json = False,
+) -> None:
+    """Decide how to share a network among devices: stages, schedule, micro-batches, replicas.
+
+    Nothing is run, so a plan can be made without the hardware:
+
+        outcore plan outcore.models:UNet -i 8x3x1024x1024 --machine v100x4 --memory 12GiB -o plan.json
+    """
+    if balance not in (None, "compute", "memory"):
+        raise typer.BadParameter(f"must be compute or memory, not {balance}", param_hint="--balance")
+    if schedule is not None and schedule not in SCHEDULES:
+        raise typer.BadParameter(f"must be one of {', '.join(SCHEDULES)}, not {schedule}", param_hint="--schedule")
+    where = _machine(machine)
+    found = Job.load(job, inputs=inputs or (), arguments=arguments or ())
+    graph = found.capture(batch)
+    weights = Weights.of(graph, estimate(graph, where))
+    count = devices or where.ranks
+    if stages is not None:
+        made = Plan(graph.fingerprint, _stages(stages), cast("Any", schedule) or "gpipe")
+        made.validate(graph, ranks=count if devices else None)
+    else:
+        made = make_plan(
+            graph,
+            weights,
+            devices=count,
+            memory_bytes=parse_bytes(memory) if memory else where.devices[0].memory_bytes,
+            balance=cast("Any", balance),
+            schedule=cast("Any", schedule),
+            link=where.between_devices or _UNKNOWN_LINK,
+            machine=where.fingerprint,
+        )
+    if output is not None:
+        made.save(output)
+    if json:
+        typer.echo(json_module.dumps(made.to_json(), indent=1))
+        return
+    console = Console()
+    console.print(str(made), highlight=False, markup=False)
+    if made.ranks > 1:
+        console.print()
+        console.print(rich_gantt(_timeline(made, graph, weights, where), width=console.width))
+
+
+def simulate(
+    job: JobName,
+    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan, as `outcore plan -o` writes it.")],
+    inputs: Inputs = None,
+    arguments: Arguments = None,
+    batch: Batch = None,
+    machine: MachineName = None,
+    trace: Annotated[Path | None, typer.Option("--trace", help="Write a trace for Perfetto.")] = None,
+    svg: Annotated[Path | None, typer.Option("--svg", help="Draw the timeline.")] = None,
+    json: Json = False,
+) -> None:
+    """Show what a training step by a plan would look like, rank by rank."""
+    if not plan_file.is_file():
+        raise PlanError(f"no file {plan_file}; make one with: outcore plan {job} --devices 4 -o {plan_file}")
+    where = _machine(machine)
+    made = Plan.load(plan_file)
+    graph = Job.load(job, inputs=inputs or (), arguments=arguments or ()).capture(batch)
+    timeline = _timeline(made, graph, Weights.of(graph, estimate(graph, where)), where)
+    if trace is not None:
+        save_trace(timeline, trace)
+    if svg is not None:
+        svg.write_text(chart(timeline))
+    if json:
+        typer.echo(json_module.dumps(timeline.to_json()))
+    else:
+        console = Console()
+        console.print(rich_gantt(timeline, width=console.width))
+
+
+def _machine(name: str | None) -> Machine:
+    return parse(name) if name is not None else remembered()
+
+
+def _stages(path: Path) -> tuple[tuple[str, ...], ...]:
+    try:
+        read = json_module.loads(path.read_text())
+        return tuple(tuple(str(name) for name in stage) for stage in read)
+    except (json_module.JSONDecodeError, TypeError) as error:
+        message = f'{path} must be a list of lists of blocks, like [["stem", "layer1"], ["layer2"]]: {error}'
+        raise PlanError(message) from None
+
+
+def _timeline(made: Plan, graph: Graph, weights: Weights, machine: Machine) -> Timeline:
+    try:
+        links = Links.of(machine)
+    except OutcoreError:
+        links = Links(_UNKNOWN_LINK)
+    return predict_timeline(made, graph, weights, links if links.between_devices else Links(_UNKNOWN_LINK))

@@ -1,0 +1,44 @@
+"""`outcore plan` and `outcore simulate` as typed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from outcore.plan_document import Plan
+from tests.cli.test_graph import outcore_command
+
+UNET = ["outcore.models:UNet", "--input", "8x3x64x64", "--arg", "width=8", "--arg", "depth=2"]
+
+
+def test_a_plan_is_made_saved_and_simulated(tmp_path: Path) -> None:
+    made = outcore_command(
+        "plan", *UNET, "--machine", "v100x4", "--schedule", "1f1b", "-n", "2", "-o", "plan.json", folder=tmp_path
+    )
+    assert made.returncode == 0, made.stderr
+    assert "rank 1" in made.stdout
+    plan = Plan.load(tmp_path / "plan.json")
+    assert plan.ranks == 2
+    shown = outcore_command(
+        "simulate", UNET[0], "plan.json", *UNET[1:], "--machine", "v100x4", "--trace", "t.json", folder=tmp_path
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+
+
+def test_a_budget_that_cannot_be_met_names_the_smallest_that_can() -> None:
+    refused = outcore_command("plan", *UNET, "--machine", "v100x2", "--memory", "1MiB")
+    assert refused.returncode == 1
+    assert "the smallest that can is" in refused.stderr
+
+
+def test_wrong_use_says_why(tmp_path: Path) -> None:
+    for arguments, message in (
+        (["plan", *UNET, "--machine", "v100", "--memory", "lots"], "is not a size"),
+        (["plan", *UNET, "--machine", "v100", "--schedule", "best"], "must be one of"),
+        (["simulate", UNET[0], "none.json", *UNET[1:]], "no file none.json; make one with: outcore plan"),
+    ):
+        shown = outcore_command(*arguments, folder=tmp_path)
+        assert shown.returncode != 0
+        assert message in " ".join(shown.stderr.replace("│", "").split())
+        assert "Traceback" not in shown.stderr
