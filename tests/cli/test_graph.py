@@ -10,13 +10,15 @@ from pathlib import Path
 import pytest
 
 import outcore
+from tests.cli.command import outcore_command
 
 UNET = ["outcore.models:UNet", "--input", "1x3x64x64", "--arg", "width=4", "--arg", "depth=2"]
 
 
-def outcore_command(*arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "outcore", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False, timeout=120)
+def test_the_command_runs_as_a_module() -> None:
+    command = [sys.executable, "-m", "outcore", "--version"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert shown.stdout.strip() == f"outcore {outcore.__version__}"
 
 
 def test_a_tree_with_shapes_and_parameters() -> None:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from outcore.plan_document import Plan
-from tests.cli.test_graph import outcore_command
+from tests.cli.command import outcore_command
 
 UNET = ["outcore.models:UNet", "--input", "8x3x64x64", "--arg", "width=8", "--arg", "depth=2"]
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 
-from tests.cli.test_graph import UNET, outcore_command
+from tests.cli.command import outcore_command
+from tests.cli.test_graph import UNET
 
 
 def test_a_network_that_fits_no_device_is_profiled_block_by_block() -> None:
