@@ -35,6 +35,7 @@ def build(
     parameters: list[int] | None = None,
     outputs: set[int] | None = None,
     workspace: list[int] | None = None,
+    batch: int = 1,
 ) -> Net:
     """A network of calls ``c0, c1, ...``: `inputs[i]` are the calls whose results call i reads, -1 the model's input.
 
@@ -56,7 +57,7 @@ def build(
         size = 4 if i < 0 else sizes[i]
         users = tuple(f"c{j}#0" for j in readers[i])
         producer = None if i < 0 else f"c{i}#0"
-        values[value(i)] = Value(value(i), (1, size), (size, 1), "uint8", size, i >= 0, producer, users, None)
+        values[value(i)] = Value(value(i), (batch, size), (size, 1), "uint8", size, i >= 0, producer, users, None)
     blocks = {"": Block("", "container", "Net", "", tuple(f"c{i}" for i in range(n)), 1, 0, "net.py:1")}
     calls = {}
     for i in range(n):

@@ -15,6 +15,7 @@ import outcore
 from outcore import models
 from outcore.graph import Graph
 from outcore.planner import Partition, Pipeline, Weights, estimate, plan, split
+from tests.planner.nets import build
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "resnet110v2": (models.ResNet110V2, (8, 3, 256, 256)),
@@ -108,3 +109,35 @@ def test_planning_is_quick_and_the_plan_fits_its_graph(name: str, capsys: pytest
     assert max(tight.predicted.peak_bytes) <= cap
     assert tight.predicted.time_s >= free.predicted.time_s * (1 - 1e-9)
     assert any("runner-up" in line for line in free.why)
+
+
+@pytest.mark.slow
+@pytest.mark.foreign
+@pytest.mark.parametrize("name", ["torchvision/inception_v3", "torchvision/densenet121", "monai/BasicUNetPlusPlus"])
+def test_foreign_networks_are_cut_evenly(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from tests.foreign.zoo import by_name
+
+    foreign = by_name(name)
+    args, kwargs = foreign.inputs(2)
+    graph = outcore.capture(foreign.build().train(), args, kwargs)
+    weights = estimate(graph)
+    for stages in (2, 4, 8):
+        for balance in ("compute", "memory"):
+            options: dict[str, Any] = {"stages": stages, "balance": balance}
+            cut = split(graph, weights, **options)
+            with capsys.disabled():
+                print(
+                    f"\n{name} {stages} {balance}: time {cut.time_imbalance:.3f}, bytes {cut.memory_imbalance:.3f}",
+                    end="",
+                )
+            assert cut.time_imbalance < 1.1 or balance == "memory"
+
+
+def test_fifteen_hundred_calls_are_planned_in_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    inputs = [[-1], [0], *([i - 1, i - 2] for i in range(2, 1500))]
+    net = build(inputs, [1e-4 * (1 + i % 7) for i in range(1500)], sizes=[1000 + i % 13 for i in range(1500)], batch=16)
+    begin = time.perf_counter()
+    made = plan(net.graph, net.weights, devices=8)
+    with capsys.disabled():
+        print(f"\n1,500 calls on 8 devices: {time.perf_counter() - begin:.1f} s", end="")
+    made.validate(net.graph, ranks=8)

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from outcore.errors import PlanError
 from outcore.planner import Pipeline, Route, split, split_by_hand
+from outcore.planner.cutting import cut_pieces
 from outcore.planner.line import Line
 from outcore.planner.orders import coarse_places, linear_orders
-from outcore.planner.partition import cut_pieces
 from tests.planner.nets import Net, build, nets, row_cuts, valid_cuts
 
 PIPELINES = (Pipeline("model_parallel"), Pipeline("gpipe", 4), Pipeline("1f1b", 4), Pipeline("gems", 1, 2))

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import outcore
+from outcore.cost import account
 from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.planner import Weights, estimate, split
@@ -77,6 +78,22 @@ def test_weights_come_from_any_costs_and_missing_calls_are_named() -> None:
     assert sum(weights.parameter_bytes(c) for c in graph.calls) == 3 * 80
     with pytest.raises(PlanError, match=r"the costs say nothing of a#0 \(and 4 other calls of 5\)"):
         Weights.of(graph, {})
+
+
+def test_measured_costs_become_weights() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 196, 2))
+    graph = outcore.capture(model, torch.ones(2, 3, 16, 16))
+    costs = account(graph)
+    weights = Weights.of(graph, costs)
+    assert sum(weights.parameters.values()) == sum(p.numel() * 4 for p in model.parameters())
+    assert weights.calls["1#0"].saved["0#0:out"] == 2 * 8 * 196 * 4
+    guessed = estimate(graph)
+    assert sum(guessed.parameters.values()) == sum(weights.parameters.values())
+    for name in graph.calls:
+        kept = {k for k in weights.calls[name].saved if k in graph.values}
+        assert kept == set(guessed.calls[name].saved)
+    cut = split(graph, weights, stages=2, balance="memory")
+    assert max(cut.peak_bytes) > 0
 
 
 def test_estimates_count_multiplications_and_what_backward_keeps() -> None:

@@ -136,9 +136,11 @@ class Pieces:
             places = {stage_of[u] for u in flow.users} | ({count - 1} if flow.to_loss else set())
             if targets := tuple(sorted(places - {home})):
                 edges.append(Edge(flow.value, home, targets, flow.bytes, flow.has_gradient))
+        members: list[list[int]] = [[] for _ in range(count)]
+        for i in range(len(self)):
+            members[stage_of[i]].append(i)
         stages = []
-        for k in range(count):
-            inside = [i for i in range(len(self)) if stage_of[i] == k]
+        for k, inside in enumerate(members):
             state = round(self.state_per_parameter * weights[k])
             stages.append(
                 Stage(

@@ -20,8 +20,8 @@ from outcore.graph import Graph
 from outcore.machine.link import Link
 from outcore.machine.units import format_bytes, format_time
 from outcore.plan_document import Plan, Predicted, name_stages
+from outcore.planner.cutting import Balance, QuickCut, cut_pieces
 from outcore.planner.judge import judge
-from outcore.planner.partition import Balance, QuickCut, cut_pieces
 from outcore.planner.pieces import Pieces, weigh
 from outcore.planner.pipeline import SCHEDULES, Pipeline, Route, Schedule
 from outcore.planner.units import Granularity, find_units
@@ -251,22 +251,24 @@ def _refusal(
         if schedule is None:
             # Two replicas on the same ranks never hold less than one.
             finest = [c for c in finest if not c.pipeline.paired]
-        if finest and _smallest(pieces, finest, route, quick=True) <= cap:
+        # A rough cut tells where a careful one is worth the time.
+        if finest and _roughly(pieces, finest, route) <= 1.1 * cap and _smallest(pieces, finest, route) <= cap:
             return f"{message}; or use {tried} ranks"
     return f"{message}; more ranks ({sizes[-1]} were tried) do not help" if sizes else message
 
 
-def _smallest(pieces: Pieces, candidates: list[_Candidate], route: Route, *, quick: bool = False) -> int:
+def _smallest(pieces: Pieces, candidates: list[_Candidate], route: Route) -> int:
     """The smallest peak of the largest rank over all candidates."""
-    small = _small(candidates)
-    if quick:
-        ranked = sorted(_rank(pieces, small, "memory", None, route), key=lambda c: c.peak_bytes)[:1]
-        small = ranked or small[:1]
     found = []
-    for c in small:
+    for c in _small(candidates):
         judged = _smallest_cut(pieces, c, None, route)
         found.append(max(judged[0].peak_bytes) if judged else 0)
     return min(found)
+
+
+def _roughly(pieces: Pieces, candidates: list[_Candidate], route: Route) -> float:
+    """The same by quick cuts and closed forms."""
+    return min((c.peak_bytes for c in _rank(pieces, _small(candidates), "memory", None, route)), default=float("inf"))
 
 
 def _why(found: list[tuple[Predicted, _Candidate, Stages]], considered: int) -> tuple[str, ...]:
