@@ -26,11 +26,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
-
-import outcore
 from tests.foreign.foreign import Foreign
 from tests.foreign.zoo import QUICK, ZOO
 from tests.graph.replay import assert_same, run
+
+import outcore
 
 HERE = Path(__file__).parent
 
@@ -99,7 +99,11 @@ def main() -> None:
     parser.add_argument("--no-peers", action="store_true", help="leave out torch.fx and torch.export")
     parser.add_argument("--only", default="", help="only models whose name contains this")
     parser.add_argument("--out", type=Path, default=HERE / f"{datetime.date.today()}.json")
+    parser.add_argument("--table", type=Path, help="print the table of a result and stop")
     options = parser.parse_args()
+    if options.table:
+        print(table(json.loads(options.table.read_text())["rows"]))
+        return
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
     rows = []

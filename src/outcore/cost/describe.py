@@ -253,9 +253,10 @@ def _embedding(facts: _Facts) -> Operation | None:
 
 
 def _flat(facts: _Facts, kind: str, variant: str) -> Operation:
-    """All elements of the larger of input and output, as channels of a row."""
-    elements = max(math.prod(v.shape) for v in (facts.y, *facts.inputs[:1]))
-    return Operation(kind, batch=elements, in_channels=1, variant=variant, **facts.common)  # type: ignore[arg-type]
+    """The larger of input and output, as an image or as rows."""
+    shape = max((v.shape for v in (facts.y, *facts.inputs[:1])), key=math.prod)
+    channels = shape[1] if len(shape) > 1 else 1
+    return Operation(kind, shape[0], channels, size=shape[2:], variant=variant, **facts.common)  # type: ignore[arg-type]
 
 
 def _elementwise(facts: _Facts) -> Operation:
