@@ -210,7 +210,7 @@ class Alone:
     def _fill_in(self, tensor: torch.Tensor, value: Value) -> None:
         memory = torch.empty(0, dtype=tensor.dtype, device=self.device).set_(tensor.untyped_storage())
         if tensor.is_floating_point() or tensor.is_complex():
-            _fill_with_noise(memory)
+            memory.fill_(1) if self._integers == "one" else _fill_with_noise(memory)
         elif self._integers == "zero" or (
             self._integers == "index" and tensor.dtype != torch.bool and (bound := self._bound(value)) < 2
         ):
