@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from outcore.errors import PlanError
 from outcore.planner import Pipeline, Route, split, split_by_hand
 from outcore.planner.cutting import cut_pieces
+from outcore.planner.integer import Aim, solve_integer
 from outcore.planner.line import Line
 from outcore.planner.orders import coarse_places, linear_orders
 from tests.planner.nets import Net, build, nets, row_cuts, valid_cuts
@@ -50,7 +51,7 @@ def test_balance_by_compute_is_optimal_over_all_orders(net: Net, count: int) -> 
 
 
 @few
-@given(nets(7), st.integers(2, 4), st.sampled_from(PIPELINES))
+@given(nets(9), st.integers(2, 4), st.sampled_from(PIPELINES))
 def test_balance_by_memory_is_optimal_over_all_orders(net: Net, count: int, pipeline: Pipeline) -> None:
     pieces = net.pieces
     if len(pieces) < count:
@@ -61,7 +62,7 @@ def test_balance_by_memory_is_optimal_over_all_orders(net: Net, count: int, pipe
 
 
 @few
-@given(nets(7), st.integers(2, 4), st.sampled_from(PIPELINES[:3]), st.floats(0, 1))
+@given(nets(9), st.integers(2, 4), st.sampled_from(PIPELINES[:3]), st.floats(0, 1))
 def test_search_is_optimal_under_a_cap(net: Net, count: int, pipeline: Pipeline, tightness: float) -> None:
     pieces = net.pieces
     if len(pieces) < count:
@@ -180,3 +181,13 @@ def test_closed_forms_hold_for_equal_stages() -> None:
             assert Pipeline("gpipe", m).step_s(stages, free) == 3 * (m + depth - 1)
             assert Pipeline("model_parallel", 1, m).step_s(stages, free) == 3 * depth * m
             assert Pipeline("gems", 1, m).step_s(stages, free) == depth + 2 * depth * m + m - 1
+
+
+def test_gradients_of_early_outputs_count_in_the_integer_program() -> None:
+    # Four ends: what the loss sends back is held where they were made.
+    inputs = [[-1], [-1], [-1], [2], [2]]
+    net = build(inputs, [1.0] * 5, sizes=[7, 1, 8, 5, 4], keeps=[{-1}, {-1}, {2}, {2}, {4}])
+    pipeline = Pipeline("model_parallel")
+    best = min(max(pipeline.peak_bytes(net.pieces.cut(c, 3))) for c in valid_cuts(net.pieces, 3))
+    exact = solve_integer(net.pieces, 3, pipeline, Aim(memory=1.0))
+    assert exact is not None and max(pipeline.peak_bytes(net.pieces.cut(exact, 3))) == best == 26

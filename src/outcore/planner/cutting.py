@@ -66,8 +66,16 @@ def cut_pieces(
         if exact is not None:
             found.append((score(pieces.cut(exact, count)), exact, "integer program"))
     allowed = [row for row in found if cap is None or max(pipeline.peak_bytes(pieces.cut(row[1], count))) <= cap]
+    if not allowed and cap is not None:
+        # The smallest peak there is, made faster as far as the cap allows.
+        smallest, how = cut_pieces(pieces, count, "memory", pipeline, None, route)
+        least = max(pipeline.peak_bytes(pieces.cut(smallest, count)))
+        if least > cap:
+            raise PlanError(_refusal(count, pipeline, cap, least))
+        better = improve(pieces, smallest, count, score)
+        allowed = [(score(pieces.cut(better, count)), better, f"{how} by memory, then moves")]
     if not allowed:
-        raise PlanError(_refusal(pieces, count, pipeline, cap, route))
+        raise PlanError(f"no way was found to cut {len(pieces)} units into {count} stages")
     best = min(allowed, key=lambda row: row[0])
     return best[1], best[2]
 
@@ -214,11 +222,7 @@ def _is_ideal(
     return min(row[0] for row in found)[1] <= bound * (1 + 1e-12)
 
 
-def _refusal(pieces: Pieces, count: int, pipeline: Pipeline, cap: float | None, route: Route) -> str:
-    if cap is None:
-        return f"no way was found to cut {len(pieces)} units into {count} stages"
-    stage_of, _ = cut_pieces(pieces, count, "memory", pipeline, None, route)
-    least = max(pipeline.peak_bytes(pieces.cut(stage_of, count)))
+def _refusal(count: int, pipeline: Pipeline, cap: float, least: int) -> str:
     return (
         f"{count} stages need {least:,} bytes on the largest rank under {pipeline.schedule}, but only {int(cap):,} are "
         f"allowed; give memory_bytes={least}, more stages, or smaller micro-batches"

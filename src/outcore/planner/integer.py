@@ -176,7 +176,7 @@ class _Program:
         largest = self.variable()
         self.minimise({largest: self.aim.memory})
         if np.isfinite(self.aim.cap_bytes):
-            self.at_least({largest: -1.0}, -self.aim.cap_bytes / self.byte_scale)
+            self.at_least({largest: -1.0}, -self.aim.cap_bytes / self.byte_scale * (1 + 1e-9))
         for k in range(self.count):
             if self.pipeline.paired:
                 both = self.total([always[k], always[self.count - 1 - k]])
@@ -216,8 +216,10 @@ class _Program:
 
     def any_of(self, reasons: Sequence[Terms]) -> Terms:
         """At least each of the expressions, and 0."""
-        if len(reasons) == 1 and sum(1 for v in reasons[0] if v >= 0) <= 1:
-            return reasons[0]
+        if len(reasons) == 1:
+            lowest = sum(factor for v, factor in reasons[0].items() if v < 0 or factor < 0)
+            if lowest >= 0:
+                return reasons[0]
         variable = self.variable()
         for terms in reasons:
             self.above(variable, terms)
