@@ -41,8 +41,8 @@ def estimate(
     """Weights of a recorded network on a device of these rates (a V100 in float32, unless told otherwise).
 
     >>> import torch, outcore
-    >>> graph = outcore.capture(torch.nn.Linear(1000, 1000), torch.empty(100, 1000))
-    >>> weight = estimate(graph, flops_per_s=1e12, bytes_per_s=1e15, launch_s=0).calls["#0"]
+    >>> graph = outcore.capture(torch.nn.Sequential(torch.nn.Linear(1000, 1000)), torch.empty(100, 1000))
+    >>> weight = estimate(graph, flops_per_s=1e12, bytes_per_s=1e15, launch_s=0).calls["0#0"]
     >>> round(weight.forward_s * 1e6), round(weight.backward_s * 1e6)
     (200, 200)
     """
