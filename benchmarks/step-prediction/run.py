@@ -180,14 +180,14 @@ def environment(device: torch.device) -> dict[str, Any]:
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown: one line per case, then the errors' medians and worst."""
     lines = [
-        "| network | batch | precision | step predicted | measured | error | by estimate | error "
+        "| network | batch | precision | calls without a time | step predicted | measured | error | by estimate | error "
         "| peak predicted | measured | error | MemTracker's error |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         head = f"| {row['network']} | {row['batch']} | {row['precision']} |"
         if "error" in row:
-            lines.append(f"{head} failed: {row['error']} | | | | | | | | |")
+            lines.append(f"{head} failed: {row['error']} | | | | | | | | | |")
             continue
         time_error, bytes_error = errors(row)
         tracked = row.get("memtracker_bytes")
@@ -197,12 +197,18 @@ def table(rows: list[dict[str, Any]]) -> str:
         guess = row.get("estimated_s")
         estimated = f"{guess * 1e3:.1f} ms | {guess / real_time(row) - 1:+.1%}" if guess else "| "
         lines.append(
-            f"{head} {row['predicted_s'] * 1e3:.1f} ms | {real_time(row) * 1e3:.1f} ms | {time_error:+.1%} "
+            f"{head} {row['unmeasured'] or ''} | {row['predicted_s'] * 1e3:.1f} ms | {real_time(row) * 1e3:.1f} ms | {time_error:+.1%} "
             f"| {estimated} "
             f"| {row['predicted_bytes'] / 2**20:,.0f} MiB | {row['measured_bytes'] / 2**20:,.0f} MiB "
             f"| {bytes_error:+.1%} | {peer} |"
         )
     good = [errors(row) for row in rows if "error" not in row]
+    whole = sorted(abs(errors(row)[0]) for row in rows if "error" not in row and not row["unmeasured"])
+    if whole:
+        lines.append(
+            f"\nstep time, all calls measured: median error {statistics.median(whole):.1%}, worst {whole[-1]:.1%}, "
+            f"{len(whole)} cases"
+        )
     for name, values in zip(("step time", "peak memory"), zip(*good, strict=True), strict=False) if good else ():
         sizes = sorted(abs(v) for v in values)
         lines.append(

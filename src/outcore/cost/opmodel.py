@@ -11,15 +11,16 @@ arithmetic is part of the efficiency that a calibration measures.
 
 How the fields read for each kind:
 
-    kind                     batch     in_channels   out_channels  size             groups   variant conv,
-    conv_transpose     images    channels      channels      image            groups linear
-    rows      features      features      further rows matmul                   matrices  inner size
-    columns       (rows,) attention                samples   head size     value size    (queries, keys)
-    heads    "" or "causal" norm                     samples   channels      = channels    image
-    groups   batch, layer, group, … pool                     samples   channels      = channels    image
-    max, avg elementwise, copy        samples   channels      = channels    image                     relu,
-    gelu, add, … softmax                  rows      row length    = row length  further rows embedding
-    rows      vocabulary    features      further rows
+    kind                   batch     in_channels  out_channels  size             groups   variant
+    conv, conv_transpose   images    channels     channels      image            groups
+    linear                 rows      features     features      further rows
+    matmul                 matrices  inner size   columns       (rows,)
+    attention              samples   head size    value size    (queries, keys)  heads    "" or "causal"
+    norm                   samples   channels     = channels    image            groups   batch, layer, group, …
+    pool                   samples   channels     = channels    image                     max, avg
+    elementwise, copy      samples   channels     = channels    image                     relu, gelu, add, …
+    softmax                rows      row length   = row length  further rows
+    embedding              rows      vocabulary   features      further rows
 """
 
 from __future__ import annotations
