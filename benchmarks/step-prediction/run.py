@@ -180,7 +180,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown: one line per case, then the errors' medians and worst."""
     lines = [
-        "| network | batch | precision | calls without a time | step predicted | measured | error | by estimate | error "
+        "| network | batch | precision | untimed calls | step predicted | measured | error | by estimate | error "
         "| peak predicted | measured | error | MemTracker's error |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
@@ -197,7 +197,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         guess = row.get("estimated_s")
         estimated = f"{guess * 1e3:.1f} ms | {guess / real_time(row) - 1:+.1%}" if guess else "| "
         lines.append(
-            f"{head} {row['unmeasured'] or ''} | {row['predicted_s'] * 1e3:.1f} ms | {real_time(row) * 1e3:.1f} ms | {time_error:+.1%} "
+            f"{head} {row['unmeasured'] or ''} | {row['predicted_s'] * 1e3:.1f} ms "
+            f"| {real_time(row) * 1e3:.1f} ms | {time_error:+.1%} "
             f"| {estimated} "
             f"| {row['predicted_bytes'] / 2**20:,.0f} MiB | {row['measured_bytes'] / 2**20:,.0f} MiB "
             f"| {bytes_error:+.1%} | {peer} |"
