@@ -61,9 +61,7 @@ def test_each_reduction_halves_and_rounds_up(size: int) -> None:
         net = AmoebaNetD(cells=3, filters=8)
         sizes: list[int] = []
         for name in ("stem", "stem_reduction1", "stem_reduction2", "reduction1", "reduction2", "cell3"):
-            hook = net.get_submodule(name).register_forward_hook(
-                lambda m, a, out: sizes.append(out.shape[-1])
-            )
+            hook = net.get_submodule(name).register_forward_hook(lambda m, a, out: sizes.append(out.shape[-1]))
             assert hook is not None
         net(torch.empty(2, 3, size, size + 1))
     expected = [size + 1]
@@ -95,8 +93,6 @@ def test_factorized_reduction_sees_the_pixels_that_a_stride_skips(size: int) -> 
     ("arguments", "advice"),
     [({"cells": 7}, "cells=7 .* try cells=6"), ({"filters": 20}, "filters=20 .* try filters=16")],
 )
-def test_arguments_that_do_not_divide_are_refused_with_ones_that_do(
-    arguments: dict[str, int], advice: str
-) -> None:
+def test_arguments_that_do_not_divide_are_refused_with_ones_that_do(arguments: dict[str, int], advice: str) -> None:
     with pytest.raises(ValueError, match=advice):
         AmoebaNetD(**arguments)

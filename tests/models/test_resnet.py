@@ -24,9 +24,7 @@ def parameters(blocks: int, classes: int, channels: int) -> int:
     return total + norm(64) + norm(128) + norm(256) + 256 * classes + classes
 
 
-@pytest.mark.parametrize(
-    ("depth", "classes", "channels"), [(11, 10, 3), (29, 2, 1), (110, 10, 3), (164, 100, 3)]
-)
+@pytest.mark.parametrize(("depth", "classes", "channels"), [(11, 10, 3), (29, 2, 1), (110, 10, 3), (164, 100, 3)])
 def test_parameters_match_the_closed_form(depth: int, classes: int, channels: int) -> None:
     with torch.device("meta"):
         net = ResNet110V2(classes, depth=depth, channels=channels)
@@ -37,9 +35,7 @@ def test_parameters_match_the_closed_form(depth: int, classes: int, channels: in
 def test_depth_counts_the_layers_beside_the_projections(depth: int) -> None:
     with torch.device("meta"):
         net = ResNet110V2(depth=depth)
-    layers = [
-        n for n, m in net.named_modules() if isinstance(m, nn.Conv2d | nn.Linear) and not n.endswith("skip")
-    ]
+    layers = [n for n, m in net.named_modules() if isinstance(m, nn.Conv2d | nn.Linear) and not n.endswith("skip")]
     assert len(layers) == depth
 
 

@@ -21,9 +21,7 @@ def test_parameters_match_the_closed_form(dims: int) -> None:
     widths = [width * 2**level for level in range(depth + 1)]
     expected = convolutions(channels, width) + width * classes + classes
     for above, below in pairwise(widths):
-        expected += (
-            convolutions(above, below) + (2**dims * below * above + above) + convolutions(below, above)
-        )
+        expected += convolutions(above, below) + (2**dims * below * above + above) + convolutions(below, above)
     net = UNet(channels, classes, width=width, depth=depth, dims=dims)
     assert sum(p.numel() for p in net.parameters()) == expected
 
@@ -53,12 +51,8 @@ def test_volumes_of_any_size_keep_their_size(size: tuple[int, int, int]) -> None
     assert UNet(1, 3, width=2, depth=2, dims=3)(torch.randn(2, 1, *size)).shape == (2, 3, *size)
 
 
-@pytest.mark.parametrize(
-    ("dims", "odd", "full", "border"), [(2, (61, 59), 64, 28), (3, (19, 21, 23), 24, 12)]
-)
-def test_odd_sizes_leave_every_pixel_in_its_place(
-    dims: int, odd: tuple[int, ...], full: int, border: int
-) -> None:
+@pytest.mark.parametrize(("dims", "odd", "full", "border"), [(2, (61, 59), 64, 28), (3, (19, 21, 23), 24, 12)])
+def test_odd_sizes_leave_every_pixel_in_its_place(dims: int, odd: tuple[int, ...], full: int, border: int) -> None:
     # Away from the far border, further than the network sees, a crop must give what the whole gives: padding
     # anywhere else would shift it.
     torch.manual_seed(0)
@@ -74,9 +68,7 @@ def test_too_small_an_image_is_refused_with_the_smallest_size() -> None:
         UNet(width=2)(torch.randn(1, 3, 15, 40))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"), [({"dims": 1}, "dims=1 .* dims=2"), ({"depth": 0}, "depth=0")]
-)
+@pytest.mark.parametrize(("arguments", "message"), [({"dims": 1}, "dims=1 .* dims=2"), ({"depth": 0}, "depth=0")])
 def test_impossible_arguments_are_refused(arguments: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         UNet(**arguments)

@@ -188,17 +188,13 @@ class AmoebaNetD(nn.Module):
     def __init__(self, classes: int = 10, cells: int = 18, filters: int = 208, channels: int = 3) -> None:
         super().__init__()
         if cells < 3 or cells % 3:
-            raise ValueError(
-                f"cells={cells} is not a positive multiple of 3: try cells={max(3, cells // 3 * 3)}"
-            )
+            raise ValueError(f"cells={cells} is not a positive multiple of 3: try cells={max(3, cells // 3 * 3)}")
         if filters < 8 or filters % 8:
             raise ValueError(
                 f"filters={filters} is not a positive multiple of 8: try filters={max(8, filters // 8 * 8)}"
             )
         width = filters // 4
-        self.stem = nn.Sequential(
-            nn.Conv2d(channels, width, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(width)
-        )
+        self.stem = nn.Sequential(nn.Conv2d(channels, width, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(width))
         third = cells // 3
         names = ["stem_reduction1", "stem_reduction2"]
         names += [f"cell{i + 1}" for i in range(third)] + ["reduction1"]

@@ -67,9 +67,7 @@ class ReLayNet(nn.Module):
         kernel: height and width of the kernels; the paper's are taller than wide, as retinal layers are flat.
     """
 
-    def __init__(
-        self, channels: int = 1, classes: int = 10, width: int = 64, kernel: tuple[int, int] = (7, 3)
-    ) -> None:
+    def __init__(self, channels: int = 1, classes: int = 10, width: int = 64, kernel: tuple[int, int] = (7, 3)) -> None:
         super().__init__()
         if kernel[0] % 2 == 0 or kernel[1] % 2 == 0:
             raise ValueError(f"kernel={kernel} would change the size of the image: give two odd numbers")

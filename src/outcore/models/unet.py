@@ -81,9 +81,7 @@ class UNet(nn.Module):
         dims: 2 for images, 3 for volumes.
     """
 
-    def __init__(
-        self, channels: int = 3, classes: int = 2, width: int = 64, depth: int = 4, dims: int = 2
-    ) -> None:
+    def __init__(self, channels: int = 3, classes: int = 2, width: int = 64, depth: int = 4, dims: int = 2) -> None:
         super().__init__()
         if dims not in (2, 3):
             raise ValueError(f"dims={dims} is not supported: give dims=2 for images or dims=3 for volumes")
@@ -92,9 +90,7 @@ class UNet(nn.Module):
         self.depth = depth
         self.encoder1 = Convolutions(channels, width, dims)
         for level in range(2, depth + 1):
-            self.add_module(
-                f"encoder{level}", Encoder(width * 2 ** (level - 2), width * 2 ** (level - 1), dims)
-            )
+            self.add_module(f"encoder{level}", Encoder(width * 2 ** (level - 2), width * 2 ** (level - 1), dims))
         self.bottom = Encoder(width * 2 ** (depth - 1), width * 2**depth, dims)
         for level in range(depth, 0, -1):
             self.add_module(f"decoder{level}", Decoder(width * 2**level, width * 2 ** (level - 1), dims))
