@@ -10,6 +10,8 @@ INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.
 demo: $(VENV)/.demo
 	$(BIN)/outcore graph outcore.models:UNet --input 1x3x100000x100000 --depth 1
 	$(BIN)/outcore graph outcore.models:AmoebaNetD --arg cells=6 --input 1x3x512x512 --depth 1 --adjacency
+	$(BIN)/outcore profile outcore.models:UNet --input 4x3x1024x1024 --on v100
+	$(BIN)/outcore plan outcore.models:UNet --input 4x3x1024x1024 --machine v100x4 --schedule 1f1b --memory 12GiB
 
 test: lint types
 	$(PYTEST) -m "not slow and not gpu"

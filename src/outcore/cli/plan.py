@@ -42,6 +42,9 @@ def plan(
     memory: Annotated[str | None, typer.Option("--memory", "-m", help="Cap per rank, e.g. 8GiB.")] = None,
     balance: Annotated[str | None, typer.Option("--balance", help="compute or memory; else the fastest.")] = None,
     schedule: Annotated[str | None, typer.Option("--schedule", help=f"One of {', '.join(SCHEDULES)}.")] = None,
+    level: Annotated[
+        str, typer.Option("--level", help="Cut between blocks, layers, or modules down to a depth.")
+    ] = "layer",
     stages: Annotated[Path | None, typer.Option("--stages", help="JSON file: a list of blocks per stage.")] = None,
     machine: MachineName = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Save the plan.")] = None,
@@ -57,6 +60,8 @@ def plan(
         raise typer.BadParameter(f"must be compute or memory, not {balance}", param_hint="--balance")
     if schedule is not None and schedule not in SCHEDULES:
         raise typer.BadParameter(f"must be one of {', '.join(SCHEDULES)}, not {schedule}", param_hint="--schedule")
+    if level not in ("block", "layer") and not level.isdigit():
+        raise typer.BadParameter(f"must be block, layer or a depth like 2, not {level}", param_hint="--level")
     where = _machine(machine)
     found = Job.load(job, inputs=inputs or (), arguments=arguments or ())
     graph = found.capture(batch)
@@ -74,6 +79,7 @@ def plan(
             balance=cast("Any", balance),
             schedule=cast("Any", schedule),
             link=where.between_devices or _UNKNOWN_LINK,
+            granularity=cast("Any", int(level) if level.isdigit() else level),
             machine=where.fingerprint,
         )
     if output is not None:
