@@ -10,5 +10,7 @@ from outcore.errors import OutcoreError as OutcoreError
 from outcore.graph import Graph as Graph
 from outcore.graph import capture as capture
 from outcore.job import Job as Job
+from outcore.plan_document import Plan as Plan
+from outcore.planner import plan as plan
 
 __version__ = "0.1.0"
