@@ -22,9 +22,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from outcore.graph.structure import contains, leaves, substitute
+from outcore.graph.structure import leaves, substitute
 
-__all__ = ["Context", "Mismatch", "Recording", "Ref", "Step", "Tape", "fill"]
+__all__ = ["Context", "Mismatch", "Recording", "Ref", "Step", "Tape", "fill", "schedule_drops"]
+
+_PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size})
+"""Types of arguments that hold no references."""
 
 
 class Mismatch(Exception):  # noqa: N818 - a signal between replay and its caller, never shown
@@ -154,7 +157,7 @@ class Tape:
 
     def step(self, step: Step) -> None:
         """Run one step and keep what it returns."""
-        args = [self.get(a) if type(a) is Ref else fill(a, self.get) if type(a) in _NESTED else a for a in step.args]
+        args = [a if type(a) in _PLAIN else fill(a, self.get) for a in step.args]
         kwargs = {k: fill(v, self.get) for k, v in step.kwargs.items()} if step.kwargs else {}
         target = attrgetter(step.target)(self.model) if step.kind == "module" else step.target
         result = target(*args, **kwargs)
@@ -185,20 +188,10 @@ class Tape:
                 return attrgetter(ref.name)(self.model) if ref.name else self.model
 
 
-class _Nested:
-    """Types of arguments that may hold references; anything but the plainest."""
-
-    plain = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size)
-
-    def __contains__(self, cls: type) -> bool:
-        return cls not in self.plain
-
-
-_NESTED = _Nested()
-
-
 def fill(template: Any, lookup: Callable[[Ref], Any]) -> Any:
     """The structure with what the references stand for."""
+    if type(template) is Ref:
+        return lookup(template)
     if type(template) is tuple or type(template) is list:
-        return type(template)([lookup(t) if type(t) is Ref else fill(t, lookup) for t in template])
-    return substitute(template, Ref, lookup) if contains(template, Ref) else template
+        return type(template)([fill(t, lookup) for t in template])
+    return substitute(template, Ref, lookup)

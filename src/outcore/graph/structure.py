@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-__all__ = ["contains", "leaves", "substitute"]
+__all__ = ["leaves", "substitute"]
 
 _ATOMS = (
     str,
@@ -47,11 +47,6 @@ def leaves(tree: Any, kind: type | tuple[type, ...]) -> Iterator[tuple[str, Any]
     for key, part in zip(parts.keys, parts.values, strict=True) if parts else ():
         for path, leaf in leaves(part, kind):
             yield f"{key}.{path}" if path else key, leaf
-
-
-def contains(tree: Any, kind: type | tuple[type, ...]) -> bool:
-    """Whether there is any leaf of that kind."""
-    return next(leaves(tree, kind), None) is not None
 
 
 def substitute(tree: Any, kind: type | tuple[type, ...], new: Callable[[Any], Any]) -> Any:
