@@ -1,6 +1,6 @@
 """A pathology network from one node to 128 V100s, by simulation, beside the two times that a proposal reports.
 
-    python benchmarks/pathology-scaling/run.py              (from anywhere; about a minute on one core, no GPU)
+    python benchmarks/pathology-scaling/run.py              (from anywhere; half a minute on one core, no GPU)
     python benchmarks/pathology-scaling/run.py --table      (the README's tables, from the newest dated JSON)
 
 ResNet-110-v2 on tiles of 1024 x 1024 is recorded on the meta device and costed for a V100 by shapes alone. It is then
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import math
 import platform
 import time
 from dataclasses import replace
@@ -22,13 +21,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from curve import DEPTHS, SHOWN, draw, line
 
 import outcore
 from outcore.cost.estimate import estimate
 from outcore.graph import Graph
 from outcore.machine import parse
 from outcore.models import ResNet110V2
-from outcore.planner import Pipeline, Route, Weights, plan, split
+from outcore.planner import Pipeline, Weights, plan, split
 from outcore.planner.judge import SCHEDULE_NAMES
 from outcore.planner.lower import predict_timeline
 from outcore.planner.pipeline import Schedule
@@ -36,9 +36,8 @@ from outcore.program import Links, Stages, Timeline, compile_program, simulate
 
 HERE = Path(__file__).parent
 REPORTED = {"baseline_h": 7.25, "gpus": 128, "hours": 28 / 60}
-GPUS, DEPTHS, BATCH, PER_NODE = (4, 8, 16, 32, 64, 128), (2, 4, 8), 128, 4
+GPUS, BATCH, PER_NODE = (4, 8, 16, 32, 64, 128), 128, 4
 CAP_BYTES = 15 << 30
-COLOURS = {2: "#1b9e77", 4: "#d95f02", 8: "#7570b3"}
 
 
 def recorded(batch: int) -> Graph:
@@ -92,19 +91,24 @@ def planned(graph: Graph, weights: Weights) -> list[dict[str, Any]]:
     rows = []
     for gpus in GPUS:
         start = time.perf_counter()
-        chosen = plan(graph, weights, devices=gpus, memory_bytes=CAP_BYTES, link=inside, granularity="block")
+        chosen = plan(graph, weights, devices=gpus, memory_bytes=CAP_BYTES, link=inside, granularity=2)
         planning_s = time.perf_counter() - start
         step = predict_timeline(chosen, graph, weights, links(gpus))
-        what = {"gpus": gpus, "stages": len(chosen.stages), "replicas": chosen.replicas, "schedule": chosen.schedule}
+        what: dict[str, Any] = {
+            "gpus": gpus,
+            "stages": len(chosen.stages),
+            "replicas": chosen.replicas,
+            "schedule": chosen.schedule,
+        }
         what |= {"micro_batches": chosen.micro_batches, "planning_s": planning_s, "why": chosen.why}
         rows.append(what | {"step_s": step.step_s, "peak_bytes": max(step.peak_bytes)})
-        print({k: rows[-1][k] for k in ("gpus", "stages", "schedule", "micro_batches", "step_s", "planning_s")})
     return rows
 
 
 def measure() -> dict[str, Any]:
     graph, many = recorded(1), recorded(BATCH)
     weights = Weights.of(graph, estimate(graph, parse("v100")))
+    together = Weights.of(many, estimate(many, parse("v100")))
     cuts = {d: split(graph, weights, stages=d, balance="memory") for d in (1, *DEPTHS)}
     rows, free = simulated(graph, weights), planned(many, times(weights, BATCH))
     baseline = next(r for r in rows if r["stages"] == r["gpus"] == PER_NODE and r["schedule"] == "model_parallel")
@@ -121,6 +125,7 @@ def measure() -> dict[str, Any]:
         "tile": {
             "forward_s": sum(w.forward_s for w in weights.calls.values()),
             "backward_s": sum(w.backward_s for w in weights.calls.values()),
+            "in_batch_s": sum(w.time_s for w in together.calls.values()) / BATCH,
             "parameter_bytes": sum(weights.parameters.values()),
             "smallest_peak_bytes": {d: max(cut.peak_bytes) for d, cut in cuts.items()},
         },
@@ -133,13 +138,9 @@ def measure() -> dict[str, Any]:
     }
 
 
-def line(data: dict[str, Any], depth: int, schedule: str) -> dict[int, dict[str, Any]]:
-    return {r["gpus"]: r for r in data["simulated"] if (r["stages"], r["schedule"]) == (depth, schedule)}
-
-
 def tables(data: dict[str, Any]) -> str:
-    lines = {(d, s): line(data, d, s) for d in DEPTHS for s in ("model_parallel", "gems")}
-    heads = [f"{'GEMS' if s == 'gems' else 'MP'}, {d} stages" for d, s in lines]
+    lines = {(d, k): line(data, d, k) for d in DEPTHS for _, k in SHOWN}
+    heads = [f"{name}, {d} stages" for d in DEPTHS for name, _ in SHOWN]
     out = ["| GPUs | " + " | ".join(heads) + " | planner | what it chose |", "|---" * (len(heads) + 3) + "|"]
 
     def cell(row: dict[str, Any], first: dict[str, Any]) -> str:
@@ -148,10 +149,15 @@ def tables(data: dict[str, Any]) -> str:
 
     for free in data["planned"]:
         cells = [cell(r[free["gpus"]], next(iter(r.values()))) if free["gpus"] in r else "" for r in lines.values()]
-        choice = f"{free['schedule']}, {free['stages']} stages x {free['replicas']}, {free['micro_batches']} in a pass"
+        choice = (
+            f"{free['schedule']}, {free['stages']} stages x {free['replicas']}, {free['micro_batches']} micro-batches"
+        )
         out.append(f"| {free['gpus']} | {' | '.join(cells)} | {cell(free, data['planned'][0])} | {choice} |")
     baseline_h, hours = data["reported"]["baseline_h"], data["reported"]["hours"]
-    out += ["", "| if the baseline had | MP there | GPUs to 128 | reported 15.5x is | MP at 128 | GEMS at 128 | reported |"]
+    out += [
+        "",
+        "| if the baseline had | MP there | GPUs to 128 | reported 15.5x is | MP at 128 | GEMS at 128 | reported |",
+    ]
     out.append("|---|---|---|---|---|---|---|")
     for depth in DEPTHS:
         mp, gems, more = lines[depth, "model_parallel"], lines[depth, "gems"], 128 // depth
@@ -160,52 +166,18 @@ def tables(data: dict[str, Any]) -> str:
         out.append(f"| {depth} GPUs | {first:.2f} h | {more}x | {baseline_h / hours / more:.0%} of that | {ends}")
     peaks = ", ".join(f"{d}: {b / 2**30:.1f}" for d, b in data["tile"]["smallest_peak_bytes"].items())
     tile, large = data["tile"], data["large"]
-    out += ["", f"- one tile: forward {tile['forward_s']:.3f} s, backward {tile['backward_s']:.3f} s on a V100 (estimated)"]
+    out += [
+        "",
+        f"- one tile: forward {tile['forward_s']:.3f} s, backward {tile['backward_s']:.3f} s on a V100 (estimated)",
+    ]
+    out.append(
+        f"- the same estimate for {data['batch']} tiles at once: {tile['in_batch_s']:.3f} s a tile, both ways together"
+    )
     out.append(f"- GiB on the fullest rank for one tile, by number of stages: {peaks}; usable: {CAP_BYTES >> 30}")
     out.append(f"- tiles in 7.25 h (calibrated): {data['tiles']:,.0f}")
     seconds = f"{large['compile_and_simulate_s']:.1f} s"
     out.append(f"- {large['ranks']:,} ranks compiled and simulated in {seconds} ({large['events']:,} events)")
     return "\n".join(out)
-
-
-def curve(data: dict[str, Any]) -> str:
-    """Hours against GPUs, both logarithmic."""
-
-    def at(gpus: float, hours: float) -> tuple[float, float]:
-        return 80 + 520 * math.log(gpus / 4) / math.log(32), 40 + 380 * math.log(10 / hours) / math.log(200)
-
-    def text(x: float, y: float, words: str, more: str = "") -> str:
-        return f'<text x="{x:.0f}" y="{y:.0f}" {more}>{words}</text>'
-
-    end = 'text-anchor="end"'
-    out = ['<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 780 480" font-family="sans-serif" font-size="12">']
-    out.append('<rect width="780" height="480" fill="white"/>')
-    for gpus in GPUS:
-        x = at(gpus, 1)[0]
-        out += [f'<path d="M{x:.0f} 40V420" stroke="#e5e5e5"/>', text(x, 438, str(gpus), 'text-anchor="middle"')]
-    for hours in (10, 5, 2, 1, 0.5, 0.2, 0.1, 0.05):
-        y = at(4, hours)[1]
-        out += [f'<path d="M80 {y:.0f}H600" stroke="#e5e5e5"/>', text(72, y + 4, f"{hours:g}", end)]
-    out.append(text(340, 464, "V100 GPUs", 'text-anchor="middle"'))
-    out.append(text(0, 0, "hours", 'transform="translate(28 230) rotate(-90)" text-anchor="middle"'))
-    out.append(text(80, 24, "ResNet-110-v2, 1024 x 1024 tiles: simulated, calibrated to 7.25 h", 'font-size="14"'))
-    drawn = [(f"{d} stages, {s}", COLOURS[d], s, line(data, d, k)) for d in DEPTHS for s, k in SHOWN]
-    drawn.append(("planner's choice", "#000", "", {r["gpus"]: r for r in data["planned"]}))
-    for i, (name, colour, kind, rows) in enumerate(drawn):
-        dash = ' stroke-dasharray="5 4"' if kind == "GEMS" else ""
-        points = " ".join("{:.1f},{:.1f}".format(*at(g, r["hours"])) for g, r in rows.items())
-        style = f'fill="none" stroke="{colour}" stroke-width="2"{dash}'
-        out += [f'<polyline points="{points}" {style}/>', f'<path d="M614 {60 + 22 * i}h28" {style}/>']
-        out.append(text(650, 64 + 22 * i, name))
-    y, (x, there) = at(4, REPORTED["baseline_h"])[1], at(REPORTED["gpus"], REPORTED["hours"])
-    out += [f'<path d="M80 {y:.0f}H600" stroke="#c00" stroke-dasharray="2 3"/>']
-    out += [text(596, y - 5, "reported: 7.25 h, number of GPUs not stated", f'{end} fill="#c00"')]
-    out += [f'<circle cx="{x:.0f}" cy="{there:.0f}" r="5" fill="#c00"/>']
-    out += [text(x + 10, there + 4, "reported: 28 min", 'fill="#c00"')]
-    return "\n".join([*out, "</svg>"]) + "\n"
-
-
-SHOWN = (("MP", "model_parallel"), ("GEMS", "gems"))
 
 
 def main() -> None:
@@ -219,7 +191,7 @@ def main() -> None:
     written = json.dumps(measure(), indent=1) + "\n"
     data = json.loads(written)
     (HERE / f"{data['date']}.json").write_text(written)
-    (HERE / "curve.svg").write_text(curve(data))
+    (HERE / "curve.svg").write_text(draw(data))
     print(tables(data))
 
 
