@@ -141,3 +141,4 @@ def test_fifteen_hundred_calls_are_planned_in_seconds(capsys: pytest.CaptureFixt
     with capsys.disabled():
         print(f"\n1,500 calls on 8 devices: {time.perf_counter() - begin:.1f} s", end="")
     made.validate(net.graph, ranks=8)
+    assert made.ranks == 8
