@@ -131,7 +131,7 @@ def test_lazy_modules_are_refused_with_what_to_do() -> None:
 
 def test_a_wrong_shape_names_block_and_line() -> None:
     net = Net(lambda s, x: s.block(x), block=nn.Sequential(nn.Linear(5, 3)))
-    with pytest.raises(outcore.CaptureError, match=r"in block block at tests/graph/nets.py:\d+") as caught:
+    with pytest.raises(outcore.CaptureError, match=r"in block block at tests/graph/test_capture_again.py:\d+") as caught:
         outcore.capture(net, [(2, 4)])
     assert "4" in str(caught.value)
     assert "5" in str(caught.value)
