@@ -11,7 +11,7 @@ from rich.text import Text
 
 from outcore.cost.costs import Totals
 from outcore.cost.profile import Profile
-from outcore.machine import format_bytes, format_time
+from outcore.machine import format_bytes, format_rate, format_time
 
 __all__ = ["ProfileView", "batch_table"]
 
@@ -46,9 +46,8 @@ class ProfileView:
         style = "" if p.fits else "bold red"
         grid.add_row("peak memory", Text(f"{memory} ({share:,.0%}){'' if p.fits else ': does not fit'}", style=style))
         grid.add_row("at the peak", _categories(p))
-        grid.add_row(
-            "matrix work", f"{p.flops / 1e12:,.2f} TFLOP per step, {p.flops / p.step.step_s / 1e12:,.1f} TFLOP/s"
-        )
+        rate = format_rate(p.flops / p.step.step_s, "FLOP/s")
+        grid.add_row("matrix work", f"{format_rate(p.flops, 'FLOP')} per step, {rate}")
         return grid
 
     def _blocks(self, *, with_source: bool) -> Table:
