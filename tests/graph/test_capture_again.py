@@ -131,7 +131,9 @@ def test_lazy_modules_are_refused_with_what_to_do() -> None:
 
 def test_a_wrong_shape_names_block_and_line() -> None:
     net = Net(lambda s, x: s.block(x), block=nn.Sequential(nn.Linear(5, 3)))
-    with pytest.raises(outcore.CaptureError, match=r"in block block at tests/graph/test_capture_again.py:\d+") as caught:
+    with pytest.raises(
+        outcore.CaptureError, match=r"in block block at tests/graph/test_capture_again.py:\d+"
+    ) as caught:
         outcore.capture(net, [(2, 4)])
     assert "4" in str(caught.value)
     assert "5" in str(caught.value)
@@ -200,3 +202,13 @@ def test_other_threads_are_not_recorded() -> None:
     graph = outcore.capture(Net(forward, a=conv()), (image(),))
     assert list(graph.calls) == ["a#0"]
     assert type(results[0]) is Tensor
+
+
+def test_what_vmap_computes_is_computed_anew_or_refused() -> None:
+    def constant(s: Any, x: Tensor) -> Tensor:
+        out: Tensor = s.a(x) * torch.vmap(lambda i: i * 2)(torch.arange(x.shape[-1]))
+        return out
+
+    check(Net(constant, a=conv()), (image(),))
+    with pytest.raises(outcore.CaptureError, match="made where recording cannot see it"):
+        outcore.capture(Net(lambda s, x: torch.vmap(lambda i: i * 2)(s.a(x)), a=conv()), (image(),))

@@ -107,7 +107,8 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         """A function is called on tensors, or makes one."""
         kwargs = kwargs or {}
-        if self._quiet or isinstance(func, torch._ops.OpOverload) or _is_machinery(_caller()):
+        hidden = torch._C._are_functorch_transforms_active()  # tensors of a vmap must not be held beyond it
+        if self._quiet or hidden or isinstance(func, torch._ops.OpOverload) or _is_machinery(_caller()):
             if self._touched is not None:
                 self._touched.extend(t for _, t in leaves((args, kwargs), torch.Tensor))
             return self._run(func, args, kwargs)
