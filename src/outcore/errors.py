@@ -7,7 +7,7 @@ type next.
 
 from __future__ import annotations
 
-__all__ = ["CaptureError", "JobError", "MachineError", "OutcoreError", "PlanError", "ProgramError", "ScanError"]
+__all__ = ["CaptureError", "DataError", "JobError", "MachineError", "ModelError", "OutcoreError", "PlanError", "ProgramError", "ScanError"]
 
 
 class OutcoreError(Exception):
@@ -26,6 +26,10 @@ class MachineError(OutcoreError, ValueError):
     """A machine, device or calibration is not known, not complete or not readable."""
 
 
+class ModelError(OutcoreError, ValueError):
+    """A model of the collection cannot be built, or cannot take this input; says what it can."""
+
+
 class ScanError(OutcoreError, ValueError):
     """A recurrence or chain cannot be scanned as given; says what was given and what would work."""
 
@@ -36,3 +40,7 @@ class PlanError(OutcoreError, ValueError):
 
 class ProgramError(OutcoreError, ValueError):
     """A program, schedule or set of stages breaks a rule; names the rank, the instruction and the reason."""
+
+
+class DataError(OutcoreError, ValueError):
+    """A slide, volume or table cannot be read as given; names the file, and the tile or row."""

@@ -18,17 +18,9 @@ from outcore.cost.opmodel import Operation
 from outcore.graph import Call, Graph, Value
 from outcore.graph.recording import Ref, Step
 from outcore.graph.structure import leaves
+from outcore.ops.rearranging import WITHOUT_WORK
 
-__all__ = ["REARRANGING", "describe"]
-
-REARRANGING = frozenset(
-    (
-        "T mT data detach view view_as reshape flatten unflatten transpose permute swapaxes squeeze unsqueeze expand "
-        "expand_as getitem chunk split unbind narrow select movedim Identity Flatten Unflatten to type_as contiguous "
-        "requires_grad_ size real imag tensor arange zeros ones empty full zeros_like new_zeros"
-    ).split()
-)
-"""Blocks that move no data worth counting (a `contiguous` or `reshape` that does copy is counted as a copy)."""
+__all__ = ["describe"]
 
 _ELEMENTWISE = {
     "relu": "relu relu_ ReLU ReLU6 relu6 LeakyReLU leaky_relu PReLU Hardtanh hardtanh clamp neg abs threshold",
@@ -115,7 +107,7 @@ def describe(graph: Graph, step: Step, precision: Callable[[str], str]) -> Opera
     make = _MAKERS.get(block.type)
     if make is not None:
         return make(facts)
-    if block.type in REARRANGING:
+    if block.type in WITHOUT_WORK:
         copies = outputs[0].alias_of is None and block.type in ("contiguous", "reshape", "to") and inputs
         return _copy(facts) if copies else None
     if block.type in _COPIES:

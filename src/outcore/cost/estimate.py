@@ -12,12 +12,13 @@ from dataclasses import replace
 from outcore.cost.calibration import Calibration, Prediction
 from outcore.cost.ceiling import Ceiling
 from outcore.cost.costs import CallCost, Costs
-from outcore.cost.describe import REARRANGING, describe
+from outcore.cost.describe import describe
 from outcore.cost.opmodel import Operation
 from outcore.cost.saved import account, recording_of
 from outcore.graph import Graph
 from outcore.machine import Device, Machine
 from outcore.machine.clock import Timing
+from outcore.ops.rearranging import WITHOUT_WORK
 
 __all__ = ["estimate"]
 
@@ -56,7 +57,7 @@ def estimate(graph: Graph, machine: Machine | Device, *, tf32: bool = True) -> C
     for name, step in steps.items():
         operation = describe(graph, step, precision)
         if operation is None:
-            if graph.blocks[graph.calls[name].block].type in REARRANGING:
+            if graph.blocks[graph.calls[name].block].type in WITHOUT_WORK:
                 silent.add(name)
             continue
         wanted.setdefault(operation.dtype, []).append((name, operation))

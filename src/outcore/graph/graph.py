@@ -19,6 +19,7 @@ from outcore.graph.parts import ROOT, Block, Call, Value, ancestors
 from outcore.graph.queries import Cut, Skip, cuts, skips
 from outcore.graph.subgraph import Subgraph
 from outcore.graph.view import View, view
+from outcore.ops.rearranging import REARRANGING
 
 if TYPE_CHECKING:
     from outcore.graph.module import CapturedModule
@@ -27,9 +28,6 @@ if TYPE_CHECKING:
 __all__ = ["Graph"]
 
 FORMAT = 1
-_REARRANGING = frozenset(
-    "T mT view reshape contiguous transpose permute swapaxes squeeze unsqueeze flatten unflatten expand getitem".split()
-)
 
 
 @dataclass(frozen=True)
@@ -63,12 +61,12 @@ class Graph:
         Functions that only rearrange (views, transpositions) are left out, connections pass through them: torch's own
         modules write them differently from version to version.
         """
-        blocks = [b for b in self.blocks.values() if not (b.kind == "function" and b.type in _REARRANGING)]
+        blocks = [b for b in self.blocks.values() if not (b.kind == "function" and b.type in REARRANGING)]
         origins: dict[str, tuple[str, ...]] = {name: (name,) for name in self.inputs}
         calls = []
         for call in self.calls.values():
             read = tuple(dict.fromkeys(o for v in call.inputs for o in origins[v]))
-            if (block := self.blocks[call.block]).kind == "function" and block.type in _REARRANGING:
+            if (block := self.blocks[call.block]).kind == "function" and block.type in REARRANGING:
                 origins.update(dict.fromkeys(call.outputs, read))
             else:
                 origins.update((v, (v,)) for v in call.outputs)

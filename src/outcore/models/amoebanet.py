@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from outcore.errors import ModelError
+
 __all__ = ["AmoebaNetD"]
 
 Operation = Callable[[int, int], nn.Module]
@@ -188,9 +190,9 @@ class AmoebaNetD(nn.Module):
     def __init__(self, classes: int = 10, cells: int = 18, filters: int = 208, channels: int = 3) -> None:
         super().__init__()
         if cells < 3 or cells % 3:
-            raise ValueError(f"cells={cells} is not a positive multiple of 3: try cells={max(3, cells // 3 * 3)}")
+            raise ModelError(f"cells={cells} is not a positive multiple of 3: try cells={max(3, cells // 3 * 3)}")
         if filters < 8 or filters % 8:
-            raise ValueError(
+            raise ModelError(
                 f"filters={filters} is not a positive multiple of 8: try filters={max(8, filters // 8 * 8)}"
             )
         width = filters // 4

@@ -13,6 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from outcore.errors import ModelError
+
 __all__ = ["CosmoFlow"]
 
 BLOCKS = 5
@@ -46,7 +48,7 @@ class CosmoFlow(nn.Module):
     ) -> None:
         super().__init__()
         if side < 2**BLOCKS:
-            raise ValueError(f"side={side} cannot be halved {BLOCKS} times: give at least side={2**BLOCKS}")
+            raise ModelError(f"side={side} cannot be halved {BLOCKS} times: give at least side={2**BLOCKS}")
         self.side = side
         for number in range(1, BLOCKS + 1):
             self.add_module(f"block{number}", Block(channels, width))
@@ -64,7 +66,7 @@ class CosmoFlow(nn.Module):
 
     def forward(self, volume: Tensor) -> Tensor:
         if tuple(volume.shape[2:]) != (self.side,) * 3:
-            raise ValueError(
+            raise ModelError(
                 f"a volume of {'x'.join(map(str, volume.shape[2:]))} voxels was given to a network for "
                 f"{self.side} a side: make it with CosmoFlow(side={volume.shape[2]}) or crop the volume"
             )

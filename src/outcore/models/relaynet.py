@@ -15,6 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from outcore.errors import ModelError
+
 __all__ = ["ReLayNet"]
 
 
@@ -70,7 +72,7 @@ class ReLayNet(nn.Module):
     def __init__(self, channels: int = 1, classes: int = 10, width: int = 64, kernel: tuple[int, int] = (7, 3)) -> None:
         super().__init__()
         if kernel[0] % 2 == 0 or kernel[1] % 2 == 0:
-            raise ValueError(f"kernel={kernel} would change the size of the image: give two odd numbers")
+            raise ModelError(f"kernel={kernel} would change the size of the image: give two odd numbers")
         self.encoder1 = Encoder(channels, width, kernel)
         self.encoder2 = Encoder(width, width, kernel)
         self.encoder3 = Encoder(width, width, kernel)
@@ -84,7 +86,7 @@ class ReLayNet(nn.Module):
         height, width = image.shape[2:]
         if height % 8 or width % 8:
             above = (-(-height // 8) * 8, -(-width // 8) * 8)
-            raise ValueError(
+            raise ModelError(
                 f"an image of {height}x{width} pixels cannot be halved three times exactly: "
                 f"pad it to {above[0]}x{above[1]} with "
                 f"torch.nn.functional.pad(image, (0, {above[1] - width}, 0, {above[0] - height}))"

@@ -16,6 +16,8 @@ from typing import Literal
 
 from torch import Tensor, nn
 
+from outcore.errors import ModelError
+
 __all__ = ["Norm", "ResNet110V2"]
 
 Norm = Literal["batch", "group", "none"] | Callable[[int], nn.Module]
@@ -32,7 +34,7 @@ def normalisation(norm: Norm, channels: int) -> nn.Module:
         return nn.GroupNorm(gcd(channels, 16), channels)
     if norm == "none":
         return nn.Identity()
-    raise ValueError(f"norm={norm!r} is not known: give 'batch', 'group', 'none' or a function channels -> module")
+    raise ModelError(f"norm={norm!r} is not known: give 'batch', 'group', 'none' or a function channels -> module")
 
 
 class PreActivation(nn.Sequential):
@@ -88,7 +90,7 @@ class ResNet110V2(nn.Module):
         super().__init__()
         blocks, rest = divmod(depth - 2, 9)
         if blocks < 1 or rest:
-            raise ValueError(f"depth={depth} is not 9n + 2 with n at least 1: try depth={9 * max(1, blocks) + 2}")
+            raise ModelError(f"depth={depth} is not 9n + 2 with n at least 1: try depth={9 * max(1, blocks) + 2}")
         self.stem = nn.Sequential(nn.Conv2d(channels, 16, 3, padding=1), normalisation(norm, 16), nn.ReLU())
         inputs, middle = 16, 16
         for stage in range(3):

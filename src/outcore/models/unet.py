@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from outcore.errors import ModelError
+
 __all__ = ["UNet"]
 
 CONVOLUTION = {2: nn.Conv2d, 3: nn.Conv3d}
@@ -84,9 +86,9 @@ class UNet(nn.Module):
     def __init__(self, channels: int = 3, classes: int = 2, width: int = 64, depth: int = 4, dims: int = 2) -> None:
         super().__init__()
         if dims not in (2, 3):
-            raise ValueError(f"dims={dims} is not supported: give dims=2 for images or dims=3 for volumes")
+            raise ModelError(f"dims={dims} is not supported: give dims=2 for images or dims=3 for volumes")
         if depth < 1:
-            raise ValueError(f"depth={depth} is too small: give at least depth=1")
+            raise ModelError(f"depth={depth} is too small: give at least depth=1")
         self.depth = depth
         self.encoder1 = Convolutions(channels, width, dims)
         for level in range(2, depth + 1):
@@ -98,7 +100,7 @@ class UNet(nn.Module):
 
     def forward(self, image: Tensor) -> Tensor:
         if min(image.shape[2:]) < 2**self.depth:
-            raise ValueError(
+            raise ModelError(
                 f"an image of {'x'.join(map(str, image.shape[2:]))} pixels cannot be halved {self.depth} "
                 f"times: give at least {2**self.depth} pixels a side, or a smaller depth"
             )
