@@ -7,7 +7,17 @@ type next.
 
 from __future__ import annotations
 
-__all__ = ["CaptureError", "DataError", "JobError", "MachineError", "ModelError", "OutcoreError", "PlanError", "ProgramError", "ScanError"]
+__all__ = [
+    "CaptureError",
+    "DataError",
+    "JobError",
+    "MachineError",
+    "ModelError",
+    "OutcoreError",
+    "PlanError",
+    "ProgramError",
+    "ScanError",
+]
 
 
 class OutcoreError(Exception):
