@@ -1,7 +1,7 @@
 """A tensor that is read where it is needed: what a network's input is when it does not fit in memory.
 
-A *source* has the ``shape`` and ``dtype`` of a tensor and gives any box of it on demand. Streaming asks for the boxes its
-tiles depend on; a slide, a memory map, a volume in chunks and a tensor in memory all answer the same way:
+A *source* has the ``shape`` and ``dtype`` of a tensor and gives any box of it on demand. Streaming asks for the boxes
+its tiles depend on; a slide, a memory map, a volume in chunks and a tensor in memory all answer the same way:
 
     source.shape                         (3, 100000, 100000)
     source.dtype                         torch.uint8
@@ -22,16 +22,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outcore.errors import OutcoreError
+from outcore.errors import DataError
 
-__all__ = ["ArraySource", "Batch", "DataError", "Region", "Source", "Span", "spans"]
+__all__ = ["ArraySource", "Batch", "Region", "Source", "Span", "spans"]
 
 Span = tuple[int, int]
 Region = Sequence["Span | slice"]
-
-
-class DataError(OutcoreError, ValueError):
-    """A slide, volume or table cannot be read as given; names the file, and the tile or row."""
 
 
 @runtime_checkable

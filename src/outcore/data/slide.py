@@ -1,0 +1,238 @@
+"""A slide or volume: levels of one image in a file, read by region, and a lazy tensor for a network.
+
+A `Slide` is a value: a path and how to treat damage. It opens its file when first read, in each process for itself
+(so it can be sent to the workers of a loader), and shares one bounded cache of decoded tiles with all other slides.
+As a `Source` it is its finest level, ``(channels, height, width)``; `Slide.at` is another level or another number of
+microns per pixel.
+
+A tile that cannot be decoded is named with its file, level and place. What happens then was chosen when the slide
+was opened: ``"raise"`` stops there; ``"white"`` reads it as glass, and counts it in `Slide.damage`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outcore.data.cache import handles, tile_cache
+from outcore.data.reader import Layout, Level, Pixels, Reader
+from outcore.data.resample import Resampled
+from outcore.data.source import Region, Source, Span, spans
+from outcore.errors import DataError
+
+__all__ = ["DamagedTile", "OnDamage", "Slide", "SlideLevel"]
+
+OnDamage = Literal["raise", "white"]
+
+_tokens = itertools.count()
+
+
+@dataclass(frozen=True)
+class DamagedTile:
+    """A tile that could not be read, and why."""
+
+    name: str
+    level: int
+    index: tuple[int, ...]
+    reason: str
+
+    def __str__(self) -> str:
+        place = ", ".join(map(str, self.index))
+        return f"{self.name}: tile ({place}) of level {self.level} cannot be read: {self.reason}"
+
+
+class Slide:
+    """An image in a file, in levels.
+
+    Made by `outcore.data.open_slide`.
+
+    Attributes:
+        name: where it came from, as messages say it.
+        damage: the tiles that were read as glass because they could not be decoded.
+    """
+
+    def __init__(self, name: str, opened: Callable[[], Reader], *, on_damage: OnDamage = "raise") -> None:
+        if on_damage not in ("raise", "white"):
+            raise DataError(f"on_damage={on_damage!r} is not known; say 'raise' or 'white'")
+        self.name = name
+        self.on_damage = on_damage
+        self.damage: list[DamagedTile] = []
+        self._opened = opened
+        self._layout: Layout | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        """What belongs to this process alone; the token keeps its tiles apart from those of a slide long gone."""
+        self._lock = threading.Lock()
+        self._token = next(_tokens)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key not in ("_lock", "_token")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._begin()
+
+    def __repr__(self) -> str:
+        layout = self.layout
+        sizes = ", ".join(" x ".join(map(str, level.size[::-1])) for level in layout.levels)
+        microns = f", {layout.microns_per_pixel:.4g} µm per pixel" if layout.microns_per_pixel else ""
+        return f"Slide({self.name}: {sizes}; {layout.channels} channels of {layout.dtype}{microns})"
+
+    @property
+    def layout(self) -> Layout:
+        """Levels, channels and dtype; opens the file the first time."""
+        if self._layout is None:
+            self._layout = self._reader().layout
+        return self._layout
+
+    @property
+    def levels(self) -> tuple[Level, ...]:
+        """From the finest to the coarsest."""
+        return self.layout.levels
+
+    @property
+    def microns_per_pixel(self) -> float | None:
+        """Of the finest level, where the file says it."""
+        return self.layout.microns_per_pixel
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Channels and size of the finest level."""
+        return (self.layout.channels, *self.levels[0].size)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of its pixels."""
+        return torch.from_numpy(np.empty(0, self.layout.dtype)).dtype
+
+    def read(self, region: Region) -> Tensor:
+        """One box of the finest level."""
+        return self.at(level=0).read(region)
+
+    def at(self, *, level: int | None = None, microns_per_pixel: float | None = None) -> Source:
+        """One magnification as a source: a level of the file, or the nearest finer one resampled.
+
+        Raises:
+            DataError: the level is not there, or the file does not say its resolution or is coarser than asked.
+        """
+        if (level is None) == (microns_per_pixel is None):
+            raise DataError("say either level=0 or microns_per_pixel=0.5")
+        if level is not None:
+            if not 0 <= level < len(self.levels):
+                raise DataError(f"{self.name} has levels 0 to {len(self.levels) - 1}; level {level} was asked for")
+            return SlideLevel(self, level)
+        assert microns_per_pixel is not None
+        finest = self.microns_per_pixel
+        if finest is None:
+            raise DataError(f"{self.name} does not say its microns per pixel; ask for a level: level=0")
+        if microns_per_pixel < finest * 0.999:
+            raise DataError(f"{self.name} has {finest:.4g} µm per pixel; {microns_per_pixel:.4g} is finer than scanned")
+        wanted = max(1.0, microns_per_pixel / finest)
+        best = max(i for i, here in enumerate(self.levels) if here.downsample <= wanted * 1.001)
+        factor = wanted / self.levels[best].downsample
+        return SlideLevel(self, best) if abs(factor - 1) < 2e-3 else Resampled(SlideLevel(self, best), factor)
+
+    def region(
+        self,
+        corner: Sequence[int],
+        size: Sequence[int],
+        *,
+        level: int | None = None,
+        microns_per_pixel: float | None = None,
+    ) -> Tensor:
+        """A box by its corner and size, in pixels of the magnification asked for; white beyond the border."""
+        chosen = 0 if level is None and microns_per_pixel is None else level
+        source = self.at(level=chosen, microns_per_pixel=microns_per_pixel)
+        extent = source.shape[1:]
+        out = torch.full((source.shape[0], *size), self.blank, dtype=source.dtype)
+        inside = [(max(0, a), min(n, a + s)) for a, s, n in zip(corner, size, extent, strict=True)]
+        if all(start < stop for start, stop in inside):
+            place = [slice(start - a, stop - a) for (start, stop), a in zip(inside, corner, strict=True)]
+            out[(slice(None), *place)] = source.read([(0, source.shape[0]), *inside])
+        return out
+
+    @property
+    def blank(self) -> int:
+        """The value of glass: white for colour images of bytes, zero for everything else."""
+        return 255 if self.layout.channels == 3 and self.layout.dtype == np.uint8 else 0
+
+    def tile(self, level: int, index: tuple[int, ...]) -> Pixels | None:
+        """One decoded tile, from the cache if it is there; None where nothing was scanned."""
+        reader = self._reader()
+        if not reader.decoded:
+            return reader.tile(level, index)
+        key = (self._token, level, index)
+        pixels = tile_cache.get(key)
+        if pixels is None:
+            pixels = self._decode(reader, level, index)
+            if pixels is not None:
+                tile_cache.put(key, pixels)
+        return pixels
+
+    def _decode(self, reader: Reader, level: int, index: tuple[int, ...]) -> Pixels | None:
+        try:
+            return reader.tile(level, index)
+        except Exception as error:
+            found = DamagedTile(self.name, level, index, str(error) or type(error).__name__)
+        if self.on_damage == "raise":
+            message = "to read such tiles as glass, open the slide with on_damage='white'"
+            raise DataError(f"{found}; {message}")
+        with self._lock:
+            if all((d.level, d.index) != (level, index) for d in self.damage):
+                self.damage.append(found)
+        return None
+
+    def _reader(self) -> Reader:
+        reader: Reader = handles.get(self._token, self._opened)
+        return reader
+
+    def __del__(self) -> None:
+        handles.drop(self.__dict__.get("_token"))
+
+
+@dataclass(frozen=True)
+class SlideLevel:
+    """One level of a slide, as a source."""
+
+    slide: Slide
+    level: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Channels and size."""
+        return (self.slide.layout.channels, *self.slide.levels[self.level].size)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the pixels."""
+        return self.slide.dtype
+
+    def read(self, region: Region) -> Tensor:
+        """One box, put together from the tiles it touches."""
+        channels, *box = spans(region, self.shape)
+        here = self.slide.levels[self.level]
+        out = np.empty([b - a for a, b in (channels, *box)], self.slide.layout.dtype)
+        touched = [range(a // tile, -(-b // tile)) for (a, b), tile in zip(box, here.tile, strict=True)]
+        for index in itertools.product(*touched):
+            self._paste(out, self.slide.tile(self.level, index), index, channels, box)
+        return torch.from_numpy(out)
+
+    def _paste(
+        self, out: Pixels, tile: Pixels | None, index: tuple[int, ...], channels: Span, box: Sequence[Span]
+    ) -> None:
+        sizes = self.slide.levels[self.level].tile
+        into: list[slice] = []
+        taken: list[slice] = []
+        for i, size, (start, stop) in zip(index, sizes, box, strict=True):
+            low, high = max(start, i * size), min(stop, (i + 1) * size)
+            into.append(slice(low - start, high - start))
+            taken.append(slice(low - i * size, high - i * size))
+        out[(slice(None), *into)] = self.slide.blank if tile is None else tile[(slice(*channels), *taken)]

@@ -1,0 +1,192 @@
+"""A data set from a table: one row for each slide, with its label and, for segmentation, its mask.
+
+    path,label,mask
+    slides/001.tif,benign,masks/001.tif
+    slides/002.svs,malignant,masks/002.tif
+
+Paths are relative to the table. Labels that are whole numbers are class numbers, other words are classes in
+alphabetical order, and numbers with a point are values to regress. Everything that can be wrong with a table is
+found when it is read and named with its row; a slide that turns out to be unreadable later stops the run or, when
+asked, is skipped and listed in `SlideTable.bad`.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from outcore.data.opening import open_slide
+from outcore.data.slide import OnDamage, Slide
+from outcore.errors import DataError
+
+__all__ = ["BadSlide", "Example", "OnBad", "SlideRow", "SlideTable", "read_table"]
+
+OnBad = Literal["raise", "skip"]
+
+
+@dataclass(frozen=True)
+class SlideRow:
+    """One row of a table."""
+
+    number: int
+    """The line in the file, the header being line 1."""
+    path: Path
+    label: int | float | None = None
+    mask: Path | None = None
+
+
+@dataclass(frozen=True)
+class Example:
+    """An opened slide with what is to be learned of it."""
+
+    row: SlideRow
+    image: Slide
+    mask: Slide | None = None
+
+    @property
+    def label(self) -> int | float | None:
+        """The class number or value."""
+        return self.row.label
+
+
+@dataclass(frozen=True)
+class BadSlide:
+    """A slide that was skipped, and why."""
+
+    path: Path
+    reason: str
+
+    def __str__(self) -> str:
+        return self.reason if str(self.path) in self.reason else f"{self.path}: {self.reason}"
+
+
+@dataclass
+class SlideTable:
+    """The rows of a table, opened one by one.
+
+    Attributes:
+        classes: the words of the labels, by class number; empty where labels are numbers.
+        bad: what was skipped so far, each slide once.
+    """
+
+    rows: tuple[SlideRow, ...]
+    classes: tuple[str, ...] = ()
+    on_bad: OnBad = "raise"
+    on_damage: OnDamage = "raise"
+    name: str = "table"
+    bad: list[BadSlide] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Example:
+        row = self.rows[index]
+        try:
+            image = open_slide(row.path, on_damage=self.on_damage)
+            mask = None if row.mask is None else open_slide(row.mask, on_damage=self.on_damage)
+        except DataError as error:
+            raise DataError(f"{self.name}, line {row.number}: {error}") from error
+        if mask is not None and mask.levels[0].size != image.levels[0].size:
+            sizes = f"{mask.levels[0].size} pixels, its slide {image.levels[0].size}"
+            raise DataError(f"{self.name}, line {row.number}: the mask {row.mask} has {sizes}; they must be the same")
+        return Example(row, image, mask)
+
+    def examples(self, order: Sequence[int] | None = None) -> Iterator[Example]:
+        """The examples in an order; bad ones stop it or are skipped, as told."""
+        for index in range(len(self)) if order is None else order:
+            try:
+                yield self[index]
+            except DataError as error:
+                self.skip(index, str(error), error)
+
+    def skip(self, index: int, reason: str, cause: Exception | None = None) -> None:
+        """Note a slide as bad; raises unless the table was told to skip such slides."""
+        if self.on_bad == "raise":
+            raise DataError(f"{reason}; to go on without such slides: on_bad=skip") from cause
+        path = self.rows[index].path
+        if all(known.path != path for known in self.bad):
+            self.bad.append(BadSlide(path, reason))
+
+
+def read_table(
+    path: str | Path,
+    *,
+    classes: Sequence[str] = (),
+    on_bad: OnBad = "raise",
+    on_damage: OnDamage = "raise",
+) -> SlideTable:
+    """Read a table of slides.
+
+    Args:
+        path: a CSV file with a column ``path``, and ``label`` or ``mask`` or both.
+        classes: the words that labels may be, in the order of their numbers; found from the table when not given.
+        on_bad: whether a slide that cannot be opened stops the run or is skipped and listed.
+        on_damage: whether a damaged tile stops the run or is read as glass and counted.
+    """
+    path = Path(path)
+    if on_bad not in ("raise", "skip"):
+        raise DataError(f"on_bad={on_bad!r} is not known; say 'raise' or 'skip'")
+    if not path.is_file():
+        raise DataError(f"no table {path}; write a CSV file with columns path and label")
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        reader = csv.DictReader(file)
+        columns = reader.fieldnames or []
+        if "path" not in columns or not {"label", "mask"} & set(columns):
+            raise DataError(f"{path} has columns {', '.join(columns) or 'none'}; needed are path, and label or mask")
+        lines = [(number, line) for number, line in enumerate(reader, start=2) if (line["path"] or "").strip()]
+    if not lines:
+        raise DataError(f"{path} names no slide")
+    labels, names = _labels(path, [(n, line.get("label")) for n, line in lines], "label" in columns, classes)
+    rows = []
+    for (number, line), label in zip(lines, labels, strict=True):
+        mask = (line.get("mask") or "").strip()
+        slide = path.parent / line["path"].strip()
+        masked = path.parent / mask if mask else None
+        for file_path in filter(None, (slide, masked)):
+            if on_bad == "raise" and not file_path.exists():
+                raise DataError(f"{path}, line {number}: no file {file_path}")
+        rows.append(SlideRow(number, slide, label, masked))
+    return SlideTable(tuple(rows), names, on_bad, on_damage, str(path))
+
+
+def _labels(
+    path: Path, cells: Sequence[tuple[int, str | None]], wanted: bool, classes: Sequence[str]
+) -> tuple[list[int | float | None], tuple[str, ...]]:
+    """The labels as numbers, and the words they stand for."""
+    if not wanted:
+        return [None] * len(cells), ()
+    words = [(number, (cell or "").strip()) for number, cell in cells]
+    for number, word in words:
+        if not word:
+            raise DataError(f"{path}, line {number}: the label is empty")
+    if classes:
+        known = {name: i for i, name in enumerate(classes)}
+        for number, word in words:
+            if word not in known:
+                raise DataError(f"{path}, line {number}: label {word!r} is none of {', '.join(classes)}")
+        return [known[word] for _, word in words], tuple(classes)
+    numbers = [_number(word) for _, word in words]
+    if all(isinstance(n, int) for n in numbers):
+        for (number, word), value in zip(words, numbers, strict=True):
+            if value is not None and value < 0:
+                raise DataError(f"{path}, line {number}: label {word} is negative; classes count from 0")
+        return list(numbers), ()
+    if all(n is not None for n in numbers):
+        return [float(n) for n in numbers if n is not None], ()
+    strays = [(n, word) for (n, word), value in zip(words, numbers, strict=True) if value is not None]
+    if strays:
+        raise DataError(f"{path}, line {strays[0][0]}: label {strays[0][1]!r} is a number, others are words")
+    names = tuple(sorted({word for _, word in words}))
+    return [names.index(word) for _, word in words], names
+
+
+def _number(word: str) -> int | float | None:
+    for kind in (int, float):
+        try:
+            return kind(word)
+        except ValueError:
+            continue
+    return None
