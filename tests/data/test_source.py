@@ -1,0 +1,46 @@
+"""A source gives the boxes of a tensor; a batch of sources is what a network is given."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from outcore.data import ArraySource, Batch, DataError, Source
+from outcore.data.source import spans
+
+
+def test_any_box_is_that_of_the_array() -> None:
+    array = np.arange(3 * 5 * 7, dtype=np.uint8).reshape(3, 5, 7)
+    source = ArraySource(array)
+    assert isinstance(source, Source) and source.shape == (3, 5, 7) and source.dtype is torch.uint8
+    assert np.array_equal(source.read([(1, 3), slice(2, 4), (0, 7)]).numpy(), array[1:3, 2:4])
+
+
+def test_what_was_read_is_the_readers_own() -> None:
+    held = torch.zeros(2, 4)
+    ArraySource(held).read([(0, 2), (0, 4)]).fill_(1)
+    array = np.zeros((2, 4))
+    ArraySource(array).read([(0, 2), (0, 4)]).fill_(1)
+    assert not held.any() and not array.any()
+
+
+@pytest.mark.parametrize("region", [[(0, 6)], [(0, 5), (3, 2)], [(-1, 2), (0, 2)], [slice(0, 4, 2), (0, 1)]])
+def test_a_box_outside_is_refused(region: list[tuple[int, int]]) -> None:
+    with pytest.raises(DataError, match="5x4"):
+        spans(region, (5, 4))
+
+
+def test_a_batch_is_scaled_by_channel_whatever_box_is_read() -> None:
+    images = torch.randint(0, 256, (2, 3, 6, 5), dtype=torch.uint8)
+    batch = Batch(tuple(map(ArraySource, images)), mean=(0.5, 0.4, 0.3), std=(0.1, 0.2, 0.3))
+    mean, std = torch.tensor([0.5, 0.4, 0.3]).view(3, 1, 1), torch.tensor([0.1, 0.2, 0.3]).view(3, 1, 1)
+    expected = (images.float() / 255 - mean) / std
+    assert batch.shape == (2, 3, 6, 5)
+    assert torch.equal(batch.read([(0, 2), (0, 3), (0, 6), (0, 5)]), expected)
+    assert torch.equal(batch.read([(1, 2), (1, 3), (2, 4), (0, 3)]), expected[1:2, 1:3, 2:4, 0:3])
+
+
+def test_a_batch_of_two_sizes_is_refused() -> None:
+    with pytest.raises(DataError, match=r"3x4x4, 3x5x4.*--batch 1"):
+        Batch((ArraySource(torch.zeros(3, 4, 4)), ArraySource(torch.zeros(3, 5, 4))))
