@@ -14,7 +14,7 @@ from torch import nn
 import outcore
 from outcore import models
 from outcore.graph import Graph
-from outcore.planner import Partition, Pipeline, Weights, estimate, plan, split
+from outcore.planner import Partition, Pipeline, Weights, plan, split, weights_from_shapes
 from tests.planner.nets import build
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -35,7 +35,7 @@ def network(name: str) -> tuple[Graph, Weights]:
     with torch.device("meta"):
         model = build()
     graph = outcore.capture(model, torch.empty(shape, device="meta"))
-    return graph, estimate(graph)
+    return graph, weights_from_shapes(graph)
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -120,7 +120,7 @@ def test_foreign_networks_are_cut_evenly(name: str, capsys: pytest.CaptureFixtur
     foreign = by_name(name)
     args, kwargs = foreign.inputs(2)
     graph = outcore.capture(foreign.build().train(), args, kwargs)
-    weights = estimate(graph)
+    weights = weights_from_shapes(graph)
     for stages in (2, 4, 8):
         for balance in ("compute", "memory"):
             options: dict[str, Any] = {"stages": stages, "balance": balance}

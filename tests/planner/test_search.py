@@ -11,7 +11,7 @@ from outcore import models
 from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.plan_document import Plan
-from outcore.planner import Pipeline, Route, estimate, plan, split, split_vertically
+from outcore.planner import Pipeline, Route, plan, split, split_vertically, weights_from_shapes
 from outcore.planner.judge import judge
 from tests.planner.nets import build
 
@@ -25,7 +25,7 @@ def chain(batch: int = 8) -> Graph:
 
 def test_a_budget_that_cannot_be_met_names_the_smallest_that_can() -> None:
     graph = chain()
-    weights = estimate(graph)
+    weights = weights_from_shapes(graph)
     with pytest.raises(
         PlanError, match=r"cannot be met with 2 devices.*memory_bytes=\d+\)(; or use \d+ ranks)?"
     ) as refusal:
@@ -37,7 +37,7 @@ def test_a_budget_that_cannot_be_met_names_the_smallest_that_can() -> None:
 
 def test_the_ranks_that_would_do_do() -> None:
     graph = chain()
-    weights = estimate(graph)
+    weights = weights_from_shapes(graph)
     whole = plan(graph, weights, devices=1)
     assert whole.predicted
     with pytest.raises(PlanError, match=r"or use \d+ ranks") as refusal:
@@ -48,7 +48,7 @@ def test_the_ranks_that_would_do_do() -> None:
 
 def test_slow_links_prefer_fewer_cuts_and_a_named_schedule_is_kept() -> None:
     graph = chain()
-    weights = estimate(graph)
+    weights = weights_from_shapes(graph)
     for schedule in ("model_parallel", "gpipe", "1f1b", "gems"):
         made = plan(graph, weights, devices=4, schedule=schedule)  # type: ignore[arg-type]
         assert made.schedule == schedule and made.ranks == 4
@@ -81,7 +81,7 @@ def test_a_unet_is_folded_so_that_skips_stay_on_their_rank() -> None:
     with torch.device("meta"):
         model = models.UNet()
     graph = outcore.capture(model, torch.empty(1, 3, 128, 128, device="meta"))
-    weights = estimate(graph)
+    weights = weights_from_shapes(graph)
     fold = split_vertically(graph, weights)
     assert fold.placement == (0, 1, 2, 3, 4, 3, 2, 1, 0)
     assert fold.names[1] == ("encoder2",) and fold.names[-2] == ("decoder2",)

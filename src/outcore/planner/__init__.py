@@ -1,6 +1,5 @@
 """Planning: from a graph and its weights to stages, a schedule and a plan."""
 
-from outcore.planner.estimate import estimate as estimate
 from outcore.planner.partition import Balance as Balance
 from outcore.planner.partition import Partition as Partition
 from outcore.planner.partition import split as split
@@ -9,6 +8,7 @@ from outcore.planner.pipeline import SCHEDULES as SCHEDULES
 from outcore.planner.pipeline import Pipeline as Pipeline
 from outcore.planner.pipeline import Route as Route
 from outcore.planner.search import plan as plan
+from outcore.planner.shapes import weights_from_shapes as weights_from_shapes
 from outcore.planner.units import Granularity as Granularity
 from outcore.planner.vertical import Fold as Fold
 from outcore.planner.vertical import split_vertically as split_vertically

@@ -3,9 +3,6 @@
 All work on tables (see `outcore.planner.line`), one per stage where stages differ. The k-th stage ends at place j; what
 came before is summed up in one number per j, so a row of n places is cut into D stages in D passes over n squared
 numbers. Each returns the places where stages end, or None if no cut obeys the limits (an infinite entry is forbidden).
-
-Pairs of ranks (GEMS) hold the first stage with the last, the second with the last but one, and so on: the program grows
-inwards from both ends, and its state is a pair of places.
 """
 
 from __future__ import annotations
@@ -13,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from outcore.planner.line import Table
 
-__all__ = ["cheapest", "fastest", "smallest_maximum", "smallest_pair"]
+__all__ = ["cheapest", "fastest", "smallest_maximum"]
 
 
 def smallest_maximum(costs: Sequence[Table]) -> tuple[list[int], float] | None:
@@ -58,55 +54,6 @@ def fastest(
             if best is None or value < best[1]:
                 best = found[0], value
     return best
-
-
-def smallest_pair(
-    always: Table, moving: Sequence[Table], cap: float = np.inf, count: int = 2
-) -> tuple[list[int], float] | None:
-    """Ends of `count` stages that make the largest rank smallest, if rank r holds stages r and count-1-r.
-
-    A rank takes what both stages always hold, and the larger of what they hold in motion. `cap` only cuts the search
-    short: nothing above it is looked at.
-    """
-    size = always.shape[0] - 1
-    if count == 1:
-        value = float(2 * always[0, size] + moving[0][0, size])
-        return ([size], value) if value <= cap else None
-    reach = np.full((size + 1, size + 1), np.inf)
-    reach[0, size] = 0.0
-    trail: list[NDArray[np.int64]] = []
-    for pair in range(count // 2):
-        left, right = moving[pair], moving[count - 1 - pair]
-        nxt, back = np.full_like(reach, np.inf), np.full((*reach.shape, 2), -1, dtype=np.int64)
-        for a, d in zip(*np.nonzero(reach <= cap), strict=True):
-            # Stage `pair` is [a, b), its partner [c, d): rows b, columns c.
-            inner = slice(a + 1, d)
-            rank = always[a, inner][:, None] + always[inner, d][None, :]
-            rank = rank + np.maximum(left[a, inner][:, None], right[inner, d][None, :])
-            value = np.maximum(rank, reach[a, d])
-            better = value < nxt[inner, inner]
-            nxt[inner, inner] = np.where(better, value, nxt[inner, inner])
-            back[inner, inner][better] = (a, d)
-        middle = np.arange(size + 1)
-        if count % 2 == 0 and pair == count // 2 - 1:
-            nxt[middle[:, None] != middle[None, :]] = np.inf
-        else:  # more stages have to fit between
-            nxt[middle[:, None] >= middle[None, :]] = np.inf
-        reach = nxt
-        trail.append(back)
-    if count % 2:
-        reach = np.maximum(reach, 2 * always + moving[count // 2])
-    b, c = (int(x) for x in np.unravel_index(np.argmin(reach), reach.shape))
-    largest = float(reach[b, c])
-    if not largest <= cap or not np.isfinite(largest):
-        return None
-    left_ends, right_ends = [b], [c] if count % 2 else []
-    for back in reversed(trail):
-        a, d = (int(x) for x in back[b, c])
-        left_ends.append(a)
-        right_ends.append(d)
-        b, c = a, d
-    return [*left_ends[-2::-1], *right_ends], largest
 
 
 def _solve(costs: Sequence[Table], combine: Callable[[Table, Table], Table]) -> tuple[list[int], float] | None:

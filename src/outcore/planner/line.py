@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from outcore.planner.pieces import INPUT, Pieces
+from outcore.planner.pieces import INPUT, Parameter, Pieces
 from outcore.planner.pipeline import Pipeline, Route
 
 __all__ = ["Line", "Table"]
@@ -40,8 +40,8 @@ class Line:
         self.valid = np.triu(np.ones((self.size + 1, self.size + 1), dtype=bool), 1)
         self.forward_s = self._sums(pieces.forward_s)
         self.time_s = self._sums(pieces.time_s)
-        self.weight_bytes = self._weights()
-        self.fixed_bytes = self._sums(pieces.fixed_bytes)
+        self.weight_bytes = self._weights(pieces.parameters)
+        self.fixed_bytes = self._weights(pieces.fixed)
         self.workspace_bytes = self._largest(pieces.workspace_bytes)
         self.held_bytes = self._held()
         self._flows()
@@ -56,10 +56,26 @@ class Line:
         table: Table = self.fixed_bytes + 2 * self.weight_bytes + state
         return table
 
-    def moving_bytes(self, pipeline: Pipeline, stage: int, count: int) -> Table:
-        """Activations in flight, workspace, and gradients that come and go."""
-        table: Table = pipeline.in_flight(stage, count) * self.held_bytes + self.workspace_bytes + self.gradient_bytes
+    def single_bytes(self) -> Table:
+        """What one micro-batch holds on its way back: activations, workspace, gradients that come and go."""
+        table: Table = self.held_bytes + self.workspace_bytes + self.arriving_bytes + self.leaving_bytes
         return table
+
+    def moving_bytes(self, pipeline: Pipeline, stage: int, count: int) -> Table:
+        """Activations in flight, workspace, gradients that come and go, and buffers for what comes next.
+
+        A gradient that comes from several stages is counted as coming from one: from how many is not known here.
+        """
+        table = self.single_bytes() + (pipeline.in_flight(stage, count) - 1) * self._finite(self.held_bytes)
+        gradient, value = pipeline.waits_for(stage, count)
+        if gradient and value:
+            return table + np.maximum(self._finite(self.leaving_bytes), self._finite(self.incoming_bytes))
+        if gradient or value:
+            table = table + self._finite(self.leaving_bytes if gradient else self.incoming_bytes)
+        return table
+
+    def _finite(self, table: Table) -> Table:
+        return np.where(self.valid, table, 0.0)
 
     def stage_of(self, ends: Sequence[int]) -> list[int]:
         """The stage of every unit, given the places where stages end."""
@@ -90,9 +106,9 @@ class Line:
         table[~self.valid] = 0.0
         return self._only(np.maximum.accumulate(table, axis=1))
 
-    def _weights(self) -> Table:
+    def _weights(self, parameters: Sequence[Parameter]) -> Table:
         corners = _Corners(self.size)
-        for _, nbytes, users in self.pieces.parameters:
+        for _, nbytes, users in parameters:
             corners.touched(INPUT, self._at(users), nbytes)
         return self._only(corners.table())
 
@@ -113,19 +129,22 @@ class Line:
         return self._only(corners.table())
 
     def _flows(self) -> None:
-        messages, moved, gradients = _Corners(self.size), _Corners(self.size), _Corners(self.size)
+        messages, moved, incoming = _Corners(self.size), _Corners(self.size), _Corners(self.size)
+        arriving, leaving = _Corners(self.size), _Corners(self.size)
         for flow in self.pieces.flows:
             home = self._at([flow.producer])[0]
             users = sorted({*self._at(flow.users), *([self.size - 1] if flow.to_loss else [])})
             ways = 2 if flow.has_gradient else 1
             messages.touched(home, users, ways)
             moved.touched(home, users, ways * flow.bytes)
+            incoming.touched(home, users, flow.bytes)
             if flow.has_gradient:
-                gradients.touched(home, users, flow.bytes)
-                gradients.add(0, home, home + 1, max(users, default=home), flow.bytes)
+                arriving.touched(home, users, flow.bytes)
+                leaving.add(0, home, home + 1, max(users, default=home), flow.bytes)
         self.messages = self._only(messages.table())
         self.message_bytes = self._only(moved.table())
-        self.gradient_bytes = self._only(gradients.table())
+        self.incoming_bytes = self._only(incoming.table())
+        self.arriving_bytes, self.leaving_bytes = self._only(arriving.table()), self._only(leaving.table())
 
     def _only(self, table: Table) -> Table:
         return np.where(self.valid, table, np.inf)

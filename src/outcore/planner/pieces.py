@@ -20,7 +20,7 @@ from outcore.planner.units import Units
 from outcore.planner.weights import Weights
 from outcore.program.stages import Edge, Stage, Stages
 
-__all__ = ["Family", "Flow", "Pieces", "weigh"]
+__all__ = ["Family", "Flow", "Parameter", "Pieces", "weigh"]
 
 INPUT = -1
 """The producer of what the model is given."""
@@ -54,6 +54,10 @@ class Flow:
     has_gradient: bool
 
 
+Parameter = tuple[str, int, tuple[int, ...]]
+"""Name, bytes and the units that use it."""
+
+
 @dataclass(frozen=True)
 class Pieces:
     """Units, what they take and what flows between them."""
@@ -62,11 +66,12 @@ class Pieces:
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
     workspace_bytes: tuple[int, ...]
-    fixed_bytes: tuple[int, ...]
+    fixed: tuple[Parameter, ...]
+    """Buffers and frozen parameters."""
     families: tuple[Family, ...]
     flows: tuple[Flow, ...]
-    parameters: tuple[tuple[str, int, tuple[int, ...]], ...]
-    """Name, bytes and users of every trained parameter."""
+    parameters: tuple[Parameter, ...]
+    """The trained ones."""
     state_per_parameter: float = 2.0
     update_bytes_per_s: float = float("inf")
     overhead_s: tuple[float, ...] = ()
@@ -121,15 +126,16 @@ class Pieces:
 
     def weight_bytes(self, stage_of: Sequence[int], count: int) -> list[int]:
         """The trained parameters of every stage."""
-        weights = [0] * count
-        for _, nbytes, users in self.parameters:
-            for k in {stage_of[u] for u in users}:
-                weights[k] += nbytes
-        return weights
+        return _owned(self.parameters, stage_of, count)
+
+    def fixed_bytes(self, stage_of: Sequence[int], count: int) -> list[int]:
+        """The buffers and frozen parameters of every stage."""
+        return _owned(self.fixed, stage_of, count)
 
     def cut(self, stage_of: Sequence[int], count: int) -> Stages:
         """The stages that an assignment of units makes."""
         held, weights = self.held_bytes(stage_of, count), self.weight_bytes(stage_of, count)
+        fixed = self.fixed_bytes(stage_of, count)
         edges = []
         for flow in self.flows:
             home = stage_of[flow.producer]
@@ -149,13 +155,21 @@ class Pieces:
                     backward_s=sum(self.backward_s[i] for i in inside),
                     saved_bytes=held[k],
                     workspace_bytes=max((self.workspace_bytes[i] for i in inside), default=0),
-                    parameter_bytes=weights[k] + sum(self.fixed_bytes[i] for i in inside),
+                    parameter_bytes=weights[k] + fixed[k],
                     gradient_bytes=weights[k],
                     state_bytes=state,
                     optimizer_s=(3 * weights[k] + 2 * state) / self.update_bytes_per_s,
                 )
             )
         return Stages(tuple(stages), tuple(edges))
+
+
+def _owned(parameters: Sequence[Parameter], stage_of: Sequence[int], count: int) -> list[int]:
+    found = [0] * count
+    for _, nbytes, users in parameters:
+        for k in {stage_of[u] for u in users}:
+            found[k] += nbytes
+    return found
 
 
 def weigh(graph: Graph, weights: Weights, units: Units) -> Pieces:
@@ -192,18 +206,21 @@ def weigh(graph: Graph, weights: Weights, units: Units) -> Pieces:
             users = found - {producer}
             families.append(Family(name, size, producer, tuple(sorted(users)), tuple(sorted(keeping)), to_loss))
     reading: dict[str, set[int]] = {}
+    fixed: dict[str, int] = {}
     for i, rows in enumerate(calls):
-        for parameter in (p for row in rows for p in row.parameters):
-            reading.setdefault(parameter, set()).add(i)
+        for row in rows:
+            fixed.update(row.fixed)
+            for parameter in (*row.parameters, *row.fixed):
+                reading.setdefault(parameter, set()).add(i)
     return Pieces(
         units,
         tuple(sum(r.forward_s for r in rows) for rows in calls),
         tuple(sum(r.backward_s for r in rows) for rows in calls),
         tuple(max(r.workspace_bytes for r in rows) for rows in calls),
-        tuple(sum(r.fixed_bytes for r in rows) for rows in calls),
+        tuple((p, nbytes, tuple(sorted(reading[p]))) for p, nbytes in fixed.items()),
         tuple(families),
         tuple(flows),
-        tuple((p, weights.parameters.get(p, 0), tuple(sorted(users))) for p, users in reading.items()),
+        tuple((p, weights.parameters.get(p, 0), tuple(sorted(u))) for p, u in reading.items() if p not in fixed),
         weights.state_per_parameter,
         weights.update_bytes_per_s,
         tuple(weights.overhead_s * sum(1 for r in rows if r.forward_s > 0) for rows in calls),

@@ -10,7 +10,8 @@ at one time is what a schedule decides:
                     D-1-r); a backward of one frees what the next forward of the other fills, so a rank holds the
                     activations of the larger of its two stages, and the parameters of both
 
-The closed forms of time and memory here rank candidates; the simulator of `outcore.program` has the last word.
+The closed forms of time and memory here rank candidates. Those of memory are what the simulator of `outcore.program`
+finds if transfers take no time; with slow links gradients may wait longer for theirs, so it has the last word.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Literal, get_args
 from outcore.errors import PlanError
 from outcore.program.stages import Stages
 
-__all__ = ["SCHEDULES", "Pipeline", "Route", "Schedule"]
+__all__ = ["SCHEDULES", "Load", "Pipeline", "Route", "Schedule"]
 
 Schedule = Literal["model_parallel", "gpipe", "1f1b", "gems"]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
@@ -38,6 +39,19 @@ class Route:
     def time_s(self, nbytes: float) -> float:
         """Seconds for one message."""
         return self.latency_s + nbytes / self.bytes_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a stage holds, in bytes."""
+
+    always: int
+    moving: int
+    """At most, while a step runs."""
+    single: int
+    """While a single micro-batch goes back through it."""
+    incoming: int
+    """Values that it receives for one micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,62 +90,88 @@ class Pipeline:
             return min(self.pieces, count - stage)
         return self.micro_batches
 
-    def stage_bytes(self, stages: Stages) -> list[tuple[int, int]]:
-        """For every stage, what it always holds and what it holds while a step runs."""
+    def waits_for(self, stage: int, count: int) -> tuple[bool, bool]:
+        """Whether, while a stage is fullest, a buffer waits for the next gradient, and for the next value.
+
+        A receive is issued one compute before the one that needs it, so a backward that is followed by another one has
+        a second gradient's buffer beside it, and one that is followed by a forward has that forward's input.
+        """
+        full = self.in_flight(stage, count)
+        all_then_back = self.schedule == "gpipe" and full > 1
+        return full > 1, not self.paired and not all_then_back and self.pieces > full
+
+    def loads(self, stages: Stages) -> list[Load]:
+        """What every stage holds."""
         count = len(stages)
-        arriving, leaving = [0] * count, [0] * count
+        arriving, leaving, incoming = [0] * count, [0] * count, [0] * count
         for edge in stages.edges:
-            if edge.has_gradient:
-                leaving[edge.source] += edge.bytes
-                for target in edge.targets:
-                    arriving[target] += edge.bytes
+            for target in edge.targets:
+                incoming[target] += edge.bytes
+                arriving[target] += edge.bytes * edge.has_gradient
+            leaving[edge.source] += edge.bytes * len(edge.targets) * edge.has_gradient
         found = []
         for k, stage in enumerate(stages.stages):
             always = stage.parameter_bytes + stage.gradient_bytes + stage.state_bytes
-            moving = self.in_flight(k, count) * stage.saved_bytes + stage.workspace_bytes + arriving[k] + leaving[k]
-            found.append((always, moving))
+            alone = stage.workspace_bytes + arriving[k] + leaving[k]
+            gradient, value = self.waits_for(k, count)
+            waiting = max(leaving[k] * gradient, incoming[k] * value)
+            moving = self.in_flight(k, count) * stage.saved_bytes + alone + waiting
+            found.append(Load(always, moving, stage.saved_bytes + alone, incoming[k]))
         return found
 
     def peak_bytes(self, stages: Stages) -> tuple[int, ...]:
-        """The most that every rank holds."""
-        rows = self.stage_bytes(stages)
+        """The most that every rank holds: what the simulator finds if transfers take no time."""
+        loads = self.loads(stages)
         if not self.paired:
-            return tuple(always + moving for always, moving in rows)
-        return tuple(rows[r][0] + rows[-1 - r][0] + max(rows[r][1], rows[-1 - r][1]) for r in range(len(rows)))
+            return tuple(load.always + load.moving for load in loads)
+        found = []
+        for rank, one in enumerate(loads):
+            two = loads[-1 - rank]
+            always = one.always + (two.always if two is not one and self.batches > 1 else 0)
+            moving = [one.moving]
+            if self.batches > 1:
+                moving += [two.moving, one.single + two.incoming]
+            if self.batches > 2:
+                moving.append(two.single + one.incoming)
+            found.append(always + max(moving))
+        return tuple(found)
 
-    def busy_s(self, stages: Stages, route: Route) -> list[float]:
-        """For every stage, seconds per micro-batch: forward, backward, and what it receives, there and back."""
-        busy = [stage.forward_s + stage.backward_s for stage in stages.stages]
+    def message_s(self, stages: Stages, route: Route) -> list[float]:
+        """For every stage, seconds per micro-batch for what it receives, values and their gradients going back."""
+        found = [0.0] * len(stages)
         for edge in stages.edges:
             for target in edge.targets:
-                busy[target] += route.time_s(edge.bytes) * (2 if edge.has_gradient else 1)
-        return busy
+                found[target] += route.time_s(edge.bytes) * (2 if edge.has_gradient else 1)
+        return found
 
     def step_s(self, stages: Stages, route: Route, replicas: int = 1) -> float:
         """Seconds of a step, by closed forms that are exact for equal stages."""
-        busy = self.busy_s(stages, route)
-        m = self.micro_batches
-        if self.schedule == "model_parallel":
-            compute = self.pieces * sum(busy)
-        elif self.schedule == "gems":
-            # A forward follows the backward before it through the ranks: only the longer of the two counts.
-            forward = sum(s.forward_s for s in stages.stages)
-            message = sum(busy) - sum(s.forward_s + s.backward_s for s in stages.stages)
-            ahead = max(s.forward_s for s in stages.stages)
-            one = (
-                forward + message / 2 + self.batches * (sum(busy) - forward - message / 2) + (self.batches - 1) * ahead
-            )
-            compute = one + (m - 1) * max(busy) * self.batches
-        else:
-            compute = self.batches * (sum(busy) + (m - 1) * max(busy))
-        return compute + self.reduce_s(stages, route, replicas) + max(s.optimizer_s for s in stages.stages)
+        rows = stages.stages
+        forward, backward = [s.forward_s for s in rows], [s.backward_s for s in rows]
+        messages, gradients = self.message_s(stages, route), [s.gradient_bytes for s in rows]
+        return self.pass_s(forward, backward, messages) + self.update_s(
+            gradients, max(s.optimizer_s for s in rows), route, replicas
+        )
 
-    def reduce_s(self, stages: Stages, route: Route, replicas: int) -> float:
-        """Seconds to add up gradients: a ring over all copies of a stage."""
+    def pass_s(self, forward: Sequence[float], backward: Sequence[float], messages: Sequence[float]) -> float:
+        """Seconds until all gradients are there, from what a micro-batch takes on every stage."""
+        busy = [f + b + m for f, b, m in zip(forward, backward, messages, strict=True)]
+        if self.schedule == "model_parallel":
+            return self.pieces * sum(busy)
+        if self.schedule == "1f1b":
+            return sum(busy) + (self.pieces - 1) * max(busy)
+        if self.schedule == "gpipe":
+            return self.batches * (sum(busy) + (self.micro_batches - 1) * max(busy))
+        # A forward follows the backward before it through the ranks: only the longer of the two counts.
+        there, back = sum(forward) + sum(messages) / 2, sum(backward) + sum(messages) / 2
+        one = there + self.batches * back + (self.batches - 1) * max(forward)
+        return one + (self.micro_batches - 1) * max(busy) * self.batches
+
+    def update_s(self, gradients: Sequence[float], optimizer_s: float, route: Route, replicas: int) -> float:
+        """Seconds to add gradients up, a ring over all copies of a stage, and to step."""
         copies = replicas * (2 if self.paired else 1)
         if copies == 1:
-            return 0.0
-        sizes: Sequence[int] = [s.gradient_bytes for s in stages.stages]
+            return optimizer_s
         if self.paired:
-            sizes = [a + b for a, b in zip(sizes, reversed(sizes), strict=True)]
-        return 2 * (copies - 1) * route.time_s(max(sizes) / copies)
+            gradients = [a + b for a, b in zip(gradients, reversed(gradients), strict=True)]
+        return optimizer_s + 2 * (copies - 1) * route.time_s(max(gradients) / copies)

@@ -1,9 +1,12 @@
 """From a graph, its weights and a number of devices to a plan.
 
 Every way to share the devices (stages x replicas), every schedule and every number of micro-batches that divides the
-batch is a candidate. Each is cut quickly and ranked by closed forms; the best of them are cut with full effort,
-compiled and simulated, and the fastest that stays within the memory of a rank becomes the plan, with the others as
-runners-up.
+batch is a candidate (`outcore.planner.candidates`). Most are ruled out by what they would take if cut evenly; the rest
+is cut roughly and ranked by closed forms. The best of them are cut with full effort, compiled and simulated, and the
+fastest that stays within the memory of a rank becomes the plan, with the others as runners-up.
+
+Cuts are looked for between units as fine as asked, and again between coarser ones: blocks are where little crosses, and
+a program that sees fewer places sees farther. Both are simulated.
 
 The batch a step trains on is the one the graph was recorded with, whatever the plan: pieces of it go through the
 pipeline together (GPipe, 1F1B) or one after the other (model parallelism, GEMS), on all replicas at once.
@@ -11,8 +14,9 @@ pipeline together (GPipe, 1F1B) or one after the other (model parallelism, GEMS)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from outcore.errors import PlanError
@@ -20,35 +24,24 @@ from outcore.graph import Graph
 from outcore.machine.link import Link
 from outcore.machine.units import format_bytes, format_time
 from outcore.plan_document import Plan, Predicted, name_stages
-from outcore.planner.cutting import Balance, QuickCut, cut_pieces
+from outcore.planner.candidates import Candidate, Ideal, candidates_for
+from outcore.planner.cutting import Balance, cut_pieces
 from outcore.planner.judge import judge
 from outcore.planner.pieces import Pieces, weigh
-from outcore.planner.pipeline import SCHEDULES, Pipeline, Route, Schedule
+from outcore.planner.pipeline import Route, Schedule
+from outcore.planner.quick import QuickCut
 from outcore.planner.units import Granularity, find_units
 from outcore.planner.weights import Weights
 from outcore.program.stages import Stages
 
-__all__ = ["plan"]
+__all__ = ["Judged", "Search", "plan"]
 
 _SIMULATED = 4
-_MOST_PIECES = 64
-_MOST_STAGES = 64
+_FINALISTS = 8
+_COARSE_UNITS = 160
+_TRIES = 3
 
-
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    """A way to share the devices, with what it is expected to take."""
-
-    stages: int
-    replicas: int
-    pipeline: Pipeline
-    fraction: float
-    time_s: float = 0.0
-    peak_bytes: int = 0
-
-    def __str__(self) -> str:
-        p = self.pipeline
-        return f"{p.schedule}, {self.stages} stages x {self.replicas}, {p.micro_batches} micro-batches x {p.batches}"
+Judged = tuple[Predicted, Candidate, Stages]
 
 
 def plan(
@@ -84,36 +77,24 @@ def plan(
     if devices < 1:
         raise PlanError(f"a plan needs at least 1 device, not {devices}")
     route = Route(link.away_bytes_per_s, link.latency_s) if isinstance(link, Link) else link or Route()
-    pieces = weigh(graph, weights, find_units(graph, weights, granularity, tied))
     samples = max((graph.values[v].shape[0] for v in graph.inputs[:1] if graph.values[v].shape), default=1)
-    candidates = list(_candidates(len(pieces), devices, samples, schedule))
+    search = Search(_levels(graph, weights, granularity, tied), samples, schedule, balance or "search", route)
+    candidates = search.candidates(devices)
     if not candidates:
         raise PlanError(
-            f"{devices} devices cannot share {len(pieces)} units and a batch of {samples} under {schedule or 'any'} "
-            "schedule; use fewer devices, a larger batch or a finer granularity"
+            f"{devices} devices cannot share {len(search.finest)} units and a batch of {samples} under "
+            f"{schedule or 'any'} schedule; use fewer devices, a larger batch or a finer granularity"
         )
-    kind: Balance = balance or "search"
-    ranked = _rank(pieces, candidates, kind, memory_bytes, route)
-    found: list[tuple[Predicted, _Candidate, Stages]] = []
-    for candidate in _finalists(ranked):
-        judged = _judged(pieces, candidate, kind, memory_bytes, route)
-        if judged is not None:
-            found.append((judged[0], candidate, judged[1]))
+    found = search.judged(candidates, memory_bytes)
     if not found and memory_bytes is not None:
-        for candidate in _small(candidates):
-            judged = _smallest_cut(pieces, candidate, memory_bytes, route)
-            if judged is not None:
-                found.append((judged[0], candidate, judged[1]))
+        found = [j for j in search.smallest(candidates) if max(j[0].peak_bytes) <= memory_bytes]
     if not found:
-        raise PlanError(_refusal(pieces, candidates, devices, samples, schedule, memory_bytes, route))
+        from outcore.planner.refusal import refusal
+
+        raise PlanError(refusal(search, devices, memory_bytes))
     found.sort(key=lambda row: row[0].time_s)
     predicted, best, stages = found[0]
-    placed = {call: k for k, stage in enumerate(stages.stages) for call in stage.calls}
-    copies: dict[str, tuple[int, ...]] = {}
-    for name, users in weights.tied.items():
-        places = tuple(sorted({placed[c] for c in users}))
-        if len(places) > 1:
-            copies[name] = places
+    copies = _copies(weights, stages)
     return Plan(
         graph.fingerprint,
         name_stages(graph, [s.calls for s in stages.stages]),
@@ -130,148 +111,163 @@ def plan(
     )
 
 
-def _candidates(units: int, devices: int, samples: int, schedule: Schedule | None) -> Iterator[_Candidate]:
-    for stages in range(1, min(devices, units) + 1):
-        replicas, rest = divmod(devices, stages)
-        if rest or samples % replicas:
-            continue
-        share = samples // replicas
-        for count in (p for p in range(1, min(share, _MOST_PIECES) + 1) if share % p == 0):
-            for name in SCHEDULES if schedule is None else (schedule,):
-                if stages == 1 and name != "model_parallel" and schedule is None:
-                    continue
-                for pipeline in _pipelines(name, count):
-                    yield _Candidate(stages, replicas, pipeline, 1 / (replicas * count))
+@dataclass
+class Search:
+    """One network, at several levels of detail, and what is asked of its plan."""
 
+    levels: Sequence[Pieces]
+    """The finest first."""
+    samples: int
+    schedule: Schedule | None
+    balance: Balance
+    route: Route
 
-def _pipelines(schedule: Schedule, pieces: int) -> Iterator[Pipeline]:
-    if schedule == "model_parallel":
-        yield Pipeline(schedule, 1, pieces)
-    elif schedule == "gems":
-        for inside in (1, 2, 4):
-            if pieces % inside == 0 and pieces // inside > 1:
-                yield Pipeline(schedule, inside, pieces // inside)
-    elif pieces > 1:
-        yield Pipeline(schedule, pieces, 1)
+    def __post_init__(self) -> None:
+        self._parts: dict[tuple[int, float], Pieces] = {}
+        self._quick: dict[float, QuickCut] = {}
 
+    @property
+    def finest(self) -> Pieces:
+        """The smallest units."""
+        return self.levels[0]
 
-def _rank(
-    pieces: Pieces, candidates: list[_Candidate], balance: Balance, cap: float | None, route: Route
-) -> list[_Candidate]:
-    """The candidates that a quick cut makes fit, the fastest first."""
-    ranked = []
-    scaled = {c.fraction: QuickCut(pieces.scaled(c.fraction)) for c in candidates}
-    for c in candidates:
-        quick = scaled[c.fraction]
-        stage_of = quick.cut(c.stages, balance, c.pipeline, cap, route)
-        if stage_of is None:
-            continue
-        stages = quick.pieces.cut(stage_of, c.stages)
-        time_s = c.pipeline.step_s(stages, route, c.replicas)
-        peak = max(c.pipeline.peak_bytes(stages))
-        ranked.append(_Candidate(c.stages, c.replicas, c.pipeline, c.fraction, time_s, peak))
-    return sorted(ranked, key=lambda c: (c.time_s, c.peak_bytes))
+    def candidates(self, devices: int) -> list[Candidate]:
+        """Every way to share so many devices."""
+        return candidates_for(len(self.finest), devices, self.samples, self.schedule)
 
+    def part(self, level: int, fraction: float) -> Pieces:
+        """The pieces of a level for a part of the batch."""
+        if (key := (level, fraction)) not in self._parts:
+            self._parts[key] = self.levels[level].scaled(fraction)
+        return self._parts[key]
 
-def _finalists(ranked: list[_Candidate]) -> list[_Candidate]:
-    """The best few, with the best of every schedule and of every number of stages among them."""
-    chosen = dict.fromkeys(ranked[:_SIMULATED])
-    seen: set[object] = set()
-    for candidate in ranked:
-        for kind in (candidate.pipeline.schedule, candidate.stages):
-            if kind not in seen:
-                seen.add(kind)
-                chosen[candidate] = None
-    if ranked:
-        chosen[min(ranked, key=lambda c: c.peak_bytes)] = None
-    return list(chosen)
+    @cached_property
+    def ideals(self) -> dict[float, Ideal]:
+        """For each part of the batch, what even cuts would take."""
+        return {}
 
+    def ideal(self, candidate: Candidate) -> Ideal:
+        """What even cuts would take."""
+        if candidate.fraction not in self.ideals:
+            self.ideals[candidate.fraction] = Ideal.of(self.part(0, candidate.fraction))
+        return self.ideals[candidate.fraction]
 
-def _judged(
-    pieces: Pieces, candidate: _Candidate, balance: Balance, cap: float | None, route: Route
-) -> tuple[Predicted, Stages] | None:
-    """The candidate cut with full effort and simulated; cut again under a lower cap while the simulator disagrees."""
-    part = pieces.scaled(candidate.fraction)
-    limit = cap
-    for _ in range(4):
+    def ranked(self, candidates: Sequence[Candidate], balance: Balance, cap: float | None) -> list[Candidate]:
+        """The candidates that a quick cut makes fit, the fastest first; those that cannot be among them are not cut."""
+        found = []
+        bounds = {c: self.ideal(c).time_s(c, self.route) for c in candidates}
+        best: dict[str, float] = {}
+        for c in sorted(candidates, key=bounds.__getitem__):
+            name = c.pipeline.schedule
+            if bounds[c] > 1.2 * best.get(name, float("inf")) or (
+                cap is not None and self.ideal(c).peak_bytes(c) > cap
+            ):
+                continue
+            if (rough := self.rough(c, balance, cap)) is not None:
+                found.append(rough)
+                best[name] = min(rough.time_s, best.get(name, float("inf")))
+        return sorted(found, key=lambda c: (c.time_s, c.peak_bytes))
+
+    def rough(self, candidate: Candidate, balance: Balance, cap: float | None) -> Candidate | None:
+        """The candidate with what a quick cut takes."""
+        if candidate.fraction not in self._quick:
+            self._quick[candidate.fraction] = QuickCut(self.part(0, candidate.fraction))
+        quick = self._quick[candidate.fraction]
+        figures = quick.cut(candidate.stages, balance, candidate.pipeline, cap, self.route, candidate.replicas)
+        return None if figures is None else replace(candidate, time_s=figures[0], peak_bytes=figures[1])
+
+    def judged(self, candidates: Sequence[Candidate], cap: float | None) -> list[Judged]:
+        """The best candidates, cut with full effort and simulated, as far as they are within the cap."""
+        found = []
+        for candidate in _finalists(self.ranked(candidates, self.balance, cap)):
+            cuts = [self._fitting(candidate, level, cap) for level in range(len(self.levels))]
+            if fits := [j for j in cuts if j is not None]:
+                found.append(min(fits, key=lambda row: row[0].time_s))
+        return found
+
+    def smallest(self, candidates: Sequence[Candidate]) -> list[Judged]:
+        """Those with the smallest peaks, cut for that and simulated."""
+        rough = [r for c in fewest_in_flight(candidates) if (r := self.rough(c, "memory", None)) is not None]
+        rough.sort(key=lambda c: (c.peak_bytes, c.time_s))
+        found = []
+        for candidate in rough[:_TRIES]:
+            cuts = [self._cut(candidate, level, "memory", None) for level in range(len(self.levels))]
+            found += [j for j in cuts if j is not None]
+        return found
+
+    def _fitting(self, candidate: Candidate, level: int, cap: float | None) -> Judged | None:
+        """The candidate cut and simulated; cut again under a lower cap while the simulator finds too much."""
+        limit = cap
+        for _ in range(_TRIES):
+            judged = self._cut(candidate, level, self.balance, limit)
+            if judged is None or cap is None or limit is None:
+                return judged
+            if (excess := max(judged[0].peak_bytes) - cap) <= 0:
+                return judged
+            limit -= excess
+        smallest = self._cut(candidate, level, "memory", None)
+        return smallest if smallest is not None and cap is not None and max(smallest[0].peak_bytes) <= cap else None
+
+    def _cut(self, candidate: Candidate, level: int, balance: Balance, cap: float | None) -> Judged | None:
+        part = self.part(level, candidate.fraction)
+        if len(part) < candidate.stages:
+            return None
         try:
-            stage_of, _ = cut_pieces(part, candidate.stages, balance, candidate.pipeline, limit, route)
+            stage_of, _ = cut_pieces(part, candidate.stages, balance, candidate.pipeline, cap, self.route)
         except PlanError:
             return None
         stages = part.cut(stage_of, candidate.stages)
-        predicted = judge(stages, candidate.pipeline, candidate.replicas, route)
-        if cap is None or limit is None or (excess := max(predicted.peak_bytes) - cap) <= 0:
-            return predicted, stages
-        limit -= excess
-    return _smallest_cut(pieces, candidate, cap, route)
+        return judge(stages, candidate.pipeline, candidate.replicas, self.route), candidate, stages
 
 
-def _smallest_cut(
-    pieces: Pieces, candidate: _Candidate, cap: float | None, route: Route
-) -> tuple[Predicted, Stages] | None:
-    """The candidate cut for the smallest peak, if that is within the cap."""
-    part = pieces.scaled(candidate.fraction)
-    stage_of, _ = cut_pieces(part, candidate.stages, "memory", candidate.pipeline, None, route)
-    stages = part.cut(stage_of, candidate.stages)
-    predicted = judge(stages, candidate.pipeline, candidate.replicas, route)
-    return (predicted, stages) if cap is None or max(predicted.peak_bytes) <= cap else None
-
-
-def _small(candidates: list[_Candidate]) -> list[_Candidate]:
+def fewest_in_flight(candidates: Sequence[Candidate]) -> list[Candidate]:
     """The candidates that may have the smallest peak: the fewest samples in flight."""
-    least = min(c.fraction * c.pipeline.micro_batches for c in candidates)
-    finest = min(c.fraction for c in candidates)
-    return [
-        c
-        for c in candidates
-        if c.fraction * c.pipeline.micro_batches <= least or (c.pipeline.schedule == "1f1b" and c.fraction <= finest)
-    ]
+    least = min(c.in_flight for c in candidates)
+    return [c for c in candidates if c.in_flight <= least]
 
 
-def _refusal(
-    pieces: Pieces,
-    candidates: list[_Candidate],
-    devices: int,
-    samples: int,
-    schedule: Schedule | None,
-    cap: float | None,
-    route: Route,
-) -> str:
-    if cap is None:
-        return f"no candidate for {devices} devices could be cut"
-    least = _smallest(pieces, candidates, route)
-    message = (
-        f"{format_bytes(cap)} ({int(cap):,} bytes) per rank cannot be met with {devices} devices: the smallest that "
-        f"can is {format_bytes(least)} (memory_bytes={least})"
-    )
-    most = min(_MOST_STAGES, len(pieces))
-    sizes = [n for n in (*range(2, 9), 10, 12, 16, 24, 32, 48, 64) if devices < n <= most]
-    for tried in sizes:
-        finest = [c for c in _candidates(len(pieces), tried, samples, schedule) if c.stages == tried]
-        if schedule is None:
-            # Two replicas on the same ranks never hold less than one.
-            finest = [c for c in finest if not c.pipeline.paired]
-        # A rough cut tells where a careful one is worth the time.
-        if finest and _roughly(pieces, finest, route) <= 1.1 * cap and _smallest(pieces, finest, route) <= cap:
-            return f"{message}; or use {tried} ranks"
-    return f"{message}; more ranks ({sizes[-1]} were tried) do not help" if sizes else message
+def _levels(
+    graph: Graph, weights: Weights, granularity: Granularity, tied: Literal["together", "copies"]
+) -> list[Pieces]:
+    """The network at the granularity asked for, and at the finest coarser one that is much smaller."""
+    finest = find_units(graph, weights, granularity, tied)
+    levels = [finest]
+    top = granularity if isinstance(granularity, int) else 1 if granularity == "block" else 8
+    for depth in range(top - (granularity != "layer"), 0, -1):
+        if len(graph.view(depth).boxes) <= min(_COARSE_UNITS, 2 * len(finest) // 3):
+            coarser = find_units(graph, weights, depth, tied)
+            if 1 < len(coarser) < len(finest):
+                levels.append(coarser)
+            break
+    return [weigh(graph, weights, units) for units in levels]
 
 
-def _smallest(pieces: Pieces, candidates: list[_Candidate], route: Route) -> int:
-    """The smallest peak of the largest rank over all candidates."""
-    found = []
-    for c in _small(candidates):
-        judged = _smallest_cut(pieces, c, None, route)
-        found.append(max(judged[0].peak_bytes) if judged else 0)
-    return min(found)
+def _finalists(ranked: Sequence[Candidate]) -> list[Candidate]:
+    """The best few, with the best of every schedule, the smallest, and the best of other depths that come close."""
+    chosen = dict.fromkeys(ranked[:_SIMULATED])
+    schedules: set[str] = set()
+    depths: set[int] = set()
+    for candidate in ranked:
+        if candidate.pipeline.schedule not in schedules:
+            schedules.add(candidate.pipeline.schedule)
+            chosen[candidate] = None
+    if ranked:
+        chosen[min(ranked, key=lambda c: c.peak_bytes)] = None
+    for candidate in ranked:
+        close = candidate.time_s <= 1.3 * ranked[0].time_s and len(chosen) < _FINALISTS
+        if candidate.stages not in depths and close:
+            chosen[candidate] = None
+        depths.add(candidate.stages)
+    return list(chosen)
 
 
-def _roughly(pieces: Pieces, candidates: list[_Candidate], route: Route) -> float:
-    """The same by quick cuts and closed forms."""
-    return min((c.peak_bytes for c in _rank(pieces, _small(candidates), "memory", None, route)), default=float("inf"))
+def _copies(weights: Weights, stages: Stages) -> dict[str, tuple[int, ...]]:
+    placed = {call: k for k, stage in enumerate(stages.stages) for call in stage.calls}
+    places = {name: tuple(sorted({placed[c] for c in users})) for name, users in weights.tied.items()}
+    return {name: found for name, found in places.items() if len(found) > 1}
 
 
-def _why(found: list[tuple[Predicted, _Candidate, Stages]], considered: int) -> tuple[str, ...]:
+def _why(found: Sequence[Judged], considered: int) -> tuple[str, ...]:
     best = found[0][0]
     lines = [f"chosen of {considered} candidates: {found[0][1]}: {format_time(best.time_s)}"]
     for predicted, candidate, _ in found[1:6]:

@@ -93,6 +93,7 @@ def _levels(pieces: Pieces) -> list[tuple[int, int]]:
 
 def _peaks(pieces: Pieces, rank_of: list[int], ranks: int, pipeline: Pipeline) -> tuple[int, ...]:
     held, weights = pieces.held_bytes(rank_of, ranks), pieces.weight_bytes(rank_of, ranks)
+    fixed = pieces.fixed_bytes(rank_of, ranks)
     gradients = [0] * ranks
     for flow in pieces.flows:
         places = {rank_of[u] for u in flow.users} | {rank_of[flow.producer]}
@@ -102,7 +103,7 @@ def _peaks(pieces: Pieces, rank_of: list[int], ranks: int, pipeline: Pipeline) -
     found = []
     for rank in range(ranks):
         inside = [i for i, r in enumerate(rank_of) if r == rank]
-        always = sum(pieces.fixed_bytes[i] for i in inside) + round((2 + pieces.state_per_parameter) * weights[rank])
+        always = fixed[rank] + round((2 + pieces.state_per_parameter) * weights[rank])
         moving = pipeline.in_flight(0, ranks) * held[rank] + gradients[rank]
         found.append(always + moving + max(pieces.workspace_bytes[i] for i in inside))
     return tuple(found)

@@ -5,7 +5,7 @@ Memory kept for backward is listed by name: the same memory kept by two calls of
 separates the two, both sides hold it. Parameters are listed by name too: one that several calls use is *tied*.
 
 `Weights.of` takes any costs that list calls, be it the package's own or a handful of numbers;
-`outcore.planner.estimate` makes weights from shapes alone.
+`outcore.planner.weights_from_shapes` makes weights from shapes alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from outcore.errors import PlanError
 from outcore.graph import Graph
 
-__all__ = ["Weight", "Weights"]
+__all__ = ["Weight", "Weights", "fixed_tensors"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,8 @@ class Weight:
     workspace_bytes: int = 0
     parameters: tuple[str, ...] = ()
     """Names of the trained parameters it reads."""
-    fixed_bytes: int = 0
-    """Buffers and frozen parameters."""
+    fixed: Mapping[str, int] = field(default_factory=dict)
+    """Buffers and frozen parameters: name -> bytes."""
 
     @property
     def saved_bytes(self) -> int:
@@ -91,7 +91,8 @@ class Weights:
                 "measure this graph, or estimate its weights"
             )
         sizes: dict[str, int] = dict(getattr(costs, "parameters", {}))
-        known = bool(sizes)
+        known = bool(sizes) or hasattr(costs, "parameters")
+        untrained = fixed_tensors(graph, sizes)
         calls = {}
         for name, call in graph.calls.items():
             row = rows[name]
@@ -99,10 +100,24 @@ class Weights:
                 new = [p for p in call.parameters if p not in sizes]
                 sizes.update({p: nbytes if i == 0 else 0 for i, p in enumerate(new)})
             trained = tuple(p for p in call.parameters if p in sizes)
+            fixed = {p: untrained[p] for p in call.parameters if p in untrained}
+            if graph.executable is None and known:
+                rest = int(getattr(row, "parameter_bytes", 0)) - sum(sizes[p] for p in trained)
+                fixed = {f"{call.block} fixed": rest} if rest > 0 else {}
             calls[name] = Weight(
-                _seconds(row, "forward"), _seconds(row, "backward"), _saved(name, row), _workspace(row), trained
+                _seconds(row, "forward"), _seconds(row, "backward"), _saved(name, row), _workspace(row), trained, fixed
             )
         return cls(calls, sizes, state_per_parameter, overhead_s=overhead_s, source="costs")
+
+
+def fixed_tensors(graph: Graph, trained: Mapping[str, int]) -> dict[str, int]:
+    """Bytes of the buffers and frozen parameters that calls use; none are known for a graph without its model."""
+    if graph.executable is None:
+        return {}
+    model = graph.module.model
+    used = {p for call in graph.calls.values() for p in call.parameters} - set(trained)
+    every = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {name: tensor.numel() * tensor.element_size() for name, tensor in every if name in used}
 
 
 def _seconds(row: Any, which: str) -> float:

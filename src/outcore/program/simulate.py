@@ -6,9 +6,11 @@ been sent and its receive issued, the transfers before it on the same channel ha
 Everything happens in the order of time, so each way is granted to whoever asks first.
 
 Memory. Parameters, gradients and optimizer state are held throughout. What a forward saves is held from its start to
-its backward's end, workspace while either runs, what a compute makes for other stages from its start until the last
-transfer or local use, a receive's buffer from its issue until its user ends. (A stage that saves its input counts it
-twice while its forward runs: an upper bound.)
+its backward's end; values that it received or that it makes for other stages are part of that, so a receive's buffer
+counts on its own only until the forward begins, and what two stages of one rank hand over counts once. A gradient for
+another stage is held from the start of the backward that makes it until its transfer or local use is over, a received
+one from the issue of its receive until its user ends, workspace while a compute runs. Without backwards nothing is
+saved, and values count like gradients.
 """
 
 from __future__ import annotations
@@ -161,6 +163,8 @@ class _Simulation:
         """One use of what a compute made is over; a value is gone after the last, a gradient has one."""
         value, _, micro_batch, replica, gradient = key
         if not gradient:
+            if self.trains:
+                return  # part of what its stage saves
             self.uses[value, micro_batch, replica] -= 1
             if self.uses[value, micro_batch, replica]:
                 return
@@ -207,13 +211,14 @@ class _Simulation:
         ledger = self.ledgers[rank]
         of = (instruction.stage, instruction.micro_batch, instruction.replica)
         if isinstance(instruction, Forward) and self.trains:
-            self.held[of] += costs.saved_bytes
-            ledger.add(now, "saved", costs.saved_bytes)
+            saved = costs.saved_bytes - self.shared_bytes(rank, instruction)
+            self.held[of] += saved
+            ledger.add(now, "saved", saved)
         ledger.add(now, "workspace", costs.workspace_bytes)
         self.make(rank, instruction, now)
         hold = partial(self.hold, rank, of)
         end = perform(Performance(rank, instruction, costs, now, self.evicted[of]), self.traffic, self.events, hold)
-        self.use(rank, instruction, end)
+        self.use(rank, instruction, now, end)
         if isinstance(instruction, Backward):
             ledger.add(end, "saved", -self.held.pop(of, 0))
         ledger.add(end, "workspace", -costs.workspace_bytes)
@@ -224,13 +229,20 @@ class _Simulation:
         self.held[of] += nbytes
         self.ledgers[rank].add(time_s, "saved", nbytes, first=nbytes < 0)
 
+    def shared_bytes(self, rank: int, forward: Forward) -> int:
+        """What a forward saves that another stage of the rank holds already."""
+        saved, replica = self.stages.stages[forward.stage].saved_bytes, forward.replica
+        local = (e.bytes for e in self.incoming[forward.stage] if self.placement.get((e.source, replica)) == rank)
+        return min(saved, sum(local))
+
     def make(self, rank: int, compute: Compute, now: float) -> None:
         """Hold what a compute makes for other stages; what stays on the rank is there for those that come after."""
         stage, micro_batch, replica = compute.stage, compute.micro_batch, compute.replica
         if isinstance(compute, Forward):
             for edge in self.outgoing[stage]:
-                self.uses[edge.value, micro_batch, replica] = len(edge.targets)
-                self.ledgers[rank].add(now, "buffers", edge.bytes)
+                if not self.trains:
+                    self.uses[edge.value, micro_batch, replica] = len(edge.targets)
+                    self.ledgers[rank].add(now, "buffers", edge.bytes)
                 for user in edge.targets:
                     if self.placement.get((user, replica)) == rank:
                         self.here[rank].add((edge.value, user, micro_batch, replica, False))
@@ -241,12 +253,13 @@ class _Simulation:
                 if self.placement.get((edge.source, replica)) == rank:
                     self.here[rank].add((edge.value, stage, micro_batch, replica, True))
 
-    def use(self, rank: int, compute: Compute, end: float) -> None:
+    def use(self, rank: int, compute: Compute, start: float, end: float) -> None:
         """Give back what a compute used: its own receive buffers, and its part in values of the same rank."""
+        saves = isinstance(compute, Forward) and self.trains
         for key in keys_needed(compute, self.incoming, self.outgoing):
             self.here[rank].discard(key)
             if key in self.posted:
-                self.ledgers[rank].add(end, "buffers", -self.sizes[key[0]])
+                self.ledgers[rank].add(start if saves else end, "buffers", -self.sizes[key[0]], first=saves)
             else:
                 self.release(key, rank, end, first=False)
 

@@ -24,7 +24,8 @@ class Stage:
     forward_s: float
     backward_s: float
     saved_bytes: int
-    """Held from the forward of a micro-batch until its backward."""
+    """Held from the forward of a micro-batch until its backward, what it receives from and makes for other stages in it.
+    """
     workspace_bytes: int
     """Needed on top while a forward or backward runs."""
     parameter_bytes: int

@@ -13,24 +13,22 @@ from collections.abc import Mapping
 from math import prod
 
 from outcore.graph import Call, Graph, Value
-from outcore.planner.weights import Weight, Weights
+from outcore.ops.rearranging import WITHOUT_WORK
+from outcore.planner.weights import Weight, Weights, fixed_tensors
 
-__all__ = ["estimate"]
+__all__ = ["weights_from_shapes"]
 
 _RESULT = """relu relu6 sigmoid tanh softmax log_softmax exp sqrt rsqrt softplus leaky_relu leakyrelu elu hardtanh
 logsumexp normalize"""
-_VIEW = """view reshape contiguous transpose permute flatten unflatten squeeze unsqueeze expand getitem chunk split
-unbind identity t mt swapaxes size shape detach narrow select movedim"""
-_NOTHING = """add sub neg cat concat stack pad mean sum to float half type_as clone roll repeat zeros ones arange full
-zeros_like ones_like upsample interpolate pixelshuffle pixel_shuffle max_unpool2d maxunpool2d embedding eq ne lt gt
-le ge argmax"""
+_NOTHING = """add sub neg cat concat stack pad mean sum float half clone roll repeat ones_like shape upsample
+interpolate pixelshuffle pixel_shuffle max_unpool2d maxunpool2d embedding eq ne lt gt le ge argmax"""
 _KEEPS_RESULT = frozenset(_RESULT.split())
-_VIEWS = frozenset(_VIEW.split())
+_VIEWS = frozenset(name.lower() for name in WITHOUT_WORK)
 _KEEPS_NOTHING = frozenset(_NOTHING.split()) | _VIEWS
 _RECURRENT = frozenset(("lstm", "gru", "rnn"))
 
 
-def estimate(
+def weights_from_shapes(
     graph: Graph,
     *,
     flops_per_s: float = 15e12,
@@ -42,11 +40,12 @@ def estimate(
 
     >>> import torch, outcore
     >>> graph = outcore.capture(torch.nn.Sequential(torch.nn.Linear(1000, 1000)), torch.empty(100, 1000))
-    >>> weight = estimate(graph, flops_per_s=1e12, bytes_per_s=1e15, launch_s=0).calls["0#0"]
+    >>> weight = weights_from_shapes(graph, flops_per_s=1e12, bytes_per_s=1e15, launch_s=0).calls["0#0"]
     >>> round(weight.forward_s * 1e6), round(weight.backward_s * 1e6)
     (200, 200)
     """
-    sizes, fixed = _tensors(graph)
+    sizes = _trained(graph)
+    fixed = fixed_tensors(graph, sizes)
     calls: dict[str, Weight] = {}
     for name, call in graph.calls.items():
         parameters = tuple(p for p in call.parameters if p in sizes)
@@ -69,28 +68,24 @@ def estimate(
             _saved(graph, call) if trains else {},
             gradients,
             parameters,
-            sum(fixed.get(p, 0) for p in call.parameters),
+            {p: fixed[p] for p in call.parameters if p in fixed},
         )
-    return Weights(calls, sizes, state_per_parameter, bytes_per_s, launch_s, source="estimate")
+    return Weights(calls, sizes, state_per_parameter, bytes_per_s, launch_s, source="shapes")
 
 
-def _tensors(graph: Graph) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes of the trained parameters, and of buffers and frozen ones; a saved graph knows only sizes per layer."""
-    used = {p for call in graph.calls.values() for p in call.parameters}
+def _trained(graph: Graph) -> dict[str, int]:
+    """Bytes of the trained parameters; a saved graph knows only sizes per layer."""
     if graph.executable is not None:
-        model = graph.module.model
-        every = {n: p for n, p in model.named_parameters(remove_duplicate=False) if n in used}
-        trained = {n: p.numel() * p.element_size() for n, p in every.items() if p.requires_grad}
-        rest = {n: p.numel() * p.element_size() for n, p in every.items() if not p.requires_grad}
-        buffers = {n: b.numel() * b.element_size() for n, b in model.named_buffers(remove_duplicate=False) if n in used}
-        return trained, rest | buffers
+        used = {p for call in graph.calls.values() for p in call.parameters}
+        every = graph.module.model.named_parameters(remove_duplicate=False)
+        return {n: p.numel() * p.element_size() for n, p in every if n in used and p.requires_grad}
     sizes: dict[str, int] = {}
     for call in graph.calls.values():
         new = [p for p in call.parameters if p not in sizes and not _is_buffer(p)]
         item = _item(graph.values[call.outputs[0]]) if call.outputs else 4
         for i, parameter in enumerate(new):
             sizes[parameter] = graph.blocks[call.block].parameters * item if i == 0 else 0
-    return sizes, {}
+    return sizes
 
 
 def _is_buffer(name: str) -> bool:
