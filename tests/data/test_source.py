@@ -37,8 +37,21 @@ def test_a_batch_is_scaled_by_channel_whatever_box_is_read() -> None:
     mean, std = torch.tensor([0.5, 0.4, 0.3]).view(3, 1, 1), torch.tensor([0.1, 0.2, 0.3]).view(3, 1, 1)
     expected = (images.float() / 255 - mean) / std
     assert batch.shape == (2, 3, 6, 5)
-    assert torch.equal(batch.read([(0, 2), (0, 3), (0, 6), (0, 5)]), expected)
-    assert torch.equal(batch.read([(1, 2), (1, 3), (2, 4), (0, 3)]), expected[1:2, 1:3, 2:4, 0:3])
+    assert torch.equal(batch.tensor(), expected)
+    box = batch.read([(1, 2), (0, 3), (2, 4), (0, 3)])
+    assert torch.equal(box, images[1:2, :, 2:4, 0:3])
+    assert torch.equal(batch.prepare(box), expected[1:2, :, 2:4, 0:3])
+
+
+def test_preparing_leaves_what_was_read_alone() -> None:
+    held = torch.ones(1, 1, 2, 2)
+    assert torch.equal(Batch((ArraySource(held[0]),), mean=(1.0,)).prepare(held), torch.zeros(1, 1, 2, 2))
+    assert (held == 1).all()
+
+
+def test_numbers_for_other_channels_are_refused() -> None:
+    with pytest.raises(DataError, match="mean has 3 numbers; the images have 1 channels"):
+        Batch((ArraySource(torch.zeros(1, 4, 4)),), mean=(0.1, 0.2, 0.3))
 
 
 def test_a_batch_of_two_sizes_is_refused() -> None:

@@ -95,14 +95,17 @@ class ArraySource:
 
 @dataclass(frozen=True)
 class Batch:
-    """Sources of one shape as a batch of floating-point images, still lazy: what a network is given.
+    """Sources of one shape as the input of a network: a batch of floating-point images, still lazy.
 
-    Values are ``(x / scale - mean) / std``, each by channel, computed on the box that was read. The scale is 255 for
-    bytes, 65535 for 16-bit integers, and 1 for floating-point numbers, unless said.
+    `read` gives the values as they are stored (bytes stay bytes until they are on the device); `prepare` makes them
+    ``(x / scale - mean) / std``, the last two by channel. The scale is 255 for bytes, 65535 for 16-bit integers, and 1
+    for floating-point numbers, unless said. `tensor` does both for the whole batch.
 
     >>> images = Batch((ArraySource(torch.full((3, 4, 4), 51, dtype=torch.uint8)),))
-    >>> images.shape, images.read([(0, 1), (0, 1), (0, 1), (0, 1)]).item()
-    ((1, 3, 4, 4), 0.20000000298023224)
+    >>> images.shape, images.read([(0, 1), (0, 3), (0, 1), (0, 1)]).flatten().tolist()
+    ((1, 3, 4, 4), [51, 51, 51])
+    >>> images.tensor()[0, 0, 0, 0].item()
+    0.20000000298023224
     """
 
     sources: tuple[Source, ...]
@@ -116,6 +119,9 @@ class Batch:
         if len(shapes) != 1:
             found = ", ".join(sorted(map(_times, shapes))) or "none"
             raise DataError(f"a batch needs images of one shape; given {found}; use --batch 1 or crop them")
+        for name, numbers in (("mean", self.mean), ("std", self.std)):
+            if numbers and len(numbers) != self.shape[1]:
+                raise DataError(f"{name} has {len(numbers)} numbers; the images have {self.shape[1]} channels")
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -123,20 +129,26 @@ class Batch:
         return (len(self.sources), *self.sources[0].shape)
 
     def read(self, region: Region) -> Tensor:
-        """One box of the batch, scaled."""
+        """One box of the batch, as stored."""
         (first, last), *rest = spans(region, self.shape)
-        boxes = [self._scaled(source.read(rest), rest[0]) for source in self.sources[first:last]]
-        return torch.stack(boxes) if boxes else torch.empty((0, *(b - a for a, b in rest)), dtype=self.dtype)
+        if first == last:
+            return torch.empty((0, *(b - a for a, b in rest)), dtype=self.sources[0].dtype)
+        return torch.stack([source.read(rest) for source in self.sources[first:last]])
 
-    def _scaled(self, box: Tensor, channels: Span) -> Tensor:
-        scale = self.scale or {torch.uint8: 255.0, torch.uint16: 65535.0}.get(box.dtype, 1.0)
-        values = box.to(self.dtype)
-        values = values / scale if scale != 1.0 else values
-        for numbers, function in ((self.mean, values.sub_), (self.std, values.div_)):
+    def prepare(self, crop: Tensor) -> Tensor:
+        """A box of all channels, on any device, as the network sees it."""
+        scale = self.scale or {torch.uint8: 255.0, torch.uint16: 65535.0}.get(crop.dtype, 1.0)
+        values = crop.to(self.dtype)
+        values = values / scale if scale != 1.0 else values.clone()
+        for numbers, apply in ((self.mean, values.sub_), (self.std, values.div_)):
             if numbers:
-                by_channel = torch.tensor(numbers[slice(*channels)], dtype=self.dtype)
-                function(by_channel.reshape(-1, *(1 for _ in box.shape[1:])))
+                by_channel = torch.tensor(numbers, dtype=self.dtype, device=crop.device)
+                apply(by_channel.reshape(1, -1, *(1 for _ in crop.shape[2:])))
         return values
+
+    def tensor(self) -> Tensor:
+        """The whole batch, in memory."""
+        return self.prepare(self.read([(0, n) for n in self.shape]))
 
 
 def _times(shape: Sequence[int]) -> str:
