@@ -1,5 +1,7 @@
 """outcore: train networks that do not fit, and fill the GPU with the ones that do."""
 
+from typing import TYPE_CHECKING, Any
+
 from outcore import models as models
 from outcore.cost.costs import Costs as Costs
 from outcore.cost.estimate import estimate as estimate
@@ -14,3 +16,20 @@ from outcore.plan_document import Plan as Plan
 from outcore.planner import plan as plan
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from outcore.fusion import fuse as fuse
+    from outcore.run import Engine as Engine
+
+
+def __getattr__(name: str) -> Any:
+    """What is imported when it is first used."""
+    if name == "Engine":
+        from outcore.run import Engine
+
+        return Engine
+    if name == "fuse":
+        from outcore.fusion import fuse
+
+        return fuse
+    raise AttributeError(f"module 'outcore' has no attribute {name!r}")

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 __all__ = [
     "CaptureError",
+    "CheckpointError",
+    "ConfigError",
     "DataError",
+    "EngineError",
     "JobError",
     "MachineError",
     "ModelError",
@@ -17,6 +20,8 @@ __all__ = [
     "PlanError",
     "ProgramError",
     "ScanError",
+    "StreamError",
+    "TrainError",
 ]
 
 
@@ -30,6 +35,10 @@ class JobError(OutcoreError, ValueError):
 
 class CaptureError(OutcoreError, RuntimeError):
     """A model cannot be recorded; names the block and the source line."""
+
+
+class FuseError(OutcoreError, ValueError):
+    """Models cannot be trained as one as given; names the member, the parameter or the setting."""
 
 
 class MachineError(OutcoreError, ValueError):
@@ -54,3 +63,23 @@ class ProgramError(OutcoreError, ValueError):
 
 class DataError(OutcoreError, ValueError):
     """A slide, volume or table cannot be read as given; names the file, and the tile or row."""
+
+
+class EngineError(OutcoreError, RuntimeError):
+    """A run cannot begin or go on; names the rank, the stage, the block and the cause."""
+
+
+class CheckpointError(OutcoreError, OSError):
+    """A checkpoint cannot be written or read; the last good one is kept."""
+
+
+class StreamError(OutcoreError, ValueError):
+    """A network cannot be streamed as asked; names the block, the reason and what would work."""
+
+
+class ConfigError(OutcoreError, ValueError):
+    """A setting of a training run has a name or a value that is not known; names the nearest that is."""
+
+
+class TrainError(OutcoreError, RuntimeError):
+    """A training run cannot go on; says at which step and example, and what to change."""

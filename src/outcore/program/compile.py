@@ -43,8 +43,9 @@ def compile_program(
     replicas: int = 1,
     ahead: int = 1,
     training: bool = True,
+    placement: Sequence[int] | None = None,
 ) -> Program:
-    """The program of a named schedule, one stage to a rank.
+    """The program of a named schedule, one stage to a rank unless placed otherwise.
 
     >>> print(compile_program(Stages.uniform(2), "gpipe", micro_batches=2))
     gpipe: 2 ranks, 16 instructions
@@ -59,6 +60,7 @@ def compile_program(
         replicas: data-parallel replicas, each on as many ranks as there are stages (GEMS has two networks on each).
         ahead: how many computes before it is needed a receive is issued.
         training: False for forwards alone, which evaluate and change nothing.
+        placement: the rank of each stage inside a pipeline; several may share one under model-parallel and gpipe.
     """
     chosen = schedule_named(schedule)
     batches = batches if batches is not None else chosen.batches or chosen.replicas
@@ -70,12 +72,37 @@ def compile_program(
             f"{schedule} takes {chosen.batches} batches before a reduction, got {batches}; gems-master takes any number"
         )
     depth = len(stages)
-    orders = []
-    for pipeline in range(replicas):
-        for rank in range(depth):
-            order = (c for c in chosen.order(rank, depth, micro_batches, batches) if training or isinstance(c, Forward))
-            orders.append([type(c)(c.stage, c.micro_batch, pipeline * chosen.replicas + c.replica) for c in order])
+    rows = [
+        [c for c in chosen.order(rank, depth, micro_batches, batches) if training or isinstance(c, Forward)]
+        for rank in range(depth)
+    ]
+    rows = _placed(rows, tuple(placement or range(depth)), micro_batches, chosen.name)
+    orders = [
+        [type(c)(c.stage, c.micro_batch, pipeline * chosen.replicas + c.replica) for c in row]
+        for pipeline in range(replicas)
+        for row in rows
+    ]
     return assemble(stages, orders, name=schedule, ahead=ahead)
+
+
+def _placed(
+    rows: list[list[Compute]], placement: tuple[int, ...], micro_batches: int, schedule: str
+) -> list[list[Compute]]:
+    """What each rank computes when stage k is on rank ``placement[k]``; all ranks follow one order of the whole."""
+    if len(placement) != len(rows) or set(placement) != set(range(max(placement) + 1)):
+        raise ProgramError(f"placement {list(placement)} must name a rank for each of {len(rows)} stages, from 0 on")
+    if len(set(placement)) < len(placement) and schedule not in ("model-parallel", "gpipe"):
+        raise ProgramError(f"{schedule} takes one stage to a rank; place several under model-parallel or gpipe")
+    placed: list[list[Compute]] = [[] for _ in range(max(placement) + 1)]
+    for slot, row in enumerate(rows):
+        placed[placement[slot]].extend(row)
+
+    def place_in_step(compute: Compute) -> tuple[int, ...]:
+        forward = isinstance(compute, Forward)
+        batch = compute.micro_batch // (micro_batches if schedule == "gpipe" else 1)
+        return batch, 0 if forward else 1, compute.micro_batch, compute.stage if forward else -compute.stage
+
+    return [sorted(row, key=place_in_step) if placement.count(r) > 1 else row for r, row in enumerate(placed)]
 
 
 def assemble(stages: Stages, orders: Sequence[Sequence[Compute]], *, name: str, ahead: int = 1) -> Program:

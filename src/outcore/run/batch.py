@@ -1,0 +1,105 @@
+"""Batches: what a step is given, cut into micro-batches, and described to ranks that were not given it.
+
+Inputs and targets are whatever the user's model and loss take: tensors in tuples, lists and dictionaries. Tensors whose
+first dimension is that of the batch (of the first tensor of the inputs) are cut along it, the others go whole to every
+micro-batch. Parts differ in size by at most one row, larger ones first.
+
+A rank that holds only middle stages needs shapes, not data. `describe` turns a batch into plain JSON, `stand_in` makes
+meta tensors of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from outcore.errors import EngineError
+from outcore.graph.structure import leaves, substitute
+
+__all__ = ["arguments", "cut", "describe", "fingerprint", "parts", "rows", "stand_in"]
+
+_PLAIN = (int, float, bool, str, type(None))
+
+
+def rows(inputs: Any) -> int:
+    """How many samples a batch has: the first dimension of its first tensor."""
+    for _, tensor in leaves(inputs, torch.Tensor):
+        if tensor.ndim:
+            return int(tensor.shape[0])
+    raise EngineError("the batch has no tensor with a first dimension to cut; give inputs with the samples in it")
+
+
+def parts(count: int, pieces: int) -> list[int]:
+    """Sizes of micro-batches.
+
+    >>> parts(10, 4)
+    [3, 3, 2, 2]
+    """
+    return [count // pieces + (i < count % pieces) for i in range(pieces)]
+
+
+def cut(batch: Any, count: int, sizes: Sequence[int]) -> list[Any]:
+    """A batch of `count` samples as micro-batches of the given sizes."""
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+
+    def rows_of(tensor: torch.Tensor, end: int, size: int) -> torch.Tensor:
+        return tensor[end - size : end] if tensor.ndim and tensor.shape[0] == count else tensor
+
+    return [
+        substitute(batch, torch.Tensor, partial(rows_of, end=end, size=size))
+        for end, size in zip(ends, sizes, strict=True)
+    ]
+
+
+def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Inputs as the arguments of ``forward``: a dictionary by name, a tuple or list by position, else the only one."""
+    if isinstance(inputs, dict):
+        return (), inputs
+    if type(inputs) in (tuple, list):
+        return tuple(inputs), {}
+    return (inputs,), {}
+
+
+def describe(batch: Any) -> Any:
+    """A batch as plain JSON: tensors by shape, stride and dtype."""
+    if isinstance(batch, torch.Tensor):
+        return {"tensor": [list(batch.shape), list(batch.stride()), str(batch.dtype).removeprefix("torch.")]}
+    if isinstance(batch, dict):
+        return {"dict": [[str(k), describe(v)] for k, v in batch.items()]}
+    if type(batch) in (tuple, list):
+        return {"tuple" if type(batch) is tuple else "list": [describe(v) for v in batch]}
+    if isinstance(batch, _PLAIN):
+        return {"plain": batch}
+    return {"object": f"{type(batch).__module__}.{type(batch).__qualname__}"}
+
+
+def stand_in(description: Any) -> Any:
+    """A batch of meta tensors from its description."""
+    ((kind, content),) = description.items()
+    match kind:
+        case "tensor":
+            shape, stride, dtype = content
+            return torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device="meta")
+        case "dict":
+            return {key: stand_in(value) for key, value in content}
+        case "tuple":
+            return tuple(stand_in(value) for value in content)
+        case "list":
+            return [stand_in(value) for value in content]
+        case "plain":
+            return content
+        case _:
+            raise EngineError(
+                f"the batch holds a {content}, which ranks without data cannot know; give it to all ranks"
+            )
+
+
+def fingerprint(description: Any) -> int:
+    """A number that is the same for batches of the same form, on every rank."""
+    text = json.dumps(description, sort_keys=True).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")

@@ -1,0 +1,176 @@
+"""A form: the network recorded for one shape of micro-batch in one mode, with the parts that are on this rank.
+
+Recordings are keyed by shapes, dtypes and training flags; another key is another form, recorded when it first appears
+and kept. Names of values and calls are the same in all forms, so one program runs micro-batches of different sizes, and
+the program of a plan made for one batch size runs another. In eval mode a model may call other functions than in
+training; calls that training does not know go where their inputs are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from outcore.errors import PlanError
+from outcore.graph import Graph, capture
+from outcore.graph.recording import Recording
+from outcore.graph.structure import substitute
+from outcore.plan_document import Plan, place_calls
+from outcore.program import Edge, Stage, Stages
+from outcore.run.batch import arguments
+from outcore.run.draws import random_calls
+from outcore.run.part import Part
+from outcore.run.wire import Layout
+
+__all__ = ["Form", "Forms", "edges_of", "flags_of", "place_like"]
+
+
+class Form:
+    """The network for one key."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        model: nn.Module,
+        stage_of: Mapping[str, int],
+        own: Iterable[int],
+        device: torch.device,
+        depth: int,
+    ) -> None:
+        recorded, self.recording = _executable(graph)
+        self.graph, self.stage_of = graph, stage_of
+        random = random_calls(graph)
+        self.parts: dict[int, Part] = {}
+        for stage in own:
+            calls = {name for name, k in stage_of.items() if k == stage}
+            part = self.parts[stage] = Part(graph, model, self.recording, calls, random)
+            if device.type != "cpu" or recorded is not model:
+                part.relocate(device)
+        self.layouts = {name: Layout.of(value) for name, value in graph.values.items()}
+        self.last = depth - 1
+        self.edges = tuple(replace(edge, bytes=0) for edge in edges_of(graph, stage_of, depth))
+        """What crosses between stages; sizes are in the layouts."""
+
+    def needs_inputs(self, stage: int) -> bool:
+        """Whether a stage reads what the model is given."""
+        of_loss = stage == self.last and any(name in self.graph.inputs for name in self.graph.outputs)
+        return of_loss or any(
+            self.stage_of[call] == stage for name in self.graph.inputs for call in self.graph.values[name].consumers
+        )
+
+
+class Forms:
+    """All forms of a model that were needed so far.
+
+    `model` holds the weights of this rank's stages; `skeleton` is what is recorded: the model itself, or the same model
+    on the meta device, so that no rank needs all the weights.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        skeleton: nn.Module,
+        plan: Plan,
+        device: torch.device,
+        autocast: torch.dtype | None,
+    ) -> None:
+        self.model, self.skeleton = model, skeleton
+        self.plan, self.device, self.autocast = plan, device, autocast
+        self.own: tuple[int, ...] = ()
+        self._known: dict[tuple[Any, ...], Form] = {}
+        self._stage_of: dict[str, int] = {}
+
+    def first(self, graph: Graph) -> Stages:
+        """Check the plan against a first recording, made in training, and say what its stages are."""
+        self._stage_of = place_calls(graph, self.plan.stages)
+        depth = len(self.plan.stages)
+        sizes = {n: p.numel() * p.element_size() for n, p in self.skeleton.named_parameters(remove_duplicate=False)}
+        trained = {n for n, p in self.skeleton.named_parameters(remove_duplicate=False) if p.requires_grad}
+        stages = []
+        for k in range(depth):
+            calls = tuple(c for c, stage in self._stage_of.items() if stage == k)
+            held = {p for c in calls for p in graph.calls[c].parameters if p in sizes}
+            weights = sum(sizes[p] for p in held)
+            stages.append(Stage(calls, 0.0, 0.0, 0, 0, weights, sum(sizes[p] for p in held & trained), 0))
+        return Stages(tuple(stages), edges_of(graph, self._stage_of, depth))
+
+    @property
+    def stage_of(self) -> Mapping[str, int]:
+        """The stage of every call in training."""
+        return self._stage_of
+
+    def record(self, inputs: Any) -> Graph:
+        """The graph for inputs, real or meta, in the modes the model is in."""
+        if self.skeleton is not self.model:
+            _copy_flags(self.model, self.skeleton)
+            inputs = substitute(inputs, torch.Tensor, lambda t: t.to("meta"))
+        args, kwargs = arguments(inputs)
+        with self.modes("cpu"):
+            return capture(self.skeleton, args, kwargs)
+
+    def modes(self, device: str | None = None) -> contextlib.AbstractContextManager[Any]:
+        """The autocast that forwards run under."""
+        if self.autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(device or self.device.type, dtype=self.autocast)
+
+    def find(self, fingerprint: int, inputs: Any) -> Form:
+        """The form for a micro-batch with that fingerprint; recorded now if it is new."""
+        key = (fingerprint, flags_of(self.model))
+        form = self._known.get(key)
+        if form is None:
+            graph = self.record(inputs)
+            if len(self.plan.stages) > 1 and _executable(graph)[1].uses_data:
+                raise PlanError(
+                    f"{graph.root.type} looks at the numbers in its tensors ({'; '.join(graph.notes)}), so it cannot "
+                    "be cut; use a plan of one stage"
+                )
+            stage_of = place_like(graph, self._stage_of)
+            form = Form(graph, self.model, stage_of, self.own, self.device, len(self.plan.stages))
+            self._known[key] = form
+        return form
+
+
+def edges_of(graph: Graph, stage_of: Mapping[str, int], depth: int) -> tuple[Edge, ...]:
+    """The values that cross from stage to stage; outputs of the model go to the last, where the loss is."""
+    edges = []
+    for name, value in graph.values.items():
+        if value.producer is None:
+            continue
+        home = stage_of[value.producer]
+        places = {stage_of[c] for c in value.consumers} | ({depth - 1} if name in graph.outputs else set())
+        if targets := tuple(sorted(places - {home})):
+            edges.append(Edge(name, home, targets, value.bytes, value.requires_grad))
+    return tuple(edges)
+
+
+def flags_of(model: nn.Module) -> tuple[Any, ...]:
+    """What Python code of a model may look at and a recording depends on."""
+    training = tuple(module.training for module in model.modules())
+    return training, tuple(parameter.requires_grad for parameter in model.parameters())
+
+
+def _copy_flags(model: nn.Module, skeleton: nn.Module) -> None:
+    for mine, theirs in zip(model.modules(), skeleton.modules(), strict=True):
+        theirs.training = mine.training
+    for here, there in zip(model.parameters(), skeleton.parameters(), strict=True):
+        there.requires_grad_(here.requires_grad)
+
+
+def place_like(graph: Graph, known: Mapping[str, int]) -> dict[str, int]:
+    """The stage of every call, as in another recording of the same model."""
+    stage_of: dict[str, int] = {}
+    for name, call in graph.calls.items():
+        before = [stage_of[p] for v in call.inputs if (p := graph.values[v].producer) is not None]
+        stage_of[name] = max([known.get(name, 0), *before])
+    return stage_of
+
+
+def _executable(graph: Graph) -> tuple[nn.Module, Recording]:
+    assert graph.executable is not None
+    return graph.executable[0].model, graph.executable[1]

@@ -1,0 +1,150 @@
+"""A stage's part of the network, as it runs on one rank for one form of micro-batch.
+
+`Part` is a `Subgraph` (the user's own modules and calls) that also seeds random calls, notes which call is running (so
+that a failure can be named), and runs on another device than it was recorded on. `Part.run` is the one place through
+which every forward of the engine goes: the engine takes an `execute` function in its stead, and that is where policies
+for saved values act inside a stage.
+
+`arrive` brings a tensor from another stage into autograd without keeping it: what comes back as gradient is put into a
+slot, and the tensor itself lives only as long as the part's own backward needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from outcore.graph import Graph
+from outcore.graph.recording import Context, Recording, Ref, Step, Tape
+from outcore.graph.structure import leaves, substitute
+from outcore.graph.subgraph import Subgraph
+from outcore.run.draws import Draws
+
+__all__ = ["Execute", "Part", "Place", "Slot", "arrive", "relocate"]
+
+Values: TypeAlias = dict[str, torch.Tensor]
+
+
+@dataclass(slots=True)
+class Place:
+    """What a rank is doing; read by others when something goes wrong."""
+
+    stage: int = -1
+    doing: str = "start"
+    micro_batch: int = -1
+    call: str = ""
+    step: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return {
+            "stage": self.stage,
+            "doing": self.doing,
+            "micro_batch": self.micro_batch,
+            "call": self.call,
+            "step": self.step,
+        }
+
+
+class Part(Subgraph):
+    """Some calls of a graph on one rank."""
+
+    def __init__(
+        self, graph: Graph, model: nn.Module, recording: Recording, calls: set[str], random: frozenset[str]
+    ) -> None:
+        super().__init__(graph, model, recording, calls)
+        self._random = frozenset(calls & random)
+        self.place = Place()
+
+    def run(self, inputs: Values, draws: Draws) -> Values:
+        """Run the calls with the random numbers of a micro-batch."""
+        if not self._random:
+            return self._run(inputs, None)
+        with draws.aside():
+            return self._run(inputs, draws)
+
+    def _run(self, inputs: Values, draws: Draws | None) -> Values:
+        values = {name: inputs[name].clone() if name in self._copied else inputs[name] for name in self.inputs}
+        inputs.clear()  # what is not needed any more must not live until the end
+        tape = _Tape(self, values, draws)
+        tape.run(self._steps, self._ambient)
+        return {name: tape.values[name] for name in self.outputs}
+
+    def relocate(self, device: torch.device) -> None:
+        """Run what was recorded on the host on another device."""
+        self._steps = [relocate(step, device, self._ambient) for step in self._steps]
+        used = {ref.name for s in self._steps for _, ref in leaves((s.args, s.kwargs), Ref) if ref.kind == "constant"}
+        self._constants = {name: self._constants[name].to(device) for name in used}
+
+
+Execute: TypeAlias = Callable[[Part, Values, Draws], Values]
+"""Runs a part on its inputs: `Part.run`, or something that keeps less for backward."""
+
+
+class _Tape(Tape):
+    def __init__(self, part: Part, values: Values, draws: Draws | None) -> None:
+        super().__init__(part, part._constants, values)
+        self._draws, self._random, self._place = draws, part._random, part.place
+
+    def step(self, step: Step) -> None:
+        self._place.call = step.name
+        if self._draws is not None and step.name in self._random:
+            self._draws.seed(step.name)
+        super().step(step)
+
+
+def relocate(step: Step, device: torch.device, ambient: Context) -> Step:
+    """A step recorded on the host, for another device: the devices in its arguments and modes are exchanged."""
+
+    def there(found: torch.device) -> torch.device:
+        return device if found.type in ("cpu", "meta") else found
+
+    context = step.context
+    if context != ambient:
+        context = replace(
+            context, autocast=tuple((device.type if d == "cpu" else d, on, t) for d, on, t in context.autocast)
+        )
+    return replace(
+        step,
+        args=substitute(step.args, torch.device, there),
+        kwargs=substitute(step.kwargs, torch.device, there),
+        context=context,
+    )
+
+
+@dataclass(slots=True)
+class Slot:
+    """Where the gradient of an arrived tensor is put."""
+
+    shape: torch.Size
+    gradient: torch.Tensor | None = field(default=None)
+
+
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, trigger: torch.Tensor, tensor: torch.Tensor, slot: Slot) -> torch.Tensor:
+        ctx.slot = slot
+        ctx.set_materialize_grads(False)
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        ctx.slot.gradient = gradients[0]
+        return None, None, None
+
+
+_TRIGGERS: dict[torch.device, torch.Tensor] = {}
+
+
+def arrive(tensor: torch.Tensor) -> tuple[torch.Tensor, Slot]:
+    """The tensor as an input whose gradient is wanted, and where that will be."""
+    trigger = _TRIGGERS.get(tensor.device)
+    if trigger is None:
+        trigger = _TRIGGERS[tensor.device] = torch.zeros((), device=tensor.device, requires_grad=True)
+    slot = Slot(tensor.shape)
+    made: torch.Tensor = _Arrive.apply(trigger, tensor, slot)  # type: ignore[no-untyped-call]
+    return made, slot

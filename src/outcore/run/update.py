@@ -1,0 +1,203 @@
+"""From gradients to new weights: reduction over copies, one loss scale, clipping over all stages, the user's optimizer.
+
+Reductions run while other stages still compute: `reduce` starts one, `step` waits for all. The gradients of a share
+travel as one row, together with a mark per parameter that says whether it has one: a parameter that nothing used this
+step keeps no gradient at all, as in plain PyTorch, instead of one that is zero. Afterwards the gradients are views of
+that row. Every copy gets the same sums, bit for bit, and takes the same step.
+
+Clipping and the search for infinities look at all parameters of the model once, wherever they are: the norms of all
+ranks are put into one row in the order of the model's parameters, and every rank computes the same total from it, with
+the same operations as `torch.nn.utils.clip_grad_norm_`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from outcore.errors import EngineError
+from outcore.program import Reduce
+from outcore.run.holdings import Holdings, Share
+from outcore.run.world import World
+
+__all__ = ["LossScale", "Update"]
+
+_BY_GLOO = frozenset((torch.float64, torch.float32, torch.float16, torch.bfloat16))
+
+
+@dataclass(slots=True)
+class LossScale:
+    """The factor that keeps float16 gradients from vanishing; halved after an overflow, doubled after a quiet while."""
+
+    scale: float = 65536.0
+    growth: float = 2.0
+    backoff: float = 0.5
+    interval: int = 2000
+    quiet: int = 0
+
+    def update(self, overflowed: bool) -> None:
+        """Learn from a step, as torch's GradScaler does."""
+        if overflowed:
+            self.scale, self.quiet = self.scale * self.backoff, 0
+            return
+        self.quiet += 1
+        if self.quiet == self.interval:
+            self.scale, self.quiet = self.scale * self.growth, 0
+
+
+@dataclass(slots=True)
+class _Started:
+    share: Share
+    rows: list[tuple[torch.Tensor, torch.Tensor, list[str], Any]]
+    """Row on its device, row on the host, names of parameters, work."""
+    began: float
+
+
+class Update:
+    """What happens to gradients on one rank."""
+
+    def __init__(
+        self,
+        world: World,
+        holdings: Holdings,
+        parameters: Mapping[str, nn.Parameter],
+        names: Sequence[str],
+        groups: Mapping[tuple[int, ...], Any],
+        *,
+        clip_norm: float | None,
+        scale: LossScale | None,
+    ) -> None:
+        self.world, self.holdings, self.parameters, self.names = world, holdings, parameters, names
+        self.clip_norm, self.scale = clip_norm, scale
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.norm: float | None = None
+        """Of all gradients in the last step, before clipping; known where clipping is on."""
+        self.skipped = 0
+        """Steps left out because of an overflow."""
+        self.on_reduced: Callable[[Share, float, float, int], None] = lambda *_: None
+        self.before_step: Callable[[], None] = lambda: None
+        """Called when all gradients are there, unscaled and clipped."""
+        self._groups = groups
+        self._owner = holdings.owner()
+        self._started: list[_Started] = []
+        self._norm_dtype = torch.float32
+
+    def set_precision(self, dtypes: set[torch.dtype]) -> None:
+        """The dtypes of all parameters of the model, the same on every rank: norms are added in the widest."""
+        self._norm_dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+
+    def reduce(self, instruction: Reduce) -> None:
+        """Start to add the gradients of a stage over the ranks that hold it."""
+        for share in self.holdings.shares:
+            if share.stages == (instruction.stage,):
+                self._start(share)
+
+    def step(self) -> None:
+        """Wait for all reductions, then unscale, clip and step."""
+        for share in self.holdings.shares:
+            if share.tied and self.world.rank in share.ranks and len(share.ranks) > 1:
+                self._start(share)
+        while self._started:
+            self._finish(self._started.pop(0))
+        overflowed = self._unscale() if self.scale is not None else False
+        if self.clip_norm is not None and not overflowed:
+            self._clip(self.clip_norm)
+        self.before_step()
+        if overflowed:
+            self.skipped += 1
+        elif self.optimizer is not None:
+            self.optimizer.step()
+        if self.scale is not None:
+            self.scale.update(overflowed)
+        self.zero()
+
+    def zero(self) -> None:
+        """Forget all gradients."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def abandon(self) -> None:
+        """Drop what is under way after a failure."""
+        self._started.clear()
+
+    # Reduction
+
+    def _start(self, share: Share) -> None:
+        wanted = [n for n in share.names if self.parameters[n].requires_grad]
+        by_dtype: dict[torch.dtype, list[str]] = {}
+        for name in wanted:
+            by_dtype.setdefault(self.parameters[name].dtype, []).append(name)
+        rows = []
+        began = time.perf_counter()
+        for dtype, names in by_dtype.items():
+            row = self._row(names, dtype if dtype in _BY_GLOO else torch.float32)
+            host = row if row.device.type == "cpu" else row.cpu()
+            work = dist.all_reduce(host, group=self._groups[share.stages], async_op=True)
+            rows.append((row, host, names, work))
+        self._started.append(_Started(share, rows, began))
+
+    def _row(self, names: Sequence[str], dtype: torch.dtype) -> torch.Tensor:
+        """Gradients one after the other, then a mark for each: 1 where there is one."""
+        parameters = [self.parameters[name] for name in names]
+        total = sum(p.numel() for p in parameters)
+        row = torch.empty(total + len(names), dtype=dtype, device=parameters[0].device)
+        at = 0
+        for p in parameters:
+            part = row[at : at + p.numel()].view(p.shape)
+            part.zero_() if p.grad is None else part.copy_(p.grad)
+            p_has = p.grad is not None
+            p.grad = None
+            row[total] = float(p_has)
+            total, at = total + 1, at + p.numel()
+        return row
+
+    def _finish(self, started: _Started) -> None:
+        nbytes = 0
+        for row, host, names, work in started.rows:
+            work.wait()
+            if host is not row:
+                row.copy_(host)
+            nbytes += row.numel() * row.element_size()
+            marks = host[-len(names) :].tolist()
+            at = 0
+            for name, mark in zip(names, marks, strict=True):
+                p = self.parameters[name]
+                if mark:
+                    p.grad = row[at : at + p.numel()].view(p.shape).to(p.dtype)
+                at += p.numel()
+        self.on_reduced(started.share, started.began, time.perf_counter(), nbytes)
+
+    # Over all parameters
+
+    def _unscale(self) -> bool:
+        """Divide by the loss scale; whether any gradient of any rank is not finite."""
+        assert self.scale is not None
+        bad = torch.zeros(1)
+        factor = 1.0 / self.scale.scale
+        for parameter in self.parameters.values():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+                bad += float(not bool(torch.isfinite(parameter.grad).all()))
+        return bool(self.world.sum_(bad).item())
+
+    def _clip(self, limit: float) -> None:
+        norms = torch.zeros(len(self.names), dtype=torch.float64)
+        for i, name in enumerate(self.names):
+            parameter = self.parameters.get(name)
+            if parameter is not None and parameter.grad is not None and self._owner[name] == self.world.rank:
+                norms[i] = torch.linalg.vector_norm(parameter.grad).item()
+        norms = self.world.sum_(norms)
+        total = torch.linalg.vector_norm(norms.to(self._norm_dtype))
+        self.norm = float(total)
+        if not torch.isfinite(total):
+            raise EngineError(f"the norm of all gradients is {self.norm}; the loss or the model has overflowed")
+        factor = (limit / (total + 1e-6)).clamp(max=1.0)
+        for parameter in self.parameters.values():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor.to(parameter.grad.device))

@@ -1,0 +1,283 @@
+"""Executes the instructions of one rank, one step at a time.
+
+Instructions are taken in order. Forwards and backwards compute here and now; sends and receives are handed to the wire
+and return at once; a compute waits for what it needs and nothing else does. A value is made once and goes straight to
+every stage that uses it; the gradients that come back from several users are added, the furthest user's first, as
+autograd would. What a forward leaves for its backward is the edge into autograd's graph, not the tensor: memory that
+backward does not need is free as soon as it has been sent.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from outcore.graph.recording import Ref, fill
+from outcore.program import Backward, Edge, Event, Forward, OptimizerStep, Receive, Reduce, Send
+from outcore.program.instructions import Instruction, Key
+from outcore.program.timeline import COMPUTE
+from outcore.run.draws import Draws
+from outcore.run.form import Form, Forms
+from outcore.run.part import Execute, Place, Slot, arrive
+from outcore.run.wire import Incoming, Layout, Outgoing, Wire
+
+__all__ = ["Pass", "Piece", "Worker"]
+
+Of = tuple[int, int, int]
+"""Stage, micro-batch, replica."""
+
+
+@dataclass(slots=True)
+class Piece:
+    """A micro-batch as this rank knows it."""
+
+    form: Form
+    inputs: Mapping[str, torch.Tensor]
+    """Tensors the model is given, by name; empty where the rank has no data."""
+    targets: Any
+    weight: float
+    """Its share in the loss of the step."""
+    number: int
+    """Among all micro-batches of the step, over all replicas."""
+
+
+@dataclass(slots=True)
+class Pass:
+    """What one run through a program is given, and what it leaves."""
+
+    pieces: Sequence[Piece]
+    training: bool
+    seed: int
+    step: int
+    scale: float
+    weights: Sequence[float]
+    """Share of every micro-batch of the step in its loss, over all replicas."""
+    losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Loss of each micro-batch, where the last stage is here."""
+    outputs: dict[int, Any] = field(default_factory=dict)
+    """What the model returned, where it is asked for."""
+
+
+@dataclass(slots=True)
+class _Flight:
+    """What a forward left for its backward."""
+
+    roots: dict[str, GradientEdge | None]
+    slots: dict[str, Slot]
+    loss: torch.Tensor | None
+
+
+class Worker:
+    """One rank's part in running programs."""
+
+    def __init__(
+        self,
+        forms: Forms,
+        wire: Wire | None,
+        loss: Callable[[Any, Any], torch.Tensor] | None,
+        execute: Execute,
+        place: Place,
+        *,
+        rank: int,
+        update: Any,
+    ) -> None:
+        self.forms, self.wire, self.loss, self.execute, self.place = forms, wire, loss, execute, place
+        self.rank, self.update = rank, update
+        self.events: list[Event] = []
+        self.keep_outputs = False
+        self._flights: dict[Of, _Flight] = {}
+        self._made: dict[Key, torch.Tensor] = {}
+        self._coming: dict[Key, Incoming] = {}
+        self._going: list[Outgoing] = []
+
+    def run(self, instructions: Sequence[Instruction], tags: Mapping[Key, int], run: Pass, *, update: bool) -> None:
+        """Execute a program's instructions for this rank; with `update` also reductions and the optimizer."""
+        self.events.clear()
+        self._start = time.perf_counter()
+        self._run, self._tags = run, tags
+        incoming, outgoing = self._edges(run.pieces[0].form)
+        stepped = False
+        steps = sum(isinstance(i, OptimizerStep) for i in instructions)
+        for instruction in instructions:
+            match instruction:
+                case Receive():
+                    self._receive(instruction)
+                case Send():
+                    self._send(instruction)
+                case Forward():
+                    self._at("forward", instruction)
+                    self._forward(instruction, incoming, outgoing)
+                case Backward():
+                    self._at("backward", instruction)
+                    self._backward(instruction, incoming, outgoing)
+                case Reduce() if update:
+                    self.place.stage, self.place.doing = instruction.stage, "reduce"
+                    self.update.reduce(instruction)
+                case OptimizerStep() if update:
+                    steps -= 1
+                    if not steps:
+                        self.place.stage, self.place.doing = instruction.stage, "optimizer step"
+                        began = time.perf_counter()
+                        self.update.step()
+                        self.record(COMPUTE, "step", str(instruction), began, time.perf_counter(), instruction.stage)
+                        stepped = True
+        if update and not stepped:
+            self.update.step()  # nothing to train here, but norms and overflows concern all ranks
+        self.place.doing = "end of step"
+        for going in self._going:
+            going.finish()
+        self._going.clear()
+        if self.wire is not None:
+            self.wire.end_step()
+
+    def abandon(self) -> None:
+        """Drop what is in flight after a failure."""
+        for held in (self._flights, self._made, self._coming, self._going):
+            held.clear()
+
+    def record(self, stream: str, kind: str, name: str, start: float, end: float, stage: int = -1, *rest: int) -> None:
+        """Note what took time, in seconds since the step began."""
+        self.events.append(Event(self.rank, stream, kind, name, start - self._start, end - self._start, stage, *rest))
+
+    # Computing
+
+    def _forward(self, of: Forward, incoming: Sequence[Sequence[Edge]], outgoing: Sequence[Sequence[Edge]]) -> None:
+        run, piece = self._run, self._run.pieces[of.micro_batch]
+        form, part = piece.form, piece.form.parts[of.stage]
+        values: dict[str, torch.Tensor] = {}
+        slots: dict[str, Slot] = {}
+        for edge in incoming[of.stage]:
+            tensor = self._take((edge.value, of.stage, of.micro_batch, of.replica, False))
+            if edge.has_gradient and run.training:
+                tensor, slots[edge.value] = arrive(tensor)
+            values[edge.value] = tensor
+        is_last = of.stage == form.last
+        of_loss = {n: values[n] for n in form.graph.outputs if n in values} if is_last else {}
+        given = {name: values.pop(name) if name in values else piece.inputs[name] for name in part.inputs}
+        values.clear()
+        began = time.perf_counter()
+        part.place = self.place
+        draws = Draws(run.seed, run.step, piece.number, self.forms.device)
+        with torch.set_grad_enabled(run.training), self.forms.modes():
+            made = self.execute(part, given, draws)
+            loss = self._loss(of, piece, made | of_loss) if is_last else None
+        roots: dict[str, GradientEdge | None] = {}
+        for edge in outgoing[of.stage]:
+            tensor = made[edge.value]
+            if edge.has_gradient and run.training:
+                roots[edge.value] = get_gradient_edge(tensor) if tensor.requires_grad else None
+            for user in edge.targets:
+                self._made[edge.value, user, of.micro_batch, of.replica, False] = tensor.detach()
+        if run.training:
+            self._flights[of.stage, of.micro_batch, of.replica] = _Flight(roots, slots, loss)
+        self._ended("forward", of, began)
+
+    def _loss(self, of: Forward, piece: Piece, made: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        """The weighted loss of a micro-batch, from what the model returns."""
+        recording, part = piece.form.recording, piece.form.parts[of.stage]
+
+        def look(ref: Ref) -> Any:
+            if ref.kind == "value":
+                return made[ref.name] if ref.name in made else piece.inputs[ref.name]
+            return recording.constants[ref.name] if ref.kind == "constant" else part.get_parameter(ref.name)
+
+        output = fill(recording.result, look)
+        if self.keep_outputs:
+            self._run.outputs[of.micro_batch] = output
+        if self.loss is None or (not self._run.training and piece.targets is None):
+            return None
+        self.place.call = "loss"
+        loss = self.loss(output, piece.targets)
+        self._run.losses[of.micro_batch] = loss.detach()
+        return loss * (piece.weight * self._run.scale) if self._run.training else None
+
+    def _backward(self, of: Backward, incoming: Sequence[Sequence[Edge]], outgoing: Sequence[Sequence[Edge]]) -> None:
+        flight = self._flights.pop((of.stage, of.micro_batch, of.replica))
+        roots: list[GradientEdge] = []
+        gradients: list[torch.Tensor] = []
+        if flight.loss is not None:
+            roots.append(get_gradient_edge(flight.loss))
+            gradients.append(torch.ones_like(flight.loss))
+        for edge in outgoing[of.stage]:
+            if not edge.has_gradient:
+                continue
+            back = [self._take((edge.value, u, of.micro_batch, of.replica, True)) for u in reversed(edge.targets)]
+            if (root := flight.roots[edge.value]) is not None:
+                total = back[0]
+                for gradient in back[1:]:
+                    total = total + gradient
+                roots.append(root)
+                gradients.append(total)
+            del back
+        slots, flight = flight.slots, _Flight({}, {}, None)
+        began = time.perf_counter()
+        if roots:
+            torch.autograd.backward(roots, gradients)
+        del roots, gradients
+        layouts, device = self._run.pieces[of.micro_batch].form.layouts, self.forms.device
+        for edge in incoming[of.stage]:
+            if edge.has_gradient:
+                got = slots[edge.value].gradient
+                if got is None:
+                    layout = layouts[edge.value]
+                    got = torch.zeros(layout.shape, dtype=layout.dtype, device=device)
+                self._made[edge.value, of.stage, of.micro_batch, of.replica, True] = got
+        self._ended("backward", of, began)
+
+    # Moving
+
+    def _take(self, key: Key) -> torch.Tensor:
+        """A value or gradient that a compute uses: made here, or received."""
+        if key in self._made:
+            return self._made.pop(key)
+        return self._coming.pop(key).wait()
+
+    def _layout(self, transfer: Send | Receive) -> Layout:
+        return self._run.pieces[transfer.micro_batch].form.layouts[transfer.value]
+
+    def _receive(self, to: Receive) -> None:
+        assert self.wire is not None
+        layout = self._layout(to)
+        labels = (to.stage, to.micro_batch, to.replica, layout.nbytes)
+        kind, name = "gradient" if to.gradient else "value", str(to)
+
+        def done(start: float, end: float) -> None:
+            self.record("receive", kind, name, start, end, *labels)
+
+        self._coming[to.key] = self.wire.receive(layout, to.source, self._tags[to.key], done)
+
+    def _send(self, of: Send) -> None:
+        assert self.wire is not None
+        layout = self._layout(of)
+        labels = (of.stage, of.micro_batch, of.replica, layout.nbytes)
+        kind, name = "gradient" if of.gradient else "value", str(of)
+
+        def done(start: float, end: float) -> None:
+            self.record("send", kind, name, start, end, *labels)
+
+        self._going = [going for going in self._going if not going.ended()]
+        self._going.append(self.wire.send(self._made.pop(of.key), layout, of.target, self._tags[of.key], done))
+
+    # Notes
+
+    def _at(self, doing: str, of: Forward | Backward) -> None:
+        place = self.place
+        place.stage, place.doing, place.micro_batch, place.call = of.stage, doing, of.micro_batch, ""
+
+    def _ended(self, kind: str, of: Forward | Backward, began: float) -> None:
+        self.record(COMPUTE, kind, str(of), began, time.perf_counter(), of.stage, of.micro_batch, of.replica)
+
+    def _edges(self, form: Form) -> tuple[list[list[Edge]], list[list[Edge]]]:
+        depth = form.last + 1
+        incoming: list[list[Edge]] = [[] for _ in range(depth)]
+        outgoing: list[list[Edge]] = [[] for _ in range(depth)]
+        for edge in form.edges:
+            outgoing[edge.source].append(edge)
+            for target in edge.targets:
+                incoming[target].append(edge)
+        return incoming, outgoing

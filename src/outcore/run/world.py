@@ -1,0 +1,194 @@
+"""The ranks of a run: who this process is, who the others are, and small talk between them.
+
+A process learns its rank from whatever launched it: torchrun, SLURM, mpirun, or nobody, which is a world of one that
+needs no process group at all. Small facts (shapes, losses, norms, checksums) travel as numbers or JSON text through one
+gloo group on the hosts; nothing is pickled. `share` and `numbers` are collective: every rank calls them, in one order.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from outcore.errors import EngineError
+
+__all__ = ["Identity", "World", "identify", "local_sum"]
+
+_LAUNCHERS = (
+    ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    ("SLURM", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+    ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("MVAPICH", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK"),
+    ("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+)
+_PORT = 29500
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a launcher told this process."""
+
+    launcher: str
+    rank: int
+    size: int
+    local_rank: int
+    address: str
+    port: int
+
+
+def identify(variables: Mapping[str, str]) -> Identity | None:
+    """Read the variables of torchrun, SLURM or mpirun; None where nobody launched several ranks.
+
+    >>> identify({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}).rank
+    1
+    """
+    for launcher, rank, size, local in _LAUNCHERS:
+        if rank in variables and int(variables.get(size, "1")) > 1:
+            address = variables.get("MASTER_ADDR") or _first_host(launcher, variables)
+            port = int(variables.get("MASTER_PORT") or _port(variables))
+            count = int(variables[size])
+            return Identity(launcher, int(variables[rank]), count, int(variables.get(local, "0")), address, port)
+    return None
+
+
+def _first_host(launcher: str, variables: Mapping[str, str]) -> str:
+    if launcher == "SLURM" and (nodes := variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST")):
+        head, bracket, inside = nodes.partition("[")
+        return head + inside.split(",")[0].split("-")[0].rstrip("]") if bracket else nodes.split(",")[0]
+    return "127.0.0.1"
+
+
+def _port(variables: Mapping[str, str]) -> int:
+    """A port that two jobs on one node do not share."""
+    job = variables.get("SLURM_JOB_ID", "")
+    return 15000 + int(job) % 20000 if job.isdigit() else _PORT
+
+
+class World:
+    """All ranks of a run; the process group, if there is one, is torch's."""
+
+    def __init__(self, rank: int, size: int, local_rank: int, group: Any, store: Any, *, owned: bool) -> None:
+        self.rank, self.size, self.local_rank = rank, size, local_rank
+        self.group, self.store = group, store
+        self._owned = owned
+        self._groups: list[Any] = []
+
+    @classmethod
+    def join(cls, *, timeout_s: float) -> World:
+        """The world this process belongs to; joins the others if a launcher started several."""
+        timeout = timedelta(seconds=timeout_s)
+        if dist.is_initialized():
+            local = int(os.environ.get("LOCAL_RANK", "0"))
+            store = dist.distributed_c10d._get_default_store()
+            rank, size = dist.get_rank(), dist.get_world_size()
+            if size == 1:
+                return cls(0, 1, local, None, None, owned=False)
+            group = dist.new_group(backend="gloo", timeout=timeout)
+            world = cls(rank, size, local, group, store, owned=False)
+            world._groups.append(group)
+            return world
+        identity = identify(os.environ)
+        if identity is None:
+            return cls(0, 1, 0, None, None, owned=False)
+        store = _store(identity, timeout)
+        dist.init_process_group("gloo", store=store, rank=identity.rank, world_size=identity.size, timeout=timeout)
+        return cls(identity.rank, identity.size, identity.local_rank, dist.group.WORLD, store, owned=True)
+
+    def new_group(self, ranks: Sequence[int], timeout_s: float) -> Any:
+        """A group of some ranks for reductions; collective over all ranks, also those outside."""
+        group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), backend="gloo")
+        if self.rank in ranks:
+            self._groups.append(group)
+        return group
+
+    def numbers(self, row: Sequence[int]) -> list[list[int]]:
+        """One row of whole numbers from every rank, by rank."""
+        if self.size == 1:
+            return [list(row)]
+        table = torch.zeros(self.size, len(row), dtype=torch.int64)
+        mine = torch.tensor(row, dtype=torch.int64)
+        dist.all_gather_into_tensor(table.view(-1), mine, group=self.group)
+        return [[int(n) for n in line] for line in table.tolist()]
+
+    def share(self, value: Any) -> list[Any]:
+        """One JSON value from every rank, by rank."""
+        if self.size == 1:
+            return [value]
+        text = json.dumps(value).encode()
+        sizes = [row[0] for row in self.numbers([len(text)])]
+        width = max(sizes)
+        mine = torch.zeros(width, dtype=torch.uint8)
+        mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        table = torch.zeros(self.size * width, dtype=torch.uint8)
+        dist.all_gather_into_tensor(table, mine, group=self.group)
+        rows = table.view(self.size, width).numpy()
+        return [json.loads(rows[rank, : sizes[rank]].tobytes()) for rank in range(self.size)]
+
+    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Add a tensor on the host over all ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def broadcast_(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        """Give a tensor on the host of one rank to all, in place."""
+        if self.size > 1:
+            dist.broadcast(tensor, src=source, group=self.group)
+        return tensor
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.numbers([0])
+
+    def close(self) -> None:
+        """Leave; only what this world made is taken down."""
+        for group in self._groups:
+            dist.destroy_process_group(group)
+        self._groups.clear()
+        if self._owned and dist.is_initialized():
+            dist.destroy_process_group()
+        self.group = self.store = None
+        self.rank, self.size, self._owned = 0, 1, False
+
+
+def _store(identity: Identity, timeout: timedelta) -> Any:
+    """The meeting place: torchrun's agent keeps one, otherwise rank 0 does."""
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            identity.address,
+            identity.port,
+            identity.size,
+            is_master=identity.rank == 0 and not agent,
+            timeout=timeout,
+        )
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
+            raise EngineError(
+                f"port {identity.port} on {socket.gethostname()} is in use; set MASTER_PORT to a free one"
+            ) from error
+        raise EngineError(
+            f"rank {identity.rank} of {identity.size} ({identity.launcher}) could not reach rank 0 at "
+            f"{identity.address}:{identity.port}: {str(error).splitlines()[0]}; set MASTER_ADDR and MASTER_PORT"
+        ) from error
+    return dist.PrefixStore(  # type: ignore[attr-defined]
+        f"outcore/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store
+    )
+
+
+def local_sum(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The sum of tensors, first to last."""
+    total: torch.Tensor | None = None
+    for tensor in tensors:
+        total = tensor if total is None else total + tensor
+    if total is None:
+        raise ValueError("nothing to add")
+    return total

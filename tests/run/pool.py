@@ -1,0 +1,108 @@
+"""Real processes for tests, started once and used again: each call is a world of its own with its own process group."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+TIMEOUT_S = 60.0
+
+
+class RankError(Exception):
+    """What a rank raised, as text."""
+
+
+def _serve(connection: Any, port: int) -> None:
+    torch.set_num_threads(1)
+    while True:
+        task = connection.recv()
+        if task is None:
+            return
+        function, rank, size, prefix, args, kwargs = task
+        try:
+            if size > 1:
+                store = dist.TCPStore("127.0.0.1", port, is_master=False)
+                dist.init_process_group(
+                    "gloo",
+                    store=dist.PrefixStore(prefix, store),
+                    rank=rank,
+                    world_size=size,
+                    timeout=timedelta(seconds=20),
+                )
+            answer = (True, function(*args, **kwargs))
+        except BaseException as error:
+            answer = (False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        connection.send(answer)
+
+
+class Pool:
+    """Worker processes that run a function as the ranks of one world."""
+
+    def __init__(self) -> None:
+        self._context = mp.get_context("spawn")
+        self._workers: list[tuple[Any, Any]] = []
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._count = 0
+
+    def run(self, function: Callable[..., Any], ranks: int, *args: Any, **kwargs: Any) -> list[Any]:
+        """What the function returns on every rank; raises what a rank raised."""
+        answers = self.outcomes(function, ranks, *args, **kwargs)
+        for rank, (good, answer) in enumerate(answers):
+            if not good:
+                raise RankError(f"rank {rank}: {answer}")
+        return [answer for _, answer in answers]
+
+    def outcomes(self, function: Callable[..., Any], ranks: int, *args: Any, **kwargs: Any) -> list[tuple[bool, Any]]:
+        """Per rank, whether it went well, and what it returned or raised."""
+        while len(self._workers) < ranks:
+            here, there = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(there, self._store.port), daemon=True)
+            process.start()
+            there.close()
+            self._workers.append((process, here))
+        self._count += 1
+        for rank in range(ranks):
+            task = (function, rank, ranks, f"world{self._count}", args, kwargs)
+            self._workers[rank][1].send(task)
+        deadline = time.monotonic() + TIMEOUT_S
+        answers = []
+        for rank in range(ranks):
+            connection = self._workers[rank][1]
+            if not connection.poll(max(0.0, deadline - time.monotonic())):
+                self.close()
+                raise RankError(f"rank {rank} did not answer within {TIMEOUT_S} s")
+            answers.append(connection.recv())
+        return answers
+
+    def close(self) -> None:
+        """End all workers."""
+        for process, connection in self._workers:
+            if process.is_alive():
+                connection.send(None)
+        for process, connection in self._workers:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join(5)
+            connection.close()
+        self._workers.clear()
+
+
+@contextmanager
+def pool() -> Iterator[Pool]:
+    made = Pool()
+    try:
+        yield made
+    finally:
+        made.close()
