@@ -1,0 +1,61 @@
+"""May a recording be replayed with values that lie elsewhere in memory?
+
+Alone, a model may write into a tensor and read the change through another that shares its memory. Stacked values are
+sometimes copies where the original was a view, so such a program would read the old numbers. This finds the writes
+for which that can happen; a model that has one runs member by member.
+"""
+
+from __future__ import annotations
+
+from outcore.graph import Call, Graph
+from outcore.graph.recording import Recording, Ref
+from outcore.graph.structure import leaves
+
+__all__ = ["unsafe_write", "written_values"]
+
+
+def unsafe_write(graph: Graph, recording: Recording) -> str | None:
+    """The first call that writes memory which somebody reads, or had, under another name; none if all are private."""
+    order = {name: i for i, name in enumerate(graph.calls)}
+    groups: dict[str, list[str]] = {}
+    for value in graph.values.values():
+        groups.setdefault(value.alias_of or value.name, []).append(value.name)
+    from_state = _views_of_state(graph, recording)
+    for call in graph.calls.values():
+        for name in call.mutates:
+            root = graph.values[name].alias_of or name
+            if root in graph.inputs or from_state & set(groups[root]):
+                return call.name
+            line = {name, *call.outputs}
+            for other in groups[root]:
+                later = any(order[c] > order[call.name] for c in graph.values[other].consumers)
+                if (
+                    other not in line
+                    and (later or other in graph.outputs)
+                    and not _made_after(graph, other, call, order)
+                ):
+                    return call.name
+            if any(order[c] > order[call.name] for c in graph.values[name].consumers):
+                return call.name
+    return None
+
+
+def written_values(graph: Graph) -> frozenset[str]:
+    """Values that some call writes in place."""
+    return frozenset(name for call in graph.calls.values() for name in call.mutates)
+
+
+def _made_after(graph: Graph, value: str, call: Call, order: dict[str, int]) -> bool:
+    """Whether a value that shares the memory was made from the written one afterwards, so it sees the change anyway."""
+    producer = graph.values[value].producer
+    return producer is not None and order[producer] > order[call.name]
+
+
+def _views_of_state(graph: Graph, recording: Recording) -> set[str]:
+    """Values that may be views of a parameter or buffer: no call but a view makes a value from state alone."""
+    found: set[str] = set()
+    for step in recording.steps:
+        refs = [ref for _, ref in leaves((step.args, step.kwargs), Ref)]
+        if step.kind == "function" and refs and refs[0].kind == "state":
+            found |= set(step.outputs[:1])
+    return found

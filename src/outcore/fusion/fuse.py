@@ -1,0 +1,110 @@
+"""`outcore.fuse`: many models of one architecture, trained as one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from outcore.errors import FuseError
+from outcore.fusion.array import DEFAULT, FusedArray, Objective, _Kind
+from outcore.fusion.scaling import LossScale
+
+__all__ = ["fuse"]
+
+
+def fuse(
+    models: Iterable[nn.Module],
+    *,
+    loss: Callable[..., Tensor] | None = None,
+    optimizer: Callable[..., torch.optim.Optimizer] | None = None,
+    objectives: Mapping[str, Objective] | None = None,
+    scheduler: Callable[[torch.optim.Optimizer, int], Any] | None = None,
+    metrics: Mapping[str, Callable[..., Tensor]] | None = None,
+    clip: float | Sequence[float] | None = None,
+    loss_weight: Sequence[float] | None = None,
+    loss_scale: LossScale | None = None,
+    seeds: Sequence[int] | None = None,
+    width: int | None = None,
+    check: bool = True,
+) -> FusedArray:
+    """Train many models of one architecture as one; each as if it were alone.
+
+    >>> import outcore, torch
+    >>> rates = [0.1, 0.01]
+    >>> array = outcore.fuse(
+    ...     [torch.nn.Linear(4, 2) for _ in rates],
+    ...     loss=torch.nn.functional.cross_entropy,
+    ...     optimizer=lambda params, i: torch.optim.SGD(params, lr=rates[i]),
+    ... )
+    >>> array.step(torch.randn(8, 4), torch.randint(2, (8,))).shape
+    torch.Size([2])
+    >>> sorted(array[1].state_dict())
+    ['bias', 'weight']
+
+    Args:
+        models: unmodified modules of the same architecture; from here on their tensors are views of stacked ones.
+        loss: ``loss(output, targets)``, one number.
+        optimizer: ``optimizer(params, i)`` or ``optimizer(params)``: an ordinary torch optimizer for member `i`.
+        objectives: instead of both, several losses with an optimizer each, by name.
+        scheduler: ``scheduler(optimizer, i)``: an ordinary scheduler, or a list; advanced by ``array.schedule()``.
+        metrics: functions of output and targets, computed in every step.
+        clip: largest norm of a member's gradients.
+        loss_weight: factor of each member's loss.
+        loss_scale: dynamic loss scaling for half precision.
+        seeds: a stream of random numbers per member, that of a serial run after ``torch.manual_seed(seed)`` on a CPU.
+        width: members per lane; by default chosen.
+        check: compare the fused gradients of one member with the model's own before the first step.
+
+    Raises:
+        FuseError: the models are not of one architecture, or something is missing.
+    """
+    members = list(models)
+    if objectives is None and (loss is None or optimizer is None):
+        raise FuseError("fuse needs loss= and optimizer=, or objectives= for several losses")
+    kind = _Kind(loss, dict(metrics or {}), dict(objectives or {}))
+    if seeds is not None and len(seeds) != len(members):
+        raise FuseError(f"{len(seeds)} seeds for {len(members)} models; give one for each")
+
+    def optimizers(model: nn.Module, i: int) -> dict[str, torch.optim.Optimizer]:
+        if objectives is not None:
+            return {name: o.optimizer(model, i) for name, o in objectives.items()}
+        assert optimizer is not None
+        return {DEFAULT: _made(optimizer, model.parameters(), i)}
+
+    return FusedArray(
+        members,
+        kind,
+        optimizers,
+        scheduler=scheduler,
+        clip=_per_member("clip", clip, len(members)),
+        loss_weight=_per_member("loss_weight", loss_weight, len(members)),
+        loss_scale=loss_scale.fill(len(members)) if loss_scale is not None else None,
+        seeds=seeds,
+        width=width,
+        check=check,
+    )
+
+
+def _per_member(name: str, value: float | Sequence[float] | None, members: int) -> Tensor | None:
+    if value is None:
+        return None
+    values = [float(value)] * members if isinstance(value, int | float) else [float(v) for v in value]
+    if len(values) != members:
+        raise FuseError(f"{name} has {len(values)} values for {members} models; give one for each")
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def _made(optimizer: Callable[..., torch.optim.Optimizer], params: Any, i: int) -> torch.optim.Optimizer:
+    """Call what the user gave with the parameters, and with the index if it takes one."""
+    if isinstance(optimizer, type):
+        made: torch.optim.Optimizer = optimizer(params)
+        return made
+    try:
+        wanted = [p for p in inspect.signature(optimizer).parameters.values() if p.default is p.empty and p.kind <= 1]
+    except (TypeError, ValueError):
+        return optimizer(params, i)
+    return optimizer(params) if len(wanted) == 1 else optimizer(params, i)

@@ -1,0 +1,71 @@
+"""One member of an array: an ordinary model with an ordinary optimizer, which happens to train with others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from outcore.fusion.array import FusedArray
+
+__all__ = ["Member"]
+
+
+class Member:
+    """A view of one slot of an array."""
+
+    def __init__(self, array: FusedArray, slot: int) -> None:
+        self.array, self.slot = array, slot
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's own module; its tensors are views of the stacks."""
+        return self.array.models[self.slot]
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The member's own optimizer (the first of several)."""
+        return next(iter(self.array.slots[self.slot].optimizers.values()))
+
+    @property
+    def optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        """By objective."""
+        return self.array.slots[self.slot].optimizers
+
+    @property
+    def schedulers(self) -> list[Any]:
+        """The member's own schedulers."""
+        return self.array.slots[self.slot].schedulers
+
+    @property
+    def status(self) -> str:
+        """training, stopped or diverged."""
+        return self.array.status[self.slot]
+
+    @property
+    def loss(self) -> float:
+        """Of the last step."""
+        return float("nan") if self.array.losses is None else float(self.array.losses[self.slot])
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """A copy of the weights under the model's own names: what a serial model would save."""
+        return {
+            name: value.clone() if isinstance(value, Tensor) else value
+            for name, value in self.model.state_dict().items()
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Write the weights as a safetensors file that any model of this architecture loads."""
+        from safetensors.torch import save_model
+
+        save_model(self.model, str(path))
+
+    def stop(self) -> None:
+        """Train no further."""
+        self.array.stop(self.slot)
+
+    def __repr__(self) -> str:
+        return f"Member({self.slot}, {type(self.model).__name__}, {self.status})"

@@ -1,0 +1,117 @@
+"""Convolutions of all members as one.
+
+``[B, N, C, ...]`` inputs and ``[B, out, in, ...]`` weights become one convolution of ``B`` times the groups on ``[N,
+B * C, ...]`` (HFTA, arXiv 2102.02344). Two cases are better: members that see the same input (the first layer) are
+one *dense* convolution with ``B`` times the output channels, and 1x1 convolutions are a batched matrix product.
+Grouped convolutions are not always faster than one convolution per member, so on a GPU both are timed for each layer
+shape (`outcore.fusion.choice`), and `way` says which to take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from outcore.fusion.rules.matmul import pointwise
+from outcore.fusion.values import Stacked, fold_channels, unfold_channels
+
+__all__ = ["Convolution", "way"]
+
+_FUNCTIONS: dict[tuple[int, bool], Callable[..., torch.Tensor]] = {
+    (1, False): F.conv1d,
+    (2, False): F.conv2d,
+    (3, False): F.conv3d,
+    (1, True): F.conv_transpose1d,
+    (2, True): F.conv_transpose2d,
+    (3, True): F.conv_transpose3d,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Convolution:
+    """The settings of one convolution of one member."""
+
+    dims: int
+    stride: tuple[int, ...]
+    padding: tuple[int, ...] | str
+    dilation: tuple[int, ...]
+    groups: int
+    output_padding: tuple[int, ...] | None = None
+    """Given for a transposed one."""
+
+    @classmethod
+    def of(
+        cls, dims: int, stride: Any, padding: Any, dilation: Any, groups: int, output_padding: Any = None
+    ) -> Convolution:
+        """Settings as torch takes them: one number stands for all dimensions."""
+
+        def wide(value: Any) -> Any:
+            if isinstance(value, int):
+                return (value,) * dims
+            return value if isinstance(value, str) else tuple(value) * (dims if len(value) == 1 else 1)
+
+        extra = None if output_padding is None else wide(output_padding)
+        return cls(dims, wide(stride), wide(padding), wide(dilation), groups, extra)
+
+    @property
+    def transposed(self) -> bool:
+        """Whether it is a transposed convolution."""
+        return self.output_padding is not None
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, times: int = 1) -> Any:
+        """The convolution itself, its groups taken `times` times."""
+        function = _FUNCTIONS[self.dims, self.transposed]
+        if self.transposed:
+            return function(
+                x, weight, bias, self.stride, self.padding, self.output_padding, self.groups * times, self.dilation
+            )
+        return function(x, weight, bias, self.stride, self.padding, self.dilation, self.groups * times)
+
+    def is_pointwise(self, kernel: Sequence[int]) -> bool:
+        """Whether every output position sees one input position."""
+        plain = all(k == 1 for k in kernel) and all(s == 1 for s in self.stride) and self.groups == 1
+        return plain and not self.transposed and (self.padding in ("same", "valid") or not any(self.padding))
+
+    def fused(self, x: Any, weight: Any, bias: Any) -> Any:
+        """For all members; NotImplemented where there is nothing to fuse."""
+        value = x.rank if isinstance(x, Stacked) else x.dim()
+        if value != self.dims + 2 or (isinstance(weight, Stacked) and not isinstance(bias, Stacked | None)):
+            return NotImplemented
+        if not isinstance(weight, Stacked):
+            if bias is not None and isinstance(bias, Stacked):
+                return NotImplemented
+            members, batch = x.tensor.shape[:2]
+            return Stacked(self(x.tensor.flatten(0, 1), weight, bias).unflatten(0, (members, batch)))
+        w, b = weight.tensor, None if bias is None else bias.tensor
+        flat = None if b is None else b.flatten()
+        if not isinstance(x, Stacked):
+            if self.groups > 1 or self.transposed:
+                x = Stacked(x.unsqueeze(0).expand(w.shape[0], *x.shape))
+            else:
+                return unfold_channels(self(x, w.flatten(0, 1), flat), w.shape[0])
+        if self.is_pointwise(w.shape[3:]):
+            return pointwise(x, w.flatten(2), b)
+        if way(self, x, w) == "members":
+            slices = zip(x.tensor, w, b if b is not None else [None] * len(w), strict=True)
+            return unfold_channels(torch.cat([self(*each) for each in slices], 1), w.shape[0])
+        return unfold_channels(self(fold_channels(x), w.flatten(0, 1), flat, w.shape[0]), w.shape[0])
+
+
+_WAYS: dict[Any, str] = {}
+"""Measured: grouped or one by one, per shape."""
+
+
+def signature(convolution: Convolution, x: Stacked, weight: torch.Tensor) -> Any:
+    """What the time of a fused convolution depends on."""
+    device = x.tensor.device.type
+    low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.tensor.dtype
+    return convolution, tuple(x.tensor.shape), x.tensor.stride()[-1] == 1, tuple(weight.shape), low
+
+
+def way(convolution: Convolution, x: Stacked, weight: torch.Tensor) -> str:
+    """How to run it: "grouped" unless a measurement said "members"."""
+    return _WAYS.get(signature(convolution, x, weight), "grouped") if _WAYS else "grouped"

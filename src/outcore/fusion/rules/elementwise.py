@@ -1,0 +1,126 @@
+"""What works on every element alone, and what only rearranges.
+
+Functions of one tensor, element by element, take the stacked tensor as it is. Functions of several broadcast; members
+come first, so a value of fewer dimensions gets ones after the member dimension. In-place forms become out-of-place
+ones: the recording was checked to have no other reader of the memory they write (`outcore.fusion.aliasing`), and
+writing into a view of a stacked tensor would make autograd copy all of it. ``view`` becomes ``reshape``, since a
+member's slice may lie in memory otherwise than the member's own tensor would.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from outcore.fusion.call import FusedCall
+from outcore.fusion.values import Stacked, fold_channels, unfold_channels
+
+__all__ = ["BINARY", "UNARY", "binary", "contiguous", "per_channel", "reshape", "unary"]
+
+UNARY = frozenset(
+    "abs neg positive exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal square sin cos tan asin acos atan sinh "
+    "cosh tanh sigmoid relu relu6 gelu silu mish elu selu celu leaky_relu hardtanh hardswish hardsigmoid softplus "
+    "softsign tanhshrink softshrink hardshrink logsigmoid threshold erf erfc floor ceil round trunc sign clamp clip "
+    "float double half bfloat16 long int bool logical_not isnan isinf isfinite nan_to_num detach clone dropout_eval "
+    "requires_grad_ zeros_like ones_like".split()
+)
+"""Functions whose only tensor is their first argument, applied to each element."""
+
+BINARY = frozenset(
+    "add sub mul div true_divide floor_divide truediv floordiv radd rsub rmul rtruediv rdiv pow rpow maximum minimum "
+    "eq ne lt le gt ge logical_and logical_or and or xor remainder fmod mod where lerp addcmul addcdiv atan2 "
+    "masked_fill".split()
+)
+"""Functions that broadcast their tensors, applied to each element."""
+
+
+def unary(call: FusedCall) -> Any:
+    """One tensor, element by element."""
+    x = call.args[0] if call.args else call.kwargs.get("input")
+    rest = (*call.args[1:], *(v for k, v in call.kwargs.items() if k != "input"))
+    if not isinstance(x, Stacked) or any(isinstance(v, Stacked | torch.Tensor) for v in rest):
+        return NotImplemented
+    call.note("fused")
+    args = (x.tensor, *call.args[1:]) if call.args else ()
+    kwargs = {k: x.tensor if k == "input" else v for k, v in call.kwargs.items()}
+    return Stacked(call.target(*args, **kwargs))
+
+
+def binary(call: FusedCall) -> Any:
+    """Several tensors, broadcast, element by element."""
+    if call.kwargs and any(isinstance(v, Stacked | torch.Tensor) for v in call.kwargs.values()):
+        return NotImplemented
+    given = [a for a in call.args if isinstance(a, Stacked | torch.Tensor)]
+    kinds = {a.tensor.dtype if isinstance(a, Stacked) else a.dtype for a in given} - {torch.bool}
+    if len(call.args) < 2 or len(kinds) > 1:  # a scalar per member does not decide the dtype; stacked it would
+        return NotImplemented
+    rank = max(a.rank if isinstance(a, Stacked) else a.dim() for a in given)
+    call.note("fused")
+    return Stacked(call.target(*(_aligned(a, rank) for a in call.args), **call.kwargs))
+
+
+def _aligned(value: Any, rank: int) -> Any:
+    if not isinstance(value, Stacked) or value.rank == rank:
+        return value.tensor if isinstance(value, Stacked) else value
+    tensor = value.tensor
+    return tensor.reshape(tensor.shape[0], *[1] * (rank - value.rank), *tensor.shape[1:])
+
+
+def reshape(call: FusedCall) -> Any:
+    """``view``, ``reshape`` and the like, with the members in front."""
+    x, *rest = call.args
+    sizes = rest[0] if len(rest) == 1 and isinstance(rest[0], tuple | list | torch.Size) else tuple(rest)
+    if not isinstance(x, Stacked) or call.kwargs or not all(type(n) is int for n in sizes):
+        return NotImplemented
+    count = math.prod(x.tensor.shape[1:])
+    known = math.prod(n for n in sizes if n != -1)
+    call.note("fused")
+    return Stacked(x.tensor.reshape(x.members, *(count // max(1, known) if n == -1 else n for n in sizes)))
+
+
+def contiguous(call: FusedCall) -> Any:
+    """How a value lies in memory is ours to choose, unless somebody writes into it."""
+    x = call.args[0]
+    if not isinstance(x, Stacked) or call.outputs[0] in call.written:
+        return NotImplemented
+    call.note("fused")
+    return x
+
+
+def per_channel(call: FusedCall, dims: int) -> Any:
+    """What treats each channel of each sample alone (pooling, resizing): channels of all members at once."""
+    x = call.args[0] if call.args else call.kwargs.get("input")
+    if not isinstance(x, Stacked) or x.rank != dims + 2:
+        return NotImplemented
+    given = {k: v for k, v in call.kwargs.items() if k != "input"}
+    if any(isinstance(v, Stacked) for v in (*call.args[1:], *given.values())):
+        return NotImplemented
+    call.note("fused")
+    if call.modules:
+        if not call._alike():
+            return NotImplemented
+        result = call.module.forward(fold_channels(x))
+    else:
+        result = call.target(fold_channels(x), *call.args[1:], **given)
+    if isinstance(result, torch.Tensor):
+        return unfold_channels(result, x.members)
+    return tuple(unfold_channels(part, x.members) for part in result)
+
+
+def out_of_place(function: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The same function without writing into its argument, where torch has it."""
+    kwargs = {k: (False if k == "inplace" else v) for k, v in kwargs.items()}
+    name = getattr(function, "__name__", "")
+    plain = name.removesuffix("_")
+    if name.startswith("__i") and name.endswith("__"):
+        return getattr(torch.Tensor, f"__{name[3:]}", function), kwargs
+    if name.endswith("_") and not name.endswith("__"):
+        owner = next((o for o in (torch.Tensor, torch, F) if getattr(o, name, None) is function), None)
+        found = getattr(owner, plain, None) if owner is not None else None
+        if found is None and owner is F:
+            found = getattr(torch, plain, None)
+        return found or function, kwargs
+    return function, kwargs

@@ -1,0 +1,83 @@
+"""Linear layers and 1x1 convolutions of all members as one batched matrix product.
+
+A 1x1 convolution is a linear layer on the channels. Its result is written as ``[positions, members, channels]``,
+which is the memory of a channels-last tensor of ``members * channels`` channels, so that normalisation, pooling and
+grouped convolutions after it need no copy. torch's matrix products can write there (``out=``) but then not be
+differentiated, hence the small function with its own backward: three matrix products, as for one layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from outcore.fusion.values import Stacked
+
+__all__ = ["linear", "pointwise"]
+
+
+def linear(x: Any, weight: Any, bias: Any) -> Any:
+    """``F.linear`` for all members; NotImplemented where that is no matrix product."""
+    if not isinstance(weight, Stacked):
+        if isinstance(bias, Stacked) or not isinstance(x, Stacked):
+            return NotImplemented
+        return Stacked(F.linear(x.tensor, weight, bias))
+    if weight.rank != 2 or (bias is not None and not isinstance(bias, Stacked)):
+        return NotImplemented
+    w = weight.tensor.transpose(1, 2)
+    if not isinstance(x, Stacked):
+        return _shared_input(x, weight.tensor, None if bias is None else bias.tensor)
+    rows = x.tensor.flatten(1, -2) if x.rank > 1 else x.tensor.unsqueeze(1)
+    if bias is None:
+        y = torch.bmm(rows, w)
+    else:
+        y = torch.baddbmm(bias.tensor.unsqueeze(1), rows, w)
+    return Stacked(y.unflatten(1, x.tensor.shape[1:-1]) if x.rank > 1 else y.squeeze(1))
+
+
+def _shared_input(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Stacked:
+    """The same rows for all members: one wide matrix product."""
+    members = weight.shape[0]
+    y = F.linear(x, weight.flatten(0, 1), None if bias is None else bias.flatten())
+    return Stacked(y.unflatten(-1, (members, -1)).movedim(-2, 0))
+
+
+def pointwise(x: Stacked, weight: torch.Tensor, bias: torch.Tensor | None) -> Stacked:
+    """A 1x1 convolution ``[B, N, C, *space]`` with weights ``[B, out, C]``."""
+    tensors: list[torch.Tensor | None] = [x.tensor, weight, bias]
+    device = x.tensor.device.type
+    if torch.is_autocast_enabled(device):
+        low = torch.get_autocast_dtype(device)
+        tensors = [t.to(low) if t is not None else None for t in tensors]
+    channels_last = tensors[0].movedim(2, -1)  # type: ignore[union-attr]
+    rows = channels_last.flatten(1, -2)
+    y: torch.Tensor = _Pointwise.apply(rows, *tensors[1:])  # type: ignore[no-untyped-call]
+    return Stacked(y.unflatten(1, channels_last.shape[1:-1]).movedim(-1, 2))
+
+
+class _Pointwise(torch.autograd.Function):
+    """``rows [B, M, C] @ weight [B, out, C]^T + bias``, laid out as ``[M, B, out]``."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(rows, weight)
+        ctx.has_bias = bias is not None
+        return _product(rows, weight.transpose(1, 2), bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows, weight = ctx.saved_tensors
+        to_rows = _product(grad, weight, None) if ctx.needs_input_grad[0] else None
+        to_weight = torch.bmm(grad.transpose(1, 2), rows) if ctx.needs_input_grad[1] else None
+        to_bias = grad.sum(1) if ctx.has_bias and ctx.needs_input_grad[2] else None
+        return to_rows, to_weight, to_bias
+
+
+def _product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    members, rows, columns = a.shape[0], a.shape[1], b.shape[2]
+    out = torch.empty(rows, members, columns, dtype=a.dtype, device=a.device).transpose(0, 1)
+    if bias is None:
+        return torch.bmm(a, b, out=out)
+    return torch.baddbmm(bias.unsqueeze(1), a, b, out=out)

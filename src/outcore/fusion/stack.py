@@ -1,0 +1,139 @@
+"""The parameters and buffers of many models of one architecture, stacked.
+
+For each parameter of the architecture there is one leaf tensor of shape ``[members, ...]``. The members' own
+parameters and buffers become views of their slice: the user's modules stay alive, ``models[3].state_dict()`` is
+current at any moment, ``load_state_dict`` writes into the stack, and a torch optimizer on a member's parameters steps
+its slice. What is equal memory in one model (tied weights) is one stacked tensor under several names.
+
+Invariant: between steps, ``models[b].<name>`` and ``stack[name][b]`` are the same memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from outcore.errors import FuseError
+
+__all__ = ["Stack"]
+
+
+class Stack:
+    """The state of all members, by the names of the user's own state_dict."""
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        if not models:
+            raise FuseError("no models were given; pass a list of at least one")
+        self.models = list(models)
+        self.parameters: dict[str, torch.Tensor] = {}
+        """Stacked leaves by the first name of each parameter."""
+        self.buffers: dict[str, torch.Tensor] = {}
+        self.names: dict[str, str] = {}
+        """Every name, also of tied tensors, with the first one."""
+        self.owners: dict[int, tuple[str, int]] = {}
+        """Which stacked tensor and slot a member's own parameter is, by its identity."""
+        self.tensors: list[dict[str, torch.Tensor]] = []
+        """The members' own tensors by their first names."""
+        self._check_same()
+        with torch.no_grad():
+            self._build()
+
+    def __len__(self) -> int:
+        return len(self.models)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """The stacked tensor of that name."""
+        first = self.names[name]
+        return self.parameters[first] if first in self.parameters else self.buffers[first]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.names
+
+    def member(self, name: str, slot: int) -> torch.Tensor:
+        """A member's own parameter or buffer."""
+        return self.tensors[slot][self.names[name]]
+
+    def put(self, slot: int, model: nn.Module) -> None:
+        """Take another model of the same architecture into a slot."""
+        self._check_pair(self.models[0] if slot else self.models[-1], model, slot)
+        self._release(slot)
+        with torch.no_grad():
+            for name, tensor in _first(model):
+                self[name].detach()[slot].copy_(tensor)
+                self._bind(name, slot, tensor)
+        self.models[slot], self.tensors[slot] = model, dict(_first(model))
+
+    def release(self) -> None:
+        """Give every member memory of its own again."""
+        for slot in range(len(self)):
+            self._release(slot)
+
+    def _release(self, slot: int) -> None:
+        for _, tensor in _first(self.models[slot]):
+            self.owners.pop(id(tensor), None)
+            tensor.data = tensor.data.clone()
+            tensor.grad = None
+
+    def _build(self) -> None:
+        members = self.tensors = [dict(_first(model)) for model in self.models]
+        canonical = {id(t): name for name, t in members[0].items()}
+        self.names = {name: canonical[id(t)] for name, t in _named(self.models[0]).items()}
+        for name, first in members[0].items():
+            joined = torch.stack([m[name].detach() for m in members])
+            if isinstance(first, nn.Parameter):
+                self.parameters[name] = joined.requires_grad_(first.requires_grad)
+            else:
+                self.buffers[name] = joined
+            for slot, member in enumerate(members):
+                self._bind(name, slot, member[name])
+
+    def _bind(self, name: str, slot: int, tensor: torch.Tensor) -> None:
+        tensor.data = self[name].detach()[slot]
+        tensor.grad = None
+        if isinstance(tensor, nn.Parameter):
+            self.owners[id(tensor)] = (name, slot)
+
+    def _check_same(self) -> None:
+        seen: dict[int, int] = {}
+        for slot, model in enumerate(self.models):
+            if slot:
+                self._check_pair(self.models[0], model, slot)
+            for name, tensor in _first(model):
+                if (other := seen.setdefault(id(tensor), slot)) != slot:
+                    raise FuseError(
+                        f"models {other} and {slot} share {name}; members train independently, so each needs its own: "
+                        "build every model anew, or copy.deepcopy it"
+                    )
+
+    @staticmethod
+    def _check_pair(a: nn.Module, b: nn.Module, slot: int) -> None:
+        ours, theirs = dict(_first(a)), dict(_first(b))
+        if ours.keys() != theirs.keys():
+            odd = sorted(ours.keys() ^ theirs.keys())[0]
+            raise FuseError(
+                f"model {slot} is of another architecture: {odd} is in one and not the other; fuse models of one "
+                "architecture together, and others in another call"
+            )
+        for name, tensor in theirs.items():
+            facts = [(tuple(t.shape), t.dtype, t.device, t.requires_grad) for t in (ours[name], tensor)]
+            if facts[0] != facts[1]:
+                raise FuseError(
+                    f"model {slot}: {name} is {facts[1][0]} {facts[1][1]} on {facts[1][2]}, the others have "
+                    f"{facts[0][0]} {facts[0][1]} on {facts[0][2]} (trained: {facts[1][3]} and {facts[0][3]}); "
+                    "fuse models of equal shapes together"
+                )
+
+
+def _named(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+
+
+def _first(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each tensor once, under its first name."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()

@@ -1,0 +1,48 @@
+"""What a member does in a step, as one module: its model, its loss, its metrics.
+
+Captured as a whole, the loss is part of the recording, so every member's loss comes out of the same replay, and the
+sum of the losses gives every member the gradients it would have alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["Training"]
+
+Loss = Callable[..., torch.Tensor]
+
+
+class Training(nn.Module):
+    """A model with what it is trained on: ``forward(inputs, targets)`` returns loss, metrics and output."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss | None,
+        objective: Callable[..., torch.Tensor] | None = None,
+        metrics: Mapping[str, Callable[..., torch.Tensor]] | None = None,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = loss
+        self.objective = objective
+        self.metrics = dict(metrics or {})
+
+    def forward(self, inputs: Any, targets: Any = None) -> Any:
+        """Loss, metrics by name, output of the model."""
+        if self.objective is not None:
+            return self.objective(self.model, *inputs), {}, None
+        if isinstance(inputs, dict):
+            output = self.model(**inputs)
+        else:
+            output = self.model(*inputs)
+        assert self.loss is not None
+        loss = self.loss(output, targets) if targets is not None else self.loss(output)
+        with torch.no_grad():
+            found = {name: metric(output, targets) for name, metric in self.metrics.items()}
+        return loss, found, output
