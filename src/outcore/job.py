@@ -2,8 +2,8 @@
 
 A job is given in one of three ways, all the same to the rest of outcore:
 
-- a Python file with functions ``model()`` and ``batch(size)``, and if wanted ``loss(output, target)`` and
-  ``optimizer(params)``;
+- a Python file with functions ``model()`` and ``batch(size)``, and if wanted ``loss(output, target)``,
+  ``optimizer(params)`` and ``dataset(split)``;
 - ``package.module:Class`` with the shapes of its inputs;
 - ``Job(...)`` in code.
 
@@ -92,6 +92,8 @@ class Job:
     loss: Callable[[Any, Any], torch.Tensor] | None = None
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None
     name: str = "job"
+    dataset: Callable[[str], Any] | None = field(default=None, kw_only=True)
+    """Numbered pairs of input and target for ``"train"`` and for ``"validation"``, which may be None."""
     size: int = field(default=1, kw_only=True)
     """Batch size used when none is asked for."""
 
@@ -172,7 +174,7 @@ def _from_file(path: Path, values: dict[str, Any]) -> Job:
         raise JobError(f"{path} cannot be imported {_place(error)}: {_first_line(error)}") from error
     finally:
         sys.path.remove(str(path.resolve().parent))
-    functions = {name: getattr(module, name, None) for name in ("model", "batch", "loss", "optimizer")}
+    functions = {name: getattr(module, name, None) for name in ("model", "batch", "loss", "optimizer", "dataset")}
     for name, function in functions.items():
         if function is None and name in ("model", "batch"):
             raise JobError(
@@ -187,6 +189,7 @@ def _from_file(path: Path, values: dict[str, Any]) -> Job:
         batch=functions["batch"],
         loss=functions["loss"],
         optimizer=functions["optimizer"],
+        dataset=functions["dataset"],
         name=str(path),
         size=getattr(module, "size", 1),
     )

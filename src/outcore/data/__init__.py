@@ -1,6 +1,7 @@
 """Slides, volumes and other inputs too large to hold: opened lazily, read by region, made up for tests."""
 
 from outcore.data.cache import tile_cache as tile_cache
+from outcore.data.folder import read_folder as read_folder
 from outcore.data.opening import open_slide as open_slide
 from outcore.data.scene import Scene as Scene
 from outcore.data.slide import DamagedTile as DamagedTile

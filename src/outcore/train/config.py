@@ -1,0 +1,217 @@
+"""What a training run was told, all of it: sections of named settings, from a YAML file and from dotted words.
+
+    job: job.py                    outcore train run.yaml plan.memory=20GiB train.epochs=10
+    data: {train: slides.csv}
+    plan: {memory: 24GiB}
+
+Every setting has a name, a type and a default here and nowhere else; a name or value that does not fit is refused with
+the nearest that does. The resolved settings are written beside the run, which can be repeated from that file alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from outcore.errors import ConfigError
+from outcore.train.settings import copied, flatten, make, override, plain
+
+__all__ = [
+    "CheckpointConfig",
+    "Config",
+    "DataConfig",
+    "LogConfig",
+    "OptimizerConfig",
+    "PlanConfig",
+    "ScheduleConfig",
+    "TrainConfig",
+]
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where examples come from and how an image becomes an input."""
+
+    train: str | None = None
+    """A table of slides, or a folder with one folder of images for each class; none for the job's own batches."""
+    validation: float | str | None = None
+    """Another table or folder, or the share of the training data to set aside."""
+    level: int = 0
+    microns_per_pixel: float | None = None
+    crop: int | None = None
+    """Side of a random square to train on; the whole image otherwise."""
+    resize: int | None = None
+    """Side of the square that ordinary images are brought to."""
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+    classes: tuple[str, ...] = ()
+    on_bad: Literal["raise", "skip"] = "raise"
+    on_damage: Literal["raise", "white"] = "raise"
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """How much memory there is, and over how many ranks."""
+
+    memory: str | None = None
+    ranks: int = 1
+    file: str | None = None
+    """A plan written before, by `outcore plan -o` or by hand."""
+    schedule: str | None = None
+    tile: int | None = None
+    """Side of the tiles in which the early part of the network runs; chosen by the budget when not given."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The loop."""
+
+    epochs: int = 1
+    steps: int | None = None
+    """Steps of an epoch; needed where the job makes its own batches, else all of the data."""
+    batch: int | None = None
+    accumulate: int = 1
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    clip: float | None = None
+    """Largest norm of all gradients together."""
+    seed: int = 0
+    deterministic: bool = False
+    device: str | None = None
+    on_nan: Literal["stop", "skip"] = "stop"
+    patience: int | None = None
+    """Epochs without a better validation after which to stop."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """An optimizer of torch by name; the job's own when no name is given."""
+
+    name: str | None = None
+    lr: float | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """A learning-rate schedule of torch by name."""
+
+    name: str | None = None
+    every: Literal["epoch", "step"] = "epoch"
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When to save, besides at the end of every epoch and on a signal."""
+
+    every_steps: int | None = None
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """Where figures go, besides ``log.csv``."""
+
+    tensorboard: bool = False
+    wandb: str | None = None
+    """Name of a project."""
+    mlflow: str | None = None
+    """Name of an experiment."""
+    every_steps: int = 1
+
+
+@dataclass(frozen=True)
+class Config:
+    """All settings of a run.
+
+    >>> Config.read({"job": "job.py"}, ["plan.memory=8GiB", "train.epochs=3"]).train.epochs
+    3
+    """
+
+    job: str = ""
+    input: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
+    data: DataConfig = field(default_factory=DataConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    metrics: tuple[str, ...] = ()
+    watch: str = "loss"
+    """The validation figure that decides which epoch is best."""
+    out: str = "runs/latest"
+    resume: str = "auto"
+    """``auto`` goes on where a run in the same folder stopped; ``never`` refuses to; else a checkpoint."""
+
+    def __post_init__(self) -> None:
+        at_least_one = (
+            ("train.epochs", self.train.epochs),
+            ("train.steps", self.train.steps),
+            ("train.batch", self.train.batch),
+            ("train.accumulate", self.train.accumulate),
+            ("train.patience", self.train.patience),
+            ("plan.ranks", self.plan.ranks),
+            ("checkpoint.every_steps", self.checkpoint.every_steps),
+            ("log.every_steps", self.log.every_steps),
+        )
+        for name, value in at_least_one:
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}={value} was given; it is 1 or more")
+        if isinstance(self.data.validation, float) and not 0 < self.data.validation < 1:
+            raise ConfigError(f"data.validation={self.data.validation} was given; a share lies between 0 and 1")
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any], overrides: Iterable[str] = ()) -> Config:
+        """From nested mappings, then ``section.name=value`` words that go over them."""
+        merged = copied(given)
+        for word in overrides:
+            override(merged, word)
+        made = make(cls, merged, "")
+        assert isinstance(made, cls)
+        return made
+
+    @classmethod
+    def load(cls, path: Path, overrides: Iterable[str] = ()) -> Config:
+        """From a YAML file; a job named in it is looked for beside it."""
+        try:
+            given = yaml.safe_load(path.read_text())
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+        if not isinstance(given, dict):
+            raise ConfigError(f"{path} holds {type(given).__name__}; it must hold settings, like  job: job.py")
+        given = copied(given)
+        _beside(given, path.parent)
+        return cls.read(given, overrides)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every setting, as plain values."""
+        made = plain(self)
+        assert isinstance(made, dict)
+        return made
+
+    def to_yaml(self) -> str:
+        """Every setting, as `load` reads it."""
+        return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
+
+    def differences(self, other: Config) -> dict[str, tuple[Any, Any]]:
+        """Settings in which two runs differ, by dotted name."""
+        mine, theirs = flatten(self.to_dict()), flatten(other.to_dict())
+        return {name: (value, theirs.get(name)) for name, value in mine.items() if theirs.get(name) != value}
+
+
+def _beside(settings: dict[str, Any], folder: Path) -> None:
+    """Make the paths of a file those of its folder."""
+
+    def moved(value: Any) -> Any:
+        found = isinstance(value, str) and not Path(value).is_absolute() and (folder / value).exists()
+        return str(folder / value) if found else value
+
+    for section, names in (("", ("job",)), ("data", ("train", "validation")), ("plan", ("file",))):
+        inside = settings.get(section, {}) if section else settings
+        if isinstance(inside, dict):
+            inside.update({name: moved(inside[name]) for name in names if name in inside})

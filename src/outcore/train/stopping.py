@@ -1,0 +1,46 @@
+"""Being asked to stop: a signal is noted, the step that is running is finished, and then the run saves and leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+__all__ = ["Wish", "listening"]
+
+_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
+
+
+@dataclass
+class Wish:
+    """Whether somebody asked the run to stop, and how."""
+
+    signal: int | None = None
+
+    def __bool__(self) -> bool:
+        return self.signal is not None
+
+
+@contextlib.contextmanager
+def listening(wish: Wish) -> Iterator[None]:
+    """Take SIGTERM, SIGUSR1 and Ctrl-C as wishes; a second Ctrl-C ends the program as it always does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = [getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)]
+
+    def heard(number: int, frame: FrameType | None) -> None:
+        if wish.signal is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        wish.signal = number
+
+    before: dict[int, Any] = {number: signal.signal(number, heard) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
