@@ -1,0 +1,172 @@
+"""One recorded call, as a rule for streaming looks at it.
+
+A rule answers two questions about an operation: which region of each operand a region of the output depends on
+(`needs`), and how to compute that region of the output from exactly those regions (`run`). Operands are all tensors
+of the call alike: values of the graph, parameters, constants. Rules are found by the name of a torch.nn class or of a
+function; what has no rule is *opaque* and never tiled.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from outcore.graph.recording import Ref
+from outcore.graph.structure import leaves, substitute
+from outcore.ops.region import Region
+
+__all__ = ["RULES", "Call", "Given", "Opaque", "Reduction", "Rule", "rule"]
+
+
+class Opaque(Exception):  # noqa: N818 - a signal to whoever binds, who turns it into a reason
+    """This call cannot be streamed; says why."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a rule may look at while it runs, beside its operands."""
+
+    seed: int = 0
+    """Of this step; random masks are functions of it, of the call and of the position."""
+
+
+class Rule(Protocol):
+    """How one output of a call is computed region by region."""
+
+    @property
+    def operands(self) -> tuple[Ref, ...]:
+        """The tensors it takes."""
+
+    def needs(self, out: Region) -> tuple[Region, ...]:
+        """The region of each operand that a region of the output depends on."""
+
+    def run(self, crops: Sequence[torch.Tensor], out: Region, given: Given) -> torch.Tensor:
+        """A region of the output from exactly the regions it needs."""
+
+    def follow(self, operand: int, dim: int) -> int | None:
+        """The output's dimension that an operand's becomes; none where all of it is needed."""
+
+    def place(self, out: Region) -> Any:
+        """What of its absolute position the result depends on, beside the contents of the operands."""
+
+
+class Reduction(Protocol):
+    """A call whose output needs all of its first operand, but as a sum of shares that tiles can give one by one."""
+
+    @property
+    def operands(self) -> tuple[Ref, ...]:
+        """The tensors it takes, the one it is over first."""
+
+    def start(self) -> Any:
+        """Nothing seen yet."""
+
+    def add(self, state: Any, crop: torch.Tensor, at: Region, times: int) -> Any:
+        """One more part of the operand, which occurs so many times."""
+
+    def finish(self, state: Any) -> torch.Tensor:
+        """The output, all parts seen."""
+
+    def share(self, crop: torch.Tensor, at: Region, result: torch.Tensor, state: Any, times: int) -> torch.Tensor:
+        """A tensor whose sum over all parts, of which this one occurs so many times, has the output's derivative."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A recorded call with everything that is known about it."""
+
+    name: str
+    type: str
+    """Class of torch.nn or name of the function."""
+    path: str
+    """Of the module; empty for a function."""
+    module: nn.Module | None
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: str
+    index: int
+    """Which output of the call."""
+    lengths: tuple[int, ...]
+    """Of all outputs, along the dimension they differ in."""
+    shape: tuple[int, ...]
+    """Of the output."""
+    dtype: torch.dtype
+    shapes: Callable[[Ref], tuple[int, ...]]
+    streamed: Callable[[Ref], frozenset[int]]
+    """The dimensions of an operand that tiles run along."""
+
+    def bound(self, names: str, **defaults: Any) -> dict[str, Any]:
+        """The arguments by name, given the order in which the function takes them."""
+        order = names.split()
+        known = dict(defaults)
+        known.update(zip(order, self.args, strict=False))
+        known.update(self.kwargs)
+        if len(self.args) > len(order):
+            raise Opaque(f"{self.type} has more arguments than expected")
+        return known
+
+    def state(self, name: str) -> Ref | None:
+        """The module's parameter or buffer of that name."""
+        return Ref("state", f"{self.path}.{name}") if getattr(self.module, name, None) is not None else None
+
+    def input(self) -> Ref:
+        """The first argument, which must be a tensor."""
+        first = self.args[0] if self.args else next(iter(self.kwargs.values()), None)
+        if not isinstance(first, Ref):
+            raise Opaque(f"{self.type} is called without a tensor")
+        return first
+
+    def tensors(self) -> tuple[Ref, ...]:
+        """All references to tensors in the arguments, in order."""
+        return tuple(r for _, r in leaves((self.args, self.kwargs), Ref) if r.kind != "module")
+
+    def recall(self) -> Callable[[Sequence[torch.Tensor]], Any]:
+        """The call again, on other tensors in place of its own, never in place and without the module's hooks."""
+        if self.module is not None:
+            module = copy.copy(self.module)
+            if hasattr(module, "inplace"):
+                module.inplace = False  # type: ignore[assignment]
+            function: Any = module.forward
+        else:
+            function = _OUT_OF_PLACE.get(self.type, self.target)
+        keywords = {k: v for k, v in self.kwargs.items() if k != "inplace"}
+
+        def again(tensors: Sequence[torch.Tensor]) -> Any:
+            left = iter(tensors)
+            args, kwargs = substitute((self.args, keywords), Ref, lambda _: next(left))
+            return function(*args, **kwargs)
+
+        return again
+
+
+_OUT_OF_PLACE: dict[str, Callable[..., Any]] = {
+    f"{name}_": getattr(torch.Tensor, name)
+    for name in "add sub mul div pow relu sigmoid tanh clamp clamp_min clamp_max exp sqrt neg abs".split()
+    if hasattr(torch.Tensor, name)
+} | {
+    "truediv_": torch.Tensor.div,
+    "hardswish_": torch.nn.functional.hardswish,
+    "leaky_relu_": torch.nn.functional.leaky_relu,
+    "elu_": torch.nn.functional.elu,
+    "hardtanh_": torch.nn.functional.hardtanh,
+    "silu_": torch.nn.functional.silu,
+}
+
+Bind = Callable[[Call], Any]
+RULES: dict[str, Bind] = {}
+"""By class of torch.nn or name of function."""
+
+
+def rule(*types: str) -> Callable[[Bind], Bind]:
+    """Register how calls of these types are bound."""
+
+    def register(bind: Bind) -> Bind:
+        RULES.update(dict.fromkeys(types, bind))
+        return bind
+
+    return register

@@ -1,0 +1,336 @@
+"""Rearranging: joining, cutting, padding, permuting, reshaping, pixel shuffles."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from outcore.graph.recording import Ref
+from outcore.ops.region import Border, Interval, Region, clip, sizes
+from outcore.stream.call import Call, Given, Opaque, rule
+from outcore.stream.rules.border import Reading
+from outcore.stream.rules.pointwise import Pointwise
+from outcore.stream.rules.reshape import Reshape
+
+__all__ = ["Join", "Padding", "Permute", "Shuffle", "Slice"]
+
+
+@dataclass(frozen=True)
+class Join:
+    """Tensors one after the other along a dimension."""
+
+    operands: tuple[Ref, ...]
+    lengths: tuple[int, ...]
+    dim: int
+
+    def needs(self, out: Region) -> tuple[Region, ...]:
+        """What of each part is wanted; one element of a part of which none is (it must be something)."""
+        found, start = [], 0
+        lo, hi = out[self.dim]
+        for n in self.lengths:
+            found.append((*out[: self.dim], clip((lo - start, hi - start), n), *out[self.dim + 1 :]))
+            start += n
+        return tuple(found)
+
+    def run(self, crops: Sequence[torch.Tensor], out: Region, given: Given) -> torch.Tensor:
+        """Join the parts that are wanted."""
+        wanted, start = [], 0
+        lo, hi = out[self.dim]
+        for crop, n in zip(crops, self.lengths, strict=True):
+            if lo < start + n and hi > start:
+                wanted.append(crop)
+            start += n
+        return wanted[0] if len(wanted) == 1 else torch.cat(wanted, self.dim)
+
+    def follow(self, operand: int, dim: int) -> int | None:
+        """Along the joint, a part is a piece of the whole."""
+        return None if dim == self.dim else dim
+
+    def place(self, out: Region) -> Any:
+        """Which parts."""
+        return out[self.dim]
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A piece of a tensor: per dimension a start and a step, or one index (which drops the dimension)."""
+
+    operands: tuple[Ref, ...]
+    shape: tuple[int, ...]
+    parts: tuple[tuple[int, int, int | None], ...]
+    """Per dimension of the operand: start, step, and the dimension of the output it becomes."""
+    rank: int
+
+    def needs(self, out: Region) -> tuple[Region, ...]:
+        """The elements from the first to the last that is wanted."""
+        found = []
+        for start, step, to in self.parts:
+            lo, hi = (0, 1) if to is None else out[to]
+            found.append((start + lo * step, start + (hi - 1) * step + 1))
+        return (tuple(found),)
+
+    def run(self, crops: Sequence[torch.Tensor], out: Region, given: Given) -> torch.Tensor:
+        """Take every step-th element."""
+        taken = crops[0][tuple(slice(None, None, step) if to is not None else 0 for _, step, to in self.parts)]
+        kept = {to for _, _, to in self.parts}
+        for dim in range(self.rank):
+            if dim not in kept:
+                taken = taken.unsqueeze(dim)
+        return taken
+
+    def follow(self, operand: int, dim: int) -> int | None:
+        """Dimensions of which one index is taken are gone."""
+        return self.parts[dim][2]
+
+    def place(self, out: Region) -> Any:
+        """The same everywhere."""
+        return tuple(i for (_, _, to), i in zip(self.parts, out, strict=False) if to is None)
+
+
+@dataclass(frozen=True)
+class Permute:
+    """Dimensions in another order; new ones of size one may appear, such may go."""
+
+    operands: tuple[Ref, ...]
+    shape: tuple[int, ...]
+    order: tuple[int | None, ...]
+    """Per dimension of the output, the operand's; none for a new one."""
+
+    def needs(self, out: Region) -> tuple[Region, ...]:
+        """The same intervals in the operand's order."""
+        found: list[Interval] = [(0, 1)] * len(self.shape)
+        for to, source in enumerate(self.order):
+            if source is not None:
+                found[source] = out[to]
+        return (tuple(found),)
+
+    def run(self, crops: Sequence[torch.Tensor], out: Region, given: Given) -> torch.Tensor:
+        """Drop, permute, add."""
+        kept = [d for d in self.order if d is not None]
+        gone = [d for d in range(len(self.shape)) if d not in kept]
+        x = crops[0].permute(*kept, *gone)
+        for _ in gone:
+            x = x.squeeze(-1)
+        for dim, source in enumerate(self.order):
+            if source is None:
+                x = x.unsqueeze(dim)
+        return x
+
+    def follow(self, operand: int, dim: int) -> int | None:
+        """Where it went."""
+        return self.order.index(dim) if dim in self.order else None
+
+    def place(self, out: Region) -> Any:
+        """The same everywhere."""
+        return None
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Elements beyond the border, or fewer inside it."""
+
+    operands: tuple[Ref, ...]
+    low: tuple[int, ...]
+    """Per dimension, of the last ones."""
+    reading: Reading
+
+    def needs(self, out: Region) -> tuple[Region, ...]:
+        """What lies inside."""
+        n = len(self.low)
+        return ((*out[: len(out) - n], *self.reading.needs(self._reach(out))),)
+
+    def run(self, crops: Sequence[torch.Tensor], out: Region, given: Given) -> torch.Tensor:
+        """Pad what lies outside."""
+        return self.reading.read(crops[0], self._reach(out))
+
+    def follow(self, operand: int, dim: int) -> int | None:
+        """Each dimension becomes itself."""
+        return dim
+
+    def place(self, out: Region) -> Any:
+        """How much lies outside."""
+        return self.reading.beyond(self._reach(out))
+
+    def _reach(self, out: Region) -> tuple[Interval, ...]:
+        return tuple((a - p, b - p) for (a, b), p in zip(out[len(out) - len(self.low) :], self.low, strict=True))
+
+
+@dataclass(frozen=True)
+class Shuffle:
+    """Channels become pixels (pixel shuffle) or pixels channels."""
+
+    operands: tuple[Ref, ...]
+    shape: tuple[int, ...]
+    factor: int
+    up: bool
+
+    def needs(self, out: Region) -> tuple[Region, ...]:
+        """The pixels, of all channels."""
+        r = self.factor
+        pixels = [(a // r, -(-b // r)) if self.up else (a * r, b * r) for a, b in out[-2:]]
+        return ((*out[:-3], (0, self.shape[-3]), *pixels),)
+
+    def run(self, crops: Sequence[torch.Tensor], out: Region, given: Given) -> torch.Tensor:
+        """Shuffle the crop and cut it."""
+        if not self.up:
+            return torch.nn.functional.pixel_unshuffle(crops[0], self.factor)
+        made = torch.nn.functional.pixel_shuffle(crops[0], self.factor)
+        for dim, (a, b) in zip((-2, -1), out[-2:], strict=True):
+            made = made.narrow(dim, a % self.factor, b - a)
+        return made
+
+    def follow(self, operand: int, dim: int) -> int | None:
+        """Pixels stay pixels."""
+        return None if dim == len(self.shape) - 3 else dim
+
+    def place(self, out: Region) -> Any:
+        """Where among the pixels of one."""
+        return tuple((a % self.factor, b - a) for a, b in out[-2:]) if self.up else None
+
+
+@rule("cat", "concat", "concatenate")
+def _join(call: Call) -> Join:
+    given = call.bound("tensors dim", dim=0)
+    parts = given["tensors"]
+    if not all(isinstance(p, Ref) for p in parts):
+        raise Opaque("it joins something else than tensors")
+    dim = given["dim"] % len(call.shape)
+    for part in parts:
+        if dim in call.streamed(part):
+            raise Opaque("it joins images along a streamed dimension")
+    return Join(tuple(parts), tuple(call.shapes(p)[dim] for p in parts), dim)
+
+
+@rule("getitem")
+def _getitem(call: Call) -> Slice:
+    source, index = call.input(), call.args[1]
+    shape = call.shapes(source)
+    index = index if isinstance(index, tuple) else (index,)
+    if not all(i is None or i is Ellipsis or (isinstance(i, (int, slice)) and not isinstance(i, bool)) for i in index):
+        raise Opaque("it takes elements by a list or a mask")
+    used = sum(i is not None and i is not Ellipsis for i in index)
+    if Ellipsis not in index:
+        index = (*index, Ellipsis)
+    at = index.index(Ellipsis)
+    index = (*index[:at], *(slice(None),) * (len(shape) - used), *index[at + 1 :])
+    parts: list[tuple[int, int, int | None]] = []
+    to = 0
+    for i in index:
+        if i is None:
+            to += 1
+        elif isinstance(i, int):
+            parts.append((i % shape[len(parts)], 1, None))
+        else:
+            start, _, step = i.indices(shape[len(parts)])
+            parts.append((start, step, to))
+            to += 1
+    return Slice((source,), shape, tuple(parts), len(call.shape))
+
+
+@rule("narrow")
+def _narrow(call: Call) -> Slice:
+    given = call.bound("input dim start length")
+    return _piece(call, given["input"], given["dim"], given["start"])
+
+
+@rule("chunk", "split", "split_with_sizes", "tensor_split", "unbind")
+def _pieces(call: Call) -> Slice:
+    given = call.bound("input count dim", dim=0)
+    source, dim = given["input"], given["dim"]
+    if call.type == "unbind":
+        dim = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", 0)
+        shape = call.shapes(source)
+        dim %= len(shape)
+        order = [d for d in range(len(shape)) if d != dim]
+        parts = tuple((call.index, 1, None) if d == dim else (0, 1, order.index(d)) for d in range(len(shape)))
+        return Slice((source,), shape, parts, len(call.shape))
+    return _piece(call, source, dim, sum(call.lengths[: call.index]))
+
+
+def _piece(call: Call, source: Ref, dim: int, start: int) -> Slice:
+    shape = call.shapes(source)
+    dim %= len(shape)
+    return Slice((source,), shape, tuple((start if d == dim else 0, 1, d) for d in range(len(shape))), len(shape))
+
+
+@rule("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "unsqueeze", "squeeze", "T", "mT", "t")
+def _permute(call: Call) -> Permute:
+    source = call.input()
+    shape = call.shapes(source)
+    rest = [*call.args[1:], *call.kwargs.values()]
+    dims = list(range(len(shape)))
+    order: list[int | None]
+    if call.type in ("T", "mT", "t"):
+        order = [*dims[:-2], *reversed(dims[-2:])] if call.type == "mT" else list(reversed(dims))
+    elif call.type == "permute":
+        order = [d % len(shape) for d in (rest[0] if isinstance(rest[0], (tuple, list)) else rest)]
+    elif call.type == "unsqueeze":
+        order = list(dims)
+        order.insert(rest[0] % (len(shape) + 1), None)
+    elif call.type == "squeeze":
+        asked = [rest[0]] if rest and isinstance(rest[0], int) else list(rest[0]) if rest else dims
+        order = [d for d in dims if not (shape[d] == 1 and d in [a % len(shape) for a in asked])]
+    else:
+        # Number the dimensions by sizes no other has, and see where they go.
+        numbered = torch.empty([d + 2 for d in dims], device="meta")
+        order = [n - 2 for n in call.target(numbered, *rest).shape]
+    return Permute((source,), shape, tuple(order))
+
+
+@rule("view", "reshape", "flatten", "unflatten", "Flatten", "Unflatten", "view_as", "reshape_as")
+def _reshape(call: Call) -> Reshape:
+    if call.type == "view" and any(isinstance(a, torch.dtype) for a in call.args):
+        raise Opaque("it reads the bytes as another dtype")
+    return Reshape((call.input(),), call.shapes(call.input()), call.shape)
+
+
+@dataclass(frozen=True)
+class _Stretch(Pointwise):
+    """Dimensions of size one stretched to what is wanted."""
+
+    def run(self, crops: Sequence[torch.Tensor], out: Region, given: Given) -> torch.Tensor:
+        """As large as wanted."""
+        return crops[0].expand(sizes(out))
+
+
+@rule("expand", "expand_as", "broadcast_to")
+def _expand(call: Call) -> Pointwise:
+    source = call.input()
+    return _Stretch((source,), (call.shapes(source),), len(call.shape), call.recall())
+
+
+@rule(
+    "pad",
+    *(f"{kind}Pad{n}d" for kind in ("Zero", "Constant", "Reflection", "Replication", "Circular") for n in (1, 2, 3)),
+)
+def _pad(call: Call) -> Padding:
+    source = call.input()
+    if call.module is not None:
+        m: Any = call.module
+        amounts, value = tuple(m.padding), float(getattr(m, "value", 0) or 0)
+        kinds = {"Zero": "constant", "Cons": "constant", "Refl": "reflect", "Repl": "replicate", "Circ": "circular"}
+        mode = kinds[call.type[:4]]
+    else:
+        given = call.bound("input pad mode value", mode="constant", value=None)
+        amounts, mode, value = tuple(given["pad"]), given["mode"], float(given["value"] or 0)
+    border: Border = mode  # type: ignore[assignment]
+    low = tuple(reversed(amounts[0::2]))
+    shape = call.shapes(source)
+    if math.prod(call.shape) == 0:
+        raise Opaque("nothing is left")
+    return Padding((source,), low, Reading(shape[len(shape) - len(low) :], border, value))
+
+
+@rule("PixelShuffle", "pixel_shuffle", "PixelUnshuffle", "pixel_unshuffle")
+def _shuffle(call: Call) -> Shuffle:
+    up = call.type in ("PixelShuffle", "pixel_shuffle")
+    m: Any = call.module
+    if m is not None:
+        factor = m.upscale_factor if up else m.downscale_factor
+    else:
+        factor = next(a for a in (*call.args[1:], *call.kwargs.values()) if isinstance(a, int))
+    return Shuffle((call.input(),), call.shapes(call.input()), factor, up)

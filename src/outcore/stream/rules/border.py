@@ -1,0 +1,59 @@
+"""Reading beyond the border: true padding at true borders, and nowhere else.
+
+A tile in the middle of an image reads its neighbours' pixels where an untiled operation would; only what lies outside
+of the whole image is made up, as the padding mode says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from outcore.ops.region import Border, Interval, Region, inside
+
+__all__ = ["Reading", "sliced"]
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Intervals of the last dimensions of a tensor that may reach beyond it."""
+
+    shape: tuple[int, ...]
+    """Of the whole tensor along these dimensions."""
+    border: Border = "zeros"
+    value: float = 0.0
+
+    def needs(self, reach: Sequence[Interval]) -> Region:
+        """What of the tensor must be there."""
+        return tuple(inside(r, n, self.border) for r, n in zip(reach, self.shape, strict=True))
+
+    def beyond(self, reach: Sequence[Interval]) -> tuple[Interval, ...]:
+        """How far each interval reaches out, before and after."""
+        return tuple((max(0, -a), max(0, b - n)) for (a, b), n in zip(reach, self.shape, strict=True))
+
+    def read(self, crop: torch.Tensor, reach: Sequence[Interval]) -> torch.Tensor:
+        """The wanted intervals, from a crop that holds what they need."""
+        beyond, needed = self.beyond(reach), self.needs(reach)
+        if any(low or high for low, high in beyond):
+            amounts = [n for low, high in reversed(beyond) for n in (low, high)]
+            if self.border in ("zeros", "constant"):
+                crop = F.pad(crop, amounts, value=self.value)
+            else:
+                crop = F.pad(crop, amounts, mode=self.border)
+        first = crop.dim() - len(self.shape)
+        for i, ((a, b), (low, _), (start, _)) in enumerate(zip(reach, beyond, needed, strict=True)):
+            offset = a - (start - low)
+            if offset or crop.shape[first + i] != b - a:
+                crop = crop.narrow(first + i, offset, b - a)
+        return crop
+
+
+def sliced(crop: torch.Tensor, held: Region, wanted: Region) -> torch.Tensor:
+    """A region of a tensor of which another region is held."""
+    for dim, ((a, b), (lo, hi)) in enumerate(zip(held, wanted, strict=True)):
+        if (a, b) != (lo, hi):
+            crop = crop.narrow(dim, lo - a, hi - lo)
+    return crop

@@ -1,0 +1,194 @@
+"""Convolutions and transposed convolutions of one to three dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from outcore.graph.recording import Ref
+from outcore.ops.region import Region, Spread, Window, whole
+from outcore.stream.call import Call, Given, Opaque, rule
+from outcore.stream.rules.border import Reading
+
+__all__ = ["Convolution", "TransposedConvolution"]
+
+_CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+_TRANSPOSE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+
+
+def each(value: Any, count: int) -> tuple[int, ...]:
+    """One number for all dimensions, or one for each."""
+    return (value,) * count if isinstance(value, int) else tuple(value) * (count if len(value) == 1 else 1)
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """A sliding window with a weight; the crop is padded only where the image ends."""
+
+    operands: tuple[Ref, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    windows: tuple[Window, ...]
+    reading: Reading
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    def needs(self, out: Region) -> tuple[Region, ...]:
+        """The pixels under the windows, of all channels; weight and bias whole."""
+        lead = (out[0], (0, self.shapes[0][1])) if len(out) > len(self.windows) + 1 else ((0, self.shapes[0][0]),)
+        pixels = self.reading.needs(self._reach(out))
+        return ((*lead, *pixels), *(whole(s) for s in self.shapes[1:]))
+
+    def run(self, crops: Sequence[torch.Tensor], out: Region, given: Given) -> torch.Tensor:
+        """Convolve the crop without padding, or with the padding of this border."""
+        x, weight, *bias = crops
+        reach = self._reach(out)
+        beyond = self.reading.beyond(reach)
+        padding: tuple[int, ...] = (0,) * len(beyond)
+        exact = all(
+            (b - a) == n + low + high for (a, b), n, (low, high) in zip(reach, x.shape[2:], beyond, strict=False)
+        )
+        if self.reading.border == "zeros" and exact and x.dim() > len(beyond) and all(a == b for a, b in beyond):
+            padding = tuple(a for a, _ in beyond)
+        else:
+            x = self.reading.read(x, reach)
+        made: torch.Tensor = _CONVOLVE[len(self.windows)](
+            x, weight, bias[0] if bias else None, self.stride, padding, self.dilation, self.groups
+        )
+        return made
+
+    def follow(self, operand: int, dim: int) -> int | None:
+        """Pixels become pixels and samples samples; weights are needed whole."""
+        return dim if operand == 0 and dim != 1 else None
+
+    def place(self, out: Region) -> Any:
+        """The padding."""
+        return self.reading.beyond(self._reach(out))
+
+    def _reach(self, out: Region) -> tuple[tuple[int, int], ...]:
+        return tuple(w.reach(i) for w, i in zip(self.windows, out[-len(self.windows) :], strict=True))
+
+
+@dataclass(frozen=True)
+class TransposedConvolution:
+    """Each input pixel adds to a window of the output."""
+
+    operands: tuple[Ref, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    spreads: tuple[Spread, ...]
+    groups: int
+
+    def needs(self, out: Region) -> tuple[Region, ...]:
+        """The pixels that add to the wanted ones."""
+        lead = (out[0], (0, self.shapes[0][1])) if len(out) > len(self.spreads) + 1 else ((0, self.shapes[0][0]),)
+        pixels = tuple(s.needs(i) for s, i in zip(self.spreads, out[-len(self.spreads) :], strict=True))
+        return ((*lead, *pixels), *(whole(s) for s in self.shapes[1:]))
+
+    def run(self, crops: Sequence[torch.Tensor], out: Region, given: Given) -> torch.Tensor:
+        """Spread the crop without cutting, then cut out what is wanted; a missing end is bias alone."""
+        x, weight, *bias = crops
+        wanted = out[-len(self.spreads) :]
+        given_pixels = self.needs(out)[0][-len(self.spreads) :]
+        starts = [s.start(g) for s, g in zip(self.spreads, given_pixels, strict=True)]
+        more = []
+        for s, (_, hi), start, (a, b) in zip(self.spreads, wanted, starts, given_pixels, strict=True):
+            more.append(max(0, hi - start - ((b - a - 1) * s.stride + s.dilation * (s.kernel - 1) + 1)))
+        spread: torch.Tensor = _TRANSPOSE[len(self.spreads)](
+            x,
+            weight,
+            bias[0] if bias else None,
+            tuple(s.stride for s in self.spreads),
+            0,
+            tuple(more),
+            self.groups,
+            tuple(s.dilation for s in self.spreads),
+        )
+        first = spread.dim() - len(self.spreads)
+        for i, ((lo, hi), start) in enumerate(zip(wanted, starts, strict=True)):
+            if lo != start or spread.shape[first + i] != hi - lo:
+                spread = spread.narrow(first + i, lo - start, hi - lo)
+        return spread
+
+    def follow(self, operand: int, dim: int) -> int | None:
+        """Pixels become pixels and samples samples; weights are needed whole."""
+        return dim if operand == 0 and dim != 1 else None
+
+    def place(self, out: Region) -> Any:
+        """Where the wanted outputs lie among the windows, and which inputs there are."""
+        pixels = self.needs(out)[0][-len(self.spreads) :]
+        wanted = out[-len(self.spreads) :]
+        return tuple((i[0] - s.start(g), g[1] - g[0]) for s, g, i in zip(self.spreads, pixels, wanted, strict=True))
+
+
+@rule("Conv1d", "Conv2d", "Conv3d", "conv1d", "conv2d", "conv3d")
+def _convolution(call: Call) -> Convolution:
+    if call.module is not None:
+        m: Any = call.module
+        given = {"stride": m.stride, "padding": m.padding, "dilation": m.dilation, "groups": m.groups}
+        border = m.padding_mode
+        refs = [call.input(), call.state("weight"), call.state("bias")]
+    else:
+        given = call.bound(
+            "input weight bias stride padding dilation groups",
+            bias=None,
+            stride=1,
+            padding=0,
+            dilation=1,
+            groups=1,
+        )
+        border = "zeros"
+        refs = [given["input"], given["weight"], given["bias"]]
+    operands = tuple(r for r in refs if r is not None)
+    shapes = tuple(call.shapes(r) for r in operands)
+    kernel = shapes[1][2:]
+    count = len(kernel)
+    stride, dilation = each(given["stride"], count), each(given["dilation"], count)
+    padding = given["padding"]
+    if padding == "same":
+        low = tuple(d * (k - 1) // 2 for d, k in zip(dilation, kernel, strict=True))
+    elif padding == "valid":
+        low = (0,) * count
+    else:
+        low = each(padding, count)
+    pixels = shapes[0][-count:]
+    windows = tuple(Window(*w) for w in zip(pixels, kernel, stride, dilation, low, strict=True))
+    return Convolution(operands, shapes, windows, Reading(pixels, border), stride, dilation, given["groups"])
+
+
+@rule(
+    "ConvTranspose1d",
+    "ConvTranspose2d",
+    "ConvTranspose3d",
+    "conv_transpose1d",
+    "conv_transpose2d",
+    "conv_transpose3d",
+)
+def _transposed(call: Call) -> TransposedConvolution:
+    if call.module is not None:
+        m: Any = call.module
+        if len(call.args) > 1 or "output_size" in call.kwargs:
+            raise Opaque("it is told its output size")
+        given = {"stride": m.stride, "padding": m.padding, "dilation": m.dilation, "groups": m.groups}
+        refs = [call.input(), call.state("weight"), call.state("bias")]
+    else:
+        given = call.bound(
+            "input weight bias stride padding output_padding groups dilation",
+            bias=None,
+            stride=1,
+            padding=0,
+            groups=1,
+            dilation=1,
+        )
+        refs = [given["input"], given["weight"], given["bias"]]
+    operands = tuple(r for r in refs if r is not None)
+    shapes = tuple(call.shapes(r) for r in operands)
+    kernel = shapes[1][2:]
+    count = len(kernel)
+    stride, dilation = each(given["stride"], count), each(given["dilation"], count)
+    low = each(given["padding"], count)
+    spreads = tuple(Spread(*w) for w in zip(shapes[0][-count:], kernel, stride, dilation, low, strict=True))
+    return TransposedConvolution(operands, shapes, spreads, given["groups"])

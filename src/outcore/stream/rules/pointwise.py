@@ -1,0 +1,148 @@
+"""Element by element, with broadcasting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from outcore.graph.recording import Ref
+from outcore.ops.region import Region
+from outcore.stream.call import Call, Given, Opaque, Rule, rule
+from outcore.stream.rules.chance import keep_mask
+
+__all__ = ["Dropout", "Pointwise"]
+
+_MODULES = """ReLU ReLU6 LeakyReLU ELU SELU CELU GELU SiLU Mish Hardswish Hardsigmoid Hardtanh Hardshrink Softshrink
+Tanhshrink Threshold Sigmoid LogSigmoid Tanh Softplus Softsign Identity"""
+_FUNCTIONS = """relu relu_ relu6 leaky_relu leaky_relu_ elu elu_ selu celu gelu silu silu_ mish hardswish hardswish_
+hardsigmoid hardtanh hardtanh_ hardshrink softshrink tanhshrink sigmoid sigmoid_ logsigmoid tanh tanh_ softplus softsign
+add add_ radd sub sub_ rsub subtract mul mul_ rmul multiply div div_ truediv truediv_ rdiv rtruediv divide pow pow_ rpow
+neg neg_ abs abs_ exp exp_ expm1 log log1p log2 sqrt sqrt_ rsqrt reciprocal square sin cos erf sign round floor ceil
+clamp clamp_ clamp_min clamp_min_ clamp_max clamp_max_ clip maximum minimum where lerp addcmul addcdiv masked_fill
+eq ne lt le gt ge logical_and logical_or logical_not and or xor invert atan2 fmod remainder logaddexp sigmoid_ isnan
+float double half bfloat16 to type type_as contiguous clone detach nan_to_num zeros_like ones_like full_like"""
+
+
+@dataclass(frozen=True)
+class Pointwise:
+    """Each output element depends on the elements at its place; dimensions of size one stretch."""
+
+    operands: tuple[Ref, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    rank: int
+    again: Callable[[Sequence[torch.Tensor]], Any]
+
+    def needs(self, out: Region) -> tuple[Region, ...]:
+        """The same place of each operand."""
+        return tuple(
+            tuple((0, 1) if n == 1 else out[self.rank - len(shape) + d] for d, n in enumerate(shape))
+            for shape in self.shapes
+        )
+
+    def run(self, crops: Sequence[torch.Tensor], out: Region, given: Given) -> torch.Tensor:
+        """The call itself."""
+        made: torch.Tensor = self.again(crops)
+        return made
+
+    def follow(self, operand: int, dim: int) -> int | None:
+        """Aligned at the last dimension."""
+        return self.rank - len(self.shapes[operand]) + dim
+
+    def place(self, out: Region) -> Any:
+        """The same everywhere."""
+        return None
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Zeros at random; which ones is a function of seed, call and position, so every pass and tiling draws the same."""
+
+    operands: tuple[Ref, ...]
+    name: str
+    shape: tuple[int, ...]
+    rate: float
+    whole_channels: bool
+
+    def needs(self, out: Region) -> tuple[Region, ...]:
+        """The same place."""
+        return (out,)
+
+    def run(self, crops: Sequence[torch.Tensor], out: Region, given: Given) -> torch.Tensor:
+        """Keep an element, or a channel of a sample, with the chance that it is kept."""
+        x = crops[0]
+        region = (*out[:2], *((0, 1) for _ in out[2:])) if self.whole_channels else out
+        shape = (*self.shape[:2], *(1 for _ in out[2:])) if self.whole_channels else self.shape
+        keep = keep_mask(region, shape, self.rate, (given.seed, self.name), x.device)
+        return x * (keep.to(x.dtype) / (1 - self.rate) if self.rate < 1 else torch.zeros_like(keep, dtype=x.dtype))
+
+    def follow(self, operand: int, dim: int) -> int | None:
+        """Each dimension becomes itself."""
+        return dim
+
+    def place(self, out: Region) -> Any:
+        """Different everywhere."""
+        return out
+
+
+def pointwise(
+    call: Call, operands: tuple[Ref, ...], again: Callable[[Sequence[torch.Tensor]], Any] | None = None
+) -> Pointwise:
+    """An element-wise call of these operands."""
+    if not operands:
+        raise Opaque("it is called without a tensor")
+    return Pointwise(operands, tuple(call.shapes(r) for r in operands), len(call.shape), again or call.recall())
+
+
+@rule(*_MODULES.split(), *_FUNCTIONS.split())
+def _elementwise(call: Call) -> Pointwise:
+    return pointwise(call, call.tensors())
+
+
+@rule("PReLU", "prelu")
+def _prelu(call: Call) -> Pointwise:
+    weight: Any = call.state("weight") if call.module is not None else call.bound("input weight")["weight"]
+    source = call.input()
+    rank = len(call.shape)
+    if call.shapes(weight) != (1,) and rank > 1 and call.streamed(source) & {1}:
+        raise Opaque("its weight runs along a streamed dimension")
+
+    def again(crops: Sequence[torch.Tensor]) -> torch.Tensor:
+        return F.prelu(crops[0], crops[1].reshape(-1))
+
+    shapes = (call.shapes(source), (*call.shapes(weight), *(1,) * (rank - 2)) if rank > 1 else call.shapes(weight))
+    return _Weighted((source, weight), shapes, rank, again)
+
+
+@dataclass(frozen=True)
+class _Weighted(Pointwise):
+    """A parameter per channel, needed whole."""
+
+    def needs(self, out: Region) -> tuple[Region, ...]:
+        """The same place of the input, all of the parameters."""
+        return (out, *(((0, n[0]),) for n in self.shapes[1:]))
+
+    def follow(self, operand: int, dim: int) -> int | None:
+        """The input's dimensions stay."""
+        return dim if operand == 0 else None
+
+
+@rule(
+    *(f"{name}" for name in ("Dropout", "Dropout1d", "Dropout2d", "Dropout3d")),
+    *(f"{name}" for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "AlphaDropout", "FeatureAlphaDropout")),
+)
+def _dropout(call: Call) -> Rule:
+    source = call.input()
+    if call.module is not None:
+        rate, active = float(call.module.p), call.module.training  # type: ignore[arg-type]
+    else:
+        given = call.bound("input p training inplace", p=0.5, training=True, inplace=False)
+        rate, active = given["p"], given["training"]
+    if not active or rate == 0:
+        return pointwise(call, (source,), lambda crops: crops[0])
+    if "Alpha" in call.type:
+        raise Opaque("alpha dropout has no rule")
+    return Dropout((source,), call.name, call.shape, rate, call.type[-2:] in ("1d", "2d", "3d"))

@@ -1,0 +1,201 @@
+"""Pools over sliding windows, and adaptive pools."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from outcore.graph.recording import Ref
+from outcore.ops.region import Bins, Interval, Region, Window
+from outcore.stream.call import Call, Given, Opaque, Reduction, Rule, rule
+from outcore.stream.rules.border import Reading
+from outcore.stream.rules.convolve import each
+from outcore.stream.rules.reduce import Largest, Mean
+
+__all__ = ["AdaptiveAverage", "AveragePool", "MaxPool"]
+
+_MAX = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
+_AVERAGE = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
+
+
+@dataclass(frozen=True)
+class _Sliding:
+    operands: tuple[Ref, ...]
+    windows: tuple[Window, ...]
+    reading: Reading
+
+    def needs(self, out: Region) -> tuple[Region, ...]:
+        """The pixels under the windows; as many channels as are wanted."""
+        return ((*out[: -len(self.windows)], *self.reading.needs(self._reach(out))),)
+
+    def follow(self, operand: int, dim: int) -> int | None:
+        """Each dimension becomes itself."""
+        return dim
+
+    def place(self, out: Region) -> Any:
+        """The padding."""
+        return self.reading.beyond(self._reach(out))
+
+    def _reach(self, out: Region) -> tuple[Interval, ...]:
+        return tuple(w.reach(i) for w, i in zip(self.windows, out[-len(self.windows) :], strict=True))
+
+
+@dataclass(frozen=True)
+class MaxPool(_Sliding):
+    """The largest under each window; nothing beyond the border counts."""
+
+    def run(self, crops: Sequence[torch.Tensor], out: Region, given: Given) -> torch.Tensor:
+        """Pool the crop, padded with minus infinity where the image ends."""
+        x = self.reading.read(crops[0], self._reach(out))
+        kernel, stride = [w.kernel for w in self.windows], [w.stride for w in self.windows]
+        dilation = [w.dilation for w in self.windows]
+        made: torch.Tensor = _MAX[len(kernel)](x, kernel, stride, 0, dilation)
+        return made
+
+
+@dataclass(frozen=True)
+class AveragePool(_Sliding):
+    """The mean under each window; what counts beyond the border is the user's choice."""
+
+    high: tuple[int, ...]
+    """Padding after the last element."""
+    counts_padding: bool
+    divisor: int | None
+
+    def run(self, crops: Sequence[torch.Tensor], out: Region, given: Given) -> torch.Tensor:
+        """Pool the crop; at a border, the sum by the number of elements that count there."""
+        x = self.reading.read(crops[0], self._reach(out))
+        kernel, stride = [w.kernel for w in self.windows], [w.stride for w in self.windows]
+        mean: torch.Tensor = _AVERAGE[len(kernel)](x, kernel, stride, 0)
+        full = math.prod(kernel)
+        if self.divisor is not None:
+            return mean * (full / self.divisor)
+        counts = [self._counts(w, i, h) for w, i, h in zip(self.windows, out[-len(kernel) :], self.high, strict=True)]
+        if all(c == w.kernel for w, row in zip(self.windows, counts, strict=True) for c in row):
+            return mean
+        for dim, row in enumerate(counts):
+            shape = [1] * mean.dim()
+            shape[mean.dim() - len(kernel) + dim] = -1
+            factor = torch.tensor([kernel[dim] / c for c in row], dtype=mean.dtype, device=mean.device)
+            mean = mean * factor.view(shape)
+        return mean
+
+    def _counts(self, window: Window, wanted: Interval, high: int) -> list[int]:
+        """How many elements count under each window."""
+        found = []
+        for i in range(*wanted):
+            start, stop = window.reach((i, i + 1))
+            if self.counts_padding:
+                found.append(min(stop, window.size + high) - start)
+            else:
+                found.append(min(stop, window.size) - max(start, 0))
+        return found
+
+    def place(self, out: Region) -> Any:
+        """The padding, and the end of the image."""
+        counts = [self._counts(w, i, h) for w, i, h in zip(self.windows, out[2:], self.high, strict=False)]
+        return (super().place(out), str(counts))
+
+
+@dataclass(frozen=True)
+class AdaptiveAverage:
+    """Means over bins whose sizes differ by one."""
+
+    operands: tuple[Ref, ...]
+    bins: tuple[Bins, ...]
+
+    def needs(self, out: Region) -> tuple[Region, ...]:
+        """The elements of the bins."""
+        n = len(self.bins)
+        return ((*out[:-n], *(b.needs(i) for b, i in zip(self.bins, out[-n:], strict=True))),)
+
+    def run(self, crops: Sequence[torch.Tensor], out: Region, given: Given) -> torch.Tensor:
+        """Average along one dimension after the other."""
+        x = crops[0]
+        first = x.dim() - len(self.bins)
+        for i, bins in enumerate(self.bins):
+            wanted = out[first + i]
+            start = bins.needs(wanted)[0]
+            parts = [bins.bin(k) for k in range(*wanted)]
+            means = [x.narrow(first + i, a - start, b - a).mean(first + i, keepdim=True) for a, b in parts]
+            x = torch.cat(means, first + i)
+        return x
+
+    def follow(self, operand: int, dim: int) -> int | None:
+        """Each dimension becomes itself."""
+        return dim
+
+    def place(self, out: Region) -> Any:
+        """Bins differ from place to place."""
+        return out
+
+
+def _windows(call: Call, count: int) -> tuple[Ref, tuple[Window, ...], dict[str, Any]]:
+    if call.module is not None:
+        m: Any = call.module
+        given = {
+            name: getattr(m, name)
+            for name in "kernel_size stride padding dilation ceil_mode count_include_pad divisor_override".split()
+            if hasattr(m, name)
+        }
+        source = call.input()
+        if getattr(m, "return_indices", False):
+            raise Opaque("it returns indices")
+    else:
+        names = "input kernel_size stride padding dilation ceil_mode return_indices"
+        if "avg" in call.type:
+            names = "input kernel_size stride padding ceil_mode count_include_pad divisor_override"
+        given = call.bound(names)
+        source = given["input"]
+        if given.get("return_indices"):
+            raise Opaque("it returns indices")
+    kernel = each(given["kernel_size"], count)
+    stride = each(given["stride"], count) if given.get("stride") not in (None, [], ()) else kernel
+    low = each(given.get("padding", 0), count)
+    dilation = each(given.get("dilation", 1), count)
+    pixels = call.shapes(source)[-count:]
+    return source, tuple(Window(*w) for w in zip(pixels, kernel, stride, dilation, low, strict=True)), given
+
+
+@rule(*(f"{name}{n}d" for n in (1, 2, 3) for name in ("MaxPool", "max_pool")))
+def _max_pool(call: Call) -> MaxPool:
+    source, windows, _ = _windows(call, int(call.type[-2]))
+    return MaxPool((source,), windows, Reading(tuple(w.size for w in windows), "constant", float("-inf")))
+
+
+@rule(*(f"{name}{n}d" for n in (1, 2, 3) for name in ("AvgPool", "avg_pool")))
+def _average_pool(call: Call) -> AveragePool:
+    source, windows, given = _windows(call, int(call.type[-2]))
+    return AveragePool(
+        (source,),
+        windows,
+        Reading(tuple(w.size for w in windows)),
+        tuple(w.low for w in windows),
+        given.get("count_include_pad", True),
+        given.get("divisor_override"),
+    )
+
+
+@rule(
+    *(f"{name}{n}d" for n in (1, 2, 3) for name in ("AdaptiveAvgPool", "adaptive_avg_pool")),
+    *(f"{name}{n}d" for n in (1, 2, 3) for name in ("AdaptiveMaxPool", "adaptive_max_pool")),
+)
+def _adaptive(call: Call) -> Rule | Reduction:
+    source = call.input()
+    count = int(call.type[-2])
+    shape = call.shapes(source)
+    dims = tuple(range(len(shape) - count, len(shape)))
+    bins = tuple(Bins(n, m) for n, m in zip(shape[-count:], call.shape[-count:], strict=True))
+    maximum = "max" in call.type.lower()
+    if getattr(call.module, "return_indices", False) or "return_indices" in call.kwargs:
+        raise Opaque("it returns indices")
+    if all(b.bins == 1 for b in bins):
+        return (Largest if maximum else Mean)((source,), shape, dims, True, call.dtype)
+    if maximum:
+        raise Opaque("an adaptive maximum with several bins has no rule; use MaxPool with a kernel")
+    return AdaptiveAverage((source,), bins)

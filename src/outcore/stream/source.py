@@ -1,0 +1,152 @@
+"""Images that need not be in memory, as tiles see them.
+
+Anything with ``shape``, ``dtype`` and ``read(region)`` is a source (`outcore.data.Source`): a slide, a memory map, a
+function. Tiles ask for regions from worker threads, ahead of the compute and in any order. What is read travels to
+the device as it is stored (bytes stay bytes, a quarter of what floats would take) and becomes the model's numbers
+there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from outcore.data import Batch, Source
+from outcore.errors import StreamError
+from outcore.ops.region import Region, sizes
+from outcore.stream.store import cut
+
+__all__ = ["FunctionSource", "Image", "image_of"]
+
+
+class Image(Protocol):
+    """A streamed input: read raw on the host, prepared on the device."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As the model sees it: (batch, channels, pixels...)."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what the model sees."""
+
+    def read(self, region: Region) -> torch.Tensor:
+        """A region as it is stored; called from any thread."""
+
+    def prepare(self, crop: torch.Tensor, region: Region) -> torch.Tensor:
+        """What was read, now on the device, as the model sees it."""
+
+
+@dataclass(frozen=True)
+class FunctionSource:
+    """A function of the region, as a source.
+
+    >>> image = FunctionSource((1, 3, 10**5, 10**5), lambda region: torch.rand([b - a for a, b in region]))
+    >>> image.read(((0, 1), (0, 3), (0, 4), (99_996, 10**5))).shape
+    torch.Size([1, 3, 4, 4])
+    """
+
+    shape: tuple[int, ...]
+    function: Callable[[Region], torch.Tensor]
+    dtype: torch.dtype = torch.float32
+
+    def read(self, region: Sequence[Any]) -> torch.Tensor:
+        """What the function gives, checked."""
+        crop = self.function(tuple(region))
+        if tuple(crop.shape) != sizes(tuple(region)):
+            raise StreamError(f"the source returned shape {tuple(crop.shape)} for a region of {sizes(tuple(region))}")
+        return crop
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor, on any device."""
+
+    tensor: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    def read(self, region: Region) -> torch.Tensor:
+        return cut(self.tensor, region)
+
+    def prepare(self, crop: torch.Tensor, region: Region) -> torch.Tensor:
+        return crop
+
+
+@dataclass(frozen=True)
+class _Lazy:
+    """A source of the model's own numbers."""
+
+    source: Source
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.source.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.source.dtype
+
+    def read(self, region: Region) -> torch.Tensor:
+        return self.source.read(region)
+
+    def prepare(self, crop: torch.Tensor, region: Region) -> torch.Tensor:
+        return crop
+
+
+@dataclass(frozen=True)
+class _Scaled:
+    """Images of bytes that the model sees as numbers: scaled where it computes."""
+
+    batch: Batch
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.batch.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.batch.dtype
+
+    def read(self, region: Region) -> torch.Tensor:
+        lo, hi = region[0]
+        return torch.stack([source.read(region[1:]) for source in self.batch.sources[lo:hi]])
+
+    def prepare(self, crop: torch.Tensor, region: Region) -> torch.Tensor:
+        batch = self.batch
+        scale = batch.scale or {torch.uint8: 255.0, torch.uint16: 65535.0}.get(crop.dtype, 1.0)
+        factor = [1 / (scale * s) for s in (batch.std or (1.0,) * self.shape[1])]
+        shift = [
+            m / s for m, s in zip(batch.mean or (0.0,) * len(factor), batch.std or (1.0,) * len(factor), strict=True)
+        ]
+        channels = slice(*region[1])
+        view = (1, -1, *(1,) * (crop.dim() - 2))
+        made = crop.to(self.dtype)
+        if any(f != 1 for f in factor):
+            made = made * torch.tensor(factor[channels], dtype=self.dtype, device=crop.device).view(view)
+        if any(shift):
+            made = made - torch.tensor(shift[channels], dtype=self.dtype, device=crop.device).view(view)
+        return made
+
+
+def image_of(given: Any) -> Image:
+    """What was given, as tiles see it."""
+    if isinstance(given, torch.Tensor):
+        return _Tensor(given)
+    if isinstance(given, Batch):
+        return _Scaled(given)
+    if isinstance(given, Source):
+        return _Lazy(given)
+    raise StreamError(
+        f"an input must be a tensor or a source with shape, dtype and read(region), not {type(given).__name__}; "
+        "outcore.data has sources for slides and arrays, outcore.stream.FunctionSource one for functions"
+    )

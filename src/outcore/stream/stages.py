@@ -1,0 +1,212 @@
+"""What is streamed, in which passes, and where it stops.
+
+The streamed part is a set of nodes that holds all nodes before them. It runs in *stages*, each one pass over the
+tiles:
+
+    stage 0:  image ──▶ tiles ──▶ statistics of the first norm
+    stage 1:  image ──▶ tiles (with those statistics) ──▶ statistics of the second norm
+    ...
+    last:     image ──▶ tiles (with all statistics) ──▶ boundary map, or the global pool
+
+A *barrier* is a value that must be finished before a later pass can use it: statistics of a norm, the pool of a
+squeeze-excite block, or a map that is *kept* so that later stages start from it and not from the image. Without
+barriers there is one stage. Between stages the small global nodes run once, as they were recorded.
+
+Backward is the same stages in reverse order: each tile is run again with gradients on, and gets its slice of the
+gradient of each map and its share of the gradient of each reduction. What arrives at a kept map, a statistic or a
+parameter adds up; by linearity the sum over tiles is the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from outcore.errors import StreamError
+from outcore.graph.parts import ancestors
+from outcore.stream.network import Network, Node
+
+__all__ = ["Stage", "Streaming", "divide", "reach"]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pass over the tiles, and the global nodes that run before it."""
+
+    globals: tuple[Node, ...]
+    nodes: tuple[Node, ...]
+    """Local ones, in order."""
+    reductions: tuple[Node, ...]
+    maps: tuple[str, ...]
+    """Values put together from tiles."""
+    sources: tuple[str, ...]
+    """Images and kept maps that it reads regions of."""
+    smalls: tuple[str, ...]
+    """Global values that every tile reads."""
+
+    @property
+    def targets(self) -> dict[str, str]:
+        """What tiles partition: each map, and what each reduction is over."""
+        return {m: m for m in self.maps} | {r.output: r.values[0] for r in self.reductions}
+
+
+@dataclass(frozen=True)
+class Streaming:
+    """The stages, and what leaves them."""
+
+    stages: tuple[Stage, ...]
+    boundary: tuple[str, ...]
+    """Values that the rest of the network, or the user, gets."""
+    calls: frozenset[str]
+    """Recorded calls that are streamed; the others run untiled."""
+    stopped: tuple[tuple[str, str], ...]
+    """Where streaming stops although it was not asked to: (block, reason)."""
+
+
+def reach(network: Network, *, statistics: bool) -> tuple[set[str], dict[str, str]]:
+    """The values that can be streamed, and why others next to them cannot.
+
+    Args:
+        network: the nodes.
+        statistics: whether values behind a barrier count.
+    """
+    fine, behind, why = set(network.graph.inputs), set(), {}
+    for node in network.nodes.values():
+        missing = [v for v in node.values if v not in fine]
+        if node.kind == "opaque":
+            if not missing:
+                why[node.output] = node.reason
+            continue
+        late = [v for v in node.values if v in behind]
+        if missing or (late and node.kind != "global" and not statistics):
+            if late and not missing:
+                why[node.output] = (
+                    "it uses statistics of the whole image, which takes further passes (statistics=True allows them)"
+                )
+            continue
+        fine.add(node.output)
+        if late or _is_barrier(network, node):
+            behind.add(node.output)
+    if not statistics:  # what is behind a barrier without being streamed itself belongs to the rest
+        fine -= {v for v in behind if v in network.nodes and network.nodes[v].kind == "global"}
+    return fine, why
+
+
+def divide(
+    network: Network,
+    *,
+    boundary: Iterable[str] | None = None,
+    statistics: bool = False,
+    keep: Collection[str] = (),
+) -> Streaming:
+    """Decide what is streamed and put it into stages.
+
+    Args:
+        network: the nodes.
+        boundary: blocks or values after which streaming stops; none for as far as it goes.
+        statistics: whether further passes for norms and pools over the whole image are accepted.
+        keep: values that are put together and kept, so that later stages start from them.
+
+    Raises:
+        StreamError: nothing can be streamed, or not as far as asked.
+    """
+    fine, why = reach(network, statistics=statistics)
+    wanted = set(fine) if boundary is None else _asked(network, boundary, fine, why)
+    local = [n for n in network.nodes.values() if n.output in wanted and n.kind in ("local", "reduction")]
+    chosen = {n.output for n in network.closure([n.output for n in local])}
+    if not chosen:
+        raise _nothing(network, why)
+    calls = frozenset(c for v in chosen for c in (network.nodes[v].call, *network.nodes[v].absorbed))
+    chosen |= {n.output for n in network.nodes.values() if n.call in calls}
+    outside = [n for n in network.nodes.values() if n.call not in calls]
+    leaving = {v for n in outside for v in n.values} | set(network.graph.outputs)
+    result = tuple(v for v in network.nodes if v in chosen and v in leaving)
+    stages = _stages(network, [n for n in network.nodes.values() if n.output in chosen], result, set(keep))
+    stopped = tuple((network.block_of(v), reason) for v, reason in why.items())
+    return Streaming(stages, result, calls, stopped if boundary is None else ())
+
+
+def _is_barrier(network: Network, node: Node) -> bool:
+    """Whether a streamed operand becomes a global value."""
+    streamed = any(network.is_streamed(v) for v in node.values)
+    return streamed and not network.is_streamed(node.output)
+
+
+def _stages(network: Network, nodes: list[Node], boundary: tuple[str, ...], keep: set[str]) -> tuple[Stage, ...]:
+    level = dict.fromkeys(network.graph.inputs, 0)
+    ready = dict(level)
+    """The stage from which on a value may be used without computing it again."""
+    users = {v for n in nodes for v in n.values}
+    materialised: dict[str, int] = {}
+    for node in nodes:
+        at = max((ready.get(v, level[v]) for v in node.values), default=0)
+        level[node.output] = ready[node.output] = at
+        if node.kind == "global":
+            continue
+        barrier = _is_barrier(network, node)
+        kept = node.output in keep and node.output in users
+        if barrier or kept or node.output in boundary:
+            materialised[node.output] = at
+        if (barrier or kept) and node.output in users:
+            ready[node.output] = at + 1
+    last = max((*materialised.values(), *(level[n.output] for n in nodes)), default=0)
+    known = set(network.graph.inputs)
+    stages = []
+    for index in range(last + 1):
+        small = tuple(n for n in nodes if n.kind == "global" and level[n.output] == index)
+        known |= {n.output for n in small}
+        targets = [v for v, at in materialised.items() if at == index]
+        reductions = tuple(network.nodes[v] for v in targets if network.nodes[v].kind == "reduction")
+        maps = tuple(v for v in targets if network.nodes[v].kind == "local")
+        inner = [n for n in network.closure([*maps, *(r.values[0] for r in reductions)], known) if n.kind == "local"]
+        read = dict.fromkeys(v for n in (*inner, *reductions) for v in n.values if v in known)
+        stages.append(
+            Stage(
+                small,
+                tuple(inner),
+                reductions,
+                maps,
+                tuple(v for v in read if network.is_streamed(v)),
+                tuple(v for v in read if not network.is_streamed(v)),
+            )
+        )
+        known |= {v for v in targets if ready[v] > index}
+    return tuple(stages)
+
+
+def _asked(network: Network, boundary: Iterable[str], fine: set[str], why: dict[str, str]) -> set[str]:
+    wanted: set[str] = set()
+    for name in boundary:
+        found = [v for v in network.nodes if v == name or network.nodes[v].call == name]
+        if not found:
+            network.graph[name]  # raises if there is no such block
+            inside = {c.name for c in network.graph.calls.values() if name == c.block or name in ancestors(c.block)}
+            found = [n.output for n in network.nodes.values() if n.call in inside]
+            found = [
+                v
+                for v in found
+                if v in network.graph.outputs
+                or any(v in n.values and n.call not in inside for n in network.nodes.values())
+            ]
+        for node in network.closure(found):
+            if node.output not in fine:
+                at, reason = next(((v, r) for v, r in why.items()), (node.output, node.reason))
+                raise StreamError(
+                    f"streaming cannot reach {name}: {network.block_of(at)} stops it ({reason}); "
+                    "give an earlier boundary, or leave it out to stream as far as it goes"
+                )
+            wanted.add(node.output)
+    return wanted
+
+
+def _nothing(network: Network, why: dict[str, str]) -> StreamError:
+    if not network.inputs:
+        return StreamError("no input is an image: (batch, channels, pixels...) is what can be streamed")
+    first = next(iter(why.items()), None)
+    if first is None:
+        return StreamError("the network does nothing with its image before its output")
+    block = network.block_of(first[0])
+    return StreamError(
+        f"nothing can be streamed: the first operation on the image is {block}, and {first[1]}; put convolutions or "
+        "pools before it, or plan without streaming (recompute and offload need no tiles)"
+    )

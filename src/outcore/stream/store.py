@@ -1,0 +1,74 @@
+"""The values that live between tiles: boundary maps, kept maps, statistics, and their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from outcore.ops.region import Region
+
+__all__ = ["Store", "cut"]
+
+
+def cut(tensor: torch.Tensor, region: Region) -> torch.Tensor:
+    """A view of a region."""
+    return tensor[tuple(slice(lo, hi) for lo, hi in region)]
+
+
+@dataclass
+class Store:
+    """Tensors by the name of their value."""
+
+    device: torch.device
+    """Where tiles are computed."""
+    homes: Mapping[str, torch.device] = field(default_factory=dict)
+    """Where maps are kept, if not there."""
+    values: dict[str, torch.Tensor] = field(default_factory=dict)
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def write(self, name: str, shape: tuple[int, ...], region: Region, part: torch.Tensor) -> None:
+        """Put a tile into a map."""
+        whole = all(hi - lo == n for (lo, hi), n in zip(region, shape, strict=True))
+        home = self.homes.get(name, self.device)
+        if whole and home == part.device:
+            self.values[name] = part
+            return
+        if name not in self.values:
+            form = _memory_format(part)
+            self.values[name] = torch.empty(shape, dtype=part.dtype, device=home, memory_format=form)
+        cut(self.values[name], region).copy_(part)
+
+    def read(self, name: str, region: Region) -> torch.Tensor:
+        """A region of a map, where tiles are computed."""
+        part = cut(self.values[name], region)
+        return part if part.device == self.device else part.to(self.device, non_blocking=True)
+
+    def add_gradient(self, name: str, shape: tuple[int, ...], region: Region, part: torch.Tensor) -> None:
+        """Add what a tile sends back into the gradient of a map."""
+        whole = all(hi - lo == n for (lo, hi), n in zip(region, shape, strict=True))
+        if name not in self.gradients:
+            if whole:
+                self.gradients[name] = part.clone()
+                return
+            home = self.homes.get(name, self.device)
+            form = _memory_format(part)
+            self.gradients[name] = torch.empty(shape, dtype=part.dtype, device=home, memory_format=form).zero_()
+        held = cut(self.gradients[name], region)
+        held.add_(part if part.device == held.device else part.to(held.device))
+
+    def gradient(self, name: str, region: Region) -> torch.Tensor | None:
+        """A region of a map's gradient, where tiles are computed; none if nothing came back."""
+        if name not in self.gradients:
+            return None
+        part = cut(self.gradients[name], region)
+        return part if part.device == self.device else part.to(self.device, non_blocking=True)
+
+
+def _memory_format(tensor: torch.Tensor) -> torch.memory_format:
+    if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous():
+        return torch.channels_last
+    if tensor.dim() == 5 and tensor.is_contiguous(memory_format=torch.channels_last_3d) and not tensor.is_contiguous():
+        return torch.channels_last_3d
+    return torch.contiguous_format
