@@ -19,6 +19,7 @@ parameter adds up; by linearity the sum over tiles is the gradient.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
@@ -70,26 +71,34 @@ def reach(network: Network, *, statistics: bool) -> tuple[set[str], dict[str, st
         network: the nodes.
         statistics: whether values behind a barrier count.
     """
-    fine, behind, why = set(network.graph.inputs), set(), {}
-    for node in network.nodes.values():
-        missing = [v for v in node.values if v not in fine]
-        if node.kind == "opaque":
-            if not missing:
-                why[node.output] = node.reason
-            continue
-        late = [v for v in node.values if v in behind]
-        if missing or (late and node.kind != "global" and not statistics):
-            if late and not missing:
-                why[node.output] = (
-                    "it uses statistics of the whole image, which takes further passes (statistics=True allows them)"
-                )
-            continue
-        fine.add(node.output)
-        if late or _is_barrier(network, node):
-            behind.add(node.output)
+    fine: set[str] = set(network.graph.inputs)
+    behind: set[str] = set()
+    why: dict[str, str] = {}
+    for _, together in itertools.groupby(network.nodes.values(), key=lambda n: n.call):
+        nodes = list(together)
+        for node in nodes:
+            reason = _why_not(node, fine, behind, statistics)
+            if reason is not None:  # a call is streamed with all that it returns, or not at all
+                fine -= {n.output for n in nodes}
+                why.update({node.output: reason} if reason else {})
+                break
+            fine.add(node.output)
+            if _is_barrier(network, node) or any(v in behind for v in node.values):
+                behind.add(node.output)
     if not statistics:  # what is behind a barrier without being streamed itself belongs to the rest
         fine -= {v for v in behind if v in network.nodes and network.nodes[v].kind == "global"}
     return fine, why
+
+
+def _why_not(node: Node, fine: set[str], behind: set[str], statistics: bool) -> str | None:
+    """Why a node cannot be streamed: empty if something before it cannot, none if it can."""
+    if any(v not in fine for v in node.values):
+        return ""
+    if node.kind == "opaque":
+        return node.reason
+    if node.kind != "global" and not statistics and any(v in behind for v in node.values):
+        return "it uses statistics of the whole image, which takes further passes (statistics=True allows them)"
+    return None
 
 
 def divide(
@@ -139,7 +148,9 @@ def _stages(network: Network, nodes: list[Node], boundary: tuple[str, ...], keep
     users = {v for n in nodes for v in n.values}
     materialised: dict[str, int] = {}
     for node in nodes:
-        at = max((ready.get(v, level[v]) for v in node.values), default=0)
+        # Statistics of a map that is being put together are taken in the same pass.
+        early = node.kind == "reduction"
+        at = max((level[v] if early and network.is_streamed(v) else ready[v] for v in node.values), default=0)
         level[node.output] = ready[node.output] = at
         if node.kind == "global":
             continue
