@@ -1,5 +1,6 @@
 """Exact tile streaming: images too large to hold, forward and backward, tile by tile."""
 
+from outcore.stream.dense import PixelLoss as PixelLoss
 from outcore.stream.execution import Options as Options
 from outcore.stream.source import FunctionSource as FunctionSource
 from outcore.stream.streamed import Streamed as Streamed

@@ -89,20 +89,34 @@ class Execution:
 
     def forward(self) -> dict[str, torch.Tensor]:
         """The boundary values."""
-        for index, stage in enumerate(self.streaming.stages):
-            done = Globals.run(self.network, stage.globals, self.store.values, self.wants)
-            self.globals.append(done)
-            self.store.values.update({name: t.detach() for name, t in done.outputs.items()})
-            with torch.no_grad():
-                self._forward_stage(index, stage)
+        for index in range(len(self.streaming.stages)):
+            self.forward_stage(index)
         return {v: self.store.values[v] for v in self.streaming.boundary}
 
-    def _forward_stage(self, index: int, stage: Stage) -> None:
+    def run_globals(self, index: int) -> None:
+        """The small nodes before a pass."""
+        done = Globals.run(self.network, self.streaming.stages[index].globals, self.store.values, self.wants)
+        self.globals.append(done)
+        self.store.values.update({name: t.detach() for name, t in done.outputs.items()})
+
+    def forward_stage(self, index: int) -> None:
+        """One pass, with the small nodes before it."""
+        self.run_globals(index)
+        with torch.no_grad():
+            self._pass(index, self.streaming.stages[index])
+
+    def plans(self, index: int) -> Iterator[TilePlan]:
+        """The tiles of a stage."""
+        for number in self.grids[index].tiles():
+            plan = plan_tile(self.network, self.streaming.stages[index], self.grids[index], number)
+            if plan is not None:
+                yield plan
+
+    def _pass(self, index: int, stage: Stage) -> None:
         state = self._state(stage)
         twins = self.twins[index]
         sums = {r.output: r.reduction.start() for r in stage.reductions if r.reduction is not None}
-        plans = (plan_tile(self.network, stage, self.grids[index], n) for n in self.grids[index].tiles())
-        for plan, crops in self._read(stage, (p for p in plans if p is not None), twins=True):
+        for plan, crops in self._read(stage, self.plans(index)):
             key = self._key(stage, plan, crops)
             if (family := twins.find(key)) is not None and family.made is not None:
                 made = family.made
@@ -140,12 +154,15 @@ class Execution:
         self.store.gradients = {  # what is added to must be ours
             name: g.clone() if name in read else g for name, g in gradients.items() if g is not None
         }
-        with self.context.entered():
-            for index in reversed(range(len(self.streaming.stages))):
-                stage = self.streaming.stages[index]
-                self._backward_stage(index, stage, sums)
-                self.globals[index].backward(self.store, sums)
+        self.backward_stages(len(self.streaming.stages), sums)
         return sums, {name: self.store.gradients[name] for name in self.wants if name in self.store.gradients}
+
+    def backward_stages(self, count: int, sums: Sums) -> None:
+        """Send back through the first stages what has arrived at what they made."""
+        with self.context.entered():
+            for index in reversed(range(count)):
+                self._backward_stage(index, self.streaming.stages[index], sums)
+                self.globals[index].backward(self.store, sums)
 
     def _backward_stage(self, index: int, stage: Stage, sums: Sums) -> None:
         if not any(t in self.store.gradients for t in stage.targets):
@@ -153,7 +170,7 @@ class Execution:
         state = self._state(stage)
         parameters = list({id(t): t for t in state.values() if t.requires_grad}.values())
         families = {id(f.plans[0]): f for f in self.twins[index].families}
-        for plan, crops in self._read(stage, (f.plans[0] for f in self.twins[index].families), twins=False):
+        for plan, crops in self._read(stage, (f.plans[0] for f in self.twins[index].families)):
             family = families[id(plan)]
             prepared = self._prepared(stage, plan, crops)
             leaves = {name: crop.requires_grad_() for name, crop in prepared.items() if self._wants(name)}
@@ -200,9 +217,7 @@ class Execution:
 
     # Tiles
 
-    def _read(
-        self, stage: Stage, plans: Iterator[TilePlan], *, twins: bool
-    ) -> Iterator[tuple[TilePlan, dict[str, torch.Tensor]]]:
+    def _read(self, stage: Stage, plans: Iterator[TilePlan]) -> Iterator[tuple[TilePlan, dict[str, torch.Tensor]]]:
         """Each tile with what its images hold there, read ahead."""
         images = [name for name in stage.sources if name in self.images]
 

@@ -24,6 +24,7 @@ from outcore.graph import Graph, capture
 from outcore.graph.keys import key_of
 from outcore.graph.recording import Context, Ref, Step, Tape, fill, schedule_drops
 from outcore.graph.structure import leaves, substitute
+from outcore.stream.dense import Function, PixelLoss, one_pass
 from outcore.stream.execution import Counts, Execution, Options
 from outcore.stream.fold import fold
 from outcore.stream.network import Network
@@ -103,6 +104,27 @@ class Streamed(nn.Module):
         boundary = _run(execution, given)
         values = dict(zip(prepared.streaming.boundary, boundary, strict=True))
         return self._finish(prepared, values, given)
+
+    def loss(self, *args: Any, target: Any, loss: PixelLoss | Function, **kwargs: Any) -> torch.Tensor:
+        """The loss over all pixels of a network whose output is a map, in one pass.
+
+        Args:
+            args: as the model takes them.
+            target: a tensor or a source with the output's pixels.
+            loss: a function of (output, target) that is a mean over pixels, or a `PixelLoss`.
+            kwargs: as the model takes them.
+        """
+        prepared, execution, given = self._begin(args, kwargs)
+        names = prepared.streaming.boundary
+        last = prepared.streaming.stages[-1]
+        if prepared.tail or names != prepared.graph.outputs or last.maps != names or last.reductions:
+            rest = ", ".join(dict.fromkeys(prepared.graph.calls[s.name].block for s in prepared.tail[:3]))
+            raise StreamError(
+                f"a loss over pixels needs a network that is streamed to its one output, a map; here {rest or names} "
+                "is not; stop before it, or use streamed(x) and an ordinary loss (two passes)"
+            )
+        pixel_loss = loss if isinstance(loss, PixelLoss) else PixelLoss(loss)
+        return _run_loss(execution, given, pixel_loss, image_of(target))
 
     def prepare(self, *args: Any, **kwargs: Any) -> Prepared:
         """Record and divide the model for inputs of this size; shapes may stand for tensors."""
@@ -256,13 +278,43 @@ class _Boundary(torch.autograd.Function):
         return None, *first, *(sums.of(t) for t in ctx.tensors[len(first) :])
 
 
-def _run(execution: Execution, given: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+class _Loss(torch.autograd.Function):
+    """The loss over pixels; its gradients are there when it is."""
+
+    @staticmethod
+    def forward(ctx: Any, execution: Execution, loss: PixelLoss, target: Image, *tensors: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            total, sums, inputs = one_pass(execution, loss, target, gradients=True)
+        names = [name for name in execution.network.graph.inputs if name in execution.wants]
+        ctx.found = [inputs.get(n) for n in names] + [sums.of(t) for t in tensors[len(names) :]]
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (gradient,) = gradients
+        return None, None, None, *(None if g is None else g * gradient.to(g.dtype) for g in ctx.found)
+
+
+def _run_loss(execution: Execution, given: dict[str, Any], loss: PixelLoss, target: Image) -> torch.Tensor:
+    inputs, parameters = _tracked(execution, given)
+    if torch.is_grad_enabled() and (inputs or parameters):
+        made: torch.Tensor = _Loss.apply(execution, loss, target, *inputs, *parameters)  # type: ignore[no-untyped-call]
+        return made
+    return one_pass(execution, loss, target, gradients=False)[0]
+
+
+def _tracked(execution: Execution, given: dict[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Inputs and parameters that want gradients."""
     network = execution.network
     inputs = [given[name] for name in network.graph.inputs if name in execution.wants]
     calls = execution.streaming.calls
     names = dict.fromkeys(p for name, c in network.graph.calls.items() if name in calls for p in c.parameters)
     states = [network.state(Ref("state", name)) for name in names]
-    parameters = list({id(t): t for t in states if t.requires_grad}.values())
+    return inputs, list({id(t): t for t in states if t.requires_grad}.values())
+
+
+def _run(execution: Execution, given: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    inputs, parameters = _tracked(execution, given)
     if torch.is_grad_enabled() and (inputs or parameters):
         made: tuple[torch.Tensor, ...] = _Boundary.apply(execution, *inputs, *parameters)  # type: ignore[no-untyped-call]
         return made
