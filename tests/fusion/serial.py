@@ -61,14 +61,12 @@ def assert_as_if_alone(
     scheduler: Callable[..., Any] | None = None,
     clip: Sequence[float] | None = None,
     seeds: Sequence[int] | None = None,
-    width: int | None = None,
+    way: outcore.fusion.Way | None = None,
 ) -> outcore.fusion.FusedArray:
     """Train fused and serially, and compare every member's weights, buffers and losses."""
     models = [build(i) for i in range(members)]
     twins = [copy.deepcopy(m) for m in models]
-    array = outcore.fuse(
-        models, loss=loss, optimizer=optimizer, scheduler=scheduler, clip=clip, seeds=seeds, width=width
-    )
+    array = outcore.fuse(models, loss=loss, optimizer=optimizer, scheduler=scheduler, clip=clip, seeds=seeds, way=way)
     fused = []
     for x, y in batches:
         fused.append(array.step(x, y).tolist())

@@ -2,6 +2,11 @@
 
 from outcore.fusion.array import FusedArray as FusedArray
 from outcore.fusion.array import Objective as Objective
+from outcore.fusion.choice import Choice as Choice
+from outcore.fusion.choice import choose as choose
+from outcore.fusion.forecast import Forecast as Forecast
+from outcore.fusion.forecast import forecast as forecast
 from outcore.fusion.fuse import fuse as fuse
 from outcore.fusion.member import Member as Member
+from outcore.fusion.runner import Way as Way
 from outcore.fusion.scaling import LossScale as LossScale

@@ -31,8 +31,21 @@ class Randomness:
 
     def __init__(self, seeds: Sequence[int] | None) -> None:
         self.states: list[torch.Tensor] | None = None
+        self.cuda_states: list[list[torch.Tensor]] | None = None
         if seeds is not None:
             self.states = [torch.Generator().manual_seed(seed).get_state() for seed in seeds]
+            if torch.cuda.is_initialized():
+                devices = range(torch.cuda.device_count())
+                made = [[torch.Generator(f"cuda:{d}").manual_seed(s).get_state() for d in devices] for s in seeds]
+                self.cuda_states = made
+
+    def reseed(self, slot: int, seed: int) -> None:
+        """Begin a member's stream anew."""
+        fresh = Randomness([seed])
+        if self.states is not None and fresh.states is not None:
+            self.states[slot] = fresh.states[0]
+        if self.cuda_states is not None and fresh.cuda_states is not None:
+            self.cuda_states[slot] = fresh.cuda_states[0]
 
     @property
     def per_member(self) -> bool:
@@ -47,11 +60,17 @@ class Randomness:
             return
         before = torch.get_rng_state()
         torch.set_rng_state(self.states[slot])
+        on_gpu = torch.cuda.get_rng_state_all() if self.cuda_states is not None else []
+        if self.cuda_states is not None:
+            torch.cuda.set_rng_state_all(self.cuda_states[slot])
         try:
             yield
         finally:
             self.states[slot] = torch.get_rng_state()
             torch.set_rng_state(before)
+            if self.cuda_states is not None:
+                self.cuda_states[slot] = torch.cuda.get_rng_state_all()
+                torch.cuda.set_rng_state_all(on_gpu)
 
 
 @dataclass(slots=True)
@@ -75,11 +94,11 @@ class FusedCall:
     randomness: Randomness = field(default_factory=lambda: Randomness(None))
     ways: dict[str, str] = field(default_factory=dict)
     """How each step was run; what failed under vmap once is not tried again."""
+    kept: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Small tensors a rule makes once: a captured CUDA graph cannot bring numbers from the host."""
     written: frozenset[str] = frozenset()
     """Names of values that a later step writes in place."""
     outputs: tuple[str, ...] = ()
-    strides: tuple[tuple[int, ...], ...] = ()
-    """How the outputs of one member lie in memory when it runs alone."""
 
     @property
     def module(self) -> nn.Module:

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from outcore.errors import FuseError
-from outcore.fusion.array import DEFAULT, FusedArray, Objective, _Kind
+from outcore.fusion.array import DEFAULT, FusedArray, Kind, Objective
+from outcore.fusion.lane import Terms
+from outcore.fusion.runner import Way
 from outcore.fusion.scaling import LossScale
 
 __all__ = ["fuse"]
@@ -28,7 +30,8 @@ def fuse(
     loss_weight: Sequence[float] | None = None,
     loss_scale: LossScale | None = None,
     seeds: Sequence[int] | None = None,
-    width: int | None = None,
+    autocast: torch.dtype | None = None,
+    way: Way | None = None,
     check: bool = True,
 ) -> FusedArray:
     """Train many models of one architecture as one; each as if it were alone.
@@ -56,7 +59,8 @@ def fuse(
         loss_weight: factor of each member's loss.
         loss_scale: dynamic loss scaling for half precision.
         seeds: a stream of random numbers per member, that of a serial run after ``torch.manual_seed(seed)`` on a CPU.
-        width: members per lane; by default chosen.
+        autocast: dtype of the forward pass under `torch.autocast`.
+        way: how to run; by default all members fused, which `outcore.fusion.choose` improves upon by measuring.
         check: compare the fused gradients of one member with the model's own before the first step.
 
     Raises:
@@ -65,7 +69,6 @@ def fuse(
     members = list(models)
     if objectives is None and (loss is None or optimizer is None):
         raise FuseError("fuse needs loss= and optimizer=, or objectives= for several losses")
-    kind = _Kind(loss, dict(metrics or {}), dict(objectives or {}))
     if seeds is not None and len(seeds) != len(members):
         raise FuseError(f"{len(seeds)} seeds for {len(members)} models; give one for each")
 
@@ -75,18 +78,14 @@ def fuse(
         assert optimizer is not None
         return {DEFAULT: _made(optimizer, model.parameters(), i)}
 
-    return FusedArray(
-        members,
-        kind,
-        optimizers,
-        scheduler=scheduler,
-        clip=_per_member("clip", clip, len(members)),
-        loss_weight=_per_member("loss_weight", loss_weight, len(members)),
-        loss_scale=loss_scale.fill(len(members)) if loss_scale is not None else None,
-        seeds=seeds,
-        width=width,
-        check=check,
+    terms = Terms(
+        _per_member("clip", clip, len(members)),
+        _per_member("loss_weight", loss_weight, len(members)),
+        loss_scale.fill(len(members)) if loss_scale is not None else None,
+        autocast,
     )
+    kind = Kind(loss, dict(metrics or {}), dict(objectives or {}), optimizers, scheduler)
+    return FusedArray(members, kind, terms, seeds=seeds, way=way, check=check)
 
 
 def _per_member(name: str, value: float | Sequence[float] | None, members: int) -> Tensor | None:

@@ -19,14 +19,16 @@ from torch import Tensor, nn
 
 from outcore.errors import FuseError
 from outcore.fusion.call import Randomness
+from outcore.fusion.clipping import clip_by_norm
 from outcore.fusion.program import Program
+from outcore.fusion.scaling import LossScale
 from outcore.fusion.stack import Stack
 from outcore.fusion.stepper import Stepper
 from outcore.fusion.training import Training
 from outcore.fusion.values import Stacked, member_of
 from outcore.graph.structure import leaves, substitute
 
-__all__ = ["Lane", "Outcome"]
+__all__ = ["Lane", "Outcome", "Terms"]
 
 
 @dataclass(slots=True)
@@ -38,6 +40,16 @@ class Outcome:
     output: Any
 
 
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What training is about besides model and optimizer, for all members of an array."""
+
+    clip: Tensor | None = None
+    weights: Tensor | None = None
+    scale: LossScale | None = None
+    autocast: torch.dtype | None = None
+
+
 class Lane:
     """Consecutive members of an array that run as one."""
 
@@ -47,15 +59,17 @@ class Lane:
         trainings: Mapping[str, Sequence[Training]],
         optimizers: Mapping[str, Sequence[torch.optim.Optimizer]],
         randomness: Randomness,
+        terms: Terms,
     ) -> None:
-        self.first, self.randomness = first, randomness
+        self.first, self.randomness, self.terms = first, randomness, terms
         self.trainings = {name: list(members) for name, members in trainings.items()}
-        models = [t.model for t in next(iter(self.trainings.values()))]
-        self.stack = Stack(models)
+        self.stack = Stack([t.model for t in next(iter(self.trainings.values()))])
         self.steppers = {name: Stepper(self.stack, members) for name, members in optimizers.items()}
-        device = next((t.device for t in self.stack.parameters.values()), torch.device("cpu"))
-        self.alive = torch.ones(len(models), dtype=torch.bool, device=device)
-        self.weights: Tensor | None = None
+        self.device = next((t.device for t in self.stack.parameters.values()), torch.device("cpu"))
+        self.alive = torch.ones(len(self), dtype=torch.bool, device=self.device)
+        """Which members are trained; a member with a loss that is not finite leaves by itself."""
+        self.weights = self._own(terms.weights)
+        self.clip = self._own(terms.clip)
 
     def __len__(self) -> int:
         return len(self.stack)
@@ -68,15 +82,17 @@ class Lane:
     def forward(self, objective: str, program: Program, args: tuple[Any, ...], *, alone: bool) -> Outcome:
         """Losses, metrics and outputs of all members on a batch."""
         members = self.trainings[objective]
-        if alone or program.obstacle is not None:
-            if len(self) != 1:
-                raise FuseError("a lane of several members cannot run a model that must run by itself")
-            with self.randomness.of(self.first):
-                loss, metrics, output = members[0](*member_of(args, 0))
-            loss, metrics, output = substitute((loss, metrics, output), Tensor, lambda t: Stacked(t.unsqueeze(0)))
-        else:
-            tensors = [t for _, t in leaves(args, (Tensor, Stacked))]
-            loss, metrics, output = program.replay(members, self.stack, tensors, self.randomness, self.first)
+        with self.autocast():
+            if alone or program.obstacle is not None:
+                if len(self) != 1:
+                    raise FuseError("a lane of several members cannot run a model that must run by itself")
+                with self.randomness.of(self.first):
+                    made = members[0](*member_of(args, 0))
+                made = substitute(made, Tensor, lambda t: Stacked(t.unsqueeze(0)))
+            else:
+                tensors = [t for _, t in leaves(args, (Tensor, Stacked))]
+                made = program.replay(members, self.stack, tensors, self.randomness, self.first)
+        loss, metrics, output = made
         if not isinstance(loss, Stacked) or loss.rank != 0:
             shape = tuple(loss.tensor.shape[1:]) if isinstance(loss, Stacked) else "a value that no parameter changes"
             raise FuseError(f"the loss of a member is {shape}; it must be one number, for example the mean")
@@ -89,7 +105,7 @@ class Lane:
         wanted = [self.stack.member(n, 0) if alone else self.stack.parameters[n] for n in names]
         for leaf in wanted:
             leaf.grad = None
-        weighted = losses if self.weights is None else losses * self.weights
+        weighted = losses if self.weights is None else losses * self.weights.to(losses.dtype)
         torch.autograd.backward(weighted.sum(), inputs=wanted)
         found = {}
         for name, leaf in zip(names, wanted, strict=True):
@@ -98,11 +114,51 @@ class Lane:
                 leaf.grad = None
         return found
 
-    def update(self, objective: str, grads: Mapping[str, Tensor], *, masked: bool) -> None:
-        """Step the optimizers of the members that are alive."""
-        self.steppers[objective].apply(grads, self.alive if masked else None)
+    def compute(
+        self, objective: str, program: Program, args: tuple[Any, ...], *, alone: bool
+    ) -> tuple[Outcome, dict[str, Tensor]]:
+        """Forward and backward; members whose loss is not finite are not alive afterwards."""
+        outcome = self.forward(objective, program, args, alone=alone)
+        scale = self.terms.scale
+        losses = outcome.losses
+        if scale is not None:
+            losses = losses * scale.of(self.first, len(self), self.device)
+        grads = self.gradients(objective, losses, alone=alone)
+        outcome.losses = outcome.losses.detach()
+        self.alive &= outcome.losses.isfinite()
+        return outcome, grads
+
+    def update(self, objective: str, grads: Mapping[str, Tensor]) -> None:
+        """Clip and step, once the numbers of the step are there; only kernels where no loss scale is used."""
+        if self.clip is not None:
+            clip_by_norm(grads, self.clip)
+        self.steppers[objective].apply(grads, self.alive)
+
+    def step(self, objective: str, program: Program, args: tuple[Any, ...], *, alone: bool) -> Outcome:
+        """One training step, eagerly."""
+        outcome, grads = self.compute(objective, program, args, alone=alone)
+        alive, scale = self.alive, self.terms.scale
+        if scale is not None:
+            alive = alive & scale.unscale(grads, self.first)
+        if self.clip is not None:
+            clip_by_norm(grads, self.clip)
+        stepper = self.steppers[objective]
+        stepper.prepare(list(grads), None if scale is None else alive.tolist())
+        whole = self.device.type == "cpu" and bool(alive.all())
+        stepper.apply(grads, None if whole else alive)
+        return outcome
+
+    def autocast(self) -> Any:
+        """The precision of forward, as asked for here or around the call."""
+        if self.terms.autocast is not None:
+            return torch.autocast(self.device.type, self.terms.autocast, cache_enabled=False)
+        torch.clear_autocast_cache()  # it may hold weights of before the last step
+        return torch.autocast(self.device.type, enabled=torch.is_autocast_enabled(self.device.type))
+
+    def _own(self, values: Tensor | None) -> Tensor | None:
+        return None if values is None else values[self.first : self.first + len(self)].to(self.device)
 
     def _spread(self, value: Any) -> Stacked:
         if isinstance(value, Stacked):
             return value
-        return Stacked(torch.as_tensor(value, device=self.alive.device).expand(len(self), *getattr(value, "shape", ())))
+        return Stacked(torch.as_tensor(value, device=self.device).expand(len(self), *getattr(value, "shape", ())))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,16 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from outcore.fusion.array import FusedArray
 
-__all__ = ["Member"]
+__all__ = ["Member", "twin"]
+
+
+def twin(model: nn.Module) -> nn.Module:
+    """A copy with memory of its own; a plain deepcopy of a member would copy the memory of all."""
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        copied = tensor.detach().clone()
+        memo[id(tensor)] = nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
+    return copy.deepcopy(model, memo)
 
 
 class Member:
@@ -62,6 +72,10 @@ class Member:
         from safetensors.torch import save_model
 
         save_model(self.model, str(path))
+
+    def copy(self) -> nn.Module:
+        """The model with memory of its own, as it is now."""
+        return twin(self.model)
 
     def stop(self) -> None:
         """Train no further."""

@@ -22,11 +22,12 @@ from torch import nn
 from outcore.errors import FuseError
 from outcore.fusion.aliasing import unsafe_write, written_values
 from outcore.fusion.call import FusedCall, Randomness, settings
-from outcore.fusion.rules import is_random, out_of_place, run, writes_nothing
+from outcore.fusion.rules import RANDOM, is_random, out_of_place, run, writes_nothing
 from outcore.fusion.stack import Stack
 from outcore.fusion.training import Training
 from outcore.fusion.values import Stacked
 from outcore.graph import Graph, capture
+from outcore.graph.naming import function_name
 from outcore.graph.recording import Recording, Ref, Step, Tape, fill, schedule_drops
 from outcore.graph.structure import leaves
 
@@ -47,6 +48,7 @@ class Program:
     """Why it cannot run for many members at once; none if it can."""
     ways: dict[str, str] = field(default_factory=dict)
     """How each call was run last: fused, vmap, members, shared."""
+    kept: dict[str, torch.Tensor] = field(default_factory=dict)
     differing: frozenset[str] = frozenset()
     """Steps whose arguments differ from member to member."""
     written: frozenset[str] = frozenset()
@@ -117,6 +119,8 @@ class _FusedTape(Tape):
 
     def step(self, step: Step) -> None:
         """Run one step for all members."""
+        if step.kind == "guard":
+            return  # its answer is always the same, or the program would have an obstacle
         target, kwargs = self._without_writing(step)
         call = FusedCall(
             name=step.name,
@@ -127,6 +131,7 @@ class _FusedTape(Tape):
             kwargs={k: fill(v, self.get) for k, v in kwargs.items()},
             randomness=self.randomness,
             ways=self.program.ways,
+            kept=self.program.kept,
             written=self.program.written,
             outputs=step.outputs,
         )
@@ -232,8 +237,8 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _obstacle(graph: Graph, recording: Recording) -> str | None:
-    if recording.uses_data:
-        return "it looks at numbers in tensors"
+    if (asked := _asks(recording)) is not None:
+        return f"it looks at numbers in tensors: {asked}"
     if recording.volatile:
         return "it draws numbers outside of torch"
     for step in recording.steps:
@@ -245,6 +250,19 @@ def _obstacle(graph: Graph, recording: Recording) -> str | None:
             return f"{step.name} must stay whole and may use more than it is given"
     if (name := unsafe_write(graph, recording)) is not None:
         return f"{name} writes memory that is read under another name"
+    return None
+
+
+def _asks(recording: Recording) -> str | None:
+    """A question about numbers that depend on the batch or the weights; what has always the same answer is none."""
+    varying = set(recording.inputs)
+    for step in recording.steps:
+        refs = [ref for _, ref in leaves((step.args, step.kwargs), Ref)]
+        drawn = step.kind == "function" and function_name(step.target) in RANDOM
+        if drawn or step.kind == "module" or any(r.kind == "state" or r.name in varying for r in refs):
+            varying |= {*step.outputs, *(new for new, _ in step.rebinds)}
+            if step.kind == "guard":
+                return step.name
     return None
 
 

@@ -37,8 +37,10 @@ class LossScale:
         """The scales of consecutive members."""
         return torch.tensor(self.scales[first : first + count], device=device)
 
-    def unscale(self, grads: Mapping[str, Tensor], scale: Tensor, first: int) -> Tensor:
+    def unscale(self, grads: Mapping[str, Tensor], first: int) -> Tensor:
         """Divide the gradients, say which members may step, and adjust their scales."""
+        some = next(iter(grads.values()))
+        scale = self.of(first, some.shape[0], some.device)
         usable = torch.ones_like(scale, dtype=torch.bool)
         for grad in grads.values():
             grad.div_(scale.to(grad.dtype).view(-1, *[1] * (grad.dim() - 1)))

@@ -10,7 +10,7 @@ Invariant: between steps, ``models[b].<name>`` and ``stack[name][b]`` are the sa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -36,6 +36,10 @@ class Stack:
         """Which stacked tensor and slot a member's own parameter is, by its identity."""
         self.tensors: list[dict[str, torch.Tensor]] = []
         """The members' own tensors by their first names."""
+        self.flat: dict[torch.dtype, torch.Tensor] = {}
+        """The memory of all trained parameters of a dtype."""
+        self.places: dict[str, int] = {}
+        """Where in it each begins."""
         self._check_same()
         with torch.no_grad():
             self._build()
@@ -80,14 +84,32 @@ class Stack:
         members = self.tensors = [dict(_first(model)) for model in self.models]
         canonical = {id(t): name for name, t in members[0].items()}
         self.names = {name: canonical[id(t)] for name, t in _named(self.models[0]).items()}
-        for name, first in members[0].items():
-            joined = torch.stack([m[name].detach() for m in members])
-            if isinstance(first, nn.Parameter):
-                self.parameters[name] = joined.requires_grad_(first.requires_grad)
-            else:
-                self.buffers[name] = joined
+        self._allocate(members[0])
+        for name in members[0]:
             for slot, member in enumerate(members):
+                self[name].detach()[slot].copy_(member[name])
                 self._bind(name, slot, member[name])
+
+    def _allocate(self, first: Mapping[str, torch.Tensor]) -> None:
+        """Room for everything, each member's slice laid out as the member's own; trained parameters in one piece."""
+        members = len(self)
+        sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+        for name, tensor in first.items():
+            if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+                kind = (tensor.dtype, tensor.device)
+                self.places[name] = sizes.get(kind, 0)
+                sizes[kind] = self.places[name] + -(-members * tensor.numel() // _ALIGNMENT) * _ALIGNMENT
+        for (dtype, device), size in sizes.items():
+            self.flat[dtype] = torch.zeros(size, dtype=dtype, device=device)
+        for name, tensor in first.items():
+            shape = (members, *tensor.shape)
+            strides = (tensor.numel(), *_dense_strides(tensor))
+            if name in self.places:
+                flat = self.flat[tensor.dtype]
+                self.parameters[name] = flat.as_strided(shape, strides, self.places[name]).requires_grad_()
+                continue
+            made = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)
+            (self.parameters if isinstance(tensor, nn.Parameter) else self.buffers)[name] = made
 
     def _bind(self, name: str, slot: int, tensor: torch.Tensor) -> None:
         tensor.data = self[name].detach()[slot]
@@ -124,6 +146,19 @@ class Stack:
                     f"{facts[0][0]} {facts[0][1]} on {facts[0][2]} (trained: {facts[1][3]} and {facts[0][3]}); "
                     "fuse models of equal shapes together"
                 )
+
+
+_ALIGNMENT = 64
+"""Elements: every stacked parameter begins at a multiple, as memory of its own would."""
+
+
+def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The strides of a dense tensor of this shape in the same memory format."""
+    if tensor.dim() in (4, 5) and not tensor.is_contiguous():
+        channels_last = torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
+        if tensor.is_contiguous(memory_format=channels_last):
+            return tensor.stride()
+    return torch.empty(tensor.shape, device="meta").stride()
 
 
 def _named(model: nn.Module) -> dict[str, torch.Tensor]:

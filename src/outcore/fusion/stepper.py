@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from outcore.errors import FuseError
+from outcore.fusion.flat import FlatUpdate
 from outcore.fusion.stack import Stack
 from outcore.fusion.updates import UPDATES, Numbers, Update
 
@@ -58,6 +59,8 @@ class _Bundle:
     """``[rows, members]`` on the device."""
     staged: Tensor | None = None
     """The same on the host, as last sent."""
+    fast: FlatUpdate | Literal[False] | None = None
+    """One kernel for all of it; false where there is none, none where nobody has looked."""
 
 
 class Stepper:
@@ -70,6 +73,8 @@ class Stepper:
         self.state: dict[str, dict[str, Tensor]] = {}
         self.clocks: dict[str, _Clock] = {}
         self.bundles: list[_Bundle] = []
+        self.arrangement = 0
+        """Changes when the tensors that hold the numbers do."""
         self.alone = self._why_alone()
         """Why the optimizers step one by one; none if they step together."""
         if self.alone is None:
@@ -109,6 +114,9 @@ class Stepper:
             numbers = bundle.numbers
             assert numbers is not None
             group = self.optimizers[0].param_groups[bundle.group]
+            if alive is not None and (fast := self._fast(bundle, group)) is not None:
+                fast(grads, numbers, alive)
+                continue
             for name in bundle.names:
                 p = self.stack.parameters[name].detach()
                 shape = (-1, *[1] * (p.dim() - 1))
@@ -136,8 +144,19 @@ class Stepper:
                     self._start_clock(self.clocks[name], name, slot)
                     self._expose(name, slot)
 
+    def _fast(self, bundle: _Bundle, group: Mapping[str, Any]) -> FlatUpdate | None:
+        """One kernel for the whole bundle, where there is one."""
+        if bundle.fast is None:
+            bundle.fast = FlatUpdate.find(type(self.optimizers[0]), self.stack, self.state, bundle.names, group)
+            for name in bundle.names if bundle.fast else ():
+                for slot in range(len(self.stack)):
+                    self._expose(name, slot)
+        return bundle.fast or None
+
     def _why_alone(self) -> str | None:
         first = self.optimizers[0]
+        if len(self.optimizers) == 1 and not any(p.is_cuda for p in self.stack.parameters.values()):
+            return "it is one"
         if type(first) not in UPDATES:
             return f"no fused form of {type(first).__name__}"
         update = UPDATES[type(first)]
@@ -176,7 +195,9 @@ class Stepper:
             for name in names:
                 self.state[name] = {}
                 for key in keys:
-                    self.state[name][key] = torch.stack([self._imported(name, s, key) for s in range(members)])
+                    self.state[name][key] = torch.empty_like(self.stack.parameters[name], requires_grad=False)
+                    for slot in range(members):
+                        self.state[name][key][slot].copy_(self._imported(name, slot, key))
                 for slot in range(members):
                     self._expose(name, slot)
         self._bundle()
@@ -189,7 +210,7 @@ class Stepper:
         group = self._group(name, slot)
         if key == "ax":
             return torch.zeros_like(parameter)
-        return torch.full_like(parameter, self.update.first(key, group), memory_format=torch.contiguous_format)
+        return torch.full_like(parameter, self.update.first(key, group), requires_grad=False)
 
     def _start_clock(self, clock: _Clock, name: str, slot: int) -> None:
         state = self.optimizers[slot].state.get(self.stack.member(name, slot), {})
@@ -228,6 +249,7 @@ class Stepper:
                 bundle = found.setdefault((index, id(clock), wide), _Bundle(index, clock, wide))
                 bundle.names.append(name)
         self.bundles = list(found.values())
+        self.arrangement += 1
 
     def _bundled(self, names: set[str]) -> list[_Bundle]:
         return [b for b in self.bundles if b.names[0] in names]

@@ -67,7 +67,10 @@ def dropout(call: FusedCall, x: Any, rates: Sequence[float], training: bool, who
     if len(set(rates)) == 1:
         mask = (draw >= rates[0]) / (1 - rates[0])
     else:
-        p = torch.tensor(rates, dtype=draw.dtype, device=draw.device).view(-1, *[1] * (draw.dim() - 1))
+        key = f"{call.name}@{call.first}+{call.members}"
+        if key not in call.kept:
+            call.kept[key] = torch.tensor(rates, dtype=draw.dtype, device=draw.device)
+        p = call.kept[key].view(-1, *[1] * (draw.dim() - 1))
         mask = (draw >= p) / (1 - p)
     call.note("fused")
     return Stacked(tensor * mask.to(tensor.dtype))

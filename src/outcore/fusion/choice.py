@@ -1,0 +1,203 @@
+"""Which way of running is fastest here: measured, not assumed.
+
+Fused operations win where kernels are small matrix products, and lose to one CUDA graph per member on its own stream
+where they are convolutions that a grouped form runs badly. So both are tried on copies of a few members, for a
+fraction of a second each, with nothing of the array touched. From the times for two and for four members follows the
+time for all of them, and the speed-up over training one after the other, printed before training starts; what was
+achieved can be printed beside it afterwards.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from outcore.errors import FuseError
+from outcore.fusion.forecast import Forecast, forecast
+from outcore.fusion.member import twin
+from outcore.fusion.runner import Way
+
+if TYPE_CHECKING:
+    from outcore.fusion.array import FusedArray
+
+__all__ = ["Choice", "Trial", "choose"]
+
+_PROBES = (2, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One way, tried."""
+
+    way: Way
+    times_s: dict[int, float]
+    """Seconds per step by how many members were tried."""
+    predicted_s: float
+    """Per step of all members."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was tried and what was chosen."""
+
+    members: int
+    serial_s: float
+    """A step of one member in plain PyTorch."""
+    trials: tuple[Trial, ...]
+    memory: Forecast | None
+
+    @property
+    def best(self) -> Trial:
+        """The fastest."""
+        return min(self.trials, key=lambda t: t.predicted_s)
+
+    @property
+    def speedup(self) -> float:
+        """Predicted, over plain PyTorch one member after the other."""
+        return self.members * self.serial_s / self.best.predicted_s
+
+    def __str__(self) -> str:
+        lines = [
+            f"{t.way}: {t.predicted_s * 1e3:,.2f} ms a step, {self.members * self.serial_s / t.predicted_s:.2f}x"
+            for t in sorted(self.trials, key=lambda t: t.predicted_s)
+        ]
+        head = f"{self.members} members one after the other: {self.members * self.serial_s * 1e3:,.2f} ms a step"
+        memory = [f"memory: {self.memory}"] if self.memory is not None else []
+        verdict = [] if self.speedup > 1.05 else ["fusing does not pay here: members run one after the other"]
+        return "\n".join([head, *lines, *memory, *verdict])
+
+
+def choose(
+    array: FusedArray,
+    *batch: Any,
+    each: Sequence[tuple[Any, ...]] | None = None,
+    memory_bytes: int | None = None,
+    ways: Sequence[Way] | None = None,
+    seconds: float = 0.2,
+) -> Choice:
+    """Try the ways to run an array on copies of some members, and let it run by the fastest.
+
+    Args:
+        array: the array; neither its weights nor its optimizers change.
+        batch: a typical batch, as for ``array.step``.
+        each: one per member instead.
+        memory_bytes: what the array may use; on a GPU what is free, by default.
+        ways: those to try; by default fused and by streams, with each memory format that makes a difference.
+        seconds: how long to time each.
+    """
+    predicted = _forecast(array, batch, each)
+    limit = memory_bytes if memory_bytes is not None else _free(array._device)
+    at_once = len(array) if predicted is None or limit is None else predicted.at_once(limit)
+    candidates = list(ways) if ways is not None else _candidates(array, at_once)
+    counts = sorted({min(n, len(array)) for n in _PROBES})
+    serial_s = _time_serially(array, batch, each, seconds)
+    trials = []
+    for way in candidates:
+        times = {n: _time(array, n, way, batch, each, seconds) for n in counts}
+        trials.append(Trial(way, times, _extrapolated(times, len(array), way, at_once)))
+    made = Choice(len(array), serial_s, tuple(trials), predicted)
+    array.arrange(made.best.way)
+    return made
+
+
+def _forecast(array: FusedArray, batch: tuple[Any, ...], each: Any) -> Forecast | None:
+    try:
+        return forecast(array, *batch, each=each)
+    except FuseError:
+        raise
+    except Exception:  # a model whose memory cannot be predicted can still be trained
+        return None
+
+
+def _free(device: torch.device) -> int | None:
+    return int(torch.cuda.mem_get_info(device)[0] * 0.9) if device.type == "cuda" else None
+
+
+def _candidates(array: FusedArray, at_once: int) -> list[Way]:
+    on_gpu = array._device.type == "cuda"
+    formats = {array.way.channels_last}
+    if on_gpu and any(p.dim() == 4 and max(p.shape[2:]) > 1 for p in array.models[0].parameters()):
+        formats = {False, True}
+    found = []
+    for channels_last in sorted(formats):
+        found.append(Way(at_once, on_gpu, channels_last=channels_last))
+        together = on_gpu and at_once == len(array)
+        found.append(Way(1, on_gpu, together, channels_last=channels_last))
+    return found
+
+
+def _extrapolated(times: dict[int, float], members: int, way: Way, at_once: int) -> float:
+    """A line through the two counts that were tried; lanes one after the other add up."""
+    if len(times) == 1:
+        return next(iter(times.values()))
+    (few, short), (more, long) = sorted(times.items())
+
+    def line(count: int) -> float:
+        return max(long * count / more * 0.25, short + (long - short) * (count - few) / (more - few))
+
+    if way.width > 1 and at_once < members:
+        return -(-members // way.width) * line(way.width)
+    return line(members)
+
+
+def _copy(array: FusedArray, count: int, way: Way) -> FusedArray:
+    from outcore.fusion.array import FusedArray
+
+    models = [twin(model) for model in array.models[:count]]
+    width = 1 if way.width == 1 else min(count, way.width)
+    return FusedArray(models, array.kind, array.terms, way=replace(way, width=width), check=False)
+
+
+def _time(array: FusedArray, count: int, way: Way, batch: tuple[Any, ...], each: Any, seconds: float) -> float:
+    tried = _copy(array, count, way)
+    share = None if each is None else each[:count]
+    found = time_steps(lambda: tried.step(*batch, each=share), array._device, seconds, warm=4)
+    if array._device.type == "cuda":
+        torch.cuda.empty_cache()
+    return found
+
+
+def _time_serially(array: FusedArray, batch: tuple[Any, ...], each: Any, seconds: float) -> float:
+    """A step of one member as one writes it in plain PyTorch."""
+    model = twin(array.models[0])
+    slot = array.kind.slot(model, 0)
+    args = array._arguments(batch, each)
+    from outcore.fusion.values import member_of
+
+    own = member_of(args, 0)
+    lane = array.lanes[0]
+
+    def step() -> None:
+        for name, training in slot.trainings.items():
+            optimizer = slot.optimizers[name]
+            optimizer.zero_grad()
+            with lane.autocast():
+                loss = training(*own)[0]
+            loss.backward()
+            optimizer.step()
+
+    return time_steps(step, array._device, seconds, warm=3)
+
+
+def time_steps(step: Callable[[], Any], device: torch.device, seconds: float, *, warm: int) -> float:
+    """Seconds per call, after some that are not counted."""
+    for _ in range(warm if device.type == "cuda" else 1):
+        step()
+    _wait(device)
+    begun, count = time.perf_counter(), 0
+    while count < 2 or (time.perf_counter() - begun < seconds and count < 200):
+        step()
+        count += 1
+        if count % 5 == 0:
+            _wait(device)
+    _wait(device)
+    return (time.perf_counter() - begun) / count
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

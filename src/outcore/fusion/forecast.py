@@ -1,0 +1,83 @@
+"""How many members fit: predicted from the memory of one, before anything is allocated.
+
+Each member keeps its weights, gradients and optimizer state all the time; its feature maps and their gradients only
+while it runs. Members that run at the same time need both, lanes that run one after the other share the room for the
+second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from outcore.cost.memory import memory_curve
+from outcore.cost.optimizer import OptimizerCost
+from outcore.cost.saved import account
+from outcore.errors import FuseError
+
+if TYPE_CHECKING:
+    from outcore.fusion.array import FusedArray
+
+__all__ = ["Forecast", "forecast"]
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Bytes of one member, and of several."""
+
+    members: int
+    resting_bytes: int
+    """Weights, gradients and optimizer state of one member."""
+    running_bytes: int
+    """What one member needs besides while it runs."""
+    batch_bytes: int
+
+    def peak_bytes(self, members: int | None = None, at_once: int | None = None) -> int:
+        """The peak of an array, some or all of whose members run at once."""
+        count = self.members if members is None else members
+        return count * self.resting_bytes + min(at_once or count, count) * self.running_bytes + self.batch_bytes
+
+    def at_once(self, memory_bytes: int) -> int:
+        """How many members can run at the same time if all of them are kept on the device.
+
+        Raises:
+            FuseError: not even one can.
+        """
+        room = memory_bytes - self.members * self.resting_bytes - self.batch_bytes
+        count = room // max(1, self.running_bytes)
+        if count < 1:
+            least = self.peak_bytes(at_once=1)
+            kept = (memory_bytes - self.batch_bytes - self.running_bytes) // max(1, self.resting_bytes)
+            raise FuseError(
+                f"{self.members} members need {least / 2**20:,.0f} MiB or more, there are {memory_bytes / 2**20:,.0f}; "
+                f"{max(0, kept)} members would fit: train them in several arrays, or take a smaller batch"
+            )
+        return min(self.members, count)
+
+    def __str__(self) -> str:
+        each = (self.resting_bytes + self.running_bytes) / 2**20
+        return f"{each:,.1f} MiB per member, {self.peak_bytes() / 2**20:,.1f} MiB for {self.members}"
+
+
+def forecast(array: FusedArray, *batch: Any, each: Sequence[tuple[Any, ...]] | None = None) -> Forecast:
+    """Predict the memory of an array on a batch, from the graph of one member."""
+    resting = running = shared = 0
+    args = array._arguments(batch, each)
+    for name, training in array.slots[0].trainings.items():
+        _, program = array._program(name, args)
+        graph = program.graph
+        optimizer = OptimizerCost.of(array.slots[0].optimizers[name], array._device.type)
+        peak = memory_curve(graph, account(graph, array._device.type), optimizer=optimizer).at_peak
+        own = [p for p in training.model.parameters() if p.requires_grad]
+        kept = _bytes(training.model.parameters()) + _bytes(training.model.buffers()) + _bytes(own)
+        resting = max(resting, kept + round(optimizer.state_per_parameter * _bytes(own)))
+        running = max(running, peak.feature_maps + peak.feature_gradients + peak.workspace)
+        shared = max(shared, peak.inputs)
+    return Forecast(len(array), resting, running, shared)
+
+
+def _bytes(tensors: Any) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))

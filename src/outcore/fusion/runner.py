@@ -1,0 +1,211 @@
+"""Runs the lanes of an array: one after the other, or on a GPU as CUDA graphs, each on a stream of its own.
+
+A step of a small model is hundreds of short kernels, and launching them takes longer than running them. A CUDA graph
+holds all of a lane's step (forward, backward, clip, optimizer) and launches at once; lanes on several streams fill
+what one leaves idle. The first steps of a batch shape run eagerly, on the lane's stream, which warms up the
+libraries; then the step is captured and replayed. They are real training steps, so nothing has to be undone.
+
+What cannot be captured (a model that asks the GPU for numbers, an optimizer without a fused form, dynamic loss
+scales, members with random streams of their own) runs eagerly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outcore.fusion.lane import Lane, Outcome
+from outcore.fusion.program import Program
+from outcore.fusion.values import Stacked
+from outcore.graph.structure import leaves, substitute
+
+__all__ = ["Runner", "Way"]
+
+_WARM = 2
+"""Eager steps before a capture."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How an array runs."""
+
+    width: int
+    """Members per lane."""
+    graphed: bool = False
+    """Each step a CUDA graph."""
+    parallel: bool = False
+    """Lanes at the same time, each on its stream."""
+    joined: bool = False
+    """All lanes in one graph."""
+    channels_last: bool = False
+
+    def __str__(self) -> str:
+        lanes = "fused" if self.width > 1 else "one by one"
+        parts = [
+            f"{lanes}, {self.width} to a lane" if self.width > 1 else lanes,
+            *(["lanes on streams"] if self.parallel else []),
+            *(["one CUDA graph" if self.joined else "CUDA graphs"] if self.graphed else []),
+            *(["channels last"] if self.channels_last else []),
+        ]
+        return ", ".join(parts)
+
+
+class Runner:
+    """Steps the lanes of one array in one way."""
+
+    def __init__(self, lanes: Sequence[Lane], way: Way) -> None:
+        self.lanes, self.way = list(lanes), way
+        self.refused: str | None = None
+        """Why steps are not captured, if they were meant to be."""
+        self._seen: dict[Hashable, int] = {}
+        self._captured: dict[Hashable, _Captured] = {}
+        self._streams: list[Any] = []
+        if lanes and lanes[0].device.type == "cuda" and (way.graphed or way.parallel):
+            count = len(lanes) if way.parallel else 1
+            made = [torch.cuda.Stream(lanes[0].device) for _ in range(count)]
+            self._streams = [made[i % count] for i in range(len(lanes))]
+
+    def step(
+        self, key: Hashable, objective: str, program: Program, args: tuple[Any, ...], alone: bool
+    ) -> list[Outcome]:
+        """A training step of all lanes."""
+        if self._capturable(objective, program, alone):
+            if (captured := self._captured.get(key)) is not None and captured.arrangement == self._arrangement():
+                return captured.replay(args)
+            self._seen[key] = self._seen.get(key, 0) + 1
+            if self._seen[key] > _WARM:
+                return self._capture(key, objective, program, args, alone)
+        return self._eager(objective, program, args, alone)
+
+    def forget(self) -> None:
+        """Something was replaced: capture anew."""
+        self._captured.clear()
+        self._seen.clear()
+
+    def _arrangement(self) -> list[int]:
+        return [stepper.arrangement for lane in self.lanes for stepper in lane.steppers.values()]
+
+    def _eager(self, objective: str, program: Program, args: tuple[Any, ...], alone: bool) -> list[Outcome]:
+        if not self._streams:
+            return [lane.step(objective, program, cut(lane, args), alone=alone) for lane in self.lanes]
+        found = []
+        here = torch.cuda.current_stream()
+        for lane, stream in zip(self.lanes, self._streams, strict=True):
+            stream.wait_stream(here)
+            with torch.cuda.stream(stream):
+                found.append(lane.step(objective, program, cut(lane, args), alone=alone))
+        for stream in self._streams:
+            here.wait_stream(stream)
+        return found
+
+    def _capturable(self, objective: str, program: Program, alone: bool) -> bool:
+        if not self.way.graphed or self.refused is not None or not self._streams:
+            return False
+        if alone and program.recording.uses_data:
+            self.refused = "the model looks at numbers in tensors"
+        if any(lane.steppers[objective].alone for lane in self.lanes):
+            self.refused = self.lanes[0].steppers[objective].alone
+        if self.lanes[0].terms.scale is not None:
+            self.refused = "loss scales change with the gradients"
+        if self.lanes[0].randomness.per_member:
+            self.refused = "members draw from streams of their own"
+        return self.refused is None
+
+    def _capture(
+        self, key: Hashable, objective: str, program: Program, args: tuple[Any, ...], alone: bool
+    ) -> list[Outcome]:
+        try:
+            made = _Captured(self, objective, program, args, alone)
+        except (RuntimeError, torch.AcceleratorError) as error:
+            self.refused = f"capture failed: {str(error).splitlines()[0]}"
+            torch.cuda.synchronize()
+            return self._eager(objective, program, args, alone)
+        self._captured[key] = made
+        return made.replay(args)
+
+
+class _Captured:
+    """The step of all lanes as CUDA graphs over fixed memory."""
+
+    def __init__(self, runner: Runner, objective: str, program: Program, args: tuple[Any, ...], alone: bool) -> None:
+        self.lanes, self.streams, self.objective = runner.lanes, runner._streams, objective
+        self.args = substitute(args, (Tensor, Stacked), _fixed)
+        self.inputs = [_tensor(t) for _, t in leaves(self.args, (Tensor, Stacked))]
+        self.graphs: list[Any] = []
+        self.outcomes: list[Outcome] = []
+        self.names: list[list[str]] = []
+        here = torch.cuda.current_stream()
+        for stream in self.streams:
+            stream.wait_stream(here)
+        torch.cuda.synchronize()
+        self.arrangement = runner._arrangement()
+        if runner.way.joined:
+            self._capture_joined(program, alone)
+        else:
+            self._capture_each(program, alone, shared_pool=not runner.way.parallel)
+
+    def _capture_each(self, program: Program, alone: bool, *, shared_pool: bool) -> None:
+        pool = torch.cuda.graph_pool_handle() if shared_pool else None
+        for lane, stream in zip(self.lanes, self.streams, strict=True):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
+                self._record(lane, program, alone)
+            self.graphs.append(graph)
+
+    def _capture_joined(self, program: Program, alone: bool) -> None:
+        graph, root = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        with torch.cuda.graph(graph, stream=root):
+            for lane, stream in zip(self.lanes, self.streams, strict=True):
+                stream.wait_stream(root)
+                with torch.cuda.stream(stream):
+                    self._record(lane, program, alone)
+            for stream in self.streams:
+                root.wait_stream(stream)
+        self.graphs.append(graph)
+
+    def _record(self, lane: Lane, program: Program, alone: bool) -> None:
+        outcome, grads = lane.compute(self.objective, program, cut(lane, self.args), alone=alone)
+        lane.update(self.objective, grads)
+        self.outcomes.append(outcome)
+        self.names.append(list(grads))
+
+    def replay(self, args: tuple[Any, ...]) -> list[Outcome]:
+        """Bring the batch and every member's numbers, and run."""
+        for target, (_, source) in zip(self.inputs, leaves(args, (Tensor, Stacked)), strict=True):
+            target.copy_(_tensor(source), non_blocking=True)
+        for lane, names in zip(self.lanes, self.names, strict=True):
+            lane.steppers[self.objective].prepare(names)
+        here = torch.cuda.current_stream()
+        if len(self.graphs) == 1:
+            self.graphs[0].replay()
+        else:
+            for graph, stream in zip(self.graphs, self.streams, strict=True):
+                stream.wait_stream(here)
+                with torch.cuda.stream(stream):
+                    graph.replay()
+            for stream in dict.fromkeys(self.streams):
+                here.wait_stream(stream)
+        return [
+            Outcome(o.losses.clone(), {n: m.clone() for n, m in o.metrics.items()}, o.output) for o in self.outcomes
+        ]
+
+
+def cut(lane: Lane, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The part of per-member batches that is a lane's."""
+    last = lane.first + len(lane)
+    part: tuple[Any, ...] = substitute(args, Stacked, lambda s: Stacked(s.tensor[lane.first : last]))
+    return part
+
+
+def _fixed(value: Tensor | Stacked) -> Tensor | Stacked:
+    if isinstance(value, Stacked):
+        return Stacked(value.tensor.clone())
+    return value.clone()
+
+
+def _tensor(value: Tensor | Stacked) -> Tensor:
+    return value.tensor if isinstance(value, Stacked) else value
