@@ -96,7 +96,7 @@ class _Pass:
             made = run._targets(stage, plan, run_tile(run.network, stage, plan, prepared, state, run.given))
             run.counts.forward += 1
             weight = times * elements(region) / elements(tuple((0, n) for n in self.target.shape))
-            loss = self.loss.function(made[name], self.target.prepare(target, region))
+            loss = self.loss.function(made[name], self.target.prepare(target))
             loss = loss * (weight if self.loss.reduction == "mean" else times)
         part = loss.detach().double()
         self.total = part if self.total is None else self.total + part

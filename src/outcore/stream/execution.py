@@ -253,7 +253,7 @@ class Execution:
             if name in crops:
                 crop = crops[name]
                 moved = crop.to(self.device, non_blocking=True) if crop.device != self.device else crop
-                found[name] = self.images[name].prepare(moved, region).detach()
+                found[name] = self.images[name].prepare(moved).detach()
             else:
                 found[name] = self.store.read(name, region).detach()
         return found

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from outcore.data import Batch, Source
+from outcore.data import Source
 from outcore.errors import StreamError
 from outcore.ops.region import Region, sizes
 from outcore.stream.store import cut
@@ -36,7 +36,7 @@ class Image(Protocol):
     def read(self, region: Region) -> torch.Tensor:
         """A region as it is stored; called from any thread."""
 
-    def prepare(self, crop: torch.Tensor, region: Region) -> torch.Tensor:
+    def prepare(self, crop: torch.Tensor) -> torch.Tensor:
         """What was read, now on the device, as the model sees it."""
 
 
@@ -78,13 +78,13 @@ class _Tensor:
     def read(self, region: Region) -> torch.Tensor:
         return cut(self.tensor, region)
 
-    def prepare(self, crop: torch.Tensor, region: Region) -> torch.Tensor:
+    def prepare(self, crop: torch.Tensor) -> torch.Tensor:
         return crop
 
 
 @dataclass(frozen=True)
 class _Lazy:
-    """A source of the model's own numbers."""
+    """A source; what it reads may still have to be prepared (a batch of bytes, see `outcore.data.Batch`)."""
 
     source: Source
 
@@ -99,42 +99,9 @@ class _Lazy:
     def read(self, region: Region) -> torch.Tensor:
         return self.source.read(region)
 
-    def prepare(self, crop: torch.Tensor, region: Region) -> torch.Tensor:
-        return crop
-
-
-@dataclass(frozen=True)
-class _Scaled:
-    """Images of bytes that the model sees as numbers: scaled where it computes."""
-
-    batch: Batch
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.batch.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.batch.dtype
-
-    def read(self, region: Region) -> torch.Tensor:
-        lo, hi = region[0]
-        return torch.stack([source.read(region[1:]) for source in self.batch.sources[lo:hi]])
-
-    def prepare(self, crop: torch.Tensor, region: Region) -> torch.Tensor:
-        batch = self.batch
-        scale = batch.scale or {torch.uint8: 255.0, torch.uint16: 65535.0}.get(crop.dtype, 1.0)
-        factor = [1 / (scale * s) for s in (batch.std or (1.0,) * self.shape[1])]
-        shift = [
-            m / s for m, s in zip(batch.mean or (0.0,) * len(factor), batch.std or (1.0,) * len(factor), strict=True)
-        ]
-        channels = slice(*region[1])
-        view = (1, -1, *(1,) * (crop.dim() - 2))
-        made = crop.to(self.dtype)
-        if any(f != 1 for f in factor):
-            made = made * torch.tensor(factor[channels], dtype=self.dtype, device=crop.device).view(view)
-        if any(shift):
-            made = made - torch.tensor(shift[channels], dtype=self.dtype, device=crop.device).view(view)
+    def prepare(self, crop: torch.Tensor) -> torch.Tensor:
+        prepare = getattr(self.source, "prepare", None)
+        made: torch.Tensor = crop if prepare is None else prepare(crop)
         return made
 
 
@@ -142,8 +109,6 @@ def image_of(given: Any) -> Image:
     """What was given, as tiles see it."""
     if isinstance(given, torch.Tensor):
         return _Tensor(given)
-    if isinstance(given, Batch):
-        return _Scaled(given)
     if isinstance(given, Source):
         return _Lazy(given)
     raise StreamError(

@@ -354,7 +354,7 @@ def _lazily(tree: Any, device: torch.device) -> Any:
 
 def _whole(image: Image, device: torch.device) -> torch.Tensor:
     region = tuple((0, n) for n in image.shape)
-    return image.prepare(image.read(region).to(device), region)
+    return image.prepare(image.read(region).to(device))
 
 
 def _is_shape(value: Any) -> bool:

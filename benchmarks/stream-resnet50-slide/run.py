@@ -1,0 +1,196 @@
+"""One exact training step of ResNet-50 on images up to 100,000 x 100,000 px: plain and streamed, time and memory.
+
+    python benchmarks/stream-resnet50-slide/run.py --sides 4096,8192,16384 --output results.json
+
+bf16 by autocast, channels_last, batch norms frozen (eval mode, their weights trained), one image, a cross entropy on the
+class scores; the step is forward and backward, gradients of all parameters. Streamed images are read lazily as bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchvision
+
+from outcore.data import Batch, Scene, open_slide, write_slide
+from outcore.stream import stream
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+class Tissue:
+    """An image without glass: a random texture that repeats every few thousand pixels, so that any region is at hand."""
+
+    dtype = torch.uint8
+
+    def __init__(self, side: int, period: int = 3001) -> None:
+        self.shape = (3, side, side)
+        self.period = period
+        generator = torch.Generator().manual_seed(0)
+        self.texture = torch.randint(0, 256, (3, period, period), dtype=torch.uint8, generator=generator)
+
+    def read(self, region: Any) -> torch.Tensor:
+        (a, b), (top, bottom), (left, right) = region
+        found = torch.empty(b - a, bottom - top, right - left, dtype=torch.uint8)
+        p = self.period
+        y = top
+        while y < bottom:
+            height = min(p - y % p, bottom - y)
+            x = left
+            while x < right:
+                width = min(p - x % p, right - x)
+                part = self.texture[a:b, y % p : y % p + height, x % p : x % p + width]
+                found[:, y - top : y - top + height, x - left : x - left + width] = part
+                x += width
+            y += height
+        return found
+
+
+def network(device: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    net = torchvision.models.resnet50(num_classes=2).eval().to(device)
+    for name, module in net.named_modules():
+        if name.endswith("bn3"):  # without training, residual sums would grow from block to block
+            torch.nn.init.constant_(module.weight, 0.25)
+    return net.to(memory_format=torch.channels_last)
+
+
+def batch(source: Any) -> Batch:
+    return Batch((source,), mean=MEAN, std=STD)
+
+
+def step(forward: Any, net: torch.nn.Module, device: str) -> dict[str, float]:
+    """One step: seconds, peak bytes of the allocator, loss."""
+    net.zero_grad(set_to_none=True)
+    cuda = device == "cuda"
+    if cuda:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    start = time.perf_counter()
+    with torch.autocast(device, dtype=torch.bfloat16):
+        scores = forward()
+        loss = torch.nn.functional.cross_entropy(scores.float(), torch.ones(1, dtype=torch.long, device=device))
+    loss.backward()
+    if cuda:
+        torch.cuda.synchronize()
+    return {
+        "time_s": time.perf_counter() - start,
+        "peak_bytes": torch.cuda.max_memory_allocated() if cuda else 0,
+        "reserved_bytes": torch.cuda.max_memory_reserved() if cuda else 0,
+        "loss": float(loss),
+    }
+
+
+def plain(net: torch.nn.Module, source: Any, device: str, repeats: int) -> dict[str, Any]:
+    image = batch(source)
+    try:
+        stored = image.read(tuple((0, n) for n in image.shape))
+        pixels = image.prepare(stored.to(device)).to(memory_format=torch.channels_last)
+        found = [step(lambda: net(pixels), net, device) for _ in range(repeats)]
+        return min(found, key=lambda f: f["time_s"])
+    except torch.cuda.OutOfMemoryError as error:
+        return {"failed": str(error).splitlines()[0][:160]}
+
+
+def streamed(
+    net: torch.nn.Module, source: Any, device: str, repeats: int, tile: int, boundary: str | None, workers: int
+) -> dict[str, Any]:
+    model = stream(net, tile=tile, boundary=boundary, workers=workers)
+    image = batch(source)
+    try:
+        begin = time.perf_counter()
+        model.prepare(torch.empty(image.shape, device="meta"))
+        prepared = time.perf_counter() - begin
+        found = [step(lambda: model(image), net, device) for _ in range(repeats)]
+    except torch.cuda.OutOfMemoryError as error:
+        return {"failed": str(error).splitlines()[0][:160]}
+    best = min(found, key=lambda f: f["time_s"])
+    counts = model.counts
+    return {
+        **best,
+        "first_s": found[0]["time_s"],
+        "planning_s": prepared,
+        "tile": tile,
+        "boundary": boundary,
+        "tiles": {"forward": counts.forward, "backward": counts.backward, "reused": counts.reused},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--sides", default="4096,8192")
+    parser.add_argument("--tiles", default="4096")
+    parser.add_argument("--boundaries", default="", help="blocks, or empty for as far as it goes")
+    parser.add_argument("--plain-up-to", type=int, default=12288)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=6)
+    parser.add_argument(
+        "--slide", type=int, default=0, help="side of a slide written as a TIFF, with four fifths glass"
+    )
+    parser.add_argument("--slide-tile", type=int, default=4096)
+    parser.add_argument("--share", type=float, default=0.2)
+    parser.add_argument("--seconds", type=float, default=600, help="no case is begun after this")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--output", type=Path, default=Path("results.json"))
+    options = parser.parse_args()
+    torch.backends.cudnn.benchmark = True
+    began = time.perf_counter()
+    net = network(options.device)
+    rows: list[dict[str, Any]] = []
+    document = {
+        "device": torch.cuda.get_device_name() if options.device == "cuda" else platform.processor(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "rows": rows,
+    }
+
+    def note(row: dict[str, Any]) -> None:
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+        options.output.write_text(json.dumps(document, indent=1) + "\n")
+
+    path = Path("slide.tif")
+    scene = Scene(size=(options.slide, options.slide), share=options.share) if options.slide else None
+    written: dict[str, float] = {}
+
+    def write() -> None:
+        assert scene is not None
+        start = time.perf_counter()
+        write_slide(path, scene)
+        written["seconds"] = time.perf_counter() - start
+
+    writer = threading.Thread(target=write)
+    if scene is not None:
+        writer.start()
+    for side in [int(s) for s in options.sides.split(",") if s]:
+        source = Tissue(side)
+        repeats = options.repeats if side <= 16384 else 1
+        if side <= options.plain_up_to:
+            note({"side": side, "how": "plain", **plain(net, source, options.device, repeats)})
+            torch.cuda.empty_cache()
+        for tile in [int(t) for t in options.tiles.split(",")]:
+            for boundary in options.boundaries.split(","):
+                if time.perf_counter() - began < options.seconds and tile <= side:
+                    args = (repeats, tile, boundary or None, options.workers)
+                    note({"side": side, "how": "streamed", **streamed(net, source, options.device, *args)})
+    if scene is not None:
+        writer.join()
+        args = (1, options.slide_tile, None, 2 * options.workers)
+        row = streamed(net, open_slide(path), options.device, *args)
+        note({"side": options.slide, "how": "streamed from a TIFF", "tissue": options.share, **row})
+        rows[-1]["written_s"] = written["seconds"]
+        rows[-1]["file_bytes"] = path.stat().st_size
+        path.unlink()
+        options.output.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
