@@ -6,14 +6,17 @@ import multiprocessing as mp
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 TIMEOUT_S = 60.0
+GRACE_S = 5.0
+"""How long the others may take when one has failed."""
 
 
 class RankError(Exception):
@@ -58,9 +61,8 @@ class Pool:
     def run(self, function: Callable[..., Any], ranks: int, *args: Any, **kwargs: Any) -> list[Any]:
         """What the function returns on every rank; raises what a rank raised."""
         answers = self.outcomes(function, ranks, *args, **kwargs)
-        for rank, (good, answer) in enumerate(answers):
-            if not good:
-                raise RankError(f"rank {rank}: {answer}")
+        if failed := [f"rank {rank}: {answer}" for rank, (good, answer) in enumerate(answers) if not good]:
+            raise RankError("\n".join(failed))
         return [answer for _, answer in answers]
 
     def outcomes(self, function: Callable[..., Any], ranks: int, *args: Any, **kwargs: Any) -> list[tuple[bool, Any]]:
@@ -76,22 +78,31 @@ class Pool:
             task = (function, rank, ranks, f"world{self._count}", args, kwargs)
             self._workers[rank][1].send(task)
         deadline = time.monotonic() + TIMEOUT_S
-        answers = []
-        for rank in range(ranks):
-            connection = self._workers[rank][1]
-            if not connection.poll(max(0.0, deadline - time.monotonic())):
-                self.close()
-                raise RankError(f"rank {rank} did not answer within {TIMEOUT_S} s")
-            answers.append(connection.recv())
-        return answers
+        answers: dict[int, tuple[bool, Any]] = {}
+        waiting = {self._workers[rank][1]: rank for rank in range(ranks)}
+        while waiting:
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            for connection in ready:
+                rank = waiting.pop(connection)
+                try:
+                    answers[rank] = connection.recv()
+                except EOFError:
+                    answers[rank] = (False, "ended without an answer")
+                if not answers[rank][0]:
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+            if not ready:
+                break
+        if len(answers) < ranks or any(not good and "ended without" in text for good, text in answers.values()):
+            self.close()
+        return [answers.get(rank, (False, f"no answer within {TIMEOUT_S} s")) for rank in range(ranks)]
 
     def close(self) -> None:
         """End all workers."""
-        for process, connection in self._workers:
-            if process.is_alive():
+        for _, connection in self._workers:
+            with suppress(OSError):
                 connection.send(None)
         for process, connection in self._workers:
-            process.join(5)
+            process.join(0.5)
             if process.is_alive():
                 process.kill()
                 process.join(5)

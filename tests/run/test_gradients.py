@@ -24,6 +24,8 @@ def compare(results: list[dict[str, Any]], oracle: dict[str, Any]) -> None:
         assert difference(result["gradients"], oracle["gradients"]) < BOUND
         weights = {n: t for n, t in result["weights"].items() if t.is_floating_point()}
         assert difference(weights, oracle["weights"]) < 1e-9
+        for name, tensor in result["weights"].items():
+            assert tensor.is_floating_point() or torch.equal(tensor, oracle["weights"][name]), name
         seen |= set(result["weights"])
     assert seen == set(oracle["weights"])
     for a in results:
@@ -64,5 +66,17 @@ def _run(ranks: Pool, case: str, stages: int, schedule: str, replicas: int, step
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_two_stages(ranks: Pool, schedule: str) -> None:
-    for case in ("unet", "transformer", "indices"):
+    for case in ("unet", "transformer", "resnet", "indices"):
         _run(ranks, case, 2, schedule, 1)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "gems-2", "gems-8"])
+def test_two_stages_on_two_replicas(ranks: Pool, schedule: str) -> None:
+    for case in ("unet-bn", "transformer"):
+        _run(ranks, case, 2, schedule, 2)
+
+
+@pytest.mark.parametrize("case", ["unet", "resnet", "inception", "densenet", "transformer"])
+def test_four_stages(ranks: Pool, case: str) -> None:
+    for schedule in ("1f1b", "gems-4"):
+        _run(ranks, case, 4, schedule, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,10 +13,14 @@ from outcore.run import Engine
 from tests.run.networks import CASES
 
 
+@cache
+def fingerprint(case: str) -> str:
+    return CASES[case].job.capture().fingerprint
+
+
 def make_plan(case: str, **options: Any) -> outcore.Plan:
-    job = CASES[case].job
     stages = CASES[case].cuts[options.pop("stages")]
-    return outcore.Plan(job.capture().fingerprint, stages, **options)
+    return outcore.Plan(fingerprint(case), stages, **options)
 
 
 def batches_of(case: str, count: int, size: int) -> list[tuple[Any, Any]]:

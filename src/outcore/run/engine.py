@@ -16,6 +16,7 @@ all micro-batches of the step. On one rank that is plain gradient accumulation, 
 from __future__ import annotations
 
 import contextlib
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -23,16 +24,19 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from outcore.errors import EngineError
+from outcore.errors import CheckpointError, EngineError
 from outcore.graph.structure import leaves, substitute
 from outcore.job import Job
 from outcore.plan_document import Plan
 from outcore.program import Program
 from outcore.run.blueprint import Blueprint
+from outcore.run.faults import Watch
 from outcore.run.form import Form, Forms
 from outcore.run.holdings import Holdings
 from outcore.run.intake import Intake
-from outcore.run.part import Execute, Part, Place
+from outcore.run.loader import Loader
+from outcore.run.part import Execute, Part
+from outcore.run.restore import find_checkpoint
 from outcore.run.setup import (
     Groups,
     MakeOptimizer,
@@ -42,8 +46,12 @@ from outcore.run.setup import (
     example_of,
     first_graph,
     make_optimizer,
+    materialise,
     strip,
 )
+from outcore.run.signals import STOP, Signals
+from outcore.run.statistics import Statistics, make_equal
+from outcore.run.store import Keeper
 from outcore.run.update import LossScale, Update
 from outcore.run.wire import HostWire, Wire
 from outcore.run.worker import Pass, Worker
@@ -52,6 +60,9 @@ from outcore.run.world import World
 __all__ = ["Engine"]
 
 Loss = Callable[[Any, Any], torch.Tensor]
+
+_WRITTEN = 4
+"""Among the wishes of a rank: its part of a checkpoint is on the disk."""
 
 
 class Engine:
@@ -86,8 +97,13 @@ class Engine:
         seed: of initial weights (of a job) and of random masks.
         device: "cpu" or "cuda"; this rank's GPU if there is one.
         timeout_s: after which a silent rank ends the run.
+        grace_s: after which a rank that cannot end by itself is ended, once another has failed.
         execute: runs a stage's part of the network; where policies for saved values act.
+        weights: a checkpoint to begin with; a job's model is then never built with weights of its own, on any rank.
+        checkpoints: where to save when SIGUSR1 or SIGTERM comes; the latter then ends the run.
     """
+
+    _made = 0
 
     def __init__(
         self,
@@ -108,44 +124,73 @@ class Engine:
         seed: int = 0,
         device: str | torch.device | None = None,
         timeout_s: float = 300.0,
+        grace_s: float = 10.0,
         execute: Execute = Part.run,
+        checkpoints: str | Path | None = None,
+        weights: str | Path | None = None,
     ) -> None:
         self.reduction, self.accumulate, self.seed = reduction, accumulate, seed
         self.steps = 0
         """Calls of `step` so far."""
-        self.place = Place()
+        self._stored = weights
+        self.checkpoints = Path(checkpoints) if checkpoints is not None else None
+        self.loader_state: Loader | None = None
+        self.signals = Signals() if checkpoints is not None else None
         self.world = World.join(timeout_s=timeout_s)
+        self.place = self.world.place
         self.rank = self.world.rank
         self.device = choose_device(device, self.world)
         self._timeout_s = timeout_s
-        plan = Plan.load(plan) if isinstance(plan, str | Path) else plan
-        graph = self._cut(source, plan, example, program, autocast)
-        self._hold(graph)
-        job_loss = source.loss if isinstance(source, Job) else None
-        job_optimizer = source.optimizer if isinstance(source, Job) else None
-        if (loss or job_loss) is None:
-            raise EngineError("there is no loss to train for; pass loss=..., or a job with loss(output, target)")
-        if autocast is torch.float16 and loss_scale is None:
-            loss_scale = LossScale()
-        self.update = self._make_update(clip_norm, loss_scale)
-        if (make := optimizer or job_optimizer) is not None:
-            self.update.optimizer = make_optimizer(make, groups, list(self.model.named_parameters()), self.parameters)
-        self.scheduler = scheduler(self.optimizer) if scheduler is not None and self.optimizer is not None else None
-        self.intake = Intake(
-            self.world,
-            self.plan,
-            self.forms,
-            self.blueprint,
-            reduction=reduction,
-            accumulate=accumulate,
-            seed=seed,
-        )
-        wire: Wire | None = HostWire(self.world.group) if self.world.size > 1 else None
-        self.worker = Worker(
-            self.forms, wire, loss or job_loss, execute, self.place, rank=self.rank, update=self.update
-        )
+        self.watch = self._start_watch(grace_s)
+        with self._guarded():
+            plan = Plan.load(plan) if isinstance(plan, str | Path) else plan
+            graph = self._cut(source, plan, example, program, autocast)
+            self._hold(graph)
+            job_loss = source.loss if isinstance(source, Job) else None
+            job_optimizer = source.optimizer if isinstance(source, Job) else None
+            if (loss or job_loss) is None:
+                raise EngineError("there is no loss to train for; pass loss=..., or a job with loss(output, target)")
+            if autocast is torch.float16 and loss_scale is None:
+                loss_scale = LossScale()
+            self._make_copies()
+            self.update = self._make_update(clip_norm, loss_scale)
+            if (make := optimizer or job_optimizer) is not None:
+                self.update.optimizer = make_optimizer(
+                    make, groups, list(self.model.named_parameters()), self.parameters
+                )
+            self.scheduler = scheduler(self.optimizer) if scheduler is not None and self.optimizer is not None else None
+            self.intake = Intake(
+                self.world,
+                self.plan,
+                self.forms,
+                self.blueprint,
+                reduction=reduction,
+                accumulate=accumulate,
+                seed=seed,
+            )
+            wire: Wire | None = HostWire(self.world.group) if self.world.size > 1 else None
+            self.worker = Worker(
+                self.forms,
+                wire,
+                loss or job_loss,
+                execute,
+                self.place,
+                rank=self.rank,
+                update=self.update,
+                statistics=self.statistics,
+            )
+
+            self.keeper = Keeper(self)
+            self.worker.first_holders = {s: ranks[0] for s, ranks in self.blueprint.training.holders().items()}
 
     # Making
+
+    def _start_watch(self, grace_s: float) -> Watch | None:
+        if self.world.size == 1:
+            return None
+        Engine._made += 1
+        number = self.world.numbers([Engine._made])[0][0]
+        return Watch(self.world.store, self.rank, self.world.size, self.place, number, grace_s=grace_s)
 
     def _cut(
         self, source: Job | nn.Module, plan: Plan | None, example: Any, program: Program | None, autocast: Any
@@ -153,11 +198,15 @@ class Engine:
         """Build the model, record it, and find this rank's stages."""
         pieces = plan.micro_batches * plan.batches * plan.replicas if plan is not None else 1
         inputs = example_of(source, example, pieces)
-        model, skeleton = build(source, seed=self.seed, lean=self.world.size > 1, bare=False)
+        model, skeleton = build(source, seed=self.seed, lean=self.world.size > 1, bare=self._stored is not None)
         graph = None
         while graph is None:
             forms = Forms(model, skeleton, plan, self.device, autocast)  # type: ignore[arg-type]
             graph = first_graph(skeleton, model, lambda f=forms: f.record(inputs))  # type: ignore[misc]
+            if graph is None and self._stored is not None:
+                raise EngineError(
+                    "this model makes tensors that a checkpoint does not hold; leave weights= out, and load"
+                )
             skeleton = model
         if plan is None:
             if self.world.size > 1:
@@ -170,29 +219,56 @@ class Engine:
         placement = self.blueprint.training.placement()
         self.stages = tuple(sorted({stage for (stage, _), rank in placement.items() if rank == self.rank}))
         forms.own = self.stages
+        self._first = inputs
         return graph
 
     def _hold(self, graph: Any) -> None:
         """Keep this rank's stages on its device, and equal to those of the other ranks that hold them."""
         self.holdings = Holdings.of(self.model, graph, self.forms.stage_of, self.blueprint.training)
+        state = self.model.state_dict(keep_vars=True)
+        used = {id(state[n]) for call in graph.calls.values() for n in call.parameters if n in state}
+        self.unclaimed = {n for n, t in state.items() if id(t) not in used}
+        """Weights that no call reads; rank 0 keeps them."""
         form = Form(graph, self.model, self.forms.stage_of, self.stages, self.device, len(self.plan.stages))
+        if self._stored is not None:
+            materialise(form.parts.values(), self.device)
         for part in form.parts.values():
             part.to(self.device)
         if self.forms.skeleton is not self.model:
-            strip(self.model, (t for part in form.parts.values() for t in (*part.parameters(), *part.buffers())))
+            rest = [state[n] for n in self.unclaimed] if self.rank == 0 else []
+            strip(self.model, (t for m in form.parts.values() for t in (*m.parameters(), *m.buffers(), *rest)))
         every = dict(self.model.named_parameters())
         self.parameters = {name: every[name] for name in self.holdings.on(self.rank)}
         """The parameters this rank holds, by name."""
         self._home = form
+        self.forms.keep(form, self._first)
+        if self._stored is not None:
+            find_checkpoint(self.world, self._stored).load_weights(self.local_state())
+
+    def _make_copies(self) -> None:
+        """Meet the other ranks that hold the same stages or parameters, and start from the same numbers."""
+        holders = self.blueprint.training.holders()
+        members: dict[tuple[int, ...], tuple[int, ...]] = {(stage,): ranks for stage, ranks in holders.items()}
+        members |= {share.stages: share.ranks for share in self.holdings.shares}
+        self._groups = {
+            key: self.world.new_group(ranks, self._timeout_s)
+            for key, ranks in sorted(members.items())
+            if len(ranks) > 1
+        }
+        self.statistics = Statistics(self.plan, {s: len(r) for s, r in holders.items()}, self._groups, self.place)
+        for key, ranks in sorted(members.items()):
+            if len(ranks) > 1 and self.rank in ranks:
+                names = {n for share in self.holdings.shares if share.stages == key for n in share.names}
+                tensors = [self.parameters[n].data for n in sorted(names)]
+                if len(key) == 1:
+                    tensors += [b for _, b in sorted(self._home.parts[key[0]].named_buffers())]
+                make_equal(tensors, ranks[0], self._groups[key])
 
     def _make_update(self, clip_norm: float | None, scale: LossScale | None) -> Update:
-        groups = {
-            share.stages: self.world.new_group(share.ranks, self._timeout_s)
-            for share in self.holdings.shares
-            if len(share.ranks) > 1
-        }
         names = [name for name, _ in self.model.named_parameters()]
-        update = Update(self.world, self.holdings, self.parameters, names, groups, clip_norm=clip_norm, scale=scale)
+        update = Update(
+            self.world, self.holdings, self.parameters, names, self._groups, clip_norm=clip_norm, scale=scale
+        )
         update.set_precision({p.dtype for p in self.model.parameters()})
         return update
 
@@ -210,7 +286,54 @@ class Engine:
 
     def local_state(self) -> dict[str, torch.Tensor]:
         """Weights and buffers of this rank's stages under the model's own names."""
-        return {name: t for part in self._home.parts.values() for name, t in part.state_dict().items()}
+        return {name: t for stage in self.stages for name, t in self.stage_state(stage).items()}
+
+    def stage_state(self, stage: int) -> dict[str, torch.Tensor]:
+        """Weights and buffers of one of them."""
+        state: dict[str, torch.Tensor] = self._home.parts[stage].state_dict()
+        return state
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """All weights and buffers of the model, on the host of every rank; collective."""
+        mine = self.keeper.local()
+        found: dict[str, torch.Tensor] = {}
+        told = self.world.share({n: [list(t.shape), str(t.dtype).removeprefix("torch.")] for n, t in mine.items()})
+        for rank, row in enumerate(told):
+            for name, (shape, dtype) in row.items():
+                if name not in found:
+                    empty = torch.empty(shape, dtype=getattr(torch, dtype))
+                    found[name] = mine[name].detach().cpu().clone() if rank == self.rank else empty
+                    self.world.broadcast_(found[name], rank)
+        return {name: found[name] for name in self.model.state_dict() if name in found}
+
+    def loader(
+        self,
+        dataset: Any,
+        batch_size: int,
+        *,
+        shuffle: bool = True,
+        workers: int = 0,
+        collate: Callable[[list[Any]], Any] | None = None,
+    ) -> Loader:
+        """Batches of a dataset of (input, target) for this rank; its position is saved and loaded with the engine."""
+        first, last = 0 in self.stages, len(self.plan.stages) - 1 in self.stages
+        wanted = first or last or any(self._home.needs_inputs(stage) for stage in self.stages)
+        self.loader_state = Loader(
+            dataset,
+            batch_size,
+            replica=self.replica,
+            replicas=self.plan.replicas,
+            wanted=wanted,
+            shuffle=shuffle,
+            seed=self.seed,
+            workers=workers,
+            collate=collate,
+        )
+        return self.loader_state
+
+    def set_seed(self, seed: int) -> None:
+        """Draw random masks from another seed from now on."""
+        self.seed = self.intake.seed = seed
 
     # Running
 
@@ -218,13 +341,54 @@ class Engine:
         """Train on one batch (of this replica); returns the loss, the same on every rank."""
         with self._guarded():
             scale = self.update.scale.scale if self.update.scale is not None else 1.0
-            run, script = self.intake.take(inputs, targets, training=True, step=self.steps, scale=scale)
+            run, script = self.intake.take(
+                inputs, targets, training=True, step=self.steps, scale=scale, wish=self._wish()
+            )
             self.steps += 1
             update = self.steps % self.accumulate == 0
             self.worker.run(script.program.ranks[self.rank], script.tags, run, update=update)
             if update and self.scheduler is not None:
                 self.scheduler.step()
-            return self._total(run)
+            loss = self._total(run)
+            self._grant(self.intake.wishes)
+            return loss
+
+    def _wish(self) -> int:
+        """What this rank asks of all others: a checkpoint, an end; or says: its checkpoint is written."""
+        asked = self.signals.wish if self.signals is not None else 0
+        return asked | (_WRITTEN if self.keeper.is_ready else 0)
+
+    def _grant(self, wishes: list[int]) -> None:
+        """Do what any rank asked for, when an update is complete."""
+        if self.keeper.is_writing and all(w & _WRITTEN for w in wishes):
+            self.keeper.finish()
+        asked = max(w & ~_WRITTEN for w in wishes)
+        if not asked or self.steps % self.accumulate:
+            return
+        if self.checkpoints is not None:
+            self.keeper.save(self.checkpoints, None, keep=2, wait=True)
+        if self.signals is not None:
+            self.signals.wish = 0
+        if asked & STOP:
+            self.close()
+            raise SystemExit(128 + signal.SIGTERM)
+
+    def save(self, path: str | Path, *, extra: Any = None, keep: int = 2, wait: bool = True) -> Path | None:
+        """Write a checkpoint under a directory; collective.
+
+        Args:
+            path: the directory; checkpoints are directories inside it.
+            extra: plain values to store with it, which `load` returns.
+            keep: how many checkpoints are kept.
+            wait: False to write in the background; it becomes valid at a later step, or when the engine is closed.
+        """
+        with self._guarded(CheckpointError):
+            return self.keeper.save(Path(path), extra, keep=keep, wait=wait)
+
+    def load(self, path: str | Path) -> Any:
+        """Go on from a checkpoint (the newest good one in a directory), whoever saved it; returns its `extra`."""
+        with self._guarded(CheckpointError):
+            return self.keeper.load(path)
 
     def evaluate(self, inputs: Any = None, targets: Any = None) -> float:
         """The loss on one batch in eval mode; changes nothing."""
@@ -264,23 +428,42 @@ class Engine:
                 module.training = training
 
     @contextlib.contextmanager
-    def _guarded(self) -> Iterator[None]:
-        """After a failure nothing is left in flight."""
+    def _guarded(self, harmless: type[BaseException] = SystemExit) -> Iterator[None]:
+        """After a failure nothing is left in flight, and all ranks learn of it; what all share is harmless."""
+        self.place.step = self.steps
         try:
             yield
-        except BaseException:
-            self.worker.abandon()
-            self.update.abandon()
-            raise
+        except BaseException as error:
+            if isinstance(error, SystemExit | harmless):
+                raise
+            for part in ("worker", "update"):
+                if hasattr(self, part):
+                    getattr(self, part).abandon()
+            told = self.watch.failed(error) if self.watch is not None else None
+            self.close()
+            if told is None:
+                raise
+            raise told from error
 
     def close(self) -> None:
-        """Leave the other ranks."""
+        """Leave the other ranks; the engine cannot be used afterwards."""
+        if self.signals is not None:
+            self.signals.close()
+        if self.watch is not None:
+            self.watch.close()
+            self.watch = None
+        for part in ("worker", "update", "statistics"):
+            if hasattr(self, part):
+                getattr(self, part).close()
+        self._groups = {}
         self.world.close()
 
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self.keeper.finish()
         self.close()
 
 

@@ -18,11 +18,12 @@ from torch import nn
 
 from outcore.errors import PlanError
 from outcore.graph import Graph, capture
+from outcore.graph.parts import ancestors
 from outcore.graph.recording import Recording
 from outcore.graph.structure import substitute
 from outcore.plan_document import Plan, place_calls
 from outcore.program import Edge, Stage, Stages
-from outcore.run.batch import arguments
+from outcore.run.batch import arguments, describe, fingerprint
 from outcore.run.draws import random_calls
 from outcore.run.part import Part
 from outcore.run.wire import Layout
@@ -88,6 +89,7 @@ class Forms:
     def first(self, graph: Graph) -> Stages:
         """Check the plan against a first recording, made in training, and say what its stages are."""
         self._stage_of = place_calls(graph, self.plan.stages)
+        self._graph = graph
         depth = len(self.plan.stages)
         sizes = {n: p.numel() * p.element_size() for n, p in self.skeleton.named_parameters(remove_duplicate=False)}
         trained = {n for n, p in self.skeleton.named_parameters(remove_duplicate=False) if p.requires_grad}
@@ -119,18 +121,23 @@ class Forms:
             return contextlib.nullcontext()
         return torch.autocast(device or self.device.type, dtype=self.autocast)
 
-    def find(self, fingerprint: int, inputs: Any) -> Form:
+    def keep(self, form: Form, inputs: Any) -> None:
+        """Use a form for micro-batches like these, in the modes the model is in."""
+        self._known[fingerprint(describe(inputs)), True, flags_of(self.model)] = form
+
+    def find(self, mark: int, inputs: Any, *, training: bool) -> Form:
         """The form for a micro-batch with that fingerprint; recorded now if it is new."""
-        key = (fingerprint, flags_of(self.model))
+        key = (mark, training, flags_of(self.model))
         form = self._known.get(key)
         if form is None:
-            graph = self.record(inputs)
+            with torch.set_grad_enabled(training):
+                graph = self.record(inputs)
             if len(self.plan.stages) > 1 and _executable(graph)[1].uses_data:
                 raise PlanError(
                     f"{graph.root.type} looks at the numbers in its tensors ({'; '.join(graph.notes)}), so it cannot "
                     "be cut; use a plan of one stage"
                 )
-            stage_of = place_like(graph, self._stage_of)
+            stage_of = place_like(graph, self._graph, self._stage_of)
             form = Form(graph, self.model, stage_of, self.own, self.device, len(self.plan.stages))
             self._known[key] = form
         return form
@@ -162,12 +169,29 @@ def _copy_flags(model: nn.Module, skeleton: nn.Module) -> None:
         there.requires_grad_(here.requires_grad)
 
 
-def place_like(graph: Graph, known: Mapping[str, int]) -> dict[str, int]:
-    """The stage of every call, as in another recording of the same model."""
+def place_like(graph: Graph, first: Graph, known: Mapping[str, int]) -> dict[str, int]:
+    """The stage of every call, as in a first recording of the same model.
+
+    A call that is new goes where its parameters are, else where the calls of the block around it are, never before
+    those that make its inputs.
+    """
+    readers: dict[str, int] = {}
+    inside: dict[str, int] = {}
+    for name, call in first.calls.items():
+        for parameter in call.parameters:
+            readers.setdefault(parameter, known[name])
+        for path in (*ancestors(call.block), call.block):
+            inside.setdefault(path, known[name])
     stage_of: dict[str, int] = {}
     for name, call in graph.calls.items():
         before = [stage_of[p] for v in call.inputs if (p := graph.values[v].producer) is not None]
-        stage_of[name] = max([known.get(name, 0), *before])
+        if name in known:
+            here = [known[name]]
+        elif read := [readers[p] for p in call.parameters if p in readers]:
+            here = read[:1]
+        else:
+            here = [inside[p] for p in reversed(ancestors(call.block)) if p in inside][:1]
+        stage_of[name] = max([0, *here, *before])
     return stage_of
 
 

@@ -59,7 +59,7 @@ class Intake:
         cut_targets = batches.cut(self._here(targets), mine, sizes)
         found = []
         for i, (part, target) in enumerate(zip(cut_inputs, cut_targets, strict=True)):
-            form = self.forms.find(batches.fingerprint(batches.describe(part)), part)
+            form = self.forms.find(batches.fingerprint(batches.describe(part)), part, training=training)
             tensors = dict(zip(form.graph.inputs, tensors_of(part), strict=True)) if has_data else {}
             weight = sizes[i] / sum(counts) if self.reduction == "mean" else 1.0
             found.append(Piece(form, tensors, target, weight / self.accumulate, self.replica * pieces + i))

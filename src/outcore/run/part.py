@@ -23,31 +23,11 @@ from outcore.graph.recording import Context, Recording, Ref, Step, Tape
 from outcore.graph.structure import leaves, substitute
 from outcore.graph.subgraph import Subgraph
 from outcore.run.draws import Draws
+from outcore.run.place import Place
 
-__all__ = ["Execute", "Part", "Place", "Slot", "arrive", "relocate"]
+__all__ = ["Execute", "Part", "Slot", "arrive", "relocate"]
 
 Values: TypeAlias = dict[str, torch.Tensor]
-
-
-@dataclass(slots=True)
-class Place:
-    """What a rank is doing; read by others when something goes wrong."""
-
-    stage: int = -1
-    doing: str = "start"
-    micro_batch: int = -1
-    call: str = ""
-    step: int = 0
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain values."""
-        return {
-            "stage": self.stage,
-            "doing": self.doing,
-            "micro_batch": self.micro_batch,
-            "call": self.call,
-            "step": self.step,
-        }
 
 
 class Part(Subgraph):
@@ -59,6 +39,8 @@ class Part(Subgraph):
         super().__init__(graph, model, recording, calls)
         self._random = frozenset(calls & random)
         self.place = Place()
+        self.instead: dict[str, Callable[..., Any]] = {}
+        """By path, what is called in place of a module."""
 
     def run(self, inputs: Values, draws: Draws) -> Values:
         """Run the calls with the random numbers of a micro-batch."""
@@ -88,10 +70,13 @@ Execute: TypeAlias = Callable[[Part, Values, Draws], Values]
 class _Tape(Tape):
     def __init__(self, part: Part, values: Values, draws: Draws | None) -> None:
         super().__init__(part, part._constants, values)
-        self._draws, self._random, self._place = draws, part._random, part.place
+        self._draws, self._random, self._place, self._instead = draws, part._random, part.place, part.instead
 
     def step(self, step: Step) -> None:
+        """Run one step, noted and seeded."""
         self._place.call = step.name
+        if self._instead and step.kind == "module" and step.target in self._instead:
+            step = replace(step, kind="function", target=self._instead[step.target])
         if self._draws is not None and step.name in self._random:
             self._draws.seed(step.name)
         super().step(step)

@@ -30,6 +30,7 @@ __all__ = [
     "example_of",
     "first_graph",
     "make_optimizer",
+    "materialise",
     "strip",
     "tensors_of",
 ]
@@ -154,15 +155,31 @@ def make_optimizer(
 
 
 def strip(model: nn.Module, held: Iterable[torch.Tensor]) -> None:
-    """Drop the content of parameters and buffers that this rank does not hold."""
-    kept = {id(t) for t in held}
+    """Drop the content of parameters and buffers that this rank does not hold; what is tied stays tied."""
+    kept = {id(t): t for t in held}
+    bare: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for store in (module._parameters, module._buffers):
             for name, tensor in store.items():
-                if tensor is not None and id(tensor) not in kept and not tensor.is_meta:
-                    bare = torch.empty_like(tensor, device="meta")
-                    new = nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
-                    store[name] = new  # type: ignore[assignment]
+                if tensor is None or tensor.is_meta or id(tensor) in kept:
+                    continue
+                if id(tensor) not in bare:
+                    empty = torch.empty_like(tensor, device="meta")
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    bare[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+                    kept[id(bare[id(tensor)])] = bare[id(tensor)]
+                store[name] = bare[id(tensor)]  # type: ignore[assignment]
+
+
+def materialise(parts: Iterable[nn.Module], device: torch.device) -> None:
+    """Give parts of a model on the meta device memory; their content comes from a checkpoint."""
+    for part in parts:
+        for name, buffer in part.named_buffers():
+            if buffer.is_meta and name not in part.state_dict():
+                raise EngineError(
+                    f"buffer {name} is in no checkpoint and cannot be made on the meta device; leave weights= out"
+                )
+        part.to_empty(device=device)
 
 
 def tensors_of(inputs: Any) -> list[torch.Tensor]:

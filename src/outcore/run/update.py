@@ -126,6 +126,11 @@ class Update:
         """Drop what is under way after a failure."""
         self._started.clear()
 
+    def close(self) -> None:
+        """Let go of all connections."""
+        self.abandon()
+        self._groups = {}
+
     # Reduction
 
     def _start(self, share: Share) -> None:
@@ -160,7 +165,8 @@ class Update:
     def _finish(self, started: _Started) -> None:
         nbytes = 0
         for row, host, names, work in started.rows:
-            work.wait()
+            with self.world.place.talking():
+                work.wait()
             if host is not row:
                 row.copy_(host)
             nbytes += row.numel() * row.element_size()

@@ -200,3 +200,4 @@ class HostWire:
 
     def close(self) -> None:
         """Nothing will be moved any more."""
+        self._group = None

@@ -23,7 +23,10 @@ from outcore.program.instructions import Instruction, Key
 from outcore.program.timeline import COMPUTE
 from outcore.run.draws import Draws
 from outcore.run.form import Form, Forms
-from outcore.run.part import Execute, Place, Slot, arrive
+from outcore.run.part import Execute, Slot, arrive
+from outcore.run.place import Place
+from outcore.run.statistics import Statistics
+from outcore.run.update import Update
 from outcore.run.wire import Incoming, Layout, Outgoing, Wire
 
 __all__ = ["Pass", "Piece", "Worker"]
@@ -84,10 +87,13 @@ class Worker:
         place: Place,
         *,
         rank: int,
-        update: Any,
+        update: Update,
+        statistics: Statistics,
     ) -> None:
         self.forms, self.wire, self.loss, self.execute, self.place = forms, wire, loss, execute, place
-        self.rank, self.update = rank, update
+        self.rank, self.update, self.statistics = rank, update, statistics
+        self.first_holders: Mapping[int, int] = {}
+        """The first rank that holds each stage."""
         self.events: list[Event] = []
         self.keep_outputs = False
         self._flights: dict[Of, _Flight] = {}
@@ -129,8 +135,12 @@ class Worker:
         if update and not stepped:
             self.update.step()  # nothing to train here, but norms and overflows concern all ranks
         self.place.doing = "end of step"
-        for going in self._going:
-            going.finish()
+        if run.training:
+            self.statistics.settle(run.pieces[0].form)
+            self.statistics.share_buffers(run.pieces[0].form, self.first_holders)
+        with self.place.talking():
+            for going in self._going:
+                going.finish()
         self._going.clear()
         if self.wire is not None:
             self.wire.end_step()
@@ -139,6 +149,13 @@ class Worker:
         """Drop what is in flight after a failure."""
         for held in (self._flights, self._made, self._coming, self._going):
             held.clear()
+
+    def close(self) -> None:
+        """Let go of all connections."""
+        self.abandon()
+        if self.wire is not None:
+            self.wire.close()
+            self.wire = None
 
     def record(self, stream: str, kind: str, name: str, start: float, end: float, stage: int = -1, *rest: int) -> None:
         """Note what took time, in seconds since the step began."""
@@ -164,7 +181,11 @@ class Worker:
         part.place = self.place
         draws = Draws(run.seed, run.step, piece.number, self.forms.device)
         with torch.set_grad_enabled(run.training), self.forms.modes():
-            made = self.execute(part, given, draws)
+            if run.training:
+                with self.statistics.collecting(form, of.stage, piece.number, len(run.weights)):
+                    made = self.execute(part, given, draws)
+            else:
+                made = self.execute(part, given, draws)
             loss = self._loss(of, piece, made | of_loss) if is_last else None
         roots: dict[str, GradientEdge | None] = {}
         for edge in outgoing[of.stage]:
@@ -235,7 +256,8 @@ class Worker:
         """A value or gradient that a compute uses: made here, or received."""
         if key in self._made:
             return self._made.pop(key)
-        return self._coming.pop(key).wait()
+        with self.place.talking():
+            return self._coming.pop(key).wait()
 
     def _layout(self, transfer: Send | Receive) -> Layout:
         return self._run.pieces[transfer.micro_batch].form.layouts[transfer.value]

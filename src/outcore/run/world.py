@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 
 from outcore.errors import EngineError
+from outcore.run.place import Place
 
-__all__ = ["Identity", "World", "identify", "local_sum"]
+__all__ = ["Identity", "World", "identify"]
 
 _LAUNCHERS = (
     ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
@@ -76,6 +77,7 @@ class World:
     """All ranks of a run; the process group, if there is one, is torch's."""
 
     def __init__(self, rank: int, size: int, local_rank: int, group: Any, store: Any, *, owned: bool) -> None:
+        self.place = Place()
         self.rank, self.size, self.local_rank = rank, size, local_rank
         self.group, self.store = group, store
         self._owned = owned
@@ -115,7 +117,8 @@ class World:
             return [list(row)]
         table = torch.zeros(self.size, len(row), dtype=torch.int64)
         mine = torch.tensor(row, dtype=torch.int64)
-        dist.all_gather_into_tensor(table.view(-1), mine, group=self.group)
+        with self.place.talking():
+            dist.all_gather(list(table), mine, group=self.group)
         return [[int(n) for n in line] for line in table.tolist()]
 
     def share(self, value: Any) -> list[Any]:
@@ -127,21 +130,23 @@ class World:
         width = max(sizes)
         mine = torch.zeros(width, dtype=torch.uint8)
         mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        table = torch.zeros(self.size * width, dtype=torch.uint8)
-        dist.all_gather_into_tensor(table, mine, group=self.group)
-        rows = table.view(self.size, width).numpy()
-        return [json.loads(rows[rank, : sizes[rank]].tobytes()) for rank in range(self.size)]
+        rows = list(torch.zeros(self.size, width, dtype=torch.uint8))
+        with self.place.talking():
+            dist.all_gather(rows, mine, group=self.group)
+        return [json.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Add a tensor on the host over all ranks, in place."""
         if self.size > 1:
-            dist.all_reduce(tensor, group=self.group)
+            with self.place.talking():
+                dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def broadcast_(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         """Give a tensor on the host of one rank to all, in place."""
         if self.size > 1:
-            dist.broadcast(tensor, src=source, group=self.group)
+            with self.place.talking():
+                dist.broadcast(tensor, src=source, group=self.group)
         return tensor
 
     def barrier(self) -> None:
@@ -182,13 +187,3 @@ def _store(identity: Identity, timeout: timedelta) -> Any:
     return dist.PrefixStore(  # type: ignore[attr-defined]
         f"outcore/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store
     )
-
-
-def local_sum(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The sum of tensors, first to last."""
-    total: torch.Tensor | None = None
-    for tensor in tensors:
-        total = tensor if total is None else total + tensor
-    if total is None:
-        raise ValueError("nothing to add")
-    return total

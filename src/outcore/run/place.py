@@ -1,0 +1,34 @@
+"""Where a rank is: what others are told when it fails, hangs or dies."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+__all__ = ["Place"]
+
+
+@dataclass(slots=True)
+class Place:
+    """What a rank is doing."""
+
+    stage: int = -1
+    doing: str = "start"
+    micro_batch: int = -1
+    call: str = ""
+    step: int = 0
+    waiting: bool = False
+    """For other ranks; still set after an error that came from there."""
+
+    @contextlib.contextmanager
+    def talking(self) -> Iterator[None]:
+        """Around whatever waits for other ranks."""
+        self.waiting = True
+        yield
+        self.waiting = False
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return asdict(self)

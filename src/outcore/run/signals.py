@@ -1,0 +1,36 @@
+"""Signals: SIGUSR1 asks for a checkpoint, SIGTERM for a checkpoint and the end.
+
+A handler only notes the wish. The ranks tell each other at the beginning of the next step, so all of them save after
+the same step, whichever of them was signalled.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+__all__ = ["SAVE", "STOP", "Signals"]
+
+SAVE, STOP = 1, 2
+
+
+class Signals:
+    """Notes signals until it is closed; does nothing outside the main thread, where Python allows no handlers."""
+
+    def __init__(self) -> None:
+        self.wish = 0
+        self._before: dict[signal.Signals, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGUSR1, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._note)
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        self.wish |= STOP if number == signal.SIGTERM else SAVE
+
+    def close(self) -> None:
+        """Put the handlers back that were there before."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()

@@ -1,0 +1,43 @@
+"""Real processes that raise, hang and are killed: all end in bounded time, with the one message."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.run.failing import fail
+from tests.run.pool import Pool
+
+SOON_S = 30.0
+
+
+@pytest.mark.parametrize(
+    ("how", "doing", "cause"),
+    [("raise", "forward", "the layer is broken"), ("backward", "backward", "no gradient today")],
+)
+def test_an_exception_ends_all_ranks_with_its_place_and_cause(ranks: Pool, how: str, doing: str, cause: str) -> None:
+    outcomes = ranks.outcomes(fail, 3, how, 1, 2)
+    for good, text in outcomes:
+        assert not good
+        message = text.splitlines()[0]
+        assert message.startswith("EngineError: rank 1, stage 1"), text
+        assert f"({doing} of micro-batch 0, step 2)" in message and cause in message
+    if how == "raise":
+        assert "block b." in outcomes[0][1]
+
+
+def test_a_killed_rank_is_named_by_the_others(ranks: Pool) -> None:
+    began = time.monotonic()
+    outcomes = ranks.outcomes(fail, 3, "kill", 1, 2)
+    assert time.monotonic() - began < SOON_S
+    for rank in (0, 2):
+        assert "EngineError: rank 1" in outcomes[rank][1] and "ended without a word" in outcomes[rank][1]
+
+
+def test_a_stuck_rank_is_named_and_ended(ranks: Pool) -> None:
+    began = time.monotonic()
+    outcomes = ranks.outcomes(fail, 3, "hang", 1, 2, timeout_s=4.0)
+    assert time.monotonic() - began < SOON_S
+    assert any("EngineError: rank 1, stage 1, block b." in text and "stuck" in text for _, text in outcomes)
+    assert not any(good for good, _ in outcomes)
