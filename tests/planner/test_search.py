@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import re
 
 import pytest
@@ -8,11 +9,16 @@ from torch import nn
 
 import outcore
 from outcore import models
+from outcore.cost.saved import account
 from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.plan_document import Plan
-from outcore.planner import Pipeline, Route, plan, split, split_vertically, weights_from_shapes
+from outcore.planner import Pipeline, Route, Weights, plan, split, split_vertically, weights_from_shapes
+from outcore.planner.candidates import candidates_for
 from outcore.planner.judge import judge
+from outcore.planner.lower import predict_timeline
+from outcore.planner.quiet import quiet
+from outcore.program import Links
 from tests.planner.nets import build
 
 
@@ -92,7 +98,45 @@ def test_a_unet_is_folded_so_that_skips_stay_on_their_rank() -> None:
     assert max(three.placement) == 2 and len(three.placement) == 5
     rows = split(graph, weights, stages=3, balance="memory")
     print("fold", max(three.peak_bytes), "rows", max(rows.peak_bytes))
-    made = Plan(graph.fingerprint, three.names, placement=three.placement)
-    made.validate(graph, ranks=3)
+    for schedule in ("model_parallel", "gpipe", "1f1b"):
+        made = Plan(graph.fingerprint, three.names, schedule, 1, placement=three.placement)  # type: ignore[arg-type]
+        made.validate(graph, ranks=3)
+        timeline = predict_timeline(made, graph, weights, Links())
+        assert timeline.peak_bytes == three.peak_bytes and len(timeline) == 3
     with pytest.raises(PlanError, match="folds onto 2 to 5 ranks, not 6"):
         split_vertically(graph, weights, ranks=6)
+
+
+def test_candidates_have_every_divisor_of_the_batch() -> None:
+    found = [c.pipeline for c in candidates_for(100, 2, 300, None) if c.stages == 2]
+    assert max(p.pieces for p in found) == 300
+    assert Pipeline("gpipe", 5, 60) in found and Pipeline("gems", 6, 50) in found and Pipeline("1f1b", 150) in found
+    assert all(p.micro_batches > 1 for p in found if p.schedule == "gpipe")
+    assert len(set(found)) == len(found)
+
+
+def test_gpipe_in_several_batches_holds_less() -> None:
+    graph = chain()
+    weights = weights_from_shapes(graph)
+    whole = plan(graph, weights, devices=2, schedule="gpipe")
+    assert whole.predicted
+    cap = max(whole.predicted.peak_bytes) * 6 // 10
+    tight = plan(graph, weights, devices=2, schedule="gpipe", memory_bytes=cap)
+    assert tight.batches > 1 and tight.predicted and max(tight.predicted.peak_bytes) <= cap
+
+
+def test_frozen_parameters_and_buffers_take_memory_but_have_no_gradient() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8, bias=False))
+    model[0].requires_grad_(False)
+    graph = outcore.capture(model, torch.randn(4, 8))
+    accounted = Weights.of(graph, account(graph, "cpu"))
+    for weights in (accounted, weights_from_shapes(graph)):
+        stages = split(graph, weights, stages=3).stages.stages
+        assert [(s.parameter_bytes, s.gradient_bytes) for s in stages] == [(288, 0), (64 + 64 + 8, 64), (256, 256)]
+
+
+def test_nothing_is_printed_while_solving(capfd: pytest.CaptureFixture[str]) -> None:
+    with quiet():
+        os.write(1, b"inside")
+    os.write(1, b"afterwards")
+    assert capfd.readouterr().out == "afterwards"

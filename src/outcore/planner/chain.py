@@ -27,25 +27,18 @@ def cheapest(costs: Sequence[Table]) -> tuple[list[int], float] | None:
 
 
 def fastest(
-    busy: Sequence[Table], extra: Sequence[Table], repeats: float, candidates: int = 24
+    busy: Sequence[Table], extra: Sequence[Table], repeats: float, candidates: int = 12
 ) -> tuple[list[int], float] | None:
     """Ends of the stages with the smallest sum of `extra` plus `repeats` times the largest of `busy`.
 
-    The largest is one of the entries of `busy`. For each candidate limit the smallest sum below it is found; all
-    entries are candidates if there are few, otherwise as many as told, from the smallest possible maximum upwards.
+    For each candidate limit of the largest, the smallest sum below it is found; all entries of `busy` are candidates if
+    there are few, otherwise as many limits as told, from the smallest possible maximum upwards.
     """
     bound = smallest_maximum(busy)
     if bound is None:
         return None
-    entries = np.unique(np.concatenate([t[np.isfinite(t) & (t >= bound[1])] for t in busy]))
-    if len(entries) > 16 * candidates:
-        # No cut pays for more than what all messages together could save.
-        spread = cheapest(extra)
-        highest = bound[1] * 2 if spread is None else bound[1] + max(0.0, _value(extra, bound[0]) - spread[1]) / repeats
-        near = entries[entries <= highest]
-        entries = near[np.unique(np.linspace(0, len(near) - 1, candidates).astype(int))] if len(near) else entries[:1]
     best: tuple[list[int], float] | None = None
-    for limit in entries:
+    for limit in _limits(busy, extra, bound, repeats, candidates):
         if best is not None and repeats * limit >= best[1]:
             break
         found = cheapest([np.where(b <= limit, e, np.inf) for b, e in zip(busy, extra, strict=True)])
@@ -54,6 +47,21 @@ def fastest(
             if best is None or value < best[1]:
                 best = found[0], value
     return best
+
+
+def _limits(
+    busy: Sequence[Table], extra: Sequence[Table], bound: tuple[list[int], float], repeats: float, candidates: int
+) -> list[float]:
+    """Limits of the largest entry to try, ascending: all there are if these are few, otherwise some."""
+    if sum(t.size for t in busy) <= 20_000:
+        entries = np.unique(np.concatenate([t[np.isfinite(t) & (t >= bound[1])] for t in busy]))
+        if len(entries) <= 16 * candidates:
+            return [float(entry) for entry in entries]
+    # No cut pays for more than what all messages together could save.
+    spread = cheapest(extra)
+    highest = bound[1] * 2 if spread is None else bound[1] + max(0.0, _value(extra, bound[0]) - spread[1]) / repeats
+    steps = (np.arange(candidates) / max(1, candidates - 1)) ** 2
+    return [bound[1] * (1 + 1e-12) + (highest - bound[1]) * float(step) for step in steps]
 
 
 def _solve(costs: Sequence[Table], combine: Callable[[Table, Table], Table]) -> tuple[list[int], float] | None:

@@ -40,7 +40,7 @@ Balance = Literal["compute", "memory", "search"]
 _PARTITIONS = 2500
 _SMALL = 24
 """Units up to which all partitions are counted at all."""
-_WORK = 40_000_000
+_WORK = 20_000_000
 """Table entries that all row programs of one cut may look at."""
 _PLACES = {"compute": 1600, "memory": 1600, "search": 300}
 _PAIR_PLACES = 64
@@ -138,7 +138,7 @@ def _candidates(task: Task) -> Iterator[Found]:
     if rows and (branches or task.pipeline.paired):
         best = min(rows, key=lambda row: row[0])
         # A try costs as much as there is to look at.
-        better = improve(pieces, best[1], count, task.score, tries=min(400, 100_000 // (len(pieces) + 1)))
+        better = improve(pieces, best[1], count, task.score, tries=min(400, 60_000 // (len(pieces) + 1)))
         if better != best[1]:
             rows.append(task.found(better, f"{best[2]}, then moves"))
             yield rows[-1]

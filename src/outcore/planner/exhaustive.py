@@ -6,34 +6,37 @@ unit it depends on, or any later one. A branch is left as soon as too few units 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from math import comb
 
 from outcore.planner.pieces import Pieces
 
 __all__ = ["all_partitions"]
 
 
+_STEPS = 40
+"""Steps for each partition that may be found, after which the search is given up: most ways may lead nowhere."""
+
+
 def all_partitions(pieces: Pieces, count: int, most: int) -> list[list[int]] | None:
     """Every valid way to put units into `count` stages, none empty; None if there are more than `most`."""
-    if count == 1:
-        return [[0] * len(pieces)]
-    found = []
-    for stage_of in _extend(pieces, count, [], set()):
-        found.append(stage_of)
-        if len(found) > most:
-            return None
-    return found
-
-
-def _extend(pieces: Pieces, count: int, stage_of: list[int], used: set[int]) -> Iterator[list[int]]:
-    unit, size = len(stage_of), len(pieces)
-    if count - len(used) > size - unit:
-        return
-    if unit == size:
-        yield list(stage_of)
-        return
-    first = max((stage_of[u] for u in pieces.units.before[unit]), default=0)
-    for k in range(first, count):
-        stage_of.append(k)
-        yield from _extend(pieces, count, stage_of, used | {k})
-        stage_of.pop()
+    before, size = pieces.units.before, len(pieces)
+    if comb(size - 1, count - 1) > most:  # so many there are of the recorded order alone
+        return None
+    found: list[list[int]] = []
+    # Stages of the first units, and which stages have a unit, as bits.
+    work: list[tuple[tuple[int, ...], int]] = [((), 0)]
+    for _ in range(_STEPS * most):
+        if not work:
+            return found
+        stage_of, used = work.pop()
+        unit = len(stage_of)
+        if count - used.bit_count() > size - unit:
+            continue
+        if unit == size:
+            found.append(list(stage_of))
+            if len(found) > most:
+                return None
+            continue
+        first = max((stage_of[u] for u in before[unit]), default=0)
+        work.extend(((*stage_of, k), used | 1 << k) for k in range(count - 1, first - 1, -1))
+    return None if work else found

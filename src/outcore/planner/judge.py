@@ -27,16 +27,19 @@ def judge(stages: Stages, pipeline: Pipeline, replicas: int, route: Route) -> Pr
     """Time, peak per rank of a replica, and bubble."""
     stages = _with_rings(stages, pipeline, replicas, route)
     number = pipeline.batches if pipeline.batches > 1 else pipeline.micro_batches
-    enough = max(4, len(stages) + 4, _LARGEST * number // (len(stages) * pipeline.pieces))
+    # Batches in turn repeat at once, micro-batches when the pipeline has filled.
+    settled = 6 if pipeline.batches > 1 else 2 * len(stages) + 4
+    enough = max(settled, _LARGEST * number // (len(stages) * pipeline.pieces))
     enough -= (number - enough) % 2  # under GEMS, an odd number ends on the other replica
     if enough >= number or len(stages) * pipeline.pieces <= _LARGEST:
         timeline = _timeline(stages, pipeline, route)
         return Predicted(timeline.step_s, timeline.peak_bytes, timeline.bubble, "simulated")
-    one = _timeline(stages, _shortened(pipeline, enough - 2), route)
+    span = 2 * max(1, enough // 8)
+    one = _timeline(stages, _shortened(pipeline, enough - span), route)
     two = _timeline(stages, _shortened(pipeline, enough), route)
 
     def counted_on(first: float, second: float) -> float:
-        return second + (second - first) / 2 * (number - enough)
+        return second + (second - first) / span * (number - enough)
 
     time_s = counted_on(one.step_s, two.step_s)
     busy_s = counted_on(one.step_s * (1 - one.bubble), two.step_s * (1 - two.bubble))

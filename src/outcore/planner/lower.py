@@ -25,6 +25,7 @@ def lower(plan: Plan, graph: Graph, weights: Weights) -> tuple[Program, Stages]:
         micro_batches=plan.micro_batches,
         batches=plan.batches,
         replicas=plan.replicas,
+        placement=plan.placement,
     )
     check(program, stages)
     return program, stages

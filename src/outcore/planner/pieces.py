@@ -15,30 +15,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
+
 from outcore.graph import Graph
+from outcore.planner.holding import INPUT, Family, Holding, Parameter, merged
 from outcore.planner.units import Units
 from outcore.planner.weights import Weights
 from outcore.program.stages import Edge, Stage, Stages
 
-__all__ = ["Family", "Flow", "Parameter", "Pieces", "weigh"]
-
-INPUT = -1
-"""The producer of what the model is given."""
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """Memory that several units may touch."""
-
-    name: str
-    bytes: int
-    producer: int
-    """Unit that makes it, or `INPUT`."""
-    users: tuple[int, ...]
-    """Units that read it, ascending, without the producer."""
-    keepers: tuple[int, ...]
-    """Units that keep it for backward, ascending."""
-    to_loss: bool = False
+__all__ = ["INPUT", "Family", "Flow", "Parameter", "Pieces", "weigh"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +37,6 @@ class Flow:
     """Ascending, without the producer."""
     to_loss: bool
     has_gradient: bool
-
-
-Parameter = tuple[str, int, tuple[int, ...]]
-"""Name, bytes and the units that use it."""
 
 
 @dataclass(frozen=True)
@@ -110,27 +91,21 @@ class Pieces:
             flows=tuple(replace(f, bytes=round(f.bytes * fraction)) for f in self.flows),
         )
 
+    @cached_property
+    def _holding(self) -> Holding:
+        return Holding(self.families, self.parameters, self.fixed)
+
     def held_bytes(self, stage_of: Sequence[int], count: int) -> list[int]:
         """What every stage holds of one micro-batch, from its forward to its backward."""
-        held = [0] * count
-        for family in self.families:
-            home = -1 if family.producer == INPUT else stage_of[family.producer]
-            places = {stage_of[u] for u in family.users} | ({count - 1} if family.to_loss else set())
-            keepers = {stage_of[u] for u in family.keepers}
-            holders = keepers | (places - {home})
-            if home >= 0 and places - {home}:
-                holders.add(home)
-            for k in holders:
-                held[k] += family.bytes
-        return held
+        return self._holding.held(np.asarray(stage_of), count)
 
     def weight_bytes(self, stage_of: Sequence[int], count: int) -> list[int]:
         """The trained parameters of every stage."""
-        return _owned(self.parameters, stage_of, count)
+        return self._holding.trained(np.asarray(stage_of), count)
 
     def fixed_bytes(self, stage_of: Sequence[int], count: int) -> list[int]:
         """The buffers and frozen parameters of every stage."""
-        return _owned(self.fixed, stage_of, count)
+        return self._holding.fixed(np.asarray(stage_of), count)
 
     def cut(self, stage_of: Sequence[int], count: int) -> Stages:
         """The stages that an assignment of units makes."""
@@ -164,14 +139,6 @@ class Pieces:
         return Stages(tuple(stages), tuple(edges))
 
 
-def _owned(parameters: Sequence[Parameter], stage_of: Sequence[int], count: int) -> list[int]:
-    found = [0] * count
-    for _, nbytes, users in parameters:
-        for k in {stage_of[u] for u in users}:
-            found[k] += nbytes
-    return found
-
-
 def weigh(graph: Graph, weights: Weights, units: Units) -> Pieces:
     """Put weights on units."""
     unit_of = units.of_call
@@ -196,15 +163,17 @@ def weigh(graph: Graph, weights: Weights, units: Units) -> Pieces:
             for name, nbytes in row.saved.items():
                 keepers.setdefault(name, set()).add(i)
                 sizes[name] = max(nbytes, sizes.get(name, 0))
-    families = []
+    alike: dict[tuple[int, tuple[int, ...], tuple[int, ...], bool], Family] = {}
     for name in dict.fromkeys((*sharing, *keepers)):
         producer, found = sharing.get(name, (INPUT, set()))
         keeping = keepers.get(name, set())
         size = sizes.get(name) or (graph.values[name].bytes if name in graph.values else 0)
         to_loss = name in outputs and producer != INPUT
         if keeping or to_loss or found - {producer}:
-            users = found - {producer}
-            families.append(Family(name, size, producer, tuple(sorted(users)), tuple(sorted(keeping)), to_loss))
+            key = (producer, tuple(sorted(found - {producer})), tuple(sorted(keeping)), to_loss)
+            # What the same units touch is held by the same stages, however they are cut.
+            before = alike[key].bytes if key in alike else 0
+            alike[key] = Family(name if not before else alike[key].name, before + size, *key)
     reading: dict[str, set[int]] = {}
     fixed: dict[str, int] = {}
     for i, rows in enumerate(calls):
@@ -217,8 +186,8 @@ def weigh(graph: Graph, weights: Weights, units: Units) -> Pieces:
         tuple(sum(r.forward_s for r in rows) for rows in calls),
         tuple(sum(r.backward_s for r in rows) for rows in calls),
         tuple(max(r.workspace_bytes for r in rows) for rows in calls),
-        tuple((p, nbytes, tuple(sorted(reading[p]))) for p, nbytes in fixed.items()),
-        tuple(families),
+        merged((p, nbytes, tuple(sorted(reading[p]))) for p, nbytes in fixed.items()),
+        tuple(alike.values()),
         tuple(flows),
         tuple((p, weights.parameters.get(p, 0), tuple(sorted(u))) for p, u in reading.items() if p not in fixed),
         weights.state_per_parameter,

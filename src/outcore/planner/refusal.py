@@ -18,7 +18,7 @@ _CAREFUL = 3
 
 def refusal(search: Search, devices: int, cap: int | None) -> str:
     """Why there is no plan, and what to ask for instead."""
-    smallest = [max(predicted.peak_bytes) for predicted, _, _ in search.smallest(search.candidates(devices))]
+    smallest = [max(predicted.peak_bytes) for predicted, _, _ in search.smallest(devices)]
     if cap is None or not smallest:
         return f"no candidate for {devices} devices could be cut"
     least = min(smallest)
@@ -36,6 +36,6 @@ def refusal(search: Search, devices: int, cap: int | None) -> str:
         # A rough cut tells where a careful one is worth the time.
         if min((r.peak_bytes for r in rough if r is not None), default=2 * cap) <= 1.1 * cap:
             careful += 1
-            if min((max(j[0].peak_bytes) for j in search.smallest(candidates)), default=2 * cap) <= cap:
+            if min((max(j[0].peak_bytes) for j in search.smallest(ranks)), default=2 * cap) <= cap:
                 return f"{message}; or use {ranks} ranks"
     return f"{message}; more ranks ({tried[-1]} were tried) do not help" if tried else message

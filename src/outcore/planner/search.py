@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Literal
 
 from outcore.errors import PlanError
@@ -87,7 +86,7 @@ def plan(
         )
     found = search.judged(candidates, memory_bytes)
     if not found and memory_bytes is not None:
-        found = [j for j in search.smallest(candidates) if max(j[0].peak_bytes) <= memory_bytes]
+        found = [j for j in search.smallest(devices) if max(j[0].peak_bytes) <= memory_bytes]
     if not found:
         from outcore.planner.refusal import refusal
 
@@ -125,6 +124,8 @@ class Search:
     def __post_init__(self) -> None:
         self._parts: dict[tuple[int, float], Pieces] = {}
         self._quick: dict[float, QuickCut] = {}
+        self._ideals: dict[float, Ideal] = {}
+        self._smallest: dict[int, list[Judged]] = {}
 
     @property
     def finest(self) -> Pieces:
@@ -141,16 +142,11 @@ class Search:
             self._parts[key] = self.levels[level].scaled(fraction)
         return self._parts[key]
 
-    @cached_property
-    def ideals(self) -> dict[float, Ideal]:
-        """For each part of the batch, what even cuts would take."""
-        return {}
-
     def ideal(self, candidate: Candidate) -> Ideal:
         """What even cuts would take."""
-        if candidate.fraction not in self.ideals:
-            self.ideals[candidate.fraction] = Ideal.of(self.part(0, candidate.fraction))
-        return self.ideals[candidate.fraction]
+        if candidate.fraction not in self._ideals:
+            self._ideals[candidate.fraction] = Ideal.of(self.part(0, candidate.fraction))
+        return self._ideals[candidate.fraction]
 
     def ranked(self, candidates: Sequence[Candidate], balance: Balance, cap: float | None) -> list[Candidate]:
         """The candidates that a quick cut makes fit, the fastest first; those that cannot be among them are not cut."""
@@ -178,21 +174,31 @@ class Search:
 
     def judged(self, candidates: Sequence[Candidate], cap: float | None) -> list[Judged]:
         """The best candidates, cut with full effort and simulated, as far as they are within the cap."""
-        found = []
-        for candidate in _finalists(self.ranked(candidates, self.balance, cap)):
-            cuts = [self._fitting(candidate, level, cap) for level in range(len(self.levels))]
-            if fits := [j for j in cuts if j is not None]:
-                found.append(min(fits, key=lambda row: row[0].time_s))
-        return found
+        coarsest = len(self.levels) - 1
+        finalists = _finalists(self.ranked(candidates, self.balance, cap))
+        found = {c: self._fitting(c, coarsest, cap) for c in finalists}
+        # The finest level costs most, so only those that may win are cut there; what did not fit may fit there.
+        times = {c: c.time_s if (j := found[c]) is None else j[0].time_s for c in finalists}
+        for candidate in sorted(finalists, key=times.__getitem__)[: _SIMULATED if coarsest else 0]:
+            fine = self._fitting(candidate, 0, cap)
+            coarse = found[candidate]
+            if fine is not None and (coarse is None or fine[0].time_s < coarse[0].time_s):
+                found[candidate] = fine
+        return [j for j in found.values() if j is not None]
 
-    def smallest(self, candidates: Sequence[Candidate]) -> list[Judged]:
-        """Those with the smallest peaks, cut for that and simulated."""
+    def smallest(self, devices: int) -> list[Judged]:
+        """The candidates with the smallest peaks, cut for that and simulated."""
+        if devices not in self._smallest:
+            self._smallest[devices] = self._find_smallest(self.candidates(devices))
+        return self._smallest[devices]
+
+    def _find_smallest(self, candidates: Sequence[Candidate]) -> list[Judged]:
         rough = [r for c in fewest_in_flight(candidates) if (r := self.rough(c, "memory", None)) is not None]
         rough.sort(key=lambda c: (c.peak_bytes, c.time_s))
         found = []
-        for candidate in rough[:_TRIES]:
-            cuts = [self._cut(candidate, level, "memory", None) for level in range(len(self.levels))]
-            found += [j for j in cuts if j is not None]
+        for candidate in rough[:2]:
+            cuts = (self._cut(candidate, level, "memory", None) for level in range(len(self.levels)))
+            found += [judged for judged in cuts if judged is not None]
         return found
 
     def _fitting(self, candidate: Candidate, level: int, cap: float | None) -> Judged | None:

@@ -18,11 +18,13 @@ from itertools import combinations
 
 from outcore.errors import PlanError
 from outcore.graph import Graph
+from outcore.planner.judge import SCHEDULE_NAMES
 from outcore.planner.partition import Partition, split_by_hand
 from outcore.planner.pieces import Pieces, weigh
 from outcore.planner.pipeline import Pipeline
 from outcore.planner.units import find_units
 from outcore.planner.weights import Weights
+from outcore.program import compile_program, simulate
 
 __all__ = ["Fold", "split_vertically"]
 
@@ -35,7 +37,7 @@ class Fold:
     placement: tuple[int, ...]
     """Rank of every stage."""
     peak_bytes: tuple[int, ...]
-    """Of every rank, memory that both its stages hold counted once."""
+    """Of every rank, simulated; memory that both its stages hold counts once."""
 
     @property
     def names(self) -> tuple[tuple[str, ...], ...]:
@@ -76,7 +78,14 @@ def split_vertically(
             placement.append(rank)
         stages[-1].extend(pieces.units.units[i].calls)
     partition = split_by_hand(graph, weights, stages, pipeline=pipeline)
-    return Fold(partition, tuple(placement), _peaks(pieces, rank_of, ranks, pipeline))
+    program = compile_program(
+        partition.stages,
+        SCHEDULE_NAMES[pipeline.schedule],
+        micro_batches=pipeline.micro_batches,
+        batches=pipeline.batches,
+        placement=placement,
+    )
+    return Fold(partition, tuple(placement), simulate(program, partition.stages).peak_bytes)
 
 
 def _levels(pieces: Pieces) -> list[tuple[int, int]]:

@@ -24,6 +24,7 @@ from outcore.program.instructions import (
     Reduce,
     Send,
 )
+from outcore.program.placed import merge_orders
 from outcore.program.program import Program, holders, place
 from outcore.program.schedules import schedule_named
 from outcore.program.stages import Edge, Stages
@@ -60,7 +61,7 @@ def compile_program(
         replicas: data-parallel replicas, each on as many ranks as there are stages (GEMS has two networks on each).
         ahead: how many computes before it is needed a receive is issued.
         training: False for forwards alone, which evaluate and change nothing.
-        placement: the rank of each stage inside a pipeline; several may share one under model-parallel and gpipe.
+        placement: the rank of each stage inside a pipeline; several may share one, except under GEMS.
     """
     chosen = schedule_named(schedule)
     batches = batches if batches is not None else chosen.batches or chosen.replicas
@@ -76,7 +77,7 @@ def compile_program(
         [c for c in chosen.order(rank, depth, micro_batches, batches) if training or isinstance(c, Forward)]
         for rank in range(depth)
     ]
-    rows = _placed(rows, tuple(placement or range(depth)), micro_batches, chosen.name)
+    rows = _placed(stages, rows, tuple(placement or range(depth)), chosen.name)
     orders = [
         [type(c)(c.stage, c.micro_batch, pipeline * chosen.replicas + c.replica) for c in row]
         for pipeline in range(replicas)
@@ -86,23 +87,16 @@ def compile_program(
 
 
 def _placed(
-    rows: list[list[Compute]], placement: tuple[int, ...], micro_batches: int, schedule: str
+    stages: Stages, rows: list[list[Compute]], placement: tuple[int, ...], schedule: str
 ) -> list[list[Compute]]:
-    """What each rank computes when stage k is on rank ``placement[k]``; all ranks follow one order of the whole."""
+    """What each rank computes when stage k is on rank ``placement[k]``."""
     if len(placement) != len(rows) or set(placement) != set(range(max(placement) + 1)):
         raise ProgramError(f"placement {list(placement)} must name a rank for each of {len(rows)} stages, from 0 on")
-    if len(set(placement)) < len(placement) and schedule not in ("model-parallel", "gpipe"):
-        raise ProgramError(f"{schedule} takes one stage to a rank; place several under model-parallel or gpipe")
-    placed: list[list[Compute]] = [[] for _ in range(max(placement) + 1)]
-    for slot, row in enumerate(rows):
-        placed[placement[slot]].extend(row)
-
-    def place_in_step(compute: Compute) -> tuple[int, ...]:
-        forward = isinstance(compute, Forward)
-        batch = compute.micro_batch // (micro_batches if schedule == "gpipe" else 1)
-        return batch, 0 if forward else 1, compute.micro_batch, compute.stage if forward else -compute.stage
-
-    return [sorted(row, key=place_in_step) if placement.count(r) > 1 else row for r, row in enumerate(placed)]
+    if len(set(placement)) == len(placement):
+        return [rows[placement.index(rank)] for rank in range(len(placement))]
+    if schedule_named(schedule).replicas > 1:
+        raise ProgramError(f"{schedule} places the stages of its two replicas itself; leave the placement out")
+    return merge_orders(stages, rows, placement)
 
 
 def assemble(stages: Stages, orders: Sequence[Sequence[Compute]], *, name: str, ahead: int = 1) -> Program:

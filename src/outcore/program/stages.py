@@ -24,8 +24,7 @@ class Stage:
     forward_s: float
     backward_s: float
     saved_bytes: int
-    """Held from the forward of a micro-batch until its backward, what it receives from and makes for other stages in it.
-    """
+    """Held from the forward of a micro-batch until its backward, with what it receives from and makes for others."""
     workspace_bytes: int
     """Needed on top while a forward or backward runs."""
     parameter_bytes: int
