@@ -69,9 +69,9 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 
 def fail(how: str, at_rank: int, at_step: int, timeout_s: float = 60.0) -> float:
     """Train three stages; at a step, a rank gets into trouble."""
+    HOW["now"] = "none"
     plan = outcore.Plan(JOB.capture().fingerprint, STAGES, micro_batches=2)
     engine = Engine(JOB, plan, optimizer=sgd, timeout_s=timeout_s, grace_s=2.0)
-    HOW["now"] = "none"
     torch.manual_seed(1)
     for step in range(4):
         if step == at_step and engine.rank == at_rank:
