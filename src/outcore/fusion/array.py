@@ -12,6 +12,7 @@ do not notice. A slot can be stopped and given to another model while the rest t
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -286,6 +287,8 @@ class FusedArray:
             return key, found
         with self.lanes[0].autocast():
             made = self._programs[key] = Program.record(members, shown)
+        if self._device.type == "cuda":
+            gc.collect()  # nodes of a recording on real data would tie parameters to the stream it was made on
         if made.obstacle is not None:
             self._stand_alone(made.obstacle)
         elif self._check and torch.is_grad_enabled() and len(self.lanes[-1]) > 1 and not made.random:

@@ -9,6 +9,7 @@ at data, the members run one after the other.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +21,7 @@ from torch.func import functional_call, vmap
 from outcore.fusion.values import Stacked, is_stacked, member_of, stack_results
 from outcore.graph.structure import leaves, substitute
 
-__all__ = ["FusedCall", "Randomness"]
+__all__ = ["FusedCall", "Randomness", "has_hooks", "rnn_weights_anywhere", "settings"]
 
 
 class Randomness:
@@ -147,6 +148,10 @@ class FusedCall:
     def one_by_one(self) -> Any:
         """Every member by itself, on slices of the stacked tensors."""
         self.note("members")
+        with rnn_weights_anywhere():
+            return self._each()
+
+    def _each(self) -> Any:
         results = []
         for b in range(self.members):
             args, kwargs = self.per_member_args[b] if self.per_member_args is not None else (self.args, self.kwargs)
@@ -224,6 +229,14 @@ def _no_slow_batching() -> Iterator[None]:
         yield
     finally:
         functorch._set_vmap_fallback_enabled(before)
+
+
+@contextlib.contextmanager
+def rnn_weights_anywhere() -> Iterator[None]:
+    """A member's slices are not the one piece of memory that cuDNN likes; it copies them, and would say so."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
+        yield
 
 
 Rule = Callable[[FusedCall], Any]

@@ -21,7 +21,7 @@ from torch import nn
 
 from outcore.errors import FuseError
 from outcore.fusion.aliasing import unsafe_write, written_values
-from outcore.fusion.call import FusedCall, Randomness, settings
+from outcore.fusion.call import FusedCall, Randomness, rnn_weights_anywhere, settings
 from outcore.fusion.rules import RANDOM, is_random, out_of_place, run, writes_nothing
 from outcore.fusion.stack import Stack
 from outcore.fusion.training import Training
@@ -56,7 +56,8 @@ class Program:
     @classmethod
     def record(cls, members: Sequence[Training], args: tuple[Any, ...]) -> Program:
         """Record a step of the members on a batch."""
-        graph = capture(members[0], args)
+        with rnn_weights_anywhere():
+            graph = capture(members[0], args)
         assert graph.executable is not None
         recording = graph.executable[1]
         others: dict[int, Recording] = {}
@@ -181,7 +182,7 @@ class _FusedTape(Tape):
         own = name.removeprefix("model.")
         if own == name or own not in self.stack:
             return super().get(Ref("state", name))
-        return Stacked(self.stack[own][self.first : self.first + self.count])
+        return Stacked(self.stack[own])
 
     def _state_of(self, path: str, module: nn.Module) -> dict[str, Any]:
         named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))

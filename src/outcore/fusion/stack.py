@@ -38,9 +38,16 @@ class Stack:
         """The members' own tensors by their first names."""
         self.flat: dict[torch.dtype, torch.Tensor] = {}
         """The memory of all trained parameters of a dtype."""
+        self._adopted: set[int] = set()
+        """Parameters of a single member that stay where they are: cuDNN wants a recurrent layer's in one piece."""
         self.places: dict[str, int] = {}
         """Where in it each begins."""
         self._check_same()
+        if len(self.models) == 1:
+            for module in self.models[0].modules():
+                if isinstance(module, nn.RNNBase) and next(module.parameters()).is_cuda:
+                    module.flatten_parameters()
+                    self._adopted |= {id(p) for p in module.parameters()}
         with torch.no_grad():
             self._build()
 
@@ -87,6 +94,9 @@ class Stack:
         self._allocate(members[0])
         for name in members[0]:
             for slot, member in enumerate(members):
+                if id(member[name]) in self._adopted:
+                    self.owners[id(member[name])] = (name, slot)
+                    continue
                 self[name].detach()[slot].copy_(member[name])
                 self._bind(name, slot, member[name])
 
@@ -95,7 +105,7 @@ class Stack:
         members = len(self)
         sizes: dict[tuple[torch.dtype, torch.device], int] = {}
         for name, tensor in first.items():
-            if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+            if isinstance(tensor, nn.Parameter) and tensor.requires_grad and id(tensor) not in self._adopted:
                 kind = (tensor.dtype, tensor.device)
                 self.places[name] = sizes.get(kind, 0)
                 sizes[kind] = self.places[name] + -(-members * tensor.numel() // _ALIGNMENT) * _ALIGNMENT
@@ -105,10 +115,15 @@ class Stack:
             shape = (members, *tensor.shape)
             strides = (tensor.numel(), *_dense_strides(tensor))
             if name in self.places:
-                flat = self.flat[tensor.dtype]
-                self.parameters[name] = flat.as_strided(shape, strides, self.places[name]).requires_grad_()
+                # Not a view: autograd asks more of views than of tensors that happen to share memory.
+                memory = self.flat[tensor.dtype].untyped_storage()
+                leaf = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+                self.parameters[name] = leaf.set_(memory, self.places[name], shape, strides).requires_grad_()
                 continue
-            made = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)
+            if id(tensor) in self._adopted:
+                made = tensor.detach().unsqueeze(0).requires_grad_(tensor.requires_grad)
+            else:
+                made = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)
             (self.parameters if isinstance(tensor, nn.Parameter) else self.buffers)[name] = made
 
     def _bind(self, name: str, slot: int, tensor: torch.Tensor) -> None:

@@ -1,7 +1,8 @@
 """The kernels of `outcore.fusion.flat`: SGD and Adam with numbers per member.
 
 Each program reads its row of the table, its member's numbers, and steps up to a block of elements. The order of the
-numbers is that of `outcore.fusion.updates`.
+numbers is that of `outcore.fusion.updates`. No argument may be called `params`: Triton's own wrapper has a
+variable of that name.
 """
 # mypy: ignore-errors
 
@@ -26,14 +27,14 @@ def _place(table, programs, BLOCK: tl.constexpr):
 
 @triton.jit
 def _sgd(
-    params, grads, buffers, numbers, alive, table, programs, members,
+    weights, grads, buffers, numbers, alive, table, programs, members,
     MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, MAXIMIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at, grad_at, inside, slot = _place(table, programs, BLOCK)
     inside = inside & (tl.load(alive + slot) != 0)
     lr = tl.load(numbers + slot)
     decay = tl.load(numbers + members + slot)
-    p = tl.load(params + at, mask=inside, other=0.0)
+    p = tl.load(weights + at, mask=inside, other=0.0)
     g = tl.load(grads + grad_at, mask=inside, other=0.0)
     if MAXIMIZE:
         g = -g
@@ -45,12 +46,12 @@ def _sgd(
         buffer = keep * tl.load(buffers + at, mask=inside, other=0.0) + take * g
         tl.store(buffers + at, buffer, mask=inside)
         g = g + momentum * buffer if NESTEROV else buffer
-    tl.store(params + at, p - lr * g, mask=inside)
+    tl.store(weights + at, p - lr * g, mask=inside)
 
 
 @triton.jit
 def _adam(
-    params, grads, firsts, seconds, numbers, alive, table, programs, members,
+    weights, grads, firsts, seconds, numbers, alive, table, programs, members,
     MAXIMIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at, grad_at, inside, slot = _place(table, programs, BLOCK)
@@ -62,7 +63,7 @@ def _adam(
     eps = tl.load(numbers + 4 * members + slot)
     decay = tl.load(numbers + 5 * members + slot)
     shrink = tl.load(numbers + 6 * members + slot)
-    p = tl.load(params + at, mask=inside, other=0.0)
+    p = tl.load(weights + at, mask=inside, other=0.0)
     g = tl.load(grads + grad_at, mask=inside, other=0.0)
     if MAXIMIZE:
         g = -g
@@ -71,7 +72,7 @@ def _adam(
     second = b2 * tl.load(seconds + at, mask=inside, other=0.0) + (1 - b2) * g * g
     tl.store(firsts + at, first, mask=inside)
     tl.store(seconds + at, second, mask=inside)
-    tl.store(params + at, p * shrink - size * first / (tl.sqrt(second) / root + eps), mask=inside)
+    tl.store(weights + at, p * shrink - size * first / (tl.sqrt(second) / root + eps), mask=inside)
 
 
 def step(update, numbers, alive, block):

@@ -8,10 +8,12 @@ the first is the usual mistake.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from outcore.fusion.call import rnn_weights_anywhere
 from outcore.fusion.values import member_of
 from outcore.graph.preserve import ModelState, state_tensors
 
@@ -33,7 +35,8 @@ def disagreement(lane: Lane, objective: str, program: Program, args: tuple[Any, 
     names = [n for n in lane.steppers[objective].names if lane.stack.parameters[n].requires_grad]
     own = [lane.stack.member(n, slot) for n in names]
     try:
-        loss = training(*member_of(args, slot))[0]
+        with rnn_weights_anywhere(), lane.autocast():
+            loss = training(*member_of(args, slot))[0]
         expected = torch.autograd.grad(loss, own, allow_unused=True)
         before.restore()
         outcome = lane.forward(objective, program, args, alone=False)
@@ -54,6 +57,6 @@ def disagreement(lane: Lane, objective: str, program: Program, args: tuple[Any, 
             continue
         tolerance = 0.1 if low else _TOLERANCE.get(wanted.dtype, 0.1)
         error = float((found[slot] - weight * wanted).abs().max())
-        if not error <= tolerance * max(scale * abs(weight), 1e-12) and scale == scale and scale != float("inf"):
-            return name
+        if not error <= tolerance * max(scale * abs(weight), 1e-12) and math.isfinite(scale):
+            return f"{name} (by {error:.1e} where gradients reach {scale:.1e})"
     return None

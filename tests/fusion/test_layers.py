@@ -1,0 +1,81 @@
+"""Every layer of torch.nn, fused, has the gradients of each member alone; how each is run is known."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+
+import outcore
+from tests.fusion.layers import CASES, NOT_LAYERS, RANDOM, Probe
+
+MEMBERS = 3
+FUSED_FAMILIES = ("Conv", "BatchNorm1d", "Linear", "MaxPool", "LayerNorm", "GroupNorm", "LSTM", "GRU", "RNN", "PReLU")
+
+
+def _loss(output: Tensor, _: Any) -> Tensor:
+    return output
+
+
+def run_case(name: str) -> tuple[float, str, str | None]:
+    """The largest difference to serial gradients and buffers, how the layer was run, and why it ran alone."""
+    case = CASES[name]
+    torch.manual_seed(3)
+    inputs = case.inputs()
+    models = []
+    for i in range(MEMBERS):
+        torch.manual_seed(100 + i)
+        models.append(Probe(case.make().double(), inputs, case.positive))
+        models[-1].layer.train(mode="eval" not in name and name != "SyncBatchNorm")
+    twins = [copy.deepcopy(m) for m in models]
+    array = outcore.fuse(
+        models, loss=_loss, optimizer=lambda p: optim.SGD(p, 1.0), seeds=list(range(MEMBERS)), check=False
+    )
+    losses = array.step(inputs, torch.zeros(1))
+    worst = 0.0
+    for i, twin in enumerate(twins):
+        torch.manual_seed(i)
+        optimizer = optim.SGD(twin.parameters(), 1.0)
+        found = twin(*inputs)
+        found.backward()
+        optimizer.step()
+        worst = max(worst, float((found.detach() - losses[i]).abs()))
+        ours = array[i].state_dict()
+        for key, value in twin.state_dict().items():
+            worst = max(worst, float((value.double() - ours[key].double()).abs().max()))
+    ways = [way for call, way in array.coverage.items() if call.startswith("model.layer")]
+    order = ["members", "vmap", "fused", "shared"]
+    way = min(ways, key=order.index) if ways else "none"
+    return worst, way, next((n for n in array.notes), None)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_layer_has_the_gradients_of_each_member_alone(name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=UserWarning)  # what some layers say of themselves
+        worst, way, _ = run_case(name)
+    assert worst < 1e-10, f"{name} ({way}) differs by {worst:.1e}"
+
+
+def test_every_layer_of_torch_is_tried() -> None:
+    known = {n for n in dir(nn) if inspect.isclass(getattr(nn, n)) and issubclass(getattr(nn, n), nn.Module)}
+    tried = {name.partition(",")[0] for name in CASES}
+    missing = {n for n in known - tried - NOT_LAYERS if not n.startswith("Lazy")}
+    assert not missing, f"say in layers.py how to try {sorted(missing)}"
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in CASES if n.startswith(FUSED_FAMILIES) and "no batch" not in n and n not in RANDOM]
+)
+def test_what_has_a_rule_is_run_by_it(name: str) -> None:
+    if name in ("Linear, one row", "Linear, three dims") or "Loss" in name:
+        pytest.skip("any way is fine")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=UserWarning)
+        _, way, note = run_case(name)
+    assert way == "fused" and note is None
