@@ -32,7 +32,7 @@ from torch import nn
 import outcore
 from outcore import models
 from outcore.graph import Graph
-from outcore.planner import Pipeline, Weights, estimate, split
+from outcore.planner import Pipeline, Weights, split, weights_from_shapes
 from outcore.planner.pieces import Pieces, weigh
 from outcore.planner.units import find_units
 
@@ -90,12 +90,14 @@ def capture(name: str) -> tuple[Graph, Weights]:
     with torch.device("meta"):
         model = build()
     graph = outcore.capture(model, torch.empty(shape, device="meta"))
-    return graph, estimate(graph)
+    return graph, weights_from_shapes(graph)
 
 
 def sizes(pieces: Pieces, in_flight: int) -> list[float]:
     """What a layer takes on its own, as torchgpipe counts: parameters and what belongs to them, and activations."""
-    found = [float(b) for b in pieces.fixed_bytes]
+    found = [0.0] * len(pieces)
+    for _, nbytes, users in pieces.fixed:
+        found[users[0]] += nbytes
     for _, nbytes, users in pieces.parameters:
         found[users[0]] += (2 + pieces.state_per_parameter) * nbytes
     for family in pieces.families:

@@ -26,6 +26,13 @@ def test_a_plan_is_made_saved_and_simulated(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
 
 
+def test_a_unet_is_folded_onto_the_ranks_there_are(tmp_path: Path) -> None:
+    made = outcore_command("plan", *UNET, "--machine", "v100x2", "--vertical", "-o", "fold.json", folder=tmp_path)
+    assert made.returncode == 0, made.stderr
+    plan = Plan.load(tmp_path / "fold.json")
+    assert plan.ranks == 2 and plan.placement == (0, 1, 0)
+
+
 def test_a_budget_that_cannot_be_met_names_the_smallest_that_can() -> None:
     refused = outcore_command("plan", *UNET, "--machine", "v100x2", "--memory", "1MiB")
     assert refused.returncode == 1

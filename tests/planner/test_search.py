@@ -13,7 +13,16 @@ from outcore.cost.saved import account
 from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.plan_document import Plan
-from outcore.planner import Pipeline, Route, Weights, plan, split, split_vertically, weights_from_shapes
+from outcore.planner import (
+    Pipeline,
+    Route,
+    Weights,
+    plan,
+    plan_vertically,
+    split,
+    split_vertically,
+    weights_from_shapes,
+)
 from outcore.planner.candidates import candidates_for
 from outcore.planner.judge import judge
 from outcore.planner.lower import predict_timeline
@@ -103,6 +112,8 @@ def test_a_unet_is_folded_so_that_skips_stay_on_their_rank() -> None:
         made.validate(graph, ranks=3)
         timeline = predict_timeline(made, graph, weights, Links())
         assert timeline.peak_bytes == three.peak_bytes and len(timeline) == 3
+    with pytest.raises(PlanError, match="gems places its two replicas itself"):
+        split_vertically(graph, weights, pipeline=Pipeline("gems", 1, 2))
     with pytest.raises(PlanError, match="folds onto 2 to 5 ranks, not 6"):
         split_vertically(graph, weights, ranks=6)
 
@@ -140,3 +151,19 @@ def test_nothing_is_printed_while_solving(capfd: pytest.CaptureFixture[str]) -> 
         os.write(1, b"inside")
     os.write(1, b"afterwards")
     assert capfd.readouterr().out == "afterwards"
+
+
+def test_a_fold_is_planned_within_its_budget() -> None:
+    with torch.device("meta"):
+        model = models.UNet()
+    graph = outcore.capture(model, torch.empty(4, 3, 64, 64, device="meta"))
+    weights = weights_from_shapes(graph)
+    free = plan_vertically(graph, weights, ranks=3)
+    assert free.predicted and free.ranks == 3 and free.micro_batches > 1
+    peak = predict_timeline(free, graph, weights, Links()).peak_bytes
+    assert peak == free.predicted.peak_bytes
+    with pytest.raises(PlanError, match=r"cannot be met by a fold.*memory_bytes=\d+") as refusal:
+        plan_vertically(graph, weights, ranks=3, memory_bytes=1000)
+    smallest = int(re.search(r"memory_bytes=(\d+)", str(refusal.value)).group(1))  # type: ignore[union-attr]
+    tight = plan_vertically(graph, weights, ranks=3, memory_bytes=smallest)
+    assert tight.predicted and max(tight.predicted.peak_bytes) <= smallest

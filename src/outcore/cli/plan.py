@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -18,7 +19,7 @@ from outcore.machine import Machine, parse, remembered
 from outcore.machine.link import Link
 from outcore.machine.units import parse_bytes
 from outcore.plan_document import Plan
-from outcore.planner import SCHEDULES, Weights
+from outcore.planner import SCHEDULES, Weights, plan_vertically
 from outcore.planner import plan as make_plan
 from outcore.planner.lower import predict_timeline
 from outcore.program import Links, Timeline, chart, rich_gantt, save_trace
@@ -45,6 +46,9 @@ def plan(
     level: Annotated[
         str, typer.Option("--level", help="Cut between blocks, layers, or modules down to a depth.")
     ] = "layer",
+    vertical: Annotated[
+        bool, typer.Option("--vertical", help="Fold a U-Net: each encoder level with its decoder level.")
+    ] = False,
     stages: Annotated[Path | None, typer.Option("--stages", help="JSON file: a list of blocks per stage.")] = None,
     machine: MachineName = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Save the plan.")] = None,
@@ -70,6 +74,19 @@ def plan(
     if stages is not None:
         made = Plan(graph.fingerprint, _stages(stages), cast("Any", schedule) or "gpipe")
         made.validate(graph, ranks=count if devices else None)
+    elif vertical:
+        folded = partial(
+            plan_vertically,
+            graph,
+            weights,
+            memory_bytes=parse_bytes(memory) if memory else where.devices[0].memory_bytes,
+            schedule=cast("Any", schedule),
+            link=where.between_devices or _UNKNOWN_LINK,
+            machine=where.fingerprint,
+        )
+        made = folded(ranks=devices)
+        if devices is None and 1 < where.ranks < made.ranks:
+            made = folded(ranks=where.ranks)
     else:
         made = make_plan(
             graph,

@@ -11,6 +11,7 @@ from outcore.planner.search import plan as plan
 from outcore.planner.shapes import weights_from_shapes as weights_from_shapes
 from outcore.planner.units import Granularity as Granularity
 from outcore.planner.vertical import Fold as Fold
+from outcore.planner.vertical import plan_vertically as plan_vertically
 from outcore.planner.vertical import split_vertically as split_vertically
 from outcore.planner.weights import Weight as Weight
 from outcore.planner.weights import Weights as Weights

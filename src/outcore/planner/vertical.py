@@ -13,20 +13,26 @@ largest maps twice, so a cut into runs balanced by memory usually has the smalle
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
 from outcore.errors import PlanError
 from outcore.graph import Graph
+from outcore.machine.link import Link
+from outcore.machine.units import format_bytes
+from outcore.plan_document import Plan, Predicted
 from outcore.planner.judge import SCHEDULE_NAMES
 from outcore.planner.partition import Partition, split_by_hand
 from outcore.planner.pieces import Pieces, weigh
-from outcore.planner.pipeline import Pipeline
+from outcore.planner.pipeline import Pipeline, Schedule
 from outcore.planner.units import find_units
 from outcore.planner.weights import Weights
-from outcore.program import compile_program, simulate
+from outcore.program import Links, Stages, Timeline, compile_program, simulate
 
-__all__ = ["Fold", "split_vertically"]
+__all__ = ["Fold", "plan_vertically", "split_vertically"]
+
+_MOST_PIECES = 64
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,12 @@ class Fold:
 
 
 def split_vertically(
-    graph: Graph, weights: Weights, *, ranks: int | None = None, pipeline: Pipeline | None = None
+    graph: Graph,
+    weights: Weights,
+    *,
+    ranks: int | None = None,
+    pipeline: Pipeline | None = None,
+    fraction: float = 1.0,
 ) -> Fold:
     """Fold a network with nested long skips onto ranks.
 
@@ -54,12 +65,13 @@ def split_vertically(
         graph: the network; its skips are looked for between the model's own children.
         weights: of its calls.
         ranks: levels are joined until there are so many; one rank per level if not told.
-        pipeline: "model_parallel" or "gpipe", whose memory does not depend on how deep a stage lies.
+        pipeline: how it is run; not GEMS, which places its two replicas itself.
+        fraction: the part of the recorded batch that a micro-batch is.
     """
     pipeline = pipeline or Pipeline("model_parallel")
-    if pipeline.schedule not in ("model_parallel", "gpipe"):
-        raise PlanError(f"a fold runs under model_parallel or gpipe, not {pipeline.schedule}")
-    pieces = weigh(graph, weights, find_units(graph, weights, "block"))
+    if pipeline.paired:
+        raise PlanError("gems places its two replicas itself; fold under model_parallel, gpipe or 1f1b")
+    pieces = weigh(graph, weights, find_units(graph, weights, "block")).scaled(fraction)
     levels = _levels(pieces)
     if not levels:
         raise PlanError(f"{graph.root.type} has no nested long skips between its blocks: cut it with split()")
@@ -77,15 +89,67 @@ def split_vertically(
             stages.append([])
             placement.append(rank)
         stages[-1].extend(pieces.units.units[i].calls)
-    partition = split_by_hand(graph, weights, stages, pipeline=pipeline)
+    partition = split_by_hand(graph, weights, stages, pipeline=pipeline, fraction=fraction)
+    return Fold(partition, tuple(placement), _simulated(partition.stages, pipeline, placement, Links()).peak_bytes)
+
+
+def plan_vertically(
+    graph: Graph,
+    weights: Weights,
+    *,
+    ranks: int | None = None,
+    memory_bytes: int | None = None,
+    schedule: Schedule | None = None,
+    link: Link | None = None,
+    machine: str | None = None,
+) -> Plan:
+    """The fastest plan that folds a network onto ranks, over schedules and numbers of micro-batches.
+
+    Raises:
+        PlanError: the network has no nested skips, or the memory cannot be met; says the smallest that can.
+    """
+    samples = max((graph.values[v].shape[0] for v in graph.inputs[:1] if graph.values[v].shape), default=1)
+    found: list[tuple[Predicted, Pipeline, Fold]] = []
+    for pieces in (p for p in range(1, min(samples, _MOST_PIECES) + 1) if samples % p == 0):
+        for name in ("model_parallel", "gpipe", "1f1b") if schedule is None else (schedule,):
+            one = name == "model_parallel"
+            pipeline = Pipeline(name, 1 if one else pieces, pieces if one else 1)
+            fold = split_vertically(graph, weights, ranks=ranks, pipeline=pipeline, fraction=1 / pieces)
+            timeline = _simulated(fold.partition.stages, pipeline, fold.placement, Links(link))
+            found.append(
+                (Predicted(timeline.step_s, timeline.peak_bytes, timeline.bubble, "simulated"), pipeline, fold)
+            )
+    fits = [row for row in found if memory_bytes is None or max(row[0].peak_bytes) <= memory_bytes]
+    if not fits:
+        least = min(max(row[0].peak_bytes) for row in found)
+        raise PlanError(
+            f"{memory_bytes:,} bytes per rank cannot be met by a fold: the smallest that can is {format_bytes(least)} "
+            f"(memory_bytes={least}); a cut into runs usually needs less"
+        )
+    predicted, pipeline, fold = min(fits, key=lambda row: row[0].time_s)
+    return Plan(
+        graph.fingerprint,
+        fold.names,
+        pipeline.schedule,
+        pipeline.micro_batches,
+        pipeline.batches,
+        placement=fold.placement,
+        machine=machine,
+        memory_bytes=memory_bytes,
+        predicted=predicted,
+        why=(f"folded; fastest of {len(fits)} that fit, of {len(found)} schedules and numbers of micro-batches",),
+    )
+
+
+def _simulated(stages: Stages, pipeline: Pipeline, placement: Sequence[int], links: Links) -> Timeline:
     program = compile_program(
-        partition.stages,
+        stages,
         SCHEDULE_NAMES[pipeline.schedule],
         micro_batches=pipeline.micro_batches,
         batches=pipeline.batches,
         placement=placement,
     )
-    return Fold(partition, tuple(placement), simulate(program, partition.stages).peak_bytes)
+    return simulate(program, stages, links)
 
 
 def _levels(pieces: Pieces) -> list[tuple[int, int]]:
