@@ -9,6 +9,7 @@ class scores; the step is forward and backward, gradients of all parameters. Str
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import platform
 import threading
@@ -85,7 +86,7 @@ def step(forward: Any, net: torch.nn.Module, device: str) -> dict[str, float]:
         "time_s": time.perf_counter() - start,
         "peak_bytes": torch.cuda.max_memory_allocated() if cuda else 0,
         "reserved_bytes": torch.cuda.max_memory_reserved() if cuda else 0,
-        "loss": float(loss),
+        "loss": float(loss.detach()),
     }
 
 
@@ -137,11 +138,13 @@ def main() -> None:
     )
     parser.add_argument("--slide-tile", type=int, default=4096)
     parser.add_argument("--share", type=float, default=0.2)
+    parser.add_argument("--search", action="store_true", help="let cuDNN try its algorithms for every shape")
     parser.add_argument("--seconds", type=float, default=600, help="no case is begun after this")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path, default=Path("results.json"))
     options = parser.parse_args()
-    torch.backends.cudnn.benchmark = True
+    faulthandler.dump_traceback_later(20, repeat=True)
+    torch.backends.cudnn.benchmark = options.search
     began = time.perf_counter()
     net = network(options.device)
     rows: list[dict[str, Any]] = []

@@ -2,6 +2,8 @@
 
 from outcore.stream.dense import PixelLoss as PixelLoss
 from outcore.stream.execution import Options as Options
+from outcore.stream.planning import StreamPlan as StreamPlan
+from outcore.stream.planning import plan_tiles as plan_tiles
 from outcore.stream.source import FunctionSource as FunctionSource
 from outcore.stream.streamed import Streamed as Streamed
 from outcore.stream.streamed import stream as stream

@@ -125,6 +125,7 @@ class Execution:
             else:
                 prepared = self._prepared(stage, plan, crops)
                 made = self._targets(stage, plan, run_tile(self.network, stage, plan, prepared, state, self.given))
+                del prepared
                 twins.found(key, plan, made)
                 self.counts.forward += 1
             for name, region in plan.targets.items():
@@ -132,6 +133,7 @@ class Execution:
                     self.store.write(name, self.network.shapes[name], region, made[name])
                 elif (reduction := self.network.nodes[name].reduction) is not None:
                     sums[name] = reduction.add(sums[name], made[name], region, 1)
+            del made, crops, family  # a tile must be gone when the next one begins
         twins.forget()
         self.states.update(sums)
         for node in stage.reductions:
@@ -188,6 +190,7 @@ class Execution:
                 if part is not None:
                     self.store.add_gradient(name, self.network.shapes[name], plan.regions[name], part)
             sums.add(parameters, found[len(leaves) :])
+            del found, leaves, wanted
 
     def _received(
         self, stage: Stage, family: Family, made: Mapping[str, torch.Tensor]

@@ -12,6 +12,7 @@ get the gradients that the plain model would give them, up to the order of sums 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -128,17 +129,17 @@ class Streamed(nn.Module):
 
     def prepare(self, *args: Any, **kwargs: Any) -> Prepared:
         """Record and divide the model for inputs of this size; shapes may stand for tensors."""
-        stood = substitute((args, kwargs), _Lazy, lambda lazy: lazy.stand_in)
-        shapes = [torch.empty(a, device="meta") if _is_shape(a) else a for a in stood[0]]
-        return self._prepare(tuple(shapes), stood[1])
+        args, kwargs = _lazily((args, kwargs))
+        dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), torch.get_default_dtype())
+        shapes = [torch.empty(a, dtype=dtype, device="meta") if _is_shape(a) else a for a in args]
+        return self._prepare(*_stood((tuple(shapes), kwargs)))
 
     def _begin(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Prepared, Execution, dict[str, torch.Tensor | Image]]:
         device = _device(self.model)
-        args, kwargs = _lazily((args, kwargs), device)
-        stood = substitute((args, kwargs), _Lazy, lambda lazy: lazy.stand_in)
-        prepared = self._prepare(*stood)
+        args, kwargs = _lazily((args, kwargs))
+        prepared = self._prepare(*_stood((args, kwargs)))
         found = [leaf for _, leaf in leaves((args, kwargs), (torch.Tensor, _Lazy))]
         given = {
             name: leaf.image if isinstance(leaf, _Lazy) else leaf
@@ -333,7 +334,7 @@ class _Lazy:
     stand_in: torch.Tensor
 
 
-def _lazily(tree: Any, device: torch.device) -> Any:
+def _lazily(tree: Any) -> Any:
     """Replace lazy images in the arguments."""
 
     def is_image(leaf: Any) -> bool:
@@ -350,6 +351,24 @@ def _lazily(tree: Any, device: torch.device) -> Any:
         return _Lazy(image, torch.empty(image.shape, dtype=image.dtype, device="meta"))
 
     return change(tree)
+
+
+@functools.lru_cache(maxsize=64)
+def _without_memory(
+    shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, requires_grad: bool
+) -> torch.Tensor:
+    return torch.empty_strided(shape, stride, dtype=dtype, device="meta").requires_grad_(requires_grad)
+
+
+def _stood(tree: Any) -> Any:
+    """The arguments with tensors without memory in place of all images and tensors."""
+
+    def stand_in(leaf: Any) -> torch.Tensor:
+        if isinstance(leaf, _Lazy):
+            return leaf.stand_in
+        return _without_memory(tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad)
+
+    return substitute(tree, (torch.Tensor, _Lazy), stand_in)
 
 
 def _whole(image: Image, device: torch.device) -> torch.Tensor:

@@ -1,0 +1,218 @@
+"""How much memory a tile takes, found by running it without memory.
+
+A tile is run forward and backward on *fake* tensors, which have sizes but no content, while a counter adds up what is
+alive (`outcore.cost.live`). The code that is counted is the code that runs, so saved tensors, copies made for padding
+and temporary gradients are all in it; what a kernel takes for itself inside one call is not (on a GPU a margin stands
+for it).
+
+    parameters + sums of gradients + maps + their gradients + one tile (values, what backward keeps, gradients)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from outcore.cost.live import LiveBytes
+from outcore.graph.recording import Ref, Tape
+from outcore.graph.structure import leaves
+from outcore.ops.region import sizes
+from outcore.stream.call import Given
+from outcore.stream.network import Network
+from outcore.stream.rules.border import sliced
+from outcore.stream.stages import Stage
+from outcore.stream.streamed import Prepared
+from outcore.stream.tile_run import run_tile
+from outcore.stream.tiles import Grid, TilePlan, plan_tile
+
+__all__ = ["StreamBytes", "TileBytes", "largest_tile", "predict_bytes", "tile_bytes"]
+
+
+@dataclass(frozen=True)
+class TileBytes:
+    """The peak of one tile, above what is there before and after."""
+
+    forward: int
+    backward: int
+    """Forward with gradients on, and backward."""
+    flops: int
+    """Of a forward."""
+
+
+@dataclass(frozen=True)
+class StreamBytes:
+    """Where the peak of a step is, and what is in it."""
+
+    parameters: int
+    gradients: int
+    """Of all parameters, once a step is over."""
+    maps: int
+    """Boundary and kept maps."""
+    tile_forward: int
+    tile_backward: int
+    small: int
+    """Global values such as folded weights, and their gradients."""
+    tail: int
+    """Peak of what runs untiled, above the maps."""
+    read: int
+    """Pixels on their way, in host memory."""
+
+    @property
+    def peak(self) -> int:
+        """The most that is held at once on the device."""
+        first = self.maps + self.tile_forward
+        rest = self.maps + self.tail + self.gradients
+        second = 2 * self.maps + self.tile_backward + self.gradients
+        return self.parameters + self.small + max(first, rest, second)
+
+
+def largest_tile(network: Network, stage: Stage, cut: Grid) -> TilePlan:
+    """The tile with the most numbers: one in the middle, or the first where there is no middle."""
+    corners = [sorted({0, min(1, c - 1), c // 2}) for c in cut.counts]
+    numbers = [()]  # type: list[tuple[int, ...]]
+    for choices in corners:
+        numbers = [(*n, c) for n in numbers for c in choices]
+    plans = [p for n in numbers if (p := plan_tile(network, stage, cut, n)) is not None]
+    return max(plans, key=lambda p: p.elements())
+
+
+def _extremes(network: Network, stage: Stage, cut: Grid) -> list[TilePlan]:
+    """The tiles that may take the most: the largest, and the corners, where padding makes copies."""
+    largest = largest_tile(network, stage, cut)
+    ends = [tuple(0 for _ in cut.counts), tuple(c - 1 for c in cut.counts)]
+    corners = [plan_tile(network, stage, cut, n) for n in dict.fromkeys(ends) if n != largest.number]
+    return [largest, *(p for p in corners if p is not None and p.elements() > largest.elements() // 3)]
+
+
+def tile_bytes(network: Network, stage: Stage, plan: TilePlan, *, training: bool = True) -> TileBytes:
+    """Run one tile on fake tensors and count."""
+    device = _device(network)
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        state = {
+            ref: fake.from_tensor(network.state(ref)) for n in stage.nodes for ref in n.operands if ref.kind != "value"
+        }
+
+        def crops() -> dict[str, torch.Tensor]:
+            return {
+                name: torch.empty(sizes(plan.regions[name]), dtype=network.dtypes[name], device=device)
+                for name in (*stage.sources, *stage.smalls)
+                if name in plan.regions
+            }
+
+        with LiveBytes(list(state.values())) as live, torch.no_grad():
+            run_tile(network, stage, plan, crops(), state, Given())
+            forward, flops = live.peak, live.flops
+        if not training:
+            return TileBytes(forward, forward, flops)
+        with LiveBytes(list(state.values())) as live, torch.enable_grad():
+            backward = _backward(network, stage, plan, crops(), state, live)
+    return TileBytes(forward, backward, flops)
+
+
+def _backward(
+    network: Network,
+    stage: Stage,
+    plan: TilePlan,
+    given: dict[str, torch.Tensor],
+    state: Mapping[Ref, torch.Tensor],
+    live: LiveBytes,
+) -> int:
+    leaves_ = [t.requires_grad_() for n, t in given.items() if n in stage.smalls and t.is_floating_point()]
+    wanted = [*leaves_, *{id(t): t for t in state.values() if t.requires_grad}.values()]
+    made = run_tile(network, stage, plan, given, state, Given())
+    outputs = []
+    for name, region in plan.targets.items():
+        value = stage.targets[name]
+        part = sliced(made[value], plan.regions[value], region)
+        reduction = network.nodes[name].reduction
+        if reduction is not None and hasattr(reduction, "dims"):
+            part = part.sum(reduction.dims)
+        outputs.append(part)
+    del made, given
+    outputs = [o for o in outputs if o.requires_grad]
+    if outputs and wanted:
+        torch.autograd.grad(outputs, wanted, [torch.empty_like(o) for o in outputs], allow_unused=True)
+    return live.peak
+
+
+def _tail_bytes(prepared: Prepared, *, training: bool) -> int:
+    """Peak of the untiled rest, forward and backward, above the maps it starts from."""
+    network = prepared.network
+    if not prepared.tail:
+        return 0
+    device = _device(network)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        values = {
+            name: torch.empty(network.shapes[name], dtype=network.dtypes[name], device=device)
+            for name in (*prepared.streaming.boundary, *network.graph.inputs)
+        }
+        for name in prepared.streaming.boundary:
+            if training and values[name].is_floating_point():
+                values[name].requires_grad_()
+        starts = [t for t in values.values() if t.requires_grad]
+        real = [*network.model.parameters(), *network.model.buffers()]
+        with LiveBytes([*values.values(), *real]) as live, torch.set_grad_enabled(training):
+            tape = Tape(network.model, network.recording.constants, dict(values))
+            with _unchanged(network.model):
+                tape.run(prepared.tail, network.recording.ambient)
+            found = [tape.values[r.name] for _, r in leaves(network.recording.result, Ref) if r.kind == "value"]
+            outputs = [t for t in found if t.requires_grad]
+            del found
+            tape.values.clear()
+            if outputs and starts:
+                torch.autograd.grad(outputs, starts, [torch.empty_like(o) for o in outputs], allow_unused=True)
+        peak: int = live.peak
+    return peak
+
+
+def predict_bytes(prepared: Prepared, *, training: bool = True, workers: int = 0) -> StreamBytes:
+    """The bytes of a step, before anything is run."""
+    network, streaming = prepared.network, prepared.streaming
+    found = [
+        tile_bytes(network, stage, plan, training=training)
+        for stage, cut in zip(streaming.stages, prepared.grids, strict=True)
+        for plan in _extremes(network, stage, cut)
+    ]
+    names = {m for stage in streaming.stages for m in stage.maps} | set(streaming.boundary)
+    maps = sum(math.prod(network.shapes[m]) * network.dtypes[m].itemsize for m in names)
+    parameters = list(network.model.parameters())
+    state = sum(t.numel() * t.element_size() for t in (*parameters, *network.model.buffers()))
+    gradients = sum(p.numel() * max(4, p.element_size()) for p in parameters if p.requires_grad) if training else 0
+    stage, cut = streaming.stages[0], prepared.grids[0]
+    read = largest_tile(network, stage, cut)
+    pixels = sum(math.prod(sizes(read.regions[n])) for n in stage.sources if n in read.regions)
+    globals_ = [n for s in streaming.stages for n in s.globals]
+    small = sum(math.prod(n.shape) * n.dtype.itemsize for n in globals_) * (2 if training else 1)
+    return StreamBytes(
+        parameters=state,
+        gradients=gradients,
+        maps=maps,
+        tile_forward=max(f.forward for f in found),
+        tile_backward=max(f.backward for f in found),
+        small=small,
+        tail=_tail_bytes(prepared, training=training),
+        read=pixels * (workers + 1),
+    )
+
+
+class _unchanged:  # noqa: N801 - reads as a word in a with statement
+    """Running a part on fake tensors must not leave them in the model's buffers."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+
+    def __enter__(self) -> None:
+        self.held = [(m, dict(m._buffers)) for m in self.model.modules()]
+
+    def __exit__(self, *_: object) -> None:
+        for module, buffers in self.held:
+            module._buffers.update(buffers)
+
+
+def _device(network: Network) -> torch.device:
+    first = next(iter((*network.model.parameters(), *network.model.buffers())), None)
+    return first.device if first is not None else torch.device("cpu")

@@ -1,0 +1,156 @@
+"""Lazy images, reading ahead, identical tiles, random masks."""
+
+from __future__ import annotations
+
+import copy
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from outcore.data import ArraySource, Batch
+from outcore.errors import StreamError
+from outcore.stream import FunctionSource, stream
+from outcore.stream.ahead import read_ahead
+
+from .oracle import assert_equal_to_plain, with_statistics
+
+
+def classifier() -> nn.Module:
+    net = nn.Sequential(
+        nn.Conv2d(3, 6, 3, 2, 1),
+        nn.BatchNorm2d(6),
+        nn.ReLU(),
+        nn.MaxPool2d(3, 2, 1),
+        nn.Conv2d(6, 6, 3, 1, 1),
+        nn.GELU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(6, 2),
+    )
+    return with_statistics(net).double().eval()
+
+
+@pytest.mark.parametrize("workers", [0, 3])
+def test_a_memory_map_of_bytes_is_read_by_tiles_and_prepared(tmp_path, workers: int) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 90, 70), dtype=np.uint8)
+    np.save(tmp_path / "image.npy", pixels)
+    mapped = np.load(tmp_path / "image.npy", mmap_mode="r")
+    image = Batch((ArraySource(mapped),), dtype=torch.float64, mean=(0.5,) * 3, std=(0.2, 0.3, 0.4))
+    net = classifier()
+    plain = copy.deepcopy(net)
+    expected = plain(image.prepare(torch.from_numpy(pixels)[None]))
+    expected.square().sum().backward()
+    got = stream(net, tile=24, workers=workers)(image)
+    got.square().sum().backward()
+    torch.testing.assert_close(got, expected)
+    for mine, other in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_no_tile_reads_much_more_than_itself() -> None:
+    largest = 0
+
+    def read(region):
+        nonlocal largest
+        largest = max(largest, int(np.prod([b - a for a, b in region])))
+        return torch.rand([b - a for a, b in region], dtype=torch.float64)
+
+    image = FunctionSource((1, 3, 4000, 3000), read, torch.float64)
+    with torch.no_grad():
+        assert stream(classifier(), tile=500)(image).shape == (1, 2)
+    assert largest <= 3 * 520 * 520
+
+
+def test_reading_ahead_keeps_the_order_and_stops_with_the_reader() -> None:
+    jobs = list(range(20))
+    assert [(j, r) for j, r in read_ahead(jobs, lambda j: j * j, 4)] == [(j, j * j) for j in jobs]
+    assert [(j, r) for j, r in read_ahead(jobs, lambda j: j * j, 0)] == [(j, j * j) for j in jobs]
+    before = threading.active_count()
+    for _ in read_ahead(jobs, lambda j: j, 3):
+        break
+    assert threading.active_count() == before
+
+
+def test_a_source_that_fails_says_so_and_leaves_no_thread() -> None:
+    image = FunctionSource((1, 3, 64, 64), lambda region: torch.zeros(1, 3, 2, 2), torch.float64)
+    with pytest.raises(StreamError, match="returned shape"):
+        stream(classifier(), tile=16, workers=2)(image)
+
+
+def test_glass_is_computed_once_in_both_passes() -> None:
+    x = torch.full((1, 3, 256, 224), 0.92, dtype=torch.float64)
+    x[:, :, 100:130, 60:100] = torch.rand(1, 3, 30, 40, dtype=torch.float64)
+    net = classifier()
+    plain = copy.deepcopy(net)
+    expected = plain(x).square().sum()
+    expected.backward()
+    streamed = stream(net, tile=16)
+    streamed(x).square().sum().backward()
+    assert streamed.counts.forward < 60 < streamed.counts.reused
+    for (name, mine), other in zip(net.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-9, atol=1e-12, msg=name)
+    maps = nn.Sequential(*net[:6])
+    torch.testing.assert_close(stream(maps, tile=16)(x), maps(x))
+
+
+def test_glass_that_a_random_layer_touches_is_not_shared() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Dropout(0.5), nn.Conv2d(4, 2, 3, padding=1)).train()
+    streamed = stream(net, tile=8)
+    streamed(torch.ones(1, 3, 32, 32))
+    assert streamed.counts.reused == 0
+
+
+@pytest.mark.parametrize("layer", [nn.Dropout(0.4), nn.Dropout2d(0.4)])
+def test_masks_do_not_depend_on_the_tiling_and_are_the_same_in_both_passes(layer) -> None:
+    net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), layer, nn.Conv2d(8, 2, 3, padding=1)).double().train()
+    x = torch.randn(2, 3, 40, 36, dtype=torch.float64)
+    outputs, gradients = [], []
+    for tile in (1000, 9, (40, 7)):
+        net.zero_grad()
+        streamed = stream(net, tile=tile)
+        out = streamed(x)
+        out.square().sum().backward()
+        outputs.append(out.detach())
+        gradients.append(net[0].weight.grad.clone())
+        assert not torch.equal(streamed(x), out)  # the next step draws anew
+    for out, gradient in zip(outputs[1:], gradients[1:], strict=True):
+        torch.testing.assert_close(out, outputs[0])
+        torch.testing.assert_close(gradient, gradients[0])
+
+
+def test_dropout_keeps_the_share_it_should() -> None:
+    net = nn.Sequential(nn.Dropout(0.3)).train()
+    out = stream(net, tile=50)(torch.ones(1, 4, 200, 200))
+    kept = (out != 0).double().mean().item()
+    assert abs(kept - 0.7) < 0.01
+    assert torch.allclose(out[out != 0], torch.tensor(1 / 0.7))
+
+
+def test_a_plain_training_loop_lowers_the_loss() -> None:
+    net = classifier()
+    streamed = stream(net, tile=20)
+    optimizer = torch.optim.Adam(streamed.parameters(), 1e-2)
+    x, y = torch.randn(4, 3, 50, 40, dtype=torch.float64), torch.tensor([0, 1, 0, 1])
+    losses = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(streamed(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    assert set(streamed.state_dict()) == set(net.state_dict())
+
+
+def test_another_size_is_prepared_once_and_remembered() -> None:
+    streamed = stream(classifier(), tile=20)
+    for side in (40, 52, 40, 52):
+        streamed(torch.randn(1, 3, side, 40, dtype=torch.float64))
+    assert len(streamed._prepared) == 2
+
+
+def test_maps_may_be_kept_on_the_host() -> None:
+    assert_equal_to_plain(classifier(), torch.randn(1, 3, 50, 40), tile=16, boundary="4", maps_on_host=True)
