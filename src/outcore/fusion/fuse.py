@@ -67,6 +67,8 @@ def fuse(
         FuseError: the models are not of one architecture, or something is missing.
     """
     members = list(models)
+    if not members:
+        raise FuseError("no models were given; pass a list of at least one")
     if objectives is None and (loss is None or optimizer is None):
         raise FuseError("fuse needs loss= and optimizer=, or objectives= for several losses")
     if seeds is not None and len(seeds) != len(members):
@@ -97,13 +99,18 @@ def _per_member(name: str, value: float | Sequence[float] | None, members: int) 
     return torch.tensor(values, dtype=torch.float64)
 
 
+_INDEX = ("i", "index", "member", "slot")
+"""Names of a second parameter that is the member's index even if it has a default."""
+
+
 def _made(optimizer: Callable[..., torch.optim.Optimizer], params: Any, i: int) -> torch.optim.Optimizer:
     """Call what the user gave with the parameters, and with the index if it takes one."""
     if isinstance(optimizer, type):
         made: torch.optim.Optimizer = optimizer(params)
         return made
     try:
-        wanted = [p for p in inspect.signature(optimizer).parameters.values() if p.default is p.empty and p.kind <= 1]
+        positional = [p for p in inspect.signature(optimizer).parameters.values() if p.kind <= p.POSITIONAL_OR_KEYWORD]
+        wanted = [p for p in positional if p.default is p.empty or p.name in _INDEX]
     except (TypeError, ValueError):
         return optimizer(params, i)
     return optimizer(params) if len(wanted) == 1 else optimizer(params, i)

@@ -69,9 +69,9 @@ class Member:
 
     def save(self, path: str | Path) -> None:
         """Write the weights as a safetensors file that any model of this architecture loads."""
-        from safetensors.torch import save_model
+        from safetensors.torch import save_file
 
-        save_model(self.model, str(path))
+        save_file({name: value.contiguous() for name, value in self.state_dict().items()}, str(path))
 
     def copy(self) -> nn.Module:
         """The model with memory of its own, as it is now."""

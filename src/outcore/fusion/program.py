@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from outcore.errors import FuseError
-from outcore.fusion.aliasing import unsafe_write, written_values
+from outcore.fusion.aliasing import state_in_place, unsafe_write, written_values
 from outcore.fusion.call import FusedCall, Randomness, rnn_weights_anywhere, settings
 from outcore.fusion.rules import RANDOM, is_random, out_of_place, run, writes_nothing
 from outcore.fusion.stack import Stack
@@ -52,6 +52,8 @@ class Program:
     differing: frozenset[str] = frozenset()
     """Steps whose arguments differ from member to member."""
     written: frozenset[str] = frozenset()
+    state_values: frozenset[str] = frozenset()
+    """Values that are parameters or buffers themselves, and are written as such."""
 
     @classmethod
     def record(cls, members: Sequence[Training], args: tuple[Any, ...]) -> Program:
@@ -77,7 +79,15 @@ class Program:
         )
         schedule_drops(recording.steps, [ref.name for _, ref in leaves(recording.result, Ref)])
         obstacle = _obstacle(graph, recording)
-        return cls(graph, recording, others, obstacle, differing=differing, written=written_values(graph))
+        return cls(
+            graph,
+            recording,
+            others,
+            obstacle,
+            differing=differing,
+            written=written_values(graph),
+            state_values=state_in_place(recording),
+        )
 
     @property
     def random(self) -> bool:
@@ -153,7 +163,7 @@ class _FusedTape(Tape):
     def _without_writing(self, step: Step) -> tuple[Any, dict[str, Any]]:
         """A step that writes a value gets its out-of-place form, or a copy to write into."""
         mutates = self.program.graph.calls[step.name].mutates
-        if not mutates:
+        if not mutates or self.program.state_values.issuperset(mutates):
             return step.target, step.kwargs
         if step.kind == "function":
             target, kwargs = out_of_place(step.target, step.kwargs)

@@ -24,8 +24,6 @@ class Stack:
     """The state of all members, by the names of the user's own state_dict."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
-        if not models:
-            raise FuseError("no models were given; pass a list of at least one")
         self.models = list(models)
         self.parameters: dict[str, torch.Tensor] = {}
         """Stacked leaves by the first name of each parameter."""

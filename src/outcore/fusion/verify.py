@@ -35,12 +35,12 @@ def disagreement(lane: Lane, objective: str, program: Program, args: tuple[Any, 
     names = [n for n in lane.steppers[objective].names if lane.stack.parameters[n].requires_grad]
     own = [lane.stack.member(n, slot) for n in names]
     try:
+        outcome = lane.forward(objective, program, args, alone=False)
+        grads = lane.gradients(objective, outcome.losses, alone=False)
+        before.restore()
         with rnn_weights_anywhere(), lane.autocast():
             loss = training(*member_of(args, slot))[0]
         expected = torch.autograd.grad(loss, own, allow_unused=True)
-        before.restore()
-        outcome = lane.forward(objective, program, args, alone=False)
-        grads = lane.gradients(objective, outcome.losses, alone=False)
     finally:
         before.restore()
         with torch.no_grad():
