@@ -152,6 +152,10 @@ def images(size: int, side: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(size, 2, side, side, dtype=torch.float64), torch.randn(size, 2, side, side, dtype=torch.float64)
 
 
+def float_images(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(size, 2, 6, 6), torch.randn(size, 2, 6, 6)
+
+
 def classes(size: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(size, 2, 5, 5, dtype=torch.float64), torch.randint(3, (size,))
 
@@ -178,6 +182,10 @@ CASES = {
             3: (("enc1", "enc2", "norm"), ("pool", "mid", "low"), ("up", "dec", "head")),
             4: (("enc1", "enc2", "norm", "pool"), ("mid",), ("low", "up"), ("dec", "head")),
         },
+    ),
+    "unet-float": Case(
+        outcore.Job(model=UNet, batch=float_images, loss=F.mse_loss, size=8),
+        {2: (("enc1", "enc2", "norm"), ("pool", "mid", "low", "up", "dec", "head"))},
     ),
     "unet-bn": Case(
         _job(lambda: UNet(norm=True), images, F.mse_loss),

@@ -33,7 +33,7 @@ def compare(results: list[dict[str, Any]], oracle: dict[str, Any]) -> None:
             assert all(torch.equal(t, b["weights"][n]) for n, t in a["weights"].items() if n in b["weights"])
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c != "transformer"])
+@pytest.mark.parametrize("case", ["unet", "unet-bn", "resnet", "inception", "densenet", "indices"])
 @pytest.mark.parametrize("pieces", [1, 3])
 def test_one_rank_is_bitwise_plain_pytorch(case: str, pieces: int) -> None:
     got, oracle = alone(case, pieces), plain(case, pieces)
@@ -80,3 +80,24 @@ def test_two_stages_on_two_replicas(ranks: Pool, schedule: str) -> None:
 def test_four_stages(ranks: Pool, case: str) -> None:
     for schedule in ("1f1b", "gems-4"):
         _run(ranks, case, 4, schedule, 1)
+
+
+def test_three_stages_under_gems_share_the_middle_one(ranks: Pool) -> None:
+    for case in ("unet", "resnet"):
+        _run(ranks, case, 3, "gems-4", 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("case", ["unet", "unet-bn", "resnet", "inception", "densenet", "transformer", "indices"])
+def test_everything(ranks: Pool, case: str, schedule: str) -> None:
+    """Every network under every schedule, alone and with two replicas, weights after twenty steps."""
+    for stages, replicas in ((2, 1), (2, 2), (4, 1)):
+        if stages in CASES[case].cuts:
+            _run(ranks, case, stages, schedule, replicas, steps=20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "gems-4"])
+def test_three_stages_on_two_replicas(ranks: Pool, schedule: str) -> None:
+    _run(ranks, "resnet", 3, schedule, 2, steps=20)

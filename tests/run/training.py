@@ -60,7 +60,7 @@ def train(case: str, plan: dict[str, Any], steps: int = 3, size: int = 8, **opti
     answer = {
         "losses": losses,
         "gradients": found,
-        "weights": {n: t.clone() for n, t in engine.local_state().items()},
+        "weights": {n: t.clone() for n, t in engine.assembly.local_state().items()},
         "evaluated": engine.evaluate(*part),
         "stages": engine.stages,
     }

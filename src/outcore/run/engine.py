@@ -28,29 +28,16 @@ from outcore.errors import CheckpointError, EngineError
 from outcore.graph.structure import leaves, substitute
 from outcore.job import Job
 from outcore.plan_document import Plan
-from outcore.program import Program
-from outcore.run.blueprint import Blueprint
+from outcore.program import Program, Timeline
+from outcore.run.assembly import Assembly
 from outcore.run.faults import Watch
-from outcore.run.form import Form, Forms
-from outcore.run.holdings import Holdings
 from outcore.run.intake import Intake
 from outcore.run.loader import Loader
+from outcore.run.measured import Comparison, gather
 from outcore.run.part import Execute, Part
-from outcore.run.restore import find_checkpoint
-from outcore.run.setup import (
-    Groups,
-    MakeOptimizer,
-    agree,
-    build,
-    choose_device,
-    example_of,
-    first_graph,
-    make_optimizer,
-    materialise,
-    strip,
-)
+from outcore.run.setup import Groups, MakeOptimizer, choose_device, make_optimizer
 from outcore.run.signals import STOP, Signals
-from outcore.run.statistics import Statistics, make_equal
+from outcore.run.staged import StagedWire
 from outcore.run.store import Keeper
 from outcore.run.update import LossScale, Update
 from outcore.run.wire import HostWire, Wire
@@ -126,64 +113,46 @@ class Engine:
         timeout_s: float = 300.0,
         grace_s: float = 10.0,
         execute: Execute = Part.run,
-        checkpoints: str | Path | None = None,
         weights: str | Path | None = None,
+        checkpoints: str | Path | None = None,
     ) -> None:
-        self.reduction, self.accumulate, self.seed = reduction, accumulate, seed
+        self.accumulate, self.seed = accumulate, seed
         self.steps = 0
         """Calls of `step` so far."""
-        self._stored = weights
-        self.checkpoints = Path(checkpoints) if checkpoints is not None else None
+        self.samples = 0
+        """Samples trained on so far, over all replicas."""
         self.loader_state: Loader | None = None
-        self.signals = Signals() if checkpoints is not None else None
+        self.checkpoints = Path(checkpoints) if checkpoints is not None else None
         self.world = World.join(timeout_s=timeout_s)
-        self.place = self.world.place
-        self.rank = self.world.rank
-        self.device = choose_device(device, self.world)
-        self._timeout_s = timeout_s
+        self.rank, self.place = self.world.rank, self.world.place
+        self.signals = Signals() if checkpoints is not None else None
         self.watch = self._start_watch(grace_s)
         with self._guarded():
-            plan = Plan.load(plan) if isinstance(plan, str | Path) else plan
-            graph = self._cut(source, plan, example, program, autocast)
-            self._hold(graph)
-            job_loss = source.loss if isinstance(source, Job) else None
-            job_optimizer = source.optimizer if isinstance(source, Job) else None
-            if (loss or job_loss) is None:
+            self.device = choose_device(device, self.world)
+            self.assembly = Assembly(
+                self.world,
+                self.device,
+                source,
+                Plan.load(plan) if isinstance(plan, str | Path) else plan,
+                example=example,
+                program=program,
+                autocast=autocast,
+                seed=seed,
+                timeout_s=timeout_s,
+                weights=weights,
+            )
+            if isinstance(source, Job):
+                loss, optimizer = loss or source.loss, optimizer or source.optimizer
+            if loss is None:
                 raise EngineError("there is no loss to train for; pass loss=..., or a job with loss(output, target)")
             if autocast is torch.float16 and loss_scale is None:
                 loss_scale = LossScale()
-            self._make_copies()
-            self.update = self._make_update(clip_norm, loss_scale)
-            if (make := optimizer or job_optimizer) is not None:
-                self.update.optimizer = make_optimizer(
-                    make, groups, list(self.model.named_parameters()), self.parameters
-                )
+            self._prepare(loss, execute, reduction, clip_norm, loss_scale)
+            if optimizer is not None:
+                every = list(self.model.named_parameters())
+                self.update.optimizer = make_optimizer(optimizer, groups, every, self.parameters)
             self.scheduler = scheduler(self.optimizer) if scheduler is not None and self.optimizer is not None else None
-            self.intake = Intake(
-                self.world,
-                self.plan,
-                self.forms,
-                self.blueprint,
-                reduction=reduction,
-                accumulate=accumulate,
-                seed=seed,
-            )
-            wire: Wire | None = HostWire(self.world.group) if self.world.size > 1 else None
-            self.worker = Worker(
-                self.forms,
-                wire,
-                loss or job_loss,
-                execute,
-                self.place,
-                rank=self.rank,
-                update=self.update,
-                statistics=self.statistics,
-            )
-
             self.keeper = Keeper(self)
-            self.worker.first_holders = {s: ranks[0] for s, ranks in self.blueprint.training.holders().items()}
-
-    # Making
 
     def _start_watch(self, grace_s: float) -> Watch | None:
         if self.world.size == 1:
@@ -192,87 +161,68 @@ class Engine:
         number = self.world.numbers([Engine._made])[0][0]
         return Watch(self.world.store, self.rank, self.world.size, self.place, number, grace_s=grace_s)
 
-    def _cut(
-        self, source: Job | nn.Module, plan: Plan | None, example: Any, program: Program | None, autocast: Any
-    ) -> Any:
-        """Build the model, record it, and find this rank's stages."""
-        pieces = plan.micro_batches * plan.batches * plan.replicas if plan is not None else 1
-        inputs = example_of(source, example, pieces)
-        model, skeleton = build(source, seed=self.seed, lean=self.world.size > 1, bare=self._stored is not None)
-        graph = None
-        while graph is None:
-            forms = Forms(model, skeleton, plan, self.device, autocast)  # type: ignore[arg-type]
-            graph = first_graph(skeleton, model, lambda f=forms: f.record(inputs))  # type: ignore[misc]
-            if graph is None and self._stored is not None:
-                raise EngineError(
-                    "this model makes tensors that a checkpoint does not hold; leave weights= out, and load"
-                )
-            skeleton = model
-        if plan is None:
-            if self.world.size > 1:
-                raise EngineError(f"{self.world.size} ranks need a plan; make one with outcore.plan(...)")
-            plan = Plan(graph.fingerprint, (("",),))
-        forms.plan = self.plan = plan
-        agree(self.world, plan, graph)
-        self.forms, self.model = forms, model
-        self.blueprint = Blueprint(plan, forms.first(graph), program)
-        placement = self.blueprint.training.placement()
-        self.stages = tuple(sorted({stage for (stage, _), rank in placement.items() if rank == self.rank}))
-        forms.own = self.stages
-        self._first = inputs
-        return graph
-
-    def _hold(self, graph: Any) -> None:
-        """Keep this rank's stages on its device, and equal to those of the other ranks that hold them."""
-        self.holdings = Holdings.of(self.model, graph, self.forms.stage_of, self.blueprint.training)
-        state = self.model.state_dict(keep_vars=True)
-        used = {id(state[n]) for call in graph.calls.values() for n in call.parameters if n in state}
-        self.unclaimed = {n for n, t in state.items() if id(t) not in used}
-        """Weights that no call reads; rank 0 keeps them."""
-        form = Form(graph, self.model, self.forms.stage_of, self.stages, self.device, len(self.plan.stages))
-        if self._stored is not None:
-            materialise(form.parts.values(), self.device)
-        for part in form.parts.values():
-            part.to(self.device)
-        if self.forms.skeleton is not self.model:
-            rest = [state[n] for n in self.unclaimed] if self.rank == 0 else []
-            strip(self.model, (t for m in form.parts.values() for t in (*m.parameters(), *m.buffers(), *rest)))
+    def _prepare(
+        self, loss: Loss, execute: Execute, reduction: Any, clip_norm: float | None, scale: LossScale | None
+    ) -> None:
+        made = self.assembly
         every = dict(self.model.named_parameters())
-        self.parameters = {name: every[name] for name in self.holdings.on(self.rank)}
-        """The parameters this rank holds, by name."""
-        self._home = form
-        self.forms.keep(form, self._first)
-        if self._stored is not None:
-            find_checkpoint(self.world, self._stored).load_weights(self.local_state())
-
-    def _make_copies(self) -> None:
-        """Meet the other ranks that hold the same stages or parameters, and start from the same numbers."""
-        holders = self.blueprint.training.holders()
-        members: dict[tuple[int, ...], tuple[int, ...]] = {(stage,): ranks for stage, ranks in holders.items()}
-        members |= {share.stages: share.ranks for share in self.holdings.shares}
-        self._groups = {
-            key: self.world.new_group(ranks, self._timeout_s)
-            for key, ranks in sorted(members.items())
-            if len(ranks) > 1
-        }
-        self.statistics = Statistics(self.plan, {s: len(r) for s, r in holders.items()}, self._groups, self.place)
-        for key, ranks in sorted(members.items()):
-            if len(ranks) > 1 and self.rank in ranks:
-                names = {n for share in self.holdings.shares if share.stages == key for n in share.names}
-                tensors = [self.parameters[n].data for n in sorted(names)]
-                if len(key) == 1:
-                    tensors += [b for _, b in sorted(self._home.parts[key[0]].named_buffers())]
-                make_equal(tensors, ranks[0], self._groups[key])
-
-    def _make_update(self, clip_norm: float | None, scale: LossScale | None) -> Update:
-        names = [name for name, _ in self.model.named_parameters()]
-        update = Update(
-            self.world, self.holdings, self.parameters, names, self._groups, clip_norm=clip_norm, scale=scale
+        self.update = Update(
+            self.world,
+            made.holdings,
+            made.parameters,
+            list(every),
+            made.groups,
+            clip_norm=clip_norm,
+            scale=scale,
+            dtypes={p.dtype for p in every.values()},
         )
-        update.set_precision({p.dtype for p in self.model.parameters()})
-        return update
+        self.intake = Intake(
+            self.world,
+            made.plan,
+            made.forms,
+            made.blueprint,
+            reduction=reduction,
+            accumulate=self.accumulate,
+            seed=self.seed,
+        )
+        wire: Wire | None = None
+        if self.world.size > 1:
+            on_gpu = self.device.type == "cuda"
+            wire = StagedWire(self.world.group, self.device) if on_gpu else HostWire(self.world.group)
+        self.worker = Worker(made, wire, loss, execute, self.update)
+        self.worker.gauge.holding = self._held
+
+    def _held(self) -> Iterator[torch.Tensor]:
+        """What this rank holds between steps."""
+        yield from self.assembly.local_state().values()
+        yield from (p.grad for p in self.parameters.values() if p.grad is not None)
+        if self.optimizer is not None:
+            for row in self.optimizer.state.values():
+                yield from (value for value in row.values() if isinstance(value, torch.Tensor))
+        if isinstance(self.worker.wire, HostWire):
+            yield from self.worker.wire.arena.rows()
 
     # Facts
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that is executed."""
+        return self.assembly.plan
+
+    @property
+    def model(self) -> nn.Module:
+        """The model; parts of it that other ranks hold may be without content."""
+        return self.assembly.model
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The stages this rank holds."""
+        return self.assembly.stages
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters this rank holds, by name."""
+        return self.assembly.parameters
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -284,18 +234,9 @@ class Engine:
         """The data-parallel replica this rank belongs to."""
         return self.rank // self.plan.ranks_per_replica
 
-    def local_state(self) -> dict[str, torch.Tensor]:
-        """Weights and buffers of this rank's stages under the model's own names."""
-        return {name: t for stage in self.stages for name, t in self.stage_state(stage).items()}
-
-    def stage_state(self, stage: int) -> dict[str, torch.Tensor]:
-        """Weights and buffers of one of them."""
-        state: dict[str, torch.Tensor] = self._home.parts[stage].state_dict()
-        return state
-
     def state_dict(self) -> dict[str, torch.Tensor]:
         """All weights and buffers of the model, on the host of every rank; collective."""
-        mine = self.keeper.local()
+        mine = self.assembly.local_state()
         found: dict[str, torch.Tensor] = {}
         told = self.world.share({n: [list(t.shape), str(t.dtype).removeprefix("torch.")] for n, t in mine.items()})
         for rank, row in enumerate(told):
@@ -317,7 +258,7 @@ class Engine:
     ) -> Loader:
         """Batches of a dataset of (input, target) for this rank; its position is saved and loaded with the engine."""
         first, last = 0 in self.stages, len(self.plan.stages) - 1 in self.stages
-        wanted = first or last or any(self._home.needs_inputs(stage) for stage in self.stages)
+        wanted = first or last or any(self.assembly.home.needs_inputs(stage) for stage in self.stages)
         self.loader_state = Loader(
             dataset,
             batch_size,
@@ -344,7 +285,7 @@ class Engine:
             run, script = self.intake.take(
                 inputs, targets, training=True, step=self.steps, scale=scale, wish=self._wish()
             )
-            self.steps += 1
+            self.steps, self.samples = self.steps + 1, self.samples + run.samples
             update = self.steps % self.accumulate == 0
             self.worker.run(script.program.ranks[self.rank], script.tags, run, update=update)
             if update and self.scheduler is not None:
@@ -408,6 +349,20 @@ class Engine:
                 self.worker.keep_outputs = False
         return _joined([run.outputs[i] for i in sorted(run.outputs)]) if run.outputs else None
 
+    def timeline(self) -> Timeline:
+        """What happened in the last step on every rank; collective."""
+        name = self.assembly.blueprint.training.name
+        return gather(self.world, self.worker, name)
+
+    def comparison(self) -> Comparison:
+        """The last step beside what its schedule predicts from the measured times of single stages; collective."""
+        blueprint = self.assembly.blueprint
+        return Comparison.with_schedule(blueprint.training, blueprint.stages, self.timeline())
+
+    def count_memory(self, on: bool = True) -> None:
+        """Count live bytes of tensors in the following steps, on a CPU; slower, but `timeline` then shows memory."""
+        self.worker.gauge.counting = on
+
     def _total(self, run: Pass) -> float:
         """The loss of the whole step: that of every micro-batch by its share, in their order."""
         losses = torch.zeros(len(run.weights), dtype=torch.float64)
@@ -436,9 +391,8 @@ class Engine:
         except BaseException as error:
             if isinstance(error, SystemExit | harmless):
                 raise
-            for part in ("worker", "update"):
-                if hasattr(self, part):
-                    getattr(self, part).abandon()
+            if hasattr(self, "worker"):
+                self.worker.abandon()
             told = self.watch.failed(error) if self.watch is not None else None
             self.close()
             if told is None:
@@ -452,10 +406,10 @@ class Engine:
         if self.watch is not None:
             self.watch.close()
             self.watch = None
-        for part in ("worker", "update", "statistics"):
-            if hasattr(self, part):
-                getattr(self, part).close()
-        self._groups = {}
+        if hasattr(self, "worker"):
+            self.worker.close()
+        if hasattr(self, "assembly"):
+            self.assembly.close()
         self.world.close()
 
     def __enter__(self) -> Engine:

@@ -68,7 +68,7 @@ class Intake:
         self._refuse_missing(found[0].form, has_data, targets)
         script = self.blueprint.script(found[0].form.edges, pieces, training=training)
         every = [n / sum(counts) if self.reduction == "mean" else 1.0 for c in counts for n in batches.parts(c, pieces)]
-        return Pass(found, training, self.seed, step, scale, every), script
+        return Pass(found, training, self.seed, step, scale, every, sum(counts)), script
 
     def _here(self, data: Any) -> Any:
         return substitute(data, torch.Tensor, lambda t: t.to(self.forms.device))

@@ -70,7 +70,7 @@ class Keeper:
         """Take over a checkpoint; returns what was saved as `extra`. Collective."""
         engine = self.engine
         stored = find_checkpoint(engine.world, path)
-        stored.load_weights(self.local())
+        stored.load_weights(engine.assembly.local_state())
         document = stored.document
         if engine.optimizer is not None and document["groups"]:
             wanted = {key for key in stored.state if key.rpartition("/")[0] in engine.parameters}
@@ -80,7 +80,8 @@ class Keeper:
             engine.scheduler.load_state_dict(document["scheduler"])
         if engine.update.scale is not None and document["scale"] is not None:
             engine.update.scale.scale, engine.update.scale.quiet = document["scale"]
-        engine.steps, engine.update.skipped = document["step"], document["skipped"]
+        engine.steps, engine.samples = document["step"], document["samples"]
+        engine.update.skipped = document["skipped"]
         engine.set_seed(document["seed"])
         if engine.loader_state is not None and document["loader"] is not None:
             engine.loader_state.load(document["loader"])
@@ -90,19 +91,10 @@ class Keeper:
             restore_generators({k.removeprefix(prefix): t for k, t in stored.read(mine, stored.state)})
         return document["extra"]
 
-    def local(self) -> dict[str, torch.Tensor]:
-        """Weights and buffers this rank holds, with those that no stage has on rank 0."""
-        engine = self.engine
-        found = engine.local_state()
-        if engine.rank == 0:
-            every = engine.model.state_dict()
-            found |= {n: t for n, t in every.items() if n in engine.unclaimed and not t.is_meta}
-        return found
-
     def _owners(self) -> dict[str, int]:
         """The rank that writes each weight: the first that holds it."""
         owners: dict[str, int] = {}
-        for rank, names in enumerate(self.engine.world.share(sorted(self.local()))):
+        for rank, names in enumerate(self.engine.world.share(sorted(self.engine.assembly.local_state()))):
             for name in names:
                 owners.setdefault(name, rank)
         return owners
@@ -112,15 +104,15 @@ class Keeper:
         owners = self._owners()
         depth, ranks = len(engine.plan.stages), engine.world.size
         weights: dict[str, Mapping[str, torch.Tensor]] = {}
-        local, claimed = self.local(), set[str]()
+        local, claimed = engine.assembly.local_state(), set[str]()
         for stage in engine.stages:
-            names = [n for n in engine.stage_state(stage) if owners[n] == engine.rank and n not in claimed]
+            names = [n for n in engine.assembly.stage_state(stage) if owners[n] == engine.rank and n not in claimed]
             claimed |= set(names)
             if names:
                 weights[f"weights-{stage + 1:05d}-of-{depth:05d}.safetensors"] = {n: local[n] for n in names}
         if rest := {n: t for n, t in local.items() if n not in claimed and owners[n] == engine.rank}:
             weights["weights-rest.safetensors"] = rest
-        owner = engine.holdings.owner()
+        owner = engine.assembly.holdings.owner()
         mine = [name for name in engine.parameters if owner[name] == engine.rank]
         state = optimizer_tensors(engine.optimizer, engine.parameters, mine)
         state |= {f"{_GENERATORS}/{engine.rank}/{name}": t for name, t in generators().items()}
@@ -128,7 +120,7 @@ class Keeper:
 
     def _document(self, extra: Any) -> dict[str, Any]:
         engine = self.engine
-        owner = engine.holdings.owner()
+        owner = engine.assembly.holdings.owner()
         mine = [name for name in engine.parameters if owner[name] == engine.rank]
         scalars: dict[str, Any] = {}
         for row in engine.world.share(scalars_of(engine.optimizer, engine.parameters, mine)):
@@ -139,6 +131,7 @@ class Keeper:
             "network": engine.plan.graph,
             "ranks": engine.world.size,
             "seed": engine.seed,
+            "samples": engine.samples,
             "skipped": engine.update.skipped,
             "groups": group_options(engine.optimizer),
             "scalars": scalars,

@@ -72,6 +72,7 @@ class Update:
         *,
         clip_norm: float | None,
         scale: LossScale | None,
+        dtypes: set[torch.dtype],
     ) -> None:
         self.world, self.holdings, self.parameters, self.names = world, holdings, parameters, names
         self.clip_norm, self.scale = clip_norm, scale
@@ -81,15 +82,13 @@ class Update:
         self.skipped = 0
         """Steps left out because of an overflow."""
         self.on_reduced: Callable[[Share, float, float, int], None] = lambda *_: None
+        """Told of every reduction: begin, end, bytes."""
         self.before_step: Callable[[], None] = lambda: None
         """Called when all gradients are there, unscaled and clipped."""
         self._groups = groups
         self._owner = holdings.owner()
         self._started: list[_Started] = []
-        self._norm_dtype = torch.float32
-
-    def set_precision(self, dtypes: set[torch.dtype]) -> None:
-        """The dtypes of all parameters of the model, the same on every rank: norms are added in the widest."""
+        # Norms of all parameters are added in the widest of their dtypes, the same on every rank.
         self._norm_dtype = torch.float64 if torch.float64 in dtypes else torch.float32
 
     def reduce(self, instruction: Reduce) -> None:

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from outcore.graph import Value
+from outcore.run.clock import Moment
 
 __all__ = ["Arena", "HostWire", "Incoming", "Layout", "Outgoing", "Wire"]
 
@@ -87,6 +88,10 @@ class Arena:
         """All it holds."""
         return sum(size * len(rows) for size, rows in self._rows.items())
 
+    def rows(self) -> list[torch.Tensor]:
+        """All its rows, in use or not."""
+        return [row for rows in self._rows.values() for row, _, _ in rows]
+
     def take(self, nbytes: int) -> torch.Tensor:
         """A row of that size; it is free again when the last tensor over it is gone."""
         self._used.add(nbytes)
@@ -139,8 +144,8 @@ class Wire(Protocol):
         """Nothing will be moved any more."""
 
 
-Moved = Callable[[float, float], None]
-"""Told when a transfer began and when it was seen to have ended, in seconds of `time.perf_counter`."""
+Moved = Callable[[str, Moment, Moment], None]
+"""Told on which stream something moved, when it began and when it was seen to have ended."""
 
 
 class _Received:
@@ -152,7 +157,7 @@ class _Received:
         if not self._work.is_completed():
             self._posted = time.perf_counter()
         self._work.wait()
-        self._done(self._posted, time.perf_counter())
+        self._done("receive", self._posted, time.perf_counter())
         return self._layout.view(self._flat)
 
 
@@ -171,7 +176,7 @@ class _Sent:
         if self._done is None:
             return
         self._work.wait()
-        self._done(self._posted, time.perf_counter())
+        self._done("send", self._posted, time.perf_counter())
         self._done = None
 
 

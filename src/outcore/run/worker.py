@@ -9,7 +9,6 @@ backward does not need is free as soon as it has been sent.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,11 +20,13 @@ from outcore.graph.recording import Ref, fill
 from outcore.program import Backward, Edge, Event, Forward, OptimizerStep, Receive, Reduce, Send
 from outcore.program.instructions import Instruction, Key
 from outcore.program.timeline import COMPUTE
+from outcore.run.assembly import Assembly
+from outcore.run.clock import Clock, Moment
 from outcore.run.draws import Draws
-from outcore.run.form import Form, Forms
+from outcore.run.form import Form
+from outcore.run.gauge import Gauge
+from outcore.run.holdings import Share
 from outcore.run.part import Execute, Slot, arrive
-from outcore.run.place import Place
-from outcore.run.statistics import Statistics
 from outcore.run.update import Update
 from outcore.run.wire import Incoming, Layout, Outgoing, Wire
 
@@ -60,6 +61,8 @@ class Pass:
     scale: float
     weights: Sequence[float]
     """Share of every micro-batch of the step in its loss, over all replicas."""
+    samples: int
+    """Over all replicas."""
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     """Loss of each micro-batch, where the last stage is here."""
     outputs: dict[int, Any] = field(default_factory=dict)
@@ -80,21 +83,19 @@ class Worker:
 
     def __init__(
         self,
-        forms: Forms,
+        made: Assembly,
         wire: Wire | None,
         loss: Callable[[Any, Any], torch.Tensor] | None,
         execute: Execute,
-        place: Place,
-        *,
-        rank: int,
         update: Update,
-        statistics: Statistics,
     ) -> None:
-        self.forms, self.wire, self.loss, self.execute, self.place = forms, wire, loss, execute, place
-        self.rank, self.update, self.statistics = rank, update, statistics
-        self.first_holders: Mapping[int, int] = {}
-        """The first rank that holds each stage."""
-        self.events: list[Event] = []
+        self.forms, self.statistics, self.first_holders = made.forms, made.statistics, made.first_holders
+        self.rank, self.place = made.rank, made.world.place
+        self.wire, self.loss, self.execute, self.update = wire, loss, execute, update
+        update.on_reduced = self._reduced
+        self.clock, self.gauge = Clock(made.device), Gauge(made.device)
+        self.started_s = 0.0
+        self._noted: list[tuple[str, str, str, Moment, Moment, tuple[int, ...]]] = []
         self.keep_outputs = False
         self._flights: dict[Of, _Flight] = {}
         self._made: dict[Key, torch.Tensor] = {}
@@ -103,8 +104,9 @@ class Worker:
 
     def run(self, instructions: Sequence[Instruction], tags: Mapping[Key, int], run: Pass, *, update: bool) -> None:
         """Execute a program's instructions for this rank; with `update` also reductions and the optimizer."""
-        self.events.clear()
-        self._start = time.perf_counter()
+        self._noted.clear()
+        self.gauge.start()
+        self.started_s = self.clock.start()
         self._run, self._tags = run, tags
         incoming, outgoing = self._edges(run.pieces[0].form)
         stepped = False
@@ -128,9 +130,10 @@ class Worker:
                     steps -= 1
                     if not steps:
                         self.place.stage, self.place.doing = instruction.stage, "optimizer step"
-                        began = time.perf_counter()
+                        began = self.clock.now()
                         self.update.step()
-                        self.record(COMPUTE, "step", str(instruction), began, time.perf_counter(), instruction.stage)
+                        self.record(COMPUTE, "step", str(instruction), began, self.clock.now(), instruction.stage)
+                        self.gauge.sample()
                         stepped = True
         if update and not stepped:
             self.update.step()  # nothing to train here, but norms and overflows concern all ranks
@@ -144,22 +147,34 @@ class Worker:
         self._going.clear()
         if self.wire is not None:
             self.wire.end_step()
+        self.gauge.stop()
 
     def abandon(self) -> None:
         """Drop what is in flight after a failure."""
+        self.gauge.stop()
+        self.update.abandon()
         for held in (self._flights, self._made, self._coming, self._going):
             held.clear()
 
     def close(self) -> None:
         """Let go of all connections."""
         self.abandon()
+        self.update.close()
         if self.wire is not None:
             self.wire.close()
             self.wire = None
 
-    def record(self, stream: str, kind: str, name: str, start: float, end: float, stage: int = -1, *rest: int) -> None:
-        """Note what took time, in seconds since the step began."""
-        self.events.append(Event(self.rank, stream, kind, name, start - self._start, end - self._start, stage, *rest))
+    def record(self, stream: str, kind: str, name: str, start: Moment, end: Moment, *labels: int) -> None:
+        """Note what took time: labels are stage, micro-batch, replica and bytes."""
+        self._noted.append((stream, kind, name, start, end, labels))
+
+    def events(self) -> list[Event]:
+        """What took time in the last step, in seconds since it began here."""
+        found = []
+        for stream, kind, name, start, end, labels in self._noted:
+            since, until = (self.clock.seconds(moment) - self.started_s for moment in (start, end))
+            found.append(Event(self.rank, stream, kind, name, since, until, *labels))
+        return sorted(found, key=lambda event: event.start_s)
 
     # Computing
 
@@ -177,7 +192,7 @@ class Worker:
         of_loss = {n: values[n] for n in form.graph.outputs if n in values} if is_last else {}
         given = {name: values.pop(name) if name in values else piece.inputs[name] for name in part.inputs}
         values.clear()
-        began = time.perf_counter()
+        began = self.clock.now()
         part.place = self.place
         draws = Draws(run.seed, run.step, piece.number, self.forms.device)
         with torch.set_grad_enabled(run.training), self.forms.modes():
@@ -236,7 +251,7 @@ class Worker:
                 gradients.append(total)
             del back
         slots, flight = flight.slots, _Flight({}, {}, None)
-        began = time.perf_counter()
+        began = self.clock.now()
         if roots:
             torch.autograd.backward(roots, gradients)
         del roots, gradients
@@ -268,8 +283,8 @@ class Worker:
         labels = (to.stage, to.micro_batch, to.replica, layout.nbytes)
         kind, name = "gradient" if to.gradient else "value", str(to)
 
-        def done(start: float, end: float) -> None:
-            self.record("receive", kind, name, start, end, *labels)
+        def done(stream: str, start: Moment, end: Moment) -> None:
+            self.record(stream, kind, name, start, end, *labels)
 
         self._coming[to.key] = self.wire.receive(layout, to.source, self._tags[to.key], done)
 
@@ -279,8 +294,8 @@ class Worker:
         labels = (of.stage, of.micro_batch, of.replica, layout.nbytes)
         kind, name = "gradient" if of.gradient else "value", str(of)
 
-        def done(start: float, end: float) -> None:
-            self.record("send", kind, name, start, end, *labels)
+        def done(stream: str, start: Moment, end: Moment) -> None:
+            self.record(stream, kind, name, start, end, *labels)
 
         self._going = [going for going in self._going if not going.ended()]
         self._going.append(self.wire.send(self._made.pop(of.key), layout, of.target, self._tags[of.key], done))
@@ -291,8 +306,12 @@ class Worker:
         place = self.place
         place.stage, place.doing, place.micro_batch, place.call = of.stage, doing, of.micro_batch, ""
 
-    def _ended(self, kind: str, of: Forward | Backward, began: float) -> None:
-        self.record(COMPUTE, kind, str(of), began, time.perf_counter(), of.stage, of.micro_batch, of.replica)
+    def _reduced(self, share: Share, start: float, end: float, nbytes: int) -> None:
+        self.record("reduce", "reduce", f"R{share.stages[0]}", start, end, share.stages[0], -1, 0, nbytes)
+
+    def _ended(self, kind: str, of: Forward | Backward, began: Moment) -> None:
+        self.record(COMPUTE, kind, str(of), began, self.clock.now(), of.stage, of.micro_batch, of.replica)
+        self.gauge.sample()
 
     def _edges(self, form: Form) -> tuple[list[list[Edge]], list[list[Edge]]]:
         depth = form.last + 1
