@@ -23,6 +23,7 @@ CASES: dict[str, Case] = {
         (2, 1, 9, 10, 11),
         (2, 2, 9, 10, 11),
     ),
+    "SlideNet": (lambda: models.SlideNet(5, width=4), (2, 3, 37, 50), (2, 5)),
     "ReLayNet": (lambda: models.ReLayNet(width=6), (2, 1, 24, 16), (2, 10, 24, 16)),
     "CosmoFlow": (lambda: models.CosmoFlow(side=33, width=2), (2, 4, 33, 33, 33), (2, 4)),
     "LeNet": (models.LeNet, (2, 3, 32, 32), (2, 10)),

@@ -10,10 +10,13 @@ import sys
 
 import typer
 
+from outcore.cli.demo import demo
 from outcore.cli.graph import graph
 from outcore.cli.machine import machine
 from outcore.cli.plan import plan, simulate
 from outcore.cli.profile import profile
+from outcore.cli.report import report
+from outcore.cli.train import train
 
 __all__ = ["app", "main"]
 
@@ -31,6 +34,9 @@ app.command()(profile)
 app.command()(plan)
 app.command()(simulate)
 app.command()(machine)
+app.command()(train)
+app.command()(report)
+app.command()(demo)
 
 
 def _version(wanted: bool) -> None:

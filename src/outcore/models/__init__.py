@@ -10,6 +10,7 @@ from outcore.models.amoebanet import AmoebaNetD
 from outcore.models.cosmoflow import CosmoFlow
 from outcore.models.relaynet import ReLayNet
 from outcore.models.resnet import ResNet110V2
+from outcore.models.slidenet import SlideNet
 from outcore.models.small import BasicCNN, LeNet, Net2, TwelveConvs
 from outcore.models.unet import UNet
 from outcore.models.vgg import VGG19
@@ -24,6 +25,7 @@ __all__ = [
     "Net2",
     "ReLayNet",
     "ResNet110V2",
+    "SlideNet",
     "TwelveConvs",
     "UNet",
 ]

@@ -2,5 +2,6 @@
 
 from outcore.report.bundle import bundle as bundle
 from outcore.report.page import page as page
+from outcore.report.run import run_bundle as run_bundle
 from outcore.report.svg import svg as svg
 from outcore.report.tree import tree as tree

@@ -20,7 +20,7 @@ __all__ = ["page"]
 
 SCRIPTS = (
     *("layout.js", "picture.js", "details.js", "search.js"),
-    *("camera.js", "hand.js", "graph.js", "page.js"),
+    *("camera.js", "hand.js", "graph.js", "charts.js", "run.js", "page.js"),
 )
 """In the order they are run."""
 
@@ -34,7 +34,7 @@ def page(bundle: Mapping[str, Any]) -> str:
         raise OutcoreError(f"this bundle has format {bundle.get('format')!r}; this outcore shows format {FORMAT}")
     parts = {
         "title": escape(str(bundle["title"])),
-        "style": _asset("page.css"),
+        "style": _asset("page.css") + _asset("run.css"),
         "bundle": embedded(bundle),
         "script": "\n".join(_asset(name) for name in SCRIPTS),
     }

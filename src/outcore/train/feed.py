@@ -8,7 +8,7 @@ computes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +37,8 @@ class MicroBatch:
         return len(self.names)
 
 
-Steps = Iterator[list[MicroBatch]]
+Steps = Generator[list[MicroBatch], None, None]
+"""Close it when it is left early: a thread reads ahead."""
 
 
 @dataclass(frozen=True)

@@ -60,8 +60,8 @@ class Position:
         return True
 
     def stale(self, patience: int | None) -> bool:
-        """Whether the last improvement is too long ago."""
-        return patience is not None and self.best_epoch is not None and self.epoch - self.best_epoch >= patience
+        """Whether the last improvement is too many finished epochs ago."""
+        return patience is not None and self.best_epoch is not None and self.epoch - 1 - self.best_epoch >= patience
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""

@@ -2,6 +2,7 @@
 "use strict";
 
 const TABS = [
+  { key: "run", title: "Run", show: showRun },
   { key: "drawing", title: "Graph", show: showGraph },
 ];
 
@@ -15,13 +16,13 @@ const TABS = [
     button.onclick = () => select(button);
     tabs.append(button);
     panels.append(panel);
-    show(panel, bundle);
-    return { button, panel };
+    return { button, panel, show };
   });
   function select(chosen) {
-    for (const { button, panel } of shown) {
+    for (const { button, panel, show } of shown) {
       button.setAttribute("aria-selected", String(button === chosen));
       panel.hidden = button !== chosen;
+      if (button === chosen && !panel.hasChildNodes()) show(panel, bundle);  // seen, so that it has a size
     }
   }
   if (shown.length) select(shown[0].button);

@@ -1,0 +1,39 @@
+"""`outcore report`: the page of a run."""
+
+from __future__ import annotations
+
+import json as json_module
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from outcore.cli.options import Json
+
+__all__ = ["report"]
+
+
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.", show_default=False)],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The page.", show_default="report.html in the folder")
+    ] = None,
+    show: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
+    json: Json = False,
+) -> None:
+    """Show a run as one page: curves, plan, predicted beside measured. It may still be going on.
+
+    outcore report runs/first --open
+    """
+    from outcore.report import page, run_bundle
+    from outcore.report.run import read_run
+
+    if json:
+        typer.echo(json_module.dumps(read_run(run)))
+        return
+    target = output or run / "report.html"
+    made = page(run_bundle(run))
+    target.write_text(made, encoding="utf-8")
+    typer.echo(str(target))
+    if show:
+        typer.launch(target.resolve().as_uri())

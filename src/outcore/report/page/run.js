@@ -1,0 +1,105 @@
+// The run: how it ended, its curves, what was predicted beside what was measured, and what it was made with.
+"use strict";
+
+function showRun(panel, bundle) {
+  const run = bundle.run, page = html("div");
+  page.className = "run";
+  panel.append(page);
+  page.append(headline(run));
+  const trouble = runTrouble(run);
+  if (trouble) page.append(trouble);
+  const charts = html("div");
+  charts.className = "charts";
+  charts.append(...runCharts(run).filter(Boolean));
+  if (charts.children.length) page.append(section("Curves", charts));
+  page.append(section("Predicted beside measured", comparison(run)));
+  if (run.forecast && run.forecast.decisions.length) page.append(section("Decisions", pairs(run.forecast.decisions)));
+  if (run.plan) page.append(section("Plan", folded("plan.json", JSON.stringify(run.plan, null, 1))));
+  page.append(section("Settings", folded("config.yaml", run.config)));
+  if (run.environment) page.append(section("Environment", pairs(Object.entries(run.environment).filter(([, v]) => v))));
+}
+
+function headline(run) {
+  const tiles = html("div"), where = run.position || {};
+  tiles.className = "tiles";
+  const measured = run.measured || {}, budget = run.budget_bytes;
+  const tile = (name, value, note = "") => {
+    const box = html("div", html("span", name), html("b", value), html("small", note));
+    box.className = "tile";
+    tiles.append(box);
+  };
+  tile("ended", run.ended || "going on", run.time_s ? `after ${timeText(run.time_s)}` : "");
+  tile("steps", number(where.step || 0), `${number(where.epoch || 0)} epochs, ${number(where.examples || 0)} examples`);
+  if (where.best !== null && where.best !== undefined) tile(`best ${run.watch || "loss"}`, shortNumber(where.best), `epoch ${where.best_epoch + 1}`);
+  if (measured.step_s) tile("step", timeText(measured.step_s), "median, measured");
+  if (measured.peak_bytes) tile("peak memory", bytesText(measured.peak_bytes), budget ? `of ${bytesText(budget)} allowed` : "measured");
+  return tiles;
+}
+
+function runTrouble(run) {
+  const lines = [];
+  if (run.ended === "failed" && run.error) lines.push(run.error);
+  if (run.not_finite) lines.push(`${run.not_finite} steps were not finite and left the weights alone`);
+  if (run.checkpoints_lost) lines.push(`${run.checkpoints_lost} checkpoints could not be written`);
+  for (const bad of run.bad || []) lines.push(`skipped: ${bad}`);
+  if (!lines.length) return null;
+  const list = html("ul");
+  list.append(...lines.map((line) => html("li", line)));
+  const box = section("Trouble", list);
+  box.classList.add("trouble");
+  return box;
+}
+
+function runCharts(run) {
+  const steps = run.steps || {}, epochs = run.epochs || {};
+  const at = (name, label) => ({ name: label, x: steps.step || [], y: steps[name] || [] });
+  const after = (name, label) => ({ name: label, x: epochs.step || [], y: epochs[name] || [] });
+  const metrics = Object.keys(epochs).filter((n) => n.startsWith("validation_") && n !== "validation_loss");
+  const budget = run.budget_bytes ? [{ name: "budget", y: run.budget_bytes }] : [];
+  return [
+    lineChart({ title: "Loss", xTitle: "step", series: [at("loss", "training"), after("validation_loss", "validation")] }),
+    lineChart({ title: "Validation", xTitle: "step", series: metrics.map((n) => after(n, n.slice(11).replaceAll("_", " "))) }),
+    lineChart({ title: "Step time", xTitle: "step", format: timeText, zero: true, series: [at("time_s", "time")] }),
+    lineChart({ title: "Peak memory", xTitle: "step", format: bytesText, zero: true, lines: budget, series: [at("memory_bytes", "peak")] }),
+    lineChart({ title: "Learning rate", xTitle: "step", zero: true, series: [at("learning_rate", "learning rate")] }),
+    lineChart({ title: "Gradient norm", xTitle: "step", zero: true, series: [at("gradient_norm", "norm")] }),
+    ...memoryChart(run),
+  ];
+}
+
+function memoryChart(run) {
+  const curve = run.memory;
+  if (!curve) return [];
+  const x = curve.predicted.map((_, i) => i);
+  const lines = run.budget_bytes ? [{ name: "budget", y: run.budget_bytes }] : [];
+  const series = [{ name: "a plain step, predicted", x, y: curve.predicted }];
+  return [lineChart({ title: "Memory through a plain step", xTitle: "call", format: bytesText, zero: true, lines, series })];
+}
+
+function comparison(run) {
+  const table = html("table"), head = html("tr", ...["", "plain, predicted", "planned", "measured", "measured / predicted"].map((t) => html("th", t)));
+  const forecast = run.forecast || {}, measured = run.measured || {};
+  table.append(head);
+  const row = (name, plain, planned, found, format) => {
+    const predicted = planned ?? plain, ratio = predicted && found ? (found / predicted).toFixed(2) : "–";
+    table.append(html("tr", html("th", name), ...[format(plain), format(planned), format(found), ratio].map((t) => html("td", t))));
+  };
+  row("step time", forecast.step_s, forecast.planned_step_s, measured.step_s, timeText);
+  row("peak memory", forecast.peak_bytes, forecast.planned_peak_bytes, measured.peak_bytes, bytesText);
+  const notes = (forecast.notes || []).map((note) => html("p", note));
+  return html("div", table, ...notes);
+}
+
+function section(title, ...content) {
+  return html("section", html("h2", title), ...content);
+}
+
+function pairs(rows) {
+  const list = html("dl");
+  for (const [name, value] of rows) list.append(html("dt", name), html("dd", String(value)));
+  return list;
+}
+
+function folded(name, text) {
+  return html("details", html("summary", name), html("pre", text));
+}

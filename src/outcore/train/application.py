@@ -1,0 +1,152 @@
+"""A whole run, from settings to report: what `outcore train` calls.
+
+    settings ─▶ job, data ─▶ forecast, plan ─▶ runner ─▶ loop ─▶ report
+
+Returns an exit code: 0 for a run that is done (also if it was done before), 128 plus the signal for one that was asked
+to stop and can go on, 1 for one that could not.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from outcore.errors import TrainError
+from outcore.job import Job
+from outcore.machine.units import parse_bytes
+from outcore.run.world import identify
+from outcore.train.build import build_runner
+from outcore.train.closing import say_ending, write_beginning, write_ending
+from outcore.train.config import Config
+from outcore.train.feed import Feed, JobFeed
+from outcore.train.journal import Journal
+from outcore.train.launch import launch
+from outcore.train.loop import Loop
+from outcore.train.metrics import default_metrics, make_metrics
+from outcore.train.progress import make_show
+from outcore.train.run_folder import RunFolder
+from outcore.train.runner import Runner
+from outcore.train.schedules import make_schedule
+from outcore.train.start import forecast, start_table
+from outcore.train.stopping import Wish, listening
+from outcore.train.supply import Supply, find_supply
+
+__all__ = ["train"]
+
+
+def train(config: Config, console: Console) -> int:
+    """Run to the end, or to where it is asked to stop."""
+    if config.plan.ranks > 1 and identify(os.environ) is None:
+        folder = RunFolder(Path(config.out))
+        return launch(folder.config, config.plan.ranks) if begin(folder, config, console) else 0
+    wish = Wish()
+    with listening(wish):
+        return _train(config, console, wish)
+
+
+def _train(config: Config, console: Console, wish: Wish) -> int:
+    folder = RunFolder(Path(config.out))
+    job = Job.load(config.job, inputs=config.input, arguments=config.arguments)
+    supply = find_supply(config, job)
+    _seed(config)
+    first = supply.first(config, job)
+    if not begin(folder, config, console):
+        return 0
+    expected = forecast(job, first.inputs, config)
+    supply.check_labels(expected.graph)
+    runner, expected = build_runner(config, job, expected, first, folder)
+    feed, validation = supply.feeds(config, job, lazy=runner.lazy, replica=runner.replica)
+    if feed.steps < 1:
+        raise TrainError(f"{supply.examples} examples make no step of {supply.batch} x {config.train.accumulate}")
+    if runner.rank == 0:
+        examples = feed.steps * supply.batch * config.train.accumulate if supply.train is None else supply.examples
+        console.print(start_table(config, job, expected, steps=feed.steps, examples=examples))
+        console.print()
+    metrics = _metrics(config, runner, validation)
+    assert runner.optimizer is not None
+    loop = Loop(
+        config,
+        runner,
+        feed,
+        validation,
+        folder,
+        make_show(console, rank=runner.rank),
+        Journal(folder, config, _figures(metrics, validation is not None)) if runner.rank == 0 else None,
+        make_schedule(config.schedule, runner.optimizer, epochs=config.train.epochs, steps=feed.steps),
+        metrics,
+        parse_bytes(config.plan.memory) if config.plan.memory else None,
+        wish=wish,
+    )
+    if loop.resume() and runner.rank == 0:
+        where = loop.position
+        console.print(f"going on at epoch {where.epoch + 1}, step {where.step + 1}", highlight=False)
+    if runner.rank == 0:
+        write_beginning(loop, expected)
+    return _run(loop, supply, console)
+
+
+def begin(folder: RunFolder, config: Config, console: Console) -> bool:
+    """Enter the folder of the run; False if there is nothing left to do in it."""
+    identity = identify(os.environ)
+    if identity is not None and identity.rank > 0:
+        return True
+    begun = folder.open(config)
+    position = folder.read_facts().get("position") or {}
+    over = folder.read_facts().get("ended") in ("finished", "stopped early")
+    if begun and over and int(position.get("epoch", 0)) >= config.train.epochs:
+        console.print(f"{folder.path} is finished; see {folder.report}", highlight=False)
+        return False
+    return True
+
+
+def _run(loop: Loop, supply: Supply, console: Console) -> int:
+    """Run the loop, and write down how it went whatever happens."""
+    folder, began = loop.folder, time.monotonic()
+    ended = "failed"
+    try:
+        ending = loop.run()
+        ended = ending.how
+    except BaseException as error:
+        if loop.runner.rank == 0:
+            folder.note(error=str(error) or type(error).__name__)
+        raise
+    finally:
+        if loop.runner.rank == 0:
+            write_ending(loop, supply, ended, time.monotonic() - began)
+        loop.runner.close()
+    if loop.runner.rank == 0:
+        say_ending(loop, supply, ending, console)
+    if ending.how == "interrupted":
+        return 128 + (ending.signal or 0)
+    return 1 if loop.checkpoints_lost and not folder.last.exists() else 0
+
+
+def _metrics(config: Config, runner: Runner, validation: Feed | JobFeed | None) -> tuple[str, ...]:
+    if config.metrics or not isinstance(validation, Feed):
+        make_metrics(config.metrics)
+        return config.metrics
+    first = validation.first()
+    if first is None or not isinstance(first.targets, torch.Tensor):
+        return ()
+    return default_metrics(first.targets)
+
+
+def _figures(metrics: tuple[str, ...], validated: bool) -> list[str]:
+    return ["validation_loss", *(f"validation_{name}" for name in metrics)] if validated else []
+
+
+def _seed(config: Config) -> None:
+    seed = config.train.seed
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    if config.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False

@@ -1,0 +1,126 @@
+"""From a forecast to a runner: plain where it fits, within the budget or in tiles where not, many ranks by a plan."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+
+from outcore.cost.estimate import estimate
+from outcore.errors import TrainError
+from outcore.job import Job
+from outcore.machine import remembered
+from outcore.machine.units import format_bytes, parse_bytes
+from outcore.plan_document import Plan
+from outcore.planner import Weights
+from outcore.planner import plan as make_plan
+from outcore.run.world import World, identify
+from outcore.train.config import Config
+from outcore.train.engine_runner import EngineRunner, finite_only
+from outcore.train.feed import MicroBatch
+from outcore.train.run_folder import RunFolder
+from outcore.train.runner import PRECISIONS, PlainRunner, default_loss
+from outcore.train.schedules import make_optimizer
+from outcore.train.start import Forecast, device_here
+
+__all__ = ["build_runner"]
+
+_TIMEOUT_S = 300.0
+"""After which a silent rank ends the run."""
+
+
+def build_runner(
+    config: Config, job: Job, expected: Forecast, first: MicroBatch, folder: RunFolder
+) -> tuple[PlainRunner | EngineRunner, Forecast]:
+    """What will make the steps, and the forecast with what was decided."""
+    if identify(os.environ) is not None or config.plan.file is not None:
+        return _engine(config, job, expected, first, folder)
+    return _plain(config, job, expected)
+
+
+def _plain(config: Config, job: Job, expected: Forecast) -> tuple[PlainRunner | EngineRunner, Forecast]:
+    torch.manual_seed(config.train.seed)
+    model = job.build()
+    budget = parse_bytes(config.plan.memory) if config.plan.memory else None
+    lazy = False
+    decisions: list[tuple[str, str]] = []
+    if config.plan.tile is not None:
+        from outcore.stream import stream
+
+        model = stream(model, tile=config.plan.tile, workers=2)
+        lazy = True
+        decisions.append(("streamed", f"the early part of the network in tiles of {config.plan.tile} pixels"))
+    elif budget is not None and (expected.peak_bytes is None or expected.peak_bytes > budget):
+        needs = "?" if expected.peak_bytes is None else format_bytes(expected.peak_bytes)
+        raise TrainError(f"a plain step needs {needs}, the budget is {format_bytes(budget)}; say plan.tile=1024")
+    runner = PlainRunner(
+        model,
+        make_optimizer(config.optimizer, job),
+        loss=job.loss or default_loss,
+        device=device_here(config.train.device)[0],
+        precision=config.train.precision,
+        clip=config.train.clip,
+        skip_nan=config.train.on_nan == "skip",
+        lazy=lazy,
+    )
+    return runner, replace(expected, decisions=tuple(decisions))
+
+
+def _engine(
+    config: Config, job: Job, expected: Forecast, first: MicroBatch, folder: RunFolder
+) -> tuple[EngineRunner, Forecast]:
+    from outcore.run import Engine
+
+    world = World.join(timeout_s=_TIMEOUT_S)
+    planned = _plan(config, expected, world.size) if world.rank == 0 else None
+    plan = Plan.from_json(world.share(planned.to_json() if planned is not None else None)[0])
+    if world.rank == 0:
+        plan.save(folder.plan)
+    settings = config.train
+    engine = Engine(
+        job,
+        plan,
+        loss=job.loss or default_loss,
+        optimizer=make_optimizer(config.optimizer, job),
+        example=_stand_in(first.inputs),
+        clip_norm=settings.clip,
+        autocast=PRECISIONS.get(settings.precision),
+        loss_scale=finite_only() if settings.on_nan == "skip" and settings.precision != "fp16" else None,
+        accumulate=settings.accumulate,
+        seed=settings.seed,
+        device=settings.device,
+        timeout_s=_TIMEOUT_S,
+    )
+    predicted = plan.predicted
+    decided = ("plan", f"{len(plan.stages)} stages x {plan.replicas} replicas on {world.size} ranks, {plan.schedule}")
+    expected = replace(expected, decisions=(decided,))
+    if predicted is not None:
+        expected = replace(expected, planned_step_s=predicted.time_s, planned_peak_bytes=max(predicted.peak_bytes))
+    return EngineRunner(engine, world), expected
+
+
+def _plan(config: Config, expected: Forecast, ranks: int) -> Plan:
+    """The plan that was given, or one made here."""
+    if config.plan.file is not None:
+        return Plan.load(config.plan.file)
+    graph = expected.graph
+    if graph is None:
+        raise TrainError(f"{ranks} ranks need a plan, and {'; '.join(expected.notes)}; write one by hand: plan.file=…")
+    if ranks == 1:
+        return Plan(graph.fingerprint, (("",),))
+    machine = remembered()
+    budget = parse_bytes(config.plan.memory) if config.plan.memory else machine.devices[0].memory_bytes
+    weights = Weights.of(graph, estimate(graph, machine))
+    schedule = cast("Any", config.plan.schedule)
+    return make_plan(graph, weights, devices=ranks, memory_bytes=budget, schedule=schedule, machine=machine.fingerprint)
+
+
+def _stand_in(inputs: Any) -> Any:
+    """Tensors without content, of the shape of a batch."""
+    if isinstance(inputs, (tuple, list)):
+        return tuple(_stand_in(x) for x in inputs)
+    if isinstance(inputs, dict):
+        return {name: _stand_in(x) for name, x in inputs.items()}
+    return torch.empty(tuple(inputs.shape), dtype=inputs.dtype, device="meta") if hasattr(inputs, "shape") else inputs

@@ -1,0 +1,95 @@
+"""What is written down and said about a run: when it begins, and however it ends."""
+
+from __future__ import annotations
+
+import csv
+import json
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from outcore.report import page, run_bundle
+from outcore.train.loop import Ending, Loop
+from outcore.train.run_folder import RunFolder, replace
+from outcore.train.start import Forecast
+from outcore.train.supply import Supply
+
+__all__ = ["environment", "say_ending", "write_beginning", "write_ending", "write_report"]
+
+
+def write_beginning(loop: Loop, expected: Forecast) -> None:
+    """Put down what was decided and expected, before the first step."""
+    folder = loop.folder
+    folder.note(
+        ended=None,
+        error=None,
+        environment=environment(),
+        forecast=expected.to_json(),
+        watch=loop.config.watch,
+        budget_bytes=loop.budget_bytes,
+        memory={"predicted": list(expected.curve)} if expected.curve else None,
+    )
+    if expected.graph is not None:
+        replace(folder.path / "graph.json", json.dumps(expected.graph.to_json()))
+
+
+def write_ending(loop: Loop, supply: Supply, ended: str, time_s: float) -> None:
+    """Put down how it ended, and list the bad slides."""
+    folder, where = loop.folder, loop.position
+    folder.note(
+        ended=ended,
+        time_s=time_s + float(folder.read_facts().get("time_s") or 0.0),
+        position=where.to_json(),
+        measured=loop.measured(),
+        bad=[str(b) for b in supply.bad],
+        not_finite=where.not_finite,
+        checkpoints_lost=loop.checkpoints_lost,
+    )
+    if supply.bad:
+        with (folder.path / "bad.csv").open("w", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(["path", "reason"])
+            writer.writerows([str(b.path), b.reason] for b in supply.bad)
+    write_report(folder)
+
+
+def write_report(folder: RunFolder) -> Path:
+    """The page of a run, as one file."""
+    replace(folder.report, page(run_bundle(folder.path)))
+    return folder.report
+
+
+def say_ending(loop: Loop, supply: Supply, ending: Ending, console: Console) -> None:
+    """Tell what happened, trouble first."""
+    where = loop.position
+    for bad in supply.bad:
+        console.print(f"skipped: {bad}", highlight=False, markup=False)
+    if where.not_finite:
+        console.print(f"{where.not_finite} steps were not finite and left the weights alone", highlight=False)
+    if loop.checkpoints_lost:
+        console.print(f"{loop.checkpoints_lost} checkpoints could not be written", style="red", highlight=False)
+    best = ""
+    if where.best is not None and where.best_epoch is not None:
+        best = f"; best {loop.config.watch} {where.best:.4g} in epoch {where.best_epoch + 1}"
+    console.print(f"{ending.how} after {where.step} steps{best}", highlight=False)
+    console.print(f"report: {loop.folder.report}", highlight=False, markup=False, soft_wrap=True)
+    if ending.how == "interrupted":
+        console.print("run the same command again to go on", highlight=False)
+
+
+def environment() -> dict[str, Any]:
+    """What the run was made with."""
+    from outcore import __version__
+
+    return {
+        "outcore": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "command": " ".join(sys.argv),
+        "cuda": torch.version.cuda,
+    }

@@ -1,0 +1,253 @@
+"""The training loop: epochs of steps, a validation after each, checkpoints, and every kind of trouble on the way.
+
+Nothing here knows how a step is executed (`Runner`), where examples come from (`Feed`) or who looks on (`Show`,
+`Journal`). What the loop itself remembers is a `Position`, saved with every checkpoint, so that a run that goes on
+after an interruption does bitwise what it would have done without one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch.optim import lr_scheduler
+
+from outcore.errors import CheckpointError, TrainError
+from outcore.train.config import Config
+from outcore.train.feed import Feed, JobFeed, MicroBatch
+from outcore.train.journal import Journal
+from outcore.train.metrics import make_metrics
+from outcore.train.position import Position
+from outcore.train.progress import Show
+from outcore.train.run_folder import RunFolder
+from outcore.train.runner import Outcome, Runner
+from outcore.train.stopping import Wish
+
+__all__ = ["Ending", "Loop"]
+
+HowEnded = Literal["finished", "stopped early", "interrupted"]
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a run ended."""
+
+    how: HowEnded
+    signal: int | None = None
+
+
+@dataclass
+class Loop:
+    """One run; `run` goes from where `position` stands to the end."""
+
+    config: Config
+    runner: Runner
+    feed: Feed | JobFeed
+    validation: Feed | JobFeed | None
+    folder: RunFolder
+    show: Show
+    journal: Journal | None
+    """None on all ranks but the first."""
+    schedule: lr_scheduler.LRScheduler | None = None
+    metrics: tuple[str, ...] = ()
+    budget_bytes: int | None = None
+    position: Position = field(default_factory=Position)
+    wish: Wish = field(default_factory=Wish)
+    checkpoints_lost: int = 0
+    on_step: Callable[[Mapping[str, Any]], None] = lambda row: None
+    _times: list[float] = field(default_factory=list)
+    _relieved: bool = False
+
+    def resume(self) -> bool:
+        """Take up the last checkpoint, if there is one."""
+        if not self.folder.last.exists():
+            if self.journal is not None:
+                self.journal.resume(step=0, epoch=0)
+            return False
+        state = self.runner.load(self.folder.last)
+        self.position = Position.from_json(state["position"])
+        if self.schedule is not None and state.get("schedule"):
+            self.schedule.load_state_dict(state["schedule"])
+        if self.journal is not None:
+            self.journal.resume(step=self.position.step, epoch=self.position.epoch)
+        return True
+
+    def run(self) -> Ending:
+        """Train until the last epoch, an early stop, or a signal."""
+        where = self.position
+        self.show.begin(self.config.train.epochs, self.feed.steps, where.step)
+        try:
+            while where.epoch < self.config.train.epochs:
+                if not self._epoch():
+                    self.save()
+                    return Ending("interrupted", self.wish.signal)
+                if where.stale(self.config.train.patience):
+                    return Ending("stopped early")
+        finally:
+            self.show.end()
+            if self.journal is not None:
+                self.journal.close()
+        return Ending("finished")
+
+    def save(self, *, best: bool = False) -> None:
+        """Write a checkpoint; a disk that is full is said and counted, and the last good one is kept."""
+        schedule = None if self.schedule is None else _plain_state(self.schedule.state_dict())
+        state = {"position": self.position.to_json(), "schedule": schedule}
+        try:
+            self.runner.save(self.folder.best if best else self.folder.last, state, keep=1 if best else 2)
+        except (CheckpointError, OSError) as error:
+            self.checkpoints_lost += 1
+            self.show.say(f"warning: no checkpoint at step {self.position.step}: {error}; the one before is kept")
+
+    def measured(self) -> dict[str, Any]:
+        """Figures of the steps made in this process, the first left out: it prepares what later ones reuse."""
+        times = sorted(self._times[1:] or self._times)
+        return {
+            "steps": len(self._times),
+            "first_step_s": self._times[0] if self._times else None,
+            "step_s": times[len(times) // 2] if times else None,
+            "peak_bytes": self.runner.peak_bytes(),
+        }
+
+    def _epoch(self) -> bool:
+        """The rest of an epoch; False if a signal came in between."""
+        where, every = self.position, self.config.checkpoint.every_steps
+        with contextlib.closing(self.feed.epoch(where.epoch, where.step_in_epoch)) as steps:
+            for micro_batches in steps:
+                if not micro_batches:  # every example of the step was bad and is listed
+                    where.step_in_epoch += 1
+                    where.step += 1
+                    continue
+                self._step(micro_batches)
+                if self._asked():
+                    return False
+                if every is not None and where.step % every == 0 and where.step_in_epoch < self.feed.steps:
+                    self.save()
+        self._end_epoch()
+        return not self._asked() or where.epoch >= self.config.train.epochs
+
+    def _asked(self) -> bool:
+        """Whether any rank was asked to stop; all ranks learn it at the same step."""
+        found = self.runner.agree(self.wish.signal or 0)
+        if found:
+            self.wish.signal = found
+        return bool(found)
+
+    def _step(self, micro_batches: list[MicroBatch]) -> None:
+        where, began = self.position, time.perf_counter()
+        outcome = self._attempt(micro_batches)
+        time_s = time.perf_counter() - began
+        if self.schedule is not None and self.config.schedule.every == "step" and outcome.updated:
+            self.schedule.step()
+        examples = sum(m.examples for m in micro_batches) * self.runner.replica[1]
+        row = {
+            "step": where.step,
+            "epoch": where.epoch,
+            "loss": outcome.loss,
+            "learning_rate": self._learning_rate(),
+            "gradient_norm": outcome.gradient_norm,
+            "time_s": time_s,
+            "examples_per_s": examples / time_s,
+            "memory_bytes": self.runner.peak_bytes(),
+            "budget_bytes": self.budget_bytes,
+        }
+        if not outcome.updated or outcome.loss != outcome.loss:
+            self._not_finite(outcome, micro_batches)
+        where.add(outcome.loss, examples, time_s)
+        self._times.append(time_s)
+        if self.journal is not None:
+            self.journal.add_step(row)
+        self.show.step(row)
+        self.on_step(row)
+
+    def _attempt(self, micro_batches: list[MicroBatch]) -> Outcome:
+        """A step; where memory runs out, once more with more room left."""
+        try:
+            return self.runner.step(micro_batches)
+        except torch.OutOfMemoryError as error:
+            first_line = str(error).splitlines()[0]
+        said = None if self._relieved else self.runner.relieve()
+        self._relieved = True
+        if said is None:
+            names = ", ".join(micro_batches[0].names[:3])
+            raise TrainError(
+                f"out of memory in step {self.position.step} ({names}): {first_line}; give a budget below the device's "
+                "memory with --memory, a smaller --batch, or train.precision=bf16"
+            )
+        self.show.say(f"warning: out of memory in step {self.position.step}; {said}")
+        return self.runner.step(micro_batches)
+
+    def _not_finite(self, outcome: Outcome, micro_batches: list[MicroBatch]) -> None:
+        """A loss or gradient that is not a number: skip it and count, or stop and say where."""
+        where = self.position
+        where.not_finite += 1
+        names = ", ".join(name for m in micro_batches for name in m.names[:3])
+        said = f"the loss of step {where.step} is {outcome.loss} ({names})"
+        if self.config.train.precision == "fp16" and outcome.loss == outcome.loss:
+            return  # the loss scale was too large, and has learned it
+        if self.config.train.on_nan == "skip":
+            self.show.say(f"warning: {said}; the weights were left alone ({where.not_finite} so far)")
+            return
+        advice = "try a smaller optimizer.lr, train.clip=1 or train.on_nan=skip"
+        raise TrainError(f"{said}; {advice}; the last checkpoint is from before it")
+
+    def _end_epoch(self) -> None:
+        """Validate, note, and save."""
+        where = self.position
+        row: dict[str, Any] = {
+            "epoch": where.epoch,
+            "step": where.step,
+            "loss": where.mean_loss,
+            "learning_rate": self._learning_rate(),
+            "time_s": where.epoch_time_s,
+        }
+        figures = self._validate()
+        row |= figures
+        if self.schedule is not None and self.config.schedule.every == "epoch":
+            self._advance(figures)
+        watched = figures.get(f"validation_{self.config.watch}", row["loss"] if self.config.watch == "loss" else None)
+        better = watched is not None and where.judge(self.config.watch, watched)
+        where.end_epoch()
+        if self.journal is not None:
+            self.journal.add_epoch(row)
+        shown = "  ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in figures.items())
+        self.show.say(f"epoch {where.epoch}: loss {row['loss']:.4g}  {shown}{'  (best)' if better and figures else ''}")
+        if better:
+            self.save(best=True)
+        self.save()
+
+    def _validate(self) -> dict[str, float]:
+        if self.validation is None:
+            return {}
+        metrics = make_metrics(self.metrics)
+        total, examples = 0.0, 0
+        with contextlib.closing(self.validation.epoch(0)) as steps:
+            for micro_batch in (m for micro_batches in steps for m in micro_batches):
+                loss, output = self.runner.evaluate(micro_batch)
+                total += loss * micro_batch.examples
+                examples += micro_batch.examples
+                if output is not None:
+                    for metric in metrics.values():
+                        metric.add(output.float().cpu(), micro_batch.targets.cpu())
+        found = {"validation_loss": total / examples if examples else float("nan")}
+        return found | {f"validation_{name}": metric.value() for name, metric in metrics.items()}
+
+    def _advance(self, figures: Mapping[str, float]) -> None:
+        assert self.schedule is not None
+        if isinstance(self.schedule, lr_scheduler.ReduceLROnPlateau):
+            self.schedule.step(figures.get(f"validation_{self.config.watch}", self.position.mean_loss))
+        else:
+            self.schedule.step()
+
+    def _learning_rate(self) -> float | None:
+        optimizer = self.runner.optimizer
+        return float(optimizer.param_groups[0]["lr"]) if optimizer is not None else None
+
+
+def _plain_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A schedule's state without what JSON cannot hold; functions come from the settings again."""
+    return {k: v for k, v in state.items() if isinstance(v, (int, float, str, bool, list, type(None)))}

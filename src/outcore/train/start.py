@@ -1,0 +1,152 @@
+"""Before the first step: what will be trained, what it will cost, and what was decided, as one small table.
+
+The network is recorded for the size of the data at hand without memory for either, its costs are estimated for the
+device, and the table says what a plain step would need beside what was planned. Nothing is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from outcore.cost.estimate import estimate
+from outcore.cost.memory import memory_curve
+from outcore.cost.step import predict_step
+from outcore.errors import OutcoreError
+from outcore.graph import Graph, capture
+from outcore.job import Job
+from outcore.machine import Device, format_bytes, format_time, remembered
+from outcore.report.run import thin
+from outcore.train.config import Config
+
+__all__ = ["Forecast", "device_here", "forecast", "start_table"]
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What is expected of a run; figures that could not be predicted are None."""
+
+    graph: Graph | None
+    device: str
+    shapes: tuple[tuple[int, ...], ...]
+    parameters: int = 0
+    step_s: float | None = None
+    """Of one micro-batch, without a budget."""
+    peak_bytes: int | None = None
+    capacity_bytes: int | None = None
+    notes: tuple[str, ...] = ()
+    planned_step_s: float | None = None
+    planned_peak_bytes: int | None = None
+    decisions: tuple[tuple[str, str], ...] = ()
+    curve: tuple[int, ...] = ()
+    """Memory of a plain step from call to call."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, without the graph."""
+        return {
+            "device": self.device,
+            "shapes": [list(s) for s in self.shapes],
+            "parameters": self.parameters,
+            "step_s": self.step_s,
+            "peak_bytes": self.peak_bytes,
+            "capacity_bytes": self.capacity_bytes,
+            "planned_step_s": self.planned_step_s,
+            "planned_peak_bytes": self.planned_peak_bytes,
+            "notes": list(self.notes),
+            "decisions": [list(d) for d in self.decisions],
+        }
+
+
+def device_here(name: str | None) -> tuple[str, Device]:
+    """The device to train on: what was asked for, else a GPU if there is one."""
+    chosen = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    kind = chosen.split(":")[0]
+    devices = remembered().devices
+    return chosen, next((d for d in devices if d.kind == kind), devices[0])
+
+
+def forecast(job: Job, inputs: Any, config: Config) -> Forecast:
+    """Estimate a plain step for inputs of a given size: tensors, lazy batches, or a tuple of them."""
+    _, device = device_here(config.train.device)
+    given = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
+    shapes = tuple(tuple(x.shape) for x in given if hasattr(x, "shape"))
+    try:
+        graph = _record(job, given)
+        costs = estimate(graph, device)
+        step = predict_step(graph, costs)
+        make = job.optimizer if job.optimizer is not None else 2.0
+        curve = memory_curve(graph, costs, optimizer=make)
+    except OutcoreError as error:
+        return Forecast(None, device.name, shapes, notes=(f"nothing is predicted: {str(error).splitlines()[0]}",))
+    notes = (f"{len(step.unmeasured)} calls of unknown time are not in it",) if step.unmeasured else ()
+    parameters = graph.root.parameters
+    totals = [moment.bytes.total for moment in curve.moments]
+    return Forecast(
+        graph,
+        device.name,
+        shapes,
+        parameters,
+        step.step_s,
+        curve.peak_bytes,
+        device.memory_bytes,
+        notes,
+        curve=tuple(totals[i] for i in thin(range(len(totals)), totals)),
+    )
+
+
+def _record(job: Job, inputs: Sequence[Any]) -> Graph:
+    """The graph for inputs of these shapes; nothing of this size is ever made."""
+    with torch.device("meta"):
+        stand_ins = tuple(torch.empty(tuple(x.shape), dtype=x.dtype) if hasattr(x, "shape") else x for x in inputs)
+    return capture(job.build("meta").train(), stand_ins)
+
+
+def start_table(config: Config, job: Job, found: Forecast, *, steps: int, examples: int) -> Table:
+    """What was decided and what it will cost.
+
+    Args:
+        config: the settings.
+        job: what is trained.
+        found: the forecast.
+        steps: of an epoch.
+        examples: of an epoch.
+    """
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    shapes = ", ".join("x".join(map(str, shape)) for shape in found.shapes)
+    table.add_row("train", f"{job.name} on {found.device}")
+    table.add_row("network", f"{found.parameters:,} parameters, input {shapes}, {config.train.precision}")
+    table.add_row(
+        "data", f"{examples:,} examples, {steps:,} steps an epoch, {config.train.epochs} epochs, {_batch(config)}"
+    )
+    if found.peak_bytes is not None and found.capacity_bytes is not None:
+        table.add_row("plain step", f"{_time(found.step_s)}, {format_bytes(found.peak_bytes)} at its peak (estimated)")
+    for name, text in found.decisions:
+        table.add_row(name, text)
+    step_s = found.planned_step_s or found.step_s
+    if step_s is not None:
+        whole = step_s * config.train.accumulate * steps
+        rate = examples / whole if whole else 0.0
+        table.add_row("expected", f"{_time(whole)} an epoch, {rate:.3g} examples/s")
+    for note in found.notes:
+        table.add_row("note", note)
+    table.add_row("run", f"{config.out} (settings, log, checkpoints, report)")
+    return table
+
+
+def _batch(config: Config) -> str:
+    size = f"batch {config.train.batch or 1}"
+    return size + (f" x {config.train.accumulate}" if config.train.accumulate > 1 else "")
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return "?"
+    if seconds < 120:
+        return format_time(seconds)
+    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,131 @@
+"""A run that was interrupted ends where one that was not does, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from outcore.errors import TrainError
+from outcore.train.config import Config
+
+from .running import BREAK, TERMINATE, run, same, table, weights, write_job
+
+WORDS = (
+    *("train.epochs=4", "train.batch=3", "train.accumulate=2", "train.clip=1.0", "schedule.name=CosineAnnealingLR"),
+    *("schedule.every=step", "checkpoint.every_steps=2"),
+)
+STEPS = 16
+POINTS = sorted(random.Random(0).sample(range(STEPS * 2 - 2), 10))
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("straight")
+    assert run(write_job(folder), folder / "run", *WORDS)[0] == 0
+    return folder / "run"
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_run_asked_to_stop_anywhere_ends_with_the_same_weights(straight: Path, tmp_path: Path, point: int) -> None:
+    code, said = run(write_job(tmp_path, stop_at=(point,)), tmp_path / "run", *WORDS)
+    assert code == 128 + signal.SIGTERM and "run the same command again" in said
+    assert len(table(tmp_path / "run" / "steps.csv")) == point // 2 + 1
+    code, said = run(write_job(tmp_path), tmp_path / "run", *WORDS)
+    assert code == 0 and "going on at" in said
+    assert same(weights(tmp_path / "run"), weights(straight))
+    for log in ("steps.csv", "epochs.csv"):
+        without = ("memory_bytes",)  # counted in the second step of a process
+        assert table(tmp_path / "run" / log, *without) == table(straight / log, *without)
+
+
+@pytest.mark.parametrize("point", [3, 12, 25])
+def test_a_run_that_broke_goes_on_from_its_last_checkpoint(straight: Path, tmp_path: Path, point: int) -> None:
+    with pytest.raises(RuntimeError, match="the power went out"):
+        run(write_job(tmp_path, stop_at=(point,), how=BREAK), tmp_path / "run", *WORDS)
+    assert run(write_job(tmp_path), tmp_path / "run", *WORDS)[0] == 0
+    assert same(weights(tmp_path / "run"), weights(straight))
+    assert table(tmp_path / "run" / "steps.csv", "memory_bytes") == table(straight / "steps.csv", "memory_bytes")
+
+
+def test_the_same_command_again_changes_nothing_and_more_epochs_go_on(straight: Path, tmp_path: Path) -> None:
+    job = write_job(tmp_path)
+    short = (*(w for w in WORDS if "epochs" not in w and "schedule" not in w), "train.epochs=2")
+    longer = (*short[:-1], "train.epochs=3")
+    assert run(job, tmp_path / "one", *short)[0] == 0
+    before = weights(tmp_path / "one")
+    code, said = run(job, tmp_path / "one", *short)
+    assert code == 0 and "is finished" in said and same(weights(tmp_path / "one"), before)
+    assert run(job, tmp_path / "one", *longer)[0] == 0 and run(job, tmp_path / "two", *longer)[0] == 0
+    assert same(weights(tmp_path / "one"), weights(tmp_path / "two"))
+
+
+def test_a_folder_of_another_run_is_not_touched(tmp_path: Path) -> None:
+    job = write_job(tmp_path)
+    run(job, tmp_path / "run", "train.epochs=1")
+    with pytest.raises(TrainError, match=r"holds another run: train\.seed was 0, now 1"):
+        run(job, tmp_path / "run", "train.epochs=1", "train.seed=1")
+    with pytest.raises(TrainError, match="holds a run already; go on with --resume auto"):
+        run(job, tmp_path / "run", "train.epochs=1", "resume=never")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.tex").write_text("")
+    with pytest.raises(TrainError, match="with other files in it"):
+        run(job, tmp_path / "other", "train.epochs=1")
+
+
+def test_a_torn_checkpoint_is_passed_over(straight: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    run(write_job(tmp_path, stop_at=(22,)), out, *WORDS)
+    (newest,) = sorted((out / "checkpoints" / "last").glob("step-*"))[-1:]
+    file = next(newest.glob("weights-*"))
+    file.write_bytes(file.read_bytes()[:-20])
+    with pytest.warns(UserWarning, match="passed over"):
+        assert run(write_job(tmp_path), out, *WORDS)[0] == 0
+    assert same(weights(out), weights(straight))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGKILL])
+def test_a_real_process_is_signalled_and_started_again(straight: Path, tmp_path: Path, number: signal.Signals) -> None:
+    how = TERMINATE.replace("signal.SIGTERM", f"signal.{number.name}")
+    config = Config.read({"job": "job.py", "out": "run", "train": {"device": "cpu"}}, WORDS)
+    (tmp_path / "run.yaml").write_text(config.to_yaml())
+    command = [sys.executable, "-m", "outcore", "train", "run.yaml"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    write_job(tmp_path, stop_at=(13,), how=how)
+    first = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert first.returncode == (-number if number == signal.SIGKILL else 128 + number), first.stderr
+    write_job(tmp_path)
+    second = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert second.returncode == 0, second.stderr
+    assert same(weights(tmp_path / "run"), weights(straight))
+
+
+@pytest.mark.slow
+def test_what_one_process_saved_goes_on_on_two_ranks_and_back(tmp_path: Path) -> None:
+    job = tmp_path / "job.py"
+    text = write_job(tmp_path).read_text().replace("nn.Dropout(0.3), nn.BatchNorm1d(16), ", "")
+    job.write_text(text)
+    words = ["train.batch=4", "train.device=cpu", "train.steps=4", "data.on_bad=raise"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    def go(out: str, epochs: int, ranks: int) -> None:
+        command = [sys.executable, "-m", "outcore", "train", "job.py", "--out", out, "--ranks", str(ranks), *words]
+        done = subprocess.run(
+            [*command, f"train.epochs={epochs}"], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+
+    go("straight", 3, 1)
+    go("changing", 1, 1)
+    go("changing", 2, 2)
+    go("changing", 3, 1)
+    one, two = weights(tmp_path / "straight"), weights(tmp_path / "changing")
+    for name, tensor in one.items():
+        assert torch.allclose(tensor, two[name], atol=1e-6), name

@@ -1,0 +1,217 @@
+"""A whole run: the weights of a plain loop, and every kind of trouble named, counted and handled as told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from outcore.data import write_slides
+from outcore.errors import CheckpointError, ConfigError, DataError, TrainError
+from outcore.job import Job
+from outcore.train.examples import OwnExamples
+from outcore.train.feed import Feed
+from outcore.train.runner import PlainRunner
+
+from .running import run, same, table, weights, write_job
+
+SLIDES = """
+import torch
+from outcore.models import SlideNet
+
+def model():
+    return SlideNet(width=2)
+
+def batch(size):
+    return torch.rand(size, 3, 64, 64), torch.randint(2, (size,))
+"""
+
+
+def slide_job(folder: Path, **options: Any) -> tuple[Path, Path]:
+    (folder / "slides.py").write_text(SLIDES)
+    return folder / "slides.py", write_slides(folder / "data", 4, size=(64, 80), tile=32, **options)
+
+
+def test_the_weights_are_those_of_a_plain_loop(tmp_path: Path) -> None:
+    path = write_job(tmp_path)
+    assert run(path, tmp_path / "run", "train.epochs=2", "train.batch=4", "train.seed=3", "train.clip=0.5")[0] == 0
+    job = Job.load(str(path))
+    assert job.dataset is not None and job.optimizer is not None
+    torch.manual_seed(3)
+    net = job.build()
+    optimizer = job.optimizer(net.parameters())
+    feed = Feed(OwnExamples(job.dataset("train")), 4, seed=3)
+    for epoch in range(2):
+        for (batch,) in feed.epoch(epoch):
+            optimizer.zero_grad()
+            F.cross_entropy(net(batch.inputs), batch.targets).backward()
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+            optimizer.step()
+        net.eval()
+        with torch.no_grad():
+            held = OwnExamples(job.dataset("validation"))
+            losses = [
+                (F.cross_entropy(net(b.inputs), b.targets).item(), b.examples)
+                for (b,) in Feed(held, 4, training=False).epoch(0)
+            ]
+        net.train()
+    assert same(weights(tmp_path / "run"), dict(net.state_dict()))
+    last = table(tmp_path / "run" / "epochs.csv")[-1]
+    assert float(last["validation_loss"]) == pytest.approx(sum(v * n for v, n in losses) / 9, rel=1e-6)
+
+
+def test_what_is_left_behind_can_be_read_without_outcore(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    run(write_job(tmp_path), tmp_path / "run", "train.epochs=3", "watch=accuracy")
+    facts = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert facts["ended"] == "finished" and facts["position"]["step"] == 18
+    assert facts["measured"]["steps"] == 18 and facts["measured"]["peak_bytes"] > 0
+    (best,) = (tmp_path / "run" / "checkpoints" / "best").glob("step-*/weights-*")
+    net = Job.load(str(tmp_path / "job.py")).build()
+    net.load_state_dict(load_file(best))
+    epochs = table(tmp_path / "run" / "epochs.csv")
+    accuracies = [float(row["validation_accuracy"]) for row in epochs]
+    assert facts["position"]["best"] == pytest.approx(max(accuracies), rel=1e-6)
+
+
+def test_batches_of_a_job_without_data(tmp_path: Path) -> None:
+    path = write_job(tmp_path)
+    path.write_text(path.read_text().replace("def dataset", "def other"))
+    with pytest.raises(ConfigError, match=r"makes its own batches.*train\.steps=100"):
+        run(path, tmp_path / "run")
+    assert run(path, tmp_path / "run", "train.steps=3", "train.batch=4")[0] == 0
+    assert len(table(tmp_path / "run" / "steps.csv")) == 3
+
+
+def test_early_stopping(tmp_path: Path) -> None:
+    words = ("train.epochs=30", "train.patience=2", "optimizer.lr=0.0")
+    _, said = run(write_job(tmp_path), tmp_path / "run", *words, "watch=accuracy")
+    best = json.loads((tmp_path / "run" / "run.json").read_text())["position"]["best_epoch"]
+    epochs = [float(row["validation_accuracy"]) for row in table(tmp_path / "run" / "epochs.csv")]
+    assert "stopped early" in said and len(epochs) == best + 3 < 30
+    assert epochs[best] == max(epochs) and epochs.index(max(epochs)) == best
+
+
+def test_streamed_in_tiles_the_losses_are_those_of_whole_slides(tmp_path: Path) -> None:
+    job, data = slide_job(tmp_path)
+    words = (f"data.train={data}", "data.validation=0.25", "train.epochs=2")
+    run(job, tmp_path / "plain", *words)
+    _, said = run(job, tmp_path / "tiles", *words, "plan.tile=24")
+    assert "tiles of 24 pixels" in said
+    for one, two in zip(*(table(tmp_path / n / "steps.csv") for n in ("plain", "tiles")), strict=True):
+        assert float(one["loss"]) == pytest.approx(float(two["loss"]), abs=1e-5)
+
+
+def test_a_bad_slide_is_named_and_stops_or_is_skipped_and_listed(tmp_path: Path) -> None:
+    job, data = slide_job(tmp_path)
+    (data.parent / "slides-001.tif").write_bytes(b"MM nothing")
+    with pytest.raises(DataError, match=r"line 3: .*slides-001\.tif.*on_bad=skip"):
+        run(job, tmp_path / "run", f"data.train={data}")
+    code, said = run(job, tmp_path / "run2", f"data.train={data}", "data.on_bad=skip", "train.epochs=2")
+    assert code == 0 and said.count("skipped: ") == 1 and "slides-001.tif" in said
+    listed = (tmp_path / "run2" / "bad.csv").read_text()
+    assert "slides-001.tif" in listed and len(listed.splitlines()) == 2
+    assert "slides-001.tif" in (tmp_path / "run2" / "report.html").read_text()
+
+
+def test_a_label_the_network_cannot_give_is_named_before_training(tmp_path: Path) -> None:
+    job, data = slide_job(tmp_path)
+    data.write_text(data.read_text().replace("slides-002.tif,0", "slides-002.tif,5").replace("002.tif,1", "002.tif,5"))
+    with pytest.raises(
+        TrainError, match=r"slides\.csv, line 4 .*: label 5; the network has 2 outputs, for labels 0 to 1"
+    ):
+        run(job, tmp_path / "run", f"data.train={data}")
+
+
+def not_finite(path: Path) -> Path:
+    path.write_text(
+        path.read_text().replace(
+            "return F.cross", "factor = float('nan') if CALLS == 4 else 1.0\n    return factor * F.cross"
+        )
+    )
+    return path
+
+
+def test_a_loss_that_is_not_a_number_stops_the_run_with_its_example(tmp_path: Path) -> None:
+    job = not_finite(write_job(tmp_path))
+    with pytest.raises(TrainError, match=r"the loss of step 3 is nan \(dataset\('train'\)\[\d+\].*\); try a smaller"):
+        run(job, tmp_path / "run", "checkpoint.every_steps=2")
+    assert all(torch.isfinite(t).all() for t in weights(tmp_path / "run").values())
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["ended"] == "failed"
+
+
+def test_or_is_skipped_and_counted(tmp_path: Path) -> None:
+    code, said = run(not_finite(write_job(tmp_path)), tmp_path / "run", "train.on_nan=skip")
+    assert code == 0 and "the weights were left alone (1 so far)" in said and "1 steps were not finite" in said
+    assert all(torch.isfinite(t).all() for t in weights(tmp_path / "run").values())
+
+
+def test_out_of_memory_is_tried_once_more_and_then_said(tmp_path: Path) -> None:
+    job, step, calls = write_job(tmp_path), PlainRunner.step, [0]
+
+    def fail(self: PlainRunner, batches: Any, *, often: int) -> Any:
+        calls[0] += 1
+        if 3 <= calls[0] < 3 + often:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+        return step(self, batches)
+
+    with mock.patch.object(PlainRunner, "step", lambda s, b: fail(s, b, often=1)):
+        with pytest.raises(TrainError, match=r"out of memory in step 2 .*Tried to allocate 9 GiB; give a budget"):
+            run(job, tmp_path / "run")
+    calls[0] = 0
+    with (
+        mock.patch.object(PlainRunner, "step", lambda s, b: fail(s, b, often=1)),
+        mock.patch.object(PlainRunner, "relieve", lambda s: "planned again with 10 % more room"),
+    ):
+        code, said = run(job, tmp_path / "run2")
+    assert code == 0 and "out of memory in step 2; planned again" in said
+    assert len(table(tmp_path / "run2" / "steps.csv")) == 6
+
+
+def test_a_full_disk_is_said_and_the_last_good_checkpoint_kept(tmp_path: Path) -> None:
+    from outcore.run import checkpoint
+
+    job, save, calls = write_job(tmp_path), checkpoint.save_file, [0]
+
+    def full(*args: Any) -> None:
+        calls[0] += 1
+        if calls[0] > 6:
+            raise OSError(28, "No space left on device")
+        save(*args)
+
+    with mock.patch.object(checkpoint, "save_file", full):
+        code, said = run(job, tmp_path / "run", "train.epochs=3", "optimizer.lr=0.0")
+    assert code == 0 and "No space left on device" in said and "checkpoints could not be written" in said
+    assert weights(tmp_path / "run")
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["checkpoints_lost"] > 0
+
+
+def test_half_precision_and_values_to_regress(tmp_path: Path) -> None:
+    for i in range(4):
+        np.save(tmp_path / f"{i}.npy", np.full((3, 40, 40), i * 20, np.uint8))
+    (tmp_path / "t.csv").write_text("path,label\n" + "".join(f"{i}.npy,{i / 4}\n" for i in range(4)))
+    (tmp_path / "job.py").write_text(SLIDES.replace("SlideNet(width=2)", "SlideNet(1, width=2)"))
+    words = (f"data.train={tmp_path / 't.csv'}", "data.validation=0.5", "train.precision=bf16", "data.crop=32")
+    assert run(tmp_path / "job.py", tmp_path / "run", *words)[0] == 0
+    assert "validation_mae" in table(tmp_path / "run" / "epochs.csv")[0]
+
+
+def test_what_is_asked_for_and_not_installed_is_said_in_one_line(tmp_path: Path) -> None:
+    with mock.patch("importlib.util.find_spec", lambda name, *rest: None if name == "wandb" else True):
+        with pytest.raises(ConfigError, match="wandb is not installed; type: pip install wandb"):
+            run(write_job(tmp_path), tmp_path / "run", "log.wandb=project")
+
+
+def test_a_checkpoint_of_another_network_is_refused(tmp_path: Path) -> None:
+    job = write_job(tmp_path)
+    run(job, tmp_path / "run", "train.epochs=1")
+    job.write_text(job.read_text().replace("16", "17"))
+    with pytest.raises(CheckpointError, match="another model"):
+        run(job, tmp_path / "run", "train.epochs=2")
