@@ -41,7 +41,7 @@ def test_validation_is_in_order() -> None:
 
 def test_replicas_share_every_micro_batch_without_gap_or_double() -> None:
     whole = seen(Feed(TEN, 4, 1), 2)
-    halves = [seen(Feed(TEN, 4, 1, replica=(r, 2)), 2) for r in range(2)]
+    halves = [seen(Feed(TEN, 4, 1, replica=(r, 2), whole_steps=True), 2) for r in range(2)]
     assert [a + b for a, b in zip(*halves, strict=True)] == whole[:2]
 
 

@@ -61,7 +61,9 @@ def _train(config: Config, console: Console, wish: Wish) -> int:
     expected = forecast(job, first.inputs, config)
     supply.check_labels(expected.graph)
     runner, expected = build_runner(config, job, expected, first, folder)
-    feed, validation = supply.feeds(config, job, lazy=runner.lazy, replica=runner.replica)
+    feed, validation = supply.feeds(
+        config, job, lazy=runner.lazy, replica=runner.replica, whole_steps=runner.whole_steps
+    )
     if feed.steps < 1:
         raise TrainError(f"{supply.examples} examples make no step of {supply.batch} x {config.train.accumulate}")
     if runner.rank == 0:

@@ -64,6 +64,7 @@ def _plain(config: Config, job: Job, expected: Forecast) -> tuple[PlainRunner | 
         clip=config.train.clip,
         skip_nan=config.train.on_nan == "skip",
         lazy=lazy,
+        accumulate=config.train.accumulate,
     )
     return runner, replace(expected, decisions=tuple(decisions))
 

@@ -31,6 +31,7 @@ class EngineRunner:
     """Steps by a plan."""
 
     lazy = False
+    whole_steps = True
 
     def __init__(self, engine: Engine, world: World) -> None:
         self.engine, self._world = engine, world

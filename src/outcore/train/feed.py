@@ -52,7 +52,8 @@ class Feed:
         seed: of the order.
         training: whether to shuffle and to crop at random.
         lazy: whether slides stay sources, for streaming, or are read whole.
-        replica: of how many this is; a last step that is not full is dropped where there are several.
+        replica: which share of every micro-batch, of how many.
+        whole_steps: leave out a last step that is not full.
     """
 
     examples: Examples
@@ -62,6 +63,7 @@ class Feed:
     training: bool = True
     lazy: bool = False
     replica: tuple[int, int] = (0, 1)
+    whole_steps: bool = False
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
     limit: int | None = None
@@ -70,7 +72,7 @@ class Feed:
     def steps(self) -> int:
         """Steps of an epoch."""
         full, rest = divmod(len(self.examples), self.batch * self.accumulate)
-        steps = full + (1 if rest and self.replica[1] == 1 else 0)
+        steps = full + (1 if rest and not self.whole_steps else 0)
         return steps if self.limit is None else min(steps, self.limit)
 
     def epoch(self, number: int, start: int = 0) -> Steps:

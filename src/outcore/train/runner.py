@@ -48,6 +48,8 @@ class Runner(Protocol):
     """Whether it reads slides itself, region by region."""
     replica: tuple[int, int]
     """Which of how many shares of the data it wants."""
+    whole_steps: bool
+    """Whether a last step that is not full must be left out."""
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> Outcome:
         """Train on all of them, then update the weights once."""
@@ -79,6 +81,7 @@ class PlainRunner:
 
     rank = 0
     replica = (0, 1)
+    whole_steps = False
 
     def __init__(
         self,
@@ -91,11 +94,12 @@ class PlainRunner:
         clip: float | None = None,
         skip_nan: bool = False,
         lazy: bool = False,
+        accumulate: int = 1,
     ) -> None:
         self.model, self.loss, self.device = model.to(device), loss, torch.device(device)
         self.optimizer: torch.optim.Optimizer | None = optimizer([p for p in model.parameters() if p.requires_grad])
         self.lazy = lazy
-        self._clip, self._skip_nan = clip, skip_nan
+        self._clip, self._skip_nan, self._accumulate = clip, skip_nan, accumulate
         self._autocast = PRECISIONS.get(precision)
         self.scaler = torch.amp.GradScaler(device, enabled=precision == "fp16")
         self._steps = 0
@@ -143,9 +147,16 @@ class PlainRunner:
     def save(self, path: Path, position: dict[str, Any], *, keep: int) -> None:
         """Write a checkpoint in the runtime's format."""
         assert self.optimizer is not None
-        extra = {**position, "calls": getattr(self.model, "_step", None)}
+        where = position["position"]
         save_state(
-            path, self.model, self.optimizer, self.scaler, step=position["position"]["step"], extra=extra, keep=keep
+            path,
+            self.model,
+            self.optimizer,
+            self.scaler,
+            step=where["step"] * self._accumulate,  # the engine counts micro-batches
+            samples=where["examples"],
+            extra={**position, "calls": getattr(self.model, "_step", None)},
+            keep=keep,
         )
 
     def load(self, path: Path) -> dict[str, Any]:

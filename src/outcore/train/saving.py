@@ -38,6 +38,7 @@ def save_state(
     scaler: torch.amp.GradScaler,
     *,
     step: int,
+    samples: int,
     extra: Mapping[str, Any],
     keep: int,
 ) -> None:
@@ -50,6 +51,7 @@ def save_state(
         "network": None,
         "ranks": 1,
         "seed": torch.initial_seed(),
+        "samples": samples,
         "skipped": 0,
         "groups": group_options(optimizer),
         "scalars": scalars_of(optimizer, parameters, parameters),

@@ -25,7 +25,13 @@ class Supply:
     batch: int
 
     def feeds(
-        self, config: Config, job: Job, *, lazy: bool, replica: tuple[int, int]
+        self,
+        config: Config,
+        job: Job,
+        *,
+        lazy: bool = True,
+        replica: tuple[int, int] = (0, 1),
+        whole_steps: bool = False,
     ) -> tuple[Feed | JobFeed, Feed | JobFeed | None]:
         """Batches for a runner."""
         settings = config.train
@@ -39,6 +45,7 @@ class Supply:
             accumulate=settings.accumulate,
             seed=settings.seed,
             replica=replica,
+            whole_steps=whole_steps,
             limit=settings.steps,
             **common,  # type: ignore[arg-type]
         )
@@ -48,7 +55,7 @@ class Supply:
 
     def first(self, config: Config, job: Job) -> MicroBatch:
         """The first micro-batch, still lazy: for its shape."""
-        feed, _ = self.feeds(config, job, lazy=True, replica=(0, 1))
+        feed, _ = self.feeds(config, job)
         if isinstance(feed, JobFeed):
             return next(feed.epoch(0))[0]
         made = feed.first()
