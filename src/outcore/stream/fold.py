@@ -16,16 +16,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 
 from outcore.graph.recording import Ref
 from outcore.stream.network import Network, Node
-from outcore.stream.rules.convolve import Convolution
+from outcore.stream.rules.convolve import Convolution, Finished
 from outcore.stream.rules.normalise import Affine, Frozen
+from outcore.stream.rules.pointwise import Pointwise
 
-__all__ = ["fold"]
+__all__ = ["finish", "fold"]
 
 
 def fold(network: Network) -> None:
@@ -55,6 +56,56 @@ def fold(network: Network) -> None:
     network.nodes = {name: n for name, n in nodes.items() if name not in gone}
 
 
+def finish(network: Network) -> None:
+    """Join folded convolutions with the sums and ReLUs that follow them, in place."""
+    uses = Counter(v for n in network.nodes.values() for v in n.values)
+    uses.update(network.graph.outputs)
+    nodes = dict(network.nodes)
+    for node in network.nodes.values():
+        if node.kind != "local" or node.call in network.contexts:
+            continue
+        type_ = network.graph.blocks[network.graph.calls[node.call].block].type
+        before = nodes.get(node.operands[0].name) if node.operands[0].kind == "value" else None
+        if before is None or not isinstance(rule := before.rule, Convolution) or uses[before.output] != 1:
+            continue
+        if not before.absorbed or (isinstance(rule, Finished) and rule.relu):
+            continue  # not folded, or already at its end
+        made = (
+            Finished(**{f.name: getattr(rule, f.name) for f in fields(Convolution)})
+            if type(rule) is Convolution
+            else rule
+        )
+        if type_ in _RELU and isinstance(made, Finished):
+            joined = replace(made, relu=True)
+        elif _adds(node, type_) and isinstance(made, Finished) and not made.residual:
+            joined = replace(
+                made, residual=True, operands=(*made.operands, node.operands[1]), shapes=(*made.shapes, node.shape)
+            )
+        else:
+            continue
+        del nodes[before.output]
+        # The place of the later node: whatever is added must be there.
+        nodes[node.output] = replace(
+            node, operands=joined.operands, rule=joined, absorbed=(*before.absorbed, before.call)
+        )
+    network.nodes = {name: nodes[name] for name in network.nodes if name in nodes}
+
+
+_RELU = ("ReLU", "relu", "relu_")
+
+
+def _adds(node: Node, type_: str) -> bool:
+    """Whether a node is the sum of two images of one shape."""
+    rule = node.rule
+    return (
+        type_ in ("add", "add_")
+        and isinstance(rule, Pointwise)
+        and len(node.operands) == 2
+        and node.operands[1].kind == "value"
+        and all(s == node.shape for s in rule.shapes)
+    )
+
+
 def _folded(network: Network, conv: Node, norm: Node, frozen: Frozen) -> list[Node]:
     assert isinstance(conv.rule, Convolution)
     statistics = norm.operands[1:]
@@ -69,7 +120,7 @@ def _folded(network: Network, conv: Node, norm: Node, frozen: Frozen) -> list[No
     def shifted_bias(*tensors: torch.Tensor) -> torch.Tensor:
         scale, shift = frozen.scale_and_shift(*tensors[:count])
         bias = tensors[count] * scale + shift if len(tensors) > count else shift
-        return bias.to(conv.dtype)
+        return bias.to(network.state(weight).dtype)
 
     new_weight = _global(network, norm, "weight", (*statistics, weight), scaled_weight, conv.rule.shapes[1])
     new_bias = _global(network, norm, "bias", (*statistics, *conv.operands[2:]), shifted_bias, (norm.shape[1],))

@@ -24,6 +24,7 @@ from outcore.graph.parts import ancestors
 from outcore.machine.units import format_bytes, parse_bytes
 from outcore.ops.region import elements
 from outcore.planner.tiles import Candidate, choose
+from outcore.stream.fold import finish
 from outcore.stream.fold import fold as fold_norms
 from outcore.stream.network import Network, Node
 from outcore.stream.prediction import StreamBytes, largest_tile, predict_bytes, tile_bytes
@@ -106,6 +107,7 @@ def plan_tiles(
     network = Network(graph)
     if fold:
         fold_norms(network)
+        finish(network)
     chooser = _Chooser(network, costs, statistics, training)
     budget = None if memory is None else parse_bytes(memory) if isinstance(memory, str) else memory
     device = next((p.device.type for p in network.model.parameters()), "cpu")

@@ -27,7 +27,7 @@ from outcore.graph.recording import Context, Ref, Step, Tape, fill, schedule_dro
 from outcore.graph.structure import leaves, substitute
 from outcore.stream.dense import Function, PixelLoss, one_pass
 from outcore.stream.execution import Counts, Execution, Options
-from outcore.stream.fold import fold
+from outcore.stream.fold import finish, fold
 from outcore.stream.network import Network
 from outcore.stream.source import Image, image_of
 from outcore.stream.stages import Streaming, divide
@@ -174,6 +174,7 @@ class Streamed(nn.Module):
             network = Network(graph)
             if self.folded:
                 fold(network)
+                finish(network)
             self._prepared[key] = divided(
                 network, tile=self.tile, boundary=self.boundary, statistics=self.statistics, keep=self.keep
             )

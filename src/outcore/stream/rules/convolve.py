@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from outcore.graph.recording import Ref
 from outcore.ops.region import Region, Spread, Window, whole
 from outcore.stream.call import Call, Given, Opaque, rule
+from outcore.stream.epilogue import finish
 from outcore.stream.rules.border import Reading
 
-__all__ = ["Convolution", "TransposedConvolution"]
+__all__ = ["Convolution", "Finished", "TransposedConvolution"]
 
 _CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _TRANSPOSE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
@@ -71,6 +72,30 @@ class Convolution:
 
     def _reach(self, out: Region) -> tuple[tuple[int, int], ...]:
         return tuple(w.reach(i) for w, i in zip(self.windows, out[-len(self.windows) :], strict=True))
+
+
+@dataclass(frozen=True)
+class Finished(Convolution):
+    """A convolution with what follows it: the shift, a sum with a skip, a ReLU."""
+
+    relu: bool = False
+    residual: bool = False
+    """Whether the last operand is added."""
+
+    def needs(self, out: Region) -> tuple[Region, ...]:
+        """As a convolution; of the skip, the same place."""
+        if not self.residual:
+            return super().needs(out)
+        return (*replace(self, residual=False, shapes=self.shapes[:-1]).needs(out), out)
+
+    def run(self, crops: Sequence[torch.Tensor], out: Region, given: Given) -> torch.Tensor:
+        """Convolve, then finish in one pass."""
+        x, weight, shift, *residual = crops
+        return finish(super().run((x, weight), out, given), shift, residual[0] if residual else None, self.relu)
+
+    def follow(self, operand: int, dim: int) -> int | None:
+        """The skip's dimensions stay."""
+        return dim if operand == 3 else super().follow(operand, dim)
 
 
 @dataclass(frozen=True)
