@@ -14,6 +14,9 @@ from outcore.graph import capture as capture
 from outcore.job import Job as Job
 from outcore.plan_document import Plan as Plan
 from outcore.planner import plan as plan
+from outcore.within import memory_plan as memory_plan
+from outcore.within import release as release
+from outcore.within import within as within
 
 __version__ = "0.1.0"
 

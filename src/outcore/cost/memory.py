@@ -29,7 +29,7 @@ from outcore.errors import OutcoreError
 from outcore.graph import Call, Graph
 from outcore.graph.parts import ROOT, ancestors
 
-__all__ = ["Bytes", "Held", "MemoryCurve", "Moment", "memory_curve"]
+__all__ = ["Bytes", "Held", "MemoryCurve", "Moment", "calls_with_backward", "memory_curve"]
 
 _GRANULARITY = {"cuda": 512}
 """What the device's allocator rounds up to."""
@@ -172,7 +172,7 @@ class _Play:
     ) -> None:
         self.graph, self.costs, self.optimizer, self.released, self.stop = graph, costs, optimizer, released, stop
         self.order = list(graph.calls.values())
-        self.trained = _reached(graph, costs)
+        self.trained = calls_with_backward(graph, costs)
         reached = {g.of for name in self.trained for g in costs.calls[name].gradients}
         self.stepped = {name: size for name, size in costs.parameters.items() if name in reached}
         """The parameters that get a gradient; the optimizer passes over the others."""
@@ -331,7 +331,7 @@ class _Play:
         return self.costs.calls[producer].outputs.get(name, 0) if producer else 0
 
 
-def _reached(graph: Graph, costs: Costs) -> set[str]:
+def calls_with_backward(graph: Graph, costs: Costs) -> set[str]:
     """The calls that backward goes through: those whose outputs lead to the network's."""
     wanted = {name for name in graph.outputs if graph.values[name].requires_grad}
     found: set[str] = set()

@@ -29,7 +29,7 @@ from outcore.cost.kept import keep_on
 from outcore.cost.live import LiveBytes, storage_key
 from outcore.errors import OutcoreError
 from outcore.graph import Call, Graph
-from outcore.graph.preserve import preserved
+from outcore.graph.preserve import ModelState, preserved, state_tensors
 from outcore.graph.recording import Recording, Ref, Step
 from outcore.graph.structure import substitute
 
@@ -150,12 +150,23 @@ def _try(graph: Graph, step: Step, recording: Recording, device: torch.device) -
             continue
         mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
         try:
-            alone = Alone(graph, step, recording, device, fake=mode, integers=integers)
-            return _weigh(alone, blank, "analytic" if fake else "measured"), ""
+            with _restored(graph.module.model) if not fake or block.kind == "opaque" else contextlib.nullcontext():
+                alone = Alone(graph, step, recording, device, fake=mode, integers=integers)
+                return _weigh(alone, blank, "analytic" if fake else "measured"), ""
         except Exception as error:
             first = str(error).strip().splitlines()[0] if str(error).strip() else ""
             reason = reason or f"{type(error).__name__}: {first}"[:200]
     return blank, reason
+
+
+@contextlib.contextmanager
+def _restored(model: torch.nn.Module) -> Iterator[None]:
+    """Put back what a run writes into the model: one on real tensors, or of a part that brings its own modules."""
+    state = ModelState(model, state_tensors(model))
+    try:
+        yield
+    finally:
+        state.restore()
 
 
 def _weigh(alone: Alone, blank: CallCost, source: Source) -> CallCost:

@@ -30,7 +30,7 @@ from outcore.graph.recording import Recording, Ref
 from outcore.graph.source import blame
 from outcore.graph.structure import leaves, substitute
 
-__all__ = ["capture"]
+__all__ = ["arguments_as_called", "capture"]
 
 _REAL_INPUT_LIMIT = 64 * 2**20
 
@@ -165,6 +165,13 @@ def _input_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 def _device(model: nn.Module) -> torch.device:
     first = next(iter((*model.parameters(), *model.buffers())), None)
     return first.device if first is not None else torch.device("cpu")
+
+
+def arguments_as_called(
+    model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None = None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What `capture` takes, as a call of the model would bring it: shapes as tensors without content."""
+    return _as_called(model, *_arguments(model, args, kwargs))
 
 
 def _as_called(

@@ -1,0 +1,225 @@
+"""The memory of a network's values between forward and backward: who needs it, and how it could come back.
+
+A *buffer* is one piece of memory that one or several values share (a value, its views, what in-place operations make
+of it), or a tensor that an operation derives for its own backward (a mask, indices). It is the unit in which memory is
+kept, dropped, moved and encoded.
+
+For every buffer: which calls make it, who needs it in backward and of what it needs there, and whether it can be made
+again: its *writers* are run again, from the buffers they read, its *sources*. That is allowed only if every writer can
+be run again (`outcore.ops.again`) and no source is overwritten after it was read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from outcore.cost.costs import CallCost, Costs
+from outcore.cost.memory import calls_with_backward
+from outcore.graph import Graph
+from outcore.graph.recording import Ref
+from outcore.graph.structure import leaves
+from outcore.ops.again import Need, again, need
+
+__all__ = ["Buffer", "buffers_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """One piece of memory."""
+
+    name: str
+    """The first value in it; ``call~1`` for a derived tensor."""
+    kind: Literal["value", "derived", "given"]
+    """Given: an input or output of the network, which the user holds anyway, or memory of the model's own tensors."""
+    bytes: int
+    element_bytes: int
+    born: int
+    """Position of the call that makes it; -1 for an input."""
+    done: int
+    """Position of the last call that writes into it."""
+    last: int
+    """Position of the last call that uses it in forward."""
+    savers: Mapping[int, Need]
+    """Positions of the calls whose backward needs it, with what they need of it."""
+    shapes: frozenset[int] = frozenset()
+    """Positions of the calls whose backward keeps it but needs no more than its shape."""
+    what: str = ""
+    """For a derived tensor: what it is."""
+    maker: str = ""
+    """For a derived tensor: the type of the call that made it."""
+    writers: tuple[str, ...] = ()
+    """The calls that make it again, in order."""
+    sources: tuple[str, ...] = ()
+    """The buffers they read."""
+    opaque: bool = False
+    """Kept by an operation that may ask for it more than once."""
+    obstacle: str = ""
+    """Why it cannot be made again; empty if it can."""
+    again_s: float = 0.0
+    """Time to make it again, once its sources are there."""
+    workspace_bytes: int = 0
+    """Room that takes for a moment."""
+
+    @property
+    def need(self) -> Need:
+        """The most that any backward needs of it."""
+        found = set(self.savers.values())
+        return "sign" if found == {"sign"} else "full" if found or not self.shapes else "shape"
+
+
+def buffers_of(graph: Graph, costs: Costs) -> dict[str, Buffer]:
+    """All buffers of a network, by name, in the order in which they are made.
+
+    >>> import outcore, torch
+    >>> from outcore.cost.saved import account
+    >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU(inplace=True))
+    >>> graph = outcore.capture(net, [(1, 3, 10, 10)])
+    >>> buffers = buffers_of(graph, account(graph))
+    >>> [(b.name, b.writers, b.sources) for b in buffers.values() if b.kind == "value"]
+    [('0#0:out', ('0#0',), ('input',))]
+    >>> buffers["1#0:out"].kind, buffers["1#0:out"].writers  # the network's output, in the memory of batch norm's
+    ('given', ('1#0', '2#0'))
+    """
+    return _Survey(graph, costs).buffers()
+
+
+class _Survey:
+    """Goes through a graph once and notes who makes, reads and keeps what."""
+
+    def __init__(self, graph: Graph, costs: Costs) -> None:
+        self.graph, self.costs = graph, costs
+        self.order = list(graph.calls)
+        self.place = {name: i for i, name in enumerate(self.order)}
+        self.trained = calls_with_backward(graph, costs)
+        self.given = {self.first(v) for v in (*graph.inputs, *graph.outputs)}
+        self.writers: dict[str, list[str]] = {}
+        self.readers: dict[str, list[int]] = {}
+        self.sizes = {name: graph.values[name].bytes for name in graph.inputs}
+        self.savers: dict[str, dict[int, Need]] = {}
+        assert graph.executable is not None
+        self.steps = {s.name: s for s in graph.executable[1].steps if s.kind != "guard"}
+        for i, (name, call) in enumerate(graph.calls.items()):
+            self.sizes |= costs.calls[name].outputs
+            for value in call.inputs:
+                self.readers.setdefault(self.first(value), []).append(i)
+            for buffer in dict.fromkeys(self.first(v) for v in (*call.outputs, *call.mutates)):
+                known = buffer in self.writers or graph.values[buffer].producer is None
+                if not known or self.writes(name, buffer) or any(self.first(v) == buffer for v in call.outputs):
+                    self.writers.setdefault(buffer, []).append(name)
+            if name in self.trained:
+                self.note_savers(i, costs.calls[name])
+
+    def first(self, value: str) -> str:
+        """The buffer of a value."""
+        return self.graph.values[value].alias_of or value
+
+    def writes(self, call: str, buffer: str) -> bool:
+        """Whether a call changes what is in a buffer, and does not only look at it in another way."""
+        return any(self.first(v) == buffer for v in self.graph.calls[call].mutates)
+
+    def note_savers(self, i: int, cost: CallCost) -> None:
+        """Who needs what of it in backward."""
+        call = self.graph.calls[cost.call]
+        outputs = {self.first(v) for v in call.outputs}
+        weights = any(p in self.costs.parameters for p in call.parameters)
+        for saved in cost.saved:
+            if saved.kind == "value":
+                role: Literal["input", "output"] = "output" if saved.of in outputs else "input"
+                self.savers.setdefault(saved.of, {})[i] = need(cost.type, role, weights_trained=weights)
+
+    def buffers(self) -> dict[str, Buffer]:
+        """Put together what was found."""
+        found: dict[str, Buffer] = {}
+        for name in self.graph.inputs:
+            if self.first(name) == name:
+                found[name] = self.value(name, -1)
+        for i, call in enumerate(self.order):
+            for value in self.graph.calls[call].outputs:
+                if self.first(value) == value:
+                    found[value] = self.value(value, i)
+            for saved in self.costs.calls[call].saved if call in self.trained else ():
+                if saved.kind == "derived":
+                    found[saved.of] = Buffer(
+                        saved.of,
+                        "derived",
+                        saved.bytes,
+                        1,
+                        i,
+                        i,
+                        i,
+                        {i: "full"},
+                        what=saved.what,
+                        maker=self.costs.calls[call].type,
+                        opaque=self.graph.blocks[self.graph.calls[call].block].kind == "opaque",
+                        obstacle="made for backward",
+                    )
+        return found
+
+    def value(self, name: str, born: int) -> Buffer:
+        """The buffer that begins with a value."""
+        value, writers = self.graph.values[name], self.writers.get(name, [])
+        uses = [born, *self.readers.get(name, ()), *(self.place[w] for w in writers)]
+        sources = dict.fromkeys(
+            self.first(v) for w in writers for v in self.graph.calls[w].inputs if self.first(v) != name
+        )
+        rows = [self.costs.calls[w] for w in writers]
+        saved_by = self.savers.get(name, {})
+        return Buffer(
+            name=name,
+            kind="given" if name in self.given or name not in self.sizes else "value",
+            bytes=self.sizes.get(name, 0),
+            element_bytes=_ITEM_BYTES.get(value.dtype, 1),
+            born=born,
+            done=max((self.place[w] for w in writers), default=born),
+            last=max(uses),
+            savers={i: n for i, n in saved_by.items() if n != "shape"},
+            shapes=frozenset(i for i, n in saved_by.items() if n == "shape"),
+            writers=tuple(writers),
+            sources=tuple(sources),
+            opaque=any(self.graph.blocks[self.graph.calls[self.order[i]].block].kind == "opaque" for i in saved_by),
+            obstacle=self.obstacle(name, writers) if born >= 0 else "an input",
+            again_s=sum(c.forward.median_s for c in rows if c.forward is not None),
+            workspace_bytes=max((c.workspace_forward_bytes for c in rows), default=0),
+        )
+
+    def obstacle(self, name: str, writers: list[str]) -> str:
+        """Why a buffer cannot be made again."""
+        saved = min(self.savers.get(name, {len(self.order): "full"}))
+        for writer in writers:
+            call = self.graph.calls[writer]
+            block = self.graph.blocks[call.block]
+            if block.kind == "opaque" or again(block.type) is None:
+                return f"{block.type} is not known to give the same numbers again"
+            if self.hooked(writer):
+                return f"{call.block} has hooks, which must not run twice"
+            if self.place[writer] > saved and self.writes(writer, name):
+                return f"{writer} overwrites it after backward's copy was taken"
+            for value in call.inputs:
+                source = self.first(value)
+                late = [w for w in self.writers.get(source, ()) if self.writes(w, source)]
+                if source != name and any(self.place[w] >= self.place[writer] for w in late):
+                    return f"{late[-1]} overwrites {source}, which {writer} has read"
+            written = {self.first(v) for v in call.mutates} - {name}
+            if written:
+                return f"{writer} writes into {min(written)}"
+        return ""
+
+    def hooked(self, call: str) -> bool:
+        """Whether the user has put hooks on the module of a call, or on one it is given."""
+        step, model = self.steps[call], self.graph.module.model
+        if any(ref.kind == "module" for _, ref in leaves((step.args, step.kwargs), Ref)):
+            return True
+        if step.kind != "module":
+            return False
+        module = model.get_submodule(step.target)
+        return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+_ITEM_BYTES = {
+    **dict.fromkeys(("float64", "int64", "complex64"), 8),
+    **dict.fromkeys(("float32", "int32"), 4),
+    **dict.fromkeys(("float16", "bfloat16", "int16"), 2),
+    "complex128": 16,
+}

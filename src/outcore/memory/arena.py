@@ -1,0 +1,88 @@
+"""One piece of memory, given out in parts.
+
+First fit over a sorted list of free parts, joined again when they are given back. A part may carry a *mark* (the event
+after which what was in it may be overwritten); who takes the memory next gets the marks of all parts it overlaps.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Arena", "Slot"]
+
+_ALIGN = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A part of the arena."""
+
+    offset: int
+    size: int
+
+
+class Arena:
+    """Gives out parts of a piece of memory.
+
+    >>> arena = Arena(2048)
+    >>> first, second = arena.take(600), arena.take(1024)
+    >>> second.offset, arena.take(1) is None
+    (1024, True)
+    >>> arena.give(first); arena.take(1000).offset
+    0
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = self._round(size)
+        self._free: list[tuple[int, int]] = [(0, self.size)] if size else []
+        self._marks: list[tuple[int, int, Any]] = []
+        self._lock = threading.Lock()
+
+    def take(self, size: int) -> Slot | None:
+        """A part of at least this size; none if there is no room."""
+        size = self._round(max(size, 1))
+        with self._lock:
+            for i, (offset, room) in enumerate(self._free):
+                if room >= size:
+                    rest = [(offset + size, room - size)] if room > size else []
+                    self._free[i : i + 1] = rest
+                    return Slot(offset, size)
+        return None
+
+    def give(self, slot: Slot, mark: Any = None) -> None:
+        """Give a part back."""
+        with self._lock:
+            if mark is not None:
+                self._marks.append((slot.offset, slot.offset + slot.size, mark))
+            merged: list[tuple[int, int]] = []
+            for offset, size in sorted([*self._free, (slot.offset, slot.size)]):
+                if merged and merged[-1][0] + merged[-1][1] == offset:
+                    merged[-1] = (merged[-1][0], merged[-1][1] + size)
+                else:
+                    merged.append((offset, size))
+            self._free = merged
+
+    def marks(self, slot: Slot) -> list[Any]:
+        """The marks of what was in this part before; they are forgotten."""
+        end = slot.offset + slot.size
+        with self._lock:
+            hit = [m for m in self._marks if m[0] < end and slot.offset < m[1]]
+            self._marks = [m for m in self._marks if not (slot.offset <= m[0] and m[1] <= end)]
+        return [mark for _, _, mark in hit]
+
+    def grow(self, size: int) -> None:
+        """Add room at the end."""
+        size = self._round(size)
+        start, self.size = self.size, self.size + size
+        self.give(Slot(start, size))
+
+    @property
+    def free_bytes(self) -> int:
+        """What is not given out."""
+        return sum(size for _, size in self._free)
+
+    @staticmethod
+    def _round(size: int) -> int:
+        return -(-size // _ALIGN) * _ALIGN

@@ -1,0 +1,240 @@
+"""Stands where a model's ``forward`` was, and runs it under the policies of its plan.
+
+Calls that train go through a `Pass`; all others (`no_grad`, inference) go straight to the model. A recording is valid
+for the shapes, dtypes, modes and flags it was made under (`outcore.graph.keys`), so a call under another key is
+recorded and planned when it first comes: a smaller batch takes over the policies as they are, anything else is planned
+again.
+
+It is an attribute of the model, so that the model stays the object it was: its class, parameters, hooks and state_dict
+are untouched. A copied or pickled model brings its governor along, which records again when it is first called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from outcore.cost.costs import CallCost, Costs
+from outcore.cost.optimizer import OptimizerCost
+from outcore.cost.saved import account, device_of
+from outcore.errors import CaptureError, PlanError
+from outcore.graph import Graph, capture
+from outcore.graph.keys import key_of
+from outcore.graph.preserve import ModelState, state_tensors
+from outcore.graph.recording import Mismatch
+from outcore.graph.structure import leaves
+from outcore.machine.clock import Timing
+from outcore.memory.graphed import Graphed
+from outcore.memory.holding import Holding, prepare
+from outcore.memory.passage import Pass
+from outcore.memory.rates import measured_tier, memory_rate
+from outcore.memory.tiers import Tier, tier_for
+from outcore.planner.memory_plan import MemoryPlan, plan_memory
+
+__all__ = ["Governor", "Settings", "by_bytes"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What was asked for."""
+
+    budget_bytes: int | None
+    optimizer: OptimizerCost
+    reserved_bytes: int = 0
+    """To leave free, for the loss and for what predictions miss."""
+    policy: dict[str, str] | None = None
+    """Chosen by hand."""
+    search_s: float = 4.0
+    graphs: bool = False
+    """Run forward and backward as CUDA graphs."""
+
+
+@dataclass
+class Admitted:
+    """One way of calling the model, ready to run."""
+
+    plan: MemoryPlan
+    holding: Holding
+    graphed: Graphed | None = None
+    """Forward and backward as CUDA graphs, where that was asked for and can be."""
+
+
+@dataclass
+class Governor:
+    """What is called instead of the model's ``forward``."""
+
+    model: nn.Module
+    settings: Settings
+    costs: Costs | None = None
+    """Measured for the first key; others are scaled from it."""
+    admitted: dict[Hashable, Admitted | None] = field(default_factory=dict)
+    """None for a key under which the model runs as it is."""
+    tier: Tier | None = None
+    tier_bytes: int = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model."""
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return self.original(*args, **kwargs)
+        key = key_of(self.model, args, kwargs)
+        if key not in self.admitted:
+            self.admit(key, args, kwargs)
+        entry = self.admitted[key]
+        if entry is None:
+            return self.original(*args, **kwargs)
+        if entry.holding.idle:
+            return self.original(*args, **kwargs)
+        tensors = [t for _, t in leaves((args, kwargs), torch.Tensor)]
+        if entry.graphed is not None and (result := entry.graphed(tensors)) is not None:
+            return result[0]
+        if not entry.holding.recording.uses_data:
+            return Pass(entry.holding, self.model, tensors, self.tier).forward()
+        before = ModelState(self.model, state_tensors(self.model))
+        try:
+            return Pass(entry.holding, self.model, tensors, self.tier).forward()
+        except Mismatch:
+            before.restore()
+            return self.original(*args, **kwargs)
+
+    @property
+    def original(self) -> Callable[..., Any]:
+        """The model's own forward."""
+        own: Callable[..., Any] = type(self.model).forward.__get__(self.model)
+        return own
+
+    @property
+    def plan(self) -> MemoryPlan:
+        """The plan of the first way of calling the model."""
+        return next(entry.plan for entry in self.admitted.values() if entry is not None)
+
+    def admit(self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any], graph: Graph | None = None) -> None:
+        """Record and plan a way of calling the model."""
+        try:
+            with self.suspended():
+                graph = graph or capture(self.model, args, kwargs)
+        except CaptureError as error:
+            warnings.warn(f"outcore runs this call as plain PyTorch: {error}", stacklevel=3)
+            self.admitted[key] = None
+            return
+        assert graph.executable is not None
+        recording = graph.executable[1]
+        if recording.volatile or not any(v.requires_grad for v in map(graph.values.get, graph.outputs) if v):
+            self.admitted[key] = None
+            return
+        plan = self.plan_for(graph)
+        holding = prepare(graph, recording, self.model, plan.keeping.buffers, plan.policy, plan.outcome.transfers)
+        self.admitted[key] = Admitted(plan, holding)
+        self.make_room(holding.offloaded_bytes)
+        if self.settings.graphs and (self.device.type != "cuda" or not Graphed.can(holding)):
+            warnings.warn("outcore: this step cannot be a CUDA graph; it runs call by call", stacklevel=3)
+        elif self.settings.graphs:
+            self.admitted[key] = Admitted(plan, holding, Graphed(holding, self.model))
+
+    def plan_for(self, graph: Graph) -> MemoryPlan:
+        """Policies for a graph: those there are, if they fit it, else new ones."""
+        device = device_of(graph)
+        with self.suspended():
+            costs = self.costs if self.costs is not None and self.costs.fingerprint == graph.fingerprint else None
+            if costs is None:
+                costs = account(graph)
+                costs = _scaled(costs, self.costs) if self.costs is not None else by_bytes(costs, memory_rate(device))
+        budget = self.settings.budget_bytes
+
+        def planned(policy: dict[str, str] | None) -> MemoryPlan:
+            return plan_memory(
+                graph,
+                costs,
+                budget_bytes=budget,
+                optimizer=self.settings.optimizer,
+                tier=measured_tier(device) if not self.settings.graphs else None,
+                memory_bytes_per_s=memory_rate(device),
+                reserved_bytes=self.settings.reserved_bytes,
+                policy=policy,
+                time_limit_s=self.settings.search_s,
+            )
+
+        known = self.settings.policy
+        if known is None and any(self.admitted.values()):
+            known = dict(self.plan.assignment.policy)
+        if known is not None:
+            with contextlib.suppress(PlanError):
+                same = planned(_applicable(known, graph))
+                if self.settings.policy is not None or budget is None or same.peak_bytes <= budget:
+                    return same
+        return planned(None)
+
+    def make_room(self, size: int) -> None:
+        """Have a tier with room for so many bytes."""
+        if size > self.tier_bytes or (size and self.tier is None):
+            old = self.tier
+            self.tier, self.tier_bytes = tier_for(self.device, size), size
+            del old  # passes that are under way still hold it
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        first = next(iter((*self.model.parameters(), *self.model.buffers())), None)
+        return first.device if first is not None else torch.device("cpu")
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """The model as it was."""
+        attributes = self.model.__dict__
+        here = attributes.pop("forward", None)
+        try:
+            yield
+        finally:
+            if here is not None:
+                attributes["forward"] = here
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"model": self.model, "settings": self.settings, "costs": self.costs}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state | {"admitted": {}, "tier": None, "tier_bytes": 0}
+
+
+def _applicable(policy: dict[str, str], graph: Graph) -> dict[str, str]:
+    """The policies of values that the graph has too."""
+    return {name: how for name, how in policy.items() if name.partition("~")[0] in {*graph.values, *graph.calls}}
+
+
+def _scaled(costs: Costs, like: Costs) -> Costs:
+    """Times of the same calls on other sizes, in proportion to the bytes they make."""
+
+    def scaled(cost: CallCost) -> CallCost:
+        model = like.calls.get(cost.call)
+        if model is None or model.forward is None:
+            return cost
+        ratio = max(cost.output_bytes, 1) / max(model.output_bytes, 1)
+        backward = Timing.of([model.backward.median_s * ratio]) if model.backward is not None else None
+        return replace(
+            cost, forward=Timing.of([model.forward.median_s * ratio]), backward=backward, time_source="scaled"
+        )
+
+    calls = {name: scaled(cost) for name, cost in costs.calls.items()}
+    return replace(costs, calls=calls, library_bytes=like.library_bytes)
+
+
+def by_bytes(costs: Costs, rate: float) -> Costs:
+    """Times from bytes and FLOPs alone: enough to compare choices where nothing was measured."""
+    flops_rate = 10 * rate
+
+    def timed(cost: CallCost) -> CallCost:
+        moved = cost.output_bytes + sum(s.bytes for s in cost.saved if s.kind == "value")
+        forward = max(moved / rate, cost.flops_forward / flops_rate)
+        backward = max(2 * moved / rate, cost.flops_backward / flops_rate) if cost.has_backward else None
+        return replace(
+            cost,
+            forward=Timing.of([forward]),
+            backward=Timing.of([backward]) if backward is not None else None,
+            time_source="analytic",
+        )
+
+    return replace(costs, calls={name: timed(cost) for name, cost in costs.calls.items()})

@@ -1,0 +1,222 @@
+"""Policies made ready to run: for every call of a recording, what is born, what leaves and what comes back there.
+
+This is the second level of a program (`outcore.program.script`) in the form in which it is executed: the places of
+`Evict`, `Wait` and `Fetch` are tables by call; `Encode` happens where a buffer leaves, `Decode` and `Recompute` where
+it is first asked for.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from outcore.cost.buffers import Buffer
+from outcore.errors import PlanError
+from outcore.graph import Graph
+from outcore.graph.recording import Recording, Ref, Step, schedule_drops
+from outcore.graph.structure import leaves
+from outcore.memory.codecs import Window, window_of
+from outcore.memory.rerun import Rerun, compile_rerun
+from outcore.ops.encoding import CODECS
+from outcore.planner.transfers import Transfers
+
+__all__ = ["CellPlan", "Holding", "prepare"]
+
+
+@dataclass(frozen=True, slots=True)
+class CellPlan:
+    """What is to be done with one buffer."""
+
+    buffer: str
+    policy: str
+    dependents: int = 0
+    """How often other buffers are made from it."""
+    rerun: Rerun | None = None
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Value -> buffer it lies in, for what the rerun reads."""
+    inputs: tuple[str, ...] = ()
+    """Inputs of the model that the rerun reads."""
+    window: Window | None = None
+
+
+@dataclass
+class Holding:
+    """A recording with its policies."""
+
+    recording: Recording
+    positions: Mapping[str, int]
+    """Call -> place in the order of execution."""
+    births: Mapping[str, tuple[tuple[str, CellPlan], ...]]
+    """Call -> values that are first in a buffer with a policy."""
+    derived: Mapping[str, Mapping[int, CellPlan]]
+    """Call -> place among the tensors that autograd keeps -> what to do with it."""
+    leaving: Mapping[str, tuple[str, ...]]
+    """Call -> buffers whose last use in forward it is."""
+    released: Mapping[str, tuple[str, ...]]
+    """Call -> buffers whose copy out must be over after its forward."""
+    released_late: Mapping[int, tuple[str, ...]]
+    """Position -> the same before its backward."""
+    fetched: Mapping[int, tuple[str, ...]]
+    """Position -> buffers that start to come back before its backward."""
+    shape_only: Mapping[str, set[str]]
+    """Call -> buffers of which its backward needs only the shape."""
+    noted: frozenset[str]
+    """Values whose place in memory must be known."""
+    random: frozenset[str]
+    """Calls whose generator's state must be known."""
+    inputs: frozenset[str]
+    """Inputs of the model that are needed in backward."""
+    offloaded_bytes: int = 0
+    geometry: dict[str, Any] = field(default_factory=dict)
+    """Value -> how it lies in its memory; filled in by the first run."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return not self.births and not self.derived
+
+
+def prepare(
+    graph: Graph,
+    recording: Recording,
+    model: nn.Module,
+    buffers: Mapping[str, Buffer],
+    policy: Mapping[str, str],
+    transfers: Transfers | None = None,
+) -> Holding:
+    """Make policies ready to run.
+
+    Args:
+        graph: the network.
+        recording: how it runs.
+        model: the user's model.
+        buffers: of the graph.
+        policy: buffer -> policy, without what has no effect (`Keeping.resolved`).
+        transfers: where copies start and end; without it each is waited for at once.
+    """
+    schedule_drops(recording.steps, [ref.name for _, ref in leaves(recording.result, Ref)])
+    recording.dropped = True
+    steps = {s.name: s for s in recording.steps if s.kind != "guard"}
+    order = list(graph.calls)
+    types = {name: graph.blocks[call.block].type for name, call in graph.calls.items()}
+
+    def first(value: str) -> str:
+        return graph.values[value].alias_of or value
+
+    reads: dict[str, list[str]] = {}
+    plans: dict[str, CellPlan] = {}
+    for name, how in policy.items():
+        buffer = buffers.get(name)
+        if buffer is None:
+            raise PlanError(f"the plan names {name}, which is no memory of {graph.root.type}")
+        _check(buffer, how)
+        if how != "recompute":
+            plans[name] = CellPlan(name, how, window=_window(graph, steps, buffer, model) if "window" in how else None)
+            continue
+        writers = [steps[w] for w in buffer.writers]
+        needed = dict.fromkeys(v for w in buffer.writers for v in graph.calls[w].inputs if first(v) != name)
+        sources = {v: first(v) for v in needed if buffers[first(v)].born >= 0}
+        for value, source in sources.items():
+            reads.setdefault(source, []).append(value)
+        inputs = tuple(v for v in needed if buffers[first(v)].born < 0)
+        plans[name] = CellPlan(name, how, 0, compile_rerun(writers, name, model, types), sources, inputs)
+    for source in reads:
+        if policy.get(source) == "encode:sign":
+            raise PlanError(f"{source} cannot be encoded as sign: another value is made from it; keep or offload it")
+    shape_only: dict[str, set[str]] = {}
+    for buffer in buffers.values():
+        for i in buffer.shapes if buffer.kind == "value" else ():
+            shape_only.setdefault(order[i], set()).add(buffer.name)
+            plans.setdefault(buffer.name, CellPlan(buffer.name, "keep"))
+    for source in reads:
+        plans.setdefault(source, CellPlan(source, "keep"))
+    plans = {
+        n: CellPlan(p.buffer, p.policy, len(reads.get(n, ())), p.rerun, p.sources, p.inputs, p.window)
+        for n, p in plans.items()
+    }
+    births: dict[str, list[tuple[str, CellPlan]]] = {}
+    derived: dict[str, dict[int, CellPlan]] = {}
+    leaving: dict[str, list[str]] = {}
+    released: dict[str, list[str]] = {}
+    late: dict[int, list[str]] = {}
+    fetched: dict[int, list[str]] = {}
+    moved = {t.buffer: t for t in transfers.moved} if transfers is not None else {}
+    for name, plan in plans.items():
+        buffer = buffers[name]
+        call = order[buffer.born]
+        if buffer.kind == "derived":
+            derived.setdefault(call, {})[int(name.rpartition("~")[2])] = plan
+        else:
+            births.setdefault(call, []).append((name, plan))
+            leaving.setdefault(order[buffer.last], []).append(name)
+        if plan.policy == "offload":
+            transfer = moved.get(name)
+            phase, place = transfer.wait if transfer is not None else ("forward", buffer.last)
+            if phase == "forward":
+                released.setdefault(order[place], []).append(name)
+            else:
+                late.setdefault(place, []).append(name)
+            fetched.setdefault(transfer.fetch if transfer is not None else max(buffer.savers), []).append(name)
+    reruns = [p.rerun for p in plans.values() if p.rerun is not None]
+    return Holding(
+        recording=recording,
+        positions={name: i for i, name in enumerate(order)},
+        births={k: tuple(v) for k, v in births.items()},
+        derived=derived,
+        leaving={k: tuple(v) for k, v in leaving.items()},
+        released={k: tuple(v) for k, v in released.items()},
+        released_late={k: tuple(v) for k, v in late.items()},
+        fetched={k: tuple(v) for k, v in fetched.items()},
+        shape_only=shape_only,
+        noted=frozenset(v for names in reads.values() for v in names),
+        random=frozenset(name for rerun in reruns for name in rerun.random),
+        inputs=frozenset(v for p in plans.values() for v in p.inputs),
+        offloaded_bytes=sum(buffers[n].bytes for n, p in plans.items() if p.policy == "offload"),
+    )
+
+
+def _check(buffer: Buffer, how: str) -> None:
+    """Refuse a policy that a buffer cannot have."""
+    if how == "recompute" and buffer.obstacle:
+        raise PlanError(f"{buffer.name} cannot be recomputed: {buffer.obstacle}; keep or offload it")
+    if how.startswith("encode:"):
+        codec = how.removeprefix("encode:")
+        if codec not in CODECS:
+            raise PlanError(f"policy {how!r} of {buffer.name} is not known; encodings are {', '.join(CODECS)}")
+        if codec == "sign" and buffer.need != "sign":
+            raise PlanError(f"{buffer.name} cannot be encoded as {codec}: its backward needs all of it")
+    if buffer.opaque and how != "keep":
+        raise PlanError(f"{buffer.name} is kept by a part that must stay whole; keep it")
+
+
+def _window(graph: Graph, steps: Mapping[str, Step], buffer: Buffer, model: nn.Module) -> Window | None:
+    """The window of the pool that made these indices."""
+    call = buffer.name.rpartition("~")[0]
+    step = steps[call]
+    image = graph.values[graph.calls[call].inputs[0]].shape
+    if step.kind == "module":
+        module = model.get_submodule(step.target)
+        settings = {n: getattr(module, n) for n in ("kernel_size", "stride", "padding", "dilation")}
+    else:
+        settings = dict(_POOL_SIGNATURE.bind(*step.args, **step.kwargs).arguments)
+    dims = 3 if "3" in graph.blocks[graph.calls[call].block].type else 2
+    return window_of(settings, image[-dims:])
+
+
+def _pool(
+    input: Any,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> None:
+    """The arguments of torch.nn.functional.max_pool2d."""
+
+
+_POOL_SIGNATURE = inspect.signature(_pool)

@@ -1,0 +1,215 @@
+"""One forward pass under policies.
+
+The recording is replayed as it is, with hooks on what autograd saves. A hook is called in the middle of an operation,
+when its result has no name yet, so handles are collected and given to their cells when the operation is over. A saved
+tensor is recognised by its storage; the addresses are forgotten when a buffer leaves, before they can be used again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from outcore.graph.recording import Step, Tape, fill
+from outcore.memory.cell import Cell, Geometry, Handle
+from outcore.memory.holding import CellPlan, Holding
+from outcore.memory.rerun import Rerun, generator_state
+from outcore.memory.tiers import Tier
+
+__all__ = ["Pass"]
+
+_ORDINARY = (torch.Tensor, nn.Parameter)
+
+
+class Pass:
+    """What backward needs to know of one forward pass; lives as long as a cell of it."""
+
+    def __init__(self, holding: Holding, model: nn.Module, tensors: Iterable[torch.Tensor], tier: Tier | None) -> None:
+        recording = holding.recording
+        self.holding, self.model, self.tier = holding, model, tier
+        self.constants, self.geometry = recording.constants, holding.geometry
+        given = dict(zip(recording.inputs, tensors, strict=True))
+        self.inputs = {n: (t.detach(), t._version) for n, t in given.items() if n in holding.inputs}
+        self.states: dict[str, torch.Tensor] = {}
+        """Call -> state of the generator before it."""
+        self.position = len(holding.positions)
+        """How far backward has come."""
+        self.waiting: dict[str, weakref.ref[Cell]] = {}
+        """Buffers that were offloaded."""
+        self._tape = _Tape(self, given)
+
+    def forward(self) -> Any:
+        """Run the model; returns what it returns."""
+        tape, recording = self._tape, self.holding.recording
+        del self._tape
+        try:
+            with tape.hooked():
+                tape.run(recording.steps, recording.ambient)
+            return fill(recording.result, tape.get)
+        finally:
+            tape.forget()
+
+    def inputs_of(self, rerun: Rerun) -> dict[str, torch.Tensor]:
+        """The inputs of the model, for whoever is made from them."""
+        for name, (tensor, version) in self.inputs.items():
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"the input {name} has been modified between forward and backward; backward needs it"
+                )
+        return {name: tensor for name, (tensor, _) in self.inputs.items()}
+
+    def reached(self, position: int) -> None:
+        """Backward has come to a call: release and fetch what is due."""
+        if position >= self.position or not self.waiting:
+            return
+        holding = self.holding
+        for place in range(self.position, position - 1, -1):
+            for name in holding.released_late.get(place, ()):
+                if (cell := self._cell(name)) is not None:
+                    cell.left()
+            for name in holding.fetched.get(place, ()):
+                if (cell := self._cell(name)) is not None:
+                    cell.left()
+                    cell.fetch()
+        self.position = position
+
+    def _cell(self, name: str) -> Cell | None:
+        reference = self.waiting.get(name)
+        return reference() if reference is not None else None
+
+
+class _Tape(Tape):
+    """Replays the steps, and does after each what the policies say."""
+
+    def __init__(self, owner: Pass, values: dict[str, torch.Tensor]) -> None:
+        super().__init__(owner.model, owner.constants, values)
+        self.owner, self.holding = owner, owner.holding
+        self.cells: dict[str, Cell] = {}
+        self.plans: dict[str, CellPlan] = {}
+        self.at: dict[int, Cell] = {}
+        """Address of a storage -> the cell of what is in it."""
+        self.pending: list[Handle] = []
+
+    def hooked(self) -> contextlib.AbstractContextManager[None]:
+        """Hold what autograd saves."""
+
+        def pack(tensor: torch.Tensor) -> Any:
+            if type(tensor) not in _ORDINARY or tensor.layout is not torch.strided or tensor.is_conj():
+                return tensor.detach()
+            handle = Handle(tensor)
+            self.pending.append(handle)
+            return handle
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
+
+    def forget(self) -> None:
+        """From here on only autograd holds the cells (torch may hold the hooks, and with them this tape)."""
+        for table in (self.cells, self.at, self.plans, self.values):
+            table.clear()
+        self.pending.clear()
+
+    def step(self, step: Step) -> None:
+        """Run one step."""
+        holding, name = self.holding, step.name
+        if name in holding.random:
+            self.owner.states[name] = generator_state(next(iter(self.values.values())).device)
+        drop, step_ = step.drop, step
+        if name in holding.births:  # its outputs must be seen before they are dropped
+            step_ = _without_drops(step)
+        super().step(step_)
+        for value, plan in holding.births.get(name, ()):
+            self.bear(value, plan)
+        if step_ is not step:
+            for value in drop:
+                del self.values[value]
+        for value in (*step.outputs, *(new for new, _ in step.rebinds)):
+            if value in holding.noted and value not in holding.geometry and value in self.values:
+                holding.geometry[value] = Geometry.of(self.values[value])
+        if self.pending:
+            self.settle(name)
+        for buffer in holding.leaving.get(name, ()):
+            self.leave(buffer)
+        for buffer in holding.released.get(name, ()):
+            self.cells[buffer].left()
+
+    def bear(self, value: str, plan: CellPlan) -> None:
+        """A buffer is made: its cell takes responsibility."""
+        tensor = self.values[value]
+        self.holding.geometry.setdefault(value, Geometry.of(tensor))
+        cell = self.cells[value] = self.cell(plan)
+        self.plans[value] = plan
+        cell.born(tensor)
+        self.at[tensor.untyped_storage().data_ptr()] = cell
+
+    def cell(self, plan: CellPlan) -> Cell:
+        """The cell of a plan."""
+        cell = Cell(
+            plan.buffer,
+            plan.policy,
+            self.owner,
+            dependents=plan.dependents,
+            rerun=plan.rerun,
+            window=plan.window,
+        )
+        if plan.policy == "offload":
+            self.owner.waiting[plan.buffer] = weakref.ref(cell)
+        return cell
+
+    def settle(self, name: str) -> None:
+        """Give the handles of a step to their cells."""
+        position = self.holding.positions[name]
+        plans, shapes = self.holding.derived.get(name), self.holding.shape_only.get(name, ())
+        seen: dict[int, int] = {}
+        made: dict[int, Cell] = {}
+        for handle in self.pending:
+            tensor = handle.tensor
+            assert tensor is not None
+            address = tensor.untyped_storage().data_ptr()
+            if (cell := self.at.get(address)) is not None:
+                if cell.name in shapes:
+                    handle.keep_shape()
+                else:
+                    handle.point_to(cell, position)
+            if plans is not None:
+                place = seen.setdefault(address, len(seen))
+                if cell is None and (plan := plans.get(place)) is not None:
+                    if address not in made:
+                        made[address] = self.cells[plan.buffer] = self.cell(plan)
+                        made[address].born(tensor)
+                    handle.point_to(made[address], position)
+        self.pending.clear()
+        for cell in made.values():
+            cell.leave(self.owner.tier)
+
+    def leave(self, buffer: str) -> None:
+        """The last use of a buffer in forward is over."""
+        cell = self.cells[buffer]
+        if cell.memory is not None:
+            self.at.pop(cell.memory.untyped_storage().data_ptr(), None)
+        # Only now: what is written into it in place may be made after it was.
+        cell.sources = {value: self.cells[source] for value, source in self.plans[buffer].sources.items()}
+        cell.leave(self.owner.tier)
+
+
+def _unpack(packed: Any) -> torch.Tensor:
+    return packed.unpack() if type(packed) is Handle else packed
+
+
+def _without_drops(step: Step) -> Step:
+    return Step(
+        step.name,
+        step.kind,
+        step.target,
+        step.args,
+        step.kwargs,
+        step.context,
+        step.outputs,
+        step.rebinds,
+        step.shapes,
+        step.answer,
+    )

@@ -1,0 +1,61 @@
+"""How fast the tier below a device is, measured in a fraction of a second."""
+
+from __future__ import annotations
+
+import time
+from functools import cache
+
+import torch
+
+from outcore.memory.tiers import DiskTier
+from outcore.planner.transfers import Tier
+
+__all__ = ["measured_tier", "memory_rate"]
+
+_PROBE_BYTES = {"cuda": 256 * 2**20, "cpu": 16 * 2**20}
+
+
+@cache
+def measured_tier(device: torch.device) -> Tier:
+    """The tier below a device with its rates."""
+    size = _PROBE_BYTES[device.type]
+    if device.type == "cuda":
+        host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        there = torch.empty(size, dtype=torch.uint8, device=device)
+        there.copy_(host)
+        out, back = _seconds(lambda: host.copy_(there)), _seconds(lambda: there.copy_(host))
+        # Both ways at once share the bus a little, and kernels share the memory with the copies.
+        return Tier(0.9 * size / out, 0.9 * size / back)
+    tier, flat = DiskTier(size), torch.ones(size, dtype=torch.uint8)
+    start = time.perf_counter()
+    trip = tier.evict(flat)
+    trip.wait_out()
+    middle = time.perf_counter()
+    trip.bytes_back()
+    end = time.perf_counter()
+    del trip
+    tier.close()
+    return Tier(size / (middle - start), size / (end - middle), least_bytes=2**16)
+
+
+@cache
+def memory_rate(device: torch.device) -> float:
+    """Bytes per second that a device reads and writes in its own memory."""
+    a = torch.empty(_PROBE_BYTES[device.type] // 4, device=device)
+    b = torch.empty_like(a)
+    b.copy_(a)
+    return 2 * a.numel() * 4 / _seconds(lambda: b.copy_(a))
+
+
+def _seconds(run: object) -> float:
+    assert callable(run)
+    times = []
+    for _ in range(3):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return min(times)

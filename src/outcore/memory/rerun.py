@@ -1,0 +1,178 @@
+"""Making a buffer again: its writers run once more, without autograd, from values that are there.
+
+They run under the modes they ran under in forward. A layer that keeps statistics normalises again without touching
+them; a random one draws the same numbers, because the state of its generator was noted in forward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from outcore.graph.recording import Context, Step, Tape
+from outcore.ops.again import again
+
+__all__ = ["Rerun", "compile_rerun", "generator_state"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rerun:
+    """How one buffer is made again."""
+
+    steps: tuple[Step, ...]
+    random: frozenset[str]
+    """Steps that draw numbers."""
+    result: str
+    """The value that ends up in the buffer's memory."""
+    context: Context | None
+    """The modes of all steps, where they are the same."""
+
+    def run(
+        self,
+        model: nn.Module,
+        constants: Mapping[str, torch.Tensor],
+        values: dict[str, torch.Tensor],
+        states: Mapping[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """Run the steps on the values they need; returns the tensor that is first in the buffer."""
+        tape = Tape(model, constants, values)
+        with torch.no_grad():
+            for step in self.steps:
+                with _modes(step.context), _generator(states.get(step.name), values):
+                    tape.step(step)
+        return tape.values[self.result]
+
+
+def compile_rerun(steps: Sequence[Step], result: str, model: nn.Module, types: Mapping[str, str]) -> Rerun:
+    """Prepare to make a buffer again.
+
+    Args:
+        steps: its writers.
+        result: the first value in it.
+        model: the user's model.
+        types: type of the block of each step.
+    """
+    prepared = tuple(
+        replace(step, kind="function", target=_target(step, model, types[step.name]), drop=(), shapes=None)
+        for step in steps
+    )
+    random = frozenset(step.name for step in steps if again(types[step.name]) == "random")
+    contexts = {step.context for step in steps}
+    return Rerun(prepared, random, result, contexts.pop() if len(contexts) == 1 else None)
+
+
+def generator_state(device: torch.device) -> torch.Tensor:
+    """The state of the generator that operations on a device draw from."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _target(step: Step, model: nn.Module, type_: str) -> Callable[..., Any]:
+    """What to call instead of the step's own target."""
+    statistics = again(type_) == "statistics"
+    if step.kind == "module":
+        module = model.get_submodule(step.target)
+        if statistics:
+            return _Normalised(module)
+        return _Flagged(module) if again(type_) == "random" else module.forward
+    if statistics:
+        return _FUNCTIONS[type_]
+    target: Callable[..., Any] = step.target
+    return target
+
+
+class _Flagged:
+    """A module in the mode it was in when it was recorded."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.training = module, module.training
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        now, self.module.training = self.module.training, self.training
+        try:
+            return self.module.forward(*args, **kwargs)
+        finally:
+            self.module.training = now
+
+
+class _Normalised(_Flagged):
+    """A batch or instance norm that leaves its statistics alone."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        m: Any = self.module
+        if isinstance(m, nn.modules.batchnorm._BatchNorm):
+            if self.training or m.running_mean is None:
+                return F.batch_norm(x, None, None, m.weight, m.bias, True, 0.0, m.eps)
+        elif self.training or not m.track_running_stats:
+            return F.instance_norm(x, None, None, m.weight, m.bias, True, 0.0, m.eps)
+        result: torch.Tensor = super().__call__(x)
+        return result
+
+
+def _batch_norm(
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    if training:
+        return F.batch_norm(input, None, None, weight, bias, True, 0.0, eps)
+    return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+
+
+def _instance_norm(
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None = None,
+    running_var: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    if use_input_stats:
+        return F.instance_norm(input, None, None, weight, bias, True, 0.0, eps)
+    return F.instance_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {"batch_norm": _batch_norm, "instance_norm": _instance_norm}
+
+
+@contextlib.contextmanager
+def _modes(context: Context) -> Iterator[None]:
+    """The autocast modes of a step; backward runs without them."""
+    changed = [row for row in context.autocast if row[1] or torch.is_autocast_enabled(row[0])]
+    if not changed:
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        for device, enabled, dtype in changed:
+            stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
+        yield
+
+
+@contextlib.contextmanager
+def _generator(state: torch.Tensor | None, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Draw from a generator in a state of before."""
+    if state is None:
+        yield
+        return
+    device = next((v.device for v in values.values()), torch.device("cpu"))
+    now = generator_state(device)
+    put: Callable[[torch.Tensor], None] = (
+        (lambda s: torch.cuda.set_rng_state(s, device)) if device.type == "cuda" else torch.set_rng_state
+    )
+    put(state)
+    try:
+        yield
+    finally:
+        put(now)

@@ -1,0 +1,255 @@
+"""The slower memory below a device: the host's below a GPU, the disk below a CPU.
+
+A tier takes the raw bytes of a storage, so views and memory formats come back as they were. Copies run beside the
+computing: on a GPU on a stream of their own each way, on a CPU on a thread each way. Both kinds keep what they hold in
+one *arena* of the size the plan asks for, pinned once (registered memory, not torch's own pinned allocator, which
+rounds up to powers of two), so that nothing is allocated while training.
+
+Who frees memory on a GPU must know that the copy out of it is over. The host runs far ahead of the device, so it cannot
+ask; instead the computing stream waits for the copy at a place the plan has chosen, and the memory is dropped there:
+no `record_stream`, the same peak in every step.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from outcore.errors import OutcoreError
+from outcore.memory.arena import Arena, Slot
+
+__all__ = ["DiskTier", "HostTier", "Tier", "Trip", "tier_for"]
+
+
+class Trip(Protocol):
+    """One buffer on its way out and back."""
+
+    def wait_out(self) -> None:
+        """Whatever is computed from here on comes after the copy out."""
+
+    def fetch(self) -> None:
+        """Start to copy it back into new memory."""
+
+    def bytes_back(self) -> torch.Tensor:
+        """Its bytes, when they are here."""
+
+
+class Tier(Protocol):
+    """Where buffers go."""
+
+    def evict(self, flat: torch.Tensor) -> Trip:
+        """Start to copy bytes out."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
+def tier_for(device: torch.device, capacity_bytes: int) -> Tier:
+    """The tier below a device, with room for so many bytes."""
+    return HostTier(device, capacity_bytes) if device.type == "cuda" else DiskTier(capacity_bytes)
+
+
+# Below a GPU
+
+
+class HostTier:
+    """Pinned host memory."""
+
+    def __init__(self, device: torch.device, capacity_bytes: int) -> None:
+        self.device = device
+        self.out, self.back = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        try:
+            self.memory = torch.empty(capacity_bytes, dtype=torch.uint8)
+        except RuntimeError as error:
+            raise OutcoreError(
+                f"the plan needs {capacity_bytes / 2**30:.2f} GiB of host memory, which is not there; plan with less"
+            ) from error
+        status = torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), capacity_bytes, 0)
+        if int(status) != 0:
+            raise OutcoreError(f"{capacity_bytes / 2**30:.2f} GiB of host memory could not be pinned ({status})")
+        self.arena = Arena(capacity_bytes)
+
+    def evict(self, flat: torch.Tensor) -> HostTrip:
+        """Start to copy bytes out, after what the computing stream has done so far."""
+        return HostTrip(self, flat)
+
+    def close(self) -> None:
+        """Unpin the arena, after the copies that are under way."""
+        if self.memory.numel():
+            torch.cuda.synchronize(self.device)
+            torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())
+            self.memory = torch.empty(0, dtype=torch.uint8)
+
+    def __del__(self) -> None:
+        if "arena" in self.__dict__:
+            self.close()
+
+
+class HostTrip:
+    """A buffer in pinned host memory."""
+
+    def __init__(self, tier: HostTier, flat: torch.Tensor) -> None:
+        self.tier, self.size = tier, flat.numel()
+        self.slot: Slot | None = tier.arena.take(self.size)
+        self.host = (
+            tier.memory[self.slot.offset : self.slot.offset + self.size]
+            if self.slot is not None
+            else torch.empty(self.size, dtype=torch.uint8, pin_memory=True)  # more in flight than planned
+        )
+        ready = torch.cuda.current_stream(tier.device).record_event()
+        tier.out.wait_event(ready)
+        if self.slot is not None:
+            for event in tier.arena.marks(self.slot):
+                tier.out.wait_event(event)
+        with torch.cuda.stream(tier.out):
+            self.host.copy_(flat, non_blocking=True)
+        self.gone = tier.out.record_event()
+        self.flat: torch.Tensor | None = None
+        self.here: torch.cuda.Event | None = None
+
+    def wait_out(self) -> None:
+        """Let the computing stream wait for the copy out."""
+        torch.cuda.current_stream(self.tier.device).wait_event(self.gone)
+
+    def fetch(self) -> None:
+        """Start to copy it back, into memory of the computing stream."""
+        if self.flat is not None:
+            return
+        tier = self.tier
+        self.flat = torch.empty(self.size, dtype=torch.uint8, device=tier.device)
+        tier.back.wait_event(torch.cuda.current_stream(tier.device).record_event())
+        tier.back.wait_event(self.gone)
+        with torch.cuda.stream(tier.back):
+            self.flat.copy_(self.host, non_blocking=True)
+        self.here = tier.back.record_event()
+
+    def bytes_back(self) -> torch.Tensor:
+        """Let the computing stream wait for the copy back."""
+        self.fetch()
+        assert self.flat is not None and self.here is not None
+        torch.cuda.current_stream(self.tier.device).wait_event(self.here)
+        flat, self.flat = self.flat, None
+        return flat
+
+    def __del__(self) -> None:
+        if getattr(self, "slot", None) is not None:
+            assert self.slot is not None
+            self.tier.arena.give(self.slot, self.here if self.here is not None else self.gone)
+
+
+# Below a CPU
+
+
+class DiskTier:
+    """A file that has no name any more, so that it goes when the process does."""
+
+    def __init__(self, capacity_bytes: int, directory: str | Path | None = None) -> None:
+        folder = Path(directory or os.environ.get("OUTCORE_SCRATCH") or tempfile.gettempdir())
+        self.file, path = tempfile.mkstemp(prefix="outcore-", dir=folder)
+        Path(path).unlink()
+        try:
+            if capacity_bytes:
+                os.posix_fallocate(self.file, 0, capacity_bytes)
+        except OSError as error:
+            os.close(self.file)
+            raise OutcoreError(
+                f"the plan needs {capacity_bytes / 2**20:,.0f} MiB of disk in {folder}: {error.strerror}; "
+                "set OUTCORE_SCRATCH to a folder with more room, or plan with a larger memory budget"
+            ) from None
+        self.arena, self.end = Arena(capacity_bytes), capacity_bytes
+        self.threads: ThreadPoolExecutor | None = None
+
+    @property
+    def workers(self) -> ThreadPoolExecutor:
+        """The copying threads, started when there is something to copy."""
+        if self.threads is None:
+            self.threads = ThreadPoolExecutor(2, thread_name_prefix="outcore-disk")
+        return self.threads
+
+    def evict(self, flat: torch.Tensor) -> DiskTrip:
+        """Start to write bytes."""
+        return DiskTrip(self, flat)
+
+    def close(self) -> None:
+        """Finish what is being copied and give the disk's room back."""
+        if self.threads is not None:
+            self.threads.shutdown(wait=True)
+            self.threads = None
+        if self.file >= 0:
+            os.close(self.file)
+            self.file = -1
+
+    def __del__(self) -> None:
+        if getattr(self, "file", -1) >= 0:
+            self.close()
+
+
+class DiskTrip:
+    """A buffer in the file."""
+
+    def __init__(self, tier: DiskTier, flat: torch.Tensor) -> None:
+        self.tier, self.size = tier, flat.numel()
+        self.slot = tier.arena.take(self.size)
+        if self.slot is None:  # more in flight than planned: the file grows
+            tier.arena.grow(self.size)
+            self.slot = tier.arena.take(self.size)
+        assert self.slot is not None
+        self.offset = self.slot.offset
+        self.writing: Future[None] = tier.workers.submit(_write, tier.file, flat.numpy(), self.offset)
+        self.reading: Future[torch.Tensor] | None = None
+
+    def wait_out(self) -> None:
+        """Wait until the bytes are written."""
+        try:
+            self.writing.result()
+        except OSError as error:
+            raise OutcoreError(
+                f"{self.size / 2**20:,.0f} MiB could not be written to the scratch file: {error.strerror}; set "
+                "OUTCORE_SCRATCH to a folder with more room"
+            ) from error
+
+    def fetch(self) -> None:
+        """Start to read it back."""
+        if self.reading is None:
+            self.wait_out()
+            flat = torch.empty(self.size, dtype=torch.uint8)
+            self.reading = self.tier.workers.submit(_read, self.tier.file, flat, self.offset)
+
+    def bytes_back(self) -> torch.Tensor:
+        """Wait until the bytes are here."""
+        self.fetch()
+        assert self.reading is not None
+        flat, self.reading = self.reading.result(), None
+        return flat
+
+    def __del__(self) -> None:
+        if getattr(self, "slot", None) is not None:
+            assert self.slot is not None
+            if self.reading is not None:
+                self.reading.result()
+            if not self.writing.cancelled():
+                self.writing.exception()
+            self.tier.arena.give(self.slot, None)
+
+
+def _write(file: int, memory: Any, offset: int) -> None:
+    view = memoryview(memory)
+    while view:
+        written = os.pwrite(file, view, offset)
+        view, offset = view[written:], offset + written
+
+
+def _read(file: int, flat: torch.Tensor, offset: int) -> torch.Tensor:
+    memory: Any = flat.numpy()
+    view = memoryview(memory)
+    while view:
+        count = os.preadv(file, [view], offset)
+        if not count:
+            raise OutcoreError("the scratch file ends too early; is its disk full?")
+        view, offset = view[count:], offset + count
+    return flat

@@ -1,0 +1,99 @@
+"""Which smaller forms a kept tensor can have between forward and backward, and how small they are.
+
+Exact ones follow from what backward needs (Gist, ISCA 2018): where only the sign matters, one bit per element; indices
+of a pool as positions in its window, one byte instead of eight; masks as bits. (Where only the shape matters, as with
+the input of a pool, nothing is kept at all; that costs nothing and needs no codec.)
+Lossy ones (fewer bits per number) are never chosen unless they are asked for by name.
+
+    codec     for                              bytes in between        bytes when it is back
+    sign      output of ReLU, used nowhere     1 bit per element       1 per element
+    window    indices of a max pool            1 per index             8 per index
+    bits      mask of a dropout                1 bit per element       as it was
+    half      any float32 (lossy)              half                    all
+    int8      any float (lossy)                1 per element + scales  all
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+from outcore.ops.again import Need
+
+__all__ = ["CODECS", "LOSSY", "Kept", "codec_for", "held_bytes"]
+
+Codec = Literal["sign", "window", "bits", "half", "int8"]
+CODECS: tuple[Codec, ...] = ("sign", "window", "bits", "half", "int8")
+LOSSY: tuple[Codec, ...] = ("half", "int8")
+GROUP = 256
+"""Numbers that share a scale under int8."""
+
+_POOLS = {"MaxPool2d", "MaxPool3d", "max_pool2d", "max_pool3d"}
+_DROPOUTS = {"Dropout", "dropout"}
+_MASKS = ("bool", "float", "bfloat16")
+
+
+class Kept(Protocol):
+    """What a rule looks at."""
+
+    @property
+    def kind(self) -> str:
+        """Value, derived or given."""
+
+    @property
+    def bytes(self) -> int:
+        """Its size."""
+
+    @property
+    def element_bytes(self) -> int:
+        """Of one number; not known of a derived one."""
+
+    @property
+    def what(self) -> str:
+        """For a derived tensor: dtype, shape and the operation it comes from."""
+
+    @property
+    def maker(self) -> str:
+        """For a derived tensor: the type of the call that made it."""
+
+    @property
+    def need(self) -> Need:
+        """What backward needs of it."""
+
+
+def codec_for(kept: Kept) -> Codec | None:
+    """The smallest exact form of a kept tensor, if there is one.
+
+    >>> from outcore.cost.buffers import Buffer
+    >>> codec_for(Buffer("relu#0:out", "value", 400, 4, 0, 0, 0, {0: "sign"}))
+    'sign'
+    """
+    if kept.kind == "derived":
+        if kept.maker in _POOLS and kept.what.startswith("int64"):
+            return "window"
+        return "bits" if kept.maker in _DROPOUTS and kept.what.startswith(_MASKS) else None
+    return "sign" if kept.need == "sign" else None
+
+
+def held_bytes(kept: Kept, policy: str) -> tuple[int, int]:
+    """Bytes in between, and when it is back."""
+    codec, size = policy.removeprefix("encode:"), kept.bytes
+    item = _item_bytes(kept)
+    match codec:
+        case "sign":
+            return -(-size // item // 8), size // item
+        case "window":
+            return size // 8, size
+        case "bits":
+            return -(-size // item // 8), size
+        case "half":
+            return size // 2, size
+        case _:
+            count = size // item
+            return count + 8 * -(-count // GROUP), size
+
+
+def _item_bytes(kept: Kept) -> int:
+    if kept.kind != "derived":
+        return kept.element_bytes
+    sizes = {"bool": 1, "int64": 8, "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+    return sizes.get(kept.what.split(" ")[0], 1)

@@ -1,0 +1,217 @@
+"""What a training step takes when some buffers are not kept: its time, and its memory at every moment.
+
+Each buffer has a policy. What is not kept leaves after its last use in forward and comes back in backward when it is
+first needed; it stays until it was needed for the last time, so nothing is fetched or computed twice:
+
+    moment     F0 F1 F2 F3 … B3 B2 B1 B0 optimizer
+    keep          ###############
+    recompute     ##        ######            from its sources, which must be there at B3 and stay no longer
+    offload       ####    ########            leaves when the copy out is done, room is taken when the copy in begins
+    encode        ##------#######             a smaller form in between
+
+A buffer that is made again needs its sources when it is first needed itself, so they come back earlier too, and theirs:
+recomputing a long chain brings all of it back at once. That is why the *whole* assignment is evaluated, not each
+choice by itself. Buffers that backward does not need at all (the output of batch norm before ReLU) are made again on
+the way, or held if that is cheaper.
+
+The memory is `outcore.cost.memory_curve` of the plain step, with what each policy adds to it and takes away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from outcore.cost.buffers import Buffer, buffers_of
+from outcore.cost.costs import Costs
+from outcore.cost.memory import MemoryCurve, memory_curve
+from outcore.cost.optimizer import OptimizerCost
+from outcore.graph import Graph
+from outcore.ops.encoding import codec_for, held_bytes
+from outcore.planner.transfers import Tier, Transfers, schedule_transfers
+
+__all__ = ["Keeping", "Outcome"]
+
+Curve = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A step under one assignment of policies."""
+
+    time_s: float
+    peak_bytes: int
+    curve: Curve
+    """Bytes at every moment of the plain step's memory curve."""
+    extra_s: float
+    """Above the plain step."""
+    recomputed: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Buffer -> positions of the calls before whose backward it comes back and after whose backward it goes."""
+    transfers: Transfers | None = None
+
+
+class Keeping:
+    """A network's step, ready to be evaluated under any assignment of policies."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        costs: Costs,
+        optimizer: OptimizerCost | float,
+        tier: Tier | None,
+        memory_bytes_per_s: float = 10e9,
+    ) -> None:
+        self.graph, self.costs, self.tier, self.memory_bytes_per_s = graph, costs, tier, memory_bytes_per_s
+        self.plain: MemoryCurve = memory_curve(graph, costs, optimizer=optimizer)
+        self.base: Curve = np.array([m.bytes.total for m in self.plain.moments], dtype=np.int64)
+        self.buffers: dict[str, Buffer] = buffers_of(graph, costs)
+        self.order = list(graph.calls)
+        rows = [costs.calls[name] for name in self.order]
+        self.forward_s = [c.forward.median_s if c.forward else 0.0 for c in rows]
+        self.backward_s = [c.backward.median_s if c.backward else 0.0 for c in rows]
+        self.plain_s = sum(self.forward_s) + sum(self.backward_s)
+        place = {name: i for i, name in enumerate(self.order)}
+        self.forward_at = [0] * len(rows)
+        self.backward_at = [0] * len(rows)
+        """Moment of every call's forward and backward; a call without backward has that of the one before it."""
+        seen: set[int] = set()
+        for at, moment in enumerate(self.plain.moments):
+            if moment.phase == "forward":
+                self.forward_at[place[moment.call]] = at
+            elif moment.phase == "backward" and place[moment.call] not in seen:
+                self.backward_at[place[moment.call]] = at
+                seen.add(place[moment.call])
+        self.turn = max(self.forward_at, default=0) + 1
+        """The first moment of backward."""
+        self.made = np.zeros_like(self.base)
+        for i in seen:
+            made = sum(g.bytes for g in rows[i].gradients) + rows[i].workspace_backward_bytes
+            self.made[self.backward_at[i]] = made
+        self.rows = [(b, self.forward_at[b.last] + 1) for b in self.buffers.values() if b.kind != "given" and b.bytes]
+        """Buffers that matter, with the first moment after their last use in forward."""
+        self.emptied = self._emptied()
+        values = [b for b in self.buffers.values() if b.kind == "value"]
+        self.newest_first = sorted(values, key=lambda b: -b.done)  # before whatever it is made from
+
+    def _emptied(self) -> list[int]:
+        """What changes, moment by moment, if nothing is kept; only memory of the right shape where that is enough."""
+        moment = [0] * (len(self.base) + 1)
+        for buffer, gone in self.rows:
+            if kept_by := [*buffer.savers, *buffer.shapes]:
+                _add(moment, gone, self.backward_at[min(kept_by)], -buffer.bytes)
+            for i in buffer.shapes:
+                _add(moment, self.backward_at[i], self.backward_at[i], buffer.bytes)
+        return moment
+
+    def choices(self, buffer: Buffer) -> list[str]:
+        """The policies a buffer can have beside keep, all of them exact."""
+        found = []
+        if buffer.kind == "value" and not buffer.obstacle:
+            found.append("recompute")
+        if (codec := codec_for(buffer)) is not None:
+            found.append(f"encode:{codec}")
+        if self.tier is not None and buffer.savers and buffer.bytes >= self.tier.least_bytes and buffer.need == "full":
+            found.append("offload")
+        return found if buffer.kind != "given" and not buffer.opaque else []
+
+    def evaluate(self, policy: Mapping[str, str]) -> Outcome:
+        """The step under an assignment; buffers that are not in it are kept."""
+        first, last = self._needs(policy)
+        if self._torn(policy, first):
+            return Outcome(float("inf"), 2**62, self.base, float("inf"))
+        moment = self.emptied[:]
+        entry = [0] * len(self.base)
+        room = [0] * len(self.base)
+        extra_s, recomputed, moved = 0.0, {}, []
+        backward_at = self.backward_at
+        for buffer, gone in self.rows:
+            name = buffer.name
+            if name not in first:
+                continue
+            how, size = policy.get(name, "keep"), buffer.bytes
+            begins, ends = backward_at[first[name]], backward_at[last[name]]
+            if how == "keep":
+                begins = gone
+                _add(moment, gone, ends, size)
+            elif how == "recompute":
+                extra_s += buffer.again_s
+                recomputed[name] = (first[name], last[name])
+                if buffer.savers or ends > begins:
+                    _add(moment, begins, ends, size)
+                else:  # only on the way to another, with what it is itself made from on the way
+                    way = sum(self.buffers[v].bytes for v in buffer.sources if self._on_the_way(v, policy))
+                    entry[begins] = max(entry[begins], size + way)
+                room[begins] = max(room[begins], buffer.workspace_bytes)
+            elif how == "offload":
+                moved.append((buffer, first[name]))
+                _add(moment, gone, ends, size)
+            else:
+                small, whole = held_bytes(buffer, how)
+                _add(moment, gone, begins - 1, small)
+                _add(moment, begins, ends, whole)
+                extra_s += self._coding_s(buffer)
+            for i in buffer.shapes:
+                if begins <= backward_at[i] <= ends:  # it is there anyway
+                    _add(moment, backward_at[i], backward_at[i], -size)
+        transfers = None
+        if moved:
+            assert self.tier is not None
+            transfers = schedule_transfers(self, moved, recomputed, self.tier)
+            for transfer in transfers.moved:
+                _add(moment, transfer.gone_at, transfer.back_at - 1, -self.buffers[transfer.buffer].bytes)
+            extra_s += transfers.stall_s
+        curve = self.base + np.cumsum(moment[:-1])
+        curve = np.maximum(curve, curve - self.made + np.array(entry) + np.array(room))
+        peak = int(curve.max())
+        return Outcome(self.plain_s + extra_s, peak, curve, extra_s, recomputed, transfers)
+
+    def resolved(self, policy: Mapping[str, str]) -> dict[str, str]:
+        """The assignment without what has no effect: only buffers that are needed, and only what is not kept."""
+        first, _ = self._needs(policy)
+        found = {}
+        for name in first:
+            how, buffer = policy.get(name, "keep"), self.buffers[name]
+            if buffer.kind != "given" and (how != "keep" or not buffer.savers):
+                found[name] = how
+        return {name: found[name] for name in self.buffers if name in found}
+
+    def _needs(self, policy: Mapping[str, str]) -> tuple[dict[str, int], dict[str, int]]:
+        """Where each buffer is needed first and last in backward (positions of calls: backward counts down)."""
+        first: dict[str, int] = {}
+        last: dict[str, int] = {}
+        for name, buffer in self.buffers.items():
+            if buffer.savers:
+                first[name], last[name] = max(buffer.savers), min(buffer.savers)
+        for buffer in self.newest_first:
+            if policy.get(buffer.name) != "recompute" or (start := first.get(buffer.name)) is None:
+                continue
+            for source in buffer.sources:
+                first[source] = max(first.get(source, -1), start)
+                last[source] = min(last.get(source, start), start)
+        return first, last
+
+    def _on_the_way(self, name: str, policy: Mapping[str, str]) -> bool:
+        """Whether a buffer is made again only to make others from it."""
+        buffer = self.buffers[name]
+        return not buffer.savers and buffer.kind == "value" and policy.get(name) == "recompute"
+
+    def _torn(self, policy: Mapping[str, str], first: Mapping[str, int]) -> bool:
+        """Whether something is to be made from a buffer of which only signs are kept."""
+        if "encode:sign" not in policy.values():
+            return False
+        made = [self.buffers[n] for n, how in policy.items() if how == "recompute" and n in first]
+        return any(policy.get(source) == "encode:sign" for buffer in made for source in buffer.sources)
+
+    def _coding_s(self, buffer: Buffer) -> float:
+        """Time to encode and decode: each passes over the memory once."""
+        return 2.5 * buffer.bytes / self.memory_bytes_per_s
+
+
+def _add(moment: list[int], begins: int, ends: int, size: int) -> None:
+    """Add bytes at all moments from one to another."""
+    if ends >= begins:
+        moment[begins] += size
+        moment[ends + 1] -= size

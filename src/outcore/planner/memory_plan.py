@@ -1,0 +1,149 @@
+"""A plan for one device: the policies of a network's buffers under a budget, with what they cost and why.
+
+`plan_memory` is the planner of `outcore.within`: from a graph with its costs to the fastest assignment that stays
+within the budget, as a document (`Plan.policy`) and as an explanation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from outcore.cost.costs import Costs
+from outcore.cost.optimizer import OptimizerCost
+from outcore.errors import PlanError
+from outcore.graph import Graph
+from outcore.machine.units import format_bytes
+from outcore.plan_document import Plan, Predicted, name_stages
+from outcore.planner.budget import Assignment, fit, smallest
+from outcore.planner.keeping import Keeping, Outcome
+from outcore.planner.transfers import Tier
+
+__all__ = ["MemoryPlan", "plan_memory"]
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Policies, what they were chosen from, and what a step takes under them."""
+
+    keeping: Keeping
+    assignment: Assignment
+    budget_bytes: int | None
+    reserved_bytes: int
+    """Memory that the step needs beside the network: the loss, a margin."""
+
+    @property
+    def policy(self) -> dict[str, str]:
+        """What is not kept as autograd would, by the first value in each buffer."""
+        return self.keeping.resolved(self.assignment.policy)
+
+    @property
+    def outcome(self) -> Outcome:
+        """What a step takes."""
+        return self.assignment.outcome
+
+    @property
+    def peak_bytes(self) -> int:
+        """Predicted peak."""
+        return self.outcome.peak_bytes + self.reserved_bytes
+
+    @property
+    def plain_bytes(self) -> int:
+        """Predicted peak of plain training."""
+        return self.keeping.plain.peak_bytes + self.reserved_bytes
+
+    @property
+    def slowdown(self) -> float:
+        """Predicted time over that of plain training."""
+        return self.outcome.time_s / self.keeping.plain_s if self.keeping.plain_s else 1.0
+
+    def document(self) -> Plan:
+        """The plan as a document."""
+        graph = self.keeping.graph
+        return Plan(
+            graph=graph.fingerprint,
+            stages=name_stages(graph, [list(graph.calls)]),
+            policy=self.policy,
+            memory_bytes=self.budget_bytes,
+            predicted=Predicted(self.outcome.time_s, (self.peak_bytes,), 0.0, "memory curve"),
+            why=tuple(self.explain().splitlines()),
+        )
+
+    def explain(self, depth: int = 1) -> str:
+        """What was chosen and what it costs, by block."""
+        rows: dict[str, dict[str, float]] = {}
+        for name, how in self.policy.items():
+            buffer = self.keeping.buffers[name]
+            call = self.keeping.order[buffer.born]
+            path = self.keeping.graph.calls[call].block.split(".")
+            block = ".".join(path[:depth])
+            row = rows.setdefault(block, {})
+            kind = how.partition(":")[0]
+            row[kind] = row.get(kind, 0) + (buffer.bytes if buffer.savers else 0)
+            if how == "recompute":
+                row["seconds"] = row.get("seconds", 0.0) + buffer.again_s
+        ratio = self.peak_bytes / max(1, self.plain_bytes)
+        lines = [
+            f"peak {format_bytes(self.peak_bytes)} ({ratio:.2f} of plain {format_bytes(self.plain_bytes)}), "
+            f"step {self.slowdown:.3f}x of plain (predicted)"
+        ]
+        if self.outcome.transfers is not None:
+            t = self.outcome.transfers
+            lines.append(f"  {format_bytes(t.bytes)} leave and return each step; waiting {t.stall_s * 1e3:.1f} ms")
+        width = max((len(b) for b in rows), default=0)
+        for block, row in rows.items():
+            kinds = [k for k in ("recompute", "offload", "encode", "keep") if row.get(k)]
+            parts = [f"{'hold' if k == 'keep' else k} {format_bytes(int(row[k]))}" for k in kinds]
+            paid = f" (+{row['seconds'] * 1e3:.2f} ms)" if row.get("seconds") else ""
+            lines.append(f"  {block:{width}}  {', '.join(parts) or 'made again on the way'}{paid}")
+        return "\n".join(lines)
+
+
+def plan_memory(
+    graph: Graph,
+    costs: Costs,
+    *,
+    budget_bytes: int | None,
+    optimizer: OptimizerCost | float = 2.0,
+    tier: Tier | None = None,
+    memory_bytes_per_s: float = 10e9,
+    reserved_bytes: int = 0,
+    policy: Mapping[str, str] | None = None,
+    time_limit_s: float = 4.0,
+) -> MemoryPlan:
+    """The fastest step within a budget.
+
+    Args:
+        graph: the network.
+        costs: its costs, with times.
+        budget_bytes: the most a step may hold; none for the fastest whatever it holds.
+        optimizer: what its state takes.
+        tier: the slower memory below the device; none to move nothing.
+        memory_bytes_per_s: how fast the device's own memory is.
+        reserved_bytes: to leave free.
+        policy: chosen by hand.
+        time_limit_s: for the search.
+
+    Raises:
+        PlanError: nothing fits; names the smallest budget that does.
+    """
+    keeping = Keeping(graph, costs, optimizer, tier, memory_bytes_per_s)
+    if policy is not None:
+        if unknown := [name for name in policy if name not in keeping.buffers]:
+            raise PlanError(f"the plan names {unknown[0]}, which is not the first value in any memory of the network")
+        assignment = Assignment(dict(policy), keeping.evaluate(policy))
+        return MemoryPlan(keeping, assignment, budget_bytes, reserved_bytes)
+    most = budget_bytes - reserved_bytes if budget_bytes is not None else 2**62
+    assignment = fit(keeping, most, time_limit_s=time_limit_s)
+    if not assignment.fits(most):
+        least = min(
+            (assignment, smallest(keeping, time_limit_s=time_limit_s)), key=lambda a: a.outcome.peak_bytes
+        ).outcome
+        at = keeping.plain.moments[int(least.curve.argmax())]
+        where = f"{at.phase} of {at.call}" if at.call else "the optimizer's step"
+        raise PlanError(
+            f"a training step cannot be done within {format_bytes(budget_bytes or 0)}: the smallest budget that was "
+            f'found is {format_bytes(least.peak_bytes + reserved_bytes)} (reached in {where}); give memory="'
+            f'{-(-(least.peak_bytes + reserved_bytes) // 2**20)}MiB" or more, or a smaller batch'
+        )
+    return MemoryPlan(keeping, assignment, budget_bytes, reserved_bytes)

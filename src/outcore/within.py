@@ -1,0 +1,190 @@
+"""Any model within a memory budget, on one device.
+
+    model = outcore.within(model, (images,), memory="8GiB")     # the training loop stays as it is
+
+The same object comes back. What it runs from now on is its recording, with a policy for every piece of memory that
+backward needs: kept, made again, sent to the host (from a CPU: to the disk) and fetched in time, or held in a smaller
+form. Which is decided from the costs of the model's own calls, so that the predicted peak is within the budget and the
+step is as fast as it can be. Gradients, losses and buffers are those of plain training, bit for bit.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from outcore.cost.costs import Costs
+from outcore.cost.measure import measure
+from outcore.cost.memory import memory_curve
+from outcore.cost.optimizer import OptimizerCost
+from outcore.cost.saved import account
+from outcore.errors import OutcoreError, PlanError
+from outcore.graph import Graph, capture
+from outcore.graph.capture import arguments_as_called
+from outcore.graph.keys import key_of
+from outcore.machine.clock import Timing
+from outcore.machine.units import format_bytes, parse_bytes
+from outcore.memory.governor import Governor, Settings
+from outcore.plan_document import Plan
+from outcore.planner.memory_plan import MemoryPlan
+
+__all__ = ["memory_plan", "release", "within"]
+
+_MARGIN = {"cuda": 0.02, "cpu": 0.0}
+"""Share of the budget that is left free for what predictions miss."""
+
+
+def within(
+    model: nn.Module,
+    args: Any,
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    memory: str | int | None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | float | None = None,
+    plan: Plan | Mapping[str, str] | None = None,
+    costs: Costs | None = None,
+    measure_s: float = 10.0,
+    graphs: bool = False,
+    quiet: bool = False,
+) -> nn.Module:
+    """Make a model train within a memory budget; returns the same model.
+
+    >>> import torch, outcore
+    >>> net = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for _ in range(6)))
+    >>> images = torch.randn(4096, 64)
+    >>> plain = outcore.memory_plan(outcore.within(net, (images,), memory=None, quiet=True)).plain_bytes
+    >>> net = outcore.within(net, (images,), memory=int(0.6 * plain), quiet=True)
+    >>> net(images).sum().backward()
+    >>> outcore.memory_plan(net).peak_bytes <= 0.6 * plain
+    True
+
+    Args:
+        model: any module, in the mode it will be trained in; nothing in it is changed but what ``forward`` runs.
+        args: the positional arguments of a call, or their shapes.
+        kwargs: the keyword arguments.
+        memory: the most a training step may hold ("8GiB", bytes), with weights, gradients and optimizer state in
+            it; None for the fastest step whatever it holds.
+        loss: a function of the model's output, so that its memory is counted too; without it nothing is.
+        optimizer: the optimizer, or how it is made, or the size of its state over that of the parameters; without it
+            Adam's is assumed.
+        plan: policies chosen by hand, or a plan that was made before.
+        costs: of the model's calls, from `outcore.measure`; without them they are measured now.
+        measure_s: how long measuring may take.
+        graphs: run forward and backward as CUDA graphs: for small steps, which the interpreter cannot feed fast enough.
+            The step's memory then stays reserved between steps, and nothing is offloaded.
+        quiet: do not say what was chosen.
+
+    Raises:
+        PlanError: the budget is too small; names the smallest that works.
+    """
+    if isinstance(model.__dict__.get("forward"), Governor):
+        release(model)
+    if "forward" in model.__dict__:
+        raise OutcoreError("this model's forward was replaced by another tool; remove that before calling within")
+    budget = parse_bytes(memory) if isinstance(memory, str) else memory
+    graph = capture(model, args, kwargs)
+    cost = OptimizerCost.of(2.0 if optimizer is None else optimizer, graph_device(graph).type)
+    if costs is None:
+        costs = measure(graph, time_limit_s=measure_s)
+    reserved = _loss_bytes(graph, loss) + int(_MARGIN.get(costs.device_kind, 0.0) * (budget or 0))
+    policy = dict(plan.policy if isinstance(plan, Plan) else plan) if plan is not None else None
+    if isinstance(plan, Plan):
+        plan.validate(graph)
+    governor = Governor(model, Settings(budget, cost, reserved, policy, graphs=graphs), _without_gaps(costs))
+    call = arguments_as_called(model, args, kwargs)
+    governor.admit(key_of(model, *call), *call, graph=graph)
+    if not any(governor.admitted.values()):
+        raise OutcoreError(
+            "this model cannot be managed: it draws numbers outside of torch, or nothing in it is trained"
+        )
+    model.__dict__["forward"] = governor
+    if not quiet:
+        _announce(governor.plan, budget, assumed=optimizer is None)
+    return model
+
+
+def release(model: nn.Module) -> nn.Module:
+    """Undo `within`; returns the same model.
+
+    >>> import torch, outcore
+    >>> net = torch.nn.Linear(2, 2)
+    >>> net = outcore.release(outcore.within(torch.nn.Sequential(net), [(1, 2)], memory=None, quiet=True))
+    >>> "forward" in net.__dict__
+    False
+    """
+    governor = model.__dict__.get("forward")
+    if isinstance(governor, Governor):
+        del model.__dict__["forward"]
+    return model
+
+
+def memory_plan(model: nn.Module) -> MemoryPlan:
+    """What `within` has decided for a model."""
+    governor = model.__dict__.get("forward")
+    if not isinstance(governor, Governor):
+        raise OutcoreError("this model is not under outcore.within")
+    return governor.plan
+
+
+def graph_device(graph: Graph) -> torch.device:
+    """Where the model of a graph is."""
+    first = next(iter((*graph.module.model.parameters(), *graph.module.model.buffers())), None)
+    return first.device if first is not None else torch.device("cpu")
+
+
+class _Loss(nn.Module):
+    """A loss as a network."""
+
+    def __init__(self, loss: Callable[[Any], torch.Tensor]) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, output: torch.Tensor) -> torch.Tensor:
+        """The loss of an output."""
+        return self.loss(output)
+
+
+def _loss_bytes(graph: Graph, loss: Callable[[Any], torch.Tensor] | None) -> int:
+    """What the loss holds beside the model's output."""
+    if loss is None:
+        return 0
+    shapes = [tuple(graph.values[name].shape) for name in graph.outputs]
+    if len(shapes) != 1:
+        raise PlanError(f"loss takes one output, but the model returns {len(shapes)}; leave loss out")
+
+    alone = capture(_Loss(loss), (torch.empty(shapes[0], device="meta").requires_grad_(),))
+    curve = memory_curve(alone, account(alone), optimizer=0.0)
+    return max(0, curve.peak_bytes - 2 * sum(alone.values[v].bytes for v in alone.inputs))
+
+
+def _without_gaps(costs: Costs) -> Costs:
+    """Costs in which every call has a time: those that were not measured take as long as their bytes suggest."""
+    timed = [c for c in costs.calls.values() if c.forward is not None]
+    total_s = sum(c.time_s for c in timed)
+    rate = total_s / max(1, sum(c.output_bytes + 1 for c in timed))
+    if len(timed) == len(costs.calls):
+        return costs
+    calls = {
+        name: c
+        if c.forward is not None
+        else replace(
+            c, forward=Timing.of([rate * c.output_bytes / 3]), backward=Timing.of([rate * c.output_bytes / 1.5])
+        )
+        for name, c in costs.calls.items()
+    }
+    return replace(costs, calls=calls)
+
+
+def _announce(plan: MemoryPlan, budget: int | None, *, assumed: bool) -> None:
+    lines = [f"outcore: {plan.explain()}"]
+    if budget is not None:
+        lines[0] = lines[0].replace("outcore: peak", f"outcore: within {format_bytes(budget)}: peak", 1)
+    if assumed:
+        lines.append("  optimizer state counted as Adam's (twice the parameters); pass optimizer= for another")
+    print("\n".join(lines), file=sys.stderr)

@@ -1,0 +1,113 @@
+"""Training under policies beside plain training: the same numbers, and how much memory each took."""
+
+import copy
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+import outcore
+from outcore.cost.live import LiveBytes
+from outcore.cost.saved import account
+from outcore.graph.structure import leaves
+from outcore.memory import Pass, prepare
+from outcore.memory.governor import by_bytes
+from outcore.memory.tiers import DiskTier
+from outcore.planner.keeping import Keeping
+from outcore.planner.transfers import Tier
+
+LINK = Tier(1e11, 1e11, least_bytes=1)
+
+
+@dataclass
+class Result:
+    """What a comparison found."""
+
+    equal: bool
+    """Loss, every gradient and every buffer, bit for bit."""
+    differing: list[str]
+    plain_bytes: int
+    bytes: int
+    """Peak of living tensors without weights and inputs."""
+    predicted_bytes: int
+
+
+def total(output: Any) -> torch.Tensor:
+    """A loss that keeps little memory."""
+    found = [t for _, t in leaves(output, torch.Tensor) if t.is_floating_point() and t.requires_grad]
+    return torch.stack([t.sum() for t in found]).sum()
+
+
+def policies(keeping: Keeping, mode: str, seed: int = 0) -> dict[str, str]:
+    """An assignment: one policy wherever it can be, or a random mixture."""
+    generator, found = random.Random(seed), {}
+    for buffer in keeping.buffers.values():
+        choices = keeping.choices(buffer)
+        fitting = [c for c in choices if c.startswith(mode)]
+        if mode == "mixture" and choices:
+            found[buffer.name] = generator.choice([*choices, "keep"])
+        elif fitting:
+            found[buffer.name] = fitting[0]
+        elif not buffer.savers and "recompute" in choices:
+            found[buffer.name] = "recompute"
+    made = [keeping.buffers[n] for n, how in found.items() if how == "recompute"]
+    for source in {s for buffer in made for s in buffer.sources}:
+        if found.get(source) == "encode:sign":
+            found[source] = "keep"
+    return found
+
+
+def compare(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    mode: str = "mixture",
+    seed: int = 0,
+    loss: Callable[[Any], torch.Tensor] = total,
+) -> Result | None:
+    """Train one step both ways; none if the model cannot be replayed as it is."""
+    kwargs = dict(kwargs or {})
+    twin = copy.deepcopy(model)
+    graph = outcore.capture(model, args, kwargs)
+    assert graph.executable is not None
+    recording = graph.executable[1]
+    if recording.uses_data or recording.volatile:
+        return None
+    keeping = Keeping(graph, by_bytes(account(graph), 1e9), 0.0, LINK)
+    policy = policies(keeping, mode, seed)
+    outcome = keeping.evaluate(policy)
+    holding = prepare(graph, recording, model, keeping.buffers, keeping.resolved(policy), outcome.transfers)
+    tensors = [t for _, t in leaves((args, kwargs), torch.Tensor)]
+    tier = DiskTier(holding.offloaded_bytes) if holding.offloaded_bytes else None
+
+    def under_policies() -> torch.Tensor:
+        return loss(Pass(holding, model, tensors, tier).forward())
+
+    plain_loss, plain_bytes = _step(lambda: loss(twin(*args, **kwargs)), twin, tensors)
+    our_loss, our_bytes = _step(under_policies, model, tensors)
+    differing = ["loss"] if not torch.equal(plain_loss, our_loss) else []
+    theirs = dict(twin.named_parameters())
+    differing += [n for n, p in model.named_parameters() if not _same(p.grad, theirs[n].grad)]
+    buffers = dict(twin.named_buffers())
+    differing += [n for n, b in model.named_buffers() if not torch.equal(b, buffers[n])]
+    if tier is not None:
+        tier.close()
+    first = keeping.plain.moments[0].bytes
+    held = first.weights + first.state + first.inputs
+    return Result(not differing, differing, plain_bytes, our_bytes, outcome.peak_bytes - held)
+
+
+def _step(run: Callable[[], torch.Tensor], model: nn.Module, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, int]:
+    torch.manual_seed(7)
+    with LiveBytes([*model.parameters(), *model.buffers(), *tensors]) as live:
+        value = run()
+        value.backward()
+        return value.detach(), live.peak
+
+
+def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    return (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b))

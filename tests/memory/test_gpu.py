@@ -1,0 +1,101 @@
+"""The memory engine on a GPU: the same numbers, the budget kept."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import outcore
+from outcore.memory.codecs import Window, encode, pack_bits, unpack_bits
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+
+    def block(i: int) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(i, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU(inplace=True))
+
+    layers = [block(3), block(32), nn.MaxPool2d(3, 2, 1), block(32), nn.Dropout(0.2), block(32), block(32)]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 4)).cuda()
+
+
+def gradients(model: nn.Module, images: torch.Tensor, *, bf16: bool) -> list[torch.Tensor]:
+    model.zero_grad()
+    torch.manual_seed(3)
+    with torch.autocast("cuda", dtype=torch.bfloat16, enabled=bf16):
+        loss = model(images).square().sum()
+    loss.backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("share", [0.9, 0.7, 0.55])
+def test_gradients_are_those_of_plain_training_and_the_budget_holds(share: float, bf16: bool) -> None:
+    torch.backends.cudnn.deterministic = True
+    images = torch.randn(8, 3, 256, 256, device="cuda")
+    model = network()
+    if bf16:
+        model, images = (t.to(memory_format=torch.channels_last) for t in (model, images))
+    twin = copy.deepcopy(model)
+    want = gradients(twin, images, bf16=bf16)
+    with torch.autocast("cuda", dtype=torch.bfloat16, enabled=bf16):
+        outcore.within(model, (images,), memory=None, optimizer=0.0, quiet=True)
+        plan = outcore.memory_plan(model)
+        budget = int(share * plan.plain_bytes)
+        outcore.within(model, (images,), memory=budget, optimizer=0.0, costs=plan.keeping.costs, quiet=True)
+    gradients(model, images, bf16=bf16)
+    for buffer, other in zip(model.buffers(), network().to("cuda").buffers(), strict=True):
+        buffer.copy_(other)
+    del twin
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    got = gradients(model, images, bf16=bf16)
+    peak = torch.cuda.max_memory_allocated()
+    print(f"share {share}: peak {peak / 2**20:.1f} MiB, budget {budget / 2**20:.1f}, before {before / 2**20:.1f}")
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+    extra = sum(t.nbytes for t in want)  # the gradients held by this test
+    assert peak - extra <= budget * 1.02
+    torch.backends.cudnn.deterministic = False
+
+
+def test_graphs_give_the_same_gradients() -> None:
+    torch.backends.cudnn.deterministic = True
+    images = torch.randn(8, 3, 64, 64, device="cuda")
+    model = nn.Sequential(*(m for m in network() if not isinstance(m, nn.Dropout)))
+    twin = copy.deepcopy(model)
+    outcore.within(model, (images,), memory=None, optimizer=0.0, quiet=True)
+    plan = outcore.memory_plan(model)
+    budget = int(0.7 * plan.plain_bytes)
+    outcore.within(model, (images,), memory=budget, optimizer=0.0, costs=plan.keeping.costs, graphs=True, quiet=True)
+    for _ in range(3):
+        batch = torch.randn_like(images)
+        want, got = gradients(twin, batch, bf16=False), gradients(model, batch, bf16=False)
+        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), twin.buffers(), strict=True))
+    torch.backends.cudnn.deterministic = False
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
+def test_bits(dtype: torch.dtype) -> None:
+    flat = (torch.randn(100_003, device="cuda") > 0.3).to(dtype)
+    back = unpack_bits(pack_bits(flat), flat.numel(), torch.ones((), dtype=dtype, device="cuda"))
+    assert back.dtype is dtype and torch.equal(back, flat)
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_positions_in_a_window(last: bool) -> None:
+    images = torch.randn(2, 5, 37, 41, device="cuda")
+    if last:
+        images = images.to(memory_format=torch.channels_last)
+    _, indices = nn.functional.max_pool2d(images, 3, 2, 1, return_indices=True)
+    window = Window((3, 3), (2, 2), (1, 1), (1, 1), (37, 41))
+    coded = encode("window", indices, indices=indices, window=window)
+    back = coded.decoded()
+    assert coded.payload[0].dtype is torch.uint8 and torch.equal(back, indices) and back.stride() == indices.stride()

@@ -1,0 +1,168 @@
+"""Every policy, and mixtures of all, give the gradients of plain training bit for bit."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import outcore
+from outcore.cost.saved import account
+from outcore.errors import PlanError
+from outcore.memory import prepare
+from outcore.planner.keeping import Keeping
+
+from ..foreign.zoo import QUICK, ZOO, by_name
+from .oracle import LINK, compare
+
+MODES = ("keep", "recompute", "offload", "encode", "mixture")
+
+
+class Everything(nn.Module):
+    """In-place operations, shared weights, dropout, statistics, views, pools, a frozen layer, a long skip."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.shared = nn.Conv2d(8, 8, 3, padding=1)
+        self.frozen = nn.Conv2d(8, 8, 1).requires_grad_(False)
+        self.norm2, self.drop = nn.BatchNorm2d(8), nn.Dropout(0.3)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.relu(self.norm1(self.conv1(x)), inplace=True)
+        skip = x
+        x = F.max_pool2d(x, 3, stride=2, padding=1)
+        x = F.relu(self.shared(x))
+        x = self.norm2(self.shared(x))
+        x += F.avg_pool2d(skip, 2)
+        x = F.silu(self.frozen(x))
+        x = torch.cat([x, x.flip(1)], 1)[:, ::2]
+        x = self.drop(x.mean((2, 3)))
+        return F.dropout(self.head(x), 0.2, self.training)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("training", [True, False])
+def test_everything_at_once(mode: str, training: bool) -> None:
+    torch.manual_seed(0)
+    result = compare(Everything().train(training), (torch.randn(2, 3, 16, 16),), mode=mode)
+    assert result is not None and result.equal, result.differing
+
+
+@pytest.mark.parametrize("mode", ["recompute", "offload", "encode"])
+def test_channels_last(mode: str) -> None:
+    torch.manual_seed(0)
+    model = Everything().to(memory_format=torch.channels_last)
+    images = torch.randn(2, 3, 16, 16).to(memory_format=torch.channels_last)
+    result = compare(model, (images,), mode=mode)
+    assert result is not None and result.equal, result.differing
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_under_autocast(mode: str) -> None:
+    torch.manual_seed(0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        result = compare(Everything(), (torch.randn(2, 3, 16, 16),), mode=mode)
+    assert result is not None and result.equal, result.differing
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_mixtures(seed: int) -> None:
+    torch.manual_seed(0)
+    result = compare(Everything(), (torch.randn(2, 3, 16, 16),), mode="mixture", seed=seed)
+    assert result is not None and result.equal, result.differing
+
+
+QUICKEST = (
+    "torchvision/resnet18",
+    "torchvision/shufflenet_v2_x0_5",
+    "torchvision/mobilenet_v2",
+    "monai/UNet2d",
+    "monai/AttentionUnet2d",
+    "hf/bert",
+    "hf/gpt2",
+    "timm/convnext_atto",
+)
+
+
+@pytest.mark.foreign
+@pytest.mark.parametrize("name", QUICKEST)
+def test_foreign_models_under_mixtures(name: str) -> None:
+    foreign = by_name(name)
+    torch.manual_seed(0)
+    result = compare(foreign.build().train(), *foreign.inputs(2), mode="mixture")
+    assert result is not None and result.equal, result.differing
+
+
+@pytest.mark.slow
+@pytest.mark.foreign
+@pytest.mark.parametrize("mode", MODES[1:])
+@pytest.mark.parametrize("foreign", ZOO, ids=str)
+def test_all_foreign_models(foreign: object, mode: str) -> None:
+    torch.manual_seed(0)
+    try:
+        result = compare(foreign.build().train(), *foreign.inputs(2), mode=mode)  # type: ignore[attr-defined]
+    except RuntimeError as error:
+        if "deepcopy protocol" in str(error):
+            pytest.skip("the model cannot be copied")
+        raise
+    if result is None:
+        pytest.skip("it looks at data")
+    assert result.equal, result.differing
+
+
+def test_there_are_quick_models() -> None:
+    assert {by_name(name).name for name in QUICKEST} <= {foreign.name for foreign in QUICK}
+
+
+@pytest.mark.parametrize(("mode", "share"), [("offload", 0.6), ("encode", 1.01)])
+def test_what_leaves_takes_no_memory(mode: str, share: float) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(6)]
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *layers)
+    result = compare(model, (torch.randn(2, 3, 64, 64),), mode=mode)
+    assert result is not None and result.equal
+    assert result.bytes < share * result.plain_bytes
+
+
+@pytest.mark.parametrize("mode", ["keep", "recompute", "offload"])
+def test_predicted_peak(mode: str) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.Tanh()) for _ in range(5)]
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1))
+    result = compare(model, (torch.randn(2, 4, 96, 96),), mode=mode)
+    assert result is not None and result.equal
+    assert abs(result.bytes / result.predicted_bytes - 1) < 0.05, result
+
+
+class Overwrites(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        z = y * 3  # reads y before it is overwritten
+        y.add_(1)
+        return torch.tanh(z) * torch.tanh(y + z)
+
+
+def test_what_is_read_before_it_is_overwritten_is_not_made_again() -> None:
+    result = compare(Overwrites(), (torch.randn(4, requires_grad=True),), mode="recompute")
+    assert result is not None and result.equal
+    graph = outcore.capture(Overwrites(), (torch.randn(4, requires_grad=True),))
+    buffers = Keeping(graph, account(graph), 0.0, LINK).buffers
+    assert "overwrites" in buffers["mul()#1:out"].obstacle
+
+
+def test_wrong_policies_are_refused_by_name() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3))
+    graph = outcore.capture(model, [(1, 3, 8, 8)])
+    assert graph.executable is not None
+    keeping = Keeping(graph, account(graph), 0.0, LINK)
+
+    def attempt(policy: dict[str, str]) -> None:
+        prepare(graph, graph.executable[1], model, keeping.buffers, policy)  # type: ignore[index]
+
+    with pytest.raises(PlanError, match="needs all of it"):
+        attempt({"1#0:out": "encode:sign"})
+    with pytest.raises(PlanError, match="no memory of"):
+        attempt({"nowhere": "recompute"})
+    with pytest.raises(PlanError, match="encodings are"):
+        attempt({"1#0:out": "encode:zip"})
