@@ -149,7 +149,7 @@ class TransformerLM(nn.Module):
         length = tokens.shape[1]
         mask = torch.full((length, length), float("-inf"), device=tokens.device, dtype=self.position.dtype).triu(1)
         x = self.embed(tokens) * self.embed.embedding_dim**0.5 + self.position[:length]
-        return self.decode(self.encoder(x, mask)).transpose(1, 2)
+        return self.decode(self.encoder(x, mask, is_causal=True)).transpose(1, 2)
 
 
 class Bert(nn.Module):

@@ -168,7 +168,7 @@ def test_seeds_give_each_member_the_masks_of_a_serial_run() -> None:
     assert_as_if_alone(build, batches, F.cross_entropy, _sgd, seeds=[5, 6, 7], tolerance=1e-12)
 
 
-@pytest.mark.parametrize("rates", [(0.2, 0.7, 0.7), (0.5, 0.5, 0.5)])
+@pytest.mark.parametrize("rates", [(0.2, 0.7, 0.7), (0.5, 0.5, 0.5), (0.0, 0.5, 0.5)])
 def test_dropout_rates_are_each_members_own(rates: tuple[float, ...]) -> None:
     class Net(nn.Module):
         def __init__(self, p: float) -> None:

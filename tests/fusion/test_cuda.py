@@ -12,7 +12,7 @@ from torch import nn, optim
 
 import outcore
 from outcore.fusion import Way, choose, forecast
-from tests.fusion.networks import Bert, LstmTagger, PointNet
+from tests.fusion.networks import Bert, LstmTagger
 from tests.fusion.serial import distance, train_serially
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -86,7 +86,7 @@ def plain_precision() -> Any:
 def test_every_way_equals_serial_training(net: str, way: str, dtype: torch.dtype) -> None:
     build, batch = NETS[net]
     models = [build(i).to("cuda", dtype) for i in range(3)]
-    twins = [copy.deepcopy(m) for m in models]
+    twins = [build(i).to("cuda", dtype) for i in range(3)]
     torch.manual_seed(9)
     batches = [tuple(t.cuda().to(dtype) if t.is_floating_point() else t.cuda() for t in batch()) for _ in range(8)]
     optimizer = _adam if net != "lstm" else _sgd
@@ -140,13 +140,13 @@ def test_a_diverged_member_does_not_touch_the_others_in_a_graph() -> None:
 
 @pytest.mark.parametrize("way", ["fused, graphed", "streams"])
 def test_half_precision_follows_serial_training(way: str) -> None:
-    models = [PointNet(5, 8, dropout=0.0).cuda() for _ in range(3)]
+    models = [_bert(i).cuda() for i in range(3)]
     twin = copy.deepcopy(models[1])
     array = outcore.fuse(
         models, loss=F.cross_entropy, optimizer=_sgd, autocast=torch.bfloat16, way=WAYS[way], check=False
     )
     torch.manual_seed(1)
-    x, y = torch.randn(16, 3, 64).cuda(), torch.randint(5, (16,)).cuda()
+    x, y = (t.cuda() for t in _tokens())
     own = _sgd(twin.parameters(), 1)
     for _ in range(6):
         found = array.step(x, y)[1]

@@ -46,6 +46,7 @@ class Program:
     """Recordings of members whose modules have other settings, by slot."""
     obstacle: str | None
     """Why it cannot run for many members at once; none if it can."""
+    members: tuple[Training, ...] = ()
     ways: dict[str, str] = field(default_factory=dict)
     """How each call was run last: fused, vmap, members, shared."""
     kept: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -84,6 +85,7 @@ class Program:
             recording,
             others,
             obstacle,
+            members=tuple(members),
             differing=differing,
             written=written_values(graph),
             state_values=state_in_place(recording),
@@ -92,8 +94,8 @@ class Program:
     @property
     def random(self) -> bool:
         """Whether the step draws random numbers."""
-        model = self.graph.module.model
-        return any(is_random(step, model) for step in self.recording.steps)
+        steps = [step for recording in (self.recording, *self.others.values()) for step in recording.steps]
+        return any(is_random(step, model) for step in steps for model in self.members)
 
     def replay(
         self,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from outcore.fusion.rules.matmul import pointwise
+from outcore.fusion.rules.matmul import pointwise, pointwise_shared
 from outcore.fusion.values import Stacked, fold_channels, unfold_channels
 
 __all__ = ["Convolution", "way"]
@@ -91,6 +91,8 @@ class Convolution:
         if not isinstance(x, Stacked):
             if self.groups > 1 or self.transposed:
                 x = Stacked(x.unsqueeze(0).expand(w.shape[0], *x.shape))
+            elif self.is_pointwise(w.shape[3:]):
+                return pointwise_shared(x, w.flatten(2), b)
             else:
                 return unfold_channels(self(x, w.flatten(0, 1), flat), w.shape[0])
         if self.is_pointwise(w.shape[3:]):

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from outcore.fusion.values import Stacked
 
-__all__ = ["linear", "pointwise"]
+__all__ = ["linear", "pointwise", "pointwise_shared"]
 
 
 def linear(x: Any, weight: Any, bias: Any) -> Any:
@@ -55,6 +55,12 @@ def pointwise(x: Stacked, weight: torch.Tensor, bias: torch.Tensor | None) -> St
     rows = channels_last.flatten(1, -2)
     y: torch.Tensor = _Pointwise.apply(rows, *tensors[1:])  # type: ignore[no-untyped-call]
     return Stacked(y.unflatten(1, channels_last.shape[1:-1]).movedim(-1, 2))
+
+
+def pointwise_shared(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Stacked:
+    """The same for an input that all members share: one wide matrix product on the channels."""
+    y = F.linear(x.movedim(1, -1), weight.flatten(0, 1), None if bias is None else bias.flatten())
+    return Stacked(y.unflatten(-1, (weight.shape[0], -1)).movedim((-2, -1), (0, 2)))
 
 
 class _Pointwise(torch.autograd.Function):

@@ -32,9 +32,13 @@ def batch_norm(x: Any, mean: Any, var: Any, weight: Any, bias: Any, training: bo
     members = next((v.members for v in (mean, weight, x) if isinstance(v, Stacked)), 0)
     if not isinstance(x, Stacked):
         x = Stacked(x.unsqueeze(0).expand(members, *x.shape))
-    folded = fold_channels(x)
-    y = F.batch_norm(folded, _view(mean), _view(var), _flat(weight), _flat(bias), training, momentum, eps)
-    return unfold_channels(y, members)
+    state = (_view(mean), _view(var), _flat(weight), _flat(bias), training, momentum, eps)
+    rows = x.tensor.movedim((0, 2), (-2, -1))  # [N, *space, B, C]
+    if x.rank == 3 and rows.is_contiguous():
+        # Channels last in one dimension, as a 1x1 convolution leaves it: torch has no such format, but it has rows.
+        flat = F.batch_norm(rows.flatten(-2).flatten(0, -2), *state)
+        return Stacked(flat.view(rows.shape).movedim((-2, -1), (0, 2)))
+    return unfold_channels(F.batch_norm(fold_channels(x), *state), members)
 
 
 def instance_norm(
