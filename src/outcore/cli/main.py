@@ -12,6 +12,7 @@ import typer
 
 from outcore.cli.demo import demo
 from outcore.cli.graph import graph
+from outcore.cli.infer import infer
 from outcore.cli.machine import machine
 from outcore.cli.plan import plan, simulate
 from outcore.cli.profile import profile
@@ -35,6 +36,7 @@ app.command()(plan)
 app.command()(simulate)
 app.command()(machine)
 app.command()(train)
+app.command()(infer)
 app.command()(report)
 app.command()(demo)
 

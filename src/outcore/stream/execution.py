@@ -10,13 +10,14 @@ Sums over tiles are kept in float32 where the tensors are of half precision: hun
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from outcore.graph.recording import Context, Ref
+from outcore.ops.region import Region
 from outcore.stream.ahead import read_ahead
 from outcore.stream.call import Given
 from outcore.stream.globals import Globals
@@ -92,6 +93,31 @@ class Execution:
         for index in range(len(self.streaming.stages)):
             self.forward_stage(index)
         return {v: self.store.values[v] for v in self.streaming.boundary}
+
+    def output_tiles(self) -> Iterator[tuple[Region, torch.Tensor]]:
+        """The parts of the one map that the last stage makes, one after the other."""
+        last = len(self.streaming.stages) - 1
+        for index in range(last):
+            self.forward_stage(index)
+        self.run_globals(last)
+        stage = self.streaming.stages[last]
+        state = self._state(stage)
+        (name,) = stage.maps
+        twins: dict[Hashable, torch.Tensor] = {}
+        for plan, crops in self._read(stage, self.plans(last)):
+            key = self._key(stage, plan, crops)
+            part = twins.get(key)
+            if part is None:
+                prepared = self._prepared(stage, plan, crops)
+                part = self._targets(stage, plan, run_tile(self.network, stage, plan, prepared, state, self.given))[
+                    name
+                ]
+                self.counts.forward += 1
+            else:
+                self.counts.reused += 1
+            if key is not None:
+                twins[key] = part
+            yield plan.targets[name], part
 
     def run_globals(self, index: int) -> None:
         """The small nodes before a pass."""

@@ -83,6 +83,7 @@ def plan_tiles(
     statistics: bool = False,
     fold: bool = True,
     training: bool = True,
+    dense: bool = False,
 ) -> StreamPlan:
     """Choose boundary and tile size for the fastest step within a budget.
 
@@ -99,6 +100,7 @@ def plan_tiles(
         statistics: whether further passes for norms over the image may be planned.
         fold: whether frozen batch norms are folded.
         training: whether there is a backward pass.
+        dense: whether the output leaves tile by tile (`Streamed.loss`, `Streamed.tiles`), in one pass.
 
     Raises:
         PlanError: the budget is too small; names the smallest that works.
@@ -108,7 +110,7 @@ def plan_tiles(
     if fold:
         fold_norms(network)
         finish(network)
-    chooser = _Chooser(network, costs, statistics, training)
+    chooser = _Chooser(network, costs, statistics, training, dense)
     budget = None if memory is None else parse_bytes(memory) if isinstance(memory, str) else memory
     device = next((p.device.type for p in network.model.parameters()), "cpu")
     usable = None if budget is None else int(budget * (1 - _MARGIN.get(device, 0.0)))
@@ -131,9 +133,9 @@ def plan_tiles(
 
 
 class _Chooser:
-    def __init__(self, network: Network, costs: Costs | None, statistics: bool, training: bool) -> None:
+    def __init__(self, network: Network, costs: Costs | None, statistics: bool, training: bool, dense: bool) -> None:
         self.network, self.costs = network, costs
-        self.statistics, self.training = statistics, training
+        self.statistics, self.training, self.dense = statistics, training, dense
         self._bytes: dict[Candidate, StreamBytes] = {}
         self._ratio: float | None = None
 
@@ -143,7 +145,7 @@ class _Chooser:
     def bytes(self, candidate: Candidate) -> StreamBytes:
         if candidate not in self._bytes:
             prepared = self.prepared(candidate.boundary, candidate.tile)
-            self._bytes[candidate] = predict_bytes(prepared, training=self.training)
+            self._bytes[candidate] = predict_bytes(prepared, training=self.training, dense=self.dense)
         return self._bytes[candidate]
 
     def candidates(self) -> Iterator[Candidate]:
@@ -170,6 +172,8 @@ class _Chooser:
         found: dict[frozenset[str], tuple[str, ...] | None] = {}
         furthest = self.prepared(None, (2**62,) * self.network.rank)
         found[furthest.streaming.calls] = None
+        if self.dense:
+            return [None]
         blocks = [c.block for c in self.network.graph.calls.values()]
         near = dict.fromkeys(a for b in blocks for a in ([*ancestors(b), b])[:2] if a)
         for block in near if len(near) <= 60 else dict.fromkeys(n.split(".")[0] for n in near):
@@ -182,9 +186,10 @@ class _Chooser:
         return list(found.values())
 
     def _time(self, prepared: Prepared) -> float:
-        passes = (2, 1) if self.training else (1, 0)
         total = 0.0
         for stage, cut in zip(prepared.streaming.stages, prepared.grids, strict=True):
+            once = self.dense and stage is prepared.streaming.stages[-1]
+            passes = (1 if once or not self.training else 2, 1 if self.training else 0)
             for plan, times in self._classes(stage, cut):
                 for node in stage.nodes:
                     if (region := plan.regions.get(node.output)) is not None:
@@ -251,6 +256,7 @@ class _Chooser:
             if values[v].alias_of is None
         )
         names = {m for s in prepared.streaming.stages for m in s.maps}
+        names -= set(prepared.streaming.boundary) if self.dense else set()
         maps = sum(math.prod(self.network.shapes[m]) * self.network.dtypes[m].itemsize for m in names)
         weights = sum(p.numel() * p.element_size() for p in self.network.model.parameters())
         held = max(rest + maps, 2 * maps + int(self._ratio * tile)) if self.training else maps + int(self._ratio * tile)

@@ -169,8 +169,15 @@ def _tail_bytes(prepared: Prepared, *, training: bool) -> int:
     return peak
 
 
-def predict_bytes(prepared: Prepared, *, training: bool = True, workers: int = 0) -> StreamBytes:
-    """The bytes of a step, before anything is run."""
+def predict_bytes(prepared: Prepared, *, training: bool = True, dense: bool = False, workers: int = 0) -> StreamBytes:
+    """The bytes of a step, before anything is run.
+
+    Args:
+        prepared: the network in stages and tiles.
+        training: whether there is a backward pass.
+        dense: whether the output leaves tile by tile and is not put together (`Streamed.loss`, `Streamed.tiles`).
+        workers: threads that read ahead.
+    """
     network, streaming = prepared.network, prepared.streaming
     found = [
         tile_bytes(network, stage, plan, training=training)
@@ -178,6 +185,8 @@ def predict_bytes(prepared: Prepared, *, training: bool = True, workers: int = 0
         for plan in _extremes(network, stage, cut)
     ]
     names = {m for stage in streaming.stages for m in stage.maps} | set(streaming.boundary)
+    if dense:
+        names -= set(streaming.boundary)
     maps = sum(math.prod(network.shapes[m]) * network.dtypes[m].itemsize for m in names)
     parameters = list(network.model.parameters())
     state = sum(t.numel() * t.element_size() for t in (*parameters, *network.model.buffers()))

@@ -13,7 +13,7 @@ get the gradients that the plain model would give them, up to the order of sums 
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from outcore.graph import Graph, capture
 from outcore.graph.keys import key_of
 from outcore.graph.recording import Context, Ref, Step, Tape, fill, schedule_drops
 from outcore.graph.structure import leaves, substitute
+from outcore.ops.region import Region
 from outcore.stream.dense import Function, PixelLoss, one_pass
 from outcore.stream.execution import Counts, Execution, Options
 from outcore.stream.fold import finish, fold
@@ -51,6 +52,12 @@ class Prepared:
     def tiles(self) -> int:
         """Tiles in all forward passes."""
         return sum(len(g) for g in self.grids)
+
+    @property
+    def is_map(self) -> bool:
+        """Whether everything is streamed, to one output, which is a map."""
+        last, names = self.streaming.stages[-1], self.streaming.boundary
+        return not self.tail and names == self.graph.outputs == last.maps and not last.reductions
 
 
 class Streamed(nn.Module):
@@ -106,6 +113,18 @@ class Streamed(nn.Module):
         values = dict(zip(prepared.streaming.boundary, boundary, strict=True))
         return self._finish(prepared, values, given)
 
+    def is_map(self, *args: Any, **kwargs: Any) -> bool:
+        """Whether the model is streamed to its one output, a map, at this size."""
+        return self.prepare(*args, **kwargs).is_map
+
+    @torch.no_grad()
+    def tiles(self, *args: Any, **kwargs: Any) -> Iterator[tuple[Region, torch.Tensor]]:
+        """The output of a network that gives a map, tile by tile: each region with its part, nothing kept."""
+        if not self.is_map(*args, **kwargs):
+            raise StreamError("the network is not streamed to one output that is a map; call it for its output")
+        _, execution, _ = self._begin(args, kwargs)
+        yield from execution.output_tiles()
+
     def loss(self, *args: Any, target: Any, loss: PixelLoss | Function, **kwargs: Any) -> torch.Tensor:
         """The loss over all pixels of a network whose output is a map, in one pass.
 
@@ -116,9 +135,8 @@ class Streamed(nn.Module):
             kwargs: as the model takes them.
         """
         prepared, execution, given = self._begin(args, kwargs)
-        names = prepared.streaming.boundary
-        last = prepared.streaming.stages[-1]
-        if prepared.tail or names != prepared.graph.outputs or last.maps != names or last.reductions:
+        if not self.is_map(*args, **kwargs):
+            names = prepared.streaming.boundary
             rest = ", ".join(dict.fromkeys(prepared.graph.calls[s.name].block for s in prepared.tail[:3]))
             raise StreamError(
                 f"a loss over pixels needs a network that is streamed to its one output, a map; here {rest or names} "
