@@ -175,14 +175,14 @@ def main() -> None:
     for side in [int(s) for s in options.sides.split(",") if s]:
         source = Tissue(side)
         repeats = options.repeats if side <= 16384 else 1
-        if side <= options.plain_up_to:
+        if side <= options.plain_up_to:  # 12,288 px is the first that plain cannot hold
             note({"side": side, "how": "plain", **plain(net, source, options.device, repeats)})
             torch.cuda.empty_cache()
         for tile in [int(t) for t in options.tiles.split(",")]:
             for boundary in options.boundaries.split(","):
-                if boundary and side > options.plain_up_to:  # the map and the rest would not fit
+                if boundary and side > 8192:  # the map, and what runs untiled after it, grow with the image
                     continue
-                if time.perf_counter() - began < options.seconds and side // 13 <= tile <= side:
+                if time.perf_counter() - began < options.seconds and side // 13 <= tile <= side // 2:
                     args = (repeats, tile, boundary or None, options.workers)
                     note({"side": side, "how": "streamed", **streamed(net, source, options.device, *args)})
     if scene is not None:
