@@ -215,3 +215,23 @@ def test_a_checkpoint_of_another_network_is_refused(tmp_path: Path) -> None:
     job.write_text(job.read_text().replace("16", "17"))
     with pytest.raises(CheckpointError, match="another model"):
         run(job, tmp_path / "run", "train.epochs=2")
+
+
+@pytest.mark.parametrize(("memory", "how"), [("4MiB", "budget"), ("600KiB", "streamed")])
+def test_a_budget_is_met_by_what_it_takes(tmp_path: Path, memory: str, how: str) -> None:
+    (tmp_path / "job.py").write_text(SLIDES)
+    data = write_slides(tmp_path / "data", 2, size=(192, 256), tile=32)
+    run(tmp_path / "job.py", tmp_path / "plain", f"data.train={data}")
+    _, said = run(tmp_path / "job.py", tmp_path / "run", f"data.train={data}", f"plan.memory={memory}")
+    assert f"\n{how} " in said
+    facts = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert facts["measured"]["peak_bytes"] <= facts["budget_bytes"]
+    assert facts["measured"]["peak_bytes"] == pytest.approx(facts["forecast"]["planned_peak_bytes"], rel=0.1)
+    for one, two in zip(*(table(tmp_path / n / "steps.csv") for n in ("plain", "run")), strict=True):
+        assert float(one["loss"]) == pytest.approx(float(two["loss"]), abs=1e-5)
+
+
+def test_a_budget_that_nothing_can_meet_is_refused_with_the_least_that_would_do(tmp_path: Path) -> None:
+    job, data = slide_job(tmp_path)
+    with pytest.raises(TrainError, match=r"a plain step needs .*, the budget is 9\.8 KiB; .*the least found is"):
+        run(job, tmp_path / "run", f"data.train={data}", "plan.memory=10KB")

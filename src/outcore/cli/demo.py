@@ -16,7 +16,7 @@ __all__ = ["demo"]
 
 def demo(
     folder: Annotated[Path, typer.Option("--out", "-o", help="Where to put slides and run.")] = Path("outcore-demo"),
-    side: Annotated[int, typer.Option("--side", min=256, help="Pixels of a slide's side.")] = 6144,
+    side: Annotated[int, typer.Option("--side", min=256, help="Pixels of a slide's side.")] = 4096,
     json: Json = False,
 ) -> None:
     """A slide too large for the budget, looked at, planned, trained on and reported, in about a minute on two cores."""

@@ -138,8 +138,9 @@ class Batch:
     def prepare(self, crop: Tensor) -> Tensor:
         """A box of all channels, on any device, as the network sees it."""
         scale = self.scale or {torch.uint8: 255.0, torch.uint16: 65535.0}.get(crop.dtype, 1.0)
-        values = crop.to(self.dtype)
-        values = values / scale if scale != 1.0 else values.clone()
+        values = crop.to(self.dtype, copy=True)
+        if scale != 1.0:
+            values /= scale
         for numbers, apply in ((self.mean, values.sub_), (self.std, values.div_)):
             if numbers:
                 by_channel = torch.tensor(numbers, dtype=self.dtype, device=crop.device)

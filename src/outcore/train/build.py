@@ -12,7 +12,7 @@ from outcore.cost.estimate import estimate
 from outcore.errors import TrainError
 from outcore.job import Job
 from outcore.machine import remembered
-from outcore.machine.units import format_bytes, parse_bytes
+from outcore.machine.units import parse_bytes
 from outcore.plan_document import Plan
 from outcore.planner import Weights
 from outcore.planner import plan as make_plan
@@ -20,6 +20,7 @@ from outcore.run.world import World, identify
 from outcore.train.config import Config
 from outcore.train.engine_runner import EngineRunner, finite_only
 from outcore.train.feed import MicroBatch
+from outcore.train.fitting import fit, refit
 from outcore.train.run_folder import RunFolder
 from outcore.train.runner import PRECISIONS, PlainRunner, default_loss
 from outcore.train.schedules import make_optimizer
@@ -37,36 +38,27 @@ def build_runner(
     """What will make the steps, and the forecast with what was decided."""
     if identify(os.environ) is not None or config.plan.file is not None:
         return _engine(config, job, expected, first, folder)
-    return _plain(config, job, expected)
+    return _plain(config, job, expected, first)
 
 
-def _plain(config: Config, job: Job, expected: Forecast) -> tuple[PlainRunner | EngineRunner, Forecast]:
+def _plain(config: Config, job: Job, expected: Forecast, first: MicroBatch) -> tuple[PlainRunner, Forecast]:
     torch.manual_seed(config.train.seed)
-    model = job.build()
-    budget = parse_bytes(config.plan.memory) if config.plan.memory else None
-    lazy = False
-    decisions: list[tuple[str, str]] = []
-    if config.plan.tile is not None:
-        from outcore.stream import stream
-
-        model = stream(model, tile=config.plan.tile, workers=2)
-        lazy = True
-        decisions.append(("streamed", f"the early part of the network in tiles of {config.plan.tile} pixels"))
-    elif budget is not None and (expected.peak_bytes is None or expected.peak_bytes > budget):
-        needs = "?" if expected.peak_bytes is None else format_bytes(expected.peak_bytes)
-        raise TrainError(f"a plain step needs {needs}, the budget is {format_bytes(budget)}; say plan.tile=1024")
+    device = device_here(config.train.device)[0]
+    model = job.build().to(device).train()
+    made = fit(model, job, config, expected, first.inputs)
     runner = PlainRunner(
-        model,
+        made.model,
         make_optimizer(config.optimizer, job),
         loss=job.loss or default_loss,
-        device=device_here(config.train.device)[0],
+        device=device,
         precision=config.train.precision,
         clip=config.train.clip,
         skip_nan=config.train.on_nan == "skip",
-        lazy=lazy,
+        lazy=made.lazy,
         accumulate=config.train.accumulate,
+        refit=refit(model, job, config, expected, first.inputs),
     )
-    return runner, replace(expected, decisions=tuple(decisions))
+    return runner, made.added(expected)
 
 
 def _engine(

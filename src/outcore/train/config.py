@@ -64,6 +64,8 @@ class PlanConfig:
     schedule: str | None = None
     tile: int | None = None
     """Side of the tiles in which the early part of the network runs; chosen by the budget when not given."""
+    statistics: bool = False
+    """Accept further passes over an image for norms that look at all of it."""
 
 
 @dataclass(frozen=True)

@@ -57,11 +57,10 @@ class Demo:
 
     folder: Path
     console: Console
-    side: int = 6144
+    side: int = 4096
     slides: int = 4
     epochs: int = 2
-    budget: str = "192MiB"
-    tile: int = 1024
+    budget: str = "128MiB"
 
     def run(self) -> dict[str, Any]:
         """All of it; returns the figures."""
@@ -114,7 +113,7 @@ class Demo:
         settings = {
             "job": str(job),
             "data": {"train": str(table), "mean": [0.85] * 3, "std": [0.15] * 3},
-            "plan": {"memory": self.budget, "tile": self.tile},
+            "plan": {"memory": self.budget},
             "train": {"epochs": self.epochs, "device": "cpu"},
             "out": str(folder.path),
         }

@@ -15,12 +15,14 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from outcore.cost.live import LiveBytes
 from outcore.data import Batch
 from outcore.errors import TrainError
 from outcore.train.feed import MicroBatch
+from outcore.train.fitting import Fit
 from outcore.train.saving import load_state, save_state
 
 __all__ = ["Outcome", "PlainRunner", "Runner", "default_loss"]
@@ -95,6 +97,7 @@ class PlainRunner:
         skip_nan: bool = False,
         lazy: bool = False,
         accumulate: int = 1,
+        refit: Callable[[], tuple[Fit, str] | None] = lambda: None,
     ) -> None:
         self.model, self.loss, self.device = model.to(device), loss, torch.device(device)
         self.optimizer: torch.optim.Optimizer | None = optimizer([p for p in model.parameters() if p.requires_grad])
@@ -102,6 +105,7 @@ class PlainRunner:
         self._clip, self._skip_nan, self._accumulate = clip, skip_nan, accumulate
         self._autocast = PRECISIONS.get(precision)
         self.scaler = torch.amp.GradScaler(device, enabled=precision == "fp16")
+        self._refit = refit
         self._steps = 0
         self._peak: int | None = None
 
@@ -134,8 +138,13 @@ class PlainRunner:
         return self._peak
 
     def relieve(self) -> str | None:
-        """A plain step has nothing to give up."""
-        return None
+        """Plan again for less memory; the weights are the same tensors."""
+        found = self._refit()
+        if found is None:
+            return None
+        made, said = found
+        self.model, self.lazy = made.model, made.lazy or self.lazy
+        return said
 
     def close(self) -> None:
         """Nothing to leave."""
@@ -202,7 +211,7 @@ class PlainRunner:
         elif self._steps == 2:
             given = [t for m in micro_batches for t in (m.inputs, m.targets) if isinstance(t, Tensor)]
             held = {id(t): t for t in (*self._held(), *given)}
-            with LiveBytes(held.values()) as live:
+            with _RealBytes(held.values()) as live:
                 yield
             self._peak = live.peak + sum(t.untyped_storage().nbytes() for t in held.values())
         else:
@@ -218,6 +227,14 @@ class PlainRunner:
         if self._autocast is None:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, self._autocast)
+
+
+class _RealBytes(LiveBytes):
+    """Live bytes without tensors that have no memory: stand-ins of whole images while a network is recorded."""
+
+    def _note(self, tensor: Tensor, operation: str, source: int | None, *, counted: bool = True) -> None:
+        if not tensor.is_meta and not isinstance(tensor, FakeTensor):
+            super()._note(tensor, operation, source, counted=counted)
 
 
 def default_loss(output: Any, target: Any) -> Tensor:

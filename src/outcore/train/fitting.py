@@ -1,0 +1,149 @@
+"""Making one device's step fit: plain where it does, policies for saved values where they suffice, tiles where not.
+
+The order is that of what it costs the user: a plain step needs nothing; the memory engine gives the same bits; tiles
+give the same sums in another order, and need nothing of the image in memory at all. Each way says why it was taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from outcore.cost.estimate import estimate
+from outcore.errors import CaptureError, OutcoreError, PlanError, StreamError, TrainError
+from outcore.graph import capture
+from outcore.job import Job
+from outcore.machine.units import format_bytes, format_time, parse_bytes
+from outcore.train.config import Config
+from outcore.train.start import Forecast, device_here
+
+__all__ = ["Fit", "fit"]
+
+_MORE_ROOM = 0.85
+"""Share of a budget that a second plan may use, after the first ran out of memory."""
+_READERS = 2
+"""Threads that read the tiles of a slide ahead."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A model that fits, and what was decided for it."""
+
+    model: nn.Module
+    lazy: bool = False
+    """Whether it reads lazy inputs region by region."""
+    decisions: tuple[tuple[str, str], ...] = ()
+    step_s: float | None = None
+    peak_bytes: int | None = None
+
+    def added(self, expected: Forecast) -> Forecast:
+        """The forecast with what was decided."""
+        return replace(
+            expected, decisions=self.decisions, planned_step_s=self.step_s, planned_peak_bytes=self.peak_bytes
+        )
+
+
+def fit(model: nn.Module, job: Job, config: Config, expected: Forecast, inputs: Any) -> Fit:
+    """Fit a model on its device into the budget; without one, into the device as it is."""
+    budget = parse_bytes(config.plan.memory) if config.plan.memory else None
+    if config.plan.tile is not None:
+        return _tiled(model, config.plan.tile)
+    if budget is None:
+        return Fit(model)
+    if expected.peak_bytes is not None and expected.peak_bytes <= budget:
+        said = f"a plain step needs {format_bytes(expected.peak_bytes)} of the {format_bytes(budget)} allowed"
+        return Fit(model, decisions=(("budget", said),), step_s=expected.step_s, peak_bytes=expected.peak_bytes)
+    return _within_or_streamed(model, job, config, expected, inputs, budget)
+
+
+def refit(
+    model: nn.Module, job: Job, config: Config, expected: Forecast, inputs: Any
+) -> Callable[[], tuple[Fit, str] | None]:
+    """What to do when memory runs out: plan again for a smaller budget."""
+
+    def again() -> tuple[Fit, str] | None:
+        allowed = parse_bytes(config.plan.memory) if config.plan.memory else expected.capacity_bytes
+        if allowed is None:
+            return None
+        budget = int(allowed * _MORE_ROOM)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        try:
+            made = _within_or_streamed(_released(model), job, config, expected, inputs, budget)
+        except OutcoreError:
+            return None
+        return made, f"planned again for {format_bytes(budget)}: {'; '.join(text for _, text in made.decisions)}"
+
+    return again
+
+
+def _within_or_streamed(
+    model: nn.Module, job: Job, config: Config, expected: Forecast, inputs: Any, budget: int
+) -> Fit:
+    shape = expected.shapes[0] if expected.shapes else ()
+    image_bytes = 4 * int(torch.Size(shape).numel())
+    refused = []
+    if 2 * image_bytes < budget:
+        try:
+            return _within(model, job, config, expected, budget)
+        except (PlanError, CaptureError) as error:
+            refused.append(str(error).splitlines()[0])
+    try:
+        return _streamed(model, config, expected, budget)
+    except (PlanError, StreamError, CaptureError) as error:
+        refused.append(str(error).splitlines()[0])
+    needs = "?" if expected.peak_bytes is None else format_bytes(expected.peak_bytes)
+    raise TrainError(f"a plain step needs {needs}, the budget is {format_bytes(budget)}; {'; '.join(refused)}")
+
+
+def _within(model: nn.Module, job: Job, config: Config, expected: Forecast, budget: int) -> Fit:
+    from outcore.train.schedules import make_optimizer
+    from outcore.within import memory_plan, within
+
+    optimizer = make_optimizer(config.optimizer, job)
+    within(model, list(expected.shapes), memory=budget, optimizer=optimizer, quiet=True)
+    plan = memory_plan(model)
+    kinds: dict[str, int] = {}
+    for how in plan.policy.values():
+        kind = how.partition(":")[0]
+        kinds[kind] = kinds.get(kind, 0) + 1
+    shown = ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or "all kept"
+    said = f"{format_bytes(plan.peak_bytes)} at {plan.slowdown:.2f}x the time of a plain step; saved values: {shown}"
+    step_s = None if expected.step_s is None else expected.step_s * plan.slowdown
+    return Fit(model, False, (("within", said),), step_s, plan.peak_bytes)
+
+
+def _streamed(model: nn.Module, config: Config, expected: Forecast, budget: int) -> Fit:
+    from outcore.stream import plan_tiles
+
+    _, device = device_here(config.train.device)
+    graph = capture(model, list(expected.shapes))
+    # The optimizer's state is not the plan's to know.
+    state = 2 * sum(p.numel() * p.element_size() for p in model.parameters())
+    costs = estimate(graph, device)
+    try:
+        plan = plan_tiles(graph, memory=max(1, budget - state), costs=costs, statistics=config.plan.statistics)
+    except PlanError as error:
+        raise PlanError(f"{error}, and {format_bytes(state)} for the optimizer's state") from None
+    said = f"{plan}, {format_time(plan.time_s)} a step"
+    streamed = plan.apply(model, workers=_READERS)
+    return Fit(streamed, True, (("streamed", said),), plan.time_s, plan.peak_bytes + state)
+
+
+def _tiled(model: nn.Module, tile: int) -> Fit:
+    from outcore.stream import stream
+
+    said = f"the early part of the network in tiles of {tile} pixels"
+    return Fit(stream(model, tile=tile, workers=_READERS), True, (("streamed", said),))
+
+
+def _released(model: nn.Module) -> nn.Module:
+    """The model as the user made it."""
+    from outcore.within import release
+
+    inner: nn.Module = getattr(model, "model", model) if type(model).__name__ == "Streamed" else model
+    return release(inner)
