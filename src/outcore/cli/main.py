@@ -17,6 +17,7 @@ from outcore.cli.machine import machine
 from outcore.cli.plan import plan, simulate
 from outcore.cli.profile import profile
 from outcore.cli.report import report
+from outcore.cli.sweep import sweep
 from outcore.cli.train import train
 
 __all__ = ["app", "main"]
@@ -34,6 +35,7 @@ app.command()(graph)
 app.command()(profile)
 app.command()(plan)
 app.command()(simulate)
+app.command()(sweep)
 app.command()(machine)
 app.command()(train)
 app.command()(infer)

@@ -1,0 +1,169 @@
+"""`outcore sweep`: many configurations of a job, trained together."""
+
+from __future__ import annotations
+
+import json as json_module
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from outcore.cli.options import Arguments, Batch, Inputs, JobName, Json
+
+if TYPE_CHECKING:
+    from outcore.fusion.sweep import Sweep
+
+__all__ = ["sweep"]
+
+
+def sweep(
+    job: JobName,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", "-s", metavar="NAME=VALUES", help="lr=1e-4,3e-4 or lr=1e-5:1e-1:log. Repeatable."),
+    ] = None,
+    inputs: Inputs = None,
+    arguments: Arguments = None,
+    batch: Batch = None,
+    trials: Annotated[
+        int | None, typer.Option("--trials", min=1, help="How many to try; else every combination.")
+    ] = None,
+    search: Annotated[str, typer.Option("--search", help="tpe, random or cmaes.")] = "tpe",
+    pruner: Annotated[str, typer.Option("--pruner", help="none, asha, hyperband or median.")] = "none",
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Training steps of a configuration.")] = 100,
+    interval: Annotated[
+        int | None, typer.Option("--every", min=1, help="Steps between reports.", show_default="a tenth")
+    ] = None,
+    members: Annotated[int, typer.Option("--members", min=1, help="Configurations that train at the same time.")] = 16,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Folder of the results; an interrupted sweep goes on.")
+    ] = Path("sweep"),
+    device: Annotated[
+        str | None, typer.Option("--device", help="cuda or cpu.", show_default="cuda if there is one")
+    ] = None,
+    amp: Annotated[bool, typer.Option("--amp", help="bfloat16 where torch.autocast allows it.")] = False,
+    measure: Annotated[
+        bool, typer.Option("--measure/--no-measure", help="Try which way of running is fastest.")
+    ] = True,
+    seed: Annotated[int, typer.Option("--seed", help="Of the weights, the data and the search.")] = 0,
+    json: Json = False,
+) -> None:
+    """Train many configurations of a job together, one row per configuration.
+
+    What is not an argument of the job's model() or optimizer() is set in the optimizer (lr, weight_decay, momentum, …);
+    batch and seed vary the batch size and the first weights:
+
+        outcore sweep job.py --set lr=1e-4,3e-4,1e-3 --set wd=0,1e-4
+        outcore sweep job.py --set lr=1e-5:1e-1:log --trials 64 --search tpe --pruner asha
+    """
+    import torch
+
+    from outcore.fusion.space import grid, parse_settings
+    from outcore.fusion.sweep import Options, Sweep
+    from outcore.fusion.trials import Listed, Source
+    from outcore.fusion.tuner import PRUNERS, SEARCHES, Tuner
+
+    for value, allowed, hint in ((search, SEARCHES, "--search"), (pruner, PRUNERS, "--pruner")):
+        if value not in allowed:
+            raise typer.BadParameter(f"must be one of {', '.join(allowed)}, not {value}", param_hint=hint)
+    wanted = parse_settings(settings or [])
+    every = interval or max(1, steps // 10)
+    options = Options(
+        job,
+        output,
+        tuple(inputs or ()),
+        tuple(arguments or ()),
+        batch,
+        steps,
+        every,
+        members,
+        device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        amp=amp,
+        measure=measure,
+        seed=seed,
+    )
+    output.mkdir(parents=True, exist_ok=True)
+    source: Source
+    if trials is None and pruner == "none":
+        source = Listed(grid(wanted), output / "trials.jsonl")
+    else:
+        count = trials or len(grid(wanted))
+        source = Tuner(
+            wanted, output, trials=count, search=search, pruner=pruner, interval=every, steps=steps, seed=seed
+        )
+    running = Sweep(options, source)
+    console = Console(stderr=json)
+    _run(running, console, live=sys.stdout.isatty() and not json)
+    if json:
+        rows = [asdict(r) for r in sorted(running.results.values(), key=lambda r: r.number)]
+        best = running.best.number if running.best else None
+        typer.echo(json_module.dumps({"results": rows, "best": best, "speedup": running.achieved()}))
+        return
+    _conclude(running, console)
+
+
+def _run(running: Sweep, console: Console, *, live: bool) -> None:
+    said = 0
+
+    def change(now: Sweep) -> None:
+        nonlocal said
+        for choice in now.choices[said:]:
+            console.print(str(choice), highlight=False, markup=False)
+        said = len(now.choices)
+        if shown is not None:
+            shown.update(_table(now))
+        else:
+            states = [r.state for r in now.results.values()]
+            counts = ", ".join(
+                f"{states.count(s)} {s}" for s in ("complete", "pruned", "diverged", "running") if s in states
+            )
+            best = (
+                f"; best {now.best.value:.4g} (trial {now.best.number})"
+                if now.best and now.best.value is not None
+                else ""
+            )
+            console.print(f"{counts}{best}", highlight=False, markup=False)
+
+    shown: Live | None = None
+    running.on_change = change
+    if live:
+        with Live(console=console, refresh_per_second=4) as shown:
+            running.run()
+            shown.update(_table(running))
+    else:
+        running.run()
+
+
+def _table(running: Sweep, limit: int = 40) -> Table:
+    names = list(dict.fromkeys(k for r in running.results.values() for k in r.settings))
+    table = Table("trial", *names, "state", "steps", "loss")
+    order = sorted(
+        running.results.values(), key=lambda r: (r.state == "diverged", r.value if r.value is not None else 1e30)
+    )
+    for result in order[:limit]:
+        row = [f"{v:.4g}" if isinstance(v, float) else str(v) for v in (result.settings.get(n, "") for n in names)]
+        loss = "" if result.value is None else f"{result.value:.5g}"
+        table.add_row(str(result.number), *row, result.state, str(result.steps), loss)
+    if len(order) > limit:
+        table.caption = f"and {len(order) - limit} more in {running.options.directory / 'results.csv'}"
+    return table
+
+
+def _conclude(running: Sweep, console: Console) -> None:
+    console.print(_table(running))
+    if (achieved := running.achieved()) is not None:
+        predicted = sum(c.speedup for c in running.choices) / len(running.choices)
+        console.print(
+            f"{running.member_steps} steps in {running.seconds:.1f} s: {achieved:.2f}x over one after the other, "
+            f"{predicted:.2f}x predicted (judging and refilling are in the first, not in the second)",
+            highlight=False,
+        )
+    if running.best is not None:
+        where = running.options.directory
+        console.print(f"best: trial {running.best.number}, weights in {where / 'best.safetensors'}", highlight=False)
+    console.print(f"all rows in {running.options.directory / 'results.csv'}", highlight=False)

@@ -1,0 +1,334 @@
+"""Train many configurations of one job together.
+
+Configurations whose models have the same shapes and take the same batch size train in one array; others form arrays
+of their own, by themselves. Every `interval` steps each member is judged on held-out batches and its source told; one
+that is given up, done or diverged makes room, and its slot goes to the next configuration while the others train on,
+with their weights and optimizers as they are.
+"""
+
+from __future__ import annotations
+
+import csv
+import inspect
+import math
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from outcore.errors import FuseError
+from outcore.fusion.array import FusedArray
+from outcore.fusion.choice import Choice, choose
+from outcore.fusion.fuse import fuse
+from outcore.fusion.trials import Result, Source, Trial
+from outcore.job import Job
+
+__all__ = ["Options", "Sweep"]
+
+_ALIASES = {"wd": "weight_decay"}
+_OWN = ("batch", "seed")
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to sweep."""
+
+    job: str
+    directory: Path
+    inputs: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
+    batch: int | None = None
+    steps: int = 100
+    interval: int = 10
+    """Steps between two reports."""
+    members: int = 16
+    """Configurations that train at the same time."""
+    held_out: int = 2
+    """Batches a configuration is judged on."""
+    device: str = "cpu"
+    amp: bool = False
+    measure: bool = True
+    """Try which way of running is fastest."""
+    seed: int = 0
+
+
+@dataclass
+class _Group:
+    """Configurations that train in one array."""
+
+    size: int
+    array: FusedArray
+    slots: list[Trial | None]
+    done: list[int]
+    """Steps each slot's trial has made."""
+    judged_on: list[tuple[Any, Any]]
+    step: int = 0
+
+
+@dataclass
+class Sweep:
+    """A sweep in progress."""
+
+    options: Options
+    source: Source
+    results: dict[int, Result] = field(default_factory=dict)
+    on_change: Callable[[Sweep], None] = lambda sweep: None
+    best: Result | None = None
+    choices: list[Choice] = field(default_factory=list)
+    member_steps: int = 0
+    seconds: float = 0.0
+    """Spent training, without building models."""
+
+    def run(self) -> list[Result]:
+        """Train everything the source has; returns a result per configuration."""
+        self.options.directory.mkdir(parents=True, exist_ok=True)
+        self.results = {r.number: r for r in self.source.finished()}
+        done = [r for r in self.results.values() if r.state == "complete" and r.value is not None]
+        self.best = min(done, key=_value, default=None)
+        waiting: dict[Hashable, list[tuple[Trial, nn.Module]]] = {}
+        groups: dict[Hashable, _Group] = {}
+        while True:
+            self._ask(waiting, groups)
+            self._place(waiting, groups)
+            if not groups:
+                break
+            for key, group in list(groups.items()):
+                self._train(group)
+                if not any(group.slots) and key not in waiting:
+                    del groups[key]
+        self.write()
+        return list(self.results.values())
+
+    @property
+    def serial_s(self) -> float | None:
+        """What a step of one member takes in plain PyTorch, where it was measured."""
+        return self.choices[0].serial_s if self.choices else None
+
+    def achieved(self) -> float | None:
+        """How many times faster than one after the other, for what was trained in this run."""
+        if not self.choices or not self.seconds:
+            return None
+        serial = sum(c.serial_s for c in self.choices) / len(self.choices)
+        return self.member_steps * serial / self.seconds
+
+    def write(self) -> None:
+        """One row per configuration, as CSV; complete at any moment."""
+        names = list(dict.fromkeys(k for r in self.results.values() for k in r.settings))
+        aside = self.options.directory / "results.csv.part"
+        with aside.open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["trial", *names, "state", "steps", "loss"])
+            for result in sorted(self.results.values(), key=lambda r: r.number):
+                row = [result.settings.get(n, "") for n in names]
+                writer.writerow(
+                    [result.number, *row, result.state, result.steps, "" if result.value is None else result.value]
+                )
+        aside.replace(self.options.directory / "results.csv")
+
+    # Making members
+
+    def _ask(self, waiting: dict[Hashable, list[tuple[Trial, nn.Module]]], groups: dict[Hashable, _Group]) -> None:
+        """Have as many configurations at hand as there is room for."""
+        running = sum(slot is not None for group in groups.values() for slot in group.slots)
+        while running + sum(map(len, waiting.values())) < self.options.members:
+            trial = self.source.ask()
+            if trial is None:
+                return
+            self.results[trial.number] = Result(trial.number, trial.settings)
+            model = self._model(trial)
+            waiting.setdefault(self._key(trial, model), []).append((trial, model))
+
+    def _place(self, waiting: dict[Hashable, list[tuple[Trial, nn.Module]]], groups: dict[Hashable, _Group]) -> None:
+        for key in list(waiting):
+            if key in groups:
+                self._fill(groups[key], waiting[key])
+            else:
+                groups[key] = self._start(waiting.pop(key))
+            if key in waiting and not waiting[key]:
+                del waiting[key]
+
+    def _start(self, members: Sequence[tuple[Trial, nn.Module]]) -> _Group:
+        trials = [trial for trial, _ in members]
+        size = self._batch_size(trials[0])
+        slots: list[Trial | None] = list(trials)
+        array = fuse(
+            [model for _, model in members],
+            loss=self._job(trials[0]).loss or _default_loss,
+            optimizer=lambda params, i: self._optimizer(slots[i] or trials[i], params),
+            autocast=torch.bfloat16 if self.options.amp else None,
+        )
+        judged_on = [self._batch(trials[0], size, -1 - n) for n in range(self.options.held_out)]
+        if self.options.measure and len(members) > 1:
+            self.choices.append(choose(array, *self._batch(trials[0], size, 0), seconds=0.1))
+        return _Group(size, array, slots, [0] * len(slots), judged_on)
+
+    def _fill(self, group: _Group, members: list[tuple[Trial, nn.Module]]) -> None:
+        for slot, occupant in enumerate(group.slots):
+            if occupant is None and members:
+                trial, model = members.pop(0)
+                group.slots[slot] = trial
+                group.array.refill(slot, model)
+                group.done[slot] = 0
+
+    def _key(self, trial: Trial, model: nn.Module) -> Hashable:
+        shapes = tuple(
+            (n, tuple(t.shape), t.dtype) for n, t in model.state_dict().items() if isinstance(t, torch.Tensor)
+        )
+        kinds = tuple((n, type(m).__qualname__) for n, m in model.named_modules())
+        return self._batch_size(trial), shapes, kinds, type(self._optimizer(trial, model.parameters())).__name__
+
+    def _job(self, trial: Trial) -> Job:
+        own = self._model_arguments(trial)
+        return _loaded(self.options.job, self.options.inputs, (*self.options.arguments, *own))
+
+    def _model(self, trial: Trial) -> nn.Module:
+        torch.manual_seed(int(trial.settings.get("seed", self.options.seed)))
+        return self._job(trial).build().to(self.options.device).train()
+
+    def _model_arguments(self, trial: Trial) -> tuple[str, ...]:
+        wanted = _arguments_of_model(self.options.job)
+        return tuple(f"{n}={v!r}" for n, v in trial.settings.items() if n in wanted and n not in _OWN)
+
+    def _batch_size(self, trial: Trial) -> int:
+        job = _loaded(self.options.job, self.options.inputs, self.options.arguments)
+        return int(trial.settings.get("batch", self.options.batch or job.size))
+
+    def _batch(self, trial: Trial, size: int, step: int) -> tuple[Any, Any]:
+        """The batch of a step: the same for all, and the same if the sweep is run again."""
+        torch.manual_seed(self.options.seed * 1_000_003 + step + 100_000)
+        args, kwargs, targets = self._job(trial).example(size)
+        return (kwargs or args), targets
+
+    def _optimizer(self, trial: Trial, params: Any) -> torch.optim.Optimizer:
+        """The job's optimizer with the trial's settings in it."""
+        job, settings = self._job(trial), dict(trial.settings)
+        for name in (*_OWN, *_arguments_of_model(self.options.job)):
+            settings.pop(name, None)
+        if job.optimizer is None:
+            made: torch.optim.Optimizer = torch.optim.Adam(params, lr=1e-3)
+        else:
+            own = {n: settings.pop(n) for n in list(settings) if n in inspect.signature(job.optimizer).parameters}
+            made = job.optimizer(params, **own)
+        for group in made.param_groups:
+            for name, value in settings.items():
+                _set(group, name, value, self.options.job)
+        for group in made.param_groups:
+            group.pop("initial_lr", None)
+        return made
+
+    # Training
+
+    def _train(self, group: _Group) -> None:
+        """One interval of a group, then judge its members."""
+        if not any(group.slots):
+            return
+        some = next(t for t in group.slots if t is not None)
+        for slot, occupant in enumerate(group.slots):
+            if occupant is None:
+                group.array.stop(slot)
+        left = min(self.options.steps - n for t, n in zip(group.slots, group.done, strict=True) if t is not None)
+        count = min(self.options.interval, left)
+        begun = time.perf_counter()
+        for _ in range(count):
+            group.array.step(*self._batch(some, group.size, group.step))
+            group.step += 1
+        values = self._judge(group)
+        self.seconds += time.perf_counter() - begun
+        self.member_steps += count * sum(t is not None for t in group.slots)
+        status = group.array.status
+        for slot, trial in enumerate(group.slots):
+            if trial is not None:
+                group.done[slot] += count
+                self._settle(group, slot, trial, values[slot], status[slot])
+        self.write()
+        self.on_change(self)
+
+    def _judge(self, group: _Group) -> list[float]:
+        sums = [0.0] * len(group.slots)
+        for batch in group.judged_on:
+            for i, value in enumerate(group.array.evaluate(*batch).tolist()):
+                sums[i] += value / len(group.judged_on)
+        return sums
+
+    def _settle(self, group: _Group, slot: int, trial: Trial, value: float, status: str) -> None:
+        result = self.results[trial.number]
+        result.steps = group.done[slot]
+        if status == "diverged" or not math.isfinite(value):
+            result.state = "diverged"
+            self.source.tell(trial.number, "diverged", None)
+        else:
+            result.value = value
+            result.curve.append((group.done[slot], value))
+            given_up = self.source.report(trial.number, group.done[slot], value)
+            if group.done[slot] >= self.options.steps:
+                result.state = "complete"
+                self.source.tell(trial.number, "complete", value)
+                self._keep_best(group, slot, result)
+            elif given_up:
+                result.state = "pruned"
+                self.source.tell(trial.number, "pruned", value)
+            else:
+                return
+        group.slots[slot] = None
+        group.array.stop(slot)
+
+    def _keep_best(self, group: _Group, slot: int, result: Result) -> None:
+        if self.best is None or _value(result) < _value(self.best):
+            self.best = result
+            aside = self.options.directory / "best.safetensors.part"
+            group.array[slot].save(aside)
+            aside.replace(self.options.directory / "best.safetensors")
+
+
+def _value(result: Result) -> float:
+    return math.inf if result.value is None else result.value
+
+
+def _default_loss(output: Any, target: Any) -> torch.Tensor:
+    if isinstance(target, torch.Tensor) and not target.is_floating_point():
+        return F.cross_entropy(output, target)
+    return F.mse_loss(output, target)
+
+
+def _set(group: dict[str, Any], name: str, value: Any, job: str) -> None:
+    name = _ALIASES.get(name, name)
+    if name in ("beta1", "beta2") and "betas" in group:
+        first, second = group["betas"]
+        group["betas"] = (value, second) if name == "beta1" else (first, value)
+    elif name in group and name != "params":
+        group[name] = value
+    else:
+        known = [k for k in group if k != "params"]
+        raise FuseError(
+            f"--set {name}: neither model() nor optimizer() of {job} takes it, and the optimizer has no such setting; "
+            f"it has {', '.join(known)}; beside these, batch and seed can be set"
+        )
+
+
+@cache
+def _loaded(job: str, inputs: tuple[str, ...], arguments: tuple[str, ...]) -> Job:
+    return Job.load(job, inputs=inputs, arguments=arguments)
+
+
+@cache
+def _arguments_of_model(job: str) -> tuple[str, ...]:
+    """Names that the job's ``model()`` takes."""
+    import importlib
+    import runpy
+
+    if job.endswith(".py") or "/" in job or Path(job).is_file():
+        make = runpy.run_path(job).get("model")
+    else:
+        package, _, name = job.partition(":")
+        make = getattr(importlib.import_module(package), name, None)
+    if make is None:
+        return ()
+    return tuple(
+        p.name for p in inspect.signature(make).parameters.values() if p.kind <= p.KEYWORD_ONLY and p.kind != 2
+    )
