@@ -22,7 +22,7 @@ class Chain(nn.Module):
         self.skips = skips
 
     def forward(self, x):
-        before = x
+        x = before = x * 1  # a first layer may write in place
         for layer, skip in zip(self.layers, self.skips, strict=True):
             held, x = x, layer(x)
             if skip:

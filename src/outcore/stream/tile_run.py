@@ -10,8 +10,10 @@ import torch
 from outcore.graph.recording import Context, Ref
 from outcore.ops.region import Region
 from outcore.stream.call import Given
+from outcore.stream.fork import fork
 from outcore.stream.network import Network, Node
 from outcore.stream.rules.border import sliced
+from outcore.stream.rules.convolve import Convolution
 from outcore.stream.stages import Stage
 from outcore.stream.tiles import TilePlan
 
@@ -37,14 +39,24 @@ def run_tile(
         given: what rules may look at.
     """
     held: dict[str, torch.Tensor] = dict(crops)
-    last = {v: node.output for node in stage.nodes if node.output in plan.needs for v in node.values}
+    readers = _readers(stage, plan)
+    handed: dict[tuple[str, int], torch.Tensor] = {}
     wanted = {stage.targets[t] for t in plan.targets}
+    last = {v: node.output for node in stage.nodes if node.output in plan.needs for v in node.values}
     for node in stage.nodes:
         if (needs := plan.needs.get(node.output)) is None:
             continue
-        operands = [
-            _operand(ref, region, held, plan.regions, state) for ref, region in zip(node.operands, needs, strict=True)
-        ]
+        operands = []
+        for i, (ref, region) in enumerate(zip(node.operands, needs, strict=True)):
+            if ref.kind != "value":
+                tensor = state[ref]
+                operands.append(sliced(tensor, tuple((0, n) for n in tensor.shape), region))
+            elif len(readers[ref.name]) == 1 or ref.name in wanted or not held[ref.name].requires_grad:
+                operands.append(sliced(held[ref.name], plan.regions[ref.name], region))
+            else:
+                if (node.output, i) not in handed:
+                    handed.update(_hand_out(ref.name, held, plan, readers[ref.name]))
+                operands.append(handed.pop((node.output, i)))
         assert node.rule is not None
         with _modes(network, node):
             held[node.output] = node.rule.run(operands, plan.regions[node.output], given)
@@ -55,17 +67,26 @@ def run_tile(
     return {value: held[value] for value in wanted}
 
 
-def _operand(
-    ref: Ref,
-    region: Region,
-    held: Mapping[str, torch.Tensor],
-    regions: Mapping[str, Region],
-    state: Mapping[Ref, torch.Tensor],
-) -> torch.Tensor:
-    if ref.kind == "value":
-        return sliced(held[ref.name], regions[ref.name], region)
-    tensor = state[ref]
-    return sliced(tensor, tuple((0, n) for n in tensor.shape), region)
+_Reader = tuple[str, int, Region, bool]
+"""Node, number of the operand, region, and whether its gradient is fresh."""
+
+
+def _readers(stage: Stage, plan: TilePlan) -> dict[str, list[_Reader]]:
+    """Who reads each value, in order."""
+    found: dict[str, list[_Reader]] = {}
+    for node in stage.nodes:
+        for i, (ref, region) in enumerate(zip(node.operands, plan.needs.get(node.output, ()), strict=False)):
+            if ref.kind == "value":
+                fresh = i == 0 and isinstance(node.rule, Convolution)
+                found.setdefault(ref.name, []).append((node.output, i, region, fresh))
+    return found
+
+
+def _hand_out(
+    name: str, held: Mapping[str, torch.Tensor], plan: TilePlan, readers: list[_Reader]
+) -> dict[tuple[str, int], torch.Tensor]:
+    parts = fork(held[name], plan.regions[name], [r for _, _, r, _ in readers], [f for _, _, _, f in readers])
+    return {(output, i): part for (output, i, _, _), part in zip(readers, parts, strict=True)}
 
 
 def _modes(network: Network, node: Node) -> contextlib.AbstractContextManager[object]:
