@@ -478,6 +478,57 @@ def test_the_choice_leaves_the_array_as_it_was_and_respects_memory() -> None:
     array.step(x, y)
 
 
+def test_convolutions_run_one_by_one_where_that_was_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    from outcore.fusion import layerwise
+    from outcore.fusion.rules import convolution
+
+    monkeypatch.setattr(convolution, "_WAYS", {})
+    monkeypatch.setattr(layerwise, "_time", lambda conv, x, w, way, device, s: 1.0 if way == "grouped" else 0.5)
+
+    def build(i: int) -> nn.Module:
+        torch.manual_seed(i)
+        layers = [nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1), nn.Flatten(), nn.Linear(64, 5)]
+        return nn.Sequential(*layers).double()
+
+    array = outcore.fuse([build(i) for i in range(3)], loss=F.cross_entropy, optimizer=_sgd)
+    (x, y), *_ = _batches()
+    before = copy.deepcopy(array[1].state_dict())
+    assert layerwise.measure_convolutions(array, x, y) == {"members": 1}  # the first sees a shared input: dense
+    assert distance(before, array[1].state_dict()) == 0
+    assert set(convolution._WAYS.values()) == {"members"}
+    assert_as_if_alone(build, _batches(), F.cross_entropy, _sgd)
+
+
+def test_convolutions_are_timed_both_ways() -> None:
+    from outcore.fusion.layerwise import _time
+    from outcore.fusion.rules.convolution import Convolution
+
+    conv = Convolution.of(2, 1, 1, 1, 1)
+    x, w = torch.empty(3, 2, 4, 6, 6, device="meta"), torch.empty(3, 4, 4, 3, 3, device="meta")
+    assert all(_time(conv, x, w, way, torch.device("cpu"), 0.001) > 0 for way in ("grouped", "members"))
+
+
+def test_blocks_left_unfused_give_the_same() -> None:
+    models = [_net(i) for i in range(3)]
+    array = outcore.fuse(models, loss=F.cross_entropy, optimizer=_sgd, unfused=("0", "4"))
+    for x, y in _batches():
+        array.step(x, y)
+    assert array.coverage["model.4#0"] == "members" and array.coverage["model.1#0"] == "fused"
+    twin = _net(2)
+    train_serially(twin, _batches(), F.cross_entropy, _sgd(twin.parameters(), 2))
+    assert distance(dict(twin.state_dict()), array[2].state_dict()) < 1e-12
+
+
+def test_predicted_and_achieved_speed_are_told() -> None:
+    array = _array(4)
+    (x, y), *_ = _batches()
+    assert "nothing was measured" in array.report()
+    array.tune(x, y, seconds=0.01)
+    assert "predicted" in array.report() and "achieved" not in array.report()
+    array.step(x, y)
+    assert "achieved in 1 steps" in array.report()
+
+
 # Refusals
 
 

@@ -13,6 +13,7 @@ do not notice. A slot can be stopped and given to another model while the rest t
 from __future__ import annotations
 
 import gc
+import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from outcore.errors import FuseError
 from outcore.fusion.batch import arguments
 from outcore.fusion.call import Randomness, settings
+from outcore.fusion.choice import Choice, choose
 from outcore.fusion.lane import Lane, Outcome, Terms
 from outcore.fusion.member import Member
 from outcore.fusion.program import Program
@@ -100,11 +102,15 @@ class FusedArray:
         seeds: Sequence[int] | None = None,
         way: Way | None = None,
         check: bool = True,
+        unfused: Sequence[str] = (),
     ) -> None:
-        self.kind, self.terms, self._check = kind, terms, check
+        self.kind, self.terms, self._check, self.unfused = kind, terms, check, tuple(unfused)
+        self.choice: Choice | None = None
+        """What was measured to decide how to run; none if it was not."""
         self._randomness = Randomness(seeds)
         self._programs: dict[Hashable, Program] = {}
-        self.steps = 0
+        self.steps = self._counted = 0
+        self._begun = 0.0
         self.losses: Tensor | None = None
         """Of the last step, one per member."""
         self.metrics: dict[str, Tensor] = {}
@@ -114,6 +120,7 @@ class FusedArray:
         """What a reader should know about how it runs."""
         self.slots = [kind.slot(model, i) for i, model in enumerate(models)]
         self.lanes: list[Lane] = []
+        self._way_given = way is not None
         self.way = way or Way(len(models))
         self.arrange(self.way)
 
@@ -141,10 +148,40 @@ class FusedArray:
             objective: train only this one; all in turn by default, with a dict of losses as result.
         """
         names = [objective] if objective else list(self.slots[0].trainings)
+        if not self._way_given and self._device.type == "cuda":
+            self.tune(*batch, each=each)
         args = self._arguments(batch, each)
         found = {name: self._step(name, args) for name in names}
         self.steps += 1
         return found[names[0]] if len(names) == 1 else found
+
+    def tune(
+        self,
+        *batch: Any,
+        each: Sequence[tuple[Any, ...]] | None = None,
+        memory_bytes: int | None = None,
+        seconds: float = 0.2,
+    ) -> Choice:
+        """Measure how to run fastest and do so; on a GPU this happens before the first step if no way was given."""
+        self._way_given = True
+        self.choice = choose(self, *batch, each=each, memory_bytes=memory_bytes, seconds=seconds)
+        self._begun, self._counted = time.perf_counter(), self.steps
+        return self.choice
+
+    def report(self) -> str:
+        """What was predicted before training, and what was achieved since, with all that happened between steps."""
+        if self.choice is None:
+            return f"{len(self)} members, {self.way}; nothing was measured: array.tune(x, y)"
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        count = self.steps - self._counted
+        head = f"{len(self)} members, {self.way}: {self.choice.speedup:.2f}x predicted over one after the other"
+        if not count:
+            return head
+        took = (time.perf_counter() - self._begun) / count
+        return (
+            f"{head}, {len(self) * self.choice.serial_s / took:.2f}x achieved in {count} steps of {took * 1e3:,.2f} ms"
+        )
 
     def evaluate(
         self, *batch: Any, each: Sequence[tuple[Any, ...]] | None = None, objective: str | None = None
@@ -286,7 +323,7 @@ class FusedArray:
         if (found := self._programs.get(key)) is not None:
             return key, found
         with self.lanes[0].autocast():
-            made = self._programs[key] = Program.record(members, shown)
+            made = self._programs[key] = Program.record(members, shown, self.unfused)
         if self._device.type == "cuda":
             gc.collect()  # nodes of a recording on real data would tie parameters to the stream it was made on
         if made.obstacle is not None:

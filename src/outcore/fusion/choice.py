@@ -18,6 +18,7 @@ import torch
 
 from outcore.errors import FuseError
 from outcore.fusion.forecast import Forecast, forecast
+from outcore.fusion.layerwise import measure_convolutions
 from outcore.fusion.member import twin
 from outcore.fusion.runner import Way
 
@@ -101,6 +102,8 @@ def choose(
         trials.append(Trial(way, times, _extrapolated(times, len(array), way, at_once)))
     made = Choice(len(array), serial_s, tuple(trials), predicted)
     array.arrange(made.best.way)
+    if array._device.type == "cuda" and made.best.way.width > 1 and each is None:
+        measure_convolutions(array, *batch)
     return made
 
 
@@ -149,7 +152,9 @@ def _copy(array: FusedArray, count: int, way: Way) -> FusedArray:
 
     models = [twin(model) for model in array.models[:count]]
     width = 1 if way.width == 1 else min(count, way.width)
-    return FusedArray(models, array.kind, array.terms, way=replace(way, width=width), check=False)
+    return FusedArray(
+        models, array.kind, array.terms, way=replace(way, width=width), check=False, unfused=array.unfused
+    )
 
 
 def _time(array: FusedArray, count: int, way: Way, batch: tuple[Any, ...], each: Any, seconds: float) -> float:

@@ -33,6 +33,7 @@ def fuse(
     autocast: torch.dtype | None = None,
     way: Way | None = None,
     check: bool = True,
+    unfused: Sequence[str] = (),
 ) -> FusedArray:
     """Train many models of one architecture as one; each as if it were alone.
 
@@ -60,8 +61,10 @@ def fuse(
         loss_scale: dynamic loss scaling for half precision.
         seeds: a stream of random numbers per member, that of a serial run after ``torch.manual_seed(seed)`` on a CPU.
         autocast: dtype of the forward pass under `torch.autocast`.
-        way: how to run; by default all members fused, which `outcore.fusion.choose` improves upon by measuring.
+        way: how to run; by default all members fused on a CPU, and on a GPU what is measured to be fastest.
         check: compare the fused gradients of one member with the model's own before the first step.
+
+        unfused: blocks (``"layer4"``) that run member by member all the same.
 
     Raises:
         FuseError: the models are not of one architecture, or something is missing.
@@ -87,7 +90,7 @@ def fuse(
         autocast,
     )
     kind = Kind(loss, dict(metrics or {}), dict(objectives or {}), optimizers, scheduler)
-    return FusedArray(members, kind, terms, seeds=seeds, way=way, check=check)
+    return FusedArray(members, kind, terms, seeds=seeds, way=way, check=check, unfused=unfused)
 
 
 def _per_member(name: str, value: float | Sequence[float] | None, members: int) -> Tensor | None:

@@ -47,6 +47,8 @@ class Program:
     obstacle: str | None
     """Why it cannot run for many members at once; none if it can."""
     members: tuple[Training, ...] = ()
+    unfused: tuple[str, ...] = ()
+    """Blocks whose calls run member by member all the same."""
     ways: dict[str, str] = field(default_factory=dict)
     """How each call was run last: fused, vmap, members, shared."""
     kept: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -57,7 +59,7 @@ class Program:
     """Values that are parameters or buffers themselves, and are written as such."""
 
     @classmethod
-    def record(cls, members: Sequence[Training], args: tuple[Any, ...]) -> Program:
+    def record(cls, members: Sequence[Training], args: tuple[Any, ...], unfused: Sequence[str] = ()) -> Program:
         """Record a step of the members on a batch."""
         with rnn_weights_anywhere():
             graph = capture(members[0], args)
@@ -86,6 +88,7 @@ class Program:
             others,
             obstacle,
             members=tuple(members),
+            unfused=tuple(unfused),
             differing=differing,
             written=written_values(graph),
             state_values=state_in_place(recording),
@@ -129,6 +132,7 @@ class _FusedTape(Tape):
         self.program, self.members, self.stack = program, members, stack
         self.randomness, self.first = randomness, first
         self.count = len(members)
+        self.unfused = program.unfused
 
     def step(self, step: Step) -> None:
         """Run one step for all members."""
@@ -154,7 +158,11 @@ class _FusedTape(Tape):
             call.state = self._state_of(step.target, call.modules[0])
         if step.name in self.program.differing:
             call.per_member_args = tuple(self._arguments(step, b) for b in range(self.count))
-        result = run(call)
+        block = step.name.removeprefix("model.")
+        if any(block.startswith((f"{path}.", f"{path}#")) for path in self.unfused) and call.varies:
+            result = call.one_by_one()
+        else:
+            result = run(call)
         for name, (_, value) in zip(step.outputs, leaves(result, (torch.Tensor, Stacked)), strict=True):
             self.values[name] = value
         for new, old in step.rebinds:

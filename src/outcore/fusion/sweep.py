@@ -24,8 +24,9 @@ from torch import nn
 
 from outcore.errors import FuseError
 from outcore.fusion.array import FusedArray
-from outcore.fusion.choice import Choice, choose
+from outcore.fusion.choice import Choice
 from outcore.fusion.fuse import fuse
+from outcore.fusion.runner import Way
 from outcore.fusion.trials import Result, Source, Trial
 from outcore.job import Job
 
@@ -162,10 +163,11 @@ class Sweep:
             loss=self._job(trials[0]).loss or _default_loss,
             optimizer=lambda params, i: self._optimizer(slots[i] or trials[i], params),
             autocast=torch.bfloat16 if self.options.amp else None,
+            way=Way(len(members), graphed=self.options.device.startswith("cuda")),
         )
         judged_on = [self._batch(trials[0], size, -1 - n) for n in range(self.options.held_out)]
         if self.options.measure and len(members) > 1:
-            self.choices.append(choose(array, *self._batch(trials[0], size, 0), seconds=0.1))
+            self.choices.append(array.tune(*self._batch(trials[0], size, 0), seconds=0.1))
         return _Group(size, array, slots, [0] * len(slots), judged_on)
 
     def _fill(self, group: _Group, members: list[tuple[Trial, nn.Module]]) -> None:

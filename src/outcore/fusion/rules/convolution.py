@@ -9,7 +9,8 @@ shape (`outcore.fusion.choice`), and `way` says which to take.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from outcore.fusion.rules.matmul import pointwise, pointwise_shared
 from outcore.fusion.values import Stacked, fold_channels, unfold_channels
 
-__all__ = ["Convolution", "way"]
+__all__ = ["Convolution", "collecting", "decide", "way"]
 
 _FUNCTIONS: dict[tuple[int, bool], Callable[..., torch.Tensor]] = {
     (1, False): F.conv1d,
@@ -105,15 +106,38 @@ class Convolution:
 
 _WAYS: dict[Any, str] = {}
 """Measured: grouped or one by one, per shape."""
+_SEEN: list[dict[Any, tuple[Convolution, torch.Tensor, torch.Tensor]]] = []
 
 
 def signature(convolution: Convolution, x: Stacked, weight: torch.Tensor) -> Any:
     """What the time of a fused convolution depends on."""
     device = x.tensor.device.type
     low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.tensor.dtype
-    return convolution, tuple(x.tensor.shape), x.tensor.stride()[-1] == 1, tuple(weight.shape), low
+    return convolution, tuple(x.tensor.shape), x.tensor.stride()[-1] == 1, tuple(weight.shape), low, device
 
 
 def way(convolution: Convolution, x: Stacked, weight: torch.Tensor) -> str:
     """How to run it: "grouped" unless a measurement said "members"."""
+    if _SEEN:
+        low = signature(convolution, x, weight)[4]
+        _SEEN[-1][signature(convolution, x, weight)] = (
+            convolution,
+            x.tensor.detach().to("meta", low),
+            weight.detach().to("meta", low),
+        )
     return _WAYS.get(signature(convolution, x, weight), "grouped") if _WAYS else "grouped"
+
+
+def decide(shape: Any, chosen: str) -> None:
+    """From here on, convolutions of this signature run this way."""
+    _WAYS[shape] = chosen
+
+
+@contextlib.contextmanager
+def collecting(seen: dict[Any, tuple[Convolution, torch.Tensor, torch.Tensor]]) -> Iterator[None]:
+    """Note every convolution that runs inside."""
+    _SEEN.append(seen)
+    try:
+        yield
+    finally:
+        _SEEN.pop()
