@@ -30,6 +30,7 @@ from outcore.job import Job
 from outcore.plan_document import Plan
 from outcore.program import Program, Timeline
 from outcore.run.assembly import Assembly
+from outcore.run.blueprint import Script
 from outcore.run.faults import Watch
 from outcore.run.intake import Intake
 from outcore.run.loader import Loader
@@ -287,10 +288,9 @@ class Engine:
             )
             self.steps, self.samples = self.steps + 1, self.samples + run.samples
             update = self.steps % self.accumulate == 0
-            self.worker.run(script.program.ranks[self.rank], script.tags, run, update=update)
+            loss = self._run(run, script, update=update)
             if update and self.scheduler is not None:
                 self.scheduler.step()
-            loss = self._total(run)
             self._grant(self.intake.wishes)
             return loss
 
@@ -335,8 +335,7 @@ class Engine:
         """The loss on one batch in eval mode; changes nothing."""
         with self._guarded(), self._evaluating():
             run, script = self.intake.take(inputs, targets, training=False, step=self.steps)
-            self.worker.run(script.program.ranks[self.rank], script.tags, run, update=False)
-            return self._total(run)
+            return self._run(run, script, update=False)
 
     def predict(self, inputs: Any = None) -> Any:
         """What the model returns for a batch in eval mode, on ranks that hold the last stage; None on others."""
@@ -344,7 +343,7 @@ class Engine:
             run, script = self.intake.take(inputs, None, training=False, step=self.steps)
             self.worker.keep_outputs = True
             try:
-                self.worker.run(script.program.ranks[self.rank], script.tags, run, update=False)
+                self._run(run, script, update=False)
             finally:
                 self.worker.keep_outputs = False
         return _joined([run.outputs[i] for i in sorted(run.outputs)]) if run.outputs else None
@@ -363,12 +362,23 @@ class Engine:
         """Count live bytes of tensors in the following steps, on a CPU; slower, but `timeline` then shows memory."""
         self.worker.gauge.counting = on
 
-    def _total(self, run: Pass) -> float:
-        """The loss of the whole step: that of every micro-batch by its share, in their order."""
+    def _run(self, run: Pass, script: Script, *, update: bool) -> float:
+        """Execute a program; returns the loss: that of every micro-batch by its share, in their order."""
         losses = torch.zeros(len(run.weights), dtype=torch.float64)
-        for micro_batch, loss in run.losses.items():
-            losses[run.pieces[micro_batch].number] = loss.item()
-        every: list[float] = self.world.sum_(losses).tolist()
+        exchange: list[Any] = []
+
+        def tell() -> None:
+            for micro_batch, loss in run.losses.items():
+                losses[run.pieces[micro_batch].number] = loss.item()
+            exchange.append(self.world.start_sum(losses))
+
+        # On the host losses travel while backwards run; on a GPU, reading them earlier would stop the kernels.
+        run.after_forwards = tell if self.device.type == "cpu" else None
+        self.worker.run(script.program.ranks[self.rank], script.tags, run, update=update)
+        if not exchange:
+            tell()
+        exchange[0]()
+        every: list[float] = losses.tolist()
         return sum(weight * loss for weight, loss in zip(run.weights, every, strict=True))
 
     @contextlib.contextmanager

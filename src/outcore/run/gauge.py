@@ -31,8 +31,8 @@ class Gauge:
         self._live: LiveBytes | None = None
         self._base = 0
 
-    def start(self) -> None:
-        """Begin a step."""
+    def start(self, given: Iterable[torch.Tensor]) -> None:
+        """Begin a step; what the user gave is the user's and not counted on the host."""
         self.samples.clear()
         self.peak_bytes = 0
         if self.device.type == "cuda":
@@ -40,7 +40,7 @@ class Gauge:
         elif self.counting:
             held = {storage_key(t): t for t in self.holding()}
             self._base = sum(t.untyped_storage().nbytes() for t in held.values())
-            self._live = LiveBytes(held.values())
+            self._live = LiveBytes((*held.values(), *given))
             self._live.__enter__()  # type: ignore[no-untyped-call]
         self.sample()
 

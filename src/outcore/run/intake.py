@@ -9,10 +9,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import torch
-
 from outcore.errors import EngineError
-from outcore.graph.structure import substitute
 from outcore.plan_document import Plan
 from outcore.run import batch as batches
 from outcore.run.blueprint import Blueprint, Script
@@ -54,9 +51,9 @@ class Intake:
         pieces = min(self.blueprint.pieces, *counts)
         sizes = batches.parts(mine, pieces)
         has_data = inputs is not None
-        whole = self._here(inputs) if has_data else batches.stand_in(description)
+        whole = inputs if has_data else batches.stand_in(description)
         cut_inputs = batches.cut(whole, mine, sizes)
-        cut_targets = batches.cut(self._here(targets), mine, sizes)
+        cut_targets = batches.cut(targets, mine, sizes)
         found = []
         for i, (part, target) in enumerate(zip(cut_inputs, cut_targets, strict=True)):
             form = self.forms.find(batches.fingerprint(batches.describe(part)), part, training=training)
@@ -69,9 +66,6 @@ class Intake:
         script = self.blueprint.script(found[0].form.edges, pieces, training=training)
         every = [n / sum(counts) if self.reduction == "mean" else 1.0 for c in counts for n in batches.parts(c, pieces)]
         return Pass(found, training, self.seed, step, scale, every, sum(counts)), script
-
-    def _here(self, data: Any) -> Any:
-        return substitute(data, torch.Tensor, lambda t: t.to(self.forms.device))
 
     def _agree(self, inputs: Any, step: int, wish: int) -> tuple[list[int], Any]:
         """Samples of every replica, and what this replica's batch looks like."""

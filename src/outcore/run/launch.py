@@ -24,7 +24,7 @@ def launch(function: Callable[..., Any], ranks: int, *args: Any, restarts: int =
     Raises:
         EngineError: a rank failed for good; names it, and what it said first.
     """
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     config = LaunchConfig(
@@ -38,10 +38,17 @@ def launch(function: Callable[..., Any], ranks: int, *args: Any, restarts: int =
         monitor_interval=0.1,
     )
     try:
-        found = elastic_launch(config, record(function))(*args)
+        found = elastic_launch(config, _call)(function, *args)
     except ChildFailedError as error:
         rank, failure = min(error.failures.items(), key=lambda item: item[1].timestamp)
         message: Any = failure.message
         said = message.get("message", "") if isinstance(message, dict) else str(message)
         raise EngineError(f"rank {rank} failed: {said or failure.signal_name() or failure.exitcode}") from error
     return [found[rank] for rank in range(ranks)]
+
+
+def _call(function: Callable[..., Any], *args: Any) -> Any:
+    """In a rank: run the function, and leave its exception where the launcher finds it."""
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    return record(function)(*args)

@@ -17,6 +17,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from outcore.graph.recording import Ref, fill
+from outcore.graph.structure import leaves, substitute
 from outcore.program import Backward, Edge, Event, Forward, OptimizerStep, Receive, Reduce, Send
 from outcore.program.instructions import Instruction, Key
 from outcore.program.timeline import COMPUTE
@@ -63,6 +64,8 @@ class Pass:
     """Share of every micro-batch of the step in its loss, over all replicas."""
     samples: int
     """Over all replicas."""
+    after_forwards: Callable[[], None] | None = None
+    """Called when the last forward of this rank is over."""
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     """Loss of each micro-batch, where the last stage is here."""
     outputs: dict[int, Any] = field(default_factory=dict)
@@ -105,11 +108,13 @@ class Worker:
     def run(self, instructions: Sequence[Instruction], tags: Mapping[Key, int], run: Pass, *, update: bool) -> None:
         """Execute a program's instructions for this rank; with `update` also reductions and the optimizer."""
         self._noted.clear()
-        self.gauge.start()
+        given = [(piece.inputs, piece.targets) for piece in run.pieces]
+        self.gauge.start(tensor for _, tensor in leaves(given, torch.Tensor))
         self.started_s = self.clock.start()
         self._run, self._tags = run, tags
         incoming, outgoing = self._edges(run.pieces[0].form)
         stepped = False
+        forwards = sum(isinstance(i, Forward) for i in instructions)
         steps = sum(isinstance(i, OptimizerStep) for i in instructions)
         for instruction in instructions:
             match instruction:
@@ -120,6 +125,9 @@ class Worker:
                 case Forward():
                     self._at("forward", instruction)
                     self._forward(instruction, incoming, outgoing)
+                    forwards -= 1
+                    if not forwards and run.after_forwards is not None:
+                        run.after_forwards()
                 case Backward():
                     self._at("backward", instruction)
                     self._backward(instruction, incoming, outgoing)
@@ -190,7 +198,7 @@ class Worker:
             values[edge.value] = tensor
         is_last = of.stage == form.last
         of_loss = {n: values[n] for n in form.graph.outputs if n in values} if is_last else {}
-        given = {name: values.pop(name) if name in values else piece.inputs[name] for name in part.inputs}
+        given = {name: values.pop(name) if name in values else self._here(piece.inputs[name]) for name in part.inputs}
         values.clear()
         began = self.clock.now()
         part.place = self.place
@@ -219,7 +227,7 @@ class Worker:
 
         def look(ref: Ref) -> Any:
             if ref.kind == "value":
-                return made[ref.name] if ref.name in made else piece.inputs[ref.name]
+                return made[ref.name] if ref.name in made else self._here(piece.inputs[ref.name])
             return recording.constants[ref.name] if ref.kind == "constant" else part.get_parameter(ref.name)
 
         output = fill(recording.result, look)
@@ -228,8 +236,9 @@ class Worker:
         if self.loss is None or (not self._run.training and piece.targets is None):
             return None
         self.place.call = "loss"
-        loss = self.loss(output, piece.targets)
-        self._run.losses[of.micro_batch] = loss.detach()
+        loss = self.loss(output, self._here(piece.targets))
+        # A copy: some losses (mse_loss on a CPU) are a number in memory of the size of the output.
+        self._run.losses[of.micro_batch] = loss.detach().clone()
         return loss * (piece.weight * self._run.scale) if self._run.training else None
 
     def _backward(self, of: Backward, incoming: Sequence[Sequence[Edge]], outgoing: Sequence[Sequence[Edge]]) -> None:
@@ -266,6 +275,11 @@ class Worker:
         self._ended("backward", of, began)
 
     # Moving
+
+    def _here(self, data: Any) -> Any:
+        """What the user gave, on this rank's device; a micro-batch at a time."""
+        device = self.forms.device
+        return substitute(data, torch.Tensor, lambda t: t.to(device, non_blocking=True))
 
     def _take(self, key: Key) -> torch.Tensor:
         """A value or gradient that a compute uses: made here, or received."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -141,6 +141,18 @@ class World:
             with self.place.talking():
                 dist.all_reduce(tensor, group=self.group)
         return tensor
+
+    def start_sum(self, tensor: torch.Tensor) -> Callable[[], None]:
+        """Begin to add a tensor on the host over all ranks, in place; what is returned waits for it."""
+        if self.size == 1:
+            return lambda: None
+        work: Any = dist.all_reduce(tensor, group=self.group, async_op=True)
+
+        def wait() -> None:
+            with self.place.talking():
+                work.wait()
+
+        return wait
 
     def broadcast_(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         """Give a tensor on the host of one rank to all, in place."""

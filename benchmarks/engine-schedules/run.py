@@ -1,0 +1,305 @@
+"""Schedules on real processes: ours among themselves, against torch.distributed.pipelining, and against closed forms.
+
+    python benchmarks/engine-schedules/run.py --ranks 2 --out results/…json              CPU, a core per rank
+    python benchmarks/engine-schedules/run.py --device cuda --ranks 2 --out …            ranks share one GPU (MPS)
+
+All variants run in one process per rank, in turn, round after round, on the same stages, micro-batches and optimizer.
+Ratios are of the fastest step of each variant, which other load on the machine disturbs least.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing as mp
+import os
+import platform
+import socket
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import outcore
+from outcore.planner import weights_from_shapes
+from outcore.planner.lower import predict_timeline
+from outcore.program import Links, save_trace
+from outcore.run import Engine
+from outcore.run.measured import Comparison, with_measured_times
+
+VARIANTS = {
+    "model-parallel": {"schedule": "model_parallel", "micro_batches": 4},
+    "gpipe": {"schedule": "gpipe", "micro_batches": 4},
+    "1f1b": {"schedule": "1f1b", "micro_batches": 4},
+    "gems": {"schedule": "gems", "batches": 4},
+}
+
+
+class Chain(nn.Module):
+    """Equal convolutions, so that stages are equal."""
+
+    def __init__(self, blocks: int, channels: int) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(
+            *(nn.Sequential(nn.Conv2d(channels, channels, 3, padding=1), nn.ReLU()) for _ in range(blocks))
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(x)
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=1e-3)
+
+
+def job_of(args: argparse.Namespace) -> outcore.Job:
+    shape = (args.channels, args.side, args.side)
+    return outcore.Job(
+        model=lambda: Chain(args.blocks * args.ranks, args.channels),
+        batch=lambda n: (torch.randn(n, *shape), torch.randn(n, *shape)),
+        loss=F.mse_loss,
+        optimizer=sgd,
+        size=4 * args.micro_batch,
+    )
+
+
+class Ours:
+    """A schedule of the engine."""
+
+    def __init__(self, args: argparse.Namespace, name: str) -> None:
+        job = job_of(args)
+        stages = tuple(tuple(f"blocks.{s * args.blocks + i}" for i in range(args.blocks)) for s in range(args.ranks))
+        plan = outcore.Plan(job.capture().fingerprint, stages, **VARIANTS[name])
+        self.predicted_peaks = predict_peaks(job, plan)
+        self.engine = Engine(job, plan, device=args.device, timeout_s=60.0)
+        self.x, self.t = (b.to(args.device) for b in job.batch(4 * args.micro_batch))
+
+    def step(self) -> None:
+        self.engine.step(self.x, self.t)
+
+
+def predict_peaks(job: outcore.Job, plan: outcore.Plan) -> list[int]:
+    """What the planner expects every rank to hold at most."""
+    graph = job.capture()
+    weights = weights_from_shapes(graph, state_per_parameter=0.0)
+    return list(predict_timeline(plan, graph, weights, Links()).peak_bytes)
+
+
+class Torchs:
+    """The same stages under torch's own runtime."""
+
+    def __init__(self, args: argparse.Namespace, name: str) -> None:
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+        torch.manual_seed(0)
+        model = job_of(args).build()
+        rank = dist.get_rank()
+        part = model.blocks[rank * args.blocks : (rank + 1) * args.blocks]
+        micro = torch.randn(args.micro_batch, args.channels, args.side, args.side)
+        given, made = micro.clone().requires_grad_(rank > 0), micro.clone().requires_grad_()
+        stage = PipelineStage(part, rank, args.ranks, torch.device("cpu"), input_args=(given,), output_args=(made,))
+        kind = {"torch gpipe": ScheduleGPipe, "torch 1f1b": Schedule1F1B}[name]
+        self.schedule = kind(stage, n_microbatches=4, loss_fn=F.mse_loss)
+        self.optimizer, self.rank, self.last = sgd(part.parameters()), rank, args.ranks - 1
+        self.part = part
+        self.x, self.t = job_of(args).batch(4 * args.micro_batch)
+
+    def step(self) -> None:
+        losses: list[torch.Tensor] = []
+        if self.rank == 0:
+            self.schedule.step(self.x)
+        elif self.rank == self.last:
+            self.schedule.step(target=self.t, losses=losses)
+        else:
+            self.schedule.step()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def rank_main(rank: int, args: argparse.Namespace, port: int, queue: Any) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(args.ranks), "MASTER_ADDR": "127.0.0.1"}
+    os.environ["MASTER_PORT"] = str(port)
+    torch.set_num_threads(1)
+    if args.device == "cpu":
+        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank % os.cpu_count()]})
+    dist.init_process_group("gloo")
+    runs: dict[str, Any] = {name: Ours(args, name) for name in VARIANTS}
+    if args.device == "cpu":
+        runs |= {name: Torchs(args, name) for name in ("torch gpipe", "torch 1f1b")}
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for run in runs.values():
+        run.step()
+    for _ in range(args.rounds):
+        for name, run in runs.items():
+            for _ in range(args.steps):
+                dist.barrier()
+                _synchronise(args)
+                began = time.perf_counter()
+                run.step()
+                _synchronise(args)
+                times[name].append(time.perf_counter() - began)
+    found = {name: _facts(run, times[name], args) for name, run in runs.items()}
+    peaks = _peaks(runs, args)
+    for name, peak in peaks.items():
+        found[name]["peak_bytes"] = peak
+    every: list[Any] = [None] * args.ranks
+    dist.all_gather_object(every, found)
+    if rank == 0:
+        queue.put(every)
+    for run in runs.values():
+        if isinstance(run, Ours):
+            run.engine.close()
+    dist.destroy_process_group()
+
+
+def _synchronise(args: argparse.Namespace) -> None:
+    if args.device == "cuda":
+        torch.cuda.synchronize()
+
+
+def _facts(run: Any, times: list[float], args: argparse.Namespace) -> dict[str, Any]:
+    facts: dict[str, Any] = {"step_s": min(times), "median_s": statistics.median(times), "times_s": times}
+    if isinstance(run, Ours):
+        timelines = []
+        for _ in range(3):
+            run.step()
+            timelines.append(run.engine.timeline())
+        best = min(timelines, key=lambda t: t.step_s)
+        blueprint = run.engine.assembly.blueprint
+        comparison = Comparison.with_schedule(blueprint.training, blueprint.stages, best)
+        stages = with_measured_times(blueprint.stages, best).stages
+        facts |= {
+            "timeline_s": best.step_s,
+            "predicted_peak_bytes": run.predicted_peaks,
+            "predicted_s": comparison.predicted.step_s,
+            "stage_forward_s": [s.forward_s for s in stages],
+            "stage_backward_s": [s.backward_s for s in stages],
+            "stage_step_s": [s.optimizer_s for s in stages],
+            "busy_s": best.busy_s(),
+            "communication_s": best.communication_s(),
+            "exposed_s": best.exposed_s(),
+            "copies_s": sum(e.end_s - e.start_s for e in best.events if e.stream.startswith("copy")),
+            "copies_beside_compute_s": _beside(best),
+        }
+        if args.trace and run.engine.rank == 0:
+            save_trace(best, f"{args.trace}-{best.name}.json")
+    return facts
+
+
+def _beside(timeline: Any) -> float:
+    """How long copies ran while the same rank computed."""
+    total = 0.0
+    for rank in range(len(timeline)):
+        computes = [(e.start_s, e.end_s) for e in timeline.events if e.rank == rank and e.stream == "compute"]
+        for e in timeline.events:
+            if e.rank == rank and e.stream.startswith("copy"):
+                total += sum(max(0.0, min(e.end_s, b) - max(e.start_s, a)) for a, b in computes)
+    return total
+
+
+def _peaks(runs: dict[str, Any], args: argparse.Namespace) -> dict[str, int]:
+    """Live bytes of tensors at the peak of a step, counted in the same way for all."""
+    from outcore.cost.live import LiveBytes
+
+    found = {}
+    for name, run in runs.items():
+        if isinstance(run, Ours):
+            run.engine.count_memory()
+            run.step()
+            found[name] = run.engine.timeline().peak_bytes[run.engine.rank]
+            run.engine.count_memory(False)
+        else:
+            held = [t for p in run.part.parameters() for t in (p,)]
+            with LiveBytes([*held, run.x, run.t]) as live:
+                run.step()
+            kept = sum(t.untyped_storage().nbytes() for t in held)
+            found[name] = live.peak + kept + _buffers(run.schedule)
+    return found
+
+
+def _buffers(schedule: Any) -> int:
+    """Receive buffers that torch's stage keeps between steps; counted once each."""
+    stage = schedule._stage
+    rows = {}
+    for infos in (*stage.args_recv_info.values(), *stage.grad_recv_info.values()):
+        for info in infos:
+            buffer = getattr(info, "buffer", None)
+            if isinstance(buffer, torch.Tensor) and not buffer.is_meta:
+                rows[buffer.data_ptr()] = buffer.untyped_storage().nbytes()
+    return sum(rows.values())
+
+
+def summarise(every: list[dict[str, Any]]) -> dict[str, Any]:
+    table = {}
+    for name in every[0]:
+        rows = [found[name] for found in every]
+        row: dict[str, Any] = {"step_s": max(r["step_s"] for r in rows), "median_s": max(r["median_s"] for r in rows)}
+        row["peak_bytes"] = [r["peak_bytes"] for r in rows]
+        for key in ("timeline_s", "predicted_s", "copies_s", "copies_beside_compute_s"):
+            if key in rows[0]:
+                row[key] = rows[0][key]
+        for key in ("stage_forward_s", "stage_backward_s", "predicted_peak_bytes"):
+            if key in rows[0]:
+                row[key] = rows[0][key]
+        table[name] = row
+    base = table["model-parallel"]["step_s"]
+    for row in table.values():
+        row["speedup_over_model_parallel"] = base / row["step_s"]
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--blocks", type=int, default=4, help="convolutions per stage")
+    parser.add_argument("--channels", type=int, default=32)
+    parser.add_argument("--side", type=int, default=64)
+    parser.add_argument("--micro-batch", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--trace", default="")
+    parser.add_argument("--out", default="")
+    args = parser.parse_args()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = mp.get_context("spawn")
+    queue = context.Queue()
+    ranks = [context.Process(target=rank_main, args=(r, args, port, queue)) for r in range(args.ranks)]
+    for process in ranks:
+        process.start()
+    every = queue.get(timeout=600)
+    for process in ranks:
+        process.join()
+    table = summarise(every)
+    load = os.getloadavg()
+    environment = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "load": load,
+        "mps_percentage": os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"),
+    }
+    document = {"arguments": vars(args), "environment": environment, "table": table}
+    for name, row in table.items():
+        extra = f"  predicted {row['predicted_s'] * 1e3:8.1f}" if "predicted_s" in row else ""
+        peak = max(row["peak_bytes"]) / 2**20
+        if "predicted_peak_bytes" in row:
+            extra += f"  peak {max(row['predicted_peak_bytes']) / 2**20:7.1f}"
+        print(
+            f"{name:15} {row['step_s'] * 1e3:8.1f} ms  x{row['speedup_over_model_parallel']:.3f}  peak {peak:7.1f} MiB"
+            + extra
+        )
+    if args.out:
+        Path(args.out).write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
