@@ -39,8 +39,9 @@ from tests.fusion.networks import (  # noqa: E402
 )
 
 import outcore  # noqa: E402
-from outcore.fusion import Objective, Way, choose  # noqa: E402
+from outcore.fusion import Objective, Way, choose, forecast  # noqa: E402
 from outcore.fusion.choice import time_steps  # noqa: E402
+from outcore.fusion.layerwise import measure_convolutions  # noqa: E402
 
 DEVICE = torch.device("cuda")
 
@@ -91,14 +92,17 @@ def adam(params: Any, i: int = 0) -> torch.optim.Optimizer:
     return torch.optim.Adam(params, 1e-4 * (1 + i % 8))
 
 
-def make(name: str, members: int, amp: bool, way: Way | None) -> outcore.fusion.FusedArray:
+def make(
+    name: str, members: int, amp: bool, way: Way | None, unfused: tuple[str, ...] = ()
+) -> outcore.fusion.FusedArray:
     build, _ = WORKLOADS[name]
     first = build().to(DEVICE)
     models = [first, *(copy.deepcopy(first) for _ in range(members - 1))]
     low = torch.bfloat16 if amp else None
+    settings: dict[str, Any] = {"autocast": low, "way": way, "check": False, "unfused": unfused}
     if name in OBJECTIVES:
-        return outcore.fuse(models, objectives=OBJECTIVES[name], autocast=low, way=way, check=False)
-    return outcore.fuse(models, loss=F.cross_entropy, optimizer=adam, autocast=low, way=way, check=False)
+        return outcore.fuse(models, objectives=OBJECTIVES[name], **settings)
+    return outcore.fuse(models, loss=F.cross_entropy, optimizer=adam, **settings)
 
 
 def batch_of(name: str) -> tuple[Any, ...]:
@@ -136,15 +140,24 @@ def eager(name: str, amp: bool, seconds: float) -> dict[str, Any]:
     return {"step_s": taken, "peak_bytes": torch.cuda.max_memory_allocated() - before}
 
 
-def ours(name: str, members: int, amp: bool, way: Way, seconds: float) -> dict[str, Any]:
+def ours(
+    name: str, members: int, amp: bool, way: Way, seconds: float, unfused: tuple[str, ...] = (), layers: bool = False
+) -> dict[str, Any]:
     clean()
-    before = torch.cuda.memory_reserved()
-    array = make(name, members, amp, way)
+    before = torch.cuda.memory_allocated()
+    array = make(name, members, amp, way, unfused)
     batch = batch_of(name)
+    found: dict[str, Any] = {}
+    if layers:
+        found["layers"] = measure_convolutions(array, *batch)
+    if way.width == members > 1:
+        found["predicted_bytes"] = forecast(array, *batch).peak_bytes()
+    torch.cuda.reset_peak_memory_stats()
     taken = time_steps(lambda: array.step(*batch), DEVICE, seconds, warm=4)
-    return {
+    return found | {
         "step_s": taken,
-        "peak_bytes": torch.cuda.max_memory_reserved() - before,
+        "peak_bytes": torch.cuda.max_memory_allocated() - before,
+        "reserved_bytes": torch.cuda.memory_reserved(),
         "refused": array._runner.refused,
         "way": str(array.way),
     }
@@ -262,7 +275,7 @@ class Table:
             "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version(),
             "driver": _driver(),
-            "precision": "TF32 for float32 products; amp: bfloat16 autocast",
+            "precision": "TF32 for float32 products; amp: bfloat16 autocast; cudnn.benchmark with 4 algorithms",
             "date": time.strftime("%Y-%m-%d"),
         }
 
@@ -321,6 +334,13 @@ def workload(table: Table, name: str, amp: bool, members: int, sweep: list[int],
     if best is None:
         return
     _, what, way = best
+    if way.width > 1 and has_images(name) and not table.out_of_time():
+        table.add(
+            lambda w=way: ours(name, members, amp, w, seconds, layers=True),
+            **facts,
+            what=f"{what}, layers measured",
+            members=members,
+        )
     for count in sweep:
         if count != members and not table.out_of_time():
             width = count if way.width > 1 else 1
@@ -344,6 +364,21 @@ def predict(table: Table, name: str, amp: bool, members: int) -> None:
     table.add(run, workload=name, precision="amp" if amp else "tf32", what="prediction", members=members)
 
 
+def partial(table: Table, seconds: float, members: int) -> None:
+    """The study of the paper: how throughput grows with the share of the network that is fused."""
+    blocks = ("conv1", "bn1", "layer1", "layer2", "layer3", "layer4", "fc")
+    for start in (0, 3, 5, 6, 7):
+        left = blocks[:7][start:] if start < 7 else ()
+        if table.out_of_time():
+            return
+        table.add(
+            lambda u=left: ours("resnet18-b32", members, False, Way(members, True, channels_last=True), seconds, u),
+            workload="resnet18-b32", precision="tf32",
+            what=f"fused channels last, unfused: {' '.join(left) or 'none'}",
+            members=members,
+        )  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
@@ -356,9 +391,11 @@ def main() -> None:
     parser.add_argument("--processes", default="")
     parser.add_argument("--vmap", default="")
     parser.add_argument("--predict", default="")
+    parser.add_argument("--partial", action="store_true")
+    parser.add_argument("--sweep-for", default=",".join(WORKLOADS))
     given = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    torch.backends.cudnn.benchmark = True
+    torch.backends.cudnn.benchmark, torch.backends.cudnn.benchmark_limit = True, 4
     table = Table(given.out, given.limit)
     sweep = [int(n) for n in given.sweep.split(",") if n]
     only = given.only.split(",")
@@ -374,7 +411,8 @@ def main() -> None:
             if table.out_of_time():
                 print("out of time", flush=True)
                 return
-            workload(table, name, precision == "amp", given.members, sweep, given.seconds)
+            counts = sweep if name in given.sweep_for.split(",") else []
+            workload(table, name, precision == "amp", given.members, counts, given.seconds)
             if name in given.vmap.split(","):
                 table.add(
                     lambda n=name, p=precision: vmapped(n, given.members, p == "amp", given.seconds),
@@ -385,6 +423,8 @@ def main() -> None:
                 )
             if name in given.predict.split(","):
                 predict(table, name, precision == "amp", given.members)
+    if given.partial:
+        partial(table, given.seconds, given.members)
 
 
 if __name__ == "__main__":
