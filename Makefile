@@ -8,10 +8,7 @@ INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.
 .PHONY: demo test test-all lint types wheel clean
 
 demo: $(VENV)/.demo
-	$(BIN)/outcore graph outcore.models:UNet --input 1x3x100000x100000 --depth 1
-	$(BIN)/outcore graph outcore.models:AmoebaNetD --arg cells=6 --input 1x3x512x512 --depth 1 --adjacency
-	$(BIN)/outcore profile outcore.models:UNet --input 4x3x1024x1024 --on v100
-	$(BIN)/outcore plan outcore.models:UNet --input 4x3x1024x1024 --machine v100x4 --schedule 1f1b --memory 12GiB
+	$(BIN)/outcore demo
 
 test: lint types
 	$(PYTEST) -m "not slow and not gpu"
@@ -37,7 +34,7 @@ $(VENV)/.torch: constraints.txt | $(VENV)/bin/python
 	@touch $@
 
 $(VENV)/.demo: pyproject.toml $(VENV)/.torch
-	$(INSTALL) --editable .
+	$(INSTALL) --editable '.[slides]'
 	@touch $@
 
 $(VENV)/.test: pyproject.toml $(VENV)/.torch

@@ -104,6 +104,13 @@ def test_a_volume_is_a_file_too(tmp_path: Path, suffix: str) -> None:
     assert 0.3 < (scene.what([(0, 40), (0, 50), (0, 60)]) != GLASS).mean() < 0.5
 
 
+def test_a_slide_can_be_an_array(tmp_path: Path) -> None:
+    scene = Scene((90, 70), share=0.4, tile=32)
+    slide = open_slide(write_volume(tmp_path / "s.npy", scene))
+    read = slide.read([(0, 3), (0, 90), (0, 70)]).permute(1, 2, 0).numpy()
+    assert np.array_equal(read, scene.region([(0, 90), (0, 70)])) and read.std() > 0
+
+
 def test_a_data_set_has_every_combination_equally_often(tmp_path: Path) -> None:
     table = read_table(write_slides(tmp_path, 8, size=(96, 128), tile=32, masks=True))
     assert sorted(row.label for row in table.rows if row.label is not None) == [0] * 4 + [1] * 4

@@ -73,11 +73,9 @@ def write_slide(
 
 
 def write_volume(path: str | Path, scene: Scene) -> Path:
-    """Write a scene of three dimensions: ``.npy``, or ``.zarr`` in chunks of the scene's tiles."""
+    """Write a scene as an array, channels first: ``.npy``, or ``.zarr`` in chunks of the scene's tiles."""
     path = Path(path)
-    if len(scene.size) != 3:
-        raise DataError(f"{path} would be a slide of size {scene.size}; write it with write_slide")
-    shape = (1, *scene.size)
+    shape = (scene.channels, *scene.size)
     if path.suffix == ".npy":
         file: Any = np.lib.format.open_memmap(path, mode="w+", dtype=np.uint8, shape=shape)
     elif path.suffix == ".zarr":
@@ -85,12 +83,12 @@ def write_volume(path: str | Path, scene: Scene) -> Path:
             import zarr
         except ImportError:
             raise DataError(f"writing {path} needs zarr; install it with: pip install 'outcore[slides]'") from None
-        chunks = (1, *(min(scene.tile, n) for n in scene.size))
+        chunks = (scene.channels, *(min(scene.tile, n) for n in scene.size))
         file = zarr.create_array(str(path), shape=shape, chunks=chunks, dtype="uint8", overwrite=True)
     else:
         raise DataError(f"{path} must end in .npy or .zarr")
     for box in product(*(_cuts(n, scene.tile) for n in scene.size)):
-        file[(0, *(slice(*span) for span in box))] = scene.region(box)[..., 0]
+        file[(slice(None), *(slice(*span) for span in box))] = np.moveaxis(scene.region(box), -1, 0)
     return path
 
 
@@ -104,9 +102,12 @@ def write_slides(
     masks: bool = False,
     tile: int = 512,
     compression: Compression = "deflate",
+    form: Literal["tif", "npy", "zarr"] | None = None,
     name: str = "slides.csv",
 ) -> Path:
-    """Write a data set: slides (or ``.npy`` volumes for three sizes) and the table that names them with their labels.
+    """Write a data set: files, and the table that names them with their labels.
+
+    Files are TIFF for slides and NumPy arrays for volumes, unless another form is asked for.
 
     The four combinations of kinds occur equally often, so half of every multiple of four has each label, and so has
     every kind at every place.
@@ -122,8 +123,8 @@ def write_slides(
         combination = int(order[number]) % 4
         kinds = (combination // 2, combination % 2)
         scene = Scene(tuple(size), kinds, share, seed * 100_003 + number, tile)
-        file = folder / f"{Path(name).stem}-{number:03}{'.tif' if len(size) == 2 else '.npy'}"
-        if len(size) == 2:
+        file = folder / f"{Path(name).stem}-{number:03}.{form or ('tif' if len(size) == 2 else 'npy')}"
+        if file.suffix == ".tif":
             write_slide(file, scene, compression=compression)
         else:
             write_volume(file, scene)

@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from rich.columns import Columns
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
@@ -78,25 +78,34 @@ class Demo:
     def _slides(self) -> Path:
         self._title("1", f"{self.slides} slides of {self.side:,} x {self.side:,} pixels")
         with self.console.status("writing slides"):
-            table = write_slides(self.folder / "slides", self.slides, size=(self.side, self.side), share=0.3)
+            # A pyramidal TIFF needs tifffile; without it a mapped array does.
+            form: Literal["tif", "npy"] = "tif" if find_spec("tifffile") else "npy"
+            size = (self.side, self.side)
+            table = write_slides(self.folder / "slides", self.slides, size=size, share=0.3, form=form)
         rows = read_table(table)
         slide = rows[0].image
         self.console.print(Padding(self._described(slide, rows.rows[0].label), (0, 0, 0, 2)))
         return table
 
-    def _described(self, slide: Slide, label: Any) -> Columns:
+    def _described(self, slide: Slide, label: Any) -> Table | Text:
         path = Path(slide.name)
         raw = slide.shape[0] * slide.shape[1] * slide.shape[2]
         gap = Scene((self.side, self.side), share=0.3).gap
         words = Text.assemble(
-            f"{path.name}: a pyramidal TIFF, {format_bytes(path.stat().st_size)} for {format_bytes(raw)} of pixels.\n",
-            f"Label {label}: the two pieces of tissue are of ",
+            (path.name, "bold"),
+            f", a {'pyramidal TIFF' if path.suffix == '.tif' else 'mapped array'}: {format_bytes(path.stat().st_size)} for {format_bytes(raw)} of pixels.\n\n",
+            f"Its label is {label}: the two pieces of tissue are of ",
             ("different kinds" if label else "the same kind", "bold"),
-            ".\n",
-            f"A patch narrower than {gap:,} px sees one piece at most,\nso no patch knows the label: ",
-            ("the whole slide must be trained on at once.", "bold"),
+            f". A patch narrower than {gap:,} pixels sees one piece at most, so no patch knows the label. ",
+            ("The whole slide must be trained on at once.", "bold"),
         )
-        return Columns([thumbnail(slide, columns=28), words], padding=(0, 3))
+        if self.console.color_system not in ("truecolor", "256"):
+            return words
+        beside = Table.grid(padding=(0, 3))
+        beside.add_column(no_wrap=True)
+        beside.add_column(max_width=60, vertical="middle")
+        beside.add_row(thumbnail(slide, columns=28), words)
+        return beside
 
     def _network(self) -> None:
         from outcore.graph import capture
