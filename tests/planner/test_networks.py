@@ -13,6 +13,7 @@ from torch import nn
 
 import outcore
 from outcore import models
+from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.planner import Partition, Pipeline, Weights, plan, split, weights_from_shapes
 from tests.planner.nets import build
@@ -133,12 +134,23 @@ def test_foreign_networks_are_cut_evenly(name: str, capsys: pytest.CaptureFixtur
             assert cut.time_imbalance < 1.1 or balance == "memory"
 
 
-def test_fifteen_hundred_calls_are_planned_in_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("devices", [8, pytest.param(128, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("share", [None, 0.5, pytest.param(0.01, marks=pytest.mark.slow)])
+def test_fifteen_hundred_calls_are_planned_in_seconds(
+    devices: int, share: float | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a budget, with one that can be met and with one that cannot: what it took is printed."""
     inputs = [[-1], [0], *([i - 1, i - 2] for i in range(2, 1500))]
-    net = build(inputs, [1e-4 * (1 + i % 7) for i in range(1500)], sizes=[1000 + i % 13 for i in range(1500)], batch=16)
-    begin = time.perf_counter()
-    made = plan(net.graph, net.weights, devices=8)
+    times, sizes = [1e-4 * (1 + i % 7) for i in range(1500)], [1000 + i % 13 for i in range(1500)]
+    net = build(inputs, times, sizes=sizes, keeps=[{i} for i in range(1500)], batch=128)
+    cap = None if share is None else int(share * sum(sizes) / devices)
+    begin = time.process_time()
+    try:
+        made = plan(net.graph, net.weights, devices=devices, memory_bytes=cap)
+    except PlanError as refusal:
+        assert share is not None and share < 0.5 and "the smallest that can is" in str(refusal)
+    else:
+        made.validate(net.graph, ranks=devices)
+        assert made.predicted and (cap is None or max(made.predicted.peak_bytes) <= cap)
     with capsys.disabled():
-        print(f"\n1,500 calls on 8 devices: {time.perf_counter() - begin:.1f} s", end="")
-    made.validate(net.graph, ranks=8)
-    assert made.ranks == 8
+        print(f"\n1,500 calls, {devices} devices, budget {share}: {time.process_time() - begin:.1f} s", end="")

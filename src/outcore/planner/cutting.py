@@ -40,7 +40,7 @@ Balance = Literal["compute", "memory", "search"]
 _PARTITIONS = 2500
 _SMALL = 24
 """Units up to which all partitions are counted at all."""
-_WORK = 20_000_000
+_WORK = 15_000_000
 """Table entries that all row programs of one cut may look at."""
 _PLACES = {"compute": 1600, "memory": 1600, "search": 300}
 _PAIR_PLACES = 64

@@ -36,7 +36,8 @@ from outcore.program.stages import Stages
 __all__ = ["Judged", "Search", "plan"]
 
 _SIMULATED = 4
-_FINALISTS = 8
+_FINALISTS = 7
+_CAREFUL = 3
 _COARSE_UNITS = 160
 _TRIES = 3
 
@@ -179,7 +180,7 @@ class Search:
         found = {c: self._fitting(c, coarsest, cap) for c in finalists}
         # The finest level costs most, so only those that may win are cut there; what did not fit may fit there.
         times = {c: c.time_s if (j := found[c]) is None else j[0].time_s for c in finalists}
-        for candidate in sorted(finalists, key=times.__getitem__)[: _SIMULATED if coarsest else 0]:
+        for candidate in sorted(finalists, key=times.__getitem__)[: _CAREFUL if coarsest else 0]:
             fine = self._fitting(candidate, 0, cap)
             coarse = found[candidate]
             if fine is not None and (coarse is None or fine[0].time_s < coarse[0].time_s):
