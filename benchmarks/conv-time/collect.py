@@ -16,7 +16,11 @@ import convolutions
 import torch
 
 from outcore.cost.calibrate import collect, collect_listed
-from outcore.machine import probe
+from outcore.machine import Machine, probe
+
+
+def _probe(cache: Path) -> Machine:
+    return probe(fresh=True, cache=cache, progress=lambda done, total, words: print(f"  {words}", flush=True))
 
 
 def main() -> None:
@@ -26,6 +30,8 @@ def main() -> None:
     parser.add_argument("--dtypes", default="tf32,bf16" if torch.cuda.is_available() else "fp32")
     parser.add_argument("--held-out", type=int, default=120, help="held-out measurements per precision")
     parser.add_argument("--family-seconds", type=float, default=60, help="time for convolutions like the talks'")
+    parser.add_argument("--parts-seconds", type=float, default=60, help="time for single products of backward")
+    parser.add_argument("--machine", type=Path, help="a machine that was probed before")
     parser.add_argument("--threads", type=int, help="threads of a CPU run")
     options = parser.parse_args()
     if options.threads:
@@ -33,11 +39,7 @@ def main() -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     place = "cuda:0" if torch.cuda.is_available() else "cpu"
     started = time.monotonic()
-    machine = probe(
-        fresh=True,
-        cache=options.output / "cache",
-        progress=lambda done, total, words: print(f"  {words}", flush=True),
-    )
+    machine = Machine.load(options.machine) if options.machine else _probe(options.output / "cache")
     if options.threads and place == "cpu":
         device = replace(machine.device(), sms=options.threads)
         machine = replace(machine, devices=(device,), host=device)
@@ -55,7 +57,7 @@ def main() -> None:
         others = convolutions.held_out(device, dtype=dtype, count=options.held_out)
         collect_listed(others, path=options.output / f"held-out-{dtype}.jsonl", seconds=60, **run)
         print(f"{dtype}: talks and held-out after {time.monotonic() - started:.0f} s", flush=True)
-    for dtype in dtypes:
+    for dtype in dtypes if options.family_seconds else ():
         run = {"device": device, "place": place, "dtype": dtype, "each_s": 0.006 if place != "cpu" else 0.05}
         for name, seed, seconds in (
             ("family-held-out", 1, 4 if place != "cpu" else 25),
@@ -69,6 +71,17 @@ def main() -> None:
                 **run,
             )
             print(f"{dtype}: {len(samples)} of the {name} after {time.monotonic() - started:.0f} s", flush=True)
+    for dtype in dtypes if options.parts_seconds else ():
+        samples = collect_listed(
+            convolutions.parts(device, dtype=dtype),
+            device,
+            place,
+            dtype=dtype,
+            path=options.output / f"parts-{dtype}.jsonl",
+            seconds=options.parts_seconds / len(dtypes),
+            each_s=0.005 if place != "cpu" else 0.05,
+        )
+        print(f"{dtype}: {len(samples)} of the parts after {time.monotonic() - started:.0f} s", flush=True)
     for dtype in dtypes if options.seconds else ():
         samples = collect(
             device,

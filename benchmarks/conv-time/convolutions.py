@@ -90,3 +90,40 @@ def family(device: Device, *, dtype: str, seed: int) -> Iterator[Operation]:
 def held_out(device: Device, *, dtype: str, count: int) -> list[Operation]:
     """Random convolutions drawn with another seed than those a calibration is fitted to."""
     return list(itertools.islice(sweep(device, dtype=dtype, kinds=["conv"], seed=1), count))
+
+
+def parts(device: Device, *, dtype: str, seed: int = 2) -> Iterator[Operation]:
+    """An endless list of convolutions without bias, forward and each product of backward by itself: three like the
+    talks', two of any kind, one depth-wise; and a layer norm."""
+    like, anything = family(device, dtype=dtype, seed=seed), sweep(device, dtype=dtype, kinds=["conv"], seed=seed)
+    norms, source = sweep(device, dtype=dtype, kinds=["norm"], seed=seed), random.Random(f"{seed}/{dtype}/parts")
+    while True:
+        drawn = [*itertools.islice(like, 0, 6, 2), *itertools.islice(anything, 0, 4, 2)]
+        drawn.append(_depthwise(device, dtype, source))
+        for forward in (replace(operation, bias=False) for operation in drawn):
+            yield forward
+            yield from forward.backward().parts()
+        norm = next(o for o in norms if o.variant == "layer" and o.direction == "forward")
+        yield from (norm, norm.backward())
+
+
+def _depthwise(device: Device, dtype: str, source: random.Random) -> Operation:
+    while True:
+        side, kernel = source.choice((7, 14, 16, 28, 32, 56, 64, 112, 128)), source.choice((3, 3, 5, 5, 7, 7, 9))
+        channels = source.choice(
+            (16, 24, 32, 48, 64, 72, 96, 120, 128, 160, 192, 240, 256, 384, 480, 512, 672, 768, 960)
+        )
+        drawn = Operation(
+            "conv",
+            batch=source.choice((1, 2, 4, 8, 16, 32, 64, 128)),
+            in_channels=channels,
+            size=(side, side),
+            kernel=(kernel, kernel),
+            padding=(kernel // 2, kernel // 2),
+            stride=(source.choice((1, 1, 2)),) * 2,
+            groups=channels,
+            dtype=dtype,
+            channels_last=device.kind == "cuda" and source.random() < 0.5,
+        )
+        if drawn.nbytes < 1 << 30:
+            return drawn

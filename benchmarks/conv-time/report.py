@@ -150,7 +150,7 @@ def main() -> None:
     result: dict[str, Any] = {"date": date, "environment": environment, "machine": machine.to_json(), "precisions": {}}
     slug = "-".join("".join(c if c.isalnum() else " " for c in device.name.lower()).split())
     for dtype in ("fp32", "tf32", "bf16"):
-        train = samples_of(options.samples, f"sweep-{dtype}") + samples_of(options.samples, f"family-{dtype}")
+        train = [s for name in ("sweep", "family", "parts") for s in samples_of(options.samples, f"{name}-{dtype}")]
         if not train:
             continue
         path = options.calibrations / file_name(device.name, dtype)

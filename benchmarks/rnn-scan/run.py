@@ -163,6 +163,63 @@ def measure(setting: Setting, repeats: int, log: Callable[[str], None]) -> Row:
     return row
 
 
+def graphed(setting: Setting, log: Callable[[str], None]) -> dict[str, Any]:
+    """Forward, and forward with backward, each recorded in a CUDA graph, so that the host is out of the way."""
+    found: dict[str, Any] = {"setting": asdict(setting)}
+    for name, options in (("cudnn", None), ("scan", Options(backward="scan"))):
+        model = make(setting, options, "cuda")
+        x, label = data(setting, "cuda")
+        parameters = list(model.parameters())
+
+        def forward(model: nn.Module = model, x: Tensor = x, label: Tensor = label) -> Tensor:
+            return nn.functional.cross_entropy(model(x), label)
+
+        def both(parameters: list[nn.Parameter] = parameters, forward: Callable[[], Tensor] = forward) -> Any:
+            return torch.autograd.grad(forward(), parameters)
+
+        plain = both()
+        for part, run in (("forward", forward), ("both", both)):
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(3):
+                    run()
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                kept = run()
+            found[f"{name}_{part}_ms"] = milliseconds(graph.replay, 7)
+        found[f"{name}_error"] = max(
+            float((a - b).abs().max() / a.abs().max()) for a, b in zip(plain, kept, strict=True)
+        )
+    forward_ms, cudnn, scanned = found["cudnn_forward_ms"], found["cudnn_both_ms"], found["scan_both_ms"]
+    found["backward_faster"] = (cudnn - forward_ms) / (scanned - found["scan_forward_ms"])
+    found["step_faster"], found["amdahl"] = cudnn / scanned, cudnn / forward_ms
+    log(f"in CUDA graphs: {found}")
+    return found
+
+
+def chunk_lengths(setting: Setting, log: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Time on the device of the backward pass over the length of the chunks."""
+    x, label = data(setting, "cuda")
+    rows = []
+    for solver in ("relaxation", "products"):
+        for chunk in (40, 57, 80, 114, 160, 228):
+            model = make(setting, Options(backward="scan", solver=solver, chunk=chunk), "cuda")
+            for _ in range(2):
+                nn.functional.cross_entropy(model(x), label).backward()
+            value = nn.functional.cross_entropy(model(x), label)
+            torch.cuda.synchronize()
+            busy = device_milliseconds(value.backward)
+            sweeps = model.layer.report.layers[0].sweeps
+            rows.append({"setting": asdict(setting), "solver": solver, "chunk": chunk, "ms": busy, "sweeps": sweeps})
+    log(
+        f"{setting.cell} chunks: "
+        + ", ".join(f"{r['solver']} {r['chunk']} {r['ms']:.2f} ({r['sweeps']})" for r in rows)
+    )
+    return rows
+
+
 def bound(row: Row) -> float:
     """What Amdahl allows when only the backward pass gets faster."""
     return (row.cudnn_forward_ms + row.cudnn_backward_ms) / row.cudnn_forward_ms
@@ -352,7 +409,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--part", choices=["long", "rest"], help="only the longest sequences, or all but correctness")
+    parser.add_argument(
+        "--part",
+        choices=["long", "rest", "graphs"],
+        help="only the longest sequences, all but correctness, or CUDA graphs",
+    )
     parser.add_argument("--seconds", type=float, default=360, help="stop starting new rows after this long")
     parser.add_argument("--table", nargs="+", type=Path, metavar="JSON", help="only print the table of result files")
     args = parser.parse_args()
@@ -375,6 +436,19 @@ def main() -> None:
         path.write_text(json.dumps(result, indent=1) + "\n")
 
     log(str(result["environment"]))
+    if args.part == "graphs":
+        result |= {"graphs": [], "chunks": []}
+        for setting in settings(False):
+            if setting.steps == 30000:
+                for name, look in (("graphs", graphed), ("chunks", chunk_lengths)):
+                    try:
+                        found = look(setting, log)
+                        result[name] += found if isinstance(found, list) else [found]
+                    except Exception as error:
+                        log(f"FAILED {name} {setting}: {type(error).__name__}: {error}")
+                        result[name].append(asdict(setting) | {"failed": str(error)[:300]})
+                    save()
+        return
     if args.part is None:
         result["correctness"] = correctness(log)
         save()

@@ -26,7 +26,8 @@ class Training(nn.Module):
         self.model, self.loss, self.bf16 = model, loss, bf16
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bf16):
+        kind = "cuda" if x.device.type == "cuda" else "cpu"  # also on meta tensors
+        with torch.autocast(kind, torch.bfloat16, enabled=self.bf16):
             return self.loss(self.model(x), target)
 
 

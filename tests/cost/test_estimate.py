@@ -8,6 +8,7 @@ from torch import nn
 
 import outcore
 from outcore.cost.describe import describe
+from outcore.cost.estimate import estimate_optimizer
 from outcore.cost.memory import memory_curve
 from outcore.cost.saved import account, recording_of
 from outcore.machine import parse
@@ -57,6 +58,39 @@ def test_larger_images_take_longer_and_nothing_is_run() -> None:
     small, large = (outcore.capture(net, [(1, 3, n, n)]) for n in (1_024, 100_000))
     times = [outcore.estimate(g, parse("h200")).total().time_s for g in (small, large)]
     assert times[1] > 1_000 * times[0]
+
+
+def test_dropout_that_drops_nothing_takes_no_time() -> None:
+    graph = outcore.capture(nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.0), nn.Dropout(0.5)), [(4096, 64)])
+    costs = outcore.estimate(graph, parse("h200"))
+    assert costs["1#0"].time_s == 0.0 < costs["2#0"].time_s
+
+
+def test_a_part_of_a_tensor_is_free_and_its_gradient_is_not() -> None:
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x)[:, :8]
+
+    graph = outcore.capture(Part(), [(65536, 64)])
+    (call,) = [c for c in outcore.estimate(graph, parse("h200")).calls.values() if c.type == "getitem"]
+    assert call.forward is not None and call.forward.median_s == 0.0
+    whole, part = 65536 * 64 * 4, 65536 * 8 * 4
+    bandwidth = parse("h200").devices[0].bandwidth_bytes_per_s
+    assert call.backward is not None and call.backward.median_s > (whole + 2 * part) / bandwidth
+
+
+def test_an_optimizer_takes_what_its_traffic_takes() -> None:
+    device = parse("h200").devices[0]
+    graph = outcore.capture(nn.Linear(8192, 8192), [(1, 8192)])
+    costs = outcore.estimate(graph, device)
+    timing = estimate_optimizer(costs, device, torch.optim.Adam)
+    # Adam over lists of tensors makes 19 passes (lerp 3, mul 2, addcmul 4, sqrt, div and add 2 each, addcdiv 4).
+    passes = timing.median_s * device.bandwidth_bytes_per_s / sum(costs.parameters.values())
+    assert 19 < passes < 19 / 0.6
 
 
 def test_what_autograd_keeps_does_not_depend_on_where_it_is_estimated() -> None:

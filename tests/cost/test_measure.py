@@ -49,7 +49,7 @@ def quick(model: nn.Module, args: Any, **options: Any) -> Costs:
 
 
 def test_every_kind_of_call_is_measured() -> None:
-    costs = quick(*everything())
+    costs = quick(*everything(), time_limit_s=30.0, runs=3)
     assert costs.unmeasured == {}
     assert {c.time_source for c in costs.calls.values()} == {"measured"}
     for name in ("embedding#0", "lstm#0", "conv#0", "cross_entropy()#0"):

@@ -148,3 +148,14 @@ def test_every_kind_can_be_run() -> None:
 def test_nonsense_is_refused_when_it_is_made(fields: dict[str, object], message: str) -> None:
     with pytest.raises(MachineError, match=message):
         Operation.from_json(fields)
+
+
+def test_backward_is_the_sum_of_its_two_products() -> None:
+    image = {"size": (14, 14), "kernel": (3, 3), "padding": (1, 1)}
+    conv = Operation("conv", batch=2, in_channels=4, out_channels=8, **image).backward()
+    weight, of_input = conv.parts()
+    assert weight.flops + of_input.flops == conv.flops
+    assert (conv.part, weight.part, of_input.part) == ("backward", "weight", "input")
+    assert weight.parts() == (weight,)
+    depthwise = Operation("conv", batch=2, in_channels=4, groups=4, **image)
+    assert (conv.family, depthwise.family) == ("conv", "depthwise")

@@ -34,6 +34,48 @@ def test_large_operations_take_the_device_s_time_and_small_ones_the_host_s() -> 
     assert small.wait_s > 0.9 * small.step_s
 
 
+def test_what_lies_between_the_calls_counts_for_every_call_and_direction() -> None:
+    graph, costs = timed(1e-6, 1e-5)
+    apart = predict_step(graph, replace(costs, between_s=2e-5))
+    assert apart.step_s == pytest.approx(8 * 3e-5 + 1e-6)
+    on_cpu = predict_step(graph, replace(timed(2e-3, 0.0)[1], between_s=2e-5))
+    assert on_cpu.step_s == pytest.approx(8 * (2e-3 + 2e-5))
+
+
+def test_an_optimizer_of_many_kernels_starts_before_it_is_issued() -> None:
+    bound_by_host = predict_step(*timed(1e-6, 1e-5), optimizer=Timing.of([1e-6], dispatch_s=1e-3))
+    assert bound_by_host.step_s == pytest.approx(8e-5 + 1e-3)
+    bound_by_device = predict_step(*timed(2e-3, 1e-5), optimizer=Timing.of([3e-3], dispatch_s=1e-3))
+    assert bound_by_device.step_s == pytest.approx(8 * 2e-3 + 1e-5 + 3e-3)
+
+
+def test_gradients_that_meet_are_added_up() -> None:
+    class Fork(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.left, self.right = (nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.first(x)
+            return self.left(y) + self.right(y)
+
+    graph = outcore.capture(Fork(), [(2, 4)])
+    costs = account(graph)
+    timing = Timing.of([1e-3])
+    calls = {n: replace(c, forward=timing, backward=timing, time_source="measured") for n, c in costs.calls.items()}
+    plain = predict_step(graph, replace(costs, calls=calls))
+    summed = predict_step(graph, replace(costs, calls=calls, sum_bytes_per_s=96e3))
+    assert summed.step_s - plain.step_s == pytest.approx(3 * 2 * 4 * 4 / 96e3)
+
+
+def test_the_interval_lies_around_the_step() -> None:
+    graph, costs = timed(2e-3, 0.0)
+    timing = Timing(1e-3, 2e-3, 4e-3, 2e-3, 5)
+    calls = {n: replace(c, forward=timing, backward=None) for n, c in costs.calls.items()}
+    step = predict_step(graph, replace(costs, calls=calls))
+    assert step.interval_s == pytest.approx((8e-3 - 4e-3, 8e-3 + 8e-3))
+
+
 def test_bringing_the_batch_to_the_device_takes_time() -> None:
     step = predict_step(*timed(1e-3, 0.0), input_bytes_per_s=1e6)
     assert step.transfer_s == pytest.approx(2 * 4 * 4 / 1e6)

@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 @pytest.mark.parametrize("solver", ["products", "relaxation"])
 @pytest.mark.parametrize("lengths", [None, [777, 20, 400]])
 @pytest.mark.parametrize("newton", [None, Newton()])
+@pytest.mark.filterwarnings("ignore:the parallel forward pass ran sequentially")  # as a relu of growing states does
 def test_gradients_of_the_kernels_equal_cudnns_in_float64(
     kind: str, extra: dict[str, Any], solver: Any, lengths: list[int] | None, newton: Newton | None
 ) -> None:
@@ -46,6 +47,7 @@ def test_chain_equals_multiplying_one_by_one() -> None:
     torch.testing.assert_close(found, chain(jacobians, gradient, levels=0))
 
 
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")  # of make_graphed_callables itself
 def test_backward_pass_is_recorded_in_a_cuda_graph() -> None:
     reference, ours = pair("GRU", 5, 20, device="cuda", dtype=torch.float32)
     x = torch.randn(500, 3, 5, device="cuda")

@@ -31,13 +31,17 @@ from outcore.cost.opmodel import KINDS, Operation
 from outcore.cost.regression import METHODS
 from outcore.cost.samples import Sample
 from outcore.errors import MachineError
-from outcore.machine.device import Device, precision_of
+from outcore.machine.clock import Timing
+from outcore.machine.device import ELEMENT_BYTES, Device, precision_of
 from outcore.machine.probe import cache_directory
 
 __all__ = ["Calibration", "Prediction", "Trust", "fit_calibration"]
 
 VERSION = 1
 _NO_CACHE = 8.0
+_BIAS = NAMES.index("bias")
+_LEAST_OF_A_PART = 20
+"""Samples of single products below which both together say more."""
 
 Trust = Literal["measured range", "extrapolated", "roofline", "scaled"]
 
@@ -82,12 +86,46 @@ class Calibration:
             if operation.dtype != self.dtype:
                 needed = f"a {self.dtype} calibration predicts only {self.dtype} operations"
                 raise MachineError(f"{needed}, got {operation}")
-            groups.setdefault(f"{operation.kind}/{operation.direction}", []).append(position)
+            groups.setdefault(self._model_of(operation), []).append(position)
         for name, positions in groups.items():
             group = [operations[position] for position in positions]
-            for position, prediction in zip(positions, self._predict(name, group), strict=True):
+            for position, prediction in zip(positions, self._of(name, group), strict=True):
                 predictions[position] = prediction
         return [prediction for prediction in predictions if prediction is not None]
+
+    def _model_of(self, operation: Operation) -> str:
+        """The nearest model there is: of the family and the product, of the kind and the product, of the direction."""
+        pairs = ((operation.family, operation.part), (operation.kind, operation.part))
+        names = [f"{family}/{part}" for family, part in pairs]
+        return next((n for n in names if n in self.models), f"{operation.kind}/{operation.direction}")
+
+    def _of(self, name: str, operations: Sequence[Operation]) -> list[Prediction]:
+        """Predictions by one model; of a backward pass of two products, with what they come to one by one.
+
+        The two ways err differently, so the geometric mean of both is taken, if the single products are as well known
+        as both together.
+        """
+        whole = self._predict_biased(name, operations)
+        parts = [f"{name.partition('/')[0]}/{part}" for part in ("weight", "input")]
+        if not name.endswith("/backward") or not all(part in self.models for part in parts):
+            return whole
+        if max(self.models[part].errors["median"] for part in parts) > self.models[name].errors["median"]:
+            return whole
+        weight = self._predict(parts[0], [o.parts()[0] for o in operations])
+        of_input = self._predict(parts[1], [o.parts()[-1] for o in operations])
+        rows = zip(operations, whole, weight, of_input, strict=True)
+        return [_together(w, i, p, _bias_s(o, self.base)) for o, p, w, i in rows]
+
+    def _predict_biased(self, name: str, operations: Sequence[Operation]) -> list[Prediction]:
+        """Predictions of a model that may never have seen a convolution without bias: the pass for it is taken off."""
+        model = self.models.get(name)
+        if model is None or model.low[_BIAS] < 1:
+            return self._predict(name, operations)
+        predicted = self._predict(name, [replace(o, bias=True) for o in operations])
+        return [
+            p if o.bias else replace(p, time_s=max(p.roofline_s, p.time_s - _bias_s(o, self.base)))
+            for p, o in zip(predicted, operations, strict=True)
+        ]
 
     def _predict(self, name: str, operations: Sequence[Operation]) -> list[Prediction]:
         model = self.models.get(name)
@@ -193,6 +231,22 @@ class Calibration:
         }
 
 
+def _bias_s(operation: Operation, base: Ceiling) -> float:
+    """The pass over the output that adds a bias (read and written), or sums its gradient (read)."""
+    if not operation.kind.startswith("conv"):
+        return 0.0
+    passes = 2 if operation.direction == "forward" else 1
+    return passes * operation.out_elements * ELEMENT_BYTES[operation.dtype] / base.bytes_per_s
+
+
+def _together(weight: Prediction, of_input: Prediction, whole: Prediction, bias_s: float) -> Prediction:
+    """One prediction from that of both products and those of each."""
+    sum_s = weight.time_s + of_input.time_s + bias_s
+    time_s = float(np.sqrt(sum_s * whole.time_s))
+    ratio = time_s / whole.time_s
+    return replace(whole, time_s=time_s, low_s=whole.low_s * ratio, high_s=whole.high_s * ratio)
+
+
 def file_name(device: str, dtype: object) -> str:
     """The file that holds the calibration of a device and precision."""
     plain = "-".join("".join(c if c.isalnum() else " " for c in device.lower()).split())
@@ -202,6 +256,29 @@ def file_name(device: str, dtype: object) -> str:
 def _read(path: Path) -> bytes:
     content = path.read_bytes()
     return gzip.decompress(content) if path.suffix == ".gz" else content
+
+
+def _joined(samples: Sequence[Sample]) -> list[Sample]:
+    """Whole backward passes from the two products of one convolution, measured one after the other."""
+    alone = {s.operation: s for s in samples if s.operation.part == "input"}
+    found = []
+    for sample in samples:
+        both = replace(sample.operation, input_grad=True)
+        other = alone.get(replace(both, weight_grad=False)) if sample.operation.part == "weight" else None
+        if other is not None:
+            found.append(Sample(both, _summed(sample.timing, other.timing)))
+    return found
+
+
+def _summed(first: Timing, second: Timing) -> Timing:
+    return Timing(
+        first.min_s + second.min_s,
+        first.median_s + second.median_s,
+        first.max_s + second.max_s,
+        first.mean_s + second.mean_s,
+        min(first.runs, second.runs),
+        first.dispatch_s,
+    )
 
 
 def fit_calibration(
@@ -215,12 +292,12 @@ def fit_calibration(
     """Fit every kind and direction that was sampled."""
     base = Ceiling.of(device, dtype)
     models: dict[str, Efficiency] = {}
-    for kind in KINDS:
-        for direction in ("forward", "backward"):
-            chosen = [s for s in samples if s.operation.kind == kind and s.operation.direction == direction]
-            # Faster than any cache: the operation turned out to be a view, and nothing was moved.
-            chosen = [s for s in chosen if s.operation.nbytes < _NO_CACHE * base.bytes_per_s * s.timing.median_s]
-            chosen = [s for s in chosen if s.operation.nbytes]
-            if chosen:
-                models[f"{kind}/{direction}"] = fit_efficiency(chosen, base, methods=methods)
+    # Faster than any cache: the operation turned out to be a view, and nothing was moved.
+    everything = [*samples, *_joined(samples)]
+    moved = [s for s in everything if 0 < s.operation.nbytes < _NO_CACHE * base.bytes_per_s * s.timing.median_s]
+    for family in ("depthwise", *KINDS):
+        for part in ("forward", "backward", "weight", "input"):
+            chosen = [s for s in moved if (s.operation.family, s.operation.part) == (family, part)]
+            if len(chosen) >= (1 if part in ("forward", "backward") else _LEAST_OF_A_PART):
+                models[f"{family}/{part}"] = fit_efficiency(chosen, base, methods=methods)
     return Calibration(device.name, dtype, base, models, dict(about or {}))

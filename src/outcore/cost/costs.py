@@ -137,6 +137,10 @@ class Costs:
     """Bytes of frozen parameters and of buffers."""
     library_bytes: int = 0
     """What the device's libraries took during the measurement and keep (matrix product workspaces)."""
+    between_s: float = 0.0
+    """Host time per call and direction beyond what a call takes alone."""
+    sum_bytes_per_s: float = 0.0
+    """Rate at which backward adds up gradients of one value, in bytes read and written; 0 where it is not known."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -198,7 +202,7 @@ class Costs:
         """The costs that `to_json` wrote."""
         if data.get("format") != FORMAT:
             raise OutcoreError(f"these costs have format {data.get('format')!r}; this outcore reads format {FORMAT}")
-        rest = {f.name: data[f.name] for f in fields(cls) if f.name not in ("calls", "notes")}
+        rest = {f.name: data[f.name] for f in fields(cls) if f.name not in ("calls", "notes") and f.name in data}
         calls = [_call(row) for row in data["calls"]]
         return cls(calls={c.call: c for c in calls}, notes=tuple(data["notes"]), **rest)
 

@@ -20,7 +20,7 @@ from outcore.graph.recording import Ref, Step
 from outcore.graph.structure import leaves
 from outcore.ops.rearranging import WITHOUT_WORK
 
-__all__ = ["describe"]
+__all__ = ["describe", "is_idle"]
 
 _ELEMENTWISE = {
     "relu": "relu relu_ ReLU ReLU6 relu6 LeakyReLU leaky_relu PReLU Hardtanh hardtanh clamp neg abs threshold",
@@ -104,6 +104,8 @@ def describe(graph: Graph, step: Step, precision: Callable[[str], str]) -> Opera
     layer = attrgetter(step.target)(graph.module.model) if step.kind == "module" else None
     inputs = tuple(graph.values[r.name] for _, r in leaves((step.args, step.kwargs), Ref) if r.kind == "value")
     facts = _Facts(graph, step, call, block.type, layer, inputs, outputs, precision(outputs[0].dtype))
+    if block.type not in WITHOUT_WORK and is_idle(graph, step):
+        return None
     make = _MAKERS.get(block.type)
     if make is not None:
         return make(facts)
@@ -115,6 +117,21 @@ def describe(graph: Graph, step: Step, precision: Callable[[str], str]) -> Opera
     if block.type in _VARIANT or (block.kind == "function" and inputs):
         return _elementwise(facts)
     return None
+
+
+def is_idle(graph: Graph, step: Step) -> bool:
+    """Whether a call runs no kernel in forward: it rearranges, or drops nothing out."""
+    block = graph.blocks[graph.calls[step.name].block]
+    if block.type in WITHOUT_WORK:
+        return True
+    if _VARIANT.get(block.type) != "dropout":
+        return False
+    if step.kind == "module":
+        layer = attrgetter(step.target)(graph.module.model)
+        return float(getattr(layer, "p", 1.0)) == 0.0 or not layer.training
+    share = step.kwargs.get("p", step.args[1] if len(step.args) > 1 else 0.5)
+    trains = step.kwargs.get("training", step.args[2] if len(step.args) > 2 else True)
+    return block.type in ("dropout", "dropout2d") and (share == 0.0 or trains is False)
 
 
 def _tuple(value: Any, dims: int) -> tuple[int, ...]:
@@ -145,6 +162,7 @@ def _convolution(facts: _Facts) -> Operation | None:
         dilation=_tuple(facts.setting("dilation", dilation_at, 1), dims),
         output_padding=_tuple(facts.setting("output_padding", 5, 0), dims) if transposed else (),
         groups=int(facts.setting("groups", groups_at, 1)),
+        bias=facts.setting("bias", 2, None) is not None,
         **facts.common,
     )
 

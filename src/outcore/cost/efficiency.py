@@ -5,10 +5,11 @@ it answers is clamped to the range that was seen, so a predicted time can never 
 away above it.
 
 Outside the box of features that was sampled a regression knows nothing, and the prediction says that it was
-extrapolated. The features are moved to the edge of the box. Where only more work is done than in any sample (a larger
-batch, a larger image) the edge is the answer, since efficiency levels off; where the operation is of another shape
-(wider, longer kernel), half of the remaining confidence goes to the median efficiency for every doubling beyond the
-edge.
+extrapolated. Where only more work is done than in any sample (a larger batch, a larger image) the operation is halved,
+first its batch and then its image, until it lies in the box, and that one's efficiency is the answer: beyond what was
+sampled time grows with the work, no faster and no slower. Where the operation is of another shape (wider, a longer
+kernel) the features are moved to the edge of the box, and half of the remaining confidence goes to the median
+efficiency for every doubling beyond it.
 
 Which regression to use is decided by cross-validation on the samples themselves, and the errors of the chosen
 one on samples it had not seen are stored beside it. A smaller method wins unless a larger one is better by a
@@ -18,7 +19,7 @@ margin: what is stored must stay small.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -64,8 +65,10 @@ class Efficiency:
     def predict(self, operations: Sequence[Operation]) -> tuple[Matrix, Matrix]:
         """Efficiency of each operation, and how many doublings outside the sampled box it lies."""
         rows = features(operations, self.ceiling)
+        beyond = np.maximum(np.abs(rows - np.clip(rows, self.low, self.high)).max(1) - _TOLERANCE, 0.0)
+        for i in np.flatnonzero((rows > self.high + _TOLERANCE)[:, _GROWTH].any(1)):
+            rows[i] = self._shrunk(operations[int(i)])
         edge = np.clip(rows, self.low, self.high)
-        beyond = np.maximum(np.abs(rows - edge).max(1) - _TOLERANCE, 0.0)
         strange = np.maximum(
             np.abs(np.where(_GROWTH, np.minimum(rows, self.high), rows) - edge).max(1) - _TOLERANCE, 0.0
         )
@@ -74,6 +77,16 @@ class Efficiency:
         trust = 0.5**strange
         mixed = trust * logs + (1 - trust) * middle
         return np.exp(np.clip(mixed, np.log(self.least), 0.0)), beyond
+
+    def _shrunk(self, operation: Operation) -> Matrix:
+        """The features of an operation of the same shape with less work, within the sampled box if that is possible."""
+        row = features([operation], self.ceiling)[0]
+        for _ in range(60):
+            smaller = _halved(operation)
+            if smaller is None or not (row > self.high + _TOLERANCE)[_GROWTH].any():
+                break
+            operation, row = smaller, features([smaller], self.ceiling)[0]
+        return np.asarray(row)
 
     def to_json(self) -> dict[str, Any]:
         """Plain lists, dictionaries and numbers."""
@@ -108,6 +121,21 @@ class Efficiency:
             spread=(document["spread"][0], document["spread"][1]),
             dispatch_s=document["dispatch_s"],
         )
+
+
+def _halved(operation: Operation) -> Operation | None:
+    """Half of the batch, else half of the longest side; none where neither can be halved."""
+    if operation.batch > 1:
+        return replace(operation, batch=(operation.batch + 1) // 2)
+    if not operation.size or operation.kind == "attention":
+        return None
+    longest = max(range(len(operation.size)), key=operation.size.__getitem__)
+    reach = [d * (k - 1) + 1 for d, k in zip(operation.dilation, operation.kernel, strict=False)]
+    least = reach[longest] if reach else 1
+    if operation.size[longest] // 2 < max(8, least):
+        return None
+    size = tuple(n // 2 if i == longest else n for i, n in enumerate(operation.size))
+    return replace(operation, size=size)
 
 
 def fit_efficiency(

@@ -7,25 +7,39 @@ its own borrows the shape of the nearest one's under its own rates, and says so.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+
+import torch
+from torch import nn
 
 from outcore.cost.calibration import Calibration, Prediction
 from outcore.cost.ceiling import Ceiling
 from outcore.cost.costs import CallCost, Costs
-from outcore.cost.describe import describe
+from outcore.cost.describe import describe, is_idle
+from outcore.cost.movement import Movement
 from outcore.cost.opmodel import Operation
+from outcore.cost.optimizer import OptimizerCost
 from outcore.cost.saved import account, recording_of
+from outcore.errors import MachineError
 from outcore.graph import Graph
 from outcore.machine import Device, Machine
 from outcore.machine.clock import Timing
-from outcore.ops.rearranging import WITHOUT_WORK
 
-__all__ = ["estimate"]
+__all__ = ["estimate", "estimate_optimizer"]
 
 _LENDERS = {"cuda": "NVIDIA H200"}
 _SAME_SIZE = {"fp32": "tf32", "fp16": "bf16"}
 """A precision whose elements are as large: its efficiencies are the next best guess."""
 _UNFITTED_EFFICIENCY = 0.5
+_STREAMED = 0.85
+"""Share of the memory's rate that long element-wise kernels reach."""
+_VIEW = 1.75
+"""Host time of a call that makes a view or a cast in Python, over that of starting an operation in C++."""
+_PER_TENSOR = 0.1
+"""Host time per tensor of an operation on a list of tensors, over that of an operation by itself."""
+_CACHED = 25_000_000
+"""Bytes that a call finds in the cache: half of what recent GPUs have, most of what cores share."""
 _PRECISIONS = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
@@ -53,12 +67,16 @@ def estimate(graph: Graph, machine: Machine | Device, *, tf32: bool = True) -> C
         return "tf32" if has_tf32 and dtype in ("float32", "int64", "bool") else _PRECISIONS.get(dtype, "fp32")
 
     wanted: dict[str, list[tuple[str, Operation]]] = {}
-    silent: set[str] = set()
+    idle: set[str] = set()
+    moves = Movement(graph, costs, steps) if device.kind == "cuda" else None
     for name, step in steps.items():
-        operation = describe(graph, step, precision)
+        if moves is not None and moves.promoted(name):
+            operation = describe(graph, step, lambda _: precision("float32"))
+        else:
+            operation = describe(graph, step, precision)
         if operation is None:
-            if graph.blocks[graph.calls[name].block].type in WITHOUT_WORK:
-                silent.add(name)
+            if is_idle(graph, step):
+                idle.add(name)
             continue
         wanted.setdefault(operation.dtype, []).append((name, operation))
         if costs.calls[name].has_backward:
@@ -68,18 +86,72 @@ def estimate(graph: Graph, machine: Machine | Device, *, tf32: bool = True) -> C
     for dtype, pairs in wanted.items():
         calibration = _calibration(device, dtype)
         answers = calibration.predict([operation for _, operation in pairs])
-        predicted |= {(name, op.direction): p for (name, op), p in zip(pairs, answers, strict=True)}
-    return replace(
-        costs,
-        device=device.name,
-        calls={name: _timed(cost, device, predicted, name in silent) for name, cost in costs.calls.items()},
-    )
+        for (name, operation), answer in zip(pairs, answers, strict=True):
+            predicted[name, operation.direction] = _not_below(answer, operation, device)
+    calls = {name: _timed(cost, device, predicted, name in idle) for name, cost in costs.calls.items()}
+    rate = _STREAMED * device.bandwidth_bytes_per_s
+    if moves is not None:
+        calls = {name: _moving(cost, moves.bytes_of(name), rate, device) for name, cost in calls.items()}
+    return replace(costs, device=device.name, sum_bytes_per_s=rate, calls=calls)
+
+
+def estimate_optimizer(
+    costs: Costs, device: Device, optimizer: OptimizerCost | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+) -> Timing:
+    """The time of an optimizer's step on a device: its memory traffic at the rate of adding tensors of that size."""
+    cost = optimizer if isinstance(optimizer, OptimizerCost) else OptimizerCost.of(optimizer, costs.device_kind)
+    sizes = [sum(costs.parameters.values())] if cost.together else list(costs.parameters.values())
+    sizes = [size for size in sizes if size >= 4]
+    if not sizes:
+        return Timing.of([0.0])
+    adds = [Operation("elementwise", in_channels=size // 4, variant="add", dtype="fp32") for size in sizes]
+    dtype = "tf32" if device.kind == "cuda" and "tf32" in device.rates else "fp32"
+    answers = _calibration(device, dtype).predict([replace(add, dtype=dtype) for add in adds])
+    known = [_not_below(p, add, device).time_s for p, add in zip(answers, adds, strict=True)]
+    moved_s = sum(known) * cost.traffic_per_parameter / 3
+    issued = cost.operations * len(sizes)
+    on_host = device.dispatch_s * (issued + cost.operations * len(costs.parameters) * _PER_TENSOR * cost.together)
+    if device.kind == "cpu":
+        return Timing.of([max(moved_s, on_host)])
+    return Timing.of([max(moved_s, issued * device.launch_s)], dispatch_s=on_host)
+
+
+def _not_below(prediction: Prediction, operation: Operation, device: Device) -> Prediction:
+    """Operations were sampled with everything in the cache; in a step most of what they read is not."""
+    if not operation.nbytes:
+        return prediction
+    cold_s = (operation.nbytes - _CACHED) / (_STREAMED * device.bandwidth_bytes_per_s)
+    time_s = max(prediction.time_s, cold_s)
+    return replace(prediction, time_s=time_s, high_s=max(prediction.high_s, time_s))
+
+
+def _moving(cost: CallCost, moved: tuple[int, int], rate: float, device: Device) -> CallCost:
+    """A cost with what must be moved beside the operation itself: casts, gradients of views."""
+
+    def more(timing: Timing | None, nbytes: int) -> Timing | None:
+        if timing is None or not nbytes:
+            return timing
+        extra_s = nbytes / rate + device.launch_s
+        return replace(
+            timing,
+            min_s=timing.min_s + extra_s,
+            median_s=timing.median_s + extra_s,
+            max_s=timing.max_s + extra_s,
+            mean_s=timing.mean_s + extra_s,
+            dispatch_s=timing.dispatch_s + _VIEW * device.dispatch_s,
+        )
+
+    return replace(cost, forward=more(cost.forward, moved[0]), backward=more(cost.backward, moved[1]))
 
 
 def _calibration(device: Device, dtype: str) -> Calibration:
     """The device's own calibration, or one lent by another under its rates, or plain roofline."""
     for name in (device.name, f"NVIDIA {device.name.split()[0]}"):  # as the driver says it, and as the catalogue does
-        if (own := Calibration.shipped(name, dtype)) is not None:
+        try:
+            own = Calibration.find(name, dtype)
+        except MachineError:  # made by another version; what ships is better than nothing
+            own = Calibration.shipped(name, dtype)
+        if own is not None:
             return own
     lender = _LENDERS.get(device.kind, "")
     lent = Calibration.shipped(lender, dtype) or Calibration.shipped(lender, _SAME_SIZE.get(dtype, dtype))
@@ -88,10 +160,10 @@ def _calibration(device: Device, dtype: str) -> Calibration:
     return Calibration(device.name, dtype, Ceiling.of(device, dtype), {}, {})
 
 
-def _timed(cost: CallCost, device: Device, predicted: dict[tuple[str, str], Prediction], silent: bool) -> CallCost:
+def _timed(cost: CallCost, device: Device, predicted: dict[tuple[str, str], Prediction], idle: bool) -> CallCost:
     """A call's cost with its predicted times, and how far they can be trusted."""
-    if silent:
-        nothing = Timing(0.0, 0.0, 0.0, 0.0, 0, device.dispatch_s)
+    if idle:
+        nothing = Timing(0.0, 0.0, 0.0, 0.0, 0, _VIEW * device.dispatch_s)
         backward = nothing if cost.has_backward else None
         return replace(cost, forward=nothing, backward=backward, time_source="analytic")
     forward = predicted.get((cost.call, "forward"))

@@ -29,6 +29,9 @@ _TILE = 128
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9), (128, 64, 0.7), (64, 128, 0.7), (64, 64, 0.5))
 """Rows, columns and share of the peak rate of the tiles that matrix kernels are built from."""
 
+_SHAPES = ((256, 128), (128, 128), (128, 64), (64, 64), (256, 64), (128, 32))
+"""Tiles whose last wave is looked at one by one: which of them a library takes is what a regression has to find out."""
+
 NAMES: tuple[str, ...] = (
     "flops",
     "bytes",
@@ -64,6 +67,21 @@ NAMES: tuple[str, ...] = (
     "in_elements",
     "out_elements",
     *(f"variant_{index}" for index in range(_MOST_VARIANTS)),
+    "weight_grad",
+    "bias",
+    *(f"idle_{tall}x{wide}" for tall, wide in _SHAPES),
+    "columns_of_32",
+    "inner_of_64",
+    "product_rows",
+    "product_columns",
+    "product_inner",
+    "eight_in",
+    "whole_warps_in",
+    "whole_warps_out",
+    "three_by_three",
+    "pointwise",
+    "few_channels",
+    "work_and_memory",
 )
 
 
@@ -124,7 +142,39 @@ def _row(op: Operation, ceiling: Ceiling) -> list[float]:
         *(op.variant == name for name in variants),
     )
     padding = (0.0,) * (_MOST_VARIANTS - len(variants))
-    return [*(math.log2(value) for value in logarithms), *map(float, flags), *padding]
+    late = (op.weight_grad, op.bias)
+    start = [*(math.log2(value) for value in logarithms), *map(float, flags), *padding, *map(float, late)]
+    return [*start, *_product_row(op, group_in, group_out, kernel, ceiling)]
+
+
+def _product_row(op: Operation, group_in: int, group_out: int, kernel: int, ceiling: Ceiling) -> list[float]:
+    """The matrix product that an operation is, or the first of two: how it fills tiles, waves and vectors."""
+    rows_out, rows_in = op.batch * math.prod(op.out_size), op.batch * math.prod(op.size)
+    rows, columns, inner = rows_out, group_out, group_in * kernel
+    if op.direction == "backward":
+        rows, columns, inner = (
+            (inner, group_out, rows_out) if op.weight_grad else (rows_in, group_in, group_out * kernel)
+        )
+    tiles = [math.ceil(rows / tall) * math.ceil(columns / wide) * op.groups / ceiling.sms for tall, wide in _SHAPES]
+    logarithms = (
+        *(math.ceil(waves) / waves for waves in tiles),
+        _padded(columns, 32),
+        _padded(inner, 64),
+        rows,
+        columns,
+        inner,
+    )
+    flags = (
+        op.in_channels % 8 == 0,
+        op.in_channels % 32 == 0,
+        op.out_channels % 32 == 0,
+        set(op.kernel) == {3},
+        kernel == 1,
+        op.in_channels <= 4,
+    )
+    whole_s = op.flops / ceiling.flops_per_s + op.nbytes / ceiling.bytes_per_s + ceiling.floor_s
+    last = whole_s / (ceiling.time_s(op) + 1e-12) + 1e-12
+    return [*(math.log2(value) for value in logarithms), *map(float, flags), math.log2(last)]
 
 
 def _tiled_s(op: Operation, group_in: int, group_out: int, kernel: int, ceiling: Ceiling) -> float:
@@ -134,7 +184,9 @@ def _tiled_s(op: Operation, group_in: int, group_out: int, kernel: int, ceiling:
     rows_out, rows_in = op.batch * math.prod(op.out_size), op.batch * math.prod(op.size)
     if op.direction == "forward":
         return _product_s(rows_out, group_out, group_in * kernel, op.groups, ceiling)
-    time_s = _product_s(group_in * kernel, group_out, rows_out, op.groups, ceiling, split=True)
+    time_s = 0.0
+    if op.weight_grad:
+        time_s = _product_s(group_in * kernel, group_out, rows_out, op.groups, ceiling, split=True)
     if op.input_grad:
         time_s += _product_s(rows_in, group_in, group_out * kernel, op.groups, ceiling)
     return time_s

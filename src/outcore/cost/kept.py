@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from outcore.cost.costs import CallCost, Saved
@@ -44,8 +45,17 @@ def kept(graph: Graph, call: str, device_kind: str) -> tuple[Saved, ...] | None:
             names = graph.calls[call].outputs[:1] if keep.what == "output" else graph.calls[call].inputs
             for name in names if keep.index is None else names[keep.index : keep.index + 1]:
                 first = graph.values[graph.values[name].alias_of or name]
-                found[first.name] = Saved(first.name, "value", first.bytes)
+                if _is_cast(graph.values[name].dtype, facts.outputs[0].dtype):
+                    # Autocast computes it in float32, and backward keeps the copy and not the value.
+                    size = 4 * math.prod(graph.values[name].shape)
+                    found[f"{call}~cast"] = Saved(f"{call}~cast", "derived", size, "cast")
+                else:
+                    found[first.name] = Saved(first.name, "value", first.bytes)
     return tuple(found.values())
+
+
+def _is_cast(given: str, returned: str) -> bool:
+    return given in ("float16", "bfloat16") and returned == "float32"
 
 
 def keep_on(graph: Graph, cost: CallCost, device_kind: str) -> CallCost:

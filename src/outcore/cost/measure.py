@@ -6,10 +6,12 @@ measured once. What costs most is measured first: when the time is up or the use
 what was measured is kept.
 
 Backward is timed from a kept graph, without what it takes to start the autograd engine, which a whole step does once.
+What the host does between the calls is measured on a network of small layers (`outcore.cost.pace`).
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
@@ -20,7 +22,9 @@ import torch
 
 from outcore.cost.alone import Alone
 from outcore.cost.costs import CallCost, Costs, Source
+from outcore.cost.pace import between_calls
 from outcore.cost.saved import account, device_of, quietly, recording_of, signature
+from outcore.cost.surroundings import Surroundings
 from outcore.errors import MachineError
 from outcore.graph import Graph
 from outcore.graph.preserve import preserved
@@ -34,8 +38,6 @@ Progress = Callable[[int, int, str], None]
 
 _MOST_RUNS = 30
 _CPU_LIMIT = 2**30
-_CACHE_BYTES = 4 * 2**20
-"""More than a core's own cache, less than what cores share: in a step the calls before leave about that much behind."""
 
 
 def measure(
@@ -44,6 +46,8 @@ def measure(
     *,
     time_limit_s: float = 60.0,
     memory_limit_bytes: int | None = None,
+    runs: int = _MOST_RUNS,
+    accounted: Costs | None = None,
     progress: Progress | None = None,
 ) -> Costs:
     """Measure what every call of a network takes on a device: time forward and backward, bytes, FLOPs.
@@ -60,12 +64,33 @@ def measure(
         time_limit_s: when it is used up, what is left stays without a time, with that as the reason.
         memory_limit_bytes: no call takes more than this; larger ones are measured smaller and scaled. By default nine
             tenths of what is free on a GPU, on a CPU a gibibyte.
+        runs: how often a call is run at most.
+        accounted: bytes and FLOPs from `outcore.cost.account` for the same device, if they are known already.
         progress: called before each measurement.
     """
     target = torch.device(device) if device is not None else device_of(graph)
     if target.type == "cuda" and not torch.cuda.is_available():
         raise MachineError("there is no GPU here to measure on; use outcore.estimate with a machine from the catalogue")
-    bench = _Bench(graph, target, memory_limit_bytes)
+    costs = _measure(graph, target, time_limit_s, memory_limit_bytes, runs, accounted, progress)
+
+    def alone(small: Graph) -> Costs:
+        return _measure(small, target, 5.0, None, 10, None, None)
+
+    pace_s = between_calls(target, alone, clock_for(target))
+    return replace(costs, between_s=pace_s, sum_bytes_per_s=_sum_rate(target))
+
+
+def _measure(
+    graph: Graph,
+    target: torch.device,
+    time_limit_s: float,
+    memory_limit_bytes: int | None,
+    runs: int,
+    accounted: Costs | None,
+    progress: Progress | None,
+) -> Costs:
+    """Every call alone, without what is between them."""
+    bench = _Bench(graph, target, memory_limit_bytes, runs, accounted)
     groups: dict[Hashable, list[str]] = {}
     for name in graph.calls:
         groups.setdefault(signature(graph, bench.steps[name]), []).append(name)
@@ -75,6 +100,7 @@ def measure(
     found: dict[str, CallCost] = {}
     notes = list(bench.costs.notes)
     with preserved(graph.module.model, contents=False), quietly():
+        bench.surroundings.hold()
         try:
             for done, names in enumerate(order):
                 if time.monotonic() > end:
@@ -85,24 +111,38 @@ def measure(
                 found[names[0]] = bench.time(names[0], share_s)
         except KeyboardInterrupt:
             notes.append(f"interrupted after {len(found)} of {len(order)} calls")
+        finally:
+            bench.surroundings.release()
         if progress is not None:
             progress(len(found), len(order), "")
     reason = "" if len(found) == len(order) else notes[-1]
     timed = {name: found.get(names[0]) for names in groups.values() for name in names}
     calls = {name: _with_time(cost, timed[name], reason) for name, cost in bench.costs.calls.items()}
-    return replace(bench.costs, calls=calls, notes=tuple(notes), library_bytes=bench.library_bytes())
+    return replace(
+        bench.costs,
+        calls=calls,
+        notes=tuple(notes),
+        library_bytes=bench.library_bytes(),
+    )
 
 
 class _Bench:
     """What all measurements of one graph share."""
 
-    def __init__(self, graph: Graph, device: torch.device, memory_limit_bytes: int | None) -> None:
-        self.graph, self.device = graph, device
-        self.costs = account(graph, device)
+    def __init__(
+        self,
+        graph: Graph,
+        device: torch.device,
+        memory_limit_bytes: int | None,
+        runs: int,
+        accounted: Costs | None,
+    ) -> None:
+        self.graph, self.device, self.runs = graph, device, runs
+        self.costs = accounted if accounted is not None else account(graph, device)
         self.recording: Recording = recording_of(graph)
         self.steps: Mapping[str, Step] = {s.name: s for s in self.recording.steps if s.kind != "guard"}
         self.engine = _engine_time(device)
-        self._elsewhere = torch.zeros(_CACHE_BYTES if device.type == "cpu" else 0, dtype=torch.uint8)
+        self.surroundings = Surroundings(device)
         self.before = 0
         if device.type == "cuda":
             torch._C._cuda_clearCublasWorkspaces()  # so that they are counted when they come back
@@ -169,7 +209,7 @@ class _Bench:
         alone = Alone(self.graph, self.steps[name], self.recording, self.device, integers=integers, shapes=shapes)
         if self.device.type == "cuda" and scale == 1.0:
             cost = self._weigh(alone, cost)
-        alone.prepare(_MOST_RUNS + 5)
+        alone.prepare(self.runs + 5)
         with alone.entered():
             forward = self._clocked(alone.run, seconds, list(alone.values.values()))
         backward = None
@@ -204,18 +244,17 @@ class _Bench:
             return _less(_less(self._clocked(both, seconds, gradients), forward), self.engine)
 
     def _clocked(self, call: Callable[[], object], seconds: float, warm: list[torch.Tensor]) -> Timing:
-        """Time a call; on a CPU as in a step: only what the call before made is in the core's own cache."""
+        """Time a call as in a step: only what the call before made is in the cache."""
+        between = self.surroundings.before(warm)
         if self.device.type != "cpu":
-            return time_calls(call, self.device, seconds=seconds, most=_MOST_RUNS)
+            return time_calls(call, self.device, seconds=seconds, most=self.runs, between=between)
         clock, samples = clock_for(self.device), list[float]()
         begin = time.perf_counter()
         call()
         least = 3 if time.perf_counter() - begin < seconds else 1
         end = time.perf_counter() + seconds
-        while len(samples) < least or (len(samples) < _MOST_RUNS and time.perf_counter() < end):
-            self._elsewhere.add_(1)
-            for tensor in warm:
-                tensor.detach().clone()
+        while len(samples) < least or (len(samples) < self.runs and time.perf_counter() < end):
+            between()
             start = clock()
             call()
             samples.append(clock() - start)
@@ -298,6 +337,16 @@ def _engine_time(device: torch.device) -> Timing:
     y, gradient = x.view(1), torch.ones(1, device=device)
     empty = partial(torch.autograd.grad, y, x, gradient, retain_graph=True)
     return time_calls(empty, device, seconds=0.02, clock=clock_for(device))
+
+
+@functools.cache
+def _sum_rate(device: torch.device) -> float:
+    """Bytes per second of adding two large tensors in place."""
+    count = 2**24 if device.type == "cuda" else 2**20
+    a, b = torch.ones(count, device=device), torch.ones(count, device=device)
+    between = Surroundings(device).before([a])
+    timing = time_calls(lambda: a.add_(b), device, seconds=0.02, clock=clock_for(device), between=between)
+    return 12.0 * count / timing.median_s
 
 
 def clock_for(device: torch.device) -> Callable[[], float]:

@@ -97,6 +97,10 @@ class Operation:
     direction: Direction = "forward"
     input_grad: bool = True
     """Whether backward computes the gradient of the input; a network's first layer does not."""
+    weight_grad: bool = True
+    """Whether backward computes the gradient of the weight; of a frozen layer it does not."""
+    bias: bool = True
+    """Whether a convolution adds a bias, which is a pass over its output of its own."""
 
     def __post_init__(self) -> None:
         def fill(name: str, value: Any) -> None:
@@ -170,9 +174,7 @@ class Operation:
         """Floating-point operations of the matrix work."""
         if self.kind not in MATRIX_KINDS:
             return 0
-        products = 2 if self.input_grad else 1
-        if self.kind == "matmul":
-            products = 2
+        products = 2 if self.kind == "matmul" else self.input_grad + self.weight_grad
         if self.kind == "attention":
             return self._attention_flops()
         return 2 * self._multiplies() * (products if self.direction == "backward" else 1)
@@ -210,7 +212,7 @@ class Operation:
                 return (x + w + y) * element
             if self.kind == "attention":
                 return (2 * x + 2 * y) * element
-            both = self.input_grad or self.kind == "matmul"
+            both = (self.input_grad and self.weight_grad) or self.kind == "matmul"
             return (x + w + y) * element * (2 if both else 1)
         if self.kind == "copy" and not forward:
             return 0
@@ -221,6 +223,25 @@ class Operation:
     def backward(self) -> Operation:
         """The same operation in the backward direction."""
         return replace(self, direction="backward")
+
+    @property
+    def family(self) -> str:
+        """Operations that share kernels: the kind, and convolutions of single channels by themselves."""
+        depthwise = self.kind == "conv" and self.groups > 1 and self.groups == self.in_channels
+        return "depthwise" if depthwise else self.kind
+
+    @property
+    def part(self) -> str:
+        """The direction, or the one of backward's two products that is computed."""
+        if self.direction == "forward" or self.kind not in ("conv", "conv_transpose", "linear"):
+            return self.direction
+        return "backward" if self.input_grad and self.weight_grad else "weight" if self.weight_grad else "input"
+
+    def parts(self) -> tuple[Operation, ...]:
+        """A backward operation as its two products, without bias; itself if it is only one."""
+        if self.part != "backward" or self.kind not in ("conv", "conv_transpose"):
+            return (self,)
+        return replace(self, input_grad=False, bias=False), replace(self, weight_grad=False, bias=False)
 
     def to_json(self) -> dict[str, Any]:
         """The fields that differ from their defaults."""

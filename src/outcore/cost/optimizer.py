@@ -2,16 +2,20 @@
 
 Optimizers differ in state (Adam two numbers per parameter, SGD with momentum one) and in what a step needs for a
 moment: the loop over parameters needs room for the largest, the fused-over-parameters form ("foreach", the default
-on GPUs) room for all of them. Nobody documents these, and users bring their own optimizers, so they are counted.
+on GPUs) room for all of them. Nobody documents these, and users bring their own optimizers, so they are counted. So
+is the memory traffic of a step, which is all the time it takes on large models.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from outcore.cost.live import LiveBytes
 
@@ -39,6 +43,11 @@ class OptimizerCost:
     """Needed during a step, over all parameters."""
     workspace_per_largest: float = 0.0
     """Needed during a step, over the largest parameter."""
+    traffic_per_parameter: float = 0.0
+    """Bytes that a step reads and writes, over the bytes of the parameters."""
+    operations: int = 0
+    """Operations of a step; of all parameters together if `together`, else of each."""
+    together: bool = False
 
     @classmethod
     def of(cls, optimizer: Optimizer | torch.optim.Optimizer | float, device_kind: str = "cpu") -> OptimizerCost:
@@ -50,12 +59,14 @@ class OptimizerCost:
             settings = {k: v for k, v in optimizer.defaults.items() if k != "params"}
             kind = type(optimizer)
             return cls.of(lambda params: kind(params, **settings), device_kind)
-        name, state, together = _count(optimizer, _SIZES, device_kind)
-        _, _, one_by_one = _count(optimizer, _SIZES[-1:], device_kind)
+        many, one = _count(optimizer, _SIZES, device_kind), _count(optimizer, _SIZES[-1:], device_kind)
+        traffic = many.traffic / sum(_SIZES) / 4
         # The workspace of all of them exceeds that of the largest alone only if they are stepped together.
-        if together > 1.25 * one_by_one:
-            return cls(name, state, workspace_per_parameter=together / sum(_SIZES) / 4)
-        return cls(name, state, workspace_per_largest=one_by_one / _SIZES[-1] / 4)
+        if many.peak > 1.25 * one.peak:
+            whole = many.peak / sum(_SIZES) / 4
+            return cls(many.name, many.state, whole, 0.0, traffic, many.operations, together=True)
+        each = many.operations // len(_SIZES)
+        return cls(many.name, many.state, 0.0, one.peak / _SIZES[-1] / 4, traffic, each)
 
     def state_bytes(self, parameters: Mapping[str, int]) -> int:
         """State for parameters of these sizes."""
@@ -69,8 +80,38 @@ class OptimizerCost:
         return round(self.workspace_per_parameter * sum(sizes) + self.workspace_per_largest * max(sizes))
 
 
-def _count(make: Optimizer, sizes: tuple[int, ...], device_kind: str) -> tuple[str, float, float]:
-    """Name, state per parameter, and the peak of the second step above what is there."""
+@dataclass(frozen=True, slots=True)
+class _Counted:
+    name: str
+    state: float
+    peak: float
+    traffic: float
+    operations: int
+
+
+class _Traffic(TorchDispatchMode):
+    """Counts operations on more than single numbers, and the bytes they read and write."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.bytes = self.operations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = zip(func._schema.arguments, args, strict=False)
+        moved = sum(_bytes(value) * (2 if a.alias_info and a.alias_info.is_write else 1) for a, value in given)
+        moved += 0 if any(r.alias_info for r in func._schema.returns) else _bytes(result)
+        self.bytes += moved
+        self.operations += moved > 0
+        return result
+
+
+def _bytes(values: Any) -> int:
+    return sum(t.numel() * t.element_size() for t in tree_leaves(values) if isinstance(t, torch.Tensor) and t.dim())
+
+
+def _count(make: Optimizer, sizes: tuple[int, ...], device_kind: str) -> _Counted:
+    """Name, state per parameter, the peak of the second step above what is there, its traffic."""
     params = [nn.Parameter(torch.ones(n)) for n in sizes]
     optimizer = make(params)
     if device_kind == "cuda" and not any(g.get("fused") for g in optimizer.param_groups):
@@ -86,4 +127,7 @@ def _count(make: Optimizer, sizes: tuple[int, ...], device_kind: str) -> tuple[s
     with LiveBytes(known) as live:
         optimizer.step()
         peak = live.peak
-    return type(optimizer).__name__, round(kept / sum(sizes) / 4, 3), float(peak)
+    with _Traffic() as traffic:
+        optimizer.step()
+    state = round(kept / sum(sizes) / 4, 3)
+    return _Counted(type(optimizer).__name__, state, float(peak), float(traffic.bytes), traffic.operations)

@@ -1,30 +1,48 @@
 """A profile: what a training step of a job takes, and where it goes.
 
-Everything is computed from the graph, its costs and the device: throughput, peak memory against capacity, shares of the
-device's peak rates. Memory is all but linear in the batch size, so two sizes give the line and a third checks it; the
-largest batch that fits follows.
+Everything is computed from the graph with its loss, its costs and the device: throughput, peak memory against
+capacity, and the compute metrics of the TBD suite (Zhu et al., IISWC 2018): the share of the step in which the device
+computes, the share of its matrix rate that is achieved in each precision, and the share of the step in which its
+matrix units would be busy at full rate. `scale` predicts a ladder of batch or image sizes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from outcore.cost.costs import Costs
-from outcore.cost.estimate import estimate
+from outcore.cost.estimate import estimate, estimate_optimizer
 from outcore.cost.measure import measure
 from outcore.cost.memory import MemoryCurve, memory_curve
-from outcore.cost.saved import account
+from outcore.cost.scaling import Point, Scaling, ladder
 from outcore.cost.step import StepTime, measure_optimizer, predict_step
+from outcore.cost.training import capture_training
 from outcore.graph import Graph
 from outcore.job import Job
 from outcore.machine import Device
 
-__all__ = ["Profile", "largest_batch", "profile"]
+__all__ = ["Precision", "Profile", "largest_batch", "profile", "scale"]
+
+_MATRIX_UNITS = ("tf32", "bf16", "fp16", "fp8")
 
 Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """The matrix work of a step in one precision."""
+
+    name: str
+    flops: int
+    time_s: float
+    """Of the calls that do it."""
+    peak_share: float
+    """Of the device's rate in this precision, over the whole step."""
+    busy_peak_share: float
+    """The same over the time of those calls alone."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +82,38 @@ class Profile:
         """Achieved share of the device's matrix rate in a precision."""
         return self.flops / self.step.step_s / self.device.rate(dtype)
 
+    @cached_property
+    def precisions(self) -> tuple[Precision, ...]:
+        """The matrix work by precision, the most first."""
+        sums: dict[str, list[float]] = {}
+        for name, cost in self.costs.calls.items():
+            if cost.flops_forward and self.graph.calls[name].outputs:
+                row = sums.setdefault(self._precision(self.graph.calls[name].outputs[0]), [0, 0.0])
+                row[0] += cost.flops_forward + cost.flops_backward
+                row[1] += cost.time_s
+        found = [
+            Precision(
+                name,
+                int(flops),
+                time_s,
+                flops / self.step.step_s / self.device.rate(name),
+                flops / time_s / self.device.rate(name) if time_s else 0.0,
+            )
+            for name, (flops, time_s) in sums.items()
+        ]
+        return tuple(sorted(found, key=lambda p: -p.flops))
+
+    @property
+    def matrix_unit_share(self) -> float:
+        """Share of the step in which the device's matrix units (tensor cores) would be busy at full rate."""
+        return sum(p.peak_share for p in self.precisions if p.name in _MATRIX_UNITS)
+
+    def _precision(self, value: str) -> str:
+        dtype = self.graph.values[value].dtype
+        if dtype == "float32" and self.device.kind == "cuda" and "tf32" in self.device.rates:
+            return "tf32"
+        return {"float64": "fp64", "float16": "fp16", "bfloat16": "bf16"}.get(dtype, "fp32")
+
     def too_large(self) -> list[str]:
         """Calls whose own inputs, outputs and workspace do not fit on the device."""
         found = []
@@ -84,6 +134,10 @@ class Profile:
             "source": self.step.source,
             "per_second": self.per_second,
             "busy_share": self.busy_share,
+            "matrix_unit_share": self.matrix_unit_share,
+            "precisions": [asdict(p) for p in self.precisions],
+            "interval_s": list(self.step.interval_s),
+            "memory_by_data_structure": asdict(self.memory.at_peak),
             "flops": self.flops,
             "peak_bytes": self.memory.peak_bytes,
             "capacity_bytes": self.device.memory_bytes,
@@ -98,39 +152,64 @@ def profile(
     device: Device,
     *,
     size: int | None = None,
+    image: int | None = None,
     measured: bool = False,
     time_limit_s: float = 60.0,
     progress: Progress | None = None,
 ) -> Profile:
-    """Profile a job on a device: by estimate, or by measuring every call alone where the device is present."""
-    graph = job.capture(size)
+    """Profile a job on a device: by estimate, or by measuring every call alone where the device is present.
+
+    Args:
+        job: what is trained; its loss and optimizer are part of the step where it has them.
+        device: its first device here, or another one for an estimate.
+        size: of the batch; the job's own by default.
+        image: longest side of the images; the job's own by default.
+        measured: whether calls are run.
+        time_limit_s: for running them.
+        progress: called before each call is run.
+    """
+    graph = capture_training(job, size, image=image)
     where = "cuda" if device.kind == "cuda" else "cpu"
+    make, timing = job.optimizer, None
     if measured:
         costs = measure(graph, where, time_limit_s=time_limit_s, progress=progress)
+        timing = measure_optimizer(graph.module.model, make, where) if make is not None else None
     else:
         costs = estimate(graph, device)
-    make = job.optimizer
-    timing = measure_optimizer(graph.module.model, make, where) if measured and make is not None else None
+        timing = estimate_optimizer(costs, device, make) if make is not None else None
     step = predict_step(graph, costs, optimizer=timing)
     memory = memory_curve(graph, costs, optimizer=make if make is not None else 2.0)
     return Profile(job.name, size or job.size, device, graph, costs, step, memory)
 
 
+def scale(
+    job: Job,
+    device: Device,
+    *,
+    along: Literal["batch", "image"] = "batch",
+    sizes: Sequence[int] = (1, 2, 4, 8, 16),
+    size: int | None = None,
+    limit: int = 1 << 16,
+) -> Scaling:
+    """Time and memory over batch or image sizes, up to the largest that fits; by estimate, so nothing is run.
+
+    Args:
+        job: what is trained.
+        device: on what.
+        along: which size.
+        sizes: those that are predicted in any case.
+        size: of the batch, for image sizes.
+        limit: no larger size is tried.
+    """
+
+    def predict(wanted: int) -> Point:
+        batch, image = (wanted, None) if along == "batch" else (size, wanted)
+        found = profile(job, device, size=batch, image=image)
+        return Point(wanted, found.step.step_s, *found.step.interval_s, found.memory.peak_bytes, found.size)
+
+    return ladder(along, sizes, predict, device.memory_bytes, most=limit)
+
+
 def largest_batch(job: Job, device: Device) -> int:
-    """The largest batch whose step fits in the device's memory; 0 if not even one sample does."""
-    where = "cuda" if device.kind == "cuda" else "cpu"
-
-    def peak(size: int) -> int:
-        graph = job.capture(size)
-        optimizer = job.optimizer if job.optimizer is not None else 2.0
-        return memory_curve(graph, account(graph, where), optimizer=optimizer).peak_bytes
-
-    one, four = peak(1), peak(4)
-    if one > device.memory_bytes:
-        return 0
-    slope = max(1, (four - one) // 3)
-    guess = max(1, 1 + (device.memory_bytes - one) // slope)
-    # The line is through small sizes; a point near the answer makes it exact to a sample or so.
-    near = peak(guess)
-    slope = max(1, (near - one) // max(1, guess - 1))
-    return max(1, 1 + (device.memory_bytes - one) // slope)
+    """The largest batch whose step fits in the device's memory, to two in a hundred; 0 if not even one sample does."""
+    return scale(job, device, sizes=(1, 4)).largest

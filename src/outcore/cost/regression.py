@@ -177,15 +177,15 @@ def _fit_trees(rows: Matrix, targets: Matrix, seed: int) -> Regression:
     from sklearn.ensemble import GradientBoostingRegressor
 
     # Few points: shallow and fewer trees. The sizes keep a stored calibration within a few hundred kilobytes.
-    count, depth = (300, 6) if len(rows) > 500 else (80, 3)
+    count, depth = (450, 6) if len(rows) > 500 else (120, 4)
     fitted = GradientBoostingRegressor(
         loss="huber",
         n_estimators=count,
         max_depth=depth,
-        learning_rate=0.06 if count > 100 else 0.12,
-        subsample=0.6,
+        learning_rate=0.05 if count > 200 else 0.1,
+        subsample=0.5,
         min_samples_leaf=3,
-        max_features=0.4,
+        max_features=0.3,
         random_state=seed,
     )
     fitted.fit(rows, targets)

@@ -108,8 +108,9 @@ def _convolution(op: Operation, device: torch.device) -> tuple[Call, list[Tensor
     x, transposed = _image(op, device), op.kind == "conv_transpose"
     first, second = (op.in_channels, op.out_channels) if transposed else (op.out_channels, op.in_channels)
     weight = _random(op, device, first, second // op.groups, *op.kernel).to(memory_format=_memory_format(op))
-    bias = _random(op, device, op.out_channels)
-    wanted = [weight, bias, *([x] if op.input_grad else [])]
+    bias = _random(op, device, op.out_channels) if op.bias else None
+    wanted = [weight, *([bias] if bias is not None else [])] if op.weight_grad else []
+    wanted += [x] if op.input_grad else []
 
     def call() -> Tensor:
         return torch.convolution(

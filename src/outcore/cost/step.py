@@ -9,13 +9,20 @@ of many small ones the host's:
     device            | a |     | b |     | c |        bound by the host: the device waits
     device            | a ......| b ......| c ......|  bound by the device: the host is ahead
 
-What is not in it: the Python code between the calls, which no measurement of single calls sees.
+A value that several calls read gets several gradients, which autograd adds up: one more pass over memory for each
+beyond the first, part of no call (`Costs.sum_bytes_per_s`).
+
+Between the calls the host also runs the modules around them, the user's Python and autograd's bookkeeping:
+`Costs.between_s` per call and direction, measured on a small network (`outcore.cost.pace`).
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import nn
@@ -40,16 +47,25 @@ class StepTime:
     transfer_s: float
     """Bringing the batch to the device."""
     wait_s: float
-    """How long the device waits for the host, in all; 0 on a CPU."""
+    """How long the device waits for the host, in all; on a CPU what lies between the calls."""
     source: Source
     """The least trustworthy of what it was made from."""
     unmeasured: tuple[str, ...] = ()
     """Calls that are not in it because their time is not known."""
+    less_s: float = 0.0
+    more_s: float = 0.0
+    """How much less or more it may be, if different calls err independently: of an estimate where four in five
+    lie, of a measurement from the fastest to the slowest runs."""
 
     @property
     def step_s(self) -> float:
         """The whole step."""
         return self.forward_s + self.backward_s + self.optimizer_s + self.transfer_s + self.wait_s
+
+    @property
+    def interval_s(self) -> tuple[float, float]:
+        """Between what the step should lie."""
+        return max(0.0, self.step_s - self.less_s), self.step_s + self.more_s
 
     def __str__(self) -> str:
         parts = ("forward", "backward", "optimizer", "transfer", "wait")
@@ -76,24 +92,60 @@ def predict_step(
     order = [costs.calls[name] for name in graph.calls]
     forward = [c.forward for c in order if c.forward is not None]
     backward = [c.backward for c in reversed(order) if c.backward is not None]
-    steps = [*forward, *backward, *([optimizer] if optimizer is not None else [])]
     inputs = sum(graph.values[name].bytes for name in graph.inputs)
     transfer_s = inputs / input_bytes_per_s if input_bytes_per_s else 0.0
-    busy = sum(t.median_s for t in steps)
-    host = device = transfer_s
-    for timing in steps:
-        host += timing.dispatch_s
-        device = max(device, host) + timing.median_s
+    sums_s = _sums_s(graph, costs)
+    wait_s = _wait_s([*forward, *backward], optimizer, costs.between_s, sums_s)
     sources: set[Source] = {c.time_source for c in order if c.forward is not None} or {"unknown"}
     return StepTime(
         forward_s=sum(t.median_s for t in forward),
-        backward_s=sum(t.median_s for t in backward),
+        backward_s=sum(t.median_s for t in backward) + sums_s,
         optimizer_s=optimizer.median_s if optimizer is not None else 0.0,
         transfer_s=transfer_s,
-        wait_s=max(0.0, device - transfer_s - busy),
+        wait_s=wait_s,
         source=max(sources, key=_ORDER.index),
         unmeasured=tuple(c.call for c in order if c.time_source == "unknown"),
+        less_s=_spread_s(costs, -1),
+        more_s=_spread_s(costs, 1),
     )
+
+
+def _spread_s(costs: Costs, side: Literal[-1, 1]) -> float:
+    """How far below or above the times of the calls may lie: calls that are alike err alike, different ones do not."""
+    alike: dict[tuple[str, float], float] = {}
+    for cost in costs.calls.values():
+        for timing in (cost.forward, cost.backward):
+            if timing is not None:
+                key = (cost.type, timing.median_s)
+                width = timing.max_s - timing.median_s if side > 0 else timing.median_s - timing.min_s
+                alike[key] = alike.get(key, 0.0) + width
+    return math.sqrt(sum(width**2 for width in alike.values()))
+
+
+def _sums_s(graph: Graph, costs: Costs) -> float:
+    """The time of adding up gradients: two are read and one is written for each beyond the first of a value."""
+    if not costs.sum_bytes_per_s:
+        return 0.0
+    received = Counter(g.of for c in costs.calls.values() for g in c.gradients if g.of in graph.values)
+    moved = sum(3 * (count - 1) * graph.values[name].bytes for name, count in received.items())
+    return moved / costs.sum_bytes_per_s
+
+
+def _wait_s(calls: list[Timing], optimizer: Timing | None, between_s: float, sums_s: float) -> float:
+    """The time in which the device has nothing to do because the host is not there yet."""
+    if not any(timing.dispatch_s for timing in calls):  # a CPU, where issuing is part of doing
+        return between_s * len(calls)
+    host = device = busy = 0.0
+    for timing in calls:
+        host += timing.dispatch_s + between_s
+        device = max(device, host) + timing.median_s
+        busy += timing.median_s
+    device += max(0.0, sums_s - (device - busy))  # sums are done while the device would wait
+    busy += sums_s
+    if optimizer is not None:  # many kernels: the device begins long before the host has issued the last
+        device = max(max(device, host) + optimizer.median_s, host + optimizer.dispatch_s)
+        busy += optimizer.median_s
+    return max(0.0, device - busy)
 
 
 def measure_optimizer(

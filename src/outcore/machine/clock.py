@@ -15,6 +15,7 @@ programs on a shared computer do not lengthen.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import statistics
 import time
@@ -78,15 +79,18 @@ def time_calls(
     least: int = 3,
     most: int = 50,
     clock: Callable[[], float] = time.perf_counter,
+    between: Callable[[], object] | None = None,
 ) -> Timing:
     """Time `call` on `device` for about `seconds`, after `warmup` runs that are not counted.
+
+    `between` is run before every timed run and is not part of its time.
 
     >>> x = torch.ones(8, 8)
     >>> time_calls(lambda: x @ x, "cpu", seconds=0.001).runs >= 3
     True
     """
     if torch.device(device).type == "cuda":
-        return _time_cuda(call, torch.device(device), seconds=seconds, warmup=warmup, least=least, most=most)
+        return _time_cuda(call, torch.device(device), seconds, warmup, least, most, between or _nothing)
     begin = clock()
     call()
     if clock() - begin > seconds:
@@ -96,34 +100,61 @@ def time_calls(
     samples: list[float] = []
     end = time.perf_counter() + seconds
     while len(samples) < least or (time.perf_counter() < end and len(samples) < most):
+        if between is not None:
+            between()
         start = clock()
         call()
         samples.append(clock() - start)
     return Timing.of(samples)
 
 
+def _nothing() -> None:
+    pass
+
+
+@functools.cache
+def _empty_s(device: str) -> float:
+    """What lies between two events with nothing between them."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(11)]
+    torch.cuda._sleep(int(200e-6 * _SPIN_CYCLES_PER_S))
+    for mark in marks:
+        mark.record()
+    torch.cuda.synchronize()
+    return 1e-3 * float(statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(marks)))
+
+
 def _time_cuda(
-    call: Callable[[], object], device: torch.device, *, seconds: float, warmup: int, least: int, most: int
+    call: Callable[[], object],
+    device: torch.device,
+    seconds: float,
+    warmup: int,
+    least: int,
+    most: int,
+    between: Callable[[], object],
 ) -> Timing:
     with torch.cuda.device(device):
         for _ in range(warmup):
             call()
         torch.cuda.synchronize()
         start = time.perf_counter()
+        between()
         call()
         dispatch = time.perf_counter() - start
         torch.cuda.synchronize()
         once = time.perf_counter() - start
         runs = max(least, min(most, int(seconds / once)))
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(runs + 1)]
+        marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(runs)]
         issued: list[float] = []
         torch.cuda._sleep(int(min(1.5 * dispatch * runs + 50e-6, 0.05) * _SPIN_CYCLES_PER_S))
-        marks[0].record()
-        for mark in marks[1:]:
+        for begin, end in marks:
+            between()
+            begin.record()
             start = time.perf_counter()
             call()
             issued.append(time.perf_counter() - start)
-            mark.record()
+            end.record()
         torch.cuda.synchronize()
-        samples = [a.elapsed_time(b) * 1e-3 for a, b in itertools.pairwise(marks)]
+        empty_s = 1.5 * _empty_s(str(device))
+        samples = [begin.elapsed_time(end) * 1e-3 for begin, end in marks]
+        samples = [sample if sample > empty_s else 0.0 for sample in samples]  # a view runs no kernel
     return Timing.of(samples, dispatch_s=statistics.median(issued))

@@ -11,9 +11,10 @@ from rich.text import Text
 
 from outcore.cost.costs import Totals
 from outcore.cost.profile import Profile
+from outcore.cost.scaling import Scaling
 from outcore.machine import format_bytes, format_rate, format_time
 
-__all__ = ["ProfileView", "batch_table"]
+__all__ = ["ProfileView", "scaling_table"]
 
 _BAR = "▏▎▍▌▋▊▉█"
 _WIDTH = 12
@@ -40,7 +41,8 @@ class ProfileView:
         share = p.memory.peak_bytes / p.device.memory_bytes
         source = "measured blocks" if p.step.source == "measured" else p.step.source
         grid.add_row("job", f"{p.job}, batch {p.size}, on {p.device.name}")
-        grid.add_row("step", f"{format_time(p.step.step_s)} ({source}): {_phases(p)}")
+        low, high = map(format_time, p.step.interval_s)
+        grid.add_row("step", f"{format_time(p.step.step_s)}, {low} to {high} ({source}): {_phases(p)}")
         grid.add_row("throughput", f"{p.per_second:,.2f} samples/s, device busy {p.busy_share:.0%}")
         memory = f"{format_bytes(p.memory.peak_bytes)} of {format_bytes(p.device.memory_bytes)}"
         style = "" if p.fits else "bold red"
@@ -48,6 +50,11 @@ class ProfileView:
         grid.add_row("at the peak", _categories(p))
         rate = format_rate(p.flops / p.step.step_s, "FLOP/s")
         grid.add_row("matrix work", f"{format_rate(p.flops, 'FLOP')} per step, {rate}")
+        for found in p.precisions:
+            words = f"{found.peak_share:.0%} of the peak over the step, {found.busy_peak_share:.0%} while at it"
+            grid.add_row(f"  in {found.name}", f"{format_rate(found.flops, 'FLOP')}, {words}")
+        if p.device.kind == "cuda":
+            grid.add_row("tensor cores", f"busy {p.matrix_unit_share:.0%} of the step if at full rate")
         return grid
 
     def _blocks(self, *, with_source: bool) -> Table:
@@ -106,17 +113,31 @@ class ProfileView:
             yield Text(f"larger than the device on their own: {shown}", style="red")
 
 
-def batch_table(profiles: list[Profile], largest: int | None) -> Table:
-    """Several batch sizes side by side."""
-    table = Table("batch", "step", "samples/s", "peak memory", "", box=None)
-    for column in range(4):
-        table.columns[column].justify = "right"
-    for p in profiles:
-        fits = "" if p.fits else "does not fit"
-        memory = format_bytes(p.memory.peak_bytes)
-        table.add_row(str(p.size), format_time(p.step.step_s), f"{p.per_second:,.2f}", memory, Text(fits, style="red"))
-    if largest is not None:
-        table.add_row(str(largest), "", "", format_bytes(profiles[0].device.memory_bytes), "largest that fits")
+def scaling_table(scaling: Scaling) -> Table:
+    """Predicted sizes one under the other, what was measured beside them, the largest that fits last."""
+    measured = any(p.measured_s is not None for p in scaling.points)
+    table = Table(scaling.along, "step", "interval", *(["measured"] if measured else []), box=None)
+    for name in ("samples/s", "peak memory"):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    for column in table.columns[:-1]:
+        column.justify = "right"
+    knees = {"time": scaling.knees("step_s"), "memory": scaling.knees("peak_bytes")}
+    for p in scaling.points:
+        notes = [f"knee of {what}" for what, sizes in knees.items() if p.size in sizes]
+        notes += ["largest that fits"] if p.size == scaling.largest else []
+        notes += ["does not fit"] if p.peak_bytes > scaling.capacity_bytes else []
+        table.add_row(
+            str(p.size),
+            format_time(p.step_s),
+            f"{format_time(p.low_s)} to {format_time(p.high_s)}",
+            *([format_time(p.measured_s) if p.measured_s is not None else ""] if measured else []),
+            f"{p.per_second:,.2f}",
+            format_bytes(p.peak_bytes),
+            Text(", ".join(notes), style="red" if "does not fit" in notes else ""),
+        )
+    for size, reason in scaling.failures.items():
+        table.add_row(str(size), "", "", *([""] if measured else []), "", "", Text(reason, style="yellow"))
     return table
 
 

@@ -1,0 +1,106 @@
+"""Adds to a result what `outcore.estimate` says of its cases: no device is needed, and nothing is run.
+
+The steps that follow from the measured calls are predicted again too, so that a result keeps up with `predict_step`.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Hashable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import networks
+import torch
+from networks import Training
+
+import outcore
+from outcore.cost.costs import Costs
+from outcore.cost.estimate import estimate_optimizer
+from outcore.cost.step import predict_step
+from outcore.machine import parse, remembered
+from outcore.machine.clock import Timing
+
+
+def add_estimates(path: Path, only: list[str] | None = None) -> None:
+    """Rewrite a result with `estimated_s` in each row, and print the errors by kind of call."""
+    result = json.loads(path.read_text())
+    cuda = path.stem.endswith("cuda")
+    device = parse("h200").devices[0] if cuda else remembered().devices[0]
+    known = {}
+    calls = path.with_name(f"{path.stem}-calls.json.gz")
+    if calls.exists():
+        rows = json.loads(gzip.decompress(calls.read_bytes()))
+        known = {(r["network"], r["batch"], r["precision"]): r["calls"] for r in rows}
+    chosen = networks.GPU if cuda else networks.CPU
+    for row in result["rows"]:
+        if "error" in row or (only and row["network"] not in only):
+            continue
+        key = (row["network"], row["batch"], row["precision"])
+        graph = captured(chosen[row["network"]], row)
+        costs = outcore.estimate(graph, device)
+        optimizer = estimate_optimizer(costs, device, torch.optim.Adam)
+        row["estimated_s"] = predict_step(graph, costs, optimizer=optimizer).step_s
+        if key in known:
+            timed = with_times(graph, costs, row, known[key])
+            step = predict_step(graph, timed, optimizer=Timing(**row["optimizer"]))
+            row["predicted_s"] = step.step_s
+            row["predicted_parts_s"] = {n: getattr(step, f"{n}_s") for n in row["predicted_parts_s"]}
+        real = row.get("measured_processor_s", row["measured_s"])
+        errors = [f"{row[name] / real - 1:+.1%}" for name in ("predicted_s", "estimated_s")]
+        print(f"{' '.join(map(str, key))}: {' '.join(errors)} of {real * 1e3:.1f} ms")
+        print(_by_kind(costs, known.get(key, [])), flush=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def captured(network: networks.Network, row: dict[str, Any]) -> outcore.Graph:
+    """The graph of a case; the weights are never filled in. Autocast needs a device that computes, even on shapes."""
+    try:
+        with torch.device("meta"):
+            built = network.build()
+        built = built.to_empty(device="cpu")
+    except (RuntimeError, NotImplementedError):
+        built = network.build()
+    model = Training(built, network.loss, row["precision"] == "bf16").train()
+    return outcore.capture(model, network.batch(row["batch"]))
+
+
+def with_times(graph: outcore.Graph, costs: Costs, row: dict[str, Any], lines: list[dict[str, Any]]) -> Costs:
+    """Costs with the times that were measured; a line stands for all calls like the one it names."""
+    alike = {_likeness(graph, line["call"]): line for line in lines if line["call"] in graph.calls}
+    calls = {}
+    for name, cost in costs.calls.items():
+        line = alike.get(_likeness(graph, name), {})
+        times = {d: _timing(line[d]) if d in line else None for d in ("forward", "backward")}
+        calls[name] = replace(cost, **times, time_source="measured" if line else "unknown")
+    rate = row.get("sum_bytes_per_s") or costs.sum_bytes_per_s
+    return replace(costs, calls=calls, between_s=row["between_s"], sum_bytes_per_s=rate)
+
+
+def _likeness(graph: outcore.Graph, name: str) -> Hashable:
+    """What makes calls alike on any device: kind, settings, shapes."""
+    call = graph.calls[name]
+    block = graph.blocks[call.block]
+    shapes = tuple(graph.values[v].shape for v in (*call.inputs, *call.outputs))
+    return block.type, str(block.detail or call.detail), shapes
+
+
+def _timing(numbers: list[float]) -> Timing:
+    median_s, min_s, dispatch_s = numbers
+    return Timing(min_s, median_s, median_s, median_s, 1, dispatch_s)
+
+
+def _by_kind(costs: Costs, measured: list[dict[str, Any]]) -> str:
+    """Per kind of call: milliseconds measured and estimated, forward and backward."""
+    sums: dict[str, list[float]] = {}
+    for line in measured:
+        row = sums.setdefault(line["type"], [0.0, 0.0, 0.0, 0.0])
+        for i, direction in enumerate(("forward", "backward")):
+            row[2 * i] += line["count"] * line.get(direction, [0.0])[0] * 1e3
+    for kind, total in costs.by_kind().items():
+        row = sums.setdefault(kind, [0.0, 0.0, 0.0, 0.0])
+        row[1], row[3] = total.forward_s * 1e3, total.backward_s * 1e3
+    rows = sorted(sums.items(), key=lambda item: -max(item[1]))[:8]
+    return "\n".join(f"    {k:28} {a:8.2f} {b:8.2f}   {c:8.2f} {d:8.2f}" for k, (a, b, c, d) in rows)

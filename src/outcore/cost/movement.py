@@ -1,0 +1,84 @@
+"""Bytes a GPU moves beside the operations themselves.
+
+Three things cost time on a GPU that no description of a layer shows:
+
+- *casts*: under autocast the weights of a matrix product are cast to the small type in forward and their gradients back
+  in backward, and so is an input that is float32; norms, softmax and losses are computed in float32 instead, and
+  their inputs are cast up (torch's lists of autocast operations for CUDA; those for the CPU differ, so a graph that was
+  recorded on one says little about the other);
+- *views*: taking a part of a tensor is free, but its gradient is a tensor of zeros with that part written into it;
+- *rearranging copies*: rolling, padding and resizing cost in backward what they cost in forward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from outcore.cost.costs import Costs
+from outcore.graph import Graph, Value
+from outcore.graph.recording import Step
+
+__all__ = ["Movement"]
+
+_HALVES = ("bfloat16", "float16")
+_UP = frozenset(
+    (
+        "LayerNorm layer_norm GroupNorm group_norm RMSNorm rms_norm softmax Softmax log_softmax LogSoftmax "
+        "cross_entropy nll_loss CrossEntropyLoss NLLLoss mse_loss MSELoss l1_loss pow exp log sum "
+        "prod norm cumsum softplus Softplus"
+    ).split()
+)
+_DOWN = frozenset(
+    (
+        "Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d conv1d conv2d conv3d conv_transpose2d "
+        "Linear linear matmul bmm baddbmm mm NonDynamicallyQuantizableLinear Conv1D scaled_dot_product_attention"
+    ).split()
+)
+_PARTS = frozenset("getitem select narrow unbind diagonal".split())
+_BACK_AGAIN = frozenset("roll pad flip repeat interpolate Upsample ZeroPad2d".split())
+_JOINED = frozenset("chunk split unbind".split())
+
+
+class Movement:
+    """What the calls of one graph move on a GPU beside their own work."""
+
+    def __init__(self, graph: Graph, costs: Costs, steps: Mapping[str, Step]) -> None:
+        self.graph, self.costs, self.steps = graph, costs, steps
+        self._autocast = {name for name, step in steps.items() if any(on for _, on, _ in step.context.autocast)}
+
+    def promoted(self, name: str) -> bool:
+        """Whether a call is computed in float32 although the types around it are smaller."""
+        kind = self.graph.blocks[self.graph.calls[name].block].type
+        return name in self._autocast and kind in _UP
+
+    def bytes_of(self, name: str) -> tuple[int, int]:
+        """Bytes moved in forward and in backward."""
+        call, cost = self.graph.calls[name], self.costs.calls[name]
+        kind = self.graph.blocks[call.block].type
+        inputs = [self.graph.values[v] for v in call.inputs]
+        forward = backward = 0
+        if name in self._autocast and kind in _DOWN:
+            wide = sum(_elements(v) for v in inputs if self._is_wide(v))  # there and back
+            forward += 6 * (cost.parameter_bytes // 4 + wide)
+            backward += 6 * (cost.parameter_bytes // 4 + wide)
+        if self.promoted(name):
+            narrow = sum(_elements(v) for v in inputs if v.dtype in _HALVES and not self._is_wide(v))
+            forward += 6 * narrow
+            backward += 6 * narrow
+        if cost.has_backward and kind in _PARTS and inputs and call.outputs:
+            whole, part = inputs[0].bytes, self.graph.values[call.outputs[0]].bytes
+            backward += whole + 2 * part if kind not in _JOINED else 2 * whole
+        if cost.has_backward and kind in _BACK_AGAIN and call.outputs:
+            backward += 2 * max(self.graph.values[call.outputs[0]].bytes, *(v.bytes for v in inputs[:1]))
+        return forward, backward if cost.has_backward else 0
+
+    def _is_wide(self, value: Value) -> bool:
+        """Whether a value is float32 on a GPU: by its type, or because what makes it is promoted there."""
+        if value.dtype in _HALVES:
+            return value.producer is not None and self.promoted(value.producer)
+        return value.dtype == "float32"
+
+
+def _elements(value: Value) -> int:
+    return math.prod(value.shape)

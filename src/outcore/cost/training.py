@@ -1,0 +1,95 @@
+"""A job's model and its loss as one network.
+
+What a loss computes and keeps for backward is part of the step: of a segmentation, as large as the last feature maps.
+The model is given a forward that ends in the loss, in place, so that every block keeps the name the user knows.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from outcore.errors import OutcoreError
+from outcore.graph import Graph, capture
+from outcore.job import Job
+
+__all__ = ["capture_training", "with_loss"]
+
+
+def with_loss(model: nn.Module, loss: Callable[[Any, Any], torch.Tensor]) -> nn.Module:
+    """The same module, whose forward also takes ``target`` and returns the loss.
+
+    >>> net = with_loss(nn.Linear(4, 2), nn.functional.mse_loss)
+    >>> net(torch.ones(3, 4), target=torch.ones(3, 2)).shape
+    torch.Size([])
+    """
+    kind = type(model)
+
+    def forward(self: nn.Module, *args: Any, target: Any, **kwargs: Any) -> torch.Tensor:
+        return loss(kind.forward(self, *args, **kwargs), target)
+
+    forward.__signature__ = _with_target(kind.forward)  # type: ignore[attr-defined]
+    names = {"forward": forward, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    model.__class__ = type(kind.__name__, (kind,), names)
+    return model
+
+
+def _with_target(forward: Callable[..., Any]) -> inspect.Signature:
+    """The signature of a forward and ``target``, so that inputs keep their names."""
+    given = inspect.signature(forward)
+    target = inspect.Parameter("target", inspect.Parameter.KEYWORD_ONLY)
+    parameters = [p for p in given.parameters.values() if p.name != "target"]
+    end = len(parameters) - (bool(parameters) and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD)
+    return given.replace(parameters=[*parameters[:end], target, *parameters[end:]])
+
+
+def capture_training(job: Job, size: int | None = None, *, image: int | None = None) -> Graph:
+    """The graph of a job's model with its loss where it has one, without memory for weights or data if possible.
+
+    Args:
+        job: the job.
+        size: of the batch; the job's own by default.
+        image: longest side of the images instead of the job's own; inputs and targets of that shape change alike.
+    """
+    failure: OutcoreError | NotImplementedError | None = None
+    for device in ("meta", None):
+        try:
+            return _capture(job, size, image, device)
+        except (OutcoreError, NotImplementedError) as error:
+            failure = failure or error
+    if image is None:
+        return job.capture(size)  # its message is about the model alone, or the loss was what cannot be recorded
+    raise failure or OutcoreError(f"{job.name} cannot be captured")
+
+
+def _capture(job: Job, size: int | None, image: int | None, device: str | None) -> Graph:
+    model = job.build(device).train()
+    args, kwargs, target = job.example(size, device)
+    if image is not None:
+        args, kwargs, target = _resized((args, kwargs, target), image)
+    if job.loss is None or target is None:
+        return capture(model, args, kwargs)
+    return capture(with_loss(model, job.loss), args, {**kwargs, "target": target})
+
+
+def _resized(batch: Any, side: int) -> Any:
+    """A batch whose images have another size: everything that has the height and width of the largest input."""
+    from torch.utils._pytree import tree_leaves, tree_map
+
+    images = [t for t in tree_leaves(batch[:2]) if isinstance(t, torch.Tensor) and t.dim() >= 4]
+    if not images:
+        raise OutcoreError("no input has the shape of an image (batch, channels, height, width); leave out the sizes")
+    shape = max(images, key=torch.Tensor.numel).shape[2:]
+    scale = side / max(shape)
+    wanted = tuple(max(1, round(n * scale)) for n in shape)
+
+    def resize(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or leaf.dim() <= len(shape) or leaf.shape[-len(shape) :] != shape:
+            return leaf
+        return torch.empty((*leaf.shape[: -len(shape)], *wanted), dtype=leaf.dtype, device="meta")
+
+    return tree_map(resize, batch)
