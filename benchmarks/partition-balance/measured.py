@@ -64,9 +64,11 @@ Known = dict[frozenset[str], tuple[float, int]]
 
 
 def received(values: Values, graph: Graph, names: tuple[str, ...]) -> Values:
-    """Values as a stage gets them: memory of its own, and leaves of its own graph."""
-    copies = {name: values[name].detach().clone() for name in names}
-    return {n: t.requires_grad_(graph.values[n].requires_grad and t.is_floating_point()) for n, t in copies.items()}
+    """Values as a stage gets them: memory of its own, which it may also write into."""
+    leaves = {n: values[n].detach() for n in names}
+    return {
+        n: t.requires_grad_(graph.values[n].requires_grad and t.is_floating_point()).clone() for n, t in leaves.items()
+    }
 
 
 def backward(outputs: Values) -> None:
@@ -87,7 +89,7 @@ def run_stage(stage: Subgraph, values: Values, graph: Graph) -> tuple[float, int
     owned = {t.untyped_storage().data_ptr(): t for t in (*stage.parameters(), *stage.buffers())}
     always = sum(t.numel() * t.element_size() for t in owned.values())
     state = 2 * sum(p.numel() * p.element_size() for p in stage.parameters() if p.requires_grad)
-    with LiveBytes(owned.values()) as live:
+    with LiveBytes((*owned.values(), *values.values())) as live:
         flying = [stage(received(values, graph, stage.inputs)) for _ in range(GPIPE.micro_batches)]
         while flying:
             backward(flying.pop(0))
