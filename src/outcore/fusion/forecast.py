@@ -73,6 +73,8 @@ def forecast(array: FusedArray, *batch: Any, each: Sequence[tuple[Any, ...]] | N
         peak = memory_curve(graph, account(graph, array._device.type), optimizer=optimizer).at_peak
         own = [p for p in training.model.parameters() if p.requires_grad]
         kept = _bytes(training.model.parameters()) + _bytes(training.model.buffers()) + _bytes(own)
+        if array._device.type == "cuda":
+            kept += _bytes(own)  # the one-kernel update gathers the gradients in one piece
         resting = max(resting, kept + round(optimizer.state_per_parameter * _bytes(own)))
         running = max(running, peak.feature_maps + peak.feature_gradients + peak.workspace)
         shared = max(shared, peak.inputs)
