@@ -10,6 +10,7 @@ Sums over tiles are kept in float32 where the tensors are of half precision: hun
 
 from __future__ import annotations
 
+import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,6 +56,8 @@ class Counts:
     backward: int = 0
     reused: int = 0
     """Tiles that equal one computed before, forward and backward."""
+    waited_s: float = 0.0
+    """Time in which a tile was to be computed and its pixels were not there."""
 
 
 @dataclass
@@ -260,7 +263,20 @@ class Execution:
                     crops[name] = crop
             return crops
 
-        return read_ahead(plans, read, self.options.workers)
+        return self._timed(read_ahead(plans, read, self.options.workers))
+
+    def _timed(
+        self, tiles: Iterator[tuple[TilePlan, dict[str, torch.Tensor]]]
+    ) -> Iterator[tuple[TilePlan, dict[str, torch.Tensor]]]:
+        """The same, with the waiting counted."""
+        while True:
+            start = time.perf_counter()
+            tile = next(tiles, None)
+            self.counts.waited_s += time.perf_counter() - start
+            if tile is None:
+                return
+            yield tile
+            del tile
 
     def _key(self, stage: Stage, plan: TilePlan, crops: Mapping[str, torch.Tensor]) -> Any:
         """What tiles must have in common to be twins; none for a tile that has no twin."""

@@ -14,6 +14,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -65,6 +66,11 @@ class StreamPlan:
     def apply(self, model: nn.Module, *, workers: int = 0) -> Streamed:
         """The model, streamed by this plan."""
         return stream(model, tile=self.tile, boundary=self.boundary, statistics=self.statistics, workers=workers)
+
+    def document(self) -> dict[str, Any]:
+        """What a `Plan` says under ``stream``."""
+        boundary = None if self.boundary is None else list(self.boundary)
+        return {"boundary": boundary, "tile": list(self.tile), "statistics": self.statistics}
 
     def __str__(self) -> str:
         where = "the whole local part" if self.boundary is None else f"up to {', '.join(self.boundary)}"
