@@ -150,7 +150,7 @@ def case(name: str, batch: int, side: int, bf16: bool, peers: list[str], shares:
     plain = add("plain", lambda: fresh().measure())
     state: dict = {}
 
-    def ours(share: float) -> dict:
+    def ours(share: float, graphs: bool = False) -> dict:
         bench = fresh()
         base = state.get("plain_bytes")
         start = time.time()
@@ -176,7 +176,8 @@ def case(name: str, batch: int, side: int, bf16: bool, peers: list[str], shares:
                 memory=memory,
                 optimizer=0.0,
                 costs=state.get("costs"),
-                measure_s=8,
+                measure_s=5,
+                graphs=graphs,
                 quiet=True,
             )
         plan = outcore.memory_plan(bench.model)
@@ -184,6 +185,7 @@ def case(name: str, batch: int, side: int, bf16: bool, peers: list[str], shares:
         state.setdefault("plain_bytes", plan.plain_bytes)
         planned = time.time() - start
         result = bench.measure()
+        result["reserved"] = torch.cuda.max_memory_reserved()
         counts: dict[str, int] = {}
         for how in plan.policy.values():
             counts[how] = counts.get(how, 0) + 1
@@ -201,6 +203,10 @@ def case(name: str, batch: int, side: int, bf16: bool, peers: list[str], shares:
         row = add(f"outcore {share or 'least'}", lambda share=share: ours(share))
         if row and plain and "ms" in row and "ms" in plain:
             print(f"   -> {row['ms'] / plain['ms']:.3f}x at {row['peak'] / plain['peak']:.3f}", flush=True)
+
+    if "graphs" in peers and side <= 512:
+        for share in [s for s in shares if 0 < s < 1]:
+            add(f"outcore {share} graphs", lambda share=share: ours(share, graphs=True))
 
     if "checkpoint" in peers:
 

@@ -74,7 +74,7 @@ class Plan:
     exactness: Exactness = "bitwise"
     batch_norm: BatchNorm = "micro_batch"
     policy: Mapping[str, str] = field(default_factory=dict)
-    """Value -> keep, offload, recompute or encode:<how>; values that are not listed are kept."""
+    """Value -> keep, offload (or offload:early), recompute or encode:<how>; values that are not listed are kept."""
     tied: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Parameter -> stages that hold a copy of it, whose gradients are added up."""
     stream: Mapping[str, Any] | None = None
@@ -103,7 +103,8 @@ class Plan:
         for value, policy in self.policy.items():
             if not policy.startswith(_POLICIES) or policy == "encode:":
                 raise PlanError(
-                    f"policy {policy!r} of {value} is not known; choose keep, offload, recompute or encode:<how>"
+                    f"policy {policy!r} of {value} is not known; choose keep, offload, offload:early, recompute or "
+                    "encode:<how>"
                 )
 
     @property

@@ -56,12 +56,12 @@ def within(
     """Make a model train within a memory budget; returns the same model.
 
     >>> import torch, outcore
-    >>> net = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for _ in range(6)))
+    >>> net = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for _ in range(16)))
     >>> images = torch.randn(4096, 64)
     >>> plain = outcore.memory_plan(outcore.within(net, (images,), memory=None, quiet=True)).plain_bytes
-    >>> net = outcore.within(net, (images,), memory=int(0.6 * plain), quiet=True)
+    >>> net = outcore.within(net, (images,), memory=int(0.7 * plain), quiet=True)
     >>> net(images).sum().backward()
-    >>> outcore.memory_plan(net).peak_bytes <= 0.6 * plain
+    >>> outcore.memory_plan(net).peak_bytes <= 0.7 * plain
     True
 
     Args:

@@ -21,7 +21,7 @@ def network() -> nn.Module:
     def block(i: int) -> nn.Module:
         return nn.Sequential(nn.Conv2d(i, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU(inplace=True))
 
-    layers = [block(3), block(32), nn.MaxPool2d(3, 2, 1), block(32), nn.Dropout(0.2), block(32), block(32)]
+    layers = [block(3), block(32), nn.MaxPool2d(3, 2, 1), block(32), nn.Dropout(0.2), *(block(32) for _ in range(16))]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 4)).cuda()
 
 
@@ -72,7 +72,7 @@ def test_graphs_give_the_same_gradients() -> None:
     twin = copy.deepcopy(model)
     outcore.within(model, (images,), memory=None, optimizer=0.0, quiet=True)
     plan = outcore.memory_plan(model)
-    budget = int(0.7 * plan.plain_bytes)
+    budget = int(0.75 * plan.plain_bytes)
     outcore.within(model, (images,), memory=budget, optimizer=0.0, costs=plan.keeping.costs, graphs=True, quiet=True)
     for _ in range(3):
         batch = torch.randn_like(images)

@@ -27,7 +27,9 @@ def blocks_of(recorder: Recorder) -> dict[str, Block]:
 
     found: dict[str, Block] = {}
 
-    def visit(path: str) -> None:
+    waiting = [ROOT]
+    while waiting:  # no inner function that calls itself: it would keep the model alive until garbage is collected
+        path = waiting.pop()
         module = modules.get(path)
         called = recorder.kinds.get(path)
         kind, type_ = called or (
@@ -47,10 +49,7 @@ def blocks_of(recorder: Recorder) -> dict[str, Block]:
             source=definition(type(model).forward) if path == ROOT else recorder.sources.get(path, ""),
             aliases=tuple(n for n in others.get(id(module), ()) if n != path),
         )
-        for child in inside:
-            visit(child)
-
-    visit(ROOT)
+        waiting.extend(reversed(inside))
     return found
 
 

@@ -11,6 +11,7 @@ import contextlib
 import inspect
 import logging
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -33,6 +34,8 @@ from outcore.graph.structure import leaves, substitute
 __all__ = ["arguments_as_called", "capture"]
 
 _REAL_INPUT_LIMIT = 64 * 2**20
+_ONE_AT_A_TIME = threading.RLock()
+"""While recording, torch's own functions are watched: one thread at a time."""
 
 
 def capture(model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None = None) -> Graph:
@@ -65,6 +68,13 @@ def _record_somehow(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Recorder, Recording, tuple[str, ...]]:
     """Record one run: on fake tensors, and if that fails on real ones."""
+    with _ONE_AT_A_TIME:
+        return _record_alone(model, args, kwargs)
+
+
+def _record_alone(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Recorder, Recording, tuple[str, ...]]:
     try:
         return (*_record(model, args, kwargs, real=False), ())
     except Exception as error:

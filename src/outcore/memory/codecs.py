@@ -88,7 +88,7 @@ def pack_bits(flat: torch.Tensor) -> torch.Tensor:
     count = flat.numel()
     packed = torch.empty(-(-count // 8), dtype=torch.uint8, device=flat.device)
     if flat.is_cuda:
-        from outcore.memory.kernels import pack
+        from outcore.memory.triton_kernels import pack
 
         pack(flat, packed)
         return packed
@@ -106,7 +106,7 @@ def unpack_bits(bits: torch.Tensor, count: int, level: torch.Tensor) -> torch.Te
     """Zero where a bit is zero, the level where it is one, in the dtype of the level."""
     out = torch.empty(count, dtype=level.dtype, device=bits.device)
     if bits.is_cuda:
-        from outcore.memory.kernels import unpack
+        from outcore.memory.triton_kernels import unpack
 
         unpack(bits, out, float(level) if level.device.type == "cpu" else level)
         return out
@@ -129,7 +129,7 @@ def _positions(indices: torch.Tensor, window: Window) -> torch.Tensor:
     """Where in its window each maximum lies."""
     small = torch.empty_like(indices, dtype=torch.uint8)
     if indices.is_cuda:
-        from outcore.memory.kernels import to_positions
+        from outcore.memory.triton_kernels import to_positions
 
         to_positions(indices, small, window)
         return small
@@ -148,7 +148,7 @@ def _indices(positions: torch.Tensor, window: Window) -> torch.Tensor:
     """The index in the image of each position in its window."""
     whole = torch.empty_like(positions, dtype=torch.int64)
     if positions.is_cuda:
-        from outcore.memory.kernels import to_indices
+        from outcore.memory.triton_kernels import to_indices
 
         to_indices(positions, whole, window)
         return whole

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+import weakref
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -65,18 +66,25 @@ class Admitted:
     """Forward and backward as CUDA graphs, where that was asked for and can be."""
 
 
-@dataclass
 class Governor:
     """What is called instead of the model's ``forward``."""
 
-    model: nn.Module
-    settings: Settings
-    costs: Costs | None = None
-    """Measured for the first key; others are scaled from it."""
-    admitted: dict[Hashable, Admitted | None] = field(default_factory=dict)
-    """None for a key under which the model runs as it is."""
-    tier: Tier | None = None
-    tier_bytes: int = 0
+    def __init__(self, model: nn.Module, settings: Settings, costs: Costs | None = None) -> None:
+        self._model = weakref.ref(model)  # the model holds this object, not the other way round
+        self.settings = settings
+        self.costs = costs
+        """Measured for the first key; others are scaled from it."""
+        self.admitted: dict[Hashable, Admitted | None] = {}
+        """None for a key under which the model runs as it is."""
+        self.tier: Tier | None = None
+        self.tier_bytes = 0
+
+    @property
+    def model(self) -> nn.Module:
+        """The model whose forward this is."""
+        model = self._model()
+        assert model is not None
+        return model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model."""
@@ -88,7 +96,7 @@ class Governor:
         entry = self.admitted[key]
         if entry is None:
             return self.original(*args, **kwargs)
-        if entry.holding.idle:
+        if not entry.plan.policy:
             return self.original(*args, **kwargs)
         tensors = [t for _, t in leaves((args, kwargs), torch.Tensor)]
         if entry.graphed is not None and (result := entry.graphed(tensors)) is not None:
@@ -140,8 +148,8 @@ class Governor:
         """Policies for a graph: those there are, if they fit it, else new ones."""
         device = device_of(graph)
         with self.suspended():
-            costs = self.costs if self.costs is not None and self.costs.fingerprint == graph.fingerprint else None
-            if costs is None:
+            costs = self.costs
+            if costs is None or not _belong(costs, graph):
                 costs = account(graph)
                 costs = _scaled(costs, self.costs) if self.costs is not None else by_bytes(costs, memory_rate(device))
         budget = self.settings.budget_bytes
@@ -197,12 +205,20 @@ class Governor:
         return {"model": self.model, "settings": self.settings, "costs": self.costs}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__ |= state | {"admitted": {}, "tier": None, "tier_bytes": 0}
+        self.__init__(**state)  # type: ignore[misc]
 
 
 def _applicable(policy: dict[str, str], graph: Graph) -> dict[str, str]:
     """The policies of values that the graph has too."""
     return {name: how for name, how in policy.items() if name.partition("~")[0] in {*graph.values, *graph.calls}}
+
+
+def _belong(costs: Costs, graph: Graph) -> bool:
+    """Whether costs are those of a graph at its size (a fingerprint is the same at every size)."""
+    made = {name: size for cost in costs.calls.values() for name, size in cost.outputs.items()}
+    return costs.fingerprint == graph.fingerprint and all(
+        graph.values[name].bytes == size for name, size in made.items() if name in graph.values
+    )
 
 
 def _scaled(costs: Costs, like: Costs) -> Costs:

@@ -114,6 +114,7 @@ def prepare(
         if buffer is None:
             raise PlanError(f"the plan names {name}, which is no memory of {graph.root.type}")
         _check(buffer, how)
+        how = "offload" if how == "offload:early" else how
         if how != "recompute":
             plans[name] = CellPlan(name, how, window=_window(graph, steps, buffer, model) if "window" in how else None)
             continue

@@ -150,6 +150,7 @@ class DiskTier:
 
     def __init__(self, capacity_bytes: int, directory: str | Path | None = None) -> None:
         folder = Path(directory or os.environ.get("OUTCORE_SCRATCH") or tempfile.gettempdir())
+        self.threads: ThreadPoolExecutor | None = None
         self.file, path = tempfile.mkstemp(prefix="outcore-", dir=folder)
         Path(path).unlink()
         try:
@@ -157,12 +158,12 @@ class DiskTier:
                 os.posix_fallocate(self.file, 0, capacity_bytes)
         except OSError as error:
             os.close(self.file)
+            self.file = -1
             raise OutcoreError(
                 f"the plan needs {capacity_bytes / 2**20:,.0f} MiB of disk in {folder}: {error.strerror}; "
                 "set OUTCORE_SCRATCH to a folder with more room, or plan with a larger memory budget"
             ) from None
-        self.arena, self.end = Arena(capacity_bytes), capacity_bytes
-        self.threads: ThreadPoolExecutor | None = None
+        self.arena = Arena(capacity_bytes)
 
     @property
     def workers(self) -> ThreadPoolExecutor:

@@ -27,7 +27,8 @@ from outcore.planner.keeping import Keeping, Outcome
 
 __all__ = ["Assignment", "fit", "smallest"]
 
-_TRIED = 6
+_TRIED, _MOST = 10, 60
+"""Choices that are evaluated at every step; at most, if none of the first helps."""
 _SEGMENTS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48)
 
 
@@ -57,7 +58,7 @@ class _Search:
     """One search."""
 
     def __init__(self, keeping: Keeping, budget_bytes: int, time_limit_s: float) -> None:
-        self.keeping, self.budget = keeping, budget_bytes
+        self.keeping, self.budget, self.time_limit_s = keeping, budget_bytes, time_limit_s
         self.end = time.monotonic() + time_limit_s
         self.choices = {b.name: c for b in keeping.buffers.values() if (c := keeping.choices(b))}
         self.start = {n: "recompute" for n, c in self.choices.items() if "recompute" in c and not self.saved(n)}
@@ -78,6 +79,11 @@ class _Search:
         fitting = [a for a in segments if a.fits(self.budget)]
         found += sorted(fitting, key=lambda a: a.outcome.time_s)[:3] or [self.descend(a) for a in segments[:2]]
         done = [self.take_back(a) for a in found if a.fits(self.budget)]
+        if not done and self.budget:  # what goes far below the budget may lead to what is just below it
+            lowest = _Search(self.keeping, 0, self.time_limit_s).run()
+            self.end = time.monotonic() + self.time_limit_s
+            done = [self.take_back(lowest)] if lowest.fits(self.budget) else []
+            found.append(lowest)
         if not done:
             return min(found, key=lambda a: a.outcome.peak_bytes)
         return self.polish(min(done, key=lambda a: a.outcome.time_s))
@@ -108,7 +114,9 @@ class _Search:
                 break
             before = self.excess(current.outcome)
             best, best_score = None, 0.0
-            for name, how in self.promising(current):
+            for i, (name, how) in enumerate(self.promising(current)):
+                if i >= _TRIED and best is not None:
+                    break
                 tried = self.assign({**current.policy, name: how})
                 gain = before - self.excess(tried.outcome)
                 score = gain / (max(0.0, tried.outcome.time_s - current.outcome.time_s) + self.epsilon_s)
@@ -125,9 +133,12 @@ class _Search:
         return float(over.sum()) + max(0, outcome.peak_bytes - self.budget)
 
     def promising(self, current: Assignment) -> list[tuple[str, str]]:
-        """The few choices that look best, by how long a buffer would be away while there is too much."""
+        """Choices, those that look best first, by how long a buffer would be away while there is too much."""
         over = np.concatenate([[0.0], np.cumsum(current.outcome.curve > self.budget)])
-        keeping, ranked, turned = self.keeping, [], []
+        keeping = self.keeping
+        down: list[tuple[float, str, str]] = []
+        turned: list[tuple[float, str, str]] = []
+        last: list[tuple[float, str, str]] = []
         for name, choices in self.choices.items():
             buffer, how = keeping.buffers[name], current.policy.get(name, "keep")
             if how == "recompute":
@@ -144,8 +155,11 @@ class _Search:
                 continue
             for choice in choices:
                 cost = self.rough_cost_s(buffer, choice, current) + self.epsilon_s
-                ranked.append((buffer.bytes * moments / cost, name, choice))
-        best = sorted(ranked, reverse=True)[:_TRIED] + sorted(turned, reverse=True)[:_TRIED]
+                (last if choice == "offload:early" else down).append((buffer.bytes * moments / cost, name, choice))
+        for found in (down, turned, last):
+            found.sort(reverse=True)
+        half = _TRIED // 2
+        best = down[:half] + turned[:half] + down[half:_MOST] + turned[half:_MOST] + last
         return [(name, choice) for _, name, choice in best]
 
     def brought_back(self, buffer: Buffer, current: Assignment) -> int:
@@ -158,6 +172,9 @@ class _Search:
         if choice == "recompute":
             on_the_way = [self.keeping.buffers[s] for s in buffer.sources if not self.saved(s)]
             return buffer.again_s + sum(b.again_s for b in on_the_way)
+        if choice == "offload:early":
+            assert self.keeping.tier is not None
+            return 0.5 * buffer.bytes / self.keeping.tier.out_bytes_per_s
         if choice == "offload":
             tier, moved = self.keeping.tier, current.outcome.transfers
             assert tier is not None

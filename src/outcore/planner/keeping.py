@@ -20,7 +20,7 @@ The memory is `outcore.cost.memory_curve` of the plain step, with what each poli
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -64,7 +64,8 @@ class Keeping:
         tier: Tier | None,
         memory_bytes_per_s: float = 10e9,
     ) -> None:
-        self.graph, self.costs, self.tier, self.memory_bytes_per_s = graph, costs, tier, memory_bytes_per_s
+        self.graph = replace(graph, executable=None)  # facts alone: a plan must not keep a model alive
+        self.costs, self.tier, self.memory_bytes_per_s = costs, tier, memory_bytes_per_s
         self.plain: MemoryCurve = memory_curve(graph, costs, optimizer=optimizer)
         self.base: Curve = np.array([m.bytes.total for m in self.plain.moments], dtype=np.int64)
         self.buffers: dict[str, Buffer] = buffers_of(graph, costs)
@@ -114,7 +115,7 @@ class Keeping:
         if (codec := codec_for(buffer)) is not None:
             found.append(f"encode:{codec}")
         if self.tier is not None and buffer.savers and buffer.bytes >= self.tier.least_bytes and buffer.need == "full":
-            found.append("offload")
+            found += ["offload", "offload:early"]
         return found if buffer.kind != "given" and not buffer.opaque else []
 
     def evaluate(self, policy: Mapping[str, str]) -> Outcome:
@@ -145,7 +146,7 @@ class Keeping:
                     way = sum(self.buffers[v].bytes for v in buffer.sources if self._on_the_way(v, policy))
                     entry[begins] = max(entry[begins], size + way)
                 room[begins] = max(room[begins], buffer.workspace_bytes)
-            elif how == "offload":
+            elif how.startswith("offload"):
                 moved.append((buffer, first[name]))
                 _add(moment, gone, ends, size)
             else:
@@ -159,7 +160,8 @@ class Keeping:
         transfers = None
         if moved:
             assert self.tier is not None
-            transfers = schedule_transfers(self, moved, recomputed, self.tier)
+            early = {b.name for b, _ in moved if policy[b.name] == "offload:early"}
+            transfers = schedule_transfers(self, moved, recomputed, self.tier, early)
             for transfer in transfers.moved:
                 _add(moment, transfer.gone_at, transfer.back_at - 1, -self.buffers[transfer.buffer].bytes)
             extra_s += transfers.stall_s

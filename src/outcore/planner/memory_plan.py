@@ -15,7 +15,7 @@ from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.machine.units import format_bytes
 from outcore.plan_document import Plan, Predicted, name_stages
-from outcore.planner.budget import Assignment, fit, smallest
+from outcore.planner.budget import Assignment, fit
 from outcore.planner.keeping import Keeping, Outcome
 from outcore.planner.transfers import Tier
 
@@ -136,9 +136,7 @@ def plan_memory(
     most = budget_bytes - reserved_bytes if budget_bytes is not None else 2**62
     assignment = fit(keeping, most, time_limit_s=time_limit_s)
     if not assignment.fits(most):
-        least = min(
-            (assignment, smallest(keeping, time_limit_s=time_limit_s)), key=lambda a: a.outcome.peak_bytes
-        ).outcome
+        least = assignment.outcome
         at = keeping.plain.moments[int(least.curve.argmax())]
         where = f"{at.phase} of {at.call}" if at.call else "the optimizer's step"
         raise PlanError(

@@ -1,7 +1,8 @@
 """When copies to the slower tier and back happen, and how long the device waits for them.
 
 Copies go on beside the computing, one after the other each way. A buffer leaves when its last use in forward is over;
-its memory is free after the call during which the copy ends. It starts to come back as late as it can and still be
+its memory is free after the call during which the copy ends, which may be in backward; one that leaves *early* is
+waited for where forward ends, if its copy is not over by then. It starts to come back as late as it can and still be
 there in time; where the link is too slow for that, the computing waits.
 
     compute   | F0 | F1 | F2 | F3 | B3 | B2 | B1 | B0 |
@@ -12,7 +13,7 @@ there in time; where the link is too slow for that, the computing waits.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -66,7 +67,11 @@ class Transfers:
 
 
 def schedule_transfers(
-    keeping: Keeping, moved: Sequence[tuple[Buffer, int]], recomputed: Mapping[str, tuple[int, int]], tier: Tier
+    keeping: Keeping,
+    moved: Sequence[tuple[Buffer, int]],
+    recomputed: Mapping[str, tuple[int, int]],
+    tier: Tier,
+    early: Collection[str] = (),
 ) -> Transfers:
     """Place the copies.
 
@@ -75,6 +80,7 @@ def schedule_transfers(
         moved: buffers with the position of the call whose backward needs them first.
         recomputed: what is made again, which takes its time too.
         tier: where they go.
+        early: the buffers that must be gone when forward ends.
     """
     clock = _Clock(keeping, recomputed)
     ends: dict[str, float] = {}
@@ -82,6 +88,8 @@ def schedule_transfers(
     for buffer, _ in sorted(moved, key=lambda row: row[0].last):
         start = max(free_s, clock.forward_end[buffer.last])
         free_s = ends[buffer.name] = start + buffer.bytes / tier.out_bytes_per_s
+    turn_s = max((ends[name] for name in early), default=0.0) - (clock.forward_end[-1] if clock.forward_end else 0.0)
+    clock.wait_at_turn(max(0.0, turn_s))
     needs = sorted(moved, key=lambda row: (-row[1], row[0].born))
     starts: dict[str, float] = {}
     later = float("inf")
@@ -95,8 +103,9 @@ def schedule_transfers(
         begins = max(free_s, clock.backward_start[fetch] + stall_s, ends[buffer.name])
         free_s = begins + buffer.bytes / tier.in_bytes_per_s
         stall_s += max(0.0, free_s - clock.backward_start[need] - stall_s)
-        found.append(_transfer(keeping, clock, buffer, ends[buffer.name], fetch))
-    return Transfers(tuple(found), stall_s, sum(b.bytes for b, _ in moved))
+        out_s = min(ends[buffer.name], clock.forward_end[-1]) if buffer.name in early else ends[buffer.name]
+        found.append(_transfer(keeping, clock, buffer, out_s, fetch))
+    return Transfers(tuple(found), stall_s + max(0.0, turn_s), sum(b.bytes for b, _ in moved))
 
 
 def _transfer(keeping: Keeping, clock: _Clock, buffer: Buffer, out_s: float, fetch: int) -> Transfer:
@@ -128,6 +137,11 @@ class _Clock:
         for i in reversed(range(len(keeping.order))):
             self.backward_start[i] = now
             now += again[i] + keeping.backward_s[i]
+        self._rising = self.backward_start[::-1]
+
+    def wait_at_turn(self, seconds: float) -> None:
+        """Backward starts later."""
+        self.backward_start = [s + seconds for s in self.backward_start]
         self._rising = self.backward_start[::-1]
 
     def before_backward(self, time_s: float) -> int:

@@ -1,0 +1,385 @@
+"""outcore.within: one call, the loop unchanged, the same gradients, the peak below the number given."""
+
+import copy
+import io
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+
+import outcore
+from outcore.cost.live import LiveBytes
+from outcore.cost.saved import account
+from outcore.errors import OutcoreError, PlanError
+from outcore.memory.governor import Governor, by_bytes
+
+SIDE = 48
+
+
+def network(blocks: int = 6, width: int = 8) -> nn.Module:
+    torch.manual_seed(0)
+
+    def block(i: int) -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(i, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)
+        )
+
+    layers = [block(3), *(block(width) for _ in range(blocks - 1))]
+    return nn.Sequential(*layers, nn.Dropout(0.1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 4))
+
+
+def images(batch: int = 4, side: int = SIDE) -> torch.Tensor:
+    return torch.randn(batch, 3, side, side, generator=torch.Generator().manual_seed(1))
+
+
+def budgeted(model: nn.Module, share: float, x: torch.Tensor | None = None) -> nn.Module:
+    """The model within a share of what plain training takes."""
+    x = images() if x is None else x
+    graph = outcore.capture(model, (x,))
+    costs = by_bytes(account(graph), 1e9)
+    outcore.within(model, (x,), memory=None, optimizer=0.0, costs=costs, quiet=True)
+    plain = outcore.memory_plan(model).plain_bytes
+    return outcore.within(model, (x,), memory=int(share * plain), optimizer=0.0, costs=costs, quiet=True)
+
+
+def step(model: nn.Module, x: torch.Tensor, seed: int = 3) -> torch.Tensor:
+    model.zero_grad()
+    torch.manual_seed(seed)
+    loss = model(x).square().sum()
+    loss.backward()
+    return loss.detach()
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    pairs = [*zip(a.parameters(), b.parameters(), strict=True)]
+    buffers = [*zip(a.buffers(), b.buffers(), strict=True)]
+    return all(torch.equal(p.grad, q.grad) for p, q in pairs) and all(torch.equal(x, y) for x, y in buffers)  # type: ignore[arg-type]
+
+
+def managed(model: nn.Module) -> Governor:
+    governor = model.__dict__["forward"]
+    assert isinstance(governor, Governor)
+    return governor
+
+
+@pytest.mark.parametrize("share", [1.0, 0.8, 0.6, 0.45])
+def test_gradients_of_plain_training_within_the_budget(share: float) -> None:
+    model, x = network(), images()
+    twin = copy.deepcopy(model)
+    budgeted(model, share)
+    plan = outcore.memory_plan(model)
+    for seed in range(3):
+        assert torch.equal(step(model, x, seed), step(twin, x, seed))
+        assert same(model, twin)
+    model.zero_grad()
+    with LiveBytes([*model.parameters(), *model.buffers(), x]) as live:
+        model(x).square().sum().backward()
+    held = sum(t.nbytes for t in (*model.parameters(), *model.buffers(), x))
+    assert plan.budget_bytes is not None
+    assert live.peak + held <= 1.01 * plan.budget_bytes
+    assert (live.peak + held) == pytest.approx(plan.peak_bytes, rel=0.05)
+
+
+def test_the_model_stays_what_it_was() -> None:
+    model = network()
+    names, kind = list(model.state_dict()), type(model)
+    assert budgeted(model, 0.6) is model
+    assert type(model) is kind and list(model.state_dict()) == names
+    assert model.train().training and not model.eval().training
+    outcore.release(model)
+    assert "forward" not in model.__dict__
+
+
+def test_a_whole_training_is_the_same() -> None:
+    model = network()
+    twin = copy.deepcopy(model)
+    budgeted(model, 0.6)
+    losses = []
+    for net in (model, twin):
+        optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+        torch.manual_seed(5)
+        history = []
+        for i in range(4):
+            for part in images(4).split(2 + i % 2):  # accumulated over parts of unequal size
+                loss = net(part).square().mean()
+                loss.backward()
+                history.append(loss.item())
+            clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(history)
+    assert losses[0] == losses[1]
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_a_smaller_and_a_larger_batch() -> None:
+    model = network()
+    twin = copy.deepcopy(model)
+    budgeted(model, 0.7)
+    for x in (images(3), images(1, 40)):
+        step(model, x), step(twin, x)
+        assert same(model, twin)
+    assert len(managed(model).admitted) == 3
+    with pytest.raises(PlanError, match="smallest budget"):
+        model(images(16))
+
+
+def test_a_budget_too_small_is_refused_with_one_that_works() -> None:
+    model, x = network(), images()
+    costs = by_bytes(account(outcore.capture(model, (x,))), 1e9)
+    with pytest.raises(PlanError, match=r'give memory="\d+MiB" or more') as refused:
+        outcore.within(model, (x,), memory="100KiB", optimizer=0.0, costs=costs, quiet=True)
+    assert "forward" not in model.__dict__
+    least = str(refused.value).partition('memory="')[2].partition('"')[0]
+    del refused  # it holds the frames it came from
+    outcore.within(model, (x,), memory=least, optimizer=0.0, costs=costs, quiet=True)
+    step(model, x)
+
+
+def test_forward_without_backward_and_exceptions_leave_nothing() -> None:
+    model, x = budgeted(network(), 0.5), images()
+    for _ in range(3):
+        model(x)
+
+    def explode(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    twin = copy.deepcopy(outcore.release(copy.deepcopy(model)))
+    handle = x.clone().requires_grad_()
+    output = model(handle)
+    output.register_hook(explode)
+    with pytest.raises(KeyboardInterrupt):
+        output.sum().backward()
+    del output
+    twin(x)
+    model.load_state_dict(twin.state_dict())
+    step(model, x), step(twin, x)
+    assert same(model, twin)
+
+
+def test_keeping_the_graph() -> None:
+    model, x = network(), images()
+    twin = copy.deepcopy(model)
+    budgeted(model, 0.5)
+    found = []
+    for net in (model, twin):
+        torch.manual_seed(0)
+        loss = net(x).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        found.append(gradients(net))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_second_derivatives() -> None:
+    def penalty(net: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+        x = x.clone().requires_grad_()
+        torch.manual_seed(0)
+        (slope,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+        slope.square().sum().backward()
+        return gradients(net)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(6)))
+    twin = copy.deepcopy(model)
+    x = torch.randn(64, 32)
+    budgeted(model, 0.9, x.clone().requires_grad_())
+    want, got = penalty(twin, x), penalty(model, x)
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
+def test_two_forwards_before_one_backward() -> None:
+    model = network()
+    twin = copy.deepcopy(model)
+    budgeted(model, 0.5)
+    for net in (model, twin):
+        net.zero_grad()
+        torch.manual_seed(0)
+        first, second = net(images()), net(images() * 2)
+        (first.square().sum() + 3 * second.square().sum()).backward()
+    assert same(model, twin)
+
+
+def test_no_grad_and_eval() -> None:
+    model = network()
+    twin = copy.deepcopy(model)
+    budgeted(model, 0.6)
+    with torch.no_grad():
+        assert torch.equal(model.eval()(images()), twin.eval()(images()))
+    step(model, images()), step(twin, images())
+    assert same(model, twin)
+
+
+def test_under_autocast_with_a_scaler() -> None:
+    model = network()
+    twin = copy.deepcopy(model)
+    x = images()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        budgeted(model, 0.8)
+    for net in (model, twin):
+        net.zero_grad()
+        scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
+        torch.manual_seed(0)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = net(x).float().square().sum()
+        scaler.scale(loss).backward()
+    assert same(model, twin)
+
+
+def test_copies_and_files() -> None:
+    model, x = budgeted(network(), 0.6), images()
+    twin = copy.deepcopy(model)
+    assert managed(twin) is not managed(model) and managed(twin).model is twin
+    step(model, x), step(twin, x)
+    assert same(model, twin)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    loaded.zero_grad()
+    model.zero_grad()
+    step(model, x), step(loaded, x)
+    assert same(model, loaded)
+
+
+def test_several_models_in_one_process_and_threads() -> None:
+    models = [budgeted(network(blocks=4 + i), 0.6) for i in range(2)]
+    twins = [outcore.release(copy.deepcopy(m)) for m in models]
+    threads = [threading.Thread(target=lambda m=m: m(images()).square().sum().backward()) for m in models]  # type: ignore[misc]
+    for model in models:
+        model.eval()
+    for twin in twins:
+        twin.eval()
+        twin(images()).square().sum().backward()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(same(m, t) for m, t in zip(models, twins, strict=True))
+
+
+def test_hooks_of_the_user_run_once() -> None:
+    model = network()
+    calls: list[str] = []
+    model[1].register_forward_hook(lambda *_: calls.append("forward"))
+    model[2][0].register_forward_hook(lambda *_: calls.append("layer"))
+    budgeted(model, 0.6)
+    calls.clear()
+    step(model, images())
+    assert sorted(calls) == ["forward", "layer"]
+
+
+def test_compiled_around() -> None:
+    model = budgeted(network(), 0.6)
+    twin = outcore.release(copy.deepcopy(model))
+    compiled = torch.compile(model, backend="eager")
+    step(compiled, images()), step(twin, images())  # type: ignore[arg-type]
+    assert same(model, twin)
+
+
+def test_checkpoint_inside() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.head = network(), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(torch.tanh(checkpoint(self.inner, x, use_reentrant=False)))
+
+    torch.manual_seed(0)
+    model = Checkpointed()
+    twin = copy.deepcopy(model)
+    x = images()
+    outcore.within(
+        model, (x,), memory=None, optimizer=0.0, costs=by_bytes(account(outcore.capture(model, (x,))), 1e9), quiet=True
+    )
+    step(model, x), step(twin, x)
+    assert same(model, twin)
+
+
+def test_modified_inputs_are_noticed() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh())
+    x = torch.randn(256, 16)
+    costs = by_bytes(account(outcore.capture(model, (x,))), 1e9)
+    outcore.within(
+        model, (x,), memory=None, plan={"0#0:out": "recompute", "1#0:out": "recompute"}, costs=costs, quiet=True
+    )
+    loss = model(x).sum()
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="modified"):
+        loss.backward()
+
+
+def test_a_plan_by_hand(tmp_path: Path) -> None:
+    model, x = network(), images()
+    twin = copy.deepcopy(model)
+    budgeted(model, 0.6)
+    plan = outcore.memory_plan(model).document()
+    plan.save(tmp_path / "plan.json")
+    again = outcore.Plan.load(tmp_path / "plan.json")
+    outcore.release(model)
+    costs = by_bytes(account(outcore.capture(model, (x,))), 1e9)
+    outcore.within(model, (x,), memory=None, plan=again, costs=costs, quiet=True)
+    assert outcore.memory_plan(model).policy == dict(again.policy)
+    step(model, x), step(twin, x)
+    assert same(model, twin)
+
+
+def test_nothing_leaks_over_many_steps() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
+    x = torch.randn(512, 64)
+    graph = outcore.capture(model, (x,))
+    policy = {"0.1#0:out": "offload", "1.1#0:out": "recompute", "1.0#0:out": "recompute", "2.1#0:out": "offload"}
+    costs = by_bytes(account(graph), 1e9)
+    outcore.within(model, (x,), memory=None, plan=policy, costs=costs, quiet=True)
+    tier = managed(model).tier
+    assert tier is not None
+    free = tier.arena.free_bytes  # type: ignore[attr-defined]
+    with LiveBytes([*model.parameters(), x]) as live:
+        levels = []
+        for _ in range(200):
+            model.zero_grad()
+            model(x).sum().backward()
+            levels.append(live.live)
+    assert levels[5] == levels[-1]
+    assert tier.arena.free_bytes == free  # type: ignore[attr-defined]
+
+
+def test_a_full_disk_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)), torch.randn(512, 64)
+    costs = by_bytes(account(outcore.capture(model, (x,))), 1e9)
+    with pytest.raises(OutcoreError, match="OUTCORE_SCRATCH"):
+        outcore.within(model, (x,), memory=None, plan={"1#0:out": "offload"}, costs=costs, quiet=True)
+
+
+def test_what_was_chosen_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    model, x = network(), images()
+    costs = by_bytes(account(outcore.capture(model, (x,))), 1e9)
+    plain = outcore.memory_plan(outcore.within(model, (x,), memory=None, costs=costs, quiet=True)).plain_bytes
+    outcore.within(model, (x,), memory=int(0.7 * plain), costs=costs)
+    said = capsys.readouterr().err
+    assert "within" in said and "of plain" in said and "Adam" in said
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Linear(3, 3), lambda: nn.Sequential(nn.Linear(3, 3))])
+def test_a_model_of_one_layer(make: Callable[[], nn.Module]) -> None:
+    model = make()
+    outcore.within(model, [(2, 3)], memory=None, quiet=True)
+    model(torch.randn(2, 3)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
