@@ -63,7 +63,7 @@ def layers(draw, dims: int, barriers: bool) -> nn.Module:
     return draw(st.sampled_from([nn.GELU(), nn.ELU(inplace=True), nn.PReLU(3)]))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data(), st.integers(1, 2), st.booleans(), st.integers(0, 2**16))
 def test_random_local_networks(data, dims: int, barriers: bool, seed: int) -> None:
     torch.manual_seed(seed)
