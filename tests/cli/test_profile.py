@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 from tests.cli.command import outcore_command
 from tests.cli.test_graph import UNET
@@ -26,11 +27,26 @@ def test_several_batch_sizes_and_the_largest_that_fits() -> None:
     assert document["largest_batch"] > 100
 
 
+def test_image_sizes_are_predicted_and_the_last_is_drawn(tmp_path: Path) -> None:
+    shown = outcore_command("profile", *UNET, "--on", "t4", "--image", "64,128", "--json")
+    assert shown.returncode == 0, shown.stderr
+    scaling = json.loads(shown.stdout)["scaling"]
+    small, large = scaling["points"][:2]
+    assert (small["size"], large["size"], scaling["along"]) == (64, 128, "image")
+    assert small["low_s"] <= small["step_s"] <= small["high_s"]
+    assert scaling["largest"] >= 128
+    picture = tmp_path / "profile.svg"
+    drawn = outcore_command("profile", *UNET, "--on", "t4", "--svg", str(picture))
+    assert drawn.returncode == 0, drawn.stderr
+    assert picture.read_text().startswith("<svg")
+
+
 def test_wrong_use_says_why() -> None:
     for arguments, message in (
         (["--on", "h2000"], "h200"),
         (["--on", "h200", "--measure"], "cannot be measured from here"),
         (["--batch", "x"], "numbers like 1,2,4"),
+        (["--batch", "1,2", "--image", "64"], "not both"),
     ):
         shown = outcore_command("profile", *UNET, *arguments)
         assert shown.returncode != 0

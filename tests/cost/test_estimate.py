@@ -10,6 +10,7 @@ import outcore
 from outcore.cost.describe import describe
 from outcore.cost.estimate import estimate_optimizer
 from outcore.cost.memory import memory_curve
+from outcore.cost.movement import Movement
 from outcore.cost.saved import account, recording_of
 from outcore.machine import parse
 from outcore.models import ResNet110V2, UNet
@@ -98,3 +99,25 @@ def test_what_autograd_keeps_does_not_depend_on_where_it_is_estimated() -> None:
     estimated = outcore.estimate(graph, parse("h200"))
     assert memory_curve(graph, estimated).peak_bytes > 0
     assert estimated.total().saved_bytes == account(graph, "cuda").total().saved_bytes
+
+
+def test_inputs_that_cannot_be_folded_are_copied_before_a_product() -> None:
+    class Heads(nn.Module):
+        def __init__(self, turned: bool) -> None:
+            super().__init__()
+            self.project, self.turned = nn.Linear(64, 64), turned
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.project(x).unflatten(-1, (4, 16))
+            y = y.transpose(1, 2) if self.turned else y
+            return y @ y.transpose(-1, -2)
+
+    def copied(turned: bool) -> int:
+        graph = outcore.capture(Heads(turned), [(512, 64, 64)])
+        moves = Movement(graph, account(graph, "cuda"), {s.name: s for s in recording_of(graph).steps})
+        (name,) = [n for n, c in graph.calls.items() if graph.blocks[c.block].type == "matmul"]
+        return moves.bytes_of(name)[0]
+
+    both = 2 * 2 * 512 * 64 * 64 * 4
+    assert copied(turned=True) == both
+    assert copied(turned=False) == 0

@@ -274,7 +274,14 @@ def _elementwise(facts: _Facts) -> Operation:
 
 
 def _copy(facts: _Facts) -> Operation:
-    return _flat(facts, "copy", "")
+    turned = (
+        facts.type in ("contiguous", "reshape") and facts.inputs and list(facts.x.stride) != _sorted(facts.x.stride)
+    )
+    return _flat(facts, "copy", "layout" if turned else "")
+
+
+def _sorted(strides: tuple[int, ...]) -> list[int]:
+    return sorted(strides, reverse=True)
 
 
 _MAKERS: dict[str, Callable[[_Facts], Operation | None]] = {

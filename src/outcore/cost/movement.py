@@ -1,17 +1,20 @@
 """Bytes a GPU moves beside the operations themselves.
 
-Three things cost time on a GPU that no description of a layer shows:
+Four things cost time on a GPU that no description of a layer shows:
 
 - *casts*: under autocast the weights of a matrix product are cast to the small type in forward and their gradients back
   in backward, and so is an input that is float32; norms, softmax and losses are computed in float32 instead, and
   their inputs are cast up (torch's lists of autocast operations for CUDA; those for the CPU differ, so a graph that was
   recorded on one says little about the other);
 - *views*: taking a part of a tensor is free, but its gradient is a tensor of zeros with that part written into it;
+- *foldings*: a matrix product of many dimensions is done as one of two or three; where the strides of an input do not
+  allow that, as after a transposition of heads and positions, it is copied first;
 - *rearranging copies*: rolling, padding and resizing cost in backward what they cost in forward.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 
@@ -35,6 +38,8 @@ _DOWN = frozenset(
         "Linear linear matmul bmm baddbmm mm NonDynamicallyQuantizableLinear Conv1D scaled_dot_product_attention"
     ).split()
 )
+_ROWS = frozenset("Linear linear NonDynamicallyQuantizableLinear Conv1D".split())
+_PRODUCTS = _ROWS | frozenset(("matmul",))
 _PARTS = frozenset("getitem select narrow unbind diagonal".split())
 _BACK_AGAIN = frozenset("roll pad flip repeat interpolate Upsample ZeroPad2d".split())
 _JOINED = frozenset("chunk split unbind".split())
@@ -62,6 +67,10 @@ class Movement:
             wide = sum(_elements(v) for v in inputs if self._is_wide(v))  # there and back
             forward += 6 * (cost.parameter_bytes // 4 + wide)
             backward += 6 * (cost.parameter_bytes // 4 + wide)
+        if kind in _PRODUCTS:
+            copied = sum(2 * v.bytes for v in inputs if not _folds(v, keep=1 if kind in _ROWS else 2))
+            forward += copied
+            backward += copied
         if self.promoted(name):
             narrow = sum(_elements(v) for v in inputs if v.dtype in _HALVES and not self._is_wide(v))
             forward += 6 * narrow
@@ -82,3 +91,12 @@ class Movement:
 
 def _elements(value: Value) -> int:
     return math.prod(value.shape)
+
+
+def _folds(value: Value, *, keep: int) -> bool:
+    """Whether all dimensions but the last `keep` can be seen as one without a copy."""
+    shape, stride = value.shape, value.stride
+    if len(stride) != len(shape) or len(shape) <= keep + 1:
+        return True
+    leading = [(n, step) for n, step in zip(shape[:-keep], stride[:-keep], strict=True) if n > 1]
+    return all(a[1] == b[0] * b[1] for a, b in itertools.pairwise(leading))
