@@ -46,7 +46,7 @@ def test_wrong_use_says_why() -> None:
         (["--on", "h2000"], "h200"),
         (["--on", "h200", "--measure"], "cannot be measured from here"),
         (["--batch", "x"], "numbers like 1,2,4"),
-        (["--batch", "1,2", "--image", "64"], "not both"),
+        (["--batch", "1,2", "--image", "64"], "several batch sizes"),
     ):
         shown = outcore_command("profile", *UNET, *arguments)
         assert shown.returncode != 0
