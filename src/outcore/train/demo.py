@@ -90,10 +90,11 @@ class Demo:
     def _described(self, slide: Slide, label: Any) -> Table | Text:
         path = Path(slide.name)
         raw = slide.shape[0] * slide.shape[1] * slide.shape[2]
+        kind = "pyramidal TIFF" if path.suffix == ".tif" else "mapped array"
         gap = Scene((self.side, self.side), share=0.3).gap
         words = Text.assemble(
             (path.name, "bold"),
-            f", a {'pyramidal TIFF' if path.suffix == '.tif' else 'mapped array'}: {format_bytes(path.stat().st_size)} for {format_bytes(raw)} of pixels.\n\n",
+            f", a {kind}: {format_bytes(path.stat().st_size)} for {format_bytes(raw)} of pixels.\n\n",
             f"Its label is {label}: the two pieces of tissue are of ",
             ("different kinds" if label else "the same kind", "bold"),
             f". A patch narrower than {gap:,} pixels sees one piece at most, so no patch knows the label. ",
