@@ -65,11 +65,9 @@ def main() -> None:
     print("\n| workload | precision | members | predicted MiB | measured MiB | error |\n|---|---|---:|---:|---:|---:|")
     for r in rows:
         if r["what"].startswith("fused") and r.get("predicted_bytes"):
-            predicted, measured = r["predicted_bytes"] / 2**20, r["peak_bytes"] / 2**20
-            error = f"{100 * (predicted / measured - 1):+.0f} %"
-            print(
-                f"| {r['workload']} | {r['precision']} | {r['members']} | {predicted:,.0f} | {measured:,.0f} | {error} |"
-            )
+            p, m = r["predicted_bytes"] / 2**20, r["peak_bytes"] / 2**20
+            error = f"{100 * (p / m - 1):+.0f} %"
+            print(f"| {r['workload']} | {r['precision']} | {r['members']} | {p:,.0f} | {m:,.0f} | {error} |")
     print(
         "\n| workload | precision | predicted ms a step of 16 | measured that way | error |\n|---|---|---:|---:|---:|"
     )

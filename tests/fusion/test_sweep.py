@@ -6,6 +6,7 @@ import csv
 import json
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import optuna
 import pytest
@@ -81,6 +82,8 @@ def test_every_configuration_of_a_grid_is_trained_as_if_alone(job: str, tmp_path
         assert [step for step, _ in result.curve] == [4, 8, 12]
     rows = list(csv.DictReader((tmp_path / "out" / "results.csv").read_text().splitlines()))
     assert {(float(r["lr"]), float(r["wd"])) for r in rows} == {(0.3, 0), (0.3, 0.1), (0.03, 0), (0.03, 0.1)}
+    picture = ElementTree.parse(tmp_path / "out" / "curves.svg")
+    assert len(picture.findall("{http://www.w3.org/2000/svg}polyline")) == 4
     best = min(results, key=lambda r: r.value or 9)
     assert sweep.best is not None and sweep.best.number == best.number
     assert load_file(tmp_path / "out" / "best.safetensors").keys() == {"0.weight", "0.bias", "2.weight", "2.bias"}

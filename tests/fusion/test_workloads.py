@@ -164,9 +164,8 @@ def test_fifty_steps_equal_serial_training_at_full_size(name: str) -> None:
     _equals_serial(LARGE[name], members=2)
 
 
-@pytest.mark.parametrize("name", ["ResNet-18", "MobileNet-v3-Large"])
-def test_large_networks_equal_serial_training(name: str) -> None:
-    _equals_serial(LARGE[name], steps=2, members=2)
+def test_resnet18_equals_serial_training() -> None:
+    _equals_serial(LARGE["ResNet-18"], steps=2, members=2)
 
 
 def test_a_gan_with_two_optimizers_equals_serial_training() -> None:
@@ -178,7 +177,7 @@ def test_a_gan_with_two_optimizers_equals_serial_training() -> None:
         "d": Objective(discriminator_loss, lambda gan, i: _adam(gan.discriminator.parameters(), i)),
         "g": Objective(generator_loss, lambda gan, i: _adam(gan.generator.parameters(), i)),
     }
-    models = [build(i) for i in range(3)]
+    models = [build(i) for i in range(2)]
     twins = [copy.deepcopy(m) for m in models]
     array = outcore.fuse(models, objectives=objectives)
     torch.manual_seed(5)

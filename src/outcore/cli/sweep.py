@@ -166,4 +166,4 @@ def _conclude(running: Sweep, console: Console) -> None:
     if running.best is not None:
         where = running.options.directory
         console.print(f"best: trial {running.best.number}, weights in {where / 'best.safetensors'}", highlight=False)
-    console.print(f"all rows in {running.options.directory / 'results.csv'}", highlight=False)
+    console.print(f"rows and curves in {running.options.directory}: results.csv, curves.svg", highlight=False)

@@ -83,6 +83,8 @@ class Slot:
     optimizers: dict[str, torch.optim.Optimizer]
     schedulers: list[Any] = field(default_factory=list)
     status: str = "training"
+    frozen: dict[str, Tensor] = field(default_factory=dict)
+    """Buffers of a stopped member as they were: the others' steps go on updating them."""
 
     @property
     def model(self) -> nn.Module:
@@ -215,11 +217,21 @@ class FusedArray:
 
     def stop(self, slot: int) -> None:
         """Train a member no further; its weights stay as they are."""
+        lane, place = self._place(slot)
+        if self.slots[slot].status == "training":
+            self.slots[slot].frozen = {name: t[place].clone() for name, t in lane.stack.buffers.items()}
         self._mark(slot, "stopped")
 
     def resume(self, slot: int) -> None:
         """Train a stopped member on."""
+        self.settle(slot)
         self._mark(slot, "training")
+
+    def settle(self, slot: int) -> None:
+        """Put a stopped member's buffers back as they were when it was stopped."""
+        lane, place = self._place(slot)
+        for name, content in self.slots[slot].frozen.items():
+            lane.stack.buffers[name][place].copy_(content)
 
     def refill(self, slot: int, model: nn.Module, *, seed: int | None = None) -> None:
         """Give a slot to another model of the same architecture; it starts with a fresh optimizer and schedule."""
@@ -265,6 +277,8 @@ class FusedArray:
 
     def release(self) -> list[nn.Module]:
         """Give every model memory of its own again; the array must not be used afterwards."""
+        for slot in range(len(self)):
+            self.settle(slot)
         for lane in self.lanes:
             lane.stack.release()
         self.lanes = []
@@ -273,6 +287,8 @@ class FusedArray:
     def arrange(self, way: Way) -> None:
         """Run in another way from the next step on; what the members have learned goes with them."""
         statuses = [slot.status for slot in self.slots] if not self.lanes else self.status
+        for i in range(len(self) if self.lanes else 0):
+            self.settle(i)
         self.way, self.lanes = way, []
         for slot in self.slots:
             form = torch.channels_last if way.channels_last else torch.contiguous_format
@@ -305,6 +321,8 @@ class FusedArray:
         lane, place = self._place(slot)
         lane.alive[place] = status == "training"
         self.slots[slot].status = status
+        if status == "training":
+            self.slots[slot].frozen = {}
 
     def _arguments(self, batch: tuple[Any, ...], each: Sequence[tuple[Any, ...]] | None) -> tuple[Any, ...]:
         return arguments(

@@ -62,6 +62,7 @@ class Member:
 
     def state_dict(self) -> dict[str, Tensor]:
         """A copy of the weights under the model's own names: what a serial model would save."""
+        self.array.settle(self.slot)
         return {
             name: value.clone() if isinstance(value, Tensor) else value
             for name, value in self.model.state_dict().items()
@@ -75,6 +76,7 @@ class Member:
 
     def copy(self) -> nn.Module:
         """The model with memory of its own, as it is now."""
+        self.array.settle(self.slot)
         return twin(self.model)
 
     def stop(self) -> None:

@@ -25,6 +25,7 @@ from torch import nn
 from outcore.errors import FuseError
 from outcore.fusion.array import FusedArray
 from outcore.fusion.choice import Choice
+from outcore.fusion.curves import draw_curves
 from outcore.fusion.fuse import fuse
 from outcore.fusion.runner import Way
 from outcore.fusion.trials import Result, Source, Trial
@@ -104,6 +105,7 @@ class Sweep:
                 if not any(group.slots) and key not in waiting:
                     del groups[key]
         self.write()
+        (self.options.directory / "curves.svg").write_text(draw_curves(list(self.results.values())))
         return list(self.results.values())
 
     @property

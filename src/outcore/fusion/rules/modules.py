@@ -1,0 +1,185 @@
+"""How layers of torch.nn fuse, by class.
+
+A rule takes a `FusedCall` and returns its result for all members, or NotImplemented where it does not apply: where
+members' settings differ in a way the fused form cannot express, or the layer is used in an unusual way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from outcore.fusion.call import FusedCall, has_hooks
+from outcore.fusion.rules import elementwise, recurrent
+from outcore.fusion.rules.convolution import Convolution
+from outcore.fusion.rules.functions import embedding
+from outcore.fusion.rules.matmul import linear
+from outcore.fusion.rules.normalisation import batch_norm, group_norm, instance_norm, last_dims_norm
+from outcore.fusion.values import Stacked
+
+__all__ = ["MODULES", "writes_nothing"]
+
+
+def _of(call: FusedCall, *names: str) -> list[Any]:
+    return [call.state.get(name) for name in names]
+
+
+def _input(call: FusedCall) -> Any:
+    return call.args[0] if call.args else call.kwargs["input"]
+
+
+def _linear_module(call: FusedCall) -> Any:
+    return linear(_input(call), *_of(call, "weight", "bias"))
+
+
+def _conv_module(dims: int, transposed: bool) -> Callable[[FusedCall], Any]:
+    def rule(call: FusedCall) -> Any:
+        m: Any = call.module
+        if not call.same("stride", "padding", "dilation", "groups", "padding_mode", "output_padding"):
+            return NotImplemented
+        x, padding = _input(call), m.padding
+        if len(call.args) > 1 or "output_size" in call.kwargs:
+            return NotImplemented
+        if m.padding_mode != "zeros":
+            if isinstance(x, Stacked) and x.rank != dims + 2:
+                return NotImplemented
+            pad = m._reversed_padding_repeated_twice
+            if isinstance(x, Stacked):
+                flat = F.pad(x.tensor.flatten(0, 1), pad, mode=m.padding_mode)
+                x = Stacked(flat.unflatten(0, (x.members, -1)))
+            else:
+                x = F.pad(x, pad, mode=m.padding_mode)
+            padding = 0
+        extra = m.output_padding if transposed else None
+        convolution = Convolution.of(dims, m.stride, padding, m.dilation, m.groups, extra)
+        return convolution.fused(x, *_of(call, "weight", "bias"))
+
+    return rule
+
+
+def _batch_norm_module(call: FusedCall) -> Any:
+    m: Any = call.module
+    mean, var, count = _of(call, "running_mean", "running_var", "num_batches_tracked")
+    if m.momentum is None or not call.same("momentum", "eps", "training", "track_running_stats", "affine"):
+        return NotImplemented
+    if type(m) is nn.SyncBatchNorm:
+        return NotImplemented
+    if m.training and count is not None:
+        count.tensor.add_(1)
+    training = m.training or mean is None
+    if m.training and not m.track_running_stats:
+        mean = var = None
+    weight, bias = _of(call, "weight", "bias")
+    return batch_norm(_input(call), mean, var, weight, bias, training, m.momentum, m.eps)
+
+
+def _instance_norm_module(call: FusedCall) -> Any:
+    m: Any = call.module
+    x = _input(call)
+    if m.momentum is None or not isinstance(x, Stacked) or not call.same("momentum", "eps", "training"):
+        return NotImplemented
+    if x.rank != {"1": 3, "2": 4, "3": 5}[type(m).__name__[-2]]:
+        return NotImplemented
+    mean, var, weight, bias = _of(call, "running_mean", "running_var", "weight", "bias")
+    return instance_norm(x, mean, var, weight, bias, m.training or not m.track_running_stats, m.momentum, m.eps)
+
+
+def _group_norm_module(call: FusedCall) -> Any:
+    m: Any = call.module
+    return (
+        group_norm(_input(call), m.num_groups, call.state.get("weight"), call.state.get("bias"), m.eps)
+        if call.same("eps")
+        else NotImplemented
+    )
+
+
+def _last_dims_module(norm: Any) -> Callable[[FusedCall], Any]:
+    def rule(call: FusedCall) -> Any:
+        m: Any = call.module
+        if not call.same("eps"):
+            return NotImplemented
+        return last_dims_norm(
+            norm, _input(call), m.normalized_shape, call.state.get("weight"), call.state.get("bias"), m.eps
+        )
+
+    return rule
+
+
+def _embedding_module(call: FusedCall) -> Any:
+    m: Any = call.module
+    if not call.same("padding_idx", "max_norm"):
+        return NotImplemented
+    return embedding(
+        _input(call), call.state["weight"], m.padding_idx, m.max_norm, m.norm_type, m.scale_grad_by_freq, m.sparse
+    )
+
+
+def _activation(call: FusedCall) -> Any:
+    """A module that applies one function to each element."""
+    x, m = _input(call), call.module
+    if not isinstance(x, Stacked) or not call._alike():
+        return NotImplemented
+    if getattr(m, "inplace", False):
+        m.inplace = False  # type: ignore[assignment]
+        try:
+            return Stacked(m.forward(x.tensor))
+        finally:
+            m.inplace = True  # type: ignore[assignment]
+    return Stacked(m.forward(x.tensor))
+
+
+def _prelu(call: FusedCall) -> Any:
+    """Each member has its own slope, one or one per channel."""
+    x, weight = _input(call), call.state["weight"]
+    if not isinstance(x, Stacked) or not isinstance(weight, Stacked) or x.rank < 2:
+        return NotImplemented
+    slope = weight.tensor.reshape(x.members, 1, -1, *[1] * (x.rank - 2))
+    return Stacked(torch.where(x.tensor >= 0, x.tensor, slope * x.tensor))
+
+
+def _identity(call: FusedCall) -> Any:
+    return _input(call)
+
+
+def _pool(call: FusedCall) -> Any:
+    return elementwise.per_channel(call, int(type(call.module).__name__[-2]))
+
+
+def _resize(call: FusedCall) -> Any:
+    x = _input(call)
+    return elementwise.per_channel(call, x.rank - 2) if isinstance(x, Stacked) else NotImplemented
+
+
+_ACTIVATIONS = (
+    "ReLU ReLU6 GELU SiLU Mish ELU SELU CELU LeakyReLU Hardtanh Hardswish Hardsigmoid Hardshrink Softshrink "
+    "Softplus Softsign Tanh Tanhshrink Sigmoid LogSigmoid Threshold"
+).split()
+_POOLS = [f"{kind}Pool{d}d" for kind in ("Max", "Avg", "AdaptiveAvg", "AdaptiveMax", "LP") for d in (1, 2, 3)]
+MODULES: dict[type[nn.Module], Callable[[FusedCall], Any]] = {
+    nn.Linear: _linear_module,
+    nn.modules.linear.NonDynamicallyQuantizableLinear: _linear_module,
+    **{getattr(nn, f"Conv{d}d"): _conv_module(d, False) for d in (1, 2, 3)},
+    **{getattr(nn, f"ConvTranspose{d}d"): _conv_module(d, True) for d in (1, 2, 3)},
+    **{getattr(nn, f"BatchNorm{d}d"): _batch_norm_module for d in (1, 2, 3)},
+    **{getattr(nn, f"InstanceNorm{d}d"): _instance_norm_module for d in (1, 2, 3)},
+    nn.GroupNorm: _group_norm_module,
+    nn.LayerNorm: _last_dims_module(F.layer_norm),
+    nn.RMSNorm: _last_dims_module(F.rms_norm),
+    nn.Embedding: _embedding_module,
+    nn.PReLU: _prelu,
+    nn.Identity: _identity,
+    **{getattr(nn, name): _activation for name in _ACTIVATIONS},
+    **{getattr(nn, name): _pool for name in _POOLS if hasattr(nn, name)},
+    **{getattr(nn, name): _resize for name in ("Upsample", "UpsamplingNearest2d", "UpsamplingBilinear2d")},
+    **dict.fromkeys((nn.RNN, nn.GRU, nn.LSTM), recurrent.recurrent),
+    **dict.fromkeys((nn.RNNCell, nn.GRUCell, nn.LSTMCell), recurrent.cell),
+}
+
+
+def writes_nothing(module: nn.Module) -> bool:
+    """Whether the rule of a module that works in place alone does not when fused."""
+    return not has_hooks(module) and MODULES.get(type(module)) is _activation
