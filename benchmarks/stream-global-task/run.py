@@ -83,6 +83,7 @@ def train(how: str, data: Any, test: Any, epochs: int, rate: float) -> dict[str,
         "loss": losses[-1],
         "train_accuracy": accuracy(net, *data, how),
         "test_accuracy": accuracy(net, *test, how),
+        "test_accuracy_of_one_patch": patch_accuracy(net, *test) if how == "patches" else None,
         "weights": copy.deepcopy(net.state_dict()),
     }
 
@@ -94,6 +95,15 @@ def accuracy(net: nn.Module, x: torch.Tensor, y: torch.Tensor, how: str) -> floa
         parts = patches(x)
         scores = net(parts.flatten(0, 1)).softmax(1).view(*parts.shape[:2], 2).mean(1)
     return float((scores.argmax(1) == y).double().mean())
+
+
+@torch.no_grad()
+def patch_accuracy(net: nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:
+    """Of single patches that show tissue."""
+    parts = patches(x)
+    tissue = parts.std((2, 3, 4)) > 0.02
+    right = net(parts.flatten(0, 1)).argmax(1).view(parts.shape[:2]) == y[:, None]
+    return float(right[tissue].double().mean())
 
 
 def main() -> None:

@@ -1,7 +1,6 @@
 """Exact tile streaming: images too large to hold, forward and backward, tile by tile."""
 
 from outcore.stream.dense import PixelLoss as PixelLoss
-from outcore.stream.execution import Options as Options
 from outcore.stream.planning import StreamPlan as StreamPlan
 from outcore.stream.planning import plan_tiles as plan_tiles
 from outcore.stream.source import FunctionSource as FunctionSource

@@ -20,7 +20,6 @@ from outcore.ops.region import Region, elements
 from outcore.stream.execution import Execution
 from outcore.stream.source import Image
 from outcore.stream.sums import Sums
-from outcore.stream.tile_run import run_tile
 from outcore.stream.tiles import TilePlan
 from outcore.stream.twins import colour, signature
 
@@ -62,9 +61,9 @@ class _Pass:
         """The last stage, forward and backward at once."""
         run, stage = self.execution, self.execution.streaming.stages[index]
         (name,) = run.streaming.boundary
-        state = run._state(stage)
+        state = run.state_of(stage)
         waiting: dict[Hashable, tuple[TilePlan, Mapping[str, torch.Tensor], int]] = {}
-        for plan, crops in run._read(stage, run.plans(index)):
+        for plan, crops in run.read(stage, run.plans(index)):
             region = self._region(plan.targets[name])
             target = self.target.read(region)
             key = self._key(index, plan, crops, target)
@@ -91,9 +90,9 @@ class _Pass:
         region = self._region(plan.targets[name])
         target = crops[""].to(run.device, non_blocking=True)
         with torch.set_grad_enabled(self.gradients):
-            prepared = run._prepared(stage, plan, {k: v for k, v in crops.items() if k})
-            wanted = {n: c.requires_grad_() for n, c in prepared.items() if self.gradients and run._wants(n)}
-            made = run._targets(stage, plan, run_tile(run.network, stage, plan, prepared, state, run.given))
+            loaded = run.load(stage, plan, {k: v for k, v in crops.items() if k})
+            wanted = {n: c.requires_grad_() for n, c in loaded.items() if self.gradients and run.is_wanted(n)}
+            made = run.compute(stage, plan, loaded, state)
             run.counts.forward += 1
             weight = times * elements(region) / elements(tuple((0, n) for n in self.target.shape))
             loss = self.loss.function(made[name], self.target.prepare(target))
@@ -117,7 +116,7 @@ class _Pass:
 
     def _key(self, index: int, plan: TilePlan, crops: Mapping[str, torch.Tensor], target: torch.Tensor) -> Any:
         run = self.execution
-        key = run._key(run.streaming.stages[index], plan, crops)
+        key = run.twin_key(run.streaming.stages[index], plan, crops)
         if key is None:
             return None
         middle = target.flatten()[0]

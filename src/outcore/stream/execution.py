@@ -10,81 +10,29 @@ Sums over tiles are kept in float32 where the tensors are of half precision: hun
 
 from __future__ import annotations
 
-import time
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from outcore.graph.recording import Context, Ref
 from outcore.ops.region import Region
-from outcore.stream.ahead import read_ahead
-from outcore.stream.call import Given
 from outcore.stream.globals import Globals
-from outcore.stream.network import Network
-from outcore.stream.rules.border import sliced
 from outcore.stream.running import update_statistics
-from outcore.stream.source import Image
-from outcore.stream.stages import Stage, Streaming
-from outcore.stream.store import Store
+from outcore.stream.stages import Stage
 from outcore.stream.sums import Sums
-from outcore.stream.tile_run import run_tile
-from outcore.stream.tiles import Grid, TilePlan, plan_tile
-from outcore.stream.twins import Family, Twins, colour, signature
+from outcore.stream.twins import Family, Twins
+from outcore.stream.work import Work
 
-__all__ = ["Counts", "Execution", "Options"]
-
-
-@dataclass(frozen=True)
-class Options:
-    """How tiles are run."""
-
-    workers: int = 0
-    """Threads that read ahead; 0 to read when needed."""
-    twins: bool = True
-    """Compute tiles of equal, constant pixels once."""
-    maps_on_host: bool = False
-    """Keep maps in host memory."""
+__all__ = ["Execution"]
 
 
 @dataclass
-class Counts:
-    """What was run."""
-
-    forward: int = 0
-    backward: int = 0
-    reused: int = 0
-    """Tiles that equal one computed before, forward and backward."""
-    waited_s: float = 0.0
-    """Time in which a tile was to be computed and its pixels were not there."""
-
-
-@dataclass
-class Execution:
+class Execution(Work):
     """The streamed part of one step."""
 
-    network: Network
-    streaming: Streaming
-    grids: Sequence[Grid]
-    images: Mapping[str, Image]
-    """Streamed inputs."""
-    others: Mapping[str, torch.Tensor]
-    """Inputs that every tile gets whole."""
-    wants: frozenset[str]
-    """Inputs whose gradient is wanted."""
-    device: torch.device
-    context: Context
-    seed: int
-    options: Options = field(default_factory=Options)
-    counts: Counts = field(default_factory=Counts)
-
     def __post_init__(self) -> None:
-        homes = {}
-        if self.options.maps_on_host:
-            homes = {m: torch.device("cpu") for stage in self.streaming.stages for m in stage.maps}
-        self.store = Store(self.device, homes, dict(self.others))
-        self.given = Given(self.seed)
+        super().__post_init__()
         self.states: dict[str, Any] = {}
         self.globals: list[Globals] = []
         self.twins = [Twins() for _ in self.streaming.stages]
@@ -104,17 +52,15 @@ class Execution:
             self.forward_stage(index)
         self.run_globals(last)
         stage = self.streaming.stages[last]
-        state = self._state(stage)
+        state = self.state_of(stage)
         (name,) = stage.maps
         twins: dict[Hashable, torch.Tensor] = {}
-        for plan, crops in self._read(stage, self.plans(last)):
-            key = self._key(stage, plan, crops)
+        for plan, crops in self.read(stage, self.plans(last)):
+            key = self.twin_key(stage, plan, crops)
             part = twins.get(key)
             if part is None:
-                prepared = self._prepared(stage, plan, crops)
-                part = self._targets(stage, plan, run_tile(self.network, stage, plan, prepared, state, self.given))[
-                    name
-                ]
+                loaded = self.load(stage, plan, crops)
+                part = self.compute(stage, plan, loaded, state)[name]
                 self.counts.forward += 1
             else:
                 self.counts.reused += 1
@@ -134,27 +80,20 @@ class Execution:
         with torch.no_grad():
             self._pass(index, self.streaming.stages[index])
 
-    def plans(self, index: int) -> Iterator[TilePlan]:
-        """The tiles of a stage."""
-        for number in self.grids[index].tiles():
-            plan = plan_tile(self.network, self.streaming.stages[index], self.grids[index], number)
-            if plan is not None:
-                yield plan
-
     def _pass(self, index: int, stage: Stage) -> None:
-        state = self._state(stage)
+        state = self.state_of(stage)
         twins = self.twins[index]
         sums = {r.output: r.reduction.start() for r in stage.reductions if r.reduction is not None}
-        for plan, crops in self._read(stage, self.plans(index)):
-            key = self._key(stage, plan, crops)
+        for plan, crops in self.read(stage, self.plans(index)):
+            key = self.twin_key(stage, plan, crops)
             if (family := twins.find(key)) is not None and family.made is not None:
                 made = family.made
                 family.plans.append(plan)
                 self.counts.reused += 1
             else:
-                prepared = self._prepared(stage, plan, crops)
-                made = self._targets(stage, plan, run_tile(self.network, stage, plan, prepared, state, self.given))
-                del prepared
+                loaded = self.load(stage, plan, crops)
+                made = self.compute(stage, plan, loaded, state)
+                del loaded
                 twins.found(key, plan, made)
                 self.counts.forward += 1
             for name, region in plan.targets.items():
@@ -198,18 +137,18 @@ class Execution:
     def _backward_stage(self, index: int, stage: Stage, sums: Sums) -> None:
         if not any(t in self.store.gradients for t in stage.targets):
             return
-        state = self._state(stage)
+        state = self.state_of(stage)
         parameters = list({id(t): t for t in state.values() if t.requires_grad}.values())
         families = {id(f.plans[0]): f for f in self.twins[index].families}
-        for plan, crops in self._read(stage, (f.plans[0] for f in self.twins[index].families)):
+        for plan, crops in self.read(stage, (f.plans[0] for f in self.twins[index].families)):
             family = families[id(plan)]
-            prepared = self._prepared(stage, plan, crops)
-            leaves = {name: crop.requires_grad_() for name, crop in prepared.items() if self._wants(name)}
-            made = run_tile(self.network, stage, plan, prepared, state, self.given)
-            outputs, received = self._received(stage, family, self._targets(stage, plan, made))
+            loaded = self.load(stage, plan, crops)
+            leaves = {name: crop.requires_grad_() for name, crop in loaded.items() if self.is_wanted(name)}
+            made = self.compute(stage, plan, loaded, state)
+            outputs, received = self._received(stage, family, made)
             self.counts.backward += 1
             self.counts.reused += len(family.plans) - 1
-            del made, prepared, crops
+            del made, loaded, crops
             wanted = [*leaves.values(), *parameters]
             if not outputs or not wanted:
                 continue
@@ -246,75 +185,3 @@ class Execution:
                 outputs.append(output)
                 received.append(gradient.to(output.dtype))
         return outputs, received
-
-    # Tiles
-
-    def _read(self, stage: Stage, plans: Iterator[TilePlan]) -> Iterator[tuple[TilePlan, dict[str, torch.Tensor]]]:
-        """Each tile with what its images hold there, read ahead."""
-        images = [name for name in stage.sources if name in self.images]
-
-        def read(plan: TilePlan) -> dict[str, torch.Tensor]:
-            crops = {}
-            for name in images:
-                if name in plan.regions:
-                    crop = self.images[name].read(plan.regions[name])
-                    if self.device.type == "cuda" and crop.device.type == "cpu" and self.options.workers:
-                        crop = crop.contiguous().pin_memory()
-                    crops[name] = crop
-            return crops
-
-        return self._timed(read_ahead(plans, read, self.options.workers))
-
-    def _timed(
-        self, tiles: Iterator[tuple[TilePlan, dict[str, torch.Tensor]]]
-    ) -> Iterator[tuple[TilePlan, dict[str, torch.Tensor]]]:
-        """The same, with the waiting counted."""
-        while True:
-            start = time.perf_counter()
-            tile = next(tiles, None)
-            self.counts.waited_s += time.perf_counter() - start
-            if tile is None:
-                return
-            yield tile
-            del tile
-
-    def _key(self, stage: Stage, plan: TilePlan, crops: Mapping[str, torch.Tensor]) -> Any:
-        """What tiles must have in common to be twins; none for a tile that has no twin."""
-        if not self.options.twins or set(stage.sources) - set(self.images) or self.wants:
-            return None
-        colours = []
-        for name, crop in crops.items():
-            if (found := colour(crop)) is None:
-                return None
-            colours.append((name, found))
-        return tuple(colours), signature(stage, plan)
-
-    def _prepared(self, stage: Stage, plan: TilePlan, crops: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """All that a tile reads, on the device."""
-        found = {}
-        for name in (*stage.sources, *stage.smalls):
-            if (region := plan.regions.get(name)) is None:
-                continue
-            if name in crops:
-                crop = crops[name]
-                moved = crop.to(self.device, non_blocking=True) if crop.device != self.device else crop
-                found[name] = self.images[name].prepare(moved).detach()
-            else:
-                found[name] = self.store.read(name, region).detach()
-        return found
-
-    def _targets(self, stage: Stage, plan: TilePlan, made: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Each target's part, cut to its tile."""
-        return {
-            name: sliced(made[stage.targets[name]], plan.regions[stage.targets[name]], region)
-            for name, region in plan.targets.items()
-        }
-
-    def _state(self, stage: Stage) -> dict[Ref, torch.Tensor]:
-        return {ref: self.network.state(ref) for n in stage.nodes for ref in n.operands if ref.kind != "value"}
-
-    def _wants(self, name: str) -> bool:
-        """Whether the gradient of a source or a global value is of use."""
-        if name in self.network.graph.inputs:
-            return name in self.wants
-        return self.network.dtypes[name].is_floating_point

@@ -14,7 +14,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -25,13 +25,14 @@ from outcore.graph.parts import ancestors
 from outcore.machine.units import format_bytes, parse_bytes
 from outcore.ops.region import elements
 from outcore.planner.tiles import Candidate, choose
-from outcore.stream.fold import finish
-from outcore.stream.fold import fold as fold_norms
 from outcore.stream.network import Network, Node
 from outcore.stream.prediction import StreamBytes, largest_tile, predict_bytes, tile_bytes
+from outcore.stream.prepared import Prepared, bound, divided
 from outcore.stream.stages import Stage
-from outcore.stream.streamed import Prepared, Streamed, divided, stream
 from outcore.stream.tiles import Grid, TilePlan, plan_tile
+
+if TYPE_CHECKING:
+    from outcore.stream.streamed import Streamed
 
 __all__ = ["StreamPlan", "plan_tiles"]
 
@@ -65,6 +66,8 @@ class StreamPlan:
 
     def apply(self, model: nn.Module, *, workers: int = 0) -> Streamed:
         """The model, streamed by this plan."""
+        from outcore.stream.streamed import stream
+
         return stream(model, tile=self.tile, boundary=self.boundary, statistics=self.statistics, workers=workers)
 
     def document(self) -> dict[str, Any]:
@@ -112,10 +115,7 @@ def plan_tiles(
         PlanError: the budget is too small; names the smallest that works.
         StreamError: nothing can be streamed; names the block and the reason.
     """
-    network = Network(graph)
-    if fold:
-        fold_norms(network)
-        finish(network)
+    network = bound(graph, folded=fold)
     chooser = _Chooser(network, costs, statistics, training, dense)
     budget = None if memory is None else parse_bytes(memory) if isinstance(memory, str) else memory
     device = next((p.device.type for p in network.model.parameters()), "cpu")

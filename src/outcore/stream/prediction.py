@@ -21,11 +21,12 @@ from outcore.cost.live import LiveBytes
 from outcore.graph.recording import Ref, Tape
 from outcore.graph.structure import leaves
 from outcore.ops.region import sizes
+from outcore.stream.arguments import device_of
 from outcore.stream.call import Given
 from outcore.stream.network import Network
+from outcore.stream.prepared import Prepared
 from outcore.stream.rules.border import sliced
 from outcore.stream.stages import Stage
-from outcore.stream.streamed import Prepared
 from outcore.stream.tile_run import run_tile
 from outcore.stream.tiles import Grid, TilePlan, plan_tile
 
@@ -90,7 +91,7 @@ def _extremes(network: Network, stage: Stage, cut: Grid) -> list[TilePlan]:
 
 def tile_bytes(network: Network, stage: Stage, plan: TilePlan, *, training: bool = True) -> TileBytes:
     """Run one tile on fake tensors and count."""
-    device = _device(network)
+    device = device_of(network.model)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         state = {
             ref: fake.from_tensor(network.state(ref)) for n in stage.nodes for ref in n.operands if ref.kind != "value"
@@ -144,7 +145,7 @@ def _tail_bytes(prepared: Prepared, *, training: bool) -> int:
     network = prepared.network
     if not prepared.tail:
         return 0
-    device = _device(network)
+    device = device_of(network.model)
     with FakeTensorMode(allow_non_fake_inputs=True):
         values = {
             name: torch.empty(network.shapes[name], dtype=network.dtypes[name], device=device)
@@ -220,8 +221,3 @@ class _unchanged:  # noqa: N801 - reads as a word in a with statement
     def __exit__(self, *_: object) -> None:
         for module, buffers in self.held:
             module._buffers.update(buffers)
-
-
-def _device(network: Network) -> torch.device:
-    first = next(iter((*network.model.parameters(), *network.model.buffers())), None)
-    return first.device if first is not None else torch.device("cpu")

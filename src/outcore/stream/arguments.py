@@ -1,0 +1,80 @@
+"""What a streamed model is called with: tensors, and images that are read lazily.
+
+For recording, every one of them is stood for by a tensor without memory.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from outcore.graph.structure import substitute
+from outcore.stream.source import Image, image_of
+
+__all__ = ["Lazy", "device_of", "is_shape", "lazily", "stood", "whole_image"]
+
+
+@dataclass(frozen=True)
+class Lazy:
+    """A lazy image, and the tensor without memory that stands for it while recording."""
+
+    image: Image
+    stand_in: torch.Tensor
+
+
+def lazily(tree: Any) -> Any:
+    """Replace lazy images in the arguments."""
+
+    def is_image(leaf: Any) -> bool:
+        return not isinstance(leaf, torch.Tensor) and all(hasattr(leaf, a) for a in ("shape", "dtype", "read"))
+
+    def change(leaf: Any) -> Any:
+        if isinstance(leaf, (tuple, list)) and not is_image(leaf):
+            return type(leaf)(change(part) for part in leaf)
+        if isinstance(leaf, dict):
+            return {k: change(part) for k, part in leaf.items()}
+        if not is_image(leaf):
+            return leaf
+        image = image_of(leaf)
+        return Lazy(image, torch.empty(image.shape, dtype=image.dtype, device="meta"))
+
+    return change(tree)
+
+
+@functools.lru_cache(maxsize=64)
+def _without_memory(
+    shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, requires_grad: bool
+) -> torch.Tensor:
+    return torch.empty_strided(shape, stride, dtype=dtype, device="meta").requires_grad_(requires_grad)
+
+
+def stood(tree: Any) -> Any:
+    """The arguments with tensors without memory in place of all images and tensors."""
+
+    def stand_in(leaf: Any) -> torch.Tensor:
+        if isinstance(leaf, Lazy):
+            return leaf.stand_in
+        return _without_memory(tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad)
+
+    return substitute(tree, (torch.Tensor, Lazy), stand_in)
+
+
+def whole_image(image: Image, device: torch.device) -> torch.Tensor:
+    """All of an image, as the model sees it."""
+    region = tuple((0, n) for n in image.shape)
+    return image.prepare(image.read(region).to(device))
+
+
+def is_shape(value: Any) -> bool:
+    """Whether an argument is a shape that stands for a tensor."""
+    return isinstance(value, tuple) and all(isinstance(n, int) for n in value)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model computes."""
+    first = next(iter((*model.parameters(), *model.buffers())), None)
+    return first.device if first is not None else torch.device("cpu")

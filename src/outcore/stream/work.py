@@ -1,0 +1,154 @@
+"""What a step has at hand: its tiles, their pixels, the values between tiles, and how one tile is computed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from outcore.graph.recording import Context, Ref
+from outcore.stream.ahead import read_ahead
+from outcore.stream.call import Given
+from outcore.stream.network import Network
+from outcore.stream.rules.border import sliced
+from outcore.stream.source import Image
+from outcore.stream.stages import Stage, Streaming
+from outcore.stream.store import Store
+from outcore.stream.tile_run import run_tile
+from outcore.stream.tiles import Grid, TilePlan, plan_tile
+from outcore.stream.twins import colour, signature
+
+__all__ = ["Counts", "Options", "Work"]
+
+Tile = tuple[TilePlan, dict[str, torch.Tensor]]
+"""A tile with the pixels of its images, as they were read."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How tiles are run."""
+
+    workers: int = 0
+    """Threads that read ahead; 0 to read when needed."""
+    twins: bool = True
+    """Compute tiles of equal, constant pixels once."""
+    maps_on_host: bool = False
+    """Keep maps in host memory."""
+
+
+@dataclass
+class Counts:
+    """What was run."""
+
+    forward: int = 0
+    backward: int = 0
+    reused: int = 0
+    """Tiles that equal one computed before, forward and backward."""
+    waited_s: float = 0.0
+    """Time in which a tile was to be computed and its pixels were not there."""
+
+
+@dataclass
+class Work:
+    """The tiles of one step."""
+
+    network: Network
+    streaming: Streaming
+    grids: Sequence[Grid]
+    images: Mapping[str, Image]
+    """Streamed inputs."""
+    others: Mapping[str, torch.Tensor]
+    """Inputs that every tile gets whole."""
+    wants: frozenset[str]
+    """Inputs whose gradient is wanted."""
+    device: torch.device
+    context: Context
+    seed: int
+    options: Options = field(default_factory=Options)
+    counts: Counts = field(default_factory=Counts)
+
+    def __post_init__(self) -> None:
+        homes = {}
+        if self.options.maps_on_host:
+            homes = {m: torch.device("cpu") for stage in self.streaming.stages for m in stage.maps}
+        self.store = Store(self.device, homes, dict(self.others))
+        self.given = Given(self.seed)
+
+    def plans(self, index: int) -> Iterator[TilePlan]:
+        """The tiles of a stage."""
+        for number in self.grids[index].tiles():
+            plan = plan_tile(self.network, self.streaming.stages[index], self.grids[index], number)
+            if plan is not None:
+                yield plan
+
+    def read(self, stage: Stage, plans: Iterator[TilePlan]) -> Iterator[Tile]:
+        """Each tile with what its images hold there, read ahead; the waiting is counted."""
+        images = [name for name in stage.sources if name in self.images]
+
+        def read(plan: TilePlan) -> dict[str, torch.Tensor]:
+            crops = {name: self.images[name].read(plan.regions[name]) for name in images if name in plan.regions}
+            if self.device.type == "cuda" and self.options.workers:  # so that copying need not wait
+                crops = {n: c.contiguous().pin_memory() if c.device.type == "cpu" else c for n, c in crops.items()}
+            return crops
+
+        tiles = read_ahead(plans, read, self.options.workers)
+        while True:
+            start = time.perf_counter()
+            tile = next(tiles, None)
+            self.counts.waited_s += time.perf_counter() - start
+            if tile is None:
+                return
+            yield tile
+            del tile
+
+    def twin_key(self, stage: Stage, plan: TilePlan, crops: Mapping[str, torch.Tensor]) -> Any:
+        """What tiles must have in common to be twins; none for a tile that has no twin."""
+        if not self.options.twins or set(stage.sources) - set(self.images) or self.wants:
+            return None
+        colours = []
+        for name, crop in crops.items():
+            if (found := colour(crop)) is None:
+                return None
+            colours.append((name, found))
+        return tuple(colours), signature(stage, plan)
+
+    def load(self, stage: Stage, plan: TilePlan, crops: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """All that a tile takes, on the device: images prepared, regions of maps, global values."""
+        found = {}
+        for name in (*stage.sources, *stage.smalls):
+            if (region := plan.regions.get(name)) is None:
+                continue
+            if name in crops:
+                crop = crops[name]
+                moved = crop.to(self.device, non_blocking=True) if crop.device != self.device else crop
+                found[name] = self.images[name].prepare(moved).detach()
+            else:
+                found[name] = self.store.read(name, region).detach()
+        return found
+
+    def compute(
+        self,
+        stage: Stage,
+        plan: TilePlan,
+        loaded: Mapping[str, torch.Tensor],
+        state: Mapping[Ref, torch.Tensor],
+    ) -> dict[str, torch.Tensor]:
+        """Each target's part of one tile."""
+        made = run_tile(self.network, stage, plan, loaded, state, self.given)
+        return {
+            name: sliced(made[stage.targets[name]], plan.regions[stage.targets[name]], region)
+            for name, region in plan.targets.items()
+        }
+
+    def state_of(self, stage: Stage) -> dict[Ref, torch.Tensor]:
+        """The parameters, buffers and constants of a stage."""
+        return {ref: self.network.state(ref) for n in stage.nodes for ref in n.operands if ref.kind != "value"}
+
+    def is_wanted(self, name: str) -> bool:
+        """Whether the gradient of a source or a global value is of use."""
+        if name in self.network.graph.inputs:
+            return name in self.wants
+        return self.network.dtypes[name].is_floating_point
