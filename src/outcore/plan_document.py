@@ -135,7 +135,8 @@ class Plan:
             )
         place_calls(graph, self.stages)
         for value in self.policy:
-            if value not in graph.values:
+            call, derived, _ = value.partition("~")
+            if value not in graph.values and not (derived and call in graph.calls):
                 raise PlanError(f"policy names {value}, which is no value of {graph.root.type}")
         for parameter, stages in self.tied.items():
             if any(not 0 <= k < len(self.stages) for k in stages):

@@ -19,6 +19,7 @@ from outcore.cli.profile import profile
 from outcore.cli.report import report
 from outcore.cli.sweep import sweep
 from outcore.cli.train import train
+from outcore.cli.verify import verify
 
 __all__ = ["app", "main"]
 
@@ -35,6 +36,7 @@ app.command()(graph)
 app.command()(profile)
 app.command()(plan)
 app.command()(simulate)
+app.command()(verify)
 app.command()(sweep)
 app.command()(machine)
 app.command()(train)

@@ -10,6 +10,7 @@ from typing import Annotated, Any, cast
 import typer
 from rich.console import Console
 
+from outcore.cli.one_device import plan_on_one_device
 from outcore.cli.options import Arguments, Batch, Inputs, JobName, Json
 from outcore.cost.estimate import estimate
 from outcore.errors import OutcoreError, PlanError
@@ -52,6 +53,7 @@ def plan(
     stages: Annotated[Path | None, typer.Option("--stages", help="JSON file: a list of blocks per stage.")] = None,
     machine: MachineName = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Save the plan.")] = None,
+    svg: Annotated[Path | None, typer.Option("--svg", help="For one device: draw time against memory.")] = None,
     json: Json = False,
 ) -> None:
     """Decide how to share a network among devices: stages, schedule, micro-batches, replicas.
@@ -59,6 +61,10 @@ def plan(
     Nothing is run, so a plan can be made without the hardware:
 
         outcore plan outcore.models:UNet -i 8x3x1024x1024 --machine v100x4 --memory 12GiB -o plan.json
+
+    On one device: what is kept for backward, moved, encoded or made again, and the step's time at other budgets:
+
+        outcore plan outcore.models:UNet -i 1x3x4096x4096 --machine h200 --memory 60GiB --svg frontier.svg
     """
     if balance not in (None, "compute", "memory"):
         raise typer.BadParameter(f"must be compute or memory, not {balance}", param_hint="--balance")
@@ -69,8 +75,12 @@ def plan(
     where = _machine(machine)
     found = Job.load(job, inputs=inputs or (), arguments=arguments or ())
     graph = found.capture(batch)
-    weights = Weights.of(graph, estimate(graph, where))
     count = devices or where.ranks
+    if count == 1 and stages is None and not vertical and schedule is None and balance is None:
+        budget = parse_bytes(memory) if memory else where.devices[0].memory_bytes
+        plan_on_one_device(found, graph, where, budget, output=output, svg=svg, json=json)
+        return
+    weights = Weights.of(graph, estimate(graph, where))
     if stages is not None:
         made = Plan(graph.fingerprint, _stages(stages), cast("Any", schedule) or "gpipe")
         made.validate(graph, ranks=count if devices else None)

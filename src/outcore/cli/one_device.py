@@ -1,0 +1,66 @@
+"""`outcore plan` for one device: which memory is kept, moved, encoded or made again, and the frontier around it."""
+
+from __future__ import annotations
+
+import json as json_module
+from pathlib import Path
+
+import typer
+from rich.console import Console
+
+from outcore.cost.estimate import estimate
+from outcore.cost.optimizer import OptimizerCost
+from outcore.errors import MachineError
+from outcore.graph import Graph
+from outcore.job import Job
+from outcore.machine import Machine
+from outcore.machine.units import format_bytes
+from outcore.planner.frontier import frontier
+from outcore.planner.memory_plan import plan_memory
+from outcore.planner.transfers import Tier
+from outcore.report.frontier import frontier_json, frontier_svg, frontier_table
+
+__all__ = ["plan_on_one_device"]
+
+
+def plan_on_one_device(
+    job: Job, graph: Graph, where: Machine, budget_bytes: int, *, output: Path | None, svg: Path | None, json: bool
+) -> None:
+    """Plan a step within a budget and print it."""
+    device = where.devices[0]
+    optimizer = OptimizerCost.of(job.optimizer or 2.0, device.kind)
+    made = plan_memory(
+        graph,
+        estimate(graph, where),
+        budget_bytes=budget_bytes,
+        optimizer=optimizer,
+        tier=_tier(where),
+        memory_bytes_per_s=device.bandwidth_bytes_per_s,
+    )
+    found = frontier(made.keeping)
+    document = made.document()
+    if output is not None:
+        document.save(output)
+    if svg is not None:
+        svg.write_text(frontier_svg(made.keeping, found, name=graph.root.type, budget_bytes=budget_bytes))
+    if json:
+        plan, points = document.to_json(), frontier_json(made.keeping, found)
+        typer.echo(json_module.dumps({"plan": plan, "frontier": points}, indent=1))
+        return
+    console = Console()
+    console.print(
+        f"{graph.root.type} on {device.name}, within {format_bytes(budget_bytes)}", highlight=False, markup=False
+    )
+    console.print(made.explain(), highlight=False, markup=False)
+    console.print()
+    console.print(frontier_table(made.keeping, found))
+
+
+def _tier(where: Machine) -> Tier | None:
+    try:
+        link = where.below(where.devices[0])
+    except MachineError:
+        return None
+    # Copies share the memory and, both ways at once, the bus.
+    both = link.both_bytes_per_s / (link.away_bytes_per_s + link.back_bytes_per_s)
+    return Tier(both * link.away_bytes_per_s, both * link.back_bytes_per_s)

@@ -1,0 +1,82 @@
+"""`outcore verify`: a job's own model, loss and optimizer under a plan, against plain PyTorch."""
+
+from __future__ import annotations
+
+import json as json_module
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from outcore.cli.options import Arguments, Batch, Inputs, JobName, Json
+from outcore.errors import PlanError
+from outcore.job import Job
+from outcore.machine.units import format_bytes, parse_bytes
+from outcore.plan_document import Plan
+from outcore.verification import Verdict, verify_job
+
+__all__ = ["verify"]
+
+
+def verify(
+    job: JobName,
+    plan_file: Annotated[
+        Path | None, typer.Argument(metavar="[PLAN]", help="A plan for one device; without it one is made.")
+    ] = None,
+    inputs: Inputs = None,
+    arguments: Arguments = None,
+    batch: Batch = None,
+    memory: Annotated[str | None, typer.Option("--memory", "-m", help="Budget to plan for, e.g. 8GiB.")] = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Training steps to compare.")] = 2,
+    device: Annotated[str | None, typer.Option("--device", help="cpu or cuda.", show_default="cuda if there")] = None,
+    json: Json = False,
+) -> None:
+    """Train a few steps under a plan and in plain PyTorch, and compare every parameter.
+
+    Give the job at a size that fits both ways: a crop, a small batch. Without a plan and a budget, half of what plain
+    training takes is planned for. Exits with 1 if anything differs.
+
+        outcore verify job.py --batch 2
+        outcore verify outcore.models:UNet -i 1x3x128x128 --memory 100MiB
+    """
+    if plan_file is not None and not plan_file.is_file():
+        raise PlanError(f"no file {plan_file}; make one with: outcore plan {job} --devices 1 -o {plan_file}")
+    verdict = verify_job(
+        Job.load(job, inputs=inputs or (), arguments=arguments or ()),
+        plan=Plan.load(plan_file) if plan_file is not None else None,
+        budget_bytes=parse_bytes(memory) if memory else None,
+        size=batch,
+        steps=steps,
+        device=device,
+    )
+    if json:
+        typer.echo(json_module.dumps(verdict.to_json(), indent=1))
+    else:
+        _show(verdict)
+    if not verdict.agrees:
+        raise typer.Exit(1)
+
+
+def _show(verdict: Verdict) -> None:
+    console = Console()
+    table = Table(box=None, pad_edge=False)
+    for name in ("parameter", "largest difference", "over its largest gradient"):
+        table.add_column(name, justify="left" if name == "parameter" else "right")
+    worst = sorted(verdict.rows, key=lambda r: -r.relative)
+    for row in worst[:8]:
+        table.add_row(row.name, f"{row.largest:.3g}", f"{row.relative:.3g}")
+    console.print(verdict.explained, highlight=False, markup=False)
+    console.print(table)
+    if len(worst) > 8:
+        console.print(f"and {len(worst) - 8} more, none worse", highlight=False)
+    equal = sum(row.largest == 0 for row in verdict.rows)
+    console.print(
+        f"\n{equal} of {len(verdict.rows)} parameters, {verdict.equal_buffers} of {verdict.buffers} buffers and "
+        f"{'all' if verdict.equal_losses else 'not all'} losses bitwise equal after {verdict.steps} steps; plan "
+        f"{format_bytes(verdict.planned_bytes)} against {format_bytes(verdict.plain_bytes)} plain (predicted)",
+        highlight=False,
+        markup=False,
+    )
+    console.print(f"verdict: {verdict.grade}", highlight=False, style="green" if verdict.agrees else "red")

@@ -1,0 +1,174 @@
+"""Does a plan train a model as plain PyTorch would?
+
+Both train the same weights on the same batch for a few steps, with the user's own loss and optimizer, and every
+parameter, gradient, buffer and loss is compared. The grade is the one a plan names: *bitwise*, or *reassociated* with
+differences below a bound that follows from the precision.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from outcore.cost.saved import account
+from outcore.graph.capture import capture
+from outcore.graph.structure import leaves, substitute
+from outcore.job import Job
+from outcore.memory.governor import by_bytes
+from outcore.memory.rates import memory_rate
+from outcore.plan_document import Plan
+from outcore.planner.budget import smallest
+from outcore.within import memory_plan, within
+
+__all__ = ["Row", "Verdict", "verify_job"]
+
+_BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One parameter."""
+
+    name: str
+    largest: float
+    """The largest difference of its gradients, over all steps."""
+    relative: float
+    """Over the largest gradient of the model."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a comparison found."""
+
+    rows: tuple[Row, ...]
+    buffers: int
+    equal_buffers: int
+    equal_losses: bool
+    steps: int
+    bound: float
+    planned_bytes: int
+    plain_bytes: int
+    explained: str
+
+    @property
+    def grade(self) -> str:
+        """Bitwise, reassociated, or different."""
+        if all(r.largest == 0 for r in self.rows) and self.equal_losses and self.equal_buffers == self.buffers:
+            return "bitwise equal"
+        if all(r.relative <= self.bound for r in self.rows):
+            return f"equal within {self.bound:g} of the largest gradient (re-associated sums)"
+        return "different"
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the plan may be trusted."""
+        return self.grade != "different"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {**asdict(self), "grade": self.grade, "agrees": self.agrees}
+
+
+def verify_job(
+    job: Job,
+    *,
+    plan: Plan | None = None,
+    budget_bytes: int | None = None,
+    size: int | None = None,
+    steps: int = 2,
+    device: str | None = None,
+) -> Verdict:
+    """Train a job both ways and compare.
+
+    >>> import torch
+    >>> from outcore import Job
+    >>> layers = lambda: [layer for _ in range(9) for layer in (torch.nn.Linear(8, 8), torch.nn.Tanh())]
+    >>> job = Job(lambda: torch.nn.Sequential(*layers()), lambda size: (torch.randn(size, 8), None))
+    >>> verify_job(job, size=512).grade
+    'bitwise equal'
+
+    Args:
+        job: at a size that fits both ways.
+        plan: policies to verify; without it a budget is planned for.
+        budget_bytes: without it, halfway between plain training and the smallest budget.
+        size: of the batch.
+        steps: to train.
+        device: by default a GPU if there is one.
+    """
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    torch.manual_seed(0)
+    model = job.build().train().to(where)
+    args, kwargs, target = substitute(job.example(size), torch.Tensor, lambda t: t.to(where))
+    twin = copy.deepcopy(model)
+    costs = by_bytes(account(capture(model, args, kwargs)), memory_rate(where))
+    optimizer: Any = job.optimizer or (lambda params: torch.optim.SGD(params, lr=1e-3))
+    options: dict[str, Any] = {"optimizer": optimizer, "costs": costs, "quiet": True}
+    if plan is None and budget_bytes is None:
+        within(model, args, kwargs, memory=None, **options)
+        budget_bytes = _halfway(model)
+    within(model, args, kwargs, memory=budget_bytes, plan=plan, **options)
+    chosen = memory_plan(model)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        ours = list(_train(model, job, args, kwargs, target, optimizer, steps))
+        plain = list(_train(twin, job, args, kwargs, target, optimizer, steps))
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
+    largest = max((float(g.abs().max()) for _, grads in plain for g in grads.values()), default=0.0)
+    rows = []
+    for name in plain[0][1]:
+        off = max(float((a[name] - b[name]).abs().max()) for (_, a), (_, b) in zip(ours, plain, strict=True))
+        rows.append(Row(name, off, off / largest if largest else 0.0))
+    theirs = dict(twin.named_buffers())
+    dtype = next((p.dtype for p in model.parameters()), torch.float32)
+    return Verdict(
+        rows=tuple(rows),
+        buffers=len(theirs),
+        equal_buffers=sum(torch.equal(b, theirs[n]) for n, b in model.named_buffers()),
+        equal_losses=[loss for loss, _ in ours] == [loss for loss, _ in plain],
+        steps=steps,
+        bound=_BOUNDS.get(dtype, 1e-4),
+        planned_bytes=chosen.peak_bytes,
+        plain_bytes=chosen.plain_bytes,
+        explained=chosen.explain(),
+    )
+
+
+def _halfway(model: nn.Module) -> int:
+    """A budget between plain training and the smallest that works."""
+    plan = memory_plan(model)
+    least = smallest(plan.keeping, time_limit_s=1.0).outcome.peak_bytes
+    return plan.reserved_bytes + (plan.keeping.plain.peak_bytes + least) // 2
+
+
+def _train(
+    model: nn.Module,
+    job: Job,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    target: Any,
+    optimizer: Any,
+    steps: int,
+) -> Iterator[tuple[float, dict[str, torch.Tensor]]]:
+    """Loss and gradients of every step."""
+    stepper = optimizer([p for p in model.parameters() if p.requires_grad])
+    for step in range(steps):
+        torch.manual_seed(step)
+        output = model(*args, **kwargs)
+        loss = job.loss(output, target) if job.loss is not None else _total(output)
+        loss.backward()
+        yield loss.item(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        stepper.step()
+        stepper.zero_grad()
+
+
+def _total(output: Any) -> torch.Tensor:
+    """A loss for a job that has none."""
+    found = [t for _, t in leaves(output, torch.Tensor) if t.requires_grad]
+    return torch.stack([t.float().square().mean() for t in found]).sum()

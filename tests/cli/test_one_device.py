@@ -1,0 +1,38 @@
+"""`outcore plan` for one device and `outcore verify` as typed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from outcore.plan_document import Plan
+from tests.cli.command import outcore_command
+
+UNET = ["outcore.models:UNet", "--input", "4x3x64x64", "--arg", "width=8", "--arg", "depth=2"]
+
+
+def test_a_plan_for_one_device_is_explained_drawn_and_verified(tmp_path: Path) -> None:
+    made = outcore_command(
+        "plan", *UNET, "--machine", "v100", "--memory", "7MiB", "-o", "p.json", "--svg", "f.svg", folder=tmp_path
+    )
+    assert made.returncode == 0, made.stderr
+    assert "of plain" in made.stdout and "time against memory" in made.stdout
+    plan = Plan.load(tmp_path / "p.json")
+    assert plan.policy and plan.predicted is not None and plan.predicted.peak_bytes[0] <= 7 * 2**20
+    assert (tmp_path / "f.svg").read_text().startswith("<svg")
+    checked = outcore_command("verify", UNET[0], "p.json", *UNET[1:], "--device", "cpu", "--json", folder=tmp_path)
+    assert checked.returncode == 0, checked.stderr
+    verdict = json.loads(checked.stdout)
+    assert verdict["grade"] == "bitwise equal" and verdict["plain_bytes"] > verdict["planned_bytes"]
+
+
+def test_a_budget_too_small_names_one_that_works(tmp_path: Path) -> None:
+    refused = outcore_command("plan", *UNET, "--machine", "v100", "--memory", "1MiB", folder=tmp_path)
+    assert refused.returncode == 1 and "smallest budget" in refused.stderr
+    assert outcore_command("verify", UNET[0], "none.json", *UNET[1:], folder=tmp_path).returncode == 1
+
+
+def test_verify_without_a_plan(tmp_path: Path) -> None:
+    checked = outcore_command("verify", *UNET, "--device", "cpu", "--steps", "1", folder=tmp_path)
+    assert checked.returncode == 0, checked.stderr
+    assert "verdict: bitwise equal" in checked.stdout

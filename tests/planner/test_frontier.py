@@ -1,0 +1,67 @@
+"""Policies under a budget: the search against brute force, and the frontier it gives."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import nn
+
+import outcore
+from outcore.cost.saved import account
+from outcore.memory.governor import by_bytes
+from outcore.planner.budget import fit, smallest
+from outcore.planner.frontier import frontier
+from outcore.planner.keeping import Keeping
+
+
+def step(layers: int = 4) -> Keeping:
+    torch.manual_seed(0)
+    body = [
+        m for i in range(layers) for m in (nn.Conv2d(4 + i % 2, 5 - i % 2, 3), nn.BatchNorm2d(5 - i % 2), nn.ReLU())
+    ]
+    net = nn.Sequential(*body, nn.AdaptiveAvgPool2d(1))
+    graph = outcore.capture(net, [(2, 4, 64, 64)])
+    return Keeping(graph, by_bytes(account(graph), 1e9), 0.0, None, 1e9)
+
+
+def brute_force(keeping: Keeping, budget: int) -> float:
+    """The fastest step within a budget, over all assignments."""
+    choices = {b.name: ["keep", *c] for b in keeping.buffers.values() if b.bytes > 1000 and (c := keeping.choices(b))}
+    best = float("inf")
+    for picked in itertools.product(*choices.values()):
+        outcome = keeping.evaluate(dict(zip(choices, picked, strict=True)))
+        if outcome.peak_bytes <= budget:
+            best = min(best, outcome.time_s)
+    return best
+
+
+def test_the_search_is_close_to_the_best_there_is() -> None:
+    keeping = step(3)
+    least, plain = smallest(keeping).outcome.peak_bytes, keeping.plain.peak_bytes
+    for k in range(1, 8):
+        budget = least + (plain - least) * k // 8
+        best, found = brute_force(keeping, budget), fit(keeping, budget)
+        assert found.fits(budget)
+        extra, least_extra = found.outcome.time_s - keeping.plain_s, best - keeping.plain_s
+        print(f"budget {budget}: extra {extra:.6f} s, best {least_extra:.6f} s")
+        assert found.outcome.time_s <= 1.02 * best
+
+
+def test_less_memory_never_takes_less_time() -> None:
+    found = frontier(step(6), points=5, search_s=0.5)
+    assert len(found) >= 3
+    for one, other in itertools.pairwise(found):
+        assert one.outcome.peak_bytes > other.outcome.peak_bytes
+        assert one.outcome.time_s < other.outcome.time_s or one is found[0]
+
+
+def test_plain_training_is_kept_where_it_fits() -> None:
+    keeping = step(3)
+    assert not keeping.resolved(fit(keeping, keeping.plain.peak_bytes).policy)
+
+
+def test_keeping_everything_is_the_plain_step() -> None:
+    keeping = step(4)
+    outcome = keeping.evaluate({})
+    assert outcome.time_s == keeping.plain_s and outcome.peak_bytes == keeping.plain.peak_bytes
