@@ -1,0 +1,79 @@
+"""Streaming on a GPU: gradients against plain, the fused kernel included, bytes against the allocator's."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from outcore.stream import stream
+from outcore.stream.prediction import predict_bytes
+
+from .oracle import with_statistics
+
+pytestmark = pytest.mark.gpu
+
+
+def residual() -> nn.Module:
+    class Block(nn.Module):
+        def __init__(self, channels: int) -> None:
+            super().__init__()
+            self.conv1, self.norm1 = nn.Conv2d(channels, channels, 3, 1, 1, bias=False), nn.BatchNorm2d(channels)
+            self.conv2, self.norm2 = nn.Conv2d(channels, channels, 3, 1, 1, bias=False), nn.BatchNorm2d(channels)
+            self.relu = nn.ReLU(inplace=True)
+
+        def forward(self, x):
+            out = self.relu(self.norm1(self.conv1(x)))
+            out = self.norm2(self.conv2(out))
+            out += x
+            return self.relu(out)
+
+    stem = [nn.Conv2d(3, 32, 7, 2, 3, bias=False), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+    net = nn.Sequential(*stem, Block(32), Block(32), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 3))
+    return with_statistics(net).eval()
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 2e-4)])
+def test_gradients_are_those_of_plain(dtype: torch.dtype, tolerance: float) -> None:
+    torch.backends.cudnn.allow_tf32 = False
+    net = residual().cuda().to(dtype).to(memory_format=torch.channels_last)
+    plain = copy.deepcopy(net)
+    x = torch.randn(1, 3, 257, 301, device="cuda", dtype=dtype).contiguous(memory_format=torch.channels_last)
+    plain(x).square().sum().backward()
+    stream(net, tile=64)(x).square().sum().backward()
+    largest = max(p.grad.abs().max() for p in plain.parameters())
+    for (name, mine), other in zip(net.named_parameters(), plain.parameters(), strict=True):
+        assert (mine.grad - other.grad).abs().max() <= tolerance * largest, name
+
+
+def test_half_precision_is_as_close_as_plain_is() -> None:
+    net = residual().cuda().to(memory_format=torch.channels_last)
+    exact, plain = copy.deepcopy(net).double(), copy.deepcopy(net)
+    x = torch.randn(1, 3, 257, 301, device="cuda")
+    exact(x.double()).square().sum().backward()
+    with torch.autocast("cuda", torch.bfloat16):
+        loss, ours = plain(x).float().square().sum(), stream(net, tile=64)(x).float().square().sum()
+    loss.backward()
+    ours.backward()
+    largest = max(p.grad.abs().max() for p in exact.parameters())
+    for mine, other, right in zip(net.parameters(), plain.parameters(), exact.parameters(), strict=True):
+        error = (mine.grad.double() - right.grad).abs().max() / largest
+        assert error <= 3 * (other.grad.double() - right.grad).abs().max() / largest + 1e-2
+
+
+def test_the_allocator_stays_near_the_prediction() -> None:
+    net = residual().cuda()
+    x = torch.randn(1, 3, 2048, 2048, device="cuda")
+    streamed = stream(net, tile=512)
+    predicted = predict_bytes(streamed.prepare(torch.empty(x.shape, device="meta")))
+    streamed(x).sum().backward()
+    net.zero_grad(set_to_none=True)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    streamed(x).sum().backward()
+    torch.cuda.synchronize()
+    measured = torch.cuda.max_memory_allocated() - before
+    assert measured <= 1.3 * (predicted.peak - predicted.parameters)
