@@ -236,6 +236,7 @@ def rnn_weights_anywhere() -> Iterator[None]:
     """A member's slices are not the one piece of memory that cuDNN likes; it copies them, and would say so."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         yield
 
 

@@ -21,7 +21,11 @@ def twin(model: nn.Module) -> nn.Module:
     for tensor in (*model.parameters(), *model.buffers()):
         copied = tensor.detach().clone()
         memo[id(tensor)] = nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
-    return copy.deepcopy(model, memo)
+    made = copy.deepcopy(model, memo)
+    for module in made.modules():
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()  # one piece of memory, as in a model that was built
+    return made
 
 
 class Member:
