@@ -141,6 +141,16 @@ def test_without_leave_to_pass_again_streaming_stops_at_the_norm_and_says_so() -
     assert streaming.boundary == ("stem#0:out",)
 
 
+@pytest.mark.parametrize("boundary", ["0", "1", "2"])
+def test_a_boundary_inside_of_what_was_folded_moves_behind_it(boundary: str) -> None:
+    layers = (nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.GELU())
+    streamed = assert_equal_to_plain(
+        with_statistics(nn.Sequential(*layers)).eval(), torch.randn(1, 3, 30, 26), tile=9, boundary=boundary
+    )
+    shape = torch.empty(1, 3, 30, 26, dtype=torch.float64, device="meta")
+    assert streamed.prepare(shape).streaming.boundary == ("2#0:out",)
+
+
 class Attention(nn.Module):
     """Features, then attention over all places as in multiple-instance learning."""
 

@@ -28,10 +28,10 @@ def _triton() -> Any:
 
 
 def is_fused(y: torch.Tensor, residual: torch.Tensor | None) -> bool:
-    """Whether the kernel takes these: 2-D images on a GPU, channels last."""
+    """Whether the kernel, which computes in float32, takes these: 2-D images on a GPU, channels last."""
     if not (y.is_cuda or os.environ.get("TRITON_INTERPRET") == "1") or y.dim() != 4 or _is_fake(y) or _triton() is None:
         return False
-    if y.shape[1] == 1 or not y.is_contiguous(memory_format=torch.channels_last):
+    if y.dtype == torch.float64 or y.shape[1] == 1 or not y.is_contiguous(memory_format=torch.channels_last):
         return False
     return residual is None or (residual.shape == y.shape and residual.stride(1) == 1 and residual.dtype == y.dtype)
 

@@ -189,16 +189,7 @@ def _asked(network: Network, boundary: Iterable[str], fine: set[str], why: dict[
     wanted: set[str] = set()
     for name in boundary:
         found = [v for v in network.nodes if v == name or network.nodes[v].call == name]
-        if not found:
-            network.graph[name]  # raises if there is no such block
-            inside = {c.name for c in network.graph.calls.values() if name == c.block or name in ancestors(c.block)}
-            found = [n.output for n in network.nodes.values() if n.call in inside]
-            found = [
-                v
-                for v in found
-                if v in network.graph.outputs
-                or any(v in n.values and n.call not in inside for n in network.nodes.values())
-            ]
+        found = found or _leaving(network, name)
         for node in network.closure(found):
             if node.output not in fine:
                 at, reason = next(((v, r) for v, r in why.items()), (node.output, node.reason))
@@ -208,6 +199,15 @@ def _asked(network: Network, boundary: Iterable[str], fine: set[str], why: dict[
                 )
             wanted.add(node.output)
     return wanted
+
+
+def _leaving(network: Network, block: str) -> list[str]:
+    """The values of a block that are used outside of it; of a folded part, those of what it was folded into."""
+    network.graph[block]  # raises if there is no such block
+    inside = {c.name for c in network.graph.calls.values() if block in (c.block, *ancestors(c.block))}
+    nodes = {n.output for n in network.nodes.values() if inside & {n.call, *n.absorbed}}
+    used = {v for n in network.nodes.values() if n.output not in nodes for v in n.values}
+    return [v for v in nodes if v in used or v in network.graph.outputs]
 
 
 def _nothing(network: Network, why: dict[str, str]) -> StreamError:
