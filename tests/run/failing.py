@@ -67,11 +67,11 @@ def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1)
 
 
-def fail(how: str, at_rank: int, at_step: int, timeout_s: float = 60.0) -> float:
+def fail(how: str, at_rank: int, at_step: int, timeout_s: float = 60.0, grace_s: float = 15.0) -> float:
     """Train three stages; at a step, a rank gets into trouble."""
     HOW["now"] = "none"
     plan = outcore.Plan(JOB.capture().fingerprint, STAGES, micro_batches=2)
-    engine = Engine(JOB, plan, optimizer=sgd, timeout_s=timeout_s, grace_s=2.0)
+    engine = Engine(JOB, plan, optimizer=sgd, timeout_s=timeout_s, grace_s=grace_s)
     torch.manual_seed(1)
     for step in range(4):
         if step == at_step and engine.rank == at_rank:

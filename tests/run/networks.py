@@ -183,6 +183,10 @@ CASES = {
             4: (("enc1", "enc2", "norm", "pool"), ("mid",), ("low", "up"), ("dec", "head")),
         },
     ),
+    "chain": Case(
+        _job(lambda: nn.Sequential(*(nn.Conv2d(2, 2, 3, padding=1) for _ in range(4))), images, F.mse_loss),
+        {2: (("0", "1"), ("2", "3")), 4: (("0",), ("1",), ("2",), ("3",))},
+    ),
     "unet-float": Case(
         outcore.Job(model=UNet, batch=float_images, loss=F.mse_loss, size=8),
         {2: (("enc1", "enc2", "norm"), ("pool", "mid", "low", "up", "dec", "head"))},

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 TIMEOUT_S = 60.0
-GRACE_S = 5.0
+GRACE_S = 20.0
 """How long the others may take when one has failed."""
 
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from tests.run.failing import fail
 from tests.run.pool import Pool
-
-SOON_S = 30.0
 
 
 @pytest.mark.parametrize(
@@ -28,16 +24,13 @@ def test_an_exception_ends_all_ranks_with_its_place_and_cause(ranks: Pool, how: 
 
 
 def test_a_killed_rank_is_named_by_the_others(ranks: Pool) -> None:
-    began = time.monotonic()
     outcomes = ranks.outcomes(fail, 3, "kill", 1, 2)
-    assert time.monotonic() - began < SOON_S
     for rank in (0, 2):
         assert "EngineError: rank 1" in outcomes[rank][1] and "ended without a word" in outcomes[rank][1]
 
 
 def test_a_stuck_rank_is_named_and_ended(ranks: Pool) -> None:
-    began = time.monotonic()
-    outcomes = ranks.outcomes(fail, 3, "hang", 1, 2, timeout_s=4.0)
-    assert time.monotonic() - began < SOON_S
-    assert any("EngineError: rank 1, stage 1, block b." in text and "stuck" in text for _, text in outcomes)
-    assert not any(good for good, _ in outcomes)
+    outcomes = ranks.outcomes(fail, 3, "hang", 1, 2, timeout_s=4.0, grace_s=2.0)
+    texts = [text for good, text in outcomes if not good]
+    assert len(texts) == 3 and not any("no answer within" in text for text in texts)
+    assert any("EngineError: rank 1, stage 1, block b." in text and "stuck" in text for text in texts)

@@ -96,6 +96,10 @@ class Assembly:
             materialise(form.parts.values(), self.device)
         for part in form.parts.values():
             part.to(self.device)
+            for name, buffer in part.named_buffers():
+                # A buffer that functions read is moved as a copy; the model must have that one too.
+                holder, _, leaf = name.rpartition(".")
+                self.model.get_submodule(holder)._buffers[leaf] = buffer
         if self.forms.skeleton is not self.model:
             rest = [state[n] for n in self.unclaimed] if self.rank == 0 else []
             strip(self.model, (t for m in form.parts.values() for t in (*m.parameters(), *m.buffers(), *rest)))

@@ -130,6 +130,8 @@ class Engine:
         self.watch = self._start_watch(grace_s)
         with self._guarded():
             self.device = choose_device(device, self.world)
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)
             self.assembly = Assembly(
                 self.world,
                 self.device,
@@ -374,10 +376,14 @@ class Engine:
 
         # On the host losses travel while backwards run; on a GPU, reading them earlier would stop the kernels.
         run.after_forwards = tell if self.device.type == "cpu" else None
-        self.worker.run(script.program.ranks[self.rank], script.tags, run, update=update)
-        if not exchange:
-            tell()
-        exchange[0]()
+        try:
+            self.worker.run(script.program.ranks[self.rank], script.tags, run, update=update)
+            if not exchange:
+                tell()
+            exchange.pop()()
+        finally:
+            run.after_forwards = None  # it knows the run: without this, both would live until garbage is collected
+            exchange.clear()
         every: list[float] = losses.tolist()
         return sum(weight * loss for weight, loss in zip(run.weights, every, strict=True))
 
@@ -413,13 +419,13 @@ class Engine:
         """Leave the other ranks; the engine cannot be used afterwards."""
         if self.signals is not None:
             self.signals.close()
-        if self.watch is not None:
-            self.watch.close()
-            self.watch = None
         if hasattr(self, "worker"):
             self.worker.close()
         if hasattr(self, "assembly"):
             self.assembly.close()
+        watch, self.watch = self.watch, None
+        if watch is not None:
+            watch.close()
         self.world.close()
 
     def __enter__(self) -> Engine:

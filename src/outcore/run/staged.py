@@ -9,21 +9,22 @@ that issues kernels waits only for what a kernel needs.
 from __future__ import annotations
 
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from outcore.run.clock import Moment
-from outcore.run.wire import Arena, Incoming, Layout, Moved, Outgoing
+from outcore.run.errands import Errands
+from outcore.run.wire import Arena, Incoming, Layout, Moved, Outgoing, Sent
 
 __all__ = ["StagedWire"]
 
 
 class _Landing:
-    def __init__(self, future: Future[Any], layout: Layout, wire: StagedWire) -> None:
-        self._future, self._layout, self._wire = future, layout, wire
+    def __init__(self, future: Future[Any], layout: Layout) -> None:
+        self._future, self._layout = future, layout
 
     def wait(self) -> torch.Tensor:
         flat, ready = self._future.result()
@@ -33,25 +34,6 @@ class _Landing:
         return self._layout.view(flat)
 
 
-class _Leaving:
-    def __init__(self, future: Future[Any], done: Moved) -> None:
-        self._future = future
-        self._done: Moved | None = done
-
-    def ended(self) -> bool:
-        if self._done is not None and self._future.done() and self._future.result()[0].is_completed():
-            self.finish()
-        return self._done is None
-
-    def finish(self) -> None:
-        if self._done is None:
-            return
-        work, began = self._future.result()
-        work.wait()
-        self._done("send", began, time.perf_counter())
-        self._done = None
-
-
 class StagedWire:
     """Between tensors in device memory, through pinned host memory and gloo."""
 
@@ -59,9 +41,8 @@ class StagedWire:
         self._group, self._device = group, device
         self.arena = Arena(pinned=True)
         self._out, self._in = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._senders = ThreadPoolExecutor(1, "outcore send")
-        self._receivers = ThreadPoolExecutor(4, "outcore receive")
-        self._copying: list[tuple[torch.cuda.Event, torch.Tensor]] = []
+        self._senders, self._sent = Errands("send"), Errands("sent")
+        self._receivers = Errands("receive", threads=4)
 
     def send(self, tensor: torch.Tensor, layout: Layout, target: int, tag: int, done: Moved) -> Outgoing:
         """Offer a tensor."""
@@ -69,7 +50,7 @@ class StagedWire:
         host = self.arena.take(layout.nbytes)
         self._out.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._out):
-            began, ended = _mark(), None
+            began = _mark()
             host.copy_(flat, non_blocking=True)
             ended = _mark()
             flat.record_stream(self._out)
@@ -79,7 +60,14 @@ class StagedWire:
             ended.synchronize()
             return dist.isend(host, dst=target, group=self._group, tag=tag), time.perf_counter()
 
-        return _Leaving(self._senders.submit(post), done)
+        posted = self._senders.do(post)
+
+        def finish() -> None:
+            work, since = posted.result()
+            work.wait()
+            done("send", since, time.perf_counter())
+
+        return Sent(self._sent.do(finish))
 
     def receive(self, layout: Layout, source: int, tag: int, done: Moved) -> Incoming:
         """Provide for a tensor."""
@@ -96,23 +84,20 @@ class StagedWire:
                 flat.copy_(host, non_blocking=True)
                 ended = _mark()
             done("copy in", began, ended)
-            self._copying.append((ended, host))  # the row must not be used again before the copy is over
+            ended.synchronize()  # only then may the row be used again
             return flat, ended
 
-        return _Landing(self._receivers.submit(land), layout, self)
+        return _Landing(self._receivers.do(land), layout)
 
     def end_step(self) -> None:
         """All transfers of a step are over."""
-        for event, _ in self._copying:
-            event.synchronize()
-        self._copying.clear()
         self.arena.end_step()
 
     def close(self) -> None:
         """Nothing will be moved any more."""
-        self._senders.shutdown(wait=False, cancel_futures=True)
-        self._receivers.shutdown(wait=False, cancel_futures=True)
         self._group = None
+        for errands in (self._senders, self._sent, self._receivers):
+            errands.close()
 
 
 def _mark() -> torch.cuda.Event:

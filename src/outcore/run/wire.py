@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -23,8 +24,9 @@ import torch.distributed as dist
 
 from outcore.graph import Value
 from outcore.run.clock import Moment
+from outcore.run.errands import Errands
 
-__all__ = ["Arena", "HostWire", "Incoming", "Layout", "Outgoing", "Wire"]
+__all__ = ["Arena", "HostWire", "Incoming", "Layout", "Outgoing", "Sent", "Wire"]
 
 
 @dataclass(frozen=True)
@@ -154,30 +156,24 @@ class _Received:
         self._posted = time.perf_counter()
 
     def wait(self) -> torch.Tensor:
-        if not self._work.is_completed():
-            self._posted = time.perf_counter()
         self._work.wait()
         self._done("receive", self._posted, time.perf_counter())
         return self._layout.view(self._flat)
 
 
-class _Sent:
-    def __init__(self, work: Any, flat: torch.Tensor, done: Moved) -> None:
-        self._work, self._flat = work, flat
-        self._done: Moved | None = done
-        self._posted = time.perf_counter()
+class Sent:
+    """A tensor on its way, of which another thread sees the end."""
+
+    def __init__(self, future: Future[Any]) -> None:
+        self._future = future
 
     def ended(self) -> bool:
-        if self._done is not None and self._work.is_completed():
-            self.finish()
-        return self._done is None
+        """Whether its memory is free again; raises what went wrong."""
+        return self._future.done() and self._future.result() is None
 
     def finish(self) -> None:
-        if self._done is None:
-            return
-        self._work.wait()
-        self._done("send", self._posted, time.perf_counter())
-        self._done = None
+        """Wait for that."""
+        self._future.result()
 
 
 class HostWire:
@@ -186,12 +182,19 @@ class HostWire:
     def __init__(self, group: Any) -> None:
         self._group = group
         self.arena = Arena()
+        self._waiting = Errands("send")
 
     def send(self, tensor: torch.Tensor, layout: Layout, target: int, tag: int, done: Moved) -> Outgoing:
         """Offer a tensor."""
-        flat = layout.flat(tensor)
-        work = dist.isend(flat.view(torch.uint8), dst=target, group=self._group, tag=tag)
-        return _Sent(work, flat, done)
+        flat = layout.flat(tensor).view(torch.uint8)
+        work: Any = dist.isend(flat, dst=target, group=self._group, tag=tag)
+        posted = time.perf_counter()
+
+        def finish() -> None:
+            work.wait()
+            done("send", posted, time.perf_counter())
+
+        return Sent(self._waiting.do(finish))
 
     def receive(self, layout: Layout, source: int, tag: int, done: Moved) -> Incoming:
         """Provide for a tensor."""
@@ -206,3 +209,4 @@ class HostWire:
     def close(self) -> None:
         """Nothing will be moved any more."""
         self._group = None
+        self._waiting.close()

@@ -81,6 +81,9 @@ class _Flight:
     loss: torch.Tensor | None
 
 
+_IDLE = Pass((), False, 0, 0, 1.0, (), 0)
+
+
 class Worker:
     """One rank's part in running programs."""
 
@@ -100,6 +103,7 @@ class Worker:
         self.started_s = 0.0
         self._noted: list[tuple[str, str, str, Moment, Moment, tuple[int, ...]]] = []
         self.keep_outputs = False
+        self._run = _IDLE
         self._flights: dict[Of, _Flight] = {}
         self._made: dict[Key, torch.Tensor] = {}
         self._coming: dict[Key, Incoming] = {}
@@ -156,10 +160,12 @@ class Worker:
         if self.wire is not None:
             self.wire.end_step()
         self.gauge.stop()
+        self._run = _IDLE  # what the user gave is the user's again
 
     def abandon(self) -> None:
         """Drop what is in flight after a failure."""
         self.gauge.stop()
+        self._run = _IDLE
         self.update.abandon()
         for held in (self._flights, self._made, self._coming, self._going):
             held.clear()

@@ -1,0 +1,41 @@
+"""Ranks that share a GPU: transfers through host memory, the numbers of one rank on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.run.pool import Pool
+from tests.run.training import alone, difference, train
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def on_gpu(case: str, plan: dict[str, Any]) -> dict[str, Any]:
+    torch.backends.cudnn.deterministic = True
+    result = train(case, plan, device="cuda")
+    for part in ("gradients", "weights"):
+        result[part] = {n: t.cpu() for n, t in result[part].items()}
+    return result
+
+
+@pytest.mark.parametrize("case", ["unet", "resnet"])
+def test_two_ranks_on_one_gpu(ranks: Pool, case: str) -> None:
+    for plan in (
+        {"stages": 2, "schedule": "1f1b", "micro_batches": 4},
+        {"stages": 2, "schedule": "gems", "batches": 4},
+    ):
+        oracle = alone(case, 4, device="cpu")
+        results = ranks.run(on_gpu, 2, case, plan)
+        for result in results:
+            assert result["losses"] == pytest.approx(oracle["losses"], rel=1e-9)
+            assert difference(result["gradients"], oracle["gradients"]) < 1e-10
+            floats = {n: t for n, t in result["weights"].items() if t.is_floating_point()}
+            assert difference(floats, oracle["weights"]) < 1e-8
+        for name, tensor in results[0]["weights"].items():
+            assert name not in results[1]["weights"] or torch.equal(tensor, results[1]["weights"][name])
