@@ -70,6 +70,8 @@ class Holding:
     """Calls whose generator's state must be known."""
     inputs: frozenset[str]
     """Inputs of the model that are needed in backward."""
+    busy: frozenset[str]
+    """Calls that there is something to do for; the others run as they are."""
     offloaded_bytes: int = 0
     geometry: dict[str, Any] = field(default_factory=dict)
     """Value -> how it lies in its memory; filled in by the first run."""
@@ -163,6 +165,10 @@ def prepare(
                 late.setdefault(place, []).append(name)
             fetched.setdefault(transfer.fetch if transfer is not None else max(buffer.savers), []).append(name)
     reruns = [p.rerun for p in plans.values() if p.rerun is not None]
+    noted = frozenset(v for names in reads.values() for v in names)
+    random = frozenset(name for rerun in reruns for name in rerun.random)
+    saving = {order[i] for name in plans for i in (*buffers[name].savers, *buffers[name].shapes)}
+    makers = {maker for v in noted if (maker := graph.values[v].producer) is not None}
     return Holding(
         recording=recording,
         positions={name: i for i, name in enumerate(order)},
@@ -173,8 +179,9 @@ def prepare(
         released_late={k: tuple(v) for k, v in late.items()},
         fetched={k: tuple(v) for k, v in fetched.items()},
         shape_only=shape_only,
-        noted=frozenset(v for names in reads.values() for v in names),
-        random=frozenset(name for rerun in reruns for name in rerun.random),
+        noted=noted,
+        random=random,
+        busy=frozenset({*births, *derived, *leaving, *released, *shape_only, *random, *saving, *makers}),
         inputs=frozenset(v for p in plans.values() for v in p.inputs),
         offloaded_bytes=sum(buffers[n].bytes for n, p in plans.items() if p.policy == "offload"),
     )

@@ -94,6 +94,7 @@ class _Tape(Tape):
         self.at: dict[int, Cell] = {}
         """Address of a storage -> the cell of what is in it."""
         self.pending: list[Handle] = []
+        self.collecting = False
 
     def hooked(self) -> contextlib.AbstractContextManager[None]:
         """Hold what autograd saves."""
@@ -102,7 +103,8 @@ class _Tape(Tape):
             if type(tensor) not in _ORDINARY or tensor.layout is not torch.strided or tensor.is_conj():
                 return tensor.detach()
             handle = Handle(tensor)
-            self.pending.append(handle)
+            if self.collecting:
+                self.pending.append(handle)
             return handle
 
         return torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
@@ -116,6 +118,10 @@ class _Tape(Tape):
     def step(self, step: Step) -> None:
         """Run one step."""
         holding, name = self.holding, step.name
+        self.collecting = name in holding.busy
+        if not self.collecting:
+            super().step(step)
+            return
         if name in holding.random:
             self.owner.states[name] = generator_state(next(iter(self.values.values())).device)
         drop, step_ = step.drop, step
