@@ -112,7 +112,7 @@ def test_what_one_process_saved_goes_on_on_two_ranks_and_back(tmp_path: Path) ->
     job = tmp_path / "job.py"
     text = write_job(tmp_path).read_text().replace("nn.Dropout(0.3), nn.BatchNorm1d(16), ", "")
     job.write_text(text)
-    words = ["train.batch=4", "train.device=cpu", "train.accumulate=2"]
+    words = ["train.batch=4", "train.device=cpu", "train.accumulate=2", "watch=accuracy"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
 
     def go(out: str, epochs: int, ranks: int) -> None:

@@ -205,7 +205,8 @@ class Loop:
             "learning_rate": self._learning_rate(),
             "time_s": where.epoch_time_s,
         }
-        figures = self._validate()
+        # Only the first rank has the outputs; what follows is decided from its figures, on all ranks alike.
+        figures = self.runner.tell(self._validate())
         row |= figures
         if self.schedule is not None and self.config.schedule.every == "epoch":
             self._advance(figures)

@@ -71,6 +71,9 @@ class Runner(Protocol):
     def agree(self, wish: int) -> int:
         """The signal that any rank was sent, the same on all; 0 for none."""
 
+    def tell(self, figures: dict[str, float]) -> dict[str, float]:
+        """The figures of the first rank, on all."""
+
     def save(self, path: Path, position: dict[str, Any], *, keep: int) -> None:
         """Write a checkpoint: weights, optimizer, random numbers, and where the loop stands."""
 
@@ -152,6 +155,10 @@ class PlainRunner:
     def agree(self, wish: int) -> int:
         """One process is of one mind."""
         return wish
+
+    def tell(self, figures: dict[str, float]) -> dict[str, float]:
+        """One process knows what it knows."""
+        return figures
 
     def save(self, path: Path, position: dict[str, Any], *, keep: int) -> None:
         """Write a checkpoint in the runtime's format."""
