@@ -7,6 +7,7 @@ its own borrows the shape of the nearest one's under its own rates, and says so.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -36,6 +37,9 @@ _STREAMED = 0.85
 """Share of the memory's rate that long element-wise kernels reach."""
 _VIEW = 1.75
 """Host time of a call that makes a view or a cast in Python, over that of starting an operation in C++."""
+_FRESH_FROM, _FRESH_BYTES_PER_S = 24 << 20, 2.4e9
+"""From which size on a C library asks the system for memory each time, and the rate at which new pages are made, as
+measured on a virtual machine of two cores (torch 2.13, glibc): 2.2 to 2.7 GB/s for 24 to 151 MiB, nothing for 8 MiB."""
 _PER_TENSOR = 0.1
 """Host time per tensor of an operation on a list of tensors, over that of an operation by itself."""
 _CACHED = 25_000_000
@@ -92,6 +96,8 @@ def estimate(graph: Graph, machine: Machine | Device, *, tf32: bool = True) -> C
     rate = _STREAMED * device.bandwidth_bytes_per_s
     if moves is not None:
         calls = {name: _moving(cost, moves.bytes_of(name), rate, device) for name, cost in calls.items()}
+    if device.kind == "cpu":
+        calls = {name: _moving(cost, _fresh_bytes(cost), _FRESH_BYTES_PER_S, device) for name, cost in calls.items()}
     return replace(costs, device=device.name, sum_bytes_per_s=rate, calls=calls)
 
 
@@ -104,7 +110,7 @@ def estimate_optimizer(
     sizes = [size for size in sizes if size >= 4]
     if not sizes:
         return Timing.of([0.0])
-    adds = [Operation("elementwise", in_channels=size // 4, variant="add", dtype="fp32") for size in sizes]
+    adds = [_sheet(size // 4) for size in sizes]
     dtype = "tf32" if device.kind == "cuda" and "tf32" in device.rates else "fp32"
     answers = _calibration(device, dtype).predict([replace(add, dtype=dtype) for add in adds])
     known = [_not_below(p, add, device).time_s for p, add in zip(answers, adds, strict=True)]
@@ -112,8 +118,16 @@ def estimate_optimizer(
     issued = cost.operations * len(sizes)
     on_host = device.dispatch_s * (issued + cost.operations * len(costs.parameters) * _PER_TENSOR * cost.together)
     if device.kind == "cpu":
-        return Timing.of([max(moved_s, on_host)])
+        fresh = sum(size for size in sizes if size >= _FRESH_FROM) * cost.workspace_per_largest
+        return Timing.of([max(moved_s, on_host) + fresh / _FRESH_BYTES_PER_S])
     return Timing.of([max(moved_s, issued * device.launch_s)], dispatch_s=on_host)
+
+
+def _sheet(elements: int) -> Operation:
+    """An addition of two tensors of that many elements, in a shape like those that were sampled."""
+    channels = min(64, elements)
+    side = max(1, round(math.sqrt(elements / channels)))
+    return Operation("elementwise", in_channels=channels, size=(side, side), variant="add")
 
 
 def _not_below(prediction: Prediction, operation: Operation, device: Device) -> Prediction:
@@ -123,6 +137,12 @@ def _not_below(prediction: Prediction, operation: Operation, device: Device) -> 
     cold_s = (operation.nbytes - _CACHED) / (_STREAMED * device.bandwidth_bytes_per_s)
     time_s = max(prediction.time_s, cold_s)
     return replace(prediction, time_s=time_s, high_s=max(prediction.high_s, time_s))
+
+
+def _fresh_bytes(cost: CallCost) -> tuple[int, int]:
+    """Bytes of outputs and of gradients that are so large that the system hands out new pages for them every time."""
+    outputs = sum(size for size in cost.outputs.values() if size >= _FRESH_FROM)
+    return outputs, sum(g.bytes for g in cost.gradients if g.bytes >= _FRESH_FROM)
 
 
 def _moving(cost: CallCost, moved: tuple[int, int], rate: float, device: Device) -> CallCost:
