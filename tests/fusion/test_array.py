@@ -178,7 +178,9 @@ def test_dropout_rates_are_each_members_own(rates: tuple[float, ...]) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return F.dropout(x * self.gain, self.p, self.training)
 
-    array = outcore.fuse([Net(p) for p in rates], loss=lambda out, _: out.mean(), optimizer=lambda p: optim.SGD(p, 0.0))
+    array = outcore.fuse(
+        [Net(p) for p in rates], loss=lambda out, _: out.mean(), optimizer=lambda p: optim.SGD(p, 0.0), outputs=True
+    )
     array.step(torch.ones(200, 200), torch.ones(1))
     kept = (array.output != 0).double().mean((1, 2))
     assert torch.allclose(kept, 1 - torch.tensor(rates).double(), atol=0.02)
@@ -186,6 +188,25 @@ def test_dropout_rates_are_each_members_own(rates: tuple[float, ...]) -> None:
         values = array.output[b][array.output[b] != 0]
         assert torch.allclose(values, torch.full_like(values, 1 / (1 - rate)))
     assert not torch.equal(array.output[1] != 0, array.output[2] != 0)
+
+
+def test_attention_drops_for_every_member_apart() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            q = x * self.gain
+            return F.scaled_dot_product_attention(q * 0, q * 0, q, dropout_p=0.5)
+
+    models = [Net() for _ in range(3)]
+    array = outcore.fuse(models, loss=lambda out, _: out.mean(), optimizer=lambda p: optim.SGD(p, 0.0), outputs=True)
+    array.step(torch.ones(4, 2, 64, 8), torch.ones(1))
+    assert array.coverage["model.scaled_dot_product_attention()#0"] == "fused"
+    assert torch.allclose(array.output.mean((1, 2, 3, 4)), torch.ones(3), atol=0.05)
+    rows = array.output[..., 0].flatten(1)
+    assert rows.std(1).min() > 0.05 and not torch.equal(rows[0], rows[1])
 
 
 # What comes out

@@ -61,6 +61,7 @@ class Kind:
     objectives: Mapping[str, Objective]
     optimizers: Callable[[nn.Module, int], dict[str, torch.optim.Optimizer]]
     scheduler: Callable[[torch.optim.Optimizer, int], Any] | None
+    outputs: bool = False
 
     def slot(self, model: nn.Module, index: int) -> Slot:
         """A member for a slot."""
@@ -72,7 +73,7 @@ class Kind:
     def _trainings(self, model: nn.Module) -> dict[str, Training]:
         if self.objectives:
             return {name: Training(model, None, o.loss) for name, o in self.objectives.items()}
-        return {DEFAULT: Training(model, self.loss, None, self.metrics)}
+        return {DEFAULT: Training(model, self.loss, None, self.metrics, outputs=self.outputs)}
 
 
 @dataclass
@@ -117,7 +118,7 @@ class FusedArray:
         """Of the last step, one per member."""
         self.metrics: dict[str, Tensor] = {}
         self.output: Any = None
-        """What the models returned in the last step, members first; on a GPU valid until the next."""
+        """What the models returned in the last step, if asked for, members first; on a GPU valid until the next."""
         self.notes: list[str] = []
         """What a reader should know about how it runs."""
         self.slots = [kind.slot(model, i) for i, model in enumerate(models)]

@@ -34,6 +34,7 @@ def fuse(
     way: Way | None = None,
     check: bool = True,
     unfused: Sequence[str] = (),
+    outputs: bool = False,
 ) -> FusedArray:
     """Train many models of one architecture as one; each as if it were alone.
 
@@ -64,6 +65,7 @@ def fuse(
         way: how to run; by default all members fused on a CPU, and on a GPU what is measured to be fastest.
         check: compare the fused gradients of one member with the model's own before the first step.
 
+        outputs: keep what the models returned in ``array.output``.
         unfused: blocks (``"layer4"``) that run member by member all the same.
 
     Raises:
@@ -89,7 +91,7 @@ def fuse(
         loss_scale.fill(len(members)) if loss_scale is not None else None,
         autocast,
     )
-    kind = Kind(loss, dict(metrics or {}), dict(objectives or {}), optimizers, scheduler)
+    kind = Kind(loss, dict(metrics or {}), dict(objectives or {}), optimizers, scheduler, outputs)
     return FusedArray(members, kind, terms, seeds=seeds, way=way, check=check, unfused=unfused)
 
 

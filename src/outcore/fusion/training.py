@@ -26,12 +26,16 @@ class Training(nn.Module):
         loss: Loss | None,
         objective: Callable[..., torch.Tensor] | None = None,
         metrics: Mapping[str, Callable[..., torch.Tensor]] | None = None,
+        *,
+        outputs: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
         self.loss = loss
         self.objective = objective
         self.metrics = dict(metrics or {})
+        self.outputs = outputs
+        """Whether the model's output is wanted too; it is as large as a feature map."""
 
     def forward(self, inputs: Any, targets: Any = None) -> Any:
         """Loss, metrics by name, output of the model."""
@@ -45,4 +49,4 @@ class Training(nn.Module):
         loss = self.loss(output, targets) if targets is not None else self.loss(output)
         with torch.no_grad():
             found = {name: metric(output, targets) for name, metric in self.metrics.items()}
-        return loss, found, output
+        return loss, found, output if self.outputs else None

@@ -37,9 +37,9 @@ def embedding(index: Any, weight: Any, padding_idx: int | None) -> Any:
 def attention(
     q: Any, k: Any, v: Any, mask: Any = None, dropout_p: float = 0.0, causal: bool = False, **rest: Any
 ) -> Any:
-    """``F.scaled_dot_product_attention`` for all members; with dropout they run by themselves."""
+    """``F.scaled_dot_product_attention`` for all members."""
     parts = (q, k, v, mask)
-    if dropout_p or any(isinstance(p, torch.Tensor) for p in (q, k, v)):
+    if any(isinstance(p, torch.Tensor) for p in (q, k, v)):
         return NotImplemented
     batch = q.tensor.shape[1]
     if q.rank < 3 or any(p.tensor.shape[1] != batch for p in (k, v)):
@@ -50,7 +50,7 @@ def attention(
         mask = own.expand(mask.members, batch, *own.shape[2:]).flatten(0, 1)
     elif mask is not None and mask.dim() == q.dim() and mask.shape[0] != 1:
         mask = mask.repeat(parts[0].members, *[1] * (mask.dim() - 1))
-    y = F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, **rest)
+    y = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, causal, **rest)
     return Stacked(y.unflatten(0, (-1, batch)))
 
 

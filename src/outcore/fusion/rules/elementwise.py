@@ -24,7 +24,7 @@ UNARY = frozenset(
     "abs neg positive exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal square sin cos tan asin acos atan sinh "
     "cosh tanh sigmoid relu relu6 gelu silu mish elu selu celu leaky_relu hardtanh hardswish hardsigmoid softplus "
     "softsign tanhshrink softshrink hardshrink logsigmoid threshold erf erfc floor ceil round trunc sign clamp clip "
-    "float double half bfloat16 long int bool logical_not isnan isinf isfinite nan_to_num detach clone dropout_eval "
+    "float double half bfloat16 long int bool logical_not isnan isinf isfinite nan_to_num detach clone "
     "requires_grad_ zeros_like ones_like".split()
 )
 """Functions whose only tensor is their first argument, applied to each element."""

@@ -139,6 +139,14 @@ def _attention(
     return attend.attention(query, key, value, attn_mask, dropout_p, is_causal, **rest)
 
 
+def _attend(call: FusedCall) -> Any:
+    """All members draw their dropout together, unless each has a stream of its own."""
+    dropout_p = call.args[4] if len(call.args) > 4 else call.kwargs.get("dropout_p", 0.0)
+    if dropout_p and call.randomness.per_member:
+        return call.one_by_one()
+    return _bound(_attention)(call)
+
+
 _FUNCTIONS: dict[str, Callable[[FusedCall], Any]] = {
     "linear": _bound(_linear),
     **{f"conv{d}d": _bound(_conv(d)) for d in (1, 2, 3)},
@@ -147,7 +155,7 @@ _FUNCTIONS: dict[str, Callable[[FusedCall], Any]] = {
     "layer_norm": _bound(_layer_norm),
     "group_norm": _bound(_group_norm),
     "embedding": _bound(embedding),
-    "scaled_dot_product_attention": _bound(_attention),
+    "scaled_dot_product_attention": _attend,
     "view": elementwise.reshape,
     "reshape": elementwise.reshape,
     "contiguous": elementwise.contiguous,
