@@ -236,6 +236,33 @@ def test_weights_loaded_into_a_members_model_are_trained_on() -> None:
     assert distance(dict(twin.state_dict()), array[1].state_dict()) < 1e-12
 
 
+@pytest.mark.parametrize("way", [Way(3), Way(1)], ids=str)
+@pytest.mark.parametrize("kind", [optim.Adam, optim.NAdam, lambda p, lr: optim.SGD(p, lr, momentum=0.9)])
+def test_a_checkpoint_of_a_member_is_gone_on_from(kind: Any, way: Way) -> None:
+    """Go back to the fourth step in one slot while the others go on; then that slot's run is that of a serial one."""
+    batches = _batches(8)
+    array = _array(
+        optimizer=lambda p, i: kind(p, lr=0.01 * (i + 1)),
+        scheduler=lambda o, i: optim.lr_scheduler.StepLR(o, 3, 0.5),
+        way=way,
+    )
+    for n, (x, y) in enumerate(batches):
+        array.step(x, y)
+        array.schedule()
+        if n == 3:
+            saved = array[1].checkpoint()
+    array[1].restore(saved)
+    for x, y in batches[4:]:
+        array.step(x, y)
+        array.schedule()
+    for i, order in ((1, batches), (2, batches + batches[4:])):
+        twin = _net(i)
+        own = kind(twin.parameters(), lr=0.01 * (i + 1))
+        schedulers = [optim.lr_scheduler.StepLR(own, 3, 0.5)]
+        train_serially(twin, order, F.cross_entropy, own, schedulers=schedulers)
+        assert distance(dict(twin.state_dict()), array[i].state_dict()) < 1e-10
+
+
 def test_released_models_live_on_by_themselves() -> None:
     array = _array()
     (x, y), *_ = _batches()

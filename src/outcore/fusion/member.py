@@ -83,6 +83,24 @@ class Member:
         self.array.settle(self.slot)
         return twin(self.model)
 
+    def checkpoint(self) -> dict[str, Any]:
+        """Copies of everything to go on from: weights, optimizers, schedulers."""
+        own = self.array.slots[self.slot]
+        return {
+            "model": self.state_dict(),
+            "optimizers": {name: copy.deepcopy(o.state_dict()) for name, o in own.optimizers.items()},
+            "schedulers": [copy.deepcopy(s.state_dict()) for s in own.schedulers],
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint, of this or another slot."""
+        own = self.array.slots[self.slot]
+        self.model.load_state_dict(state["model"])
+        for name, optimizer in own.optimizers.items():
+            optimizer.load_state_dict(copy.deepcopy(state["optimizers"][name]))
+        for scheduler, saved in zip(own.schedulers, state["schedulers"], strict=True):
+            scheduler.load_state_dict(copy.deepcopy(saved))
+
     def stop(self) -> None:
         """Train no further."""
         self.array.stop(self.slot)

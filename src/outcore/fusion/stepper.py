@@ -73,6 +73,8 @@ class Stepper:
         self.state: dict[str, dict[str, Tensor]] = {}
         self.clocks: dict[str, _Clock] = {}
         self.bundles: list[_Bundle] = []
+        self._exposed: dict[int, dict[str, Tensor]] = {}
+        """What each optimizer was shown as the state of the first parameter."""
         self.arrangement = 0
         """Changes when the tensors that hold the numbers do."""
         self.alone = self._why_alone()
@@ -94,6 +96,7 @@ class Stepper:
         for optimizer in self.optimizers:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look for
         if self.alone is None:
+            self._notice_loaded_state()
             stepped = set(names)
             self._split(stepped)
             seen: set[int] = set()
@@ -137,12 +140,25 @@ class Stepper:
                 f"slot {slot}: the new optimizer cannot join the others: {reason or 'they step one by one'}"
             )
         if self.alone is None:
-            with torch.no_grad():
-                for name in self.names:
-                    for key, tensor in self.state[name].items():
-                        tensor[slot] = self._imported(name, slot, key)
-                    self._start_clock(self.clocks[name], name, slot)
-                    self._expose(name, slot)
+            self._take_over(slot)
+
+    @torch.no_grad()
+    def _take_over(self, slot: int) -> None:
+        """Continue from the state that a member's own optimizer has."""
+        for name in self.names:
+            for key, tensor in self.state[name].items():
+                tensor[slot].copy_(self._imported(name, slot, key))
+            self._start_clock(self.clocks[name], name, slot)
+            self._expose(name, slot)
+
+    def _notice_loaded_state(self) -> None:
+        """``optimizer.load_state_dict`` puts new tensors where our views were."""
+        name = self.names[0]
+        for slot, optimizer in enumerate(self.optimizers):
+            for key, seen in self._exposed.get(slot, {}).items():
+                if optimizer.state.get(self.stack.member(name, slot), {}).get(key) is not seen:
+                    self._take_over(slot)
+                    break
 
     def _fast(self, bundle: _Bundle, group: Mapping[str, Any]) -> FlatUpdate | None:
         """One kernel for the whole bundle, where there is one."""
@@ -237,6 +253,8 @@ class Stepper:
             state["step"] = clock.steps[row, slot]
         for key, tensor in clock.scalars.items():
             state[key] = tensor[row, slot]
+        if name == self.names[0]:
+            self._exposed[slot] = {key: value for key, value in state.items() if isinstance(value, Tensor)}
 
     # Bundles
 
