@@ -14,6 +14,7 @@ with the package; those a user makes are kept in the cache directory and go firs
 
 from __future__ import annotations
 
+import functools
 import gzip
 import json
 from collections.abc import Mapping, Sequence
@@ -213,9 +214,7 @@ class Calibration:
         >>> Calibration.shipped("abacus", "fp32") is None
         True
         """
-        folder = resources.files("outcore.cost").joinpath("calibrations")
-        found = folder.joinpath(file_name(device, dtype))
-        return cls.from_json(json.loads(gzip.decompress(found.read_bytes()))) if found.is_file() else None
+        return _shipped(file_name(device, dtype))
 
     @classmethod
     def find(cls, device: str, dtype: object, *, cache: Path | None = None) -> Calibration | None:
@@ -251,6 +250,12 @@ def file_name(device: str, dtype: object) -> str:
     """The file that holds the calibration of a device and precision."""
     plain = "-".join("".join(c if c.isalnum() else " " for c in device.lower()).split())
     return f"{plain}-{precision_of(dtype)}.json.gz"
+
+
+@functools.cache
+def _shipped(name: str) -> Calibration | None:
+    found = resources.files("outcore.cost").joinpath("calibrations").joinpath(name)
+    return Calibration.from_json(json.loads(gzip.decompress(found.read_bytes()))) if found.is_file() else None
 
 
 def _read(path: Path) -> bytes:
