@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PYTEST  = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-all lint types wheel clean
+.PHONY: demo test test-all lint types docs wheel clean
 
 demo: $(VENV)/.demo
 	$(BIN)/outcore demo
@@ -21,6 +21,10 @@ lint: $(VENV)/.test
 
 types: $(VENV)/.test
 	$(BIN)/mypy
+
+docs: $(VENV)/.test
+	$(INSTALL) --editable '.[docs]'
+	$(BIN)/mkdocs build --strict --quiet --site-dir dist/site
 
 wheel: $(VENV)/.test
 	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .

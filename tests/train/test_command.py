@@ -1,0 +1,48 @@
+"""`outcore train` as typed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+
+from tests.cli.command import outcore_command
+
+from .running import table, write_job
+
+
+def test_options_settings_and_a_file_are_the_same_run(tmp_path: Path) -> None:
+    write_job(tmp_path)
+    common = ("--device", "cpu", "--epochs", "1", "--batch", "6")
+    shown = outcore_command("train", "job.py", *common, "--out", "a", "optimizer.lr=0.01", folder=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    resolved = yaml.safe_load((tmp_path / "a" / "config.yaml").read_text())
+    assert resolved["train"]["batch"] == 6 and resolved["optimizer"]["lr"] == 0.01
+    shown = outcore_command("train", "a/config.yaml", "out=b", folder=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    assert table(tmp_path / "a" / "steps.csv") == table(tmp_path / "b" / "steps.csv")
+    assert "finished after 4 steps" in shown.stdout and "report: b/report.html" in shown.stdout
+
+
+def test_a_class_with_its_input(tmp_path: Path) -> None:
+    shown = outcore_command("train", "outcore.models:LeNet", "-i", "2x3x32x32", "--steps", "2", folder=tmp_path)
+    assert shown.returncode == 1 and "the batches have no targets" in shown.stderr
+
+
+def test_refusals_are_one_message(tmp_path: Path) -> None:
+    write_job(tmp_path)
+    for words, said in (
+        (("job.py", "plan.memroy=1GiB"), "no setting plan.memroy; did you mean memory"),
+        (("job.py", "--data", "absent.csv"), "no table absent.csv"),
+        (("absent.yaml",), "absent.yaml"),
+        (("absent.py",), "no file absent.py"),
+    ):
+        shown = outcore_command("train", *words, folder=tmp_path)
+        assert shown.returncode == 1 and said in shown.stderr and "Traceback" not in shown.stderr
+
+
+def test_the_start_says_what_will_be_done(tmp_path: Path) -> None:
+    write_job(tmp_path)
+    shown = outcore_command("train", "job.py", "--device", "cpu", "--epochs", "1", folder=tmp_path)
+    for word in ("train ", "network ", "data ", "plain step ", "expected ", "run "):
+        assert f"\n{word}" in "\n" + shown.stdout
