@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -29,7 +29,14 @@ _ORDINARY = (torch.Tensor, nn.Parameter)
 class Pass:
     """What backward needs to know of one forward pass; lives as long as a cell of it."""
 
-    def __init__(self, holding: Holding, model: nn.Module, tensors: Iterable[torch.Tensor], tier: Tier | None) -> None:
+    def __init__(
+        self,
+        holding: Holding,
+        model: nn.Module,
+        tensors: Iterable[torch.Tensor],
+        tier: Tier | None,
+        perform: Callable[[Tape, Step], None] = Tape.step,
+    ) -> None:
         recording = holding.recording
         self.holding, self.model, self.tier = holding, model, tier
         self.constants, self.geometry = recording.constants, holding.geometry
@@ -41,7 +48,7 @@ class Pass:
         """How far backward has come."""
         self.waiting: dict[str, weakref.ref[Cell]] = {}
         """Buffers that were offloaded."""
-        self._tape = _Tape(self, given)
+        self._tape = _Tape(self, given, perform)
 
     def forward(self) -> Any:
         """Run the model; returns what it returns."""
@@ -86,8 +93,10 @@ class Pass:
 class _Tape(Tape):
     """Replays the steps, and does after each what the policies say."""
 
-    def __init__(self, owner: Pass, values: dict[str, torch.Tensor]) -> None:
+    def __init__(self, owner: Pass, values: dict[str, torch.Tensor], perform: Callable[[Tape, Step], None]) -> None:
         super().__init__(owner.model, owner.constants, values)
+        self.perform = perform
+        """Runs one step; whoever needs more done around it brings its own."""
         self.owner, self.holding = owner, owner.holding
         self.cells: dict[str, Cell] = {}
         self.plans: dict[str, CellPlan] = {}
@@ -120,14 +129,14 @@ class _Tape(Tape):
         holding, name = self.holding, step.name
         self.collecting = name in holding.busy
         if not self.collecting:
-            super().step(step)
+            self.perform(self, step)
             return
         if name in holding.random:
             self.owner.states[name] = generator_state(next(iter(self.values.values())).device)
         drop, step_ = step.drop, step
         if name in holding.births:  # its outputs must be seen before they are dropped
             step_ = _without_drops(step)
-        super().step(step_)
+        self.perform(self, step_)
         for value, plan in holding.births.get(name, ()):
             self.bear(value, plan)
         if step_ is not step:

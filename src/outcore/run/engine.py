@@ -36,6 +36,7 @@ from outcore.run.intake import Intake
 from outcore.run.loader import Loader
 from outcore.run.measured import Comparison, gather
 from outcore.run.part import Execute, Part
+from outcore.run.policies import UnderPolicies
 from outcore.run.setup import Groups, MakeOptimizer, choose_device, make_optimizer
 from outcore.run.signals import STOP, Signals
 from outcore.run.staged import StagedWire
@@ -150,6 +151,8 @@ class Engine:
                 raise EngineError("there is no loss to train for; pass loss=..., or a job with loss(output, target)")
             if autocast is torch.float16 and loss_scale is None:
                 loss_scale = LossScale()
+            if execute is Part.run and self.plan.policy:
+                execute = UnderPolicies(self.plan.policy, self.device)
             self._prepare(loss, execute, reduction, clip_norm, loss_scale)
             if optimizer is not None:
                 every = list(self.model.named_parameters())

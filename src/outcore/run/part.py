@@ -11,7 +11,7 @@ slot, and the tensor itself lives only as long as the part's own backward needs 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -25,7 +25,7 @@ from outcore.graph.subgraph import Subgraph
 from outcore.run.draws import Draws
 from outcore.run.place import Place
 
-__all__ = ["Execute", "Part", "Slot", "arrive", "relocate"]
+__all__ = ["Execute", "Part", "Slot", "Values", "arrive", "relocate"]
 
 Values: TypeAlias = dict[str, torch.Tensor]
 
@@ -37,6 +37,7 @@ class Part(Subgraph):
         self, graph: Graph, model: nn.Module, recording: Recording, calls: set[str], random: frozenset[str]
     ) -> None:
         super().__init__(graph, model, recording, calls)
+        self.graph, self.calls = graph, frozenset(calls)
         self._random = frozenset(calls & random)
         self.place = Place()
         self.instead: dict[str, Callable[..., Any]] = {}
@@ -49,10 +50,32 @@ class Part(Subgraph):
         with draws.aside():
             return self._run(inputs, draws)
 
-    def _run(self, inputs: Values, draws: Draws | None) -> Values:
+    def received(self, inputs: Values) -> Values:
+        """The inputs as the part may use and overwrite them."""
         values = {name: inputs[name].clone() if name in self._copied else inputs[name] for name in self.inputs}
         inputs.clear()  # what is not needed any more must not live until the end
-        tape = _Tape(self, values, draws)
+        return values
+
+    def draws_in(self, calls: Iterable[str]) -> bool:
+        """Whether one of these calls may draw random numbers."""
+        return not self._random.isdisjoint(calls)
+
+    def recording(self) -> Recording:
+        """The part as a recording of its own, which returns its outputs by name."""
+        results = {name: Ref("value", name) for name in self.outputs}
+        return Recording(self.inputs, self._steps, results, self._constants, self._ambient, False, False)
+
+    def perform(self, tape: Tape, step: Step, draws: Draws | None) -> None:
+        """Run one step, noted and seeded."""
+        self.place.call = step.name
+        if self.instead and step.kind == "module" and step.target in self.instead:
+            step = replace(step, kind="function", target=self.instead[step.target])
+        if draws is not None and step.name in self._random:
+            draws.seed(step.name)
+        Tape.step(tape, step)
+
+    def _run(self, inputs: Values, draws: Draws | None) -> Values:
+        tape = _Tape(self, self.received(inputs), draws)
         tape.run(self._steps, self._ambient)
         return {name: tape.values[name] for name in self.outputs}
 
@@ -70,16 +93,11 @@ Execute: TypeAlias = Callable[[Part, Values, Draws], Values]
 class _Tape(Tape):
     def __init__(self, part: Part, values: Values, draws: Draws | None) -> None:
         super().__init__(part, part._constants, values)
-        self._draws, self._random, self._place, self._instead = draws, part._random, part.place, part.instead
+        self._part, self._draws = part, draws
 
     def step(self, step: Step) -> None:
-        """Run one step, noted and seeded."""
-        self._place.call = step.name
-        if self._instead and step.kind == "module" and step.target in self._instead:
-            step = replace(step, kind="function", target=self._instead[step.target])
-        if self._draws is not None and step.name in self._random:
-            self._draws.seed(step.name)
-        super().step(step)
+        """Run one step of the part."""
+        self._part.perform(self, step, self._draws)
 
 
 def relocate(step: Step, device: torch.device, ambient: Context) -> Step:

@@ -28,6 +28,7 @@ from outcore.run.form import Form
 from outcore.run.gauge import Gauge
 from outcore.run.holdings import Share
 from outcore.run.part import Execute, Slot, arrive
+from outcore.run.policies import UnderPolicies
 from outcore.run.update import Update
 from outcore.run.wire import Incoming, Layout, Outgoing, Wire
 
@@ -174,6 +175,8 @@ class Worker:
         """Let go of all connections."""
         self.abandon()
         self.update.close()
+        if isinstance(self.execute, UnderPolicies):
+            self.execute.close()
         if self.wire is not None:
             self.wire.close()
             self.wire = None
