@@ -1,9 +1,10 @@
 """Where streaming stops and how large tiles are: the fastest step within a budget.
 
-Every *candidate* says what is streamed (up to which boundary), how large its tiles are, how long a step would take and
-roughly how much it would hold. Deep boundaries hold little but pay for wide halos twice; shallow ones leave more to run
-untiled. Large tiles waste less on halos and hold more. Rough bytes order the candidates; the exact bytes, which take a
-second each to find, are asked for in that order until one fits.
+Every *candidate* says what is streamed (up to which boundary), how large its tiles are, how long a step would take
+and roughly how much it would hold. Deep boundaries hold little but pay for wide halos twice; shallow ones leave more
+to run untiled. Large tiles waste less on halos and hold more. Candidates are tried from the fastest on; exact bytes,
+which take a second each to find, are asked for only where rough ones, corrected by what was found for the same
+boundary, promise to fit.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def choose(
     budget_bytes: int | None,
     exact_bytes: Callable[[Candidate], int],
     *,
-    tries: int = 8,
+    tries: int = 10,
 ) -> tuple[Candidate, int]:
     """The fastest candidate whose exact bytes are within the budget, and those bytes.
 
@@ -48,7 +49,7 @@ def choose(
         candidates: all ways to stream.
         budget_bytes: the most a step may hold; none for the fastest whatever it holds.
         exact_bytes: the peak of a candidate, found by trying.
-        tries: how many to ask for it before going on with the smallest.
+        tries: how many to ask for it in good hope, and as many again with care, before going on with the smallest.
 
     Raises:
         PlanError: none fits; names the smallest budget found.
@@ -58,17 +59,29 @@ def choose(
     order = sorted(candidates, key=lambda c: c.time_s)
     if budget_bytes is None:
         return order[0], exact_bytes(order[0])
-    hopeful = [c for c in order if c.rough_bytes <= 1.1 * budget_bytes][:tries]
-    small = sorted(candidates, key=lambda c: c.rough_bytes)[:2]
-    least: tuple[int, Candidate] | None = None
-    for candidate in dict.fromkeys((*hopeful, *small)):
-        found = exact_bytes(candidate)
-        if found <= budget_bytes:
-            return candidate, found
-        if least is None or found < least[0]:
-            least = (found, candidate)
-    assert least is not None
+    found: dict[Candidate, int] = {}
+    factors: dict[tuple[str, ...] | None, float] = {}
+    """By boundary, how far the rough bytes were off when last asked."""
+    for unknown in ("hope", "fear"):
+        for candidate in order:
+            usual = 1.0 if unknown == "hope" else max(factors.values(), default=1.0)
+            rough = candidate.rough_bytes * factors.get(candidate.boundary, usual)
+            if candidate in found or rough > 1.05 * budget_bytes:
+                continue
+            if len(found) >= tries * (1 if unknown == "hope" else 2):
+                break
+            found[candidate] = exact_bytes(candidate)
+            if found[candidate] <= budget_bytes:
+                return candidate, found[candidate]
+            factors[candidate.boundary] = found[candidate] / candidate.rough_bytes
+    for candidate in sorted(candidates, key=lambda c: c.rough_bytes * factors.get(c.boundary, 1.0))[:2]:
+        found.setdefault(candidate, exact_bytes(candidate))
+    fitting = [c for c, size in found.items() if size <= budget_bytes]
+    if fitting:
+        best = min(fitting, key=lambda c: c.time_s)
+        return best, found[best]
+    least = min(found, key=lambda c: found[c])
     raise PlanError(
-        f"streaming cannot meet a budget of {format_bytes(budget_bytes)}; the least found is {format_bytes(least[0])} "
-        f"({least[1]}); give at least that"
+        f"streaming cannot meet a budget of {format_bytes(budget_bytes)}; the least found is "
+        f"{format_bytes(found[least])} ({least}); give at least that"
     )
