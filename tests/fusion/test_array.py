@@ -521,7 +521,7 @@ def test_the_choice_leaves_the_array_as_it_was_and_respects_memory() -> None:
     before = [copy.deepcopy(array[i].state_dict()) for i in range(6)]
     made = choose(array, x, y, seconds=0.01, memory_bytes=forecast(array, x, y).peak_bytes(at_once=2))
     assert all(distance(before[i], array[i].state_dict()) == 0 for i in range(6))
-    assert array.way.width <= 2 and made.best.way == array.way
+    assert array.way.width <= 2 and made.way == array.way
     assert "members one after the other" in str(made)
     array.step(x, y)
 
@@ -575,6 +575,34 @@ def test_predicted_and_achieved_speed_are_told() -> None:
     assert "predicted" in array.report() and "achieved" not in array.report()
     array.step(x, y)
     assert "achieved in 1 steps" in array.report()
+
+
+def test_where_nothing_is_faster_members_run_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    from outcore.fusion import choice
+
+    monkeypatch.setattr(choice, "_time", lambda array, n, *rest: 1.0 * n)
+    monkeypatch.setattr(choice, "_time_serially", lambda *rest: 0.5)
+    array = _array(6)
+    (x, y), *_ = _batches()
+    made = choose(array, x, y)
+    assert made.speedup == pytest.approx(0.5) and array.way == Way(1)
+    assert "does not pay" in str(made)
+    assert array.step(x, y).shape == (6,)
+
+
+def test_the_time_of_all_members_follows_from_two_and_four(monkeypatch: pytest.MonkeyPatch) -> None:
+    from outcore.fusion import choice
+
+    def time(array: Any, count: int, way: Way, *rest: Any) -> float:
+        return 1.0 + 0.25 * count if way.width > 1 else 0.5 + 0.5 * count
+
+    monkeypatch.setattr(choice, "_time", time)
+    monkeypatch.setattr(choice, "_time_serially", lambda *rest: 1.0)
+    array = _array(8)
+    (x, y), *_ = _batches()
+    made = choose(array, x, y)
+    assert made.best.predicted_s == pytest.approx(3.0) and array.way.width == 8
+    assert made.speedup == pytest.approx(8 / 3)
 
 
 # Refusals
