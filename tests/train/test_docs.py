@@ -27,11 +27,12 @@ SLOW = {"docs/how-to/fit.md"}
 def test_snippets(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "snippet"}
-    found = re.findall(r"^```(python|console)([^\n]*)\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+    block = r"(?:^<!-- (\S+) -->\n\n)?^```(python|console)\n(.*?)^```"
+    found = re.findall(block, (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
     assert found
-    for kind, options, text in found:
-        if title := re.search(r'title="([^"]+)"', options):
-            (tmp_path / title[1]).write_text(text)
+    for file, kind, text in found:
+        if file:
+            (tmp_path / file).write_text(text)
         elif kind == "python":
             exec(compile(text, page, "exec"), names)
         else:
