@@ -644,3 +644,29 @@ def test_missing_and_wrong_arguments_are_refused() -> None:
         _array(loss=lambda o, t: F.cross_entropy(o, t, reduction="none")).step(*_batches(1)[0])
     with pytest.raises(FuseError, match="not its model's"):
         _array(optimizer=lambda p, i: optim.SGD(nn.Linear(2, 2).parameters(), 0.1))
+
+
+def test_rounding_that_a_network_amplifies_is_no_wrong_gradient() -> None:
+    """Normalisation over two samples, again and again: no two ways of summing agree, and the check knows it."""
+
+    def build(i: int) -> nn.Module:
+        torch.manual_seed(i)
+        deep = [part for _ in range(12) for part in (nn.Linear(8, 8), nn.BatchNorm1d(8, eps=1e-12), nn.Tanh())]
+        return nn.Sequential(nn.Linear(6, 8), *deep, nn.Linear(8, 3)).double()
+
+    torch.manual_seed(0)
+    x, y = torch.randn(2, 6).double(), torch.randint(3, (2,))
+    twin = build(2)
+    rounded = copy.deepcopy(twin)
+    with torch.no_grad():
+        for p in rounded.parameters():
+            p.mul_(1 + 2e-16 * torch.randn_like(p).sign())
+    gradients = []
+    for model in (twin, rounded):
+        F.cross_entropy(model(x), y).backward()
+        gradients.append(model[0].weight.grad)
+    amplified = float((gradients[0] - gradients[1]).abs().max() / gradients[0].abs().max())
+    assert amplified > 1e-9, "this network does not amplify rounding"
+    array = outcore.fuse([build(i) for i in range(3)], loss=F.cross_entropy, optimizer=_sgd)
+    array.step(x, y)
+    assert array.way.width == 3, array.notes

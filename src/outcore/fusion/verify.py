@@ -4,14 +4,19 @@ The last member of a lane is run by itself, by its own forward, on the same batc
 costs one step of one member, once per recording, and catches what no table of rules can promise: a layer of a new
 torch version, a module that does more than its type says. The last member is taken because a rule that only looks at
 the first is the usual mistake.
+
+Some networks amplify rounding without bound (normalisation over two samples), so that no two ways of summing agree. A
+difference counts only if it is larger than what the model itself does when its weights change by a rounding or two.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from outcore.fusion.call import rnn_weights_anywhere
 from outcore.fusion.values import member_of
@@ -24,6 +29,11 @@ if TYPE_CHECKING:
 __all__ = ["disagreement"]
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 5e-3}
+_LOW_PRECISION = 0.1
+_LIKELY_NOISE = 30.0
+"""How many times the model's own change by rounding a difference may be."""
+
+Gradients = Sequence[Tensor | None]
 
 
 def disagreement(lane: Lane, objective: str, program: Program, args: tuple[Any, ...]) -> str | None:
@@ -34,29 +44,59 @@ def disagreement(lane: Lane, objective: str, program: Program, args: tuple[Any, 
     before = ModelState(training, state_tensors(training))
     names = [n for n in lane.steppers[objective].names if lane.stack.parameters[n].requires_grad]
     own = [lane.stack.member(n, slot) for n in names]
-    try:
-        outcome = lane.forward(objective, program, args, alone=False)
-        grads = lane.gradients(objective, outcome.losses, alone=False)
+
+    def alone() -> Gradients:
         before.restore()
         with rnn_weights_anywhere(), lane.autocast():
             loss = training(*member_of(args, slot))[0]
-        expected = torch.autograd.grad(loss, own, allow_unused=True)
+        return torch.autograd.grad(loss, own, allow_unused=True)
+
+    try:
+        outcome = lane.forward(objective, program, args, alone=False)
+        fused = lane.gradients(objective, outcome.losses, alone=False)
+        weight = 1.0 if lane.weights is None else float(lane.weights[slot])
+        found = [None if (g := fused.get(n)) is None else g[slot] / weight for n in names]
+        low = any(enabled for _, enabled, _ in program.recording.ambient.autocast)
+        return _compare(names, found, alone(), low, lambda: _rounded(own, alone))
     finally:
         before.restore()
         with torch.no_grad():
             for name, content in buffers.items():
                 lane.stack.buffers[name].copy_(content)
-    weight = 1.0 if lane.weights is None else float(lane.weights[slot])
+
+
+def _compare(names: Sequence[str], found: Gradients, expected: Gradients, low: bool, again: Any) -> str | None:
     scale = max((float(g.abs().max()) for g in expected if g is not None and g.numel()), default=0.0)
-    low = any(enabled for _, enabled, _ in program.recording.ambient.autocast)
-    for name, wanted in zip(names, expected, strict=True):
-        found = grads.get(name)
-        if (wanted is None) != (found is None):
+    if not math.isfinite(scale):
+        return None
+    noise: Gradients | None = None
+    for i, (name, ours, theirs) in enumerate(zip(names, found, expected, strict=True)):
+        if (ours is None) != (theirs is None):
             return name
-        if wanted is None or found is None or not wanted.numel():
+        if ours is None or theirs is None or not theirs.numel():
             continue
-        tolerance = 0.1 if low else _TOLERANCE.get(wanted.dtype, 0.1)
-        error = float((found[slot] - weight * wanted).abs().max())
-        if not error <= tolerance * max(scale * abs(weight), 1e-12) and math.isfinite(scale):
+        error = float((ours - theirs).abs().max())
+        if error <= (_LOW_PRECISION if low else _TOLERANCE.get(theirs.dtype, _LOW_PRECISION)) * max(scale, 1e-12):
+            continue
+        noise = again() if noise is None else noise
+        other = noise[i]
+        if other is None or not error <= _LIKELY_NOISE * float((other - theirs).abs().max()):
             return f"{name} (by {error:.1e} where gradients reach {scale:.1e})"
     return None
+
+
+def _rounded(own: Sequence[Tensor], alone: Any) -> Gradients:
+    """The gradients with every weight changed by a rounding or two."""
+    kept = [p.detach().clone() for p in own]
+    generator = torch.Generator(own[0].device).manual_seed(0)
+    try:
+        with torch.no_grad():
+            for p in own:
+                noise = torch.randn(p.shape, generator=generator, dtype=p.dtype, device=p.device)
+                p.mul_(1 + torch.finfo(p.dtype).eps * noise.sign() * 2)
+        found: Gradients = alone()
+        return found
+    finally:
+        with torch.no_grad():
+            for p, content in zip(own, kept, strict=True):
+                p.copy_(content)
