@@ -162,17 +162,15 @@ def test_out_of_memory_is_tried_once_more_and_then_said(tmp_path: Path) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
         return step(self, batches)
 
-    with mock.patch.object(PlainRunner, "step", lambda s, b: fail(s, b, often=1)):
+    with mock.patch.object(PlainRunner, "step", lambda s, b: fail(s, b, often=2)):
         with pytest.raises(TrainError, match=r"out of memory in step 2 .*Tried to allocate 9 GiB; give a budget"):
             run(job, tmp_path / "run")
     calls[0] = 0
-    with (
-        mock.patch.object(PlainRunner, "step", lambda s, b: fail(s, b, often=1)),
-        mock.patch.object(PlainRunner, "relieve", lambda s: "planned again with 10 % more room"),
-    ):
-        code, said = run(job, tmp_path / "run2")
-    assert code == 0 and "out of memory in step 2; planned again" in said
-    assert len(table(tmp_path / "run2" / "steps.csv")) == 6
+    with mock.patch.object(PlainRunner, "step", lambda s, b: fail(s, b, often=1)):
+        code, said = run(job, tmp_path / "run2", "plan.memory=1MiB")
+    assert code == 0 and "out of memory in step 2; planned again for 870.4 KiB" in said
+    assert run(job, tmp_path / "run3")[0] == 0
+    assert same(weights(tmp_path / "run2"), weights(tmp_path / "run3"))
 
 
 def test_a_full_disk_is_said_and_the_last_good_checkpoint_kept(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -58,9 +58,10 @@ class Loop:
     position: Position = field(default_factory=Position)
     wish: Wish = field(default_factory=Wish)
     checkpoints_lost: int = 0
-    on_step: Callable[[Mapping[str, Any]], None] = lambda row: None
     _times: list[float] = field(default_factory=list)
     _relieved: bool = False
+    _bookkeeping_s: float = 0.0
+    """Logs, the bar and checks, of all steps."""
 
     def resume(self) -> bool:
         """Take up the last checkpoint, if there is one."""
@@ -111,6 +112,7 @@ class Loop:
             "first_step_s": self._times[0] if self._times else None,
             "step_s": times[len(times) // 2] if times else None,
             "peak_bytes": self.runner.peak_bytes(),
+            "bookkeeping_s": self._bookkeeping_s / max(1, len(self._times)),
         }
 
     def _epoch(self) -> bool:
@@ -162,24 +164,24 @@ class Loop:
         if self.journal is not None:
             self.journal.add_step(row)
         self.show.step(row)
-        self.on_step(row)
+        self._bookkeeping_s += time.perf_counter() - began - time_s
 
     def _attempt(self, micro_batches: list[MicroBatch]) -> Outcome:
-        """A step; where memory runs out, once more with more room left."""
-        try:
-            return self.runner.step(micro_batches)
-        except torch.OutOfMemoryError as error:
-            first_line = str(error).splitlines()[0]
-        said = None if self._relieved else self.runner.relieve()
-        self._relieved = True
-        if said is None:
-            names = ", ".join(micro_batches[0].names[:3])
-            raise TrainError(
-                f"out of memory in step {self.position.step} ({names}): {first_line}; give a budget below the device's "
-                "memory with --memory, a smaller --batch, or train.precision=bf16"
-            )
-        self.show.say(f"warning: out of memory in step {self.position.step}; {said}")
-        return self.runner.step(micro_batches)
+        """A step; where memory runs out, once in a run, again with more room left."""
+        while True:
+            try:
+                return self.runner.step(micro_batches)
+            except torch.OutOfMemoryError as error:
+                first_line = str(error).splitlines()[0]
+            said = None if self._relieved else self.runner.relieve()
+            if said is None:
+                names = ", ".join(micro_batches[0].names[:3])
+                raise TrainError(
+                    f"out of memory in step {self.position.step} ({names}): {first_line}; give a budget below the "
+                    "device's memory with --memory, a smaller --batch, or train.precision=bf16"
+                )
+            self._relieved = True
+            self.show.say(f"warning: out of memory in step {self.position.step}; {said}")
 
     def _not_finite(self, outcome: Outcome, micro_batches: list[MicroBatch]) -> None:
         """A loss or gradient that is not a number: skip it and count, or stop and say where."""
