@@ -158,7 +158,7 @@ def ours(
         "step_s": taken,
         "peak_bytes": torch.cuda.max_memory_allocated() - before,
         "reserved_bytes": torch.cuda.memory_reserved(),
-        "refused": array._runner.refused,
+        "refused": array.runner.refused,
         "way": str(array.way),
     }
 

@@ -102,7 +102,7 @@ def test_every_way_equals_serial_training(net: str, way: str, dtype: torch.dtype
     for x, y in batches:
         losses.append(array.step(x, y))
         array.schedule()
-    assert array._runner.refused is None, array._runner.refused
+    assert array.runner.refused is None, array.runner.refused
     assert array.way == WAYS[way], array.notes
     for i, twin in enumerate(twins):
         own = optimizer(twin.parameters(), i)

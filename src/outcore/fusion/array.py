@@ -151,9 +151,9 @@ class FusedArray:
             objective: train only this one; all in turn by default, with a dict of losses as result.
         """
         names = [objective] if objective else list(self.slots[0].trainings)
-        if not self._way_given and self._device.type == "cuda":
+        if not self._way_given and self.device.type == "cuda":
             self.tune(*batch, each=each)
-        args = self._arguments(batch, each)
+        args = self.arguments(batch, each)
         found = {name: self._step(name, args) for name in names}
         self.steps += 1
         return found[names[0]] if len(names) == 1 else found
@@ -175,8 +175,8 @@ class FusedArray:
         """What was predicted before training, and what was achieved since, with all that happened between steps."""
         if self.choice is None:
             return f"{len(self)} members, {self.way}; nothing was measured: array.tune(x, y)"
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         count = self.steps - self._counted
         head = f"{len(self)} members, {self.way}: {self.choice.speedup:.2f}x predicted over one after the other"
         if not count:
@@ -196,8 +196,8 @@ class FusedArray:
             for slot in self.slots:
                 slot.trainings[name].eval()
             with torch.no_grad():
-                args = self._arguments(batch, each)
-                _, program = self._program(name, args)
+                args = self.arguments(batch, each)
+                _, program = self.program(name, args)
                 alone = self._alone(program)
                 return self._collect([lane.forward(name, program, cut(lane, args), alone=alone) for lane in self.lanes])
         finally:
@@ -249,9 +249,9 @@ class FusedArray:
             self._randomness.reseed(slot, seed)
         if slot == 0 or not _same_settings(released, model):
             self._programs.clear()
-            self._runner.forget()
+            self.runner.forget()
         elif len(lane) == 1:
-            self._runner.forget()  # the captured step is that of the other model's own modules
+            self.runner.forget()  # the captured step is that of the other model's own modules
         self._mark(slot, "training")
 
     @property
@@ -305,12 +305,13 @@ class FusedArray:
             if status != "training":
                 lane, place = self._place(i)
                 lane.alive[place] = False
-        self._runner = Runner(self.lanes, way)
+        self.runner = Runner(self.lanes, way)
 
     # Inside
 
     @property
-    def _device(self) -> torch.device:
+    def device(self) -> torch.device:
+        """Where the members are."""
         return self.lanes[0].device
 
     def _place(self, slot: int) -> tuple[Lane, int]:
@@ -325,17 +326,19 @@ class FusedArray:
         if status == "training":
             self.slots[slot].frozen = {}
 
-    def _arguments(self, batch: tuple[Any, ...], each: Sequence[tuple[Any, ...]] | None) -> tuple[Any, ...]:
+    def arguments(self, batch: tuple[Any, ...], each: Sequence[tuple[Any, ...]] | None) -> tuple[Any, ...]:
+        """A batch as the members' training takes it, on their device."""
         return arguments(
             batch,
             each,
             members=len(self),
             whole=bool(self.kind.objectives),
-            device=self._device,
+            device=self.device,
             channels_last=self.way.channels_last,
         )
 
-    def _program(self, objective: str, args: tuple[Any, ...]) -> tuple[Hashable, Program]:
+    def program(self, objective: str, args: tuple[Any, ...]) -> tuple[Hashable, Program]:
+        """The recording that fits a batch, made and checked when it first appears, and its key."""
         members = [slot.trainings[objective] for slot in self.slots]
         shown = substitute(args, Stacked, lambda s: s.tensor[0])
         key = (objective, self.terms.autocast, key_of(members[0], shown, {}))
@@ -343,7 +346,7 @@ class FusedArray:
             return key, found
         with self.lanes[0].autocast():
             made = self._programs[key] = Program.record(members, shown, self.unfused)
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             gc.collect()  # nodes of a recording on real data would tie parameters to the stream it was made on
         if made.obstacle is not None:
             self._stand_alone(made.obstacle)
@@ -360,15 +363,15 @@ class FusedArray:
         if note not in self.notes:
             self.notes.append(note)
         if self.way.width > 1:
-            graphed = self._device.type == "cuda"
+            graphed = self.device.type == "cuda"
             self.arrange(Way(1, graphed, graphed, channels_last=self.way.channels_last))
 
     def _alone(self, program: Program) -> bool:
         return program.obstacle is not None or self.way.width == 1
 
     def _step(self, objective: str, args: tuple[Any, ...]) -> Tensor:
-        key, program = self._program(objective, args)
-        return self._collect(self._runner.step(key, objective, program, args, self._alone(program)))
+        key, program = self.program(objective, args)
+        return self._collect(self.runner.step(key, objective, program, args, self._alone(program)))
 
     def _collect(self, outcomes: Sequence[Outcome]) -> Tensor:
         def joined(parts: Sequence[Tensor]) -> Tensor:
@@ -378,7 +381,7 @@ class FusedArray:
         self.metrics = {name: joined([o.metrics[name] for o in outcomes]) for name in outcomes[0].metrics}
         columns = [[t for _, t in leaves(o.output, Tensor)] for o in outcomes]
         rows = iter(list(zip(*columns, strict=True)))
-        if len(outcomes) == 1 or self._device.type == "cpu":
+        if len(outcomes) == 1 or self.device.type == "cpu":
             self.output = substitute(outcomes[0].output, Tensor, lambda _: joined(next(rows)))
         else:
             self.output = [o.output for o in outcomes]  # as the lanes left it: joining would copy every step

@@ -130,7 +130,7 @@ class FusedCall:
 
     def batched(self) -> Any:
         """By vmap where that is right, else member by member."""
-        if self.ways.get(self.name) == "members" or self.per_member_args is not None or not self._alike():
+        if self.ways.get(self.name) == "members" or self.per_member_args is not None or not self.alike():
             return self.one_by_one()
         kept = {n: s.tensor.clone() for n, s in self._buffers().items()} if self.name not in self.ways else {}
         try:
@@ -184,7 +184,7 @@ class FusedCall:
     def _buffers(self) -> dict[str, Stacked]:
         return {n: s for n, s in self.state.items() if isinstance(s, Stacked) and not s.tensor.requires_grad}
 
-    def _alike(self) -> bool:
+    def alike(self) -> bool:
         """Whether one member's module can stand for all."""
         return not self.modules or (
             not has_hooks(self.modules[0]) and all(settings(m) == settings(self.modules[0]) for m in self.modules[1:])

@@ -96,7 +96,7 @@ def choose(
         seconds: how long to time each.
     """
     predicted = _forecast(array, batch, each)
-    limit = memory_bytes if memory_bytes is not None else _free(array._device)
+    limit = memory_bytes if memory_bytes is not None else _free(array.device)
     at_once = len(array) if predicted is None or limit is None else predicted.at_once(limit)
     candidates = list(ways) if ways is not None else _candidates(array, at_once)
     counts = sorted({min(n, len(array)) for n in _PROBES})
@@ -107,7 +107,7 @@ def choose(
         trials.append(Trial(way, times, _extrapolated(times, len(array), way, at_once)))
     made = Choice(len(array), serial_s, tuple(trials), predicted)
     array.arrange(made.way)
-    if array._device.type == "cuda" and made.way.width > 1 and each is None:
+    if array.device.type == "cuda" and made.way.width > 1 and each is None:
         measure_convolutions(array, *batch)
     return made
 
@@ -126,7 +126,7 @@ def _free(device: torch.device) -> int | None:
 
 
 def _candidates(array: FusedArray, at_once: int) -> list[Way]:
-    on_gpu = array._device.type == "cuda"
+    on_gpu = array.device.type == "cuda"
     formats = {array.way.channels_last}
     if on_gpu and any(p.dim() == 4 and max(p.shape[2:]) > 1 for p in array.models[0].parameters()):
         formats = {False, True}
@@ -165,8 +165,8 @@ def _copy(array: FusedArray, count: int, way: Way) -> FusedArray:
 def _time(array: FusedArray, count: int, way: Way, batch: tuple[Any, ...], each: Any, seconds: float) -> float:
     tried = _copy(array, count, way)
     share = None if each is None else each[:count]
-    found = time_steps(lambda: tried.step(*batch, each=share), array._device, seconds, warm=4)
-    if array._device.type == "cuda":
+    found = time_steps(lambda: tried.step(*batch, each=share), array.device, seconds, warm=4)
+    if array.device.type == "cuda":
         torch.cuda.empty_cache()
     return found
 
@@ -175,7 +175,7 @@ def _time_serially(array: FusedArray, batch: tuple[Any, ...], each: Any, seconds
     """A step of one member as one writes it in plain PyTorch."""
     model = twin(array.models[0])
     slot = array.kind.slot(model, 0)
-    args = array._arguments(batch, each)
+    args = array.arguments(batch, each)
     from outcore.fusion.values import member_of
 
     own = member_of(args, 0)
@@ -190,7 +190,7 @@ def _time_serially(array: FusedArray, batch: tuple[Any, ...], each: Any, seconds
             loss.backward()
             optimizer.step()
 
-    return time_steps(step, array._device, seconds, warm=3)
+    return time_steps(step, array.device, seconds, warm=3)
 
 
 def time_steps(step: Callable[[], Any], device: torch.device, seconds: float, *, warm: int) -> float:

@@ -65,15 +65,15 @@ class Forecast:
 def forecast(array: FusedArray, *batch: Any, each: Sequence[tuple[Any, ...]] | None = None) -> Forecast:
     """Predict the memory of an array on a batch, from the graph of one member."""
     resting = running = shared = 0
-    args = array._arguments(batch, each)
+    args = array.arguments(batch, each)
     for name, training in array.slots[0].trainings.items():
-        _, program = array._program(name, args)
+        _, program = array.program(name, args)
         graph = program.graph
-        optimizer = OptimizerCost.of(array.slots[0].optimizers[name], array._device.type)
-        peak = memory_curve(graph, account(graph, array._device.type), optimizer=optimizer).at_peak
+        optimizer = OptimizerCost.of(array.slots[0].optimizers[name], array.device.type)
+        peak = memory_curve(graph, account(graph, array.device.type), optimizer=optimizer).at_peak
         own = [p for p in training.model.parameters() if p.requires_grad]
         kept = _bytes(training.model.parameters()) + _bytes(training.model.buffers()) + _bytes(own)
-        if array._device.type == "cuda":
+        if array.device.type == "cuda":
             kept += _bytes(own)  # the one-kernel update gathers the gradients in one piece
         resting = max(resting, kept + round(optimizer.state_per_parameter * _bytes(own)))
         running = max(running, peak.feature_maps + peak.feature_gradients + peak.workspace)

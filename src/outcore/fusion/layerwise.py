@@ -26,11 +26,11 @@ __all__ = ["measure_convolutions"]
 def measure_convolutions(array: FusedArray, *batch: Any, seconds: float = 0.01) -> dict[str, int]:
     """Decide for each convolution of an array; returns how many shapes run which way."""
     lane = array.lanes[0]
-    args = array._arguments(batch, None)
+    args = array.arguments(batch, None)
     seen: dict[Any, tuple[convolution.Convolution, Tensor, Tensor]] = {}
     with torch.no_grad(), convolution.collecting(seen):
         for name in array.slots[0].trainings:
-            _, program = array._program(name, args)
+            _, program = array.program(name, args)
             if program.obstacle is None and len(lane) > 1:
                 kept = {n: t.clone() for n, t in lane.stack.buffers.items()}
                 lane.forward(name, program, args, alone=False)

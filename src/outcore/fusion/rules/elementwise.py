@@ -100,7 +100,7 @@ def per_channel(call: FusedCall, dims: int) -> Any:
         return NotImplemented
     call.note("fused")
     if call.modules:
-        if not call._alike():
+        if not call.alike():
             return NotImplemented
         result = call.module.forward(fold_channels(x))
     else:

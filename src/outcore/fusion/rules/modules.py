@@ -121,7 +121,7 @@ def _embedding_module(call: FusedCall) -> Any:
 def _activation(call: FusedCall) -> Any:
     """A module that applies one function to each element."""
     x, m = _input(call), call.module
-    if not isinstance(x, Stacked) or not call._alike():
+    if not isinstance(x, Stacked) or not call.alike():
         return NotImplemented
     if getattr(m, "inplace", False):
         m.inplace = False  # type: ignore[assignment]
