@@ -64,6 +64,24 @@ def test_no_tile_reads_much_more_than_itself() -> None:
     assert largest <= 3 * 520 * 520
 
 
+def test_pixels_may_be_kept_for_the_second_pass() -> None:
+    pixels = torch.rand(1, 3, 96, 64, dtype=torch.float64)
+    reads = []
+
+    def read(region):
+        reads.append(region)
+        return pixels[tuple(slice(*i) for i in region)].clone()
+
+    gradients, first = [], classifier()
+    for cache, expected in (("1MiB", 12), ("100KiB", 17), (0, 24)):
+        net = copy.deepcopy(first)
+        reads.clear()
+        stream(net, tile=24, cache=cache)(FunctionSource((1, 3, 96, 64), read, torch.float64)).sum().backward()
+        assert abs(len(reads) - expected) <= (0 if cache != "100KiB" else 6)
+        gradients.append(net[0].weight.grad)
+    assert torch.equal(gradients[0], gradients[1]) and torch.equal(gradients[1], gradients[2])
+
+
 def test_reading_ahead_keeps_the_order_and_stops_with_the_reader() -> None:
     jobs = list(range(20))
     assert [(j, r) for j, r in read_ahead(jobs, lambda j: j * j, 4)] == [(j, j * j) for j in jobs]

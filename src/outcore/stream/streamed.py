@@ -24,6 +24,7 @@ from outcore.graph import capture
 from outcore.graph.keys import key_of
 from outcore.graph.recording import Context, Ref, Tape, fill
 from outcore.graph.structure import leaves
+from outcore.machine.units import parse_bytes
 from outcore.ops.region import Region
 from outcore.stream.arguments import Lazy, device_of, is_shape, lazily, stood, whole_image
 from outcore.stream.boundary import run, run_loss
@@ -206,6 +207,7 @@ def stream(
     workers: int = 0,
     twins: bool = True,
     maps_on_host: bool = False,
+    cache: str | int = 0,
 ) -> Streamed:
     """Stream the early, local part of a model tile by tile, exactly.
 
@@ -226,6 +228,7 @@ def stream(
         workers: threads that read lazy images ahead.
         twins: compute tiles of equal, constant pixels once.
         maps_on_host: keep maps in host memory.
+        cache: host memory for pixels read in the first pass, so that the second need not read them again.
     """
     how = How(
         tile if tile is None or isinstance(tile, int) else tuple(tile),
@@ -235,4 +238,6 @@ def stream(
         frozenset(keep),
         fold,
     )
-    return Streamed(model, how, Options(workers, twins, maps_on_host))
+    return Streamed(
+        model, how, Options(workers, twins, maps_on_host, parse_bytes(cache) if isinstance(cache, str) else cache)
+    )

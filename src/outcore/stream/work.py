@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +38,8 @@ class Options:
     """Compute tiles of equal, constant pixels once."""
     maps_on_host: bool = False
     """Keep maps in host memory."""
+    cache_bytes: int = 0
+    """Host memory for pixels that a later pass reads again."""
 
 
 @dataclass
@@ -76,6 +79,9 @@ class Work:
             homes = {m: torch.device("cpu") for stage in self.streaming.stages for m in stage.maps}
         self.store = Store(self.device, homes, dict(self.others))
         self.given = Given(self.seed)
+        self.cached: dict[Hashable, dict[str, torch.Tensor]] = {}
+        self.cached_bytes = 0
+        self.lock = threading.Lock()
 
     def plans(self, index: int) -> Iterator[TilePlan]:
         """The tiles of a stage."""
@@ -89,9 +95,17 @@ class Work:
         images = [name for name in stage.sources if name in self.images]
 
         def read(plan: TilePlan) -> dict[str, torch.Tensor]:
-            crops = {name: self.images[name].read(plan.regions[name]) for name in images if name in plan.regions}
+            place = tuple((name, plan.regions[name]) for name in images if name in plan.regions)
+            if (held := self.cached.get(place)) is not None:
+                return held
+            crops = {name: self.images[name].read(region) for name, region in place}
             if self.device.type == "cuda" and self.options.workers:  # so that copying need not wait
                 crops = {n: c.contiguous().pin_memory() if c.device.type == "cpu" else c for n, c in crops.items()}
+            size = sum(c.numel() * c.element_size() for c in crops.values())
+            with self.lock:
+                if self.cached_bytes + size <= self.options.cache_bytes:
+                    self.cached[place] = crops
+                    self.cached_bytes += size
             return crops
 
         tiles = read_ahead(plans, read, self.options.workers)
