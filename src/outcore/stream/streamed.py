@@ -38,6 +38,10 @@ from outcore.stream.work import Counts, Options
 __all__ = ["How", "Streamed", "stream"]
 
 
+_SIZES = 64
+"""Sizes of images that are remembered."""
+
+
 @dataclass(frozen=True)
 class How:
     """What is streamed, and in which tiles; see `stream`."""
@@ -177,6 +181,8 @@ class Streamed(nn.Module):
             if tile is None:
                 plan = plan_tiles(graph, memory=how.memory, statistics=how.statistics, fold=how.fold, dense=dense)
                 tile, boundary = plan.tile, plan.boundary
+            while len(self._prepared) >= _SIZES:
+                self._prepared.pop(next(iter(self._prepared)))
             self._prepared[key] = divided(
                 bound(graph, folded=how.fold), tile=tile, boundary=boundary, statistics=how.statistics, keep=how.keep
             )
