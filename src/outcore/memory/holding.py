@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -41,6 +41,7 @@ class CellPlan:
     inputs: tuple[str, ...] = ()
     """Inputs of the model that the rerun reads."""
     window: Window | None = None
+    bytes: int = 0
 
 
 @dataclass
@@ -137,10 +138,7 @@ def prepare(
             plans.setdefault(buffer.name, CellPlan(buffer.name, "keep"))
     for source in reads:
         plans.setdefault(source, CellPlan(source, "keep"))
-    plans = {
-        n: CellPlan(p.buffer, p.policy, len(reads.get(n, ())), p.rerun, p.sources, p.inputs, p.window)
-        for n, p in plans.items()
-    }
+    plans = {n: replace(p, dependents=len(reads.get(n, ())), bytes=buffers[n].bytes) for n, p in plans.items()}
     births: dict[str, list[tuple[str, CellPlan]]] = {}
     derived: dict[str, dict[int, CellPlan]] = {}
     leaving: dict[str, list[str]] = {}

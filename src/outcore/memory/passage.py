@@ -150,7 +150,8 @@ class _Tape(Tape):
         for buffer in holding.leaving.get(name, ()):
             self.leave(buffer)
         for buffer in holding.released.get(name, ()):
-            self.cells[buffer].left()
+            if (cell := self.cells.get(buffer)) is not None:
+                cell.left()
 
     def bear(self, value: str, plan: CellPlan) -> None:
         """A buffer is made: its cell takes responsibility."""
@@ -192,7 +193,9 @@ class _Tape(Tape):
                     handle.point_to(cell, position)
             if plans is not None:
                 place = seen.setdefault(address, len(seen))
-                if cell is None and (plan := plans.get(place)) is not None:
+                plan = plans.get(place)
+                # What an operation derives is foretold on fake tensors; where it keeps something else, that is kept.
+                if cell is None and plan is not None and tensor.untyped_storage().nbytes() == plan.bytes:
                     if address not in made:
                         made[address] = self.cells[plan.buffer] = self.cell(plan)
                         made[address].born(tensor)
