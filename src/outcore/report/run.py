@@ -45,13 +45,14 @@ def read_run(folder: Path) -> dict[str, Any]:
         raise OutcoreError(f"{folder} holds no run; a run is made by: outcore train JOB --out {folder}")
     facts = json.loads(facts_file.read_text())
     plan = folder / "plan.json"
-    config = folder / "config.yaml"
+    config, timeline = folder / "config.yaml", folder / "timeline.svg"
     return {
         **facts,
         "steps": _columns(folder / "steps.csv", thinned="loss"),
         "epochs": _columns(folder / "epochs.csv"),
         "plan": json.loads(plan.read_text()) if plan.is_file() else None,
         "config": config.read_text() if config.is_file() else "",
+        "timeline": timeline.read_text() if timeline.is_file() else None,
     }
 
 

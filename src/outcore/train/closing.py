@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from outcore.program import chart, save_trace
 from outcore.report import page, run_bundle
 from outcore.train.loop import Ending, Loop
 from outcore.train.run_folder import RunFolder, replace
@@ -54,6 +55,9 @@ def write_ending(loop: Loop, supply: Supply, ended: str, time_s: float) -> None:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(["path", "reason"])
             writer.writerows([str(b.path), b.reason] for b in supply.bad)
+    if loop.timeline is not None:
+        replace(folder.path / "timeline.svg", chart(loop.timeline))
+        save_trace(loop.timeline, folder.path / "trace.json")
     write_report(folder)
 
 

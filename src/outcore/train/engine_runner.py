@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from outcore.data import Batch
+from outcore.program import Timeline
 from outcore.run import Engine
 from outcore.run.update import LossScale
 from outcore.run.world import World
@@ -18,6 +19,8 @@ from outcore.train.runner import Outcome
 
 __all__ = ["EngineRunner", "finite_only"]
 
+_COUNTED = 2
+"""The step in which live bytes are counted on a CPU: the optimizer has its state by then."""
 _MOST_SHARED = 1 << 16
 """Numbers of an output that are sent to the first rank for metrics; dense maps are not."""
 
@@ -39,17 +42,24 @@ class EngineRunner:
         self.optimizer = engine.optimizer
         self.replica = (engine.replica, engine.plan.replicas)
         self._peak: int | None = None
+        self._steps = 0
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> Outcome:
         """As many steps of the engine as it accumulates; the update comes with the last."""
         engine = self.engine
-        cuda = engine.device.type == "cuda"
+        self._steps += 1
+        cuda, counted = engine.device.type == "cuda", self._steps == _COUNTED
         if cuda:
             torch.cuda.reset_peak_memory_stats(engine.device)
+        elif counted:
+            engine.count_memory()
         skipped = engine.update.skipped
         losses = [engine.step(_arguments(m.inputs), m.targets) for m in micro_batches]
         if cuda:
             self._peak = torch.cuda.max_memory_allocated(engine.device)
+        elif counted:
+            self._peak = max(engine.timeline().peak_bytes)
+            engine.count_memory(False)
         updated = engine.update.skipped == skipped
         return Outcome(sum(losses) / len(losses), engine.update.norm, updated)
 
@@ -67,12 +77,16 @@ class EngineRunner:
         return loss, None if found is None or self.rank else torch.tensor(found)
 
     def peak_bytes(self) -> int | None:
-        """The allocator's peak on this rank's GPU."""
+        """The allocator's peak on this rank's GPU; on CPUs that of the rank with most, counted in one step."""
         return self._peak
 
     def relieve(self) -> str | None:
         """A plan of many ranks is not changed in the middle of a run."""
         return None
+
+    def timeline(self) -> Timeline | None:
+        """The last step on every rank."""
+        return self.engine.timeline() if self.engine.steps else None
 
     def close(self) -> None:
         """Leave the other ranks."""

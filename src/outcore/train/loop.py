@@ -17,6 +17,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from outcore.errors import CheckpointError, TrainError
+from outcore.program import Timeline
 from outcore.train.config import Config
 from outcore.train.feed import Feed, JobFeed, MicroBatch
 from outcore.train.journal import Journal
@@ -58,6 +59,8 @@ class Loop:
     position: Position = field(default_factory=Position)
     wish: Wish = field(default_factory=Wish)
     checkpoints_lost: int = 0
+    timeline: Timeline | None = None
+    """Of the last step of the last epoch."""
     _times: list[float] = field(default_factory=list)
     _relieved: bool = False
     _bookkeeping_s: float = 0.0
@@ -200,6 +203,8 @@ class Loop:
     def _end_epoch(self) -> None:
         """Validate, note, and save."""
         where = self.position
+        if self._times:
+            self.timeline = self.runner.timeline() or self.timeline  # before the validation's own passes
         row: dict[str, Any] = {
             "epoch": where.epoch,
             "step": where.step,

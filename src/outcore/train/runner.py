@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from outcore.cost.live import LiveBytes
 from outcore.data import Batch
 from outcore.errors import TrainError
+from outcore.program import Timeline
 from outcore.train.feed import MicroBatch
 from outcore.train.fitting import Fit
 from outcore.train.saving import load_state, save_state
@@ -64,6 +65,9 @@ class Runner(Protocol):
 
     def relieve(self) -> str | None:
         """After memory ran out: plan again with more room left, and say so; None where nothing can be done."""
+
+    def timeline(self) -> Timeline | None:
+        """The last step on every rank, where it was recorded; all ranks ask together."""
 
     def close(self) -> None:
         """No more steps."""
@@ -148,6 +152,10 @@ class PlainRunner:
         made, said = found
         self.model, self.lazy = made.model, made.lazy or self.lazy
         return said
+
+    def timeline(self) -> Timeline | None:
+        """A plain step is not recorded."""
+        return None
 
     def close(self) -> None:
         """Nothing to leave."""

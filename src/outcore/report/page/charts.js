@@ -19,7 +19,7 @@ function lineChart({ title, series, lines = [], format = shortNumber, formatX = 
   if (y0 === y1) [y0, y1] = [y0 - Math.abs(y0 || 1) * 0.1, y1 + Math.abs(y1 || 1) * 0.1];
   const unit = format === bytesText ? 1024 ** Math.max(0, Math.floor(Math.log2(Math.max(y1, 1)) / 10)) : 1;
   const yTicks = niceTicks(y0 / unit, y1 / unit, 5).map((v) => v * unit);
-  const xTicks = niceTicks(x0, x1, 6).filter((v) => v >= x0 && v <= x1);
+  const xTicks = niceTicks(x0, x1, 6).filter((v) => v >= x0 && v <= x1 && Number.isInteger(v));
   y0 = Math.min(y0, yTicks[0]); y1 = Math.max(y1, yTicks[yTicks.length - 1]);
   const px = (x) => left + (x - x0) / (x1 - x0) * (W - left - right);
   const py = (y) => H - bottom - (y - y0) / (y1 - y0) * (H - top - bottom);

@@ -13,6 +13,7 @@ function showRun(panel, bundle) {
   charts.append(...runCharts(run).filter(Boolean));
   if (charts.children.length) page.append(section("Curves", charts));
   page.append(section("Predicted beside measured", comparison(run)));
+  if (run.timeline) page.append(section("The last step, rank by rank", timelinePicture(run.timeline)));
   if (run.forecast && run.forecast.decisions.length) page.append(section("Decisions", pairs(run.forecast.decisions)));
   if (run.plan) page.append(section("Plan", folded("plan.json", JSON.stringify(run.plan, null, 1))));
   page.append(section("Settings", folded("config.yaml", run.config)));
@@ -88,6 +89,15 @@ function comparison(run) {
   row("peak memory", forecast.peak_bytes, forecast.planned_peak_bytes, measured.peak_bytes, bytesText);
   const notes = (forecast.notes || []).map((note) => html("p", note));
   return html("div", table, ...notes);
+}
+
+/** A drawing as an image: nothing in it can run. */
+function timelinePicture(svg) {
+  const image = html("img");
+  image.src = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(svg)}`;
+  image.alt = "Forward and backward passes, transfers and waiting of every rank over time";
+  image.className = "timeline";
+  return image;
 }
 
 function section(title, ...content) {
