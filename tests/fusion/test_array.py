@@ -436,6 +436,35 @@ def test_a_number_in_forward_may_differ_between_members() -> None:
     assert_as_if_alone(lambda i: Net(i).double(), batches, F.cross_entropy, _sgd)
 
 
+def test_settings_changed_between_steps_count_from_the_next() -> None:
+    class Net(nn.Module):
+        def __init__(self, i: int) -> None:
+            super().__init__()
+            self.gain, self.layer, self.norm = 1.0, nn.Linear(6, 3), nn.BatchNorm1d(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.layer(x)) * self.gain
+
+    def build(i: int) -> Net:
+        torch.manual_seed(i)
+        return Net(i).double()
+
+    torch.manual_seed(4)
+    batches = [(torch.randn(8, 6).double(), torch.randint(3, (8,))) for _ in range(6)]
+    models, twins = [build(i) for i in range(3)], [build(i) for i in range(3)]
+    array = outcore.fuse(models, loss=F.cross_entropy, optimizer=_sgd)
+    optimizers = [_sgd(twin.parameters(), i) for i, twin in enumerate(twins)]
+    for n, batch in enumerate(batches):
+        for net in (models, twins):
+            net[1].gain = 1.0 + n
+            net[2].norm.train(n < 3)
+        array.step(*batch)
+        for twin, optimizer in zip(twins, optimizers, strict=True):
+            train_serially(twin, [batch], F.cross_entropy, optimizer)
+    for i, twin in enumerate(twins):
+        assert distance(dict(twin.state_dict()), array[i].state_dict()) < 1e-12
+
+
 def test_tied_and_frozen_weights_stay_so() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -464,7 +493,8 @@ def test_hooks_of_a_layer_run_for_every_member() -> None:
     assert set(seen) == {0, 1, 2}
 
 
-def test_a_wrong_rule_is_found_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_a_wrong_rule_is_found_before_the_first_step(monkeypatch: pytest.MonkeyPatch, dropout: float) -> None:
     from outcore.fusion.rules import modules
 
     def wrong(call: Any) -> Any:
@@ -472,12 +502,13 @@ def test_a_wrong_rule_is_found_before_the_first_step(monkeypatch: pytest.MonkeyP
         return type(made)(made.tensor * torch.tensor([1.0, 1.0, 1.001]).double().view(3, 1, 1))
 
     monkeypatch.setitem(modules.MODULES, nn.Linear, wrong)
-    array = _array()
+    models = [nn.Sequential(*_net(i), nn.Dropout(dropout)) for i in range(3)]
+    array = outcore.fuse(models, loss=F.cross_entropy, optimizer=_sgd)
     (x, y), *_ = _batches()
     with pytest.warns(UserWarning, match="not the model's own"):
         losses = array.step(x, y)
-    assert array.way.width == 1 and array.notes
-    assert abs(float(losses[2]) - float(F.cross_entropy(_net(2)(x), y).detach())) < 1e-12
+    assert array.way.width == 1 and array.notes and models[0][-1].p == dropout
+    assert dropout or abs(float(losses[2]) - float(F.cross_entropy(_net(2)(x), y).detach())) < 1e-12
 
 
 def test_counters_count_steps_of_every_member() -> None:

@@ -343,20 +343,28 @@ class FusedArray:
         shown = substitute(args, Stacked, lambda s: s.tensor[0])
         key = (objective, self.terms.autocast, key_of(members[0], shown, {}))
         if (found := self._programs.get(key)) is not None:
-            return key, found
+            if not found.outdated():
+                return key, found
+            self.runner.forget()
         with self.lanes[0].autocast():
             made = self._programs[key] = Program.record(members, shown, self.unfused)
         if self.device.type == "cuda":
             gc.collect()  # nodes of a recording on real data would tie parameters to the stream it was made on
         if made.obstacle is not None:
             self._stand_alone(made.obstacle)
-        elif self._check and torch.is_grad_enabled() and len(self.lanes[-1]) > 1 and not made.random:
-            wrong = disagreement(self.lanes[-1], objective, made, cut(self.lanes[-1], args))
-            if wrong is not None:
-                warnings.warn(f"fused gradients of {wrong} are not the model's own; members run alone", stacklevel=4)
-                made.obstacle = f"the fused gradient of {wrong} was not the model's own"
-                self._stand_alone(made.obstacle)
+        elif self._check and torch.is_grad_enabled() and len(self.lanes[-1]) > 1:
+            self._verify(objective, made, args)
         return key, made
+
+    def _verify(self, objective: str, program: Program, args: tuple[Any, ...]) -> None:
+        """Do not fuse what gives other gradients than the model itself."""
+        lane = self.lanes[-1]
+        with program.without_chance() as certain:
+            wrong = disagreement(lane, objective, program, cut(lane, args)) if certain else None
+        if wrong is not None:
+            warnings.warn(f"fused gradients of {wrong} are not the model's own; members run alone", stacklevel=5)
+            program.obstacle = f"the fused gradient of {wrong} was not the model's own"
+            self._stand_alone(program.obstacle)
 
     def _stand_alone(self, why: str) -> None:
         note = f"members run by themselves: {why}"

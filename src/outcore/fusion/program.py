@@ -11,13 +11,15 @@ member by member, which is always right.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from outcore.errors import FuseError
 from outcore.fusion.aliasing import state_in_place, unsafe_write, written_values
@@ -54,6 +56,8 @@ class Program:
     kept: dict[str, torch.Tensor] = field(default_factory=dict)
     differing: frozenset[str] = frozenset()
     """Steps whose arguments differ from member to member."""
+    watched: tuple[tuple[dict[str, Any], str, Any], ...] = ()
+    """Attributes of modules, as they were."""
     written: frozenset[str] = frozenset()
     state_values: frozenset[str] = frozenset()
     """Values that are parameters or buffers themselves, and are written as such."""
@@ -89,16 +93,29 @@ class Program:
             obstacle,
             members=tuple(members),
             unfused=tuple(unfused),
+            watched=tuple(_watched(members)),
             differing=differing,
             written=written_values(graph),
             state_values=state_in_place(recording),
         )
 
-    @property
-    def random(self) -> bool:
-        """Whether the step draws random numbers."""
-        steps = [step for recording in (self.recording, *self.others.values()) for step in recording.steps]
-        return any(is_random(step, model) for step in steps for model in self.members)
+    def outdated(self) -> bool:
+        """Whether a number that a member's forward may have looked at has changed since."""
+        return any(attributes.get(name, _GONE) != value for attributes, name, value in self.watched)
+
+    @contextlib.contextmanager
+    def without_chance(self) -> Iterator[bool]:
+        """Inside, dropout layers let everything pass; yields whether the step then draws no random numbers at all."""
+        layers = [m for member in self.members for m in member.modules() if isinstance(m, _DropoutNd)]
+        rates = [layer.p for layer in layers]
+        try:
+            for layer in layers:
+                layer.p = 0.0
+            steps = [step for recording in (self.recording, *self.others.values()) for step in recording.steps]
+            yield not any(is_random(step, model) for step in steps for model in self.members)
+        finally:
+            for layer, rate in zip(layers, rates, strict=True):
+                layer.p = rate
 
     def replay(
         self,
@@ -221,6 +238,20 @@ class _FusedTape(Tape):
 
     def _recording(self, slot: int) -> Recording:
         return self.program.others.get(self.first + slot, self.program.recording)
+
+
+_GONE = object()
+
+
+def _watched(members: Sequence[Training]) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """What users change between steps: numbers on modules of their own, modes, rates of dropout."""
+    for member in members:
+        for module in member.modules():
+            own = not type(module).__module__.startswith("torch.nn.")
+            for name, value in module.__dict__.items():
+                plain = isinstance(value, bool | int | float | str)
+                if plain and (own or name in ("training", "p")) and name != "call_super_init":
+                    yield module.__dict__, name, value
 
 
 def _signature(member: Training) -> list[Any]:

@@ -67,7 +67,7 @@ def dropout(call: FusedCall, x: Any, rates: Sequence[float], training: bool, who
     if len(set(rates)) == 1:
         mask = (draw >= rates[0]) / (1 - rates[0])
     else:
-        key = f"{call.name}@{call.first}+{call.members}"
+        key = f"{call.name}: {rates}"
         if key not in call.kept:
             call.kept[key] = torch.tensor(rates, dtype=draw.dtype, device=draw.device)
         p = call.kept[key].view(-1, *[1] * (draw.dim() - 1))
