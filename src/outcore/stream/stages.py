@@ -190,11 +190,12 @@ def _asked(network: Network, boundary: Iterable[str], fine: set[str], why: dict[
     for name in boundary:
         found = [v for v in network.nodes if v == name or network.nodes[v].call == name]
         found = found or _leaving(network, name)
-        for node in network.closure(found):
+        behind = network.closure(found)
+        for node in behind:
             if node.output not in fine:
-                at, reason = next(((v, r) for v, r in why.items()), (node.output, node.reason))
+                at = next((n.output for n in behind if n.output in why), node.output)
                 raise StreamError(
-                    f"streaming cannot reach {name}: {network.block_of(at)} stops it ({reason}); "
+                    f"streaming cannot reach {name}: {network.block_of(at)} stops it ({why.get(at, node.reason)}); "
                     "give an earlier boundary, or leave it out to stream as far as it goes"
                 )
             wanted.add(node.output)
