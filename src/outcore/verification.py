@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from outcore.cost.rough import by_bytes
 from outcore.cost.saved import account
 from outcore.graph.capture import capture
 from outcore.graph.structure import leaves, substitute
 from outcore.job import Job
-from outcore.memory.governor import by_bytes
 from outcore.memory.rates import memory_rate
 from outcore.plan_document import Plan
 from outcore.planner.budget import smallest

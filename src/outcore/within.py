@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,12 +21,12 @@ from outcore.cost.costs import Costs
 from outcore.cost.measure import measure
 from outcore.cost.memory import memory_curve
 from outcore.cost.optimizer import OptimizerCost
+from outcore.cost.rough import without_gaps
 from outcore.cost.saved import account
 from outcore.errors import OutcoreError, PlanError
 from outcore.graph import Graph, capture
 from outcore.graph.capture import arguments_as_called
 from outcore.graph.keys import key_of
-from outcore.machine.clock import Timing
 from outcore.machine.units import format_bytes, parse_bytes
 from outcore.memory.governor import Governor, Settings
 from outcore.plan_document import Plan
@@ -96,7 +95,7 @@ def within(
     policy = dict(plan.policy if isinstance(plan, Plan) else plan) if plan is not None else None
     if isinstance(plan, Plan):
         plan.validate(graph)
-    governor = Governor(model, Settings(budget, cost, reserved, policy, graphs=graphs), _without_gaps(costs))
+    governor = Governor(model, Settings(budget, cost, reserved, policy, graphs=graphs), without_gaps(costs))
     call = arguments_as_called(model, args, kwargs)
     governor.admit(key_of(model, *call), *call, graph=graph)
     if not any(governor.admitted.values()):
@@ -161,24 +160,6 @@ def _loss_bytes(graph: Graph, loss: Callable[[Any], torch.Tensor] | None) -> int
     alone = capture(_Loss(loss), (torch.empty(shapes[0], device="meta").requires_grad_(),))
     curve = memory_curve(alone, account(alone), optimizer=0.0)
     return max(0, curve.peak_bytes - 2 * sum(alone.values[v].bytes for v in alone.inputs))
-
-
-def _without_gaps(costs: Costs) -> Costs:
-    """Costs in which every call has a time: those that were not measured take as long as their bytes suggest."""
-    timed = [c for c in costs.calls.values() if c.forward is not None]
-    total_s = sum(c.time_s for c in timed)
-    rate = total_s / max(1, sum(c.output_bytes + 1 for c in timed))
-    if len(timed) == len(costs.calls):
-        return costs
-    calls = {
-        name: c
-        if c.forward is not None
-        else replace(
-            c, forward=Timing.of([rate * c.output_bytes / 3]), backward=Timing.of([rate * c.output_bytes / 1.5])
-        )
-        for name, c in costs.calls.items()
-    }
-    return replace(costs, calls=calls)
 
 
 def _announce(plan: MemoryPlan, budget: int | None, *, assumed: bool) -> None:

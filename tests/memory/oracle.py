@@ -11,10 +11,10 @@ from torch import nn
 
 import outcore
 from outcore.cost.live import LiveBytes
+from outcore.cost.rough import by_bytes
 from outcore.cost.saved import account
 from outcore.graph.structure import leaves
 from outcore.memory import Pass, prepare
-from outcore.memory.governor import by_bytes
 from outcore.memory.tiers import DiskTier
 from outcore.planner.keeping import Keeping
 from outcore.planner.transfers import Tier

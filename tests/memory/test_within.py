@@ -13,9 +13,10 @@ from torch.nn.utils import clip_grad_norm_
 
 import outcore
 from outcore.cost.live import LiveBytes
+from outcore.cost.rough import by_bytes
 from outcore.cost.saved import account
 from outcore.errors import OutcoreError, PlanError
-from outcore.memory.governor import Governor, by_bytes
+from outcore.memory.governor import Governor
 
 SIDE = 48
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import outcore
+from outcore.cost.rough import by_bytes
 from outcore.cost.saved import account
-from outcore.memory.governor import by_bytes
 from outcore.planner.budget import fit, smallest
 from outcore.planner.frontier import frontier
 from outcore.planner.keeping import Keeping

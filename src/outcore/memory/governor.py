@@ -15,14 +15,15 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from outcore.cost.costs import CallCost, Costs
+from outcore.cost.costs import Costs
 from outcore.cost.optimizer import OptimizerCost
+from outcore.cost.rough import belong, by_bytes, scaled
 from outcore.cost.saved import account, device_of
 from outcore.errors import CaptureError, PlanError
 from outcore.graph import Graph, capture
@@ -30,7 +31,6 @@ from outcore.graph.keys import key_of
 from outcore.graph.preserve import ModelState, state_tensors
 from outcore.graph.recording import Mismatch
 from outcore.graph.structure import leaves
-from outcore.machine.clock import Timing
 from outcore.memory.graphed import Graphed
 from outcore.memory.holding import Holding, prepare
 from outcore.memory.passage import Pass
@@ -38,7 +38,7 @@ from outcore.memory.rates import measured_tier, memory_rate
 from outcore.memory.tiers import Tier, tier_for
 from outcore.planner.memory_plan import MemoryPlan, plan_memory
 
-__all__ = ["Governor", "Settings", "by_bytes"]
+__all__ = ["Governor", "Settings"]
 
 
 @dataclass(frozen=True)
@@ -149,9 +149,9 @@ class Governor:
         device = device_of(graph)
         with self.suspended():
             costs = self.costs
-            if costs is None or not _belong(costs, graph):
+            if costs is None or not belong(costs, graph):
                 costs = account(graph)
-                costs = _scaled(costs, self.costs) if self.costs is not None else by_bytes(costs, memory_rate(device))
+                costs = scaled(costs, self.costs) if self.costs is not None else by_bytes(costs, memory_rate(device))
         budget = self.settings.budget_bytes
 
         def planned(policy: dict[str, str] | None) -> MemoryPlan:
@@ -211,46 +211,3 @@ class Governor:
 def _applicable(policy: dict[str, str], graph: Graph) -> dict[str, str]:
     """The policies of values that the graph has too."""
     return {name: how for name, how in policy.items() if name.partition("~")[0] in {*graph.values, *graph.calls}}
-
-
-def _belong(costs: Costs, graph: Graph) -> bool:
-    """Whether costs are those of a graph at its size (a fingerprint is the same at every size)."""
-    made = {name: size for cost in costs.calls.values() for name, size in cost.outputs.items()}
-    return costs.fingerprint == graph.fingerprint and all(
-        graph.values[name].bytes == size for name, size in made.items() if name in graph.values
-    )
-
-
-def _scaled(costs: Costs, like: Costs) -> Costs:
-    """Times of the same calls on other sizes, in proportion to the bytes they make."""
-
-    def scaled(cost: CallCost) -> CallCost:
-        model = like.calls.get(cost.call)
-        if model is None or model.forward is None:
-            return cost
-        ratio = max(cost.output_bytes, 1) / max(model.output_bytes, 1)
-        backward = Timing.of([model.backward.median_s * ratio]) if model.backward is not None else None
-        return replace(
-            cost, forward=Timing.of([model.forward.median_s * ratio]), backward=backward, time_source="scaled"
-        )
-
-    calls = {name: scaled(cost) for name, cost in costs.calls.items()}
-    return replace(costs, calls=calls, library_bytes=like.library_bytes)
-
-
-def by_bytes(costs: Costs, rate: float) -> Costs:
-    """Times from bytes and FLOPs alone: enough to compare choices where nothing was measured."""
-    flops_rate = 10 * rate
-
-    def timed(cost: CallCost) -> CallCost:
-        moved = cost.output_bytes + sum(s.bytes for s in cost.saved if s.kind == "value")
-        forward = max(moved / rate, cost.flops_forward / flops_rate)
-        backward = max(2 * moved / rate, cost.flops_backward / flops_rate) if cost.has_backward else None
-        return replace(
-            cost,
-            forward=Timing.of([forward]),
-            backward=Timing.of([backward]) if backward is not None else None,
-            time_source="analytic",
-        )
-
-    return replace(costs, calls={name: timed(cost) for name, cost in costs.calls.items()})
