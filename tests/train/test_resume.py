@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from outcore.data import write_slides
 from outcore.errors import TrainError
 from outcore.train.config import Config
 
@@ -88,6 +89,41 @@ def test_a_torn_checkpoint_is_passed_over(straight: Path, tmp_path: Path) -> Non
     with pytest.warns(UserWarning, match="passed over"):
         assert run(write_job(tmp_path), out, *WORDS)[0] == 0
     assert same(weights(out), weights(straight))
+
+
+STREAMED = """
+import os, signal
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+CALLS = 0
+
+def model():
+    local = [nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Dropout(0.2)]
+    return nn.Sequential(*local, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
+
+def batch(size):
+    return torch.rand(size, 3, 48, 64), torch.randint(2, (size,))
+
+def loss(output, target):
+    global CALLS
+    CALLS += torch.is_grad_enabled()
+    if CALLS == {stop}:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return F.cross_entropy(output, target)
+"""
+
+
+def test_a_streamed_run_draws_the_same_masks_again(tmp_path: Path) -> None:
+    data = write_slides(tmp_path / "data", 4, size=(48, 64), tile=16)
+    words = (f"data.train={data}", "plan.tile=20", "train.epochs=2")
+    for name, stops in (("straight", (0,)), ("stopped", (3, 0))):
+        for stop in stops:
+            (tmp_path / "job.py").write_text(STREAMED.replace("{stop}", str(stop)))
+            code, _ = run(tmp_path / "job.py", tmp_path / name, *words)
+            assert code == (128 + signal.SIGTERM if stop else 0)
+    assert same(weights(tmp_path / "straight"), weights(tmp_path / "stopped"))
 
 
 @pytest.mark.slow

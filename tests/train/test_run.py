@@ -9,6 +9,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import tifffile
 import torch
 from torch.nn import functional as F
 
@@ -119,6 +120,23 @@ def test_a_bad_slide_is_named_and_stops_or_is_skipped_and_listed(tmp_path: Path)
     listed = (tmp_path / "run2" / "bad.csv").read_text()
     assert "slides-001.tif" in listed and len(listed.splitlines()) == 2
     assert "slides-001.tif" in (tmp_path / "run2" / "report.html").read_text()
+
+
+def test_damage_found_while_streaming_is_treated_the_same(tmp_path: Path) -> None:
+    job, data = slide_job(tmp_path)
+    path = data.parent / "slides-002.tif"
+    with tifffile.TiffFile(path) as file:
+        offset, count = file.pages[0].dataoffsets[1], file.pages[0].databytecounts[1]
+    with path.open("r+b") as raw:
+        raw.seek(offset)
+        raw.write(b"\xff" * count)
+    words = (f"data.train={data}", "plan.tile=24", "train.epochs=2")
+    with pytest.raises(DataError, match=r"slides-002\.tif: tile \(0, 1\) of level 0"):
+        run(job, tmp_path / "run", *words)
+    code, said = run(job, tmp_path / "run2", *words, "data.on_bad=skip")
+    assert code == 0 and said.count("skipped: ") == 1 and len(table(tmp_path / "run2" / "steps.csv")) == 6
+    code, said = run(job, tmp_path / "run3", *words, "data.on_damage=white")
+    assert code == 0 and len(table(tmp_path / "run3" / "steps.csv")) == 8
 
 
 def test_a_label_the_network_cannot_give_is_named_before_training(tmp_path: Path) -> None:

@@ -30,6 +30,8 @@ class MicroBatch:
     inputs: Any
     targets: Any
     names: tuple[str, ...]
+    rows: tuple[int, ...] = ()
+    """Numbers of the examples, where they have any."""
 
     @property
     def examples(self) -> int:
@@ -89,6 +91,13 @@ class Feed:
                 yield ready
             yield ahead.result()
 
+    def unreadable(self, micro_batches: Sequence[MicroBatch], error: DataError) -> None:
+        """Note what a runner that reads for itself could not read; raises unless bad examples are skipped."""
+        every = [(row, name) for m in micro_batches for row, name in zip(m.rows, m.names, strict=True)]
+        named = [row for row, name in every if name in str(error)]
+        for row in named or [row for row, _ in every]:
+            self.examples.skip(row, error)
+
     def first(self) -> MicroBatch | None:
         """The first micro-batch that can be made, for its shape; None if no example can be read."""
         order = self._order(0)
@@ -112,7 +121,7 @@ class Feed:
         return made
 
     def _micro_batch(self, rows: Sequence[int], epoch: int) -> MicroBatch | None:
-        inputs, targets, names = [], [], []
+        inputs, targets, names, kept = [], [], [], []
         for index in rows:
             try:
                 image, target = self.examples.load(index, epoch, training=self.training)
@@ -125,9 +134,10 @@ class Feed:
             inputs.append(image)
             targets.append(target)
             names.append(self.examples.name(index))
+            kept.append(index)
         if not inputs:
             return None
-        return MicroBatch(self._joined(inputs, names), _stacked(targets, names), tuple(names))
+        return MicroBatch(self._joined(inputs, names), _stacked(targets, names), tuple(names), tuple(kept))
 
     def _joined(self, inputs: list[Any], names: list[str]) -> Any:
         if not all(isinstance(image, (Tensor, Source)) for image in inputs):
@@ -157,6 +167,10 @@ class JobFeed:
         """The steps of an epoch, from one of them on."""
         for step in range(start, self.steps):
             yield [self._made(number, step * self.accumulate + i) for i in range(self.accumulate)]
+
+    def unreadable(self, micro_batches: Sequence[MicroBatch], error: DataError) -> None:
+        """What a job makes itself is not skipped."""
+        raise error
 
     def _made(self, epoch: int, number: int) -> MicroBatch:
         with torch.random.fork_rng(devices=[]):

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch.optim import lr_scheduler
 
-from outcore.errors import CheckpointError, TrainError
+from outcore.errors import CheckpointError, DataError, TrainError
 from outcore.program import Timeline
 from outcore.train.config import Config
 from outcore.train.feed import Feed, JobFeed, MicroBatch
@@ -123,11 +123,11 @@ class Loop:
         where, every = self.position, self.config.checkpoint.every_steps
         with contextlib.closing(self.feed.epoch(where.epoch, where.step_in_epoch)) as steps:
             for micro_batches in steps:
-                if not micro_batches:  # every example of the step was bad and is listed
-                    where.step_in_epoch += 1
-                    where.step += 1
-                    continue
-                self._step(micro_batches)
+                try:
+                    self._step(micro_batches)
+                except DataError as error:  # found while the slide was streamed
+                    self.feed.unreadable(micro_batches, error)
+                    where.leave_out()
                 if self._asked():
                     return False
                 if every is not None and where.step % every == 0 and where.step_in_epoch < self.feed.steps:
@@ -144,6 +144,9 @@ class Loop:
 
     def _step(self, micro_batches: list[MicroBatch]) -> None:
         where, began = self.position, time.perf_counter()
+        if not micro_batches:  # every example of the step was bad and is listed
+            where.leave_out()
+            return
         outcome = self._attempt(micro_batches)
         time_s = time.perf_counter() - began
         if self.schedule is not None and self.config.schedule.every == "step" and outcome.updated:

@@ -38,6 +38,11 @@ class Position:
             self.loss_sum += loss * examples
             self.loss_examples += examples
 
+    def leave_out(self) -> None:
+        """A step had nothing to learn from."""
+        self.step += 1
+        self.step_in_epoch += 1
+
     @property
     def mean_loss(self) -> float:
         """Of this epoch so far."""
