@@ -86,6 +86,8 @@ def within(
         release(model)
     if "forward" in model.__dict__:
         raise OutcoreError("this model's forward was replaced by another tool; remove that before calling within")
+    if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
+        raise OutcoreError("this model is sharded already; call outcore.within before fully_shard")
     budget = parse_bytes(memory) if isinstance(memory, str) else memory
     graph = capture(model, args, kwargs)
     cost = OptimizerCost.of(2.0 if optimizer is None else optimizer, graph_device(graph).type)

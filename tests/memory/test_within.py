@@ -3,12 +3,14 @@
 import copy
 import io
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import clip_grad_norm_
 
 import outcore
@@ -284,6 +286,33 @@ def test_compiled_around() -> None:
     compiled = torch.compile(model, backend="eager")
     step(compiled, images()), step(twin, images())  # type: ignore[arg-type]
     assert same(model, twin)
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_data_parallel_around(one_rank: None) -> None:
+    model = network()
+    twin = copy.deepcopy(model)
+    wrapped = nn.parallel.DistributedDataParallel(budgeted(model, 0.6))
+    for seed in range(2):
+        step(wrapped, images(), seed), step(twin, images(), seed)
+        assert same(model, twin)
+
+
+def test_sharded_around(one_rank: None) -> None:
+    model = network()
+    twin = copy.deepcopy(model)
+    fully_shard(budgeted(model, 0.6))
+    step(model, images()), step(twin, images())
+    pairs = zip(model.parameters(), twin.parameters(), strict=True)
+    assert all(torch.equal(p.grad.full_tensor(), q.grad) for p, q in pairs)  # type: ignore[union-attr]
+    with pytest.raises(OutcoreError, match="before fully_shard"):
+        outcore.within(outcore.release(model), (images(),), memory=None)
 
 
 def test_checkpoint_inside() -> None:

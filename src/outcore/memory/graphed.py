@@ -61,6 +61,7 @@ class Graphed:
                 del outputs
         torch.cuda.current_stream().wait_stream(side)
         before.restore()
+        torch.cuda.empty_cache()  # the graphs have memory of their own
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with torch.cuda.graph(forward):
             outputs = self.run()

@@ -13,6 +13,7 @@ no `record_stream`, the same peak in every step.
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -86,7 +87,7 @@ class HostTier:
             self.memory = torch.empty(0, dtype=torch.uint8)
 
     def __del__(self) -> None:
-        if "arena" in self.__dict__:
+        if "arena" in self.__dict__ and not sys.is_finalizing():
             self.close()
 
 
