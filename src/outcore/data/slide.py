@@ -186,7 +186,7 @@ class Slide:
             message = "to read such tiles as glass, open the slide with on_damage='white'"
             raise DataError(f"{found}; {message}")
         with self._lock:
-            if all((d.level, d.index) != (level, index) for d in self.damage):
+            if all((d.name, d.level, d.index) != (self.name, level, index) for d in self.damage):
                 self.damage.append(found)
         return None
 

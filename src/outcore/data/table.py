@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from outcore.data.opening import open_slide
-from outcore.data.slide import OnDamage, Slide
+from outcore.data.slide import DamagedTile, OnDamage, Slide
 from outcore.errors import DataError
 
 __all__ = ["BadSlide", "Example", "OnBad", "SlideRow", "SlideTable", "read_table"]
@@ -70,6 +70,7 @@ class SlideTable:
     Attributes:
         classes: the words of the labels, by class number; empty where labels are numbers.
         bad: what was skipped so far, each slide once.
+        damage: tiles that were read as glass so far, each once.
     """
 
     rows: tuple[SlideRow, ...]
@@ -78,6 +79,7 @@ class SlideTable:
     on_damage: OnDamage = "raise"
     name: str = "table"
     bad: list[BadSlide] = field(default_factory=list)
+    damage: list[DamagedTile] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -85,14 +87,19 @@ class SlideTable:
     def __getitem__(self, index: int) -> Example:
         row = self.rows[index]
         try:
-            image = open_slide(row.path, on_damage=self.on_damage)
-            mask = None if row.mask is None else open_slide(row.mask, on_damage=self.on_damage)
+            image = self._opened(row.path)
+            mask = None if row.mask is None else self._opened(row.mask)
         except DataError as error:
             raise DataError(f"{self.name}, line {row.number}: {error}") from error
         if mask is not None and mask.levels[0].size != image.levels[0].size:
             sizes = f"{mask.levels[0].size} pixels, its slide {image.levels[0].size}"
             raise DataError(f"{self.name}, line {row.number}: the mask {row.mask} has {sizes}; they must be the same")
         return Example(row, image, mask)
+
+    def _opened(self, path: Path) -> Slide:
+        slide = open_slide(path, on_damage=self.on_damage)
+        slide.damage = self.damage
+        return slide
 
     def examples(self, order: Sequence[int] | None = None) -> Iterator[Example]:
         """The examples in an order; bad ones stop it or are skipped, as told."""

@@ -47,6 +47,7 @@ def write_ending(loop: Loop, supply: Supply, ended: str, time_s: float) -> None:
         position=where.to_json(),
         measured=loop.measured(),
         bad=[str(b) for b in supply.bad],
+        damage=[str(tile) for tile in supply.damage],
         not_finite=where.not_finite,
         checkpoints_lost=loop.checkpoints_lost,
     )
@@ -72,6 +73,9 @@ def say_ending(loop: Loop, supply: Supply, ending: Ending, console: Console) -> 
     where = loop.position
     for bad in supply.bad:
         console.print(f"skipped: {bad}", highlight=False, markup=False)
+    if supply.damage:
+        said = f"{len(supply.damage)} damaged tiles were read as glass; the first: {supply.damage[0]}"
+        console.print(said, highlight=False, markup=False)
     if where.not_finite:
         console.print(f"{where.not_finite} steps were not finite and left the weights alone", highlight=False)
     if loop.checkpoints_lost:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from outcore.data import DamagedTile, SlideTable
+from outcore.data.table import BadSlide
 from outcore.errors import ConfigError, TrainError
 from outcore.graph import Graph
 from outcore.job import Job
@@ -81,10 +83,19 @@ class Supply:
                     )
 
     @property
-    def bad(self) -> list[Any]:
+    def bad(self) -> list[BadSlide]:
         """Slides that were skipped, of training and validation."""
-        tables = {id(e.table): e.table for e in (self.train, self.validation) if isinstance(e, SlideExamples)}
-        return [bad for table in tables.values() for bad in table.bad]
+        return [bad for table in self._tables for bad in table.bad]
+
+    @property
+    def damage(self) -> list[DamagedTile]:
+        """Tiles that were read as glass."""
+        return [tile for table in self._tables for tile in table.damage]
+
+    @property
+    def _tables(self) -> list[SlideTable]:
+        examples = [e for e in (self.train, self.validation) if isinstance(e, SlideExamples)]
+        return list({id(e.table): e.table for e in examples}.values())
 
 
 def find_supply(config: Config, job: Job) -> Supply:

@@ -42,6 +42,7 @@ function runTrouble(run) {
   if (run.ended === "failed" && run.error) lines.push(run.error);
   if (run.not_finite) lines.push(`${run.not_finite} steps were not finite and left the weights alone`);
   if (run.checkpoints_lost) lines.push(`${run.checkpoints_lost} checkpoints could not be written`);
+  for (const tile of (run.damage || []).slice(0, 20)) lines.push(`read as glass: ${tile}`);
   for (const bad of run.bad || []) lines.push(`skipped: ${bad}`);
   if (!lines.length) return null;
   const list = html("ul");
