@@ -127,6 +127,8 @@ def rank_main(rank: int, args: argparse.Namespace, port: int, queue: Any) -> Non
     torch.set_num_threads(1)
     if args.device == "cpu":
         os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank % os.cpu_count()]})
+    else:
+        torch.backends.cudnn.allow_tf32 = False
     dist.init_process_group("gloo")
     runs: dict[str, Any] = {name: Ours(args, name) for name in VARIANTS}
     if args.device == "cpu":

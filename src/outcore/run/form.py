@@ -125,9 +125,9 @@ class Forms:
         """Use a form for micro-batches like these, in the modes the model is in."""
         self._known[fingerprint(describe(inputs)), True, flags_of(self.model)] = form
 
-    def find(self, mark: int, inputs: Any, *, training: bool) -> Form:
-        """The form for a micro-batch with that fingerprint; recorded now if it is new."""
-        key = (mark, training, flags_of(self.model))
+    def find(self, inputs: Any, flags: tuple[Any, ...], *, training: bool) -> Form:
+        """The form for a micro-batch in the modes the model is in (`flags_of`); recorded now if it is new."""
+        key = (fingerprint(describe(inputs)), training, flags)
         form = self._known.get(key)
         if form is None:
             with torch.set_grad_enabled(training):

@@ -13,7 +13,7 @@ from outcore.errors import EngineError
 from outcore.plan_document import Plan
 from outcore.run import batch as batches
 from outcore.run.blueprint import Blueprint, Script
-from outcore.run.form import Form, Forms
+from outcore.run.form import Form, Forms, flags_of
 from outcore.run.setup import tensors_of
 from outcore.run.worker import Pass, Piece
 from outcore.run.world import World
@@ -54,9 +54,12 @@ class Intake:
         whole = inputs if has_data else batches.stand_in(description)
         cut_inputs = batches.cut(whole, mine, sizes)
         cut_targets = batches.cut(targets, mine, sizes)
-        found = []
+        found: list[Piece] = []
+        flags, by_size = flags_of(self.forms.model), dict[int, Form]()
         for i, (part, target) in enumerate(zip(cut_inputs, cut_targets, strict=True)):
-            form = self.forms.find(batches.fingerprint(batches.describe(part)), part, training=training)
+            if sizes[i] not in by_size:
+                by_size[sizes[i]] = self.forms.find(part, flags, training=training)
+            form = by_size[sizes[i]]
             tensors = dict(zip(form.graph.inputs, tensors_of(part), strict=True)) if has_data else {}
             weight = sizes[i] / sum(counts) if self.reduction == "mean" else 1.0
             found.append(Piece(form, tensors, target, weight / self.accumulate, self.replica * pieces + i))
