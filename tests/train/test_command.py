@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import yaml
@@ -22,6 +23,12 @@ def test_options_settings_and_a_file_are_the_same_run(tmp_path: Path) -> None:
     assert shown.returncode == 0, shown.stderr
     assert table(tmp_path / "a" / "steps.csv") == table(tmp_path / "b" / "steps.csv")
     assert "finished after 4 steps" in shown.stdout and "report: b/report.html" in shown.stdout
+
+
+def test_figures_as_json(tmp_path: Path) -> None:
+    write_job(tmp_path)
+    shown = outcore_command("train", "job.py", "--device", "cpu", "--json", folder=tmp_path)
+    assert json.loads(shown.stdout)["ended"] == "finished"
 
 
 def test_a_class_with_its_input(tmp_path: Path) -> None:

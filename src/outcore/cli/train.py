@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from outcore.cli.options import Arguments, Batch, Inputs
+from outcore.cli.options import Arguments, Batch, Inputs, Json
 
 __all__ = ["train"]
 
@@ -41,6 +41,7 @@ def train(
     device: Annotated[str | None, typer.Option("--device", help="cpu or cuda.", show_default="a GPU if any")] = None,
     resume: Annotated[str | None, typer.Option("--resume", help="auto or never.", show_default="auto")] = None,
     out: Annotated[str | None, typer.Option("--out", "-o", help="Folder of the run.", show_default="runs/NAME")] = None,
+    json: Json = False,
 ) -> None:
     """Train a network: within a budget, on one device or many, to be stopped and continued at any time.
 
@@ -80,7 +81,10 @@ def train(
     else:
         name = Path(job).stem if job.endswith(".py") else job.rpartition(":")[2]
         config = Config.read({"job": job, "out": f"runs/{name}"}, words)
-    raise typer.Exit(run(config, Console()))
+    code = run(config, Console(quiet=json))
+    if json:
+        typer.echo((Path(config.out) / "run.json").read_text())
+    raise typer.Exit(code)
 
 
 def _written(value: Any) -> str:
