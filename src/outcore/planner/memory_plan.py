@@ -142,6 +142,7 @@ def plan_memory(
         raise PlanError(
             f"a training step cannot be done within {format_bytes(budget_bytes or 0)}: the smallest budget that was "
             f'found is {format_bytes(least.peak_bytes + reserved_bytes)} (reached in {where}); give memory="'
-            f'{-(-(least.peak_bytes + reserved_bytes) // 2**20)}MiB" or more, or a smaller batch'
+            f'{-(-(least.peak_bytes + reserved_bytes) // 2**20)}MiB" or more, or a smaller batch, '
+            "or stream the images in tiles (outcore.stream)"
         )
     return MemoryPlan(keeping, assignment, budget_bytes, reserved_bytes)
