@@ -8,12 +8,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from outcore.data import write_slides
-from outcore.errors import TrainError
+from outcore.errors import CheckpointError, TrainError
 from outcore.train.config import Config
 
 from .running import BREAK, TERMINATE, run, same, table, weights, write_job
@@ -91,6 +92,16 @@ def test_a_torn_checkpoint_is_passed_over(straight: Path, tmp_path: Path) -> Non
     assert same(weights(out), weights(straight))
 
 
+def test_a_run_can_begin_from_a_named_checkpoint(straight: Path, tmp_path: Path) -> None:
+    out = tmp_path / "first"
+    run(write_job(tmp_path, stop_at=(14,)), out, *WORDS)
+    words = (*WORDS, f"resume={out / 'checkpoints' / 'last'}")
+    assert run(write_job(tmp_path), tmp_path / "second", *words)[0] == 0
+    assert same(weights(tmp_path / "second"), weights(straight))
+    with pytest.raises(CheckpointError, match="no good checkpoint in /nowhere"):
+        run(write_job(tmp_path), tmp_path / "third", *WORDS, "resume=/nowhere")
+
+
 STREAMED = """
 import os, signal
 import torch
@@ -165,3 +176,25 @@ def test_what_one_process_saved_goes_on_on_two_ranks_and_back(tmp_path: Path) ->
     one, two = weights(tmp_path / "straight"), weights(tmp_path / "changing")
     for name, tensor in one.items():
         assert torch.allclose(tensor, two[name], atol=1e-6), name
+
+
+@pytest.mark.slow
+def test_two_ranks_asked_to_stop_save_together_and_go_on(tmp_path: Path) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "outcore", "train", "job.py", "--ranks", "2", "--device", "cpu", "--epochs", "2"]
+
+    def go(out: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*command, "--out", out], cwd=tmp_path, env=environment, capture_output=True, text=True)
+
+    def write(**options: Any) -> None:
+        job = write_job(tmp_path, **options)  # one sample a micro-batch is too few for batch norm
+        job.write_text(job.read_text().replace("nn.BatchNorm1d(16), ", ""))
+
+    write()
+    assert go("straight").returncode == 0
+    write(stop_at=(5,), how="os.kill(os.getppid(), signal.SIGTERM)")
+    stopped = go("stopped")
+    assert stopped.returncode == 128 + signal.SIGTERM, stopped.stderr
+    write()
+    assert go("stopped").returncode == 0
+    assert same(weights(tmp_path / "straight"), weights(tmp_path / "stopped"))

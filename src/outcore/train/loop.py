@@ -11,6 +11,7 @@ import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -67,12 +68,14 @@ class Loop:
     """Logs, the bar and checks, of all steps."""
 
     def resume(self) -> bool:
-        """Take up the last checkpoint, if there is one."""
-        if not self.folder.last.exists():
+        """Take up the last checkpoint, or the one that was named; False if there is none."""
+        named = Path(self.config.resume) if self.config.resume not in ("auto", "never") else None
+        source = self.folder.last if self.folder.last.exists() else named
+        if source is None:
             if self.journal is not None:
                 self.journal.resume(step=0, epoch=0)
             return False
-        state = self.runner.load(self.folder.last)
+        state = self.runner.load(source)
         self.position = Position.from_json(state["position"])
         if self.schedule is not None and state.get("schedule"):
             self.schedule.load_state_dict(state["schedule"])
