@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 TIMEOUT_S = 60.0
+ENDED = "ended without an answer"
 GRACE_S = 20.0
 """How long the others may take when one has failed."""
 
@@ -54,7 +55,7 @@ class Pool:
 
     def __init__(self) -> None:
         self._context = mp.get_context("spawn")
-        self._workers: list[tuple[Any, Any]] = []
+        self._workers: dict[int, tuple[Any, Any]] = {}
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._count = 0
 
@@ -67,12 +68,12 @@ class Pool:
 
     def outcomes(self, function: Callable[..., Any], ranks: int, *args: Any, **kwargs: Any) -> list[tuple[bool, Any]]:
         """Per rank, whether it went well, and what it returned or raised."""
-        while len(self._workers) < ranks:
+        for rank in set(range(ranks)) - self._workers.keys():
             here, there = self._context.Pipe()
             process = self._context.Process(target=_serve, args=(there, self._store.port), daemon=True)
             process.start()
             there.close()
-            self._workers.append((process, here))
+            self._workers[rank] = (process, here)
         self._count += 1
         for rank in range(ranks):
             task = (function, rank, ranks, f"world{self._count}", args, kwargs)
@@ -87,27 +88,30 @@ class Pool:
                 try:
                     answers[rank] = connection.recv()
                 except EOFError:
-                    answers[rank] = (False, "ended without an answer")
+                    answers[rank] = (False, ENDED)
                 if not answers[rank][0]:
                     deadline = min(deadline, time.monotonic() + GRACE_S)
             if not ready:
                 break
-        if len(answers) < ranks or any(not good and "ended without" in text for good, text in answers.values()):
-            self.close()
+        lost = {r for r in range(ranks) if r not in answers or answers[r] == (False, ENDED)}
+        self._end(lost)
         return [answers.get(rank, (False, f"no answer within {TIMEOUT_S} s")) for rank in range(ranks)]
 
     def close(self) -> None:
         """End all workers."""
-        for _, connection in self._workers:
+        for _, connection in self._workers.values():
             with suppress(OSError):
                 connection.send(None)
-        for process, connection in self._workers:
-            process.join(0.5)
+        self._end(set(self._workers), patience_s=0.5)
+
+    def _end(self, ranks: set[int], patience_s: float = 0.0) -> None:
+        for rank in ranks:
+            process, connection = self._workers.pop(rank)
+            process.join(patience_s)
             if process.is_alive():
                 process.kill()
                 process.join(5)
             connection.close()
-        self._workers.clear()
 
 
 @contextmanager

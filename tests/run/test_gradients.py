@@ -66,17 +66,22 @@ def _run(ranks: Pool, case: str, stages: int, schedule: str, replicas: int, step
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_two_stages(ranks: Pool, schedule: str) -> None:
-    for case in ("unet", "transformer", "resnet", "indices"):
+    for case in ("unet", "resnet"):
         _run(ranks, case, 2, schedule, 1)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "gems-2", "gems-8"])
+def test_whole_numbers_travel_along_skips(ranks: Pool) -> None:
+    for schedule in ("gpipe", "gems-2"):
+        _run(ranks, "indices", 2, schedule, 1)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gems-8"])
 def test_two_stages_on_two_replicas(ranks: Pool, schedule: str) -> None:
     for case in ("unet-bn", "transformer"):
         _run(ranks, case, 2, schedule, 2)
 
 
-@pytest.mark.parametrize("case", ["unet", "resnet", "inception", "densenet", "transformer"])
+@pytest.mark.parametrize("case", ["unet", "inception", "densenet", "transformer"])
 def test_four_stages(ranks: Pool, case: str) -> None:
     for schedule in ("1f1b", "gems-4"):
         _run(ranks, case, 4, schedule, 1)
