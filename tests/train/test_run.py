@@ -252,3 +252,11 @@ def test_a_budget_that_nothing_can_meet_is_refused_with_the_least_that_would_do(
     job, data = slide_job(tmp_path)
     with pytest.raises(TrainError, match=r"a plain step needs .*, the budget is 9\.8 KiB; .*the least found is"):
         run(job, tmp_path / "run", f"data.train={data}", "plan.memory=10KB")
+
+
+def test_tensorboard_gets_the_figures(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    assert run(write_job(tmp_path), tmp_path / "run", "log.tensorboard=true")[0] == 0
+    (events,) = (tmp_path / "run" / "tensorboard").iterdir()
+    content = events.read_bytes()
+    assert b"epoch/validation_loss" in content and b"learning_rate" in content

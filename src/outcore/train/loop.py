@@ -229,7 +229,8 @@ class Loop:
         if self.journal is not None:
             self.journal.add_epoch(row)
         shown = "  ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in figures.items())
-        self.show.say(f"epoch {where.epoch}: loss {row['loss']:.4g}  {shown}{'  (best)' if better and figures else ''}")
+        said = f"epoch {where.epoch}: loss {row['loss']:.4g}  {shown}{'  (best)' if better and figures else ''}"
+        self.show.say(said.rstrip())
         if better:
             self.save(best=True)
         self.save()
