@@ -8,6 +8,7 @@ is the memory traffic of a step, which is all the time it takes on large models.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -56,8 +57,9 @@ class OptimizerCost:
         if isinstance(optimizer, int | float):
             return cls("given", float(optimizer))
         if isinstance(optimizer, torch.optim.Optimizer):
-            settings = {k: v for k, v in optimizer.defaults.items() if k != "params"}
             kind = type(optimizer)
+            taken = inspect.signature(kind).parameters  # defaults may hold more than the constructor takes
+            settings = {k: v for k, v in optimizer.defaults.items() if k in taken and k != "params"}
             return cls.of(lambda params: kind(params, **settings), device_kind)
         many, one = _count(optimizer, _SIZES, device_kind), _count(optimizer, _SIZES[-1:], device_kind)
         traffic = many.traffic / sum(_SIZES) / 4
