@@ -42,7 +42,7 @@ def _register() -> None:
     from outcore.planner import split, weights_from_shapes
 
     def batch(size: int) -> tuple[Any, Any]:
-        return torch.randn(size, 1, 16, 16).double(), torch.randn(size, 2, 16, 16).double()
+        return torch.randn(size, 1, 32, 32).double(), torch.randn(size, 2, 32, 32).double()
 
     def loss(output: list[torch.Tensor], target: torch.Tensor) -> torch.Tensor:
         return sum(((F.mse_loss(o, target)) for o in output), torch.zeros((), dtype=target.dtype))

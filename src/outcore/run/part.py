@@ -38,6 +38,9 @@ class Part(Subgraph):
     ) -> None:
         super().__init__(graph, model, recording, calls)
         self.graph, self.calls = graph, frozenset(calls)
+        base = {name: value.alias_of or name for name, value in graph.values.items()}
+        written = {base[v] for name in calls for v in graph.calls[name].mutates}
+        self._copied |= {name for name in self.inputs if base[name] in written}  # also through another name
         self._random = frozenset(calls & random)
         self.place = Place()
         self.instead: dict[str, Callable[..., Any]] = {}
