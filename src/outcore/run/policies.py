@@ -3,12 +3,12 @@
 A stage's part of the network becomes a small graph and recording of its own, and the memory engine runs that in place
 of `Part.run`. What enters and leaves a stage belongs to the pipeline and is kept; what lives inside is kept, made
 again, moved out or encoded as the plan says. What a random call made is never made again: its seed is set call by call,
-of which the memory engine does not know.
+of which the memory engine does not know. Nor is what a synchronised norm made: other ranks would have to take part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -62,8 +62,8 @@ class UnderPolicies:
             return None
         costs = account(graph)
         buffers = buffers_of(graph, costs)
-        drawn = {n for n, b in buffers.items() if part.draws_in(b.writers)}
-        policy = {n: how for n, how in policy.items() if n not in drawn or how != "recompute"}
+        bound = {n for n, b in buffers.items() if part.draws_in(b.writers) or _replaced(part, b.writers)}
+        policy = {n: how for n, how in policy.items() if n not in bound or how != "recompute"}
         wanted = Keeping(graph, costs, 0.0, None).resolved(policy)
         holding = prepare(graph, recording, part, buffers, wanted)
         return None if holding.idle else holding
@@ -74,6 +74,11 @@ class UnderPolicies:
             if tier is not None:
                 tier.close()
         self._known.clear()
+
+
+def _replaced(part: Part, calls: Iterable[str]) -> bool:
+    """Whether other ranks take part in one of the calls."""
+    return any(part.graph.calls[name].block in part.instead for name in calls)
 
 
 def _perform(part: Part, draws: Draws, tape: Tape, step: Step) -> None:
