@@ -21,10 +21,10 @@ __all__ = ["finish", "is_fused"]
 @functools.cache
 def _triton() -> Any:
     try:
-        from outcore.stream import epilogue_kernels
+        from outcore.stream import triton_kernels
     except ImportError:
         return None
-    return epilogue_kernels
+    return triton_kernels
 
 
 def is_fused(y: torch.Tensor, residual: torch.Tensor | None) -> bool:
