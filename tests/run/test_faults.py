@@ -7,6 +7,8 @@ import pytest
 from tests.run.failing import fail
 from tests.run.pool import Pool
 
+pytestmark = pytest.mark.slow  # how ranks end beside each other depends on the machine's load
+
 
 @pytest.mark.parametrize(
     ("how", "doing", "cause"),
