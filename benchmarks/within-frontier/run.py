@@ -89,8 +89,7 @@ class Bench:
         self.loss().backward()
         self.optimizer.step()
 
-    def measure(self, runs: int = 7, context=None) -> dict:
-        context = context or torch.autograd.graph.saved_tensors_hooks
+    def measure(self, runs: int = 7) -> dict:
         for _ in range(3):
             self.step()
         torch.cuda.synchronize()

@@ -221,7 +221,7 @@ class Cell:
         """Make it again from its sources."""
         assert self.rerun is not None
         values = {name: cell.view(self.owner.geometry[name]) for name, cell in self.sources.items()}
-        values |= self.owner.inputs_of(self.rerun)
+        values |= self.owner.given()
         self.memory = self.rerun.run(self.owner.model, self.owner.constants, values, self.owner.states)
         if not _graph_is_kept():
             self.sources = {}

@@ -18,7 +18,7 @@ from torch import nn
 from outcore.graph.recording import Step, Tape, fill
 from outcore.memory.cell import Cell, Geometry, Handle
 from outcore.memory.holding import CellPlan, Holding
-from outcore.memory.rerun import Rerun, generator_state
+from outcore.memory.rerun import generator_state
 from outcore.memory.tiers import Tier
 
 __all__ = ["Pass"]
@@ -61,7 +61,7 @@ class Pass:
         finally:
             tape.forget()
 
-    def inputs_of(self, rerun: Rerun) -> dict[str, torch.Tensor]:
+    def given(self) -> dict[str, torch.Tensor]:
         """The inputs of the model, for whoever is made from them."""
         for name, (tensor, version) in self.inputs.items():
             if tensor._version != version:

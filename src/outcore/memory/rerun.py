@@ -30,8 +30,6 @@ class Rerun:
     """Steps that draw numbers."""
     result: str
     """The value that ends up in the buffer's memory."""
-    context: Context | None
-    """The modes of all steps, where they are the same."""
 
     def run(
         self,
@@ -63,8 +61,7 @@ def compile_rerun(steps: Sequence[Step], result: str, model: nn.Module, types: M
         for step in steps
     )
     random = frozenset(step.name for step in steps if again(types[step.name]) == "random")
-    contexts = {step.context for step in steps}
-    return Rerun(prepared, random, result, contexts.pop() if len(contexts) == 1 else None)
+    return Rerun(prepared, random, result)
 
 
 def generator_state(device: torch.device) -> torch.Tensor:
