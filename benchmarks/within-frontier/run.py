@@ -4,302 +4,301 @@
 
 A step is forward, loss, backward and an SGD step. The peak is the allocator's own; the time is the median of steps
 timed with CUDA events. Every row is one way of training the same weights on the same batch.
+
+So that the device waits little, it goes in three passes: the costs of all cases are measured, then all plans are
+searched for in parallel on the processor (as `within` does, with the same limits), then all ways are timed, with
+nothing beside them.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import gc
 import json
+import multiprocessing
+import os
 import platform
 import time
-import types
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
-from torch.utils.checkpoint import checkpoint
+from networks import NAMES, Training, build, checkpoint_blocks, side_for
 
 import outcore
+from outcore.cost.costs import Costs
+from outcore.cost.optimizer import OptimizerCost
+from outcore.cost.rough import without_gaps
+from outcore.graph import Graph, capture
+from outcore.graph.capture import arguments_as_called
+from outcore.graph.keys import key_of
+from outcore.memory.governor import Governor, Settings
+from outcore.memory.rates import measured_tier, memory_rate
+from outcore.planner.budget import Assignment, fit, smallest
+from outcore.planner.keeping import Keeping
 
-SHARES = (1.0, 0.5, 0.33, 0.0)
-"""Budgets, over the predicted peak of plain training; 0 stands for the smallest."""
-
-
-def build(name: str) -> nn.Module:
-    if name == "unet":
-        return outcore.models.UNet()
-    import torchvision
-
-    if name == "inception_v3":
-        return torchvision.models.inception_v3(init_weights=False, aux_logits=False)
-    return getattr(torchvision.models, name)()
-
-
-BLOCKS = {
-    "resnet50": ("Bottleneck",),
-    "densenet121": ("_Transition", "_DenseBlock"),
-    "convnext_tiny": ("CNBlock",),
-    "inception_v3": tuple(f"Inception{x}" for x in "ABCDE"),
-    "unet": ("Encoder", "Decoder", "DoubleConv", "Down", "Up", "Block"),
-    "vgg19": (),
-}
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+MARGIN = 0.02
+"""What `within` leaves free of a budget on a GPU."""
 
 
-def checkpoint_blocks(name: str, model: nn.Module) -> nn.Module:
-    """torch.utils.checkpoint around every block; for VGG around every part between pools."""
-    if name == "vgg19":
-        parts, part = [], []
-        for layer in model.features:
-            part.append(layer)
-            if isinstance(layer, nn.MaxPool2d):
-                parts.append(nn.Sequential(*part))
-                part = []
-        model.features = nn.Sequential(*parts)
-        targets = list(model.features)
-    else:
-        targets = [m for m in model.modules() if type(m).__name__ in BLOCKS[name]]
-        if not targets:
-            targets = [m for m in model.children() if next(m.parameters(), None) is not None]
-    for module in targets:
-        inner = module.forward
-
-        def forward(self, *args, inner=inner, **kwargs):
-            return checkpoint(inner, *args, use_reentrant=False, **kwargs)
-
-        module.forward = types.MethodType(forward, module)
-    return model
+def planned(keeping: Keeping, share: float, search_s: float) -> tuple[Assignment, int]:
+    """The fastest assignment for a share of the plain peak (0: the smallest that is found), and its budget."""
+    if share:
+        budget = int(share * keeping.plain.peak_bytes)
+        return fit(keeping, int((1 - MARGIN) * budget), time_limit_s=search_s), budget
+    least = smallest(keeping, time_limit_s=search_s).outcome.peak_bytes
+    budget = int(1.02 * least / (1 - MARGIN))
+    return fit(keeping, int((1 - MARGIN) * budget), time_limit_s=search_s), budget
 
 
-class Bench:
-    """One way of training."""
+@dataclass
+class Case:
+    """One network at one size in one precision."""
 
-    def __init__(self, model: nn.Module, images: torch.Tensor, bf16: bool) -> None:
-        self.model, self.images, self.bf16 = model, images, bf16
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    name: str
+    batch: int
+    side: int
+    bf16: bool
+    costs: Costs | None = None
+    keeping: Keeping | None = None
+    plans: dict[str, Future[tuple[Assignment, int]]] = field(default_factory=dict)
 
-    def loss(self) -> torch.Tensor:
-        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=self.bf16):
-            out = self.model(self.images)
-        return out.float().square().mean()
+    def __post_init__(self) -> None:
+        torch.manual_seed(0)
+        self.original = build(self.name)
 
-    def step(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
-        self.loss().backward()
-        self.optimizer.step()
+    @property
+    def key(self) -> dict[str, Any]:
+        precision = "bf16 channels_last" if self.bf16 else "tf32"
+        return {"model": self.name, "batch": self.batch, "side": self.side, "precision": precision}
 
-    def measure(self, runs: int = 7) -> dict:
-        for _ in range(3):
-            self.step()
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(runs + 1)]
-        events[0].record()
-        for i in range(runs):
-            self.step()
-            events[i + 1].record()
-        torch.cuda.synchronize()
-        times = sorted(events[i].elapsed_time(events[i + 1]) for i in range(runs))
-        return {"ms": times[len(times) // 2], "peak": torch.cuda.max_memory_allocated()}
+    def fresh(self) -> Training:
+        """The same weights and images every time."""
+        model = copy.deepcopy(self.original).to(DEVICE)
+        torch.manual_seed(2)
+        images = torch.randn(self.batch, 3, self.side, self.side, device=DEVICE)
+        if self.bf16:
+            model, images = model.to(memory_format=torch.channels_last), images.to(memory_format=torch.channels_last)
+        return Training(model, images, self.bf16)
+
+    @contextlib.contextmanager
+    def precision(self) -> Iterator[None]:
+        with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=self.bf16):
+            yield
+
+    def measure(self, seconds: float) -> None:
+        """Costs of every call."""
+        training = self.fresh()
+        with self.precision():
+            graph = capture(training.model, (training.images,))
+            self.costs = without_gaps(outcore.measure(graph, time_limit_s=seconds))
+        device = training.images.device
+        tier, rate = measured_tier(device), memory_rate(device)
+        self.keeping = Keeping(graph, self.costs, 0.0, tier, rate)
+
+    def managed(self, training: Training, graph: Graph, policy: dict[str, str], budget: int, graphs: bool) -> Governor:
+        """As `outcore.within`, with a plan that is there already."""
+        cost = OptimizerCost.of(0.0, DEVICE)
+        settings = Settings(budget, cost, int(MARGIN * budget), policy, graphs=graphs)
+        governor = Governor(training.model, settings, self.costs)
+        with self.precision():
+            call = arguments_as_called(training.model, (training.images,))
+            governor.admit(key_of(training.model, *call), *call, graph=graph)
+        training.model.__dict__["forward"] = governor
+        return governor
 
 
-def gradients(bench: Bench) -> list[torch.Tensor]:
-    bench.optimizer.zero_grad(set_to_none=True)
-    torch.manual_seed(1)
-    bench.loss().backward()
-    return [p.grad.clone() for p in bench.model.parameters()]
+class Table:
+    """The rows, written after each."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.rows = path, []
+        self.environment = {
+            "device": torch.cuda.get_device_name() if DEVICE == "cuda" else platform.processor(),
+            "torch": torch.__version__,
+            "cudnn": torch.backends.cudnn.version(),
+            "python": platform.python_version(),
+            "outcore": outcore.__version__,
+        }
+
+    def add(self, case: Case, how: str, run: Callable[[], dict[str, Any]]) -> None:
+        clean()
+        start = time.time()
+        try:
+            row = {**case.key, "how": how, **run()}
+        except torch.OutOfMemoryError:
+            row = {**case.key, "how": how, "error": "out of memory"}
+        except Exception as error:
+            row = {**case.key, "how": how, "error": f"{type(error).__name__}: {str(error)[:300]}"}
+        row["wall_s"] = round(time.time() - start, 1)
+        self.rows.append(row)
+        print(json.dumps(row), flush=True)
+        self.path.write_text(json.dumps({"environment": self.environment, "rows": self.rows}, indent=1) + "\n")
+        clean()
 
 
 def clean() -> None:
     gc.collect()
-    torch.cuda.empty_cache()
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
 
 
-def case(name: str, batch: int, side: int, bf16: bool, peers: list[str], shares: list[float], rows: list[dict]) -> None:
-    torch.manual_seed(0)
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    original = build(name)
-    side_ = side if name != "inception_v3" or side > 299 else 299
-    images = torch.randn(batch, 3, side_, side_)
-    key = {"model": name, "batch": batch, "side": side_, "precision": "bf16 channels_last" if bf16 else "tf32"}
+def ours(case: Case, graph_of: list[Graph], how: str) -> dict[str, Any]:
+    """Under outcore, by the plan that was found."""
+    assert case.keeping is not None
+    assignment, budget = case.plans[how].result()
+    floor, at = case.keeping.floor
+    facts = {
+        "budget": budget,
+        "predicted_peak": assignment.outcome.peak_bytes,
+        "predicted_slowdown": assignment.outcome.time_s / case.keeping.plain_s,
+        "predicted_plain_ms": case.keeping.plain_s * 1e3,
+        "predicted_plain_peak": case.keeping.plain.peak_bytes,
+        "floor": floor,
+        "floor_at": " of ".join((case.keeping.plain.moments[at].phase, case.keeping.plain.moments[at].call)),
+    }
+    if not assignment.fits(int((1 - MARGIN) * budget)):
+        return {**facts, "error": "no plan was found within this budget"}
+    training = case.fresh()
+    if not graph_of:
+        with case.precision():
+            graph_of.append(capture(training.model, (training.images,)))
+    graph = graph_of[0]
+    training.model = graph.module.model  # what was recorded is what runs
+    training.optimizer = torch.optim.SGD(training.model.parameters(), lr=1e-6)
+    governor = case.managed(training, graph, dict(assignment.policy), budget, graphs="graphs" in how)
+    kinds: dict[str, int] = {}
+    for policy in governor.plan.policy.values():
+        kinds[policy] = kinds.get(policy, 0) + 1
+    try:
+        return {**facts, **training.measured(), "policies": kinds}
+    finally:
+        del training.model.__dict__["forward"]
 
-    def fresh() -> Bench:
-        model = copy.deepcopy(original).cuda()
-        x = images.cuda()
-        if bf16:
-            model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
-        return Bench(model, x, bf16)
 
-    def add(how: str, make, **more) -> dict | None:
-        clean()
-        start = time.time()
-        try:
-            row = {**key, "how": how, **make(), **more}
-        except torch.OutOfMemoryError:
-            row = {**key, "how": how, "error": "out of memory", **more}
-        except Exception as error:
-            row = {**key, "how": how, "error": f"{type(error).__name__}: {str(error)[:300]}", **more}
-        row["wall_s"] = round(time.time() - start, 1)
-        rows.append(row)
-        print(json.dumps(row), flush=True)
-        clean()
-        return row
+def checkpointed(case: Case) -> dict[str, Any]:
+    training = case.fresh()
+    checkpoint_blocks(case.name, training.model)
+    return training.measured(warm=2, least=3, seconds=0.4)
 
-    plain = add("plain", lambda: fresh().measure())
-    state: dict = {}
 
-    def ours(share: float, graphs: bool = False) -> dict:
-        bench = fresh()
-        base = state.get("plain_bytes")
-        start = time.time()
-        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=bf16):
-            if base is None or share >= 1:
-                memory = None
-            elif share == 0:
-                memory = 0
-            else:
-                memory = int(share * base)
-            if share == 0:
-                try:
-                    outcore.within(
-                        bench.model, (bench.images,), memory=1, optimizer=0.0, costs=state["costs"], quiet=True
-                    )
-                except outcore.OutcoreError as error:
-                    text = str(error)
-                    memory = int(text.partition('memory="')[2].partition("MiB")[0]) * 2**20
-                    memory = int(memory * 1.05)
-            outcore.within(
-                bench.model,
-                (bench.images,),
-                memory=memory,
-                optimizer=0.0,
-                costs=state.get("costs"),
-                measure_s=5,
-                graphs=graphs,
-                quiet=True,
-            )
-        plan = outcore.memory_plan(bench.model)
-        state.setdefault("costs", bench.model.forward.costs)
-        state.setdefault("plain_bytes", plan.plain_bytes)
-        planned = time.time() - start
-        result = bench.measure()
-        result["reserved"] = torch.cuda.max_memory_reserved()
-        counts: dict[str, int] = {}
-        for how in plan.policy.values():
-            counts[how] = counts.get(how, 0) + 1
-        return {
-            **result,
-            "budget": memory,
-            "predicted_peak": plan.peak_bytes,
-            "predicted_slowdown": plan.slowdown,
-            "predicted_plain_ms": plan.keeping.plain_s * 1e3,
-            "policies": counts,
-            "plan_s": round(planned, 1),
-        }
+def saved_on_cpu(case: Case) -> dict[str, Any]:
+    training = case.fresh()
+    inner = training.step
 
-    for share in shares:
-        row = add(f"outcore {share or 'least'}", lambda share=share: ours(share))
-        if row and plain and "ms" in row and "ms" in plain:
-            print(f"   -> {row['ms'] / plain['ms']:.3f}x at {row['peak'] / plain['peak']:.3f}", flush=True)
+    def step() -> None:
+        with torch.autograd.graph.save_on_cpu(pin_memory=True):
+            inner()
 
-    if "graphs" in peers and side <= 512:
-        for share in [s for s in shares if 0 < s < 1]:
-            add(f"outcore {share} graphs", lambda share=share: ours(share, graphs=True))
+    training.step = step  # type: ignore[method-assign]
+    return training.measured(warm=1, least=2, seconds=0.2)
 
-    if "checkpoint" in peers:
 
-        def checkpointed() -> dict:
-            bench = fresh()
-            checkpoint_blocks(name, bench.model)
-            return bench.measure()
+def compiled(case: Case, budget: float) -> dict[str, Any]:
+    import torch._functorch.config as config
 
-        add("checkpoint per block", checkpointed)
-    if "save_on_cpu" in peers:
+    torch._dynamo.reset()
+    config.activation_memory_budget = budget
+    training = case.fresh()
+    training.model = torch.compile(training.model)
+    start = time.time()
+    training.step()
+    return {"compile_s": round(time.time() - start, 1), **training.measured()}
 
-        def offloaded() -> dict:
-            bench = fresh()
-            inner = bench.step
 
-            def step() -> None:
-                with torch.autograd.graph.save_on_cpu(pin_memory=True):
-                    inner()
-
-            bench.step = step
-            return bench.measure(runs=3)
-
-        add("save_on_cpu", offloaded)
-    for budget in [float(p.removeprefix("compile")) for p in peers if p.startswith("compile")]:
-
-        def compiled(budget: float = budget) -> dict:
-            import torch._functorch.config as config
-
-            torch._dynamo.reset()
-            config.activation_memory_budget = budget
-            bench = fresh()
-            bench.model = torch.compile(bench.model)
-            return bench.measure()
-
-        add(f"compile budget {budget}", compiled)
-    if "equal" in peers:
-
-        def equal() -> dict:
-            torch.backends.cudnn.deterministic = True
-            try:
-                want, again = gradients(fresh()), gradients(fresh())
-                bench = fresh()
-                with torch.autocast("cuda", dtype=torch.bfloat16, enabled=bf16):
-                    memory = int(0.45 * state["plain_bytes"])
-                    outcore.within(
-                        bench.model, (bench.images,), memory=memory, optimizer=0.0, costs=state["costs"], quiet=True
-                    )
-                got = gradients(bench)
-            finally:
-                torch.backends.cudnn.deterministic = False
-            same = sum(torch.equal(a, b) for a, b in zip(want, got, strict=True))
-            control = sum(torch.equal(a, b) for a, b in zip(want, again, strict=True))
-            return {"parameters": len(want), "bitwise_equal": same, "plain_again_equal": control}
-
-        add("gradients at 0.45", equal)
+def equal(case: Case) -> dict[str, Any]:
+    """Gradients at half of the memory beside those of plain training, which may itself differ from run to run."""
+    torch.backends.cudnn.deterministic = True
+    try:
+        want, again = case.fresh().gradients(), case.fresh().gradients()
+        training = case.fresh()
+        with case.precision():
+            graph = capture(training.model, (training.images,))
+        assignment, budget = case.plans["outcore 0.5"].result()
+        case.managed(training, graph, dict(assignment.policy), budget, graphs=False)
+        got = training.gradients()
+    finally:
+        torch.backends.cudnn.deterministic = False
+    same = sum(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+    control = sum(torch.equal(a, b) for a, b in zip(want, again, strict=True))
+    return {"parameters": len(want), "bitwise_equal": same, "plain_again_equal": control}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=Path())
-    parser.add_argument("--models", default="resnet50,vgg19,inception_v3,densenet121,unet,convnext_tiny")
+    parser.add_argument("--name", default="frontier")
+    parser.add_argument("--models", default=",".join(NAMES))
     parser.add_argument("--sizes", default="32x224,1x4096")
     parser.add_argument("--precisions", default="tf32,bf16")
-    parser.add_argument("--peers", default="checkpoint,save_on_cpu,equal")
-    parser.add_argument("--shares", default=",".join(map(str, SHARES)))
-    parser.add_argument("--seconds", type=float, default=1e9)
+    parser.add_argument("--peers", default="checkpoint,save_on_cpu,equal", help="also: graphs, compile0.5")
+    parser.add_argument("--peers-of", default="", help="only for these cases, as resnet50-1x4096-tf32, if given")
+    parser.add_argument("--shares", default="0.5,0.33,0")
+    parser.add_argument("--measure-s", type=float, default=2.0)
+    parser.add_argument("--search-s", type=float, default=4.0)
+    parser.add_argument("--seconds", type=float, default=1e9, help="no further case is begun after this")
     args = parser.parse_args()
-    end = time.time() + args.seconds
-    rows: list[dict] = []
-    environment = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "cudnn": torch.backends.cudnn.version(),
-        "python": platform.python_version(),
-        "outcore": outcore.__version__,
-    }
+    started = time.time()
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    shares = [float(s) for s in args.shares.split(",")]
+    cases = [
+        Case(name, int(size.split("x")[0]), side_for(name, int(size.split("x")[1])), precision == "bf16")
+        for size in args.sizes.split(",")
+        for name in args.models.split(",")
+        for precision in args.precisions.split(",")
+    ]
     args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"{time.strftime('%Y-%m-%d')}-frontier.json"
-    for size in args.sizes.split(","):
-        batch, side = map(int, size.split("x"))
-        for name in args.models.split(","):
-            for precision in args.precisions.split(","):
-                if time.time() > end:
-                    break
-                case(
-                    name,
-                    batch,
-                    side,
-                    precision == "bf16",
-                    args.peers.split(","),
-                    [float(s) for s in args.shares.split(",")],
-                    rows,
-                )
-                path.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n")
+    table = Table(args.out / f"{time.strftime('%Y-%m-%d')}-h200-{args.name}.json")
+    for case in cases:
+        case.measure(args.measure_s)
+        clean()
+    print(f"measured after {time.time() - started:.0f} s", flush=True)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the searches need no device
+    workers = min(14, os.cpu_count() or 1)
+    pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+    with pool:
+        for case in cases:
+            assert case.keeping is not None
+            alone = copy.copy(case.keeping)
+            alone.tier = None
+            for share in shares:
+                name = f"outcore {share or 'least'}"
+                case.plans[name] = pool.submit(planned, case.keeping, share, args.search_s)
+                if "graphs" in args.peers.split(",") and share and case.side <= 512:
+                    case.plans[f"{name} graphs"] = pool.submit(planned, alone, share, args.search_s)
+    print(f"planned after {time.time() - started:.0f} s", flush=True)
+    for case in cases:
+        if time.time() - started > args.seconds:
+            print("the time is up", flush=True)
+            break
+        run_case(case, table, args)
+    print(f"done after {time.time() - started:.0f} s", flush=True)
+
+
+def run_case(case: Case, table: Table, args: argparse.Namespace) -> None:
+    """All ways of one case."""
+    key = f"{case.name}-{case.batch}x{case.side}-{'bf16' if case.bf16 else 'tf32'}"
+    table.add(case, "plain", lambda: case.fresh().measured())
+    graph_of: list[Graph] = []
+    for how in case.plans:
+        table.add(case, how, lambda how=how: ours(case, graph_of, how))
+    graph_of.clear()
+    for peer in args.peers.split(",") if not args.peers_of or key in args.peers_of.split(",") else ():
+        if peer == "checkpoint":
+            table.add(case, "checkpoint per block", lambda: checkpointed(case))
+        elif peer == "save_on_cpu":
+            table.add(case, "save_on_cpu", lambda: saved_on_cpu(case))
+        elif peer.startswith("compile"):
+            budget = float(peer.removeprefix("compile"))
+            table.add(case, f"compile budget {budget}", lambda budget=budget: compiled(case, budget))
+        elif peer == "equal":
+            table.add(case, "gradients at 0.5", lambda: equal(case))
 
 
 if __name__ == "__main__":

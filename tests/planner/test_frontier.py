@@ -65,3 +65,15 @@ def test_keeping_everything_is_the_plain_step() -> None:
     keeping = step(4)
     outcome = keeping.evaluate({})
     assert outcome.time_s == keeping.plain_s and outcome.peak_bytes == keeping.plain.peak_bytes
+
+
+def test_nothing_goes_below_what_one_operation_needs() -> None:
+    keeping = step(3)
+    floor, at = keeping.floor
+    choices = {b.name: ["keep", *c] for b in keeping.buffers.values() if b.bytes > 1000 and (c := keeping.choices(b))}
+    assignments = (dict(zip(choices, picked, strict=True)) for picked in itertools.product(*choices.values()))
+    least = min(keeping.evaluate(policy).peak_bytes for policy in assignments)
+    moment = keeping.plain.moments[at]
+    print(f"floor {floor}, least {least}, {moment.phase} of {moment.call}")
+    assert 0.7 * least <= floor <= least
+    assert floor < keeping.plain.peak_bytes

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -106,6 +107,24 @@ class Keeping:
             for i in buffer.shapes:
                 _add(moment, self.backward_at[i], self.backward_at[i], buffer.bytes)
         return moment
+
+    @cached_property
+    def floor(self) -> tuple[int, int]:
+        """Bytes that no assignment can go below, and the moment they are needed at.
+
+        There, one operation has only what it reads, makes and works in, beside the gradients and values that wait for
+        others in any case; whatever has no policy but to be kept is kept.
+        """
+        moment = self.emptied[:]
+        for buffer, gone in self.rows:
+            if buffer.savers and not self.choices(buffer):
+                _add(moment, gone, self.backward_at[min(buffer.savers)], buffer.bytes)
+                continue
+            least = buffer.bytes // buffer.element_bytes if buffer.need == "sign" else buffer.bytes
+            for i in buffer.savers:
+                _add(moment, self.backward_at[i], self.backward_at[i], least)
+        curve = self.base + np.cumsum(moment[:-1])
+        return int(curve.max()), int(curve.argmax())
 
     def choices(self, buffer: Buffer) -> list[str]:
         """The policies a buffer can have beside keep, all of them exact."""

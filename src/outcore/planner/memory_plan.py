@@ -53,6 +53,11 @@ class MemoryPlan:
         return self.keeping.plain.peak_bytes + self.reserved_bytes
 
     @property
+    def floor_bytes(self) -> int:
+        """What no plan can go below: the most that one operation alone needs."""
+        return self.keeping.floor[0] + self.reserved_bytes
+
+    @property
     def slowdown(self) -> float:
         """Predicted time over that of plain training."""
         return self.outcome.time_s / self.keeping.plain_s if self.keeping.plain_s else 1.0
@@ -137,12 +142,19 @@ def plan_memory(
     assignment = fit(keeping, most, time_limit_s=time_limit_s)
     if not assignment.fits(most):
         least = assignment.outcome
-        at = keeping.plain.moments[int(least.curve.argmax())]
-        where = f"{at.phase} of {at.call}" if at.call else "the optimizer's step"
+        where = _place(keeping, int(least.curve.argmax()))
+        floor, at = keeping.floor
         raise PlanError(
             f"a training step cannot be done within {format_bytes(budget_bytes or 0)}: the smallest budget that was "
-            f'found is {format_bytes(least.peak_bytes + reserved_bytes)} (reached in {where}); give memory="'
+            f"found is {format_bytes(least.peak_bytes + reserved_bytes)} (reached in {where}; "
+            f'{_place(keeping, at)} alone needs {format_bytes(floor + reserved_bytes)}); give memory="'
             f'{-(-(least.peak_bytes + reserved_bytes) // 2**20)}MiB" or more, or a smaller batch, '
             "or stream the images in tiles (outcore.stream)"
         )
     return MemoryPlan(keeping, assignment, budget_bytes, reserved_bytes)
+
+
+def _place(keeping: Keeping, at: int) -> str:
+    """A moment of the step in words."""
+    moment = keeping.plain.moments[at]
+    return f"{moment.phase} of {moment.call}" if moment.call else "the optimizer's step"

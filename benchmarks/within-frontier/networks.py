@@ -1,0 +1,118 @@
+"""The networks of the table, and a checkpoint around every block of each, as a user would put it."""
+
+from __future__ import annotations
+
+import itertools
+import time
+import types
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import outcore
+
+NAMES = ("resnet50", "vgg19", "inception_v3", "densenet121", "unet", "convnext_tiny")
+
+BLOCKS = {
+    "resnet50": ("Bottleneck",),
+    "densenet121": ("_DenseLayer", "_Transition"),
+    "convnext_tiny": ("CNBlock",),
+    "inception_v3": tuple(f"Inception{x}" for x in "ABCDE"),
+    "unet": ("Encoder", "Decoder"),
+}
+
+
+def build(name: str) -> nn.Module:
+    """A network with random weights."""
+    if name == "unet":
+        return outcore.models.UNet()
+    import torchvision
+
+    if name == "inception_v3":
+        return torchvision.models.inception_v3(init_weights=False, aux_logits=False)
+    return getattr(torchvision.models, name)()
+
+
+def side_for(name: str, side: int) -> int:
+    """Inception-v3 takes no image smaller than 299."""
+    return max(side, 299) if name == "inception_v3" else side
+
+
+def checkpoint_blocks(name: str, model: nn.Module) -> nn.Module:
+    """torch.utils.checkpoint around every block; for VGG around every part that ends in a pool."""
+    if name == "vgg19":
+        parts: list[nn.Module] = []
+        part: list[nn.Module] = []
+        for layer in model.features:
+            part.append(layer)
+            if isinstance(layer, nn.MaxPool2d):
+                parts.append(nn.Sequential(*part))
+                part = []
+        model.features = nn.Sequential(*parts)
+        targets = parts
+    else:
+        targets = [m for m in model.modules() if type(m).__name__ in BLOCKS[name]]
+    if not targets:
+        targets = [m for m in model.children() if next(m.parameters(), None) is not None]
+    for module in targets:
+        inner = module.forward
+
+        def forward(self, *args, inner=inner, **kwargs):
+            return checkpoint(inner, *args, use_reentrant=False, **kwargs)
+
+        module.forward = types.MethodType(forward, module)
+    return model
+
+
+class Training:
+    """One way of training a network on one batch."""
+
+    def __init__(self, model: nn.Module, images: torch.Tensor, bf16: bool) -> None:
+        self.model, self.images, self.bf16 = model, images, bf16
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+
+    def loss(self) -> torch.Tensor:
+        """Forward and a loss."""
+        with torch.autocast(self.images.device.type, dtype=torch.bfloat16, enabled=self.bf16):
+            out = self.model(self.images)
+        return out.float().square().mean()
+
+    def step(self) -> None:
+        """One step."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self.loss().backward()
+        self.optimizer.step()
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Of every parameter."""
+        self.optimizer.zero_grad(set_to_none=True)
+        torch.manual_seed(1)
+        self.loss().backward()
+        return [p.grad.clone() for p in self.model.parameters()]
+
+    def measured(self, warm: int = 2, least: int = 3, seconds: float = 0.7) -> dict[str, float]:
+        """Median time of a step and the allocator's peak; as many steps as fit into a time, but some."""
+        if self.images.device.type != "cuda":  # a dry run
+            self.step()
+            return {"ms": 1.0, "peak": 1, "reserved": 1, "steps": 1}
+        for _ in range(warm):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            self.step()
+            torch.cuda.synchronize()
+        runs = min(15, max(least, int(seconds / (time.perf_counter() - start))))
+        torch.cuda.reset_peak_memory_stats()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(runs + 1)]
+        events[0].record()
+        for event in events[1:]:
+            self.step()
+            event.record()
+        torch.cuda.synchronize()
+        times = sorted(a.elapsed_time(b) for a, b in itertools.pairwise(events))
+        return {
+            "ms": times[runs // 2],
+            "peak": torch.cuda.max_memory_allocated(),
+            "reserved": torch.cuda.max_memory_reserved(),
+            "steps": runs,
+        }
