@@ -4,14 +4,13 @@
 
 bf16 by autocast, channels_last, batch norms frozen (eval mode, their weights trained), one image, a cross entropy on
 the class scores; the step is forward and backward, gradients of all parameters. Streamed images are read lazily as
-bytes.
+bytes. A slide (``--slides side:tissue,…``) is written as a pyramidal TIFF first, and read from it while the step runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import platform
 import time
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch
 import torchvision
 
 from outcore.data import Batch, Scene, open_slide, write_slide
+from outcore.machine.units import parse_bytes
 from outcore.stream import stream
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -102,9 +102,16 @@ def plain(net: torch.nn.Module, source: Any, device: str, repeats: int) -> dict[
 
 
 def streamed(
-    net: torch.nn.Module, source: Any, device: str, repeats: int, tile: int, boundary: str | None, workers: int
+    net: torch.nn.Module,
+    source: Any,
+    device: str,
+    repeats: int,
+    tile: int,
+    boundary: str | None,
+    workers: int,
+    twins: bool = True,
 ) -> dict[str, Any]:
-    model = stream(net, tile=tile, boundary=boundary, workers=workers)
+    model = stream(net, tile=tile, boundary=boundary, workers=workers, twins=twins)
     image = batch(source)
     try:
         begin = time.perf_counter()
@@ -122,13 +129,21 @@ def streamed(
         "tile": tile,
         "boundary": boundary,
         "tiles": {"forward": counts.forward, "backward": counts.backward, "reused": counts.reused},
+        "waited_s": counts.waited_s,
     }
 
 
-def write(path: Path, scene: Scene, seconds: Any) -> None:
+def from_slide(net: torch.nn.Module, side: int, share: float, options: argparse.Namespace) -> dict[str, Any]:
+    """A slide as a file, and a step on it."""
+    path = options.folder / "slide.tif"
     start = time.perf_counter()
-    write_slide(path, scene)
-    seconds.value = time.perf_counter() - start
+    write_slide(path, Scene(size=(side, side), share=share))
+    written = time.perf_counter() - start
+    args = (1, options.slide_tile, None, 2 * options.workers)
+    row = {"side": side, "how": "streamed from a TIFF", "tissue": share, "written_s": written}
+    row |= {"file_bytes": path.stat().st_size, **streamed(net, open_slide(path), options.device, *args)}
+    path.unlink()
+    return row
 
 
 def main() -> None:
@@ -139,11 +154,10 @@ def main() -> None:
     parser.add_argument("--plain-up-to", type=int, default=12288)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--workers", type=int, default=6)
-    parser.add_argument(
-        "--slide", type=int, default=0, help="side of a slide written as a TIFF, with four fifths glass"
-    )
+    parser.add_argument("--slides", default="", help="side:share of tissue, of each slide written and read as a TIFF")
     parser.add_argument("--slide-tile", type=int, default=4096)
-    parser.add_argument("--share", type=float, default=0.2)
+    parser.add_argument("--folder", type=Path, default=Path(), help="for slides")
+    parser.add_argument("--cap", help="the most the allocator may reserve, e.g. 40GiB")
     parser.add_argument("--search", action="store_true", help="let cuDNN try its algorithms for every shape")
     parser.add_argument("--seconds", type=float, default=600, help="no case is begun after this")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -157,6 +171,7 @@ def main() -> None:
         "device": torch.cuda.get_device_name() if options.device == "cuda" else platform.processor(),
         "torch": torch.__version__,
         "python": platform.python_version(),
+        "cap": options.cap,
         "rows": rows,
     }
 
@@ -165,19 +180,17 @@ def main() -> None:
         print(json.dumps(row), flush=True)
         options.output.write_text(json.dumps(document, indent=1) + "\n")
 
-    path = Path("slide.tif")
-    scene = Scene(size=(options.slide, options.slide), share=options.share) if options.slide else None
-    spawn = multiprocessing.get_context("spawn")
-    seconds = spawn.Value("d", 0.0)
-    writer = spawn.Process(target=write, args=(path, scene, seconds))
-    if scene is not None:  # while the first cases run
-        writer.start()
+    if options.cap and options.device == "cuda":
+        torch.cuda.set_per_process_memory_fraction(
+            parse_bytes(options.cap) / torch.cuda.get_device_properties(0).total_memory
+        )
     for side in [int(s) for s in options.sides.split(",") if s]:
         source = Tissue(side)
         repeats = options.repeats if side <= 16384 else 1
         if side <= options.plain_up_to:  # 12,288 px is the first that plain cannot hold
             note({"side": side, "how": "plain", **plain(net, source, options.device, repeats)})
-            torch.cuda.empty_cache()
+            if options.device == "cuda":
+                torch.cuda.empty_cache()
         for tile in [int(t) for t in options.tiles.split(",")]:
             for boundary in options.boundaries.split(","):
                 if boundary and side > 8192:  # the map, and what runs untiled after it, grow with the image
@@ -185,15 +198,10 @@ def main() -> None:
                 if time.perf_counter() - began < options.seconds and side // 13 <= tile <= side // 2:
                     args = (repeats, tile, boundary or None, options.workers)
                     note({"side": side, "how": "streamed", **streamed(net, source, options.device, *args)})
-    if scene is not None:
-        writer.join()
-        args = (1, options.slide_tile, None, 2 * options.workers)
-        row = streamed(net, open_slide(path), options.device, *args)
-        note({"side": options.slide, "how": "streamed from a TIFF", "tissue": options.share, **row})
-        rows[-1]["written_s"] = seconds.value
-        rows[-1]["file_bytes"] = path.stat().st_size
-        path.unlink()
-        options.output.write_text(json.dumps(document, indent=1) + "\n")
+    for slide in options.slides.split(",") if options.slides else ():
+        if time.perf_counter() - began < options.seconds:
+            side, share = slide.split(":")
+            note(from_slide(net, int(side), float(share), options))
 
 
 if __name__ == "__main__":

@@ -98,3 +98,13 @@ def test_a_network_that_ends_in_a_class_has_no_loss_over_pixels() -> None:
         stream(Segmenter().eval(), tile=8).loss(torch.randn(1, 3, 20, 20), target=torch.zeros(1, 4, 4), loss=F.mse_loss)
     with pytest.raises(outcore.OutcoreError, match="reduction"):
         PixelLoss(F.mse_loss, "none")  # type: ignore[arg-type]
+
+
+def test_the_loss_keeps_its_own_precision_when_the_output_is_of_half() -> None:
+    net, x = with_statistics(Segmenter()).eval(), torch.randn(1, 3, 26, 34)
+    target = torch.randint(3, (1, 26, 34))
+    with torch.autocast("cpu", torch.bfloat16):
+        got = stream(net, tile=10).loss(x, target=target, loss=lambda out, y: F.cross_entropy(out.float(), y))
+        expected = F.cross_entropy(net(x).float(), target)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)

@@ -8,6 +8,7 @@ of the coarser levels, are computed. Memory holds a few tiles at a time.
 from __future__ import annotations
 
 import csv
+import os
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -143,7 +144,7 @@ def _tiles(scene: Scene, level: int, encode: Encoder, *, mask: bool, sparse: boo
     known = _known(scene, level, encode, mask=mask)
     boxes = product(*(_cuts(n, scene.tile) for n in scene.levels[level]))
     waiting: deque[bytes | Future[bytes]] = deque()
-    with ThreadPoolExecutor(2) as threads:
+    with ThreadPoolExecutor(min(_AHEAD, os.cpu_count() or 1)) as threads:
         for number, box in enumerate(boxes):
             kind = scene.uniform(box, level)
             if kind == GLASS and sparse and number:

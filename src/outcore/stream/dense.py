@@ -56,6 +56,8 @@ class _Pass:
     def __post_init__(self) -> None:
         self.sums = Sums()
         self.total: torch.Tensor | None = None
+        self.dtype = torch.float32
+        """Of the loss."""
 
     def run(self, index: int) -> None:
         """The last stage, forward and backward at once."""
@@ -98,7 +100,7 @@ class _Pass:
             loss = self.loss.function(made[name], self.target.prepare(target))
             loss = loss * (weight if self.loss.reduction == "mean" else times)
         part = loss.detach().double()
-        self.total = part if self.total is None else self.total + part
+        self.total, self.dtype = part if self.total is None else self.total + part, loss.dtype
         if self.gradients and loss.requires_grad and (wanted or parameters):
             run.counts.backward += 1
             found = torch.autograd.grad(loss, [*wanted.values(), *parameters], allow_unused=True)
@@ -144,4 +146,4 @@ def one_pass(
         execution.backward_stages(last, dense.sums)
     assert dense.total is not None
     inputs = {n: execution.store.gradients[n] for n in execution.wants if n in execution.store.gradients}
-    return dense.total.to(execution.network.dtypes[name]), dense.sums, inputs
+    return dense.total.to(dense.dtype), dense.sums, inputs

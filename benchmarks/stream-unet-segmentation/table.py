@@ -1,0 +1,27 @@
+"""Print the table of the README from a results file: python table.py results/….json"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    document = json.loads(Path(sys.argv[1]).read_text())
+    plain = {r["side"]: r for r in document["rows"] if r["how"] == "plain" and "failed" not in r}
+    print("| side | how | tile | time | of plain | peak memory | of plain |")
+    print("|---|---|---|---|---|---|---|")
+    for row in document["rows"]:
+        if "failed" in row:
+            print(f"| {row['side']:,} | {row['how']} |  | out of memory |  |  |  |")
+            continue
+        base = plain.get(row["side"]) if row["how"] != "plain" else None
+        ratio = f"{row['time_s'] / base['time_s']:.2f}x" if base else ""
+        share = f"{row['peak_bytes'] / base['peak_bytes']:.2f}x" if base else ""
+        cells = [f"{row['side']:,}", row["how"], row.get("tile", ""), f"{row['time_s']:.3g} s", ratio]
+        print("| " + " | ".join(map(str, [*cells, f"{row['peak_bytes'] / 2**30:.1f} GiB", share])) + " |")
+
+
+if __name__ == "__main__":
+    main()
