@@ -1,0 +1,223 @@
+"""Copies of dense memory between a device and the tier below it, beside the computing.
+
+What lives below has a *home*: pinned host memory below a GPU, a file mapped into memory below a CPU. A home is ordinary
+memory to whoever reads or writes it, so a tensor that is away is simply a tensor in its home.
+
+A copy is *booked*: it starts when the marks it comes after are reached and gives a mark itself. On a GPU a mark is an
+event and the host goes on at once; on a CPU it is a task of a copying thread. There are two lanes each way, because
+one large tensor that left first must not hold up a small one that is needed sooner.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from outcore.errors import OutcoreError
+
+__all__ = ["CudaLanes", "FileHome", "Home", "Lanes", "Mark", "PinnedHome", "ThreadLanes", "home_for", "lanes_for"]
+
+
+class Mark(Protocol):
+    """The end of something."""
+
+    def wait(self) -> None:
+        """What is computed from here on comes after it."""
+
+    def finish(self) -> None:
+        """The host waits for it."""
+
+    def done(self) -> bool:
+        """Whether it is over."""
+
+
+class Lanes(Protocol):
+    """Books copies."""
+
+    def now(self) -> Mark:
+        """The end of what was computed so far."""
+
+    def copy(
+        self, to: torch.Tensor, source: torch.Tensor, after: Iterable[Mark], *, out: bool, express: bool = False
+    ) -> Mark:
+        """Book a copy, out of the device or back to it."""
+
+    def close(self) -> None:
+        """Finish everything that was booked."""
+
+
+class Home(Protocol):
+    """Dense memory below a device."""
+
+    memory: torch.Tensor
+
+    def close(self) -> None:
+        """Give it back when nothing refers to it any more."""
+
+
+def lanes_for(device: torch.device) -> Lanes:
+    """The lanes between a device and the tier below it."""
+    return CudaLanes(device) if device.type == "cuda" else ThreadLanes()
+
+
+def home_for(device: torch.device, size: int) -> Home:
+    """A home of a size below a device."""
+    return PinnedHome(size) if device.type == "cuda" else FileHome(size)
+
+
+# Below a GPU
+
+
+class _Event:
+    """A mark on a stream."""
+
+    def __init__(self, stream: torch.cuda.Stream, device: torch.device) -> None:
+        self.event, self.device = stream.record_event(), device
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self.device).wait_event(self.event)
+
+    def finish(self) -> None:
+        self.event.synchronize()
+
+    def done(self) -> bool:
+        return bool(self.event.query())
+
+
+class CudaLanes:
+    """Streams: an ordinary and an express one each way."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.streams = {(out, express): torch.cuda.Stream(device) for out in (False, True) for express in (False, True)}
+
+    def now(self) -> Mark:
+        """The end of what was given to the computing stream."""
+        return _Event(torch.cuda.current_stream(self.device), self.device)
+
+    def copy(
+        self, to: torch.Tensor, source: torch.Tensor, after: Iterable[Mark], *, out: bool, express: bool = False
+    ) -> Mark:
+        """Book a copy on a stream."""
+        stream = self.streams[out, express]
+        for mark in after:
+            assert isinstance(mark, _Event)
+            stream.wait_event(mark.event)
+        with torch.cuda.stream(stream):
+            to.copy_(source, non_blocking=True)
+        return _Event(stream, self.device)
+
+    def close(self) -> None:
+        """Wait for all streams."""
+        for stream in self.streams.values():
+            stream.synchronize()
+
+
+class PinnedHome:
+    """Host memory, pinned as it is (torch's own pinned allocator rounds up to powers of two)."""
+
+    def __init__(self, size: int) -> None:
+        self.memory = torch.empty(size, dtype=torch.uint8)
+        self.pinned = 0
+        status = torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), size, 0)
+        if int(status) != 0:
+            raise OutcoreError(
+                f"{size / 2**30:.2f} GiB of host memory could not be pinned ({status}); offload less of the state"
+            )
+        self.pinned = self.memory.data_ptr()
+
+    def close(self) -> None:
+        """Unpin it."""
+        if self.pinned and not sys.is_finalizing():
+            torch.cuda.synchronize()
+            torch.cuda.cudart().cudaHostUnregister(self.pinned)
+            self.pinned = 0
+
+    def __del__(self) -> None:
+        if getattr(self, "pinned", 0):
+            self.close()
+
+
+# Below a CPU
+
+
+class _Task:
+    """A mark of a copying thread."""
+
+    def __init__(self, future: Future[None] | None) -> None:
+        self.future = future
+
+    def wait(self) -> None:
+        self.finish()
+
+    def finish(self) -> None:
+        if self.future is not None:
+            self.future.result()
+
+    def done(self) -> bool:
+        return self.future is None or self.future.done()
+
+
+class ThreadLanes:
+    """Threads: one each way, started when there is something to copy."""
+
+    def __init__(self) -> None:
+        self.threads: dict[bool, ThreadPoolExecutor] = {}
+
+    def now(self) -> Mark:
+        """A CPU has computed what it was told to compute."""
+        return _Task(None)
+
+    def copy(
+        self, to: torch.Tensor, source: torch.Tensor, after: Iterable[Mark], *, out: bool, express: bool = False
+    ) -> Mark:
+        """Book a copy on a thread; what comes before it was booked before it, so nobody waits for ever."""
+        if out not in self.threads:
+            self.threads[out] = ThreadPoolExecutor(1, thread_name_prefix="outcore-state")
+        marks = list(after)
+
+        def run() -> None:
+            for mark in marks:
+                mark.finish()
+            to.copy_(source)
+
+        return _Task(self.threads[out].submit(run))
+
+    def close(self) -> None:
+        """Let the threads finish and end."""
+        for thread in self.threads.values():
+            thread.shutdown(wait=True)
+        self.threads = {}
+
+    def __del__(self) -> None:
+        if getattr(self, "threads", None):
+            self.close()
+
+
+class FileHome:
+    """A file without a name, mapped into memory: it goes when the last tensor in it does."""
+
+    def __init__(self, size: int, directory: str | Path | None = None) -> None:
+        folder = Path(directory or os.environ.get("OUTCORE_SCRATCH") or tempfile.gettempdir())
+        file, path = tempfile.mkstemp(prefix="outcore-", dir=folder)
+        try:
+            os.posix_fallocate(file, 0, size)  # a mapped page for which there is no room would kill the process
+            self.memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+        except OSError as error:
+            raise OutcoreError(
+                f"the plan needs {size / 2**20:,.0f} MiB of disk in {folder}: {error.strerror}; set OUTCORE_SCRATCH "
+                "to a folder with more room, or offload less of the state"
+            ) from None
+        finally:
+            os.close(file)
+            Path(path).unlink()
+
+    def close(self) -> None:
+        """Nothing to do: the mapping ends with the memory."""

@@ -1,0 +1,163 @@
+"""The optimizer's step, a few parameters at a time.
+
+An optimizer that treats every parameter by itself (all of torch's but LBFGS) does the same if it is shown some of its
+parameters, then others. So the user's own optimizer is called, with its groups narrowed to the parameters whose turn
+it is; its state for them can be brought to the device just before, and taken away just after.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from outcore.errors import OutcoreError
+from outcore.memory.lanes import Home, Lanes, home_for
+from outcore.memory.parcels import Parcel, Stage, lay_out, movable
+
+__all__ = ["Stepper", "Visits"]
+
+
+class Stepper:
+    """Calls an optimizer for some of its parameters."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> None:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise OutcoreError(
+                "LBFGS looks at all parameters at once, so its step cannot be done in parts; keep the state on the device"
+            )
+        self.optimizer, self.step = optimizer, step
+        """The optimizer's own step, whatever it was wrapped in."""
+
+    def run(self, parameters: Collection[nn.Parameter]) -> None:
+        """Update these parameters, as far as they have gradients."""
+        with self.narrowed({id(p) for p in parameters}):
+            if self.optimizer.param_groups:
+                self.step()
+
+    def rest(self, done: Collection[int]) -> None:
+        """Update all parameters but these (ids)."""
+        every = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        if every - set(done):
+            with self.narrowed(every - set(done)):
+                self.step()
+
+    @contextlib.contextmanager
+    def narrowed(self, wanted: Collection[int]) -> Iterator[None]:
+        """The optimizer with some of its parameters."""
+        optimizer = self.optimizer
+        groups = optimizer.param_groups
+        whole = [group["params"] for group in groups]
+        try:
+            for group in groups:
+                group["params"] = [p for p in group["params"] if id(p) in wanted]
+            optimizer.param_groups = [group for group in groups if group["params"]]
+            yield
+        finally:
+            optimizer.param_groups = groups
+            for group, parameters in zip(groups, whole, strict=True):
+                group["params"] = parameters
+
+    def settings(self) -> list[dict[str, Any]]:
+        """What the groups say beside their parameters."""
+        return [
+            {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
+            for group in self.optimizer.param_groups
+        ]
+
+    def tensors(self, parameters: Collection[nn.Parameter]) -> list[torch.Tensor]:
+        """The state of parameters, as far as it is as large as they are."""
+        found = []
+        for p in parameters:
+            state = self.optimizer.state.get(p, {})
+            found += [t for t in state.values() if isinstance(t, torch.Tensor) and t.numel() == p.numel() > 1]
+        return found
+
+
+class Visits:
+    """State that lives at home and visits the device for the update."""
+
+    def __init__(self, stepper: Stepper, device: torch.device, lanes: Lanes) -> None:
+        self.stepper, self.device, self.lanes = stepper, device, lanes
+        self.parcels: dict[int, Parcel] = {}
+        """By the lot's number."""
+        self.homes: dict[int, Home] = {}
+        self.stage: Stage | None = None
+
+    def book(self, number: int) -> None:
+        """Start to bring the state of a lot."""
+        parcel = self.parcels.get(number)
+        if parcel is not None and self.stage is not None:
+            parcel.stage = self.stage
+            parcel.book()
+
+    def arrive(self, number: int, parameters: Collection[nn.Parameter]) -> None:
+        """The state of a lot is here, if it has any yet."""
+        tensors = self.stepper.tensors(parameters)
+        parcel = self.parcels.get(number)
+        if parcel is not None and [id(m.tensor) for m in parcel.members] != [id(t) for t in tensors]:
+            self.forget(number)  # another state was loaded
+            parcel = None
+        if parcel is None:
+            for tensor in tensors:
+                if tensor.device != self.device:
+                    tensor.data = tensor.data.to(self.device)
+            return
+        if self.stage is None:
+            largest = sorted((p.bytes for p in self.parcels.values()), reverse=True)[:2]
+            self.stage = Stage(self.device, sum(largest))
+        parcel.stage = self.stage
+        if not parcel.book():  # more was booked than there is room for
+            for other in self.parcels.values():
+                if other is not parcel:
+                    other.depart()
+            assert parcel.book()
+        parcel.arrive()
+
+    def leave(self, number: int, parameters: Collection[nn.Parameter]) -> None:
+        """The update is over: the state goes home."""
+        parcel = self.parcels.get(number)
+        if parcel is None:
+            tensors = self.stepper.tensors(parameters)
+            if not tensors or not all(movable(t) for t in tensors):
+                return
+            ((members, size),) = lay_out(tensors, 2**62)
+            home = self.homes[number] = home_for(self.device, size)
+            parcel = Parcel(f"state {number}", members, home.memory, self.stage or Stage(self.device, 0), self.lanes)
+            self.parcels[number] = parcel
+            parcel.adopt()
+            if (
+                self.stage is not None
+                and sum(sorted(p.bytes for p in self.parcels.values())[-2:]) > self.stage.arena.size
+            ):
+                self.stage = None
+            return
+        parcel.send()
+        parcel.depart()
+
+    def forget(self, number: int) -> None:
+        """The lot's state is an ordinary one."""
+        parcel = self.parcels.pop(number, None)
+        if parcel is not None:
+            parcel.depart()
+            parcel.settle()
+            self.homes.pop(number)
+
+    def settle(self) -> None:
+        """The host waits until everything is at home."""
+        for parcel in self.parcels.values():
+            parcel.settle()
+
+    def close(self) -> None:
+        """All state is on the device again, as ordinary tensors."""
+        for parcel in self.parcels.values():
+            parcel.depart()
+            parcel.settle()
+            for member in parcel.members:
+                member.tensor.data = member.tensor.data.to(self.device, copy=True)
+        for home in self.homes.values():
+            home.close()
+        self.parcels, self.homes, self.stage = {}, {}, None

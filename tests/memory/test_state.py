@@ -1,0 +1,79 @@
+"""Parameters, gradients and optimizer state below the device: the loop unchanged, the weights those of plain training."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import outcore
+
+SGD = lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, weight_decay=1e-4)  # noqa: E731
+ADAM = lambda p: torch.optim.Adam(p, 1e-3)  # noqa: E731
+ADAMW = lambda p: torch.optim.AdamW(p, 1e-3, amsgrad=True)  # noqa: E731
+OPTIMIZERS = {"sgd": SGD, "adam": ADAM, "adamw": ADAMW}
+EVERYTHING = {"parameters": "offload", "optimizer": "offload", "parcel_bytes": 4096}
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 16, 3, padding=1),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(4),
+        nn.Flatten(),
+        nn.Linear(256, 64),
+        nn.Dropout(0.2),
+        nn.Linear(64, 4),
+    )
+
+
+def batch(i: int = 0) -> torch.Tensor:
+    return torch.randn(4, 3, 12, 12, generator=torch.Generator().manual_seed(i))
+
+
+def offloaded(model: nn.Module, make: Callable[..., torch.optim.Optimizer], **state: Any) -> torch.optim.Optimizer:
+    optimizer = make(model.parameters())
+    outcore.within(model, (batch(),), memory=None, optimizer=optimizer, state={**EVERYTHING, **state}, quiet=True)
+    return optimizer
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 5) -> list[torch.Tensor]:
+    torch.manual_seed(5)
+    losses = []
+    for i in range(steps):
+        optimizer.zero_grad()
+        loss = model(batch(i)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    ours, plain = a.state_dict(), b.state_dict()
+    return list(ours) == list(plain) and all(torch.equal(ours[n], plain[n]) for n in plain)
+
+
+def same_state(a: torch.optim.Optimizer, b: torch.optim.Optimizer) -> bool:
+    left, right = a.state_dict()["state"], b.state_dict()["state"]
+    return all(torch.equal(left[i][k], right[i][k]) for i in right for k in right[i] if right[i][k] is not None)
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_with_all_state_elsewhere_is_plain_training(name: str, update: str) -> None:
+    model, plain = network(), network()
+    optimizer, twin = offloaded(model, OPTIMIZERS[name], update=update), OPTIMIZERS[name](plain.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(train(model, optimizer), train(plain, twin), strict=True))
+    assert same(model, plain) and same_state(optimizer, twin)
+    outcore.release(model)
+    assert same(model, plain) and same_state(optimizer, twin)
+    train(model, optimizer), train(plain, twin)
+    assert same(model, plain)
