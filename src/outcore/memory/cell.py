@@ -222,7 +222,9 @@ class Cell:
         assert self.rerun is not None
         values = {name: cell.view(self.owner.geometry[name]) for name, cell in self.sources.items()}
         values |= self.owner.given()
-        self.memory = self.rerun.run(self.owner.model, self.owner.constants, values, self.owner.states)
+        self.memory = self.owner.renormalised(self.rerun.norm, values)
+        if self.memory is None:
+            self.memory = self.rerun.run(self.owner.model, self.owner.constants, values, self.owner.states)
         if not _graph_is_kept():
             self.sources = {}
 

@@ -35,8 +35,10 @@ from outcore.memory.graphed import Graphed
 from outcore.memory.holding import Holding, prepare
 from outcore.memory.passage import Pass
 from outcore.memory.rates import measured_tier, memory_rate
+from outcore.memory.state import StateKeeper
 from outcore.memory.tiers import Tier, tier_for
 from outcore.planner.memory_plan import MemoryPlan, plan_memory
+from outcore.planner.state import StatePolicy
 
 __all__ = ["Governor", "Settings"]
 
@@ -54,6 +56,10 @@ class Settings:
     search_s: float = 4.0
     graphs: bool = False
     """Run forward and backward as CUDA graphs."""
+    state: StatePolicy = StatePolicy()
+    """Where parameters, gradients and optimizer state live."""
+    reassociated: bool = False
+    """Results may differ from plain training by rounding."""
 
 
 @dataclass
@@ -78,6 +84,8 @@ class Governor:
         """None for a key under which the model runs as it is."""
         self.tier: Tier | None = None
         self.tier_bytes = 0
+        self.keeper: StateKeeper | None = None
+        """Keeps parameters and optimizer state below the device, where the plan says so."""
 
     @property
     def model(self) -> nn.Module:
@@ -88,9 +96,15 @@ class Governor:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model."""
+        if self.keeper is not None:
+            return self.keeper.around(self.run, *args, **kwargs)
+        return self.run(*args, **kwargs)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model, whose parameters come when they are needed."""
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self.original(*args, **kwargs)
-        key = key_of(self.model, args, kwargs)
+        key = key_of(self.model, args, kwargs, self.device if self.keeper is not None else None)
         if key not in self.admitted:
             self.admit(key, args, kwargs)
         entry = self.admitted[key]
@@ -136,7 +150,15 @@ class Governor:
             self.admitted[key] = None
             return
         plan = self.plan_for(graph)
-        holding = prepare(graph, recording, self.model, plan.keeping.buffers, plan.policy, plan.outcome.transfers)
+        holding = prepare(
+            graph,
+            recording,
+            self.model,
+            plan.keeping.buffers,
+            plan.policy,
+            plan.outcome.transfers,
+            reassociated=self.settings.reassociated,
+        )
         self.admitted[key] = Admitted(plan, holding)
         self.make_room(holding.offloaded_bytes)
         if self.settings.graphs and (self.device.type != "cuda" or not Graphed.can(holding)):
@@ -186,7 +208,9 @@ class Governor:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """Where the model computes."""
+        if self.keeper is not None:
+            return self.keeper.device
         first = next(iter((*self.model.parameters(), *self.model.buffers())), None)
         return first.device if first is not None else torch.device("cpu")
 

@@ -20,6 +20,7 @@ from outcore.graph import Graph
 from outcore.graph.recording import Recording, Ref, Step, schedule_drops
 from outcore.graph.structure import leaves
 from outcore.memory.codecs import Window, window_of
+from outcore.memory.renorm import Norm, Renorm
 from outcore.memory.rerun import Rerun, compile_rerun
 from outcore.ops.encoding import CODECS
 from outcore.planner.transfers import Transfers
@@ -73,6 +74,9 @@ class Holding:
     """Inputs of the model that are needed in backward."""
     busy: frozenset[str]
     """Calls that there is something to do for; the others run as they are."""
+    norms: Mapping[str, Norm]
+    """Call -> the batch norm it is, where that is made again."""
+    renorm: Renorm
     offloaded_bytes: int = 0
     geometry: dict[str, Any] = field(default_factory=dict)
     """Value -> how it lies in its memory; filled in by the first run."""
@@ -90,6 +94,8 @@ def prepare(
     buffers: Mapping[str, Buffer],
     policy: Mapping[str, str],
     transfers: Transfers | None = None,
+    *,
+    reassociated: bool = False,
 ) -> Holding:
     """Make policies ready to run.
 
@@ -100,6 +106,7 @@ def prepare(
         buffers: of the graph.
         policy: buffer -> policy, without what has no effect (`Keeping.resolved`).
         transfers: where copies start and end; without it each is waited for at once.
+        reassociated: whether results may differ by rounding.
     """
     schedule_drops(recording.steps, [ref.name for _, ref in leaves(recording.result, Ref)])
     recording.dropped = True
@@ -181,6 +188,8 @@ def prepare(
         random=random,
         busy=frozenset({*births, *derived, *leaving, *released, *shape_only, *random, *saving, *makers}),
         inputs=frozenset(v for p in plans.values() for v in p.inputs),
+        norms={rerun.norm.call: rerun.norm for rerun in reruns if rerun.norm is not None},
+        renorm=Renorm(reassociated),
         offloaded_bytes=sum(buffers[n].bytes for n, p in plans.items() if p.policy == "offload"),
     )
 

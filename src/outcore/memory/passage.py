@@ -18,6 +18,7 @@ from torch import nn
 from outcore.graph.recording import Step, Tape, fill
 from outcore.memory.cell import Cell, Geometry, Handle
 from outcore.memory.holding import CellPlan, Holding
+from outcore.memory.renorm import Norm, Statistics
 from outcore.memory.rerun import generator_state
 from outcore.memory.tiers import Tier
 
@@ -44,6 +45,8 @@ class Pass:
         self.inputs = {n: (t.detach(), t._version) for n, t in given.items() if n in holding.inputs}
         self.states: dict[str, torch.Tensor] = {}
         """Call -> state of the generator before it."""
+        self.statistics: dict[str, Statistics] = {}
+        """Norm -> what it has found, for making it again."""
         self.position = len(holding.positions)
         """How far backward has come."""
         self.waiting: dict[str, weakref.ref[Cell]] = {}
@@ -69,6 +72,12 @@ class Pass:
                     f"the input {name} has been modified between forward and backward; backward needs it"
                 )
         return {name: tensor for name, (tensor, _) in self.inputs.items()}
+
+    def renormalised(self, norm: Norm | None, values: dict[str, torch.Tensor]) -> torch.Tensor | None:
+        """A batch norm again from its own statistics, where that is known to give the same numbers."""
+        if norm is None or (statistics := self.statistics.get(norm.call)) is None:
+            return None
+        return self.holding.renorm.run(norm, self.model.get_submodule(norm.path), values[norm.input], statistics)
 
     def reached(self, position: int) -> None:
         """Backward has come to a call: release and fetch what is due."""
@@ -137,6 +146,8 @@ class _Tape(Tape):
         if name in holding.births:  # its outputs must be seen before they are dropped
             step_ = _without_drops(step)
         self.perform(self, step_)
+        if (norm := holding.norms.get(name)) is not None:
+            self.note(norm)
         for value, plan in holding.births.get(name, ()):
             self.bear(value, plan)
         if step_ is not step:
@@ -152,6 +163,14 @@ class _Tape(Tape):
         for buffer in holding.released.get(name, ()):
             if (cell := self.cells.get(buffer)) is not None:
                 cell.left()
+
+    def note(self, norm: Norm) -> None:
+        """A norm has run that will be made again: keep its statistics."""
+        module = self.owner.model.get_submodule(norm.path)
+        saved = [h.tensor for h in self.pending if h.tensor is not None]
+        found = self.holding.renorm.statistics(norm, module, self.values[norm.input], self.values[norm.output], saved)
+        if found is not None:
+            self.owner.statistics[norm.call] = found
 
     def bear(self, value: str, plan: CellPlan) -> None:
         """A buffer is made: its cell takes responsibility."""

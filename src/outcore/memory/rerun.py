@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from outcore.graph.recording import Context, Step, Tape
+from outcore.memory.renorm import Norm, norm_of
 from outcore.ops.again import again
 
 __all__ = ["Rerun", "compile_rerun", "generator_state"]
@@ -30,6 +31,8 @@ class Rerun:
     """Steps that draw numbers."""
     result: str
     """The value that ends up in the buffer's memory."""
+    norm: Norm | None = None
+    """The batch norm that the steps are, if they are one."""
 
     def run(
         self,
@@ -61,7 +64,7 @@ def compile_rerun(steps: Sequence[Step], result: str, model: nn.Module, types: M
         for step in steps
     )
     random = frozenset(step.name for step in steps if again(types[step.name]) == "random")
-    return Rerun(prepared, random, result)
+    return Rerun(prepared, random, result, norm_of(steps, model, types))
 
 
 def generator_state(device: torch.device) -> torch.Tensor:

@@ -1,0 +1,77 @@
+"""Batch norms made again from their statistics."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import outcore
+from outcore.memory.governor import Governor
+
+
+def network(dims: int = 2) -> nn.Module:
+    torch.manual_seed(0)
+    conv, norm = ((nn.Conv1d, nn.BatchNorm1d), (nn.Conv2d, nn.BatchNorm2d), (nn.Conv3d, nn.BatchNorm3d))[dims - 1]
+    layers: list[nn.Module] = []
+    for i in (3, 8, 8, 8):
+        layers += [conv(i, 8, 3, padding=1), norm(8), nn.ReLU(inplace=True)]
+    layers += [conv(8, 8, 1), norm(8), conv(8, 2, 1)]
+    model = nn.Sequential(*layers)
+    for p in model.parameters():
+        nn.init.normal_(p, 0.3, 0.4)
+    return model
+
+
+def recompute_norms(model: nn.Module, images: torch.Tensor, exact: str) -> Governor:
+    norms = [name for name, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    plan = {f"{name}#0:out": "recompute" for name in norms}
+    outcore.within(model, (images,), memory=None, plan=plan, exact=exact, quiet=True)
+    governor = model.__dict__["forward"]
+    assert isinstance(governor, Governor)
+    return governor
+
+
+def train(model: nn.Module, images: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad()
+    model(images).square().sum().backward()
+    return [p.grad for p in model.parameters() if p.grad is not None] + list(model.buffers())
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("last", [False, True])
+def test_reassociated_gradients_differ_by_rounding_at_most(dims: int, last: bool) -> None:
+    model = network(dims).double()
+    images = torch.randn(3, 3, *(7, 6, 5)[:dims], dtype=torch.float64)
+    if last and dims > 1:
+        images = images.to(memory_format=torch.channels_last if dims == 2 else torch.channels_last_3d)
+    twin = copy.deepcopy(model)
+    governor = recompute_norms(model, images, "reassociated")
+    for _ in range(2):
+        for mine, plain in zip(train(model, images), train(twin, images), strict=True):
+            torch.testing.assert_close(mine, plain, rtol=1e-11, atol=1e-11)
+    (entry,) = governor.admitted.values()
+    assert entry is not None
+    assert len(entry.holding.norms) == 5 and None not in entry.holding.renorm.orders.values()
+
+
+def test_bitwise_is_bitwise() -> None:
+    model, images = network(), torch.randn(3, 3, 9, 9)
+    twin = copy.deepcopy(model)
+    recompute_norms(model, images, "bitwise")
+    for _ in range(2):
+        assert all(torch.equal(a, b) for a, b in zip(train(model, images), train(twin, images), strict=True))
+
+
+def test_a_norm_in_eval_mode_has_no_statistics_to_keep() -> None:
+    model, images = network().eval(), torch.randn(3, 3, 9, 9)
+    twin = copy.deepcopy(model)
+    governor = recompute_norms(model, images, "reassociated")
+    assert all(torch.equal(a, b) for a, b in zip(train(model, images), train(twin, images), strict=True))
+    (entry,) = governor.admitted.values()
+    assert entry is not None and not entry.holding.norms
+
+
+def test_an_unknown_grade_is_refused() -> None:
+    with pytest.raises(outcore.OutcoreError, match="bitwise"):
+        outcore.within(network(), [(1, 3, 9, 9)], memory=None, exact="roughly")
