@@ -1,6 +1,5 @@
-"""Parameters, gradients and optimizer state below the device: the loop unchanged, the weights those of plain training."""
+"""Parameters and optimizer state below the device: the loop unchanged, the weights those of plain training."""
 
-import copy
 from collections.abc import Callable
 from typing import Any
 

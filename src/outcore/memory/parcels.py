@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -53,8 +54,15 @@ class Stage:
     """Device memory that parcels share."""
 
     def __init__(self, device: torch.device, size: int) -> None:
-        self.memory = torch.empty(-(-size // _ALIGN) * _ALIGN, dtype=torch.uint8, device=device)
-        self.arena = Arena(size)
+        self.device, self.arena = device, Arena(size)
+
+    @cached_property
+    def memory(self) -> torch.Tensor:
+        """Taken when the first parcel comes, and kept."""
+        found = torch.empty(self.arena.size, dtype=torch.uint8, device=self.device)
+        if self.device.type == "cuda":  # other streams will write to what this one may still be using
+            torch.cuda.current_stream(self.device).synchronize()
+        return found
 
 
 class Parcel:
@@ -73,6 +81,8 @@ class Parcel:
         """Copies out, by piece, since it was last brought here."""
         self.here = False
         """Its tensors are views of the stage."""
+        self.exposed = False
+        """User code may have written to it since it came."""
         self.versions: tuple[int, ...] = ()
         self._homes = [m.over(home) for m in self.members]
         self._places: dict[int, list[torch.Tensor]] = {}
@@ -129,13 +139,12 @@ class Parcel:
             self.lanes.copy(self.home[a:b], self.memory[a:b], (ready,), out=True, express=self.express)
             for a, b in self.pieces
         ]
-        self.versions = tuple(m.tensor._version for m in self.members)
+        self.versions, self.exposed = tuple(m.tensor._version for m in self.members), False
 
     def depart(self) -> None:
         """Give its place on the stage back; its tensors are at home from now on."""
         if self.slot is None:
             return
-        self.adopt()
         # What was brought here for nothing was read from home after it had left for there.
         marks = self.arriving or self.leaving or [self.lanes.now()] * len(self.pieces)
         for (start, end), mark in zip(self.pieces, marks, strict=True):
@@ -145,7 +154,7 @@ class Parcel:
             for member, home in zip(self.members, self._homes, strict=True):
                 member.tensor.data = home
         self.leaving = self.arriving or self.leaving
-        self.slot, self.memory, self.arriving, self.here = None, None, [], False
+        self.slot, self.memory, self.arriving, self.here, self.exposed = None, None, [], False, False
 
     def settle(self) -> None:
         """The host waits until its home holds what was sent."""

@@ -174,12 +174,16 @@ class StateKeeper:
         self.open = self.open or torch.is_grad_enabled()
         if not self.open:
             self.go_home()
-        else:
-            self.settle()
+            return result
+        for lot in self.lots:
+            if lot.weights is not None and lot.weights.here:
+                lot.weights.exposed = True
+        self.settle()
         return result
 
     def enter(self) -> None:
         """A forward pass begins: what has left comes back, in the order in which it is needed."""
+        leaving = []
         for lot in self.lots:
             parcel = lot.weights
             if parcel is None:
@@ -190,8 +194,11 @@ class StateKeeper:
                 if parcel.touched or parcel.adopt():
                     parcel.send()
                 self._depart(parcel)
+                leaving.append(parcel)
             elif not parcel.here:
                 parcel.adopt()
+        for parcel in reversed(leaving):  # what left first can be back first, while the rest still leaves
+            parcel.book()
         for lot in self.lots:
             if lot.weights is not None and not lot.weights.book():
                 break
@@ -216,7 +223,7 @@ class StateKeeper:
         """Everything that is here leaves; the host waits until it has."""
         for lot in self.lots:
             if lot.weights is not None:
-                if lot.weights.here and not lot.weights.leaving:
+                if lot.weights.here and (lot.weights.exposed or lot.weights.touched or lot.weights.adopt()):
                     lot.weights.send()
                 self._depart(lot.weights)
         self.settle()

@@ -27,7 +27,7 @@ class Stepper:
     def __init__(self, optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> None:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise OutcoreError(
-                "LBFGS looks at all parameters at once, so its step cannot be done in parts; keep the state on the device"
+                "LBFGS looks at all parameters at once, so its step cannot be done in parts; keep all state here"
             )
         self.optimizer, self.step = optimizer, step
         """The optimizer's own step, whatever it was wrapped in."""

@@ -42,7 +42,7 @@ class StatePolicy:
     update: When = "step"
     stage_bytes: int | None = None
     """Device memory for parameters that are here; None for room for all of them at once."""
-    parcel_bytes: int = 32 * 2**20
+    parcel_bytes: int = 16 * 2**20
     """Tensors travel together up to this size."""
 
     def __post_init__(self) -> None:

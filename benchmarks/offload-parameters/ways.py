@@ -1,0 +1,171 @@
+"""Ways to train a network whose parameters leave the device and return every step.
+
+Each way is a context around a step: what happens before forward and after the update. The first five are those of the
+seeds, tensor by tensor; gradients are dropped before parameters leave, buffers and momentum stay on the device.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+import outcore
+from outcore.cost.rough import by_bytes
+from outcore.cost.saved import account
+from outcore.memory.governor import Governor
+from outcore.memory.lanes import CudaLanes
+
+WAYS = (
+    "baseline",
+    "naive",
+    "pinned",
+    "non-blocking",
+    "pinned and non-blocking",
+    "outcore",
+    "outcore, update in step()",
+)
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@dataclass
+class Trips:
+    """Seconds per step that copies took, to the device and from it."""
+
+    to_device_s: list[float] = field(default_factory=list)
+    to_host_s: list[float] = field(default_factory=list)
+
+    def summary(self) -> dict[str, Any]:
+        rows = {"to_device": self.to_device_s, "to_host": self.to_host_s}
+        tools: dict[str, Callable[[list[float]], float]] = {
+            "mean": statistics.mean,
+            "max": max,
+            "min": min,
+            "median": statistics.median,
+        }
+        return {name: {k: tool(v) for k, tool in tools.items()} for name, v in rows.items() if v}
+
+
+class ByTensor:
+    """Parameters go to the host and back, one after the other."""
+
+    def __init__(self, model: nn.Module, device: torch.device, *, pinned: bool, non_blocking: bool) -> None:
+        self.model, self.device, self.non_blocking = model, device, non_blocking
+        self.hosts: dict[nn.Parameter, torch.Tensor] = {}
+        for p in model.parameters() if pinned else ():
+            self.hosts[p] = torch.empty_like(p, device="cpu", pin_memory=device.type == "cuda")
+        self.trips = Trips()
+        self.leave()
+
+    def come(self) -> None:
+        wait(self.device)
+        start = time.perf_counter()
+        for p in self.model.parameters():
+            p.data = p.data.to(self.device, non_blocking=self.non_blocking)
+        wait(self.device)
+        self.trips.to_device_s.append(time.perf_counter() - start)
+
+    def leave(self) -> None:
+        wait(self.device)
+        start = time.perf_counter()
+        for p in self.model.parameters():
+            p.grad = None
+            if p in self.hosts:
+                self.hosts[p].copy_(p.data, non_blocking=self.non_blocking)
+                p.data = self.hosts[p]
+            else:
+                p.data = p.data.to("cpu", non_blocking=self.non_blocking)
+        wait(self.device)
+        self.trips.to_host_s.append(time.perf_counter() - start)
+
+
+class Way:
+    """One row of the table: a model, its optimizer, and what is done around a step."""
+
+    def __init__(self, name: str, model: nn.Module, images: torch.Tensor) -> None:
+        self.name, self.model, self.device = name, model, images.device
+        self.optimizer = torch.optim.SGD(model.parameters(), 0.005, momentum=0.9)
+        self.mover: ByTensor | None = None
+        if name.startswith("outcore"):
+            update = "step" if "step" in name else "backward"
+            costs = by_bytes(account(outcore.capture(model, (images,))), 1e12)
+            state = {"parameters": "offload", "update": update}
+            outcore.within(
+                model, (images,), memory=None, optimizer=self.optimizer, costs=costs, state=state, quiet=True
+            )
+        elif name != "baseline":
+            self.mover = ByTensor(model, self.device, pinned="pinned" in name, non_blocking="non-blocking" in name)
+
+    def step(self, images: torch.Tensor, labels: torch.Tensor) -> None:
+        """One training step."""
+        self.optimizer.zero_grad()
+        if self.mover is not None:
+            self.mover.come()
+        output = self.model(images)
+        loss = nn.functional.cross_entropy(output if isinstance(output, torch.Tensor) else output[0], labels)
+        if not isinstance(output, torch.Tensor):  # Inception's second head
+            loss = loss + 0.4 * nn.functional.cross_entropy(output[1], labels)
+        loss.backward()
+        self.optimizer.step()
+        if self.mover is not None:
+            self.mover.leave()
+
+    @torch.no_grad()
+    def accuracy(self, images: torch.Tensor, labels: torch.Tensor) -> float:
+        """Share of images that are recognised."""
+        if self.mover is not None:
+            self.mover.come()
+        self.model.eval()
+        right = sum(
+            int((self.model(x).argmax(1) == y).sum()) for x, y in zip(images.split(32), labels.split(32), strict=True)
+        )
+        self.model.train()
+        if self.mover is not None:
+            self.mover.leave()
+        return right / len(labels)
+
+    def copies(self, run: Callable[[], None], steps: int) -> Trips:
+        """What copies took over some steps; for outcore, by events around each copy on its own stream."""
+        governor = self.model.__dict__.get("forward")
+        if self.mover is not None:
+            return self.mover.trips
+        trips = Trips()
+        if not isinstance(governor, Governor) or governor.keeper is None or self.device.type != "cuda":
+            return trips
+        lanes = TimedLanes(self.device)
+        for lot in governor.keeper.lots:
+            if lot.weights is not None:
+                lot.weights.lanes = lanes
+        for _ in range(steps):
+            lanes.events = []
+            run()
+            wait(self.device)
+            for out, found in ((False, trips.to_device_s), (True, trips.to_host_s)):
+                found.append(sum(a.elapsed_time(b) for o, a, b in lanes.events if o is out) / 1e3)
+        return trips
+
+
+class TimedLanes(CudaLanes):
+    """Lanes that time every copy."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.events: list[tuple[bool, Any, Any]] = []
+
+    def copy(self, to: Any, source: Any, after: Any, *, out: bool, express: bool = False) -> Any:
+        stream = self.streams[out, express]
+        for mark in after:
+            stream.wait_event(mark.event)
+        start = stream.record_event(torch.cuda.Event(enable_timing=True))
+        mark = super().copy(to, source, (), out=out, express=express)
+        self.events.append((out, start, stream.record_event(torch.cuda.Event(enable_timing=True))))
+        return mark
