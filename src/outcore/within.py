@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -29,11 +29,14 @@ from outcore.graph.capture import arguments_as_called
 from outcore.graph.keys import key_of
 from outcore.machine.units import format_bytes, parse_bytes
 from outcore.memory.governor import Governor, Settings
+from outcore.memory.state import StateKeeper, uses_of
 from outcore.plan_document import Plan
 from outcore.planner.memory_plan import MemoryPlan
+from outcore.planner.state import StatePolicy
 
 __all__ = ["memory_plan", "release", "within"]
 
+Exactness = Literal["bitwise", "reassociated"]
 _MARGIN = {"cuda": 0.02, "cpu": 0.0}
 """Share of the budget that is left free for what predictions miss."""
 
@@ -50,6 +53,8 @@ def within(
     costs: Costs | None = None,
     measure_s: float = 10.0,
     graphs: bool = False,
+    exact: Exactness = "bitwise",
+    state: StatePolicy | Mapping[str, Any] | None = None,
     quiet: bool = False,
 ) -> nn.Module:
     """Make a model train within a memory budget; returns the same model.
@@ -77,6 +82,10 @@ def within(
         measure_s: how long measuring may take.
         graphs: run forward and backward as CUDA graphs: for small steps, which the interpreter cannot feed fast enough.
             The step's memory then stays reserved between steps, and nothing is offloaded.
+        exact: "bitwise" for the numbers of plain training bit for bit; "reassociated" also allows kernels that round in
+            another order.
+        state: where parameters, gradients and optimizer state live ("keep" or "offload" each), and when parameters are
+            updated; needs the optimizer itself. See `outcore.planner.state.StatePolicy`.
         quiet: do not say what was chosen.
 
     Raises:
@@ -88,7 +97,12 @@ def within(
         raise OutcoreError("this model's forward was replaced by another tool; remove that before calling within")
     if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
         raise OutcoreError("this model is sharded already; call outcore.within before fully_shard")
+    if exact not in get_args(Exactness):
+        raise OutcoreError(f"exact is {' or '.join(map(repr, get_args(Exactness)))}, not {exact!r}")
     budget = parse_bytes(memory) if isinstance(memory, str) else memory
+    where = StatePolicy.of(state)
+    if not where.idle and not isinstance(optimizer, torch.optim.Optimizer):
+        raise OutcoreError("state is offloaded together with its optimizer: pass it as it is, optimizer=optimizer")
     graph = capture(model, args, kwargs)
     cost = OptimizerCost.of(2.0 if optimizer is None else optimizer, graph_device(graph).type)
     if costs is None:
@@ -97,7 +111,9 @@ def within(
     policy = dict(plan.policy if isinstance(plan, Plan) else plan) if plan is not None else None
     if isinstance(plan, Plan):
         plan.validate(graph)
-    governor = Governor(model, Settings(budget, cost, reserved, policy, graphs=graphs), without_gaps(costs))
+    reassociated = exact == "reassociated" or (isinstance(plan, Plan) and plan.exactness != "bitwise")
+    settings = Settings(budget, cost, reserved, policy, graphs=graphs, reassociated=reassociated, state=where)
+    governor = Governor(model, settings, without_gaps(costs))
     call = arguments_as_called(model, args, kwargs)
     governor.admit(key_of(model, *call), *call, graph=graph)
     if not any(governor.admitted.values()):
@@ -105,6 +121,10 @@ def within(
             "this model cannot be managed: it draws numbers outside of torch, or nothing in it is trained"
         )
     model.__dict__["forward"] = governor
+    if not where.idle:
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        calls = [(call.block, call.parameters) for call in graph.calls.values()]
+        governor.keeper = StateKeeper(model, optimizer, uses_of(model, calls), where, graph_device(graph))
     if not quiet:
         _announce(governor.plan, budget, assumed=optimizer is None)
     return model
@@ -122,6 +142,9 @@ def release(model: nn.Module) -> nn.Module:
     governor = model.__dict__.get("forward")
     if isinstance(governor, Governor):
         del model.__dict__["forward"]
+        if governor.keeper is not None:
+            governor.keeper.close()
+            governor.keeper = None
     return model
 
 

@@ -18,17 +18,28 @@ from outcore.graph.structure import leaves, substitute
 __all__ = ["key_of"]
 
 
-def key_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
-    """Everything Python could have looked at, except the numbers in tensors."""
+def key_of(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device | None = None
+) -> Hashable:
+    """Everything Python could have looked at, except the numbers in tensors.
+
+    Args:
+        model: the model.
+        args: of the call.
+        kwargs: of the call.
+        device: where the model computes, if its parameters are elsewhere in between.
+    """
     flags = tuple((id(m), m.training) for m in model.modules())
     frozen = tuple(p.requires_grad for p in model.parameters())
     first = next(iter((*model.parameters(), *model.buffers())), None)
-    devices = {"cpu", first.device.type if first is not None else "cpu"} - {"meta"}
+    if device is None and first is not None:
+        device = first.device
+    devices = {"cpu", device.type if device is not None else "cpu"} - {"meta"}
     return (
         _signature((args, kwargs)),
         flags,
         frozen,
-        str(first.device) if first is not None else "",
+        str(device) if device is not None else "",
         Context.current(sorted(devices)),
     )
 
