@@ -1,15 +1,16 @@
-"""Where streaming stops and how large tiles are: the fastest step within a budget.
+"""Where streaming stops, how large tiles are and which maps are kept: the fastest step within a budget.
 
-Every *candidate* says what is streamed (up to which boundary), how large its tiles are, how long a step would take
-and roughly how much it would hold. Deep boundaries hold little but pay for wide halos twice; shallow ones leave more
-to run untiled. Large tiles waste less on halos and hold more. Candidates are tried from the fastest on; exact bytes,
-which take a second each to find, are asked for only where rough ones, corrected by what was found for the same
-boundary, promise to fit.
+Every *candidate* says what is streamed (up to which boundary), how large its tiles are, which maps between passes are
+kept and where, how what follows is held for backward, how long a step would take and roughly how much it would hold.
+Deep boundaries hold little but pay for wide halos twice; shallow ones leave more to run untiled. Large tiles waste less
+on halos and hold more. A kept map saves running what is before it in every later pass. Candidates are tried from the
+fastest on; exact bytes, which take a second each to find, are asked for only where rough ones, corrected by what was
+found for the same kind, promise to fit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from outcore.errors import PlanError
@@ -30,10 +31,23 @@ class Candidate:
     """Of a step, forward passes, backward pass and the untiled rest."""
     rough_bytes: int
     """Peak of a step, by proportion."""
+    keep: tuple[str, ...] = ()
+    """Maps that later passes start from."""
+    on_host: bool = False
+    """Whether those are kept in host memory."""
+    managed: bool = False
+    """Whether what follows runs under policies for what its backward needs."""
+
+    @property
+    def kind(self) -> Hashable:
+        """What rough bytes are off by the same factor for."""
+        return self.boundary, self.keep, self.on_host, self.managed
 
     def __str__(self) -> str:
         where = "as far as it goes" if self.boundary is None else f"to {', '.join(self.boundary)}"
-        return f"{where} in tiles of {' x '.join(map(str, self.tile))} px: {self.time_s:.3g} s"
+        kept = f", {len(self.keep)} maps kept{' on the host' if self.on_host else ''}" if self.keep else ""
+        rest = ", the rest under policies" if self.managed else ""
+        return f"{where} in tiles of {' x '.join(map(str, self.tile))} px{kept}{rest}: {self.time_s:.3g} s"
 
 
 def choose(
@@ -60,12 +74,12 @@ def choose(
     if budget_bytes is None:
         return order[0], exact_bytes(order[0])
     found: dict[Candidate, int] = {}
-    factors: dict[tuple[str, ...] | None, float] = {}
-    """By boundary, how far the rough bytes were off when last asked."""
+    factors: dict[Hashable, float] = {}
+    """By kind, how far the rough bytes were off when last asked."""
     for unknown in ("hope", "fear"):
         for candidate in order:
             usual = 1.0 if unknown == "hope" else max(factors.values(), default=1.0)
-            rough = candidate.rough_bytes * factors.get(candidate.boundary, usual)
+            rough = candidate.rough_bytes * factors.get(candidate.kind, usual)
             if candidate in found or rough > 1.05 * budget_bytes:
                 continue
             if len(found) >= tries * (1 if unknown == "hope" else 2):
@@ -73,8 +87,8 @@ def choose(
             found[candidate] = exact_bytes(candidate)
             if found[candidate] <= budget_bytes:
                 return candidate, found[candidate]
-            factors[candidate.boundary] = found[candidate] / candidate.rough_bytes
-    for candidate in sorted(candidates, key=lambda c: c.rough_bytes * factors.get(c.boundary, 1.0))[:2]:
+            factors[candidate.kind] = found[candidate] / candidate.rough_bytes
+    for candidate in sorted(candidates, key=lambda c: c.rough_bytes * factors.get(c.kind, 1.0))[:2]:
         found.setdefault(candidate, exact_bytes(candidate))
     fitting = [c for c, size in found.items() if size <= budget_bytes]
     if fitting:

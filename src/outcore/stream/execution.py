@@ -43,7 +43,10 @@ class Execution(Work):
         """The boundary values."""
         for index in range(len(self.streaming.stages)):
             self.forward_stage(index)
-        return {v: self.store.values[v] for v in self.streaming.boundary}
+        made = {v: self.store.here(v) for v in self.streaming.boundary}
+        for name in self.streaming.passing:  # the rest has it, and lets it go when it can
+            del self.store.values[name]
+        return made
 
     def output_tiles(self) -> Iterator[tuple[Region, torch.Tensor]]:
         """The parts of the one map that the last stage makes, one after the other."""

@@ -11,7 +11,7 @@ for it).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,7 @@ from outcore.stream.arguments import device_of
 from outcore.stream.call import Given
 from outcore.stream.network import Network
 from outcore.stream.prepared import Prepared
+from outcore.stream.rest import Rest
 from outcore.stream.rules.border import sliced
 from outcore.stream.stages import Stage
 from outcore.stream.tile_run import run_tile
@@ -51,8 +52,12 @@ class StreamBytes:
     parameters: int
     gradients: int
     """Of all parameters, once a step is over."""
-    maps: int
-    """Boundary and kept maps."""
+    boundary: int
+    """Maps that the rest of the network, or the user, gets."""
+    kept: int
+    """Maps that later passes start from."""
+    output: int
+    """Of the boundary, what is the model's own output: the user holds it until the end."""
     tile_forward: int
     tile_backward: int
     small: int
@@ -65,9 +70,10 @@ class StreamBytes:
     @property
     def peak(self) -> int:
         """The most that is held at once on the device."""
-        first = self.maps + self.tile_forward
-        rest = self.maps + self.tail + self.gradients
-        second = 2 * self.maps + self.tile_backward + self.gradients
+        maps = self.kept + self.boundary
+        first = maps + self.tile_forward
+        rest = maps + self.tail + self.gradients
+        second = maps + self.output + self.kept + self.tile_backward + self.gradients
         return self.parameters + self.small + max(first, rest, second)
 
 
@@ -170,7 +176,15 @@ def _tail_bytes(prepared: Prepared, *, training: bool) -> int:
     return peak
 
 
-def predict_bytes(prepared: Prepared, *, training: bool = True, dense: bool = False, workers: int = 0) -> StreamBytes:
+def predict_bytes(
+    prepared: Prepared,
+    *,
+    training: bool = True,
+    dense: bool = False,
+    workers: int = 0,
+    on_host: bool = False,
+    rest: Rest | None = None,
+) -> StreamBytes:
     """The bytes of a step, before anything is run.
 
     Args:
@@ -178,6 +192,8 @@ def predict_bytes(prepared: Prepared, *, training: bool = True, dense: bool = Fa
         training: whether there is a backward pass.
         dense: whether the output leaves tile by tile and is not put together (`Streamed.loss`, `Streamed.tiles`).
         workers: threads that read ahead.
+        on_host: whether maps between passes are in host memory.
+        rest: what follows the boundary, where it runs under policies.
     """
     network, streaming = prepared.network, prepared.streaming
     found = [
@@ -185,10 +201,12 @@ def predict_bytes(prepared: Prepared, *, training: bool = True, dense: bool = Fa
         for stage, cut in zip(streaming.stages, prepared.grids, strict=True)
         for plan in _extremes(network, stage, cut)
     ]
-    names = {m for stage in streaming.stages for m in stage.maps} | set(streaming.boundary)
-    if dense:
-        names -= set(streaming.boundary)
-    maps = sum(math.prod(network.shapes[m]) * network.dtypes[m].itemsize for m in names)
+
+    def size(names: Iterable[str]) -> int:
+        return sum(math.prod(network.shapes[m]) * network.dtypes[m].itemsize for m in names)
+
+    kept = set(streaming.kept)
+    boundary = set(streaming.boundary) - kept if not dense else set()
     parameters = list(network.model.parameters())
     state = sum(t.numel() * t.element_size() for t in (*parameters, *network.model.buffers()))
     gradients = sum(p.numel() * max(4, p.element_size()) for p in parameters if p.requires_grad) if training else 0
@@ -200,11 +218,13 @@ def predict_bytes(prepared: Prepared, *, training: bool = True, dense: bool = Fa
     return StreamBytes(
         parameters=state,
         gradients=gradients,
-        maps=maps,
+        boundary=size(boundary),
+        kept=0 if on_host else size(kept),
+        output=size(boundary & set(network.graph.outputs)),
         tile_forward=max(f.forward for f in found),
         tile_backward=max(f.backward for f in found),
         small=small,
-        tail=_tail_bytes(prepared, training=training),
+        tail=_tail_bytes(prepared, training=training) if rest is None else rest.peak_bytes,
         read=pixels * (workers + 1),
     )
 

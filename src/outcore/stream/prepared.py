@@ -14,7 +14,7 @@ from outcore.stream.network import Network
 from outcore.stream.stages import Streaming, divide
 from outcore.stream.tiles import Grid, grid
 
-__all__ = ["Prepared", "bound", "divided"]
+__all__ = ["Prepared", "bound", "cut_up", "divided"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,15 @@ def bound(graph: Graph, *, folded: bool) -> Network:
     return network
 
 
+def cut_up(network: Network, streaming: Streaming, tile: int | Sequence[int]) -> tuple[Grid, ...]:
+    """The tiles of every pass."""
+    rank = network.rank
+    pixels = (tile,) * rank if isinstance(tile, int) else tuple(tile)
+    if len(pixels) != rank or min(pixels) < 1:
+        raise StreamError(f"tile={tile} must be one number above zero, or {rank} of them (one per dimension of pixels)")
+    return tuple(grid(network, stage, pixels) for stage in streaming.stages)
+
+
 def divided(
     network: Network,
     *,
@@ -59,11 +68,7 @@ def divided(
 ) -> Prepared:
     """Put a network into stages and tiles."""
     streaming = divide(network, boundary=boundary, statistics=statistics, keep=keep)
-    rank = network.rank
-    pixels = (tile,) * rank if isinstance(tile, int) else tuple(tile)
-    if len(pixels) != rank or min(pixels) < 1:
-        raise StreamError(f"tile={tile} must be one number above zero, or {rank} of them (one per dimension of pixels)")
-    grids = tuple(grid(network, stage, pixels) for stage in streaming.stages)
+    grids = cut_up(network, streaming, tile)
     tail = [replace(s) for s in network.recording.steps if s.name not in streaming.calls]
     schedule_drops(tail, [r.name for _, r in leaves(network.recording.result, Ref)])
     return Prepared(network.graph, network, streaming, grids, tuple(tail))

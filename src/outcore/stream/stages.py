@@ -63,6 +63,18 @@ class Streaming:
     stopped: tuple[tuple[str, str], ...]
     """Where streaming stops although it was not asked to: (block, reason)."""
 
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """Maps that later passes start from."""
+        read = {v for stage in self.stages for v in (*stage.sources, *(i for n in stage.globals for i in n.values))}
+        return tuple(m for stage in self.stages for m in stage.maps if m in read)
+
+    @property
+    def passing(self) -> tuple[str, ...]:
+        """Maps that only the rest of the network reads."""
+        kept = set(self.kept)
+        return tuple(m for stage in self.stages for m in stage.maps if m not in kept)
+
 
 def reach(network: Network, *, statistics: bool) -> tuple[set[str], dict[str, str]]:
     """The values that can be streamed, and why others next to them cannot.

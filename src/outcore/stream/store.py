@@ -37,13 +37,18 @@ class Store:
             return
         if name not in self.values:
             form = _memory_format(part)
-            self.values[name] = torch.empty(shape, dtype=part.dtype, device=home, memory_format=form)
+            pinned = home.type == "cpu" and part.is_cuda
+            self.values[name] = torch.empty(shape, dtype=part.dtype, device=home, memory_format=form, pin_memory=pinned)
         cut(self.values[name], region).copy_(part)
 
     def read(self, name: str, region: Region) -> torch.Tensor:
         """A region of a map, where tiles are computed."""
         part = cut(self.values[name], region)
         return part if part.device == self.device else part.to(self.device, non_blocking=True)
+
+    def here(self, name: str) -> torch.Tensor:
+        """All of a value, where tiles are computed."""
+        return self.values[name].to(self.device)
 
     def add_gradient(self, name: str, shape: tuple[int, ...], region: Region, part: torch.Tensor) -> None:
         """Add what a tile sends back into the gradient of a map."""
@@ -54,7 +59,10 @@ class Store:
                 return
             home = self.homes.get(name, self.device)
             form = _memory_format(part)
-            self.gradients[name] = torch.empty(shape, dtype=part.dtype, device=home, memory_format=form).zero_()
+            pinned = home.type == "cpu" and part.is_cuda
+            self.gradients[name] = torch.empty(
+                shape, dtype=part.dtype, device=home, memory_format=form, pin_memory=pinned
+            ).zero_()
         held = cut(self.gradients[name], region)
         held.add_(part if part.device == held.device else part.to(held.device))
 

@@ -12,17 +12,18 @@ get the gradients that the plain model would give them, up to the order of sums 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from outcore.errors import StreamError
-from outcore.graph import capture
+from outcore.graph import Graph, capture
 from outcore.graph.keys import key_of
-from outcore.graph.recording import Context, Ref, Tape, fill
+from outcore.graph.recording import Context
 from outcore.graph.structure import leaves
 from outcore.machine.units import parse_bytes
 from outcore.ops.region import Region
@@ -30,13 +31,17 @@ from outcore.stream.arguments import Lazy, device_of, is_shape, lazily, stood, w
 from outcore.stream.boundary import run, run_loss
 from outcore.stream.dense import Function, PixelLoss
 from outcore.stream.execution import Execution
-from outcore.stream.planning import plan_tiles
+from outcore.stream.planning import StreamPlan, plan_tiles
 from outcore.stream.prepared import Prepared, bound, divided
+from outcore.stream.rest import Rest
 from outcore.stream.source import Image, image_of
 from outcore.stream.work import Counts, Options
 
 __all__ = ["How", "Streamed", "stream"]
 
+
+Planner = Callable[[Graph, bool], StreamPlan]
+"""Of a graph and whether there is one pass."""
 
 _SIZES = 64
 """Sizes of images that are remembered."""
@@ -52,6 +57,8 @@ class How:
     statistics: bool = False
     keep: frozenset[str] = frozenset()
     fold: bool = True
+    rest: Mapping[str, str] | None = None
+    """Policies of what runs untiled."""
 
     def __post_init__(self) -> None:
         if self.tile is None and self.memory is None:
@@ -72,7 +79,13 @@ class Streamed(nn.Module):
         self.how, self.options = how, options
         self.counts = Counts()
         """What the last step ran."""
+        self.planner: Planner = self._planned
+        """Chooses where no tile was given, for each size class."""
+        self.plans: list[tuple[bool, StreamPlan]] = []
+        """What was chosen, and whether for one pass; the latest last."""
         self._prepared: dict[Hashable, Prepared] = {}
+        self._rests: dict[int, Rest] = {}
+        """By the identity of what was prepared."""
         self._step = 0
 
     @property
@@ -177,28 +190,46 @@ class Streamed(nn.Module):
                     "the model looks at numbers in its tensors, so what it does to a tile is not known from the whole; "
                     "stream a part of it that does not"
                 )
-            tile, boundary = how.tile, how.boundary
-            if tile is None:
-                plan = plan_tiles(graph, memory=how.memory, statistics=how.statistics, fold=how.fold, dense=dense)
-                tile, boundary = plan.tile, plan.boundary
             while len(self._prepared) >= _SIZES:
-                self._prepared.pop(next(iter(self._prepared)))
-            self._prepared[key] = divided(
-                bound(graph, folded=how.fold), tile=tile, boundary=boundary, statistics=how.statistics, keep=how.keep
-            )
+                self._rests.pop(id(self._prepared.pop(next(iter(self._prepared)))), None)
+            self._prepared[key] = self._ready(graph, dense)
         return self._prepared[key]
+
+    def _ready(self, graph: Graph, dense: bool) -> Prepared:
+        how, network = self.how, bound(graph, folded=self.how.fold)
+        if how.tile is not None:
+            prepared = divided(network, tile=how.tile, boundary=how.boundary, statistics=how.statistics, keep=how.keep)
+            return self._with_rest(prepared, how.rest)
+        pixels = max((math.prod(network.shapes[name][2:]) for name in network.inputs), default=1)
+        known = [p.at(pixels) for one_pass, p in reversed(self.plans) if one_pass == dense]
+        plan = next((p for p in known if p is not None), None)
+        if plan is None:
+            plan = self.planner(graph, dense)
+            self.plans.append((dense, plan))
+        prepared = divided(network, tile=plan.tile, boundary=plan.boundary, statistics=plan.statistics, keep=plan.keep)
+        if plan.on_host:
+            self.options = replace(self.options, maps_on_host=True)
+        return self._with_rest(prepared, plan.rest)
+
+    def _with_rest(self, prepared: Prepared, policy: Mapping[str, str] | None) -> Prepared:
+        if policy:
+            rest = Rest(prepared)
+            rest.plan(None, None, policy)
+            self._rests[id(prepared)] = rest
+        return prepared
+
+    def _planned(self, graph: Graph, dense: bool) -> StreamPlan:
+        how = self.how
+        return plan_tiles(graph, memory=how.memory, statistics=how.statistics, fold=how.fold, dense=dense)
 
     def _finish(self, prepared: Prepared, values: dict[str, Any], given: dict[str, Any]) -> Any:
         """Run the rest untiled."""
-        recording = prepared.network.recording
-        needed = {r.name for s in prepared.tail for _, r in leaves((s.args, s.kwargs), Ref) if r.kind == "value"}
-        needed |= {r.name for _, r in leaves(recording.result, Ref) if r.kind == "value"}
-        for name, x in given.items():
-            if name in needed:
+        rest = self._rests.get(id(prepared)) or Rest(prepared)
+        for name in rest.inputs:
+            if name in given:
+                x = given[name]
                 values[name] = x if isinstance(x, torch.Tensor) else whole_image(x, device_of(self.model))
-        tape = Tape(self.model, recording.constants, values)
-        tape.run(prepared.tail, recording.ambient)
-        return fill(recording.result, tape.get)
+        return rest(*(values.pop(name) for name in rest.inputs))
 
 
 def stream(
@@ -214,6 +245,7 @@ def stream(
     twins: bool = True,
     maps_on_host: bool = False,
     cache: str | int = 0,
+    rest: Mapping[str, str] | None = None,
 ) -> Streamed:
     """Stream the early, local part of a model tile by tile, exactly.
 
@@ -233,8 +265,9 @@ def stream(
         fold: fold batch norms with frozen statistics into the convolutions before them.
         workers: threads that read lazy images ahead.
         twins: compute tiles of equal, constant pixels once.
-        maps_on_host: keep maps in host memory.
+        maps_on_host: keep maps that later passes start from in host memory.
         cache: host memory for pixels read in the first pass, so that the second need not read them again.
+        rest: policies of what runs untiled, by value, as `outcore.within` chooses them.
     """
     how = How(
         tile if tile is None or isinstance(tile, int) else tuple(tile),
@@ -243,6 +276,7 @@ def stream(
         statistics,
         frozenset(keep),
         fold,
+        rest,
     )
     return Streamed(
         model, how, Options(workers, twins, maps_on_host, parse_bytes(cache) if isinstance(cache, str) else cache)

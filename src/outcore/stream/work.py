@@ -37,7 +37,7 @@ class Options:
     twins: bool = True
     """Compute tiles of equal, constant pixels once."""
     maps_on_host: bool = False
-    """Keep maps in host memory."""
+    """Keep maps that later passes start from in host memory."""
     cache_bytes: int = 0
     """Host memory for pixels that a later pass reads again."""
 
@@ -76,7 +76,7 @@ class Work:
     def __post_init__(self) -> None:
         homes = {}
         if self.options.maps_on_host:
-            homes = {m: torch.device("cpu") for stage in self.streaming.stages for m in stage.maps}
+            homes = {m: torch.device("cpu") for m in self.streaming.kept}
         self.store = Store(self.device, homes, dict(self.others))
         self.given = Given(self.seed)
         self.cached: dict[Hashable, dict[str, torch.Tensor]] = {}

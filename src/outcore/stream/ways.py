@@ -1,0 +1,308 @@
+"""All ways to stream a network that are worth considering, each with its time and its bytes.
+
+A way is a boundary, a tile size, maps that are kept between passes (and where), and how what follows is held. Time is
+costs per call times the share of it that the tiles compute, halos included. Regions are boxes whose sides depend on
+one axis each, so how many numbers all tiles compute is a product of sums along the axes: three tiles on the diagonal
+(the first, one between, the last) tell it for any number of tiles.
+
+Which maps to keep is asked only where there are several passes. Keeping the map that a norm's statistics are taken of
+saves running all that is before it again, and maps get small with depth: so it is none, all, or all up to some size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import nn
+
+from outcore.cost.costs import Costs
+from outcore.errors import StreamError
+from outcore.graph.parts import ancestors
+from outcore.planner.tiles import Candidate
+from outcore.stream.arguments import device_of
+from outcore.stream.network import Network, Node
+from outcore.stream.prediction import StreamBytes, largest_tile, predict_bytes, tile_bytes
+from outcore.stream.prepared import Prepared, cut_up, divided
+from outcore.stream.rest import Rest
+from outcore.stream.stages import Stage, Streaming, divide
+from outcore.stream.tiles import Grid, plan_tile
+
+__all__ = ["Allowed", "Ways"]
+
+_SMALLEST_TILE = 64
+_HOST_BYTES_PER_S = 1e10
+_CROSSINGS = 5
+"""A map on the host is written, read in two passes, and its gradient is added to and read."""
+_MANAGED = 1.25
+"""What policies for the rest cost, before they are planned."""
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """What may be planned."""
+
+    statistics: bool = False
+    """Further passes for norms over the image."""
+    training: bool = True
+    dense: bool = False
+    """The output leaves tile by tile."""
+    policies: bool = False
+    """Maps kept between passes, on the device or the host, and policies for the untiled rest."""
+
+
+class Ways:
+    """The ways to stream one network."""
+
+    def __init__(self, network: Network, costs: Costs | None, allowed: Allowed, budget_bytes: int | None) -> None:
+        self.network, self.costs, self.allowed, self.budget_bytes = network, costs, allowed, budget_bytes
+        self._bytes: dict[Candidate, StreamBytes] = {}
+        self._rests: dict[tuple[str, ...] | None, Rest] = {}
+        self._divided: dict[tuple[tuple[str, ...] | None, tuple[str, ...]], Streaming] = {}
+        self._costs: dict[str, tuple[float, float]] = {}
+
+    def candidates(self) -> Iterator[Candidate]:
+        """Each boundary with each choice of kept maps and each tile size."""
+        for boundary in self._boundaries():
+            for keep in self._keeps(boundary):
+                streaming = self.streaming(boundary, keep)
+                seen = set()
+                for parts in _counts(max(self.pixels)):
+                    tile = tuple(max(-(-n // parts), 1) for n in self.pixels)
+                    grids = cut_up(self.network, streaming, tile)
+                    if (shape := tuple(g.counts for g in grids)) not in seen:
+                        seen.add(shape)
+                        yield from self._variants(boundary, keep, tile, streaming, grids)
+
+    def prepared(self, candidate: Candidate) -> Prepared:
+        """The network by one way."""
+        return divided(
+            self.network,
+            tile=candidate.tile,
+            boundary=candidate.boundary,
+            statistics=self.allowed.statistics,
+            keep=candidate.keep,
+        )
+
+    def bytes(self, candidate: Candidate) -> StreamBytes:
+        """The peak of a way, found by running its largest tiles without memory."""
+        if candidate not in self._bytes:
+            self._bytes[candidate] = predict_bytes(
+                self.prepared(candidate),
+                training=self.allowed.training,
+                dense=self.allowed.dense,
+                on_host=candidate.on_host,
+                rest=self.rest(candidate),
+            )
+        return self._bytes[candidate]
+
+    def rest(self, candidate: Candidate) -> Rest | None:
+        """What follows the boundary, with policies as the budget needs them."""
+        if not candidate.managed or self.budget_bytes is None:
+            return None
+        if candidate.boundary not in self._rests:
+            rest = Rest(self.prepared(candidate))
+            rest.plan(self.budget_bytes - self._outside(candidate), self.costs)
+            self._rests[candidate.boundary] = rest
+        return self._rests[candidate.boundary]
+
+    def streaming(self, boundary: tuple[str, ...] | None, keep: tuple[str, ...] = ()) -> Streaming:
+        """What is streamed up to a boundary."""
+        if (boundary, keep) not in self._divided:
+            self._divided[boundary, keep] = divide(
+                self.network, boundary=boundary, statistics=self.allowed.statistics, keep=keep
+            )
+        return self._divided[boundary, keep]
+
+    @cached_property
+    def pixels(self) -> list[int]:
+        """Of the largest image."""
+        sizes = [
+            [n for n, a in zip(self.network.shapes[i], self.network.axes[i], strict=True) if a is not None]
+            for i in self.network.inputs
+        ]
+        if not sizes:
+            raise StreamError("no input is an image: (batch, channels, pixels...) is what can be streamed")
+        return max(sizes, key=math.prod)
+
+    # What there is to choose from
+
+    def _boundaries(self) -> list[tuple[str, ...] | None]:
+        """As far as it goes, and after each block near the top of the tree."""
+        found: dict[frozenset[str], tuple[str, ...] | None] = {self.streaming(None).calls: None}
+        if self.allowed.dense:
+            return [None]
+        blocks = [c.block for c in self.network.graph.calls.values()]
+        near = dict.fromkeys(a for b in blocks for a in ([*ancestors(b), b])[:2] if a)
+        for block in near if len(near) <= 60 else dict.fromkeys(n.split(".")[0] for n in near):
+            try:
+                streaming = self.streaming((block,))
+            except StreamError:
+                continue
+            if len(streaming.boundary) <= 3:
+                found.setdefault(streaming.calls, (block,))
+        return list(found.values())
+
+    def _keeps(self, boundary: tuple[str, ...] | None) -> list[tuple[str, ...]]:
+        """None; with several passes also what statistics are taken of: all, and all up to some sizes."""
+        stages = self.streaming(boundary).stages
+        if len(stages) == 1 or not self.allowed.policies:
+            return [()]
+        operands = dict.fromkeys(r.values[0] for s in stages[:-1] for r in s.reductions)
+        size = {v: self._map_bytes(v) for v in operands if v in self.network.nodes}
+        steps = sorted(set(size.values()))
+        limits = [steps[i * (len(steps) - 1) // 3] for i in range(4)] if len(steps) > 4 else steps
+        return [(), *dict.fromkeys(tuple(v for v in size if size[v] <= most) for most in limits)]
+
+    def _variants(
+        self,
+        boundary: tuple[str, ...] | None,
+        keep: tuple[str, ...],
+        tile: tuple[int, ...],
+        streaming: Streaming,
+        grids: tuple[Grid, ...],
+    ) -> Iterator[Candidate]:
+        time_s, numbers = self._streamed(streaming, grids)
+        tail_s, tail = self._tail_s(streaming), self._tail_bytes(streaming)
+        tile_bytes = int(self._bytes_per_number * numbers)
+        kept = sum(map(self._map_bytes, streaming.kept))
+        most = self._rough(streaming, tile_bytes, kept, tail)
+        yield Candidate(boundary, tile, time_s + tail_s, most, keep)
+        if not self.allowed.policies or not self.allowed.training or self.budget_bytes is None:
+            return
+        if keep and device_of(self.network.model).type == "cuda":
+            moved_s = _CROSSINGS * kept / _HOST_BYTES_PER_S
+            most = self._rough(streaming, tile_bytes, 0, tail)
+            yield Candidate(boundary, tile, time_s + tail_s + moved_s, most, keep, on_host=True)
+        if tail > 0.5 * self.budget_bytes:
+            most = self._rough(streaming, tile_bytes, kept, tail // 4)
+            yield Candidate(boundary, tile, time_s + _MANAGED * tail_s, most, keep, managed=True)
+
+    # Time
+
+    def _streamed(self, streaming: Streaming, grids: tuple[Grid, ...]) -> tuple[float, int]:
+        """Seconds of all passes, and the numbers in the largest tile."""
+        total, largest = 0.0, 0
+        for stage, cut in zip(streaming.stages, grids, strict=True):
+            once = self.allowed.dense and stage is streaming.stages[-1]
+            training = self.allowed.training
+            forwards = 1 if once or not training else 2
+            computed, most = self.computed(stage, cut)
+            largest = max(largest, most)
+            for node in stage.nodes:
+                forward, backward = self._cost(node)
+                share = computed.get(node.output, 0) / max(1, math.prod(node.shape))
+                total += share * (forwards * forward + (backward if training else 0.0))
+        return total, largest
+
+    def computed(self, stage: Stage, cut: Grid) -> tuple[dict[str, float], int]:
+        """How many numbers of each node all tiles compute, and how many numbers the largest tile has."""
+        along = [[(k, 1) for k in range(c)] if c <= 3 else [(0, 1), (c // 2, c - 2), (c - 1, 1)] for c in cut.counts]
+        sums: dict[str, list[float]] = {}
+        largest = 0
+        for i in range(max(map(len, along), default=1)):
+            plan = plan_tile(self.network, stage, cut, tuple(c[min(i, len(c) - 1)][0] for c in along))
+            if plan is None:
+                continue
+            largest = max(largest, plan.elements())
+            for node in stage.nodes:
+                if (region := plan.regions.get(node.output)) is None:
+                    continue
+                axes = self.network.axes[node.output]
+                found = sums.setdefault(node.output, [0.0] * len(region))
+                for dim, ((lo, hi), axis) in enumerate(zip(region, axes, strict=True)):
+                    if axis is None or axis >= len(along):
+                        found[dim] = hi - lo
+                    elif i < len(along[axis]):
+                        found[dim] += along[axis][i][1] * (hi - lo)
+        return {name: math.prod(found) for name, found in sums.items()}, largest
+
+    def _cost(self, node: Node) -> tuple[float, float]:
+        if node.absorbed:  # a folded norm costs nothing of its own
+            costs = [self._call_cost(c) for c in node.absorbed]
+            return sum(f for f, _ in costs), sum(b for _, b in costs)
+        return self._call_cost(node.call)
+
+    def _call_cost(self, call: str) -> tuple[float, float]:
+        if call not in self._costs:
+            self._costs[call] = self._measured(call) if self.costs is not None else self._guessed(call)
+        return self._costs[call]
+
+    def _measured(self, call: str) -> tuple[float, float]:
+        assert self.costs is not None
+        cost = self.costs[call]
+        return (
+            cost.forward.median_s if cost.forward is not None else 0.0,
+            cost.backward.median_s if cost.backward is not None else 0.0,
+        )
+
+    def _guessed(self, call: str) -> tuple[float, float]:
+        """By a plain ratio of FLOPs to bytes."""
+        found, values = self.network.graph.calls[call], self.network.graph.values
+        moved = sum(values[v].bytes for v in (*found.inputs, *found.outputs))
+        weights = sum(math.prod(t.shape) for p in found.parameters if (t := _tensor(self.network.model, p)) is not None)
+        pixels = sum(math.prod(values[v].shape[2:]) for v in found.outputs if len(values[v].shape) > 2)
+        forward = moved / 1e12 + 2 * weights * pixels / 1e14
+        return forward, 2 * forward
+
+    def _tail_s(self, streaming: Streaming) -> float:
+        total = 0.0
+        for call in self.network.graph.calls:
+            if call not in streaming.calls:
+                forward, backward = self._call_cost(call)
+                total += forward + (backward if self.allowed.training else 0.0)
+        return total
+
+    # Bytes, roughly
+
+    def _rough(self, streaming: Streaming, tile_bytes: int, kept: int, tail: int) -> int:
+        boundary = 0 if self.allowed.dense else sum(map(self._map_bytes, streaming.passing))
+        if self.allowed.training:
+            held = max(kept + boundary + tail, 2 * kept + boundary + tile_bytes)
+        else:
+            held = kept + boundary + max(tile_bytes, tail)
+        return held + self._weights
+
+    def _tail_bytes(self, streaming: Streaming) -> int:
+        calls, values = self.network.graph.calls, self.network.graph.values
+        outputs = [v for c in calls.values() if c.name not in streaming.calls for v in c.outputs]
+        return sum(values[v].bytes for v in outputs if values[v].alias_of is None)
+
+    def _map_bytes(self, value: str) -> int:
+        return math.prod(self.network.shapes[value]) * self.network.dtypes[value].itemsize
+
+    @cached_property
+    def _bytes_per_number(self) -> float:
+        """Of a tile, forward and backward."""
+        streaming = self.streaming(None)
+        stage, cut = streaming.stages[-1], cut_up(self.network, streaming, self.pixels)[-1]
+        plan = largest_tile(self.network, stage, cut)
+        return tile_bytes(self.network, stage, plan, training=self.allowed.training).backward / plan.elements()
+
+    @cached_property
+    def _weights(self) -> int:
+        return 2 * sum(p.numel() * p.element_size() for p in self.network.model.parameters())
+
+    def _outside(self, candidate: Candidate) -> int:
+        """What is held beside the rest while it runs, its own weights and the boundary not counted."""
+        streaming = self.streaming(candidate.boundary, candidate.keep)
+        kept = 0 if candidate.on_host else sum(map(self._map_bytes, streaming.kept))
+        inside = {p for c in self.network.graph.calls.values() if c.name not in streaming.calls for p in c.parameters}
+        named = dict(self.network.model.named_parameters())
+        return kept + 2 * sum(p.numel() * p.element_size() for n, p in named.items() if n not in inside)
+
+
+def _counts(pixels: int) -> list[int]:
+    """Into how many parts to cut: 1, 2, 3, 4, 6, 8, 12, ... as long as tiles are not tiny."""
+    found, k = [1], 2
+    while pixels // k >= _SMALLEST_TILE and k <= 1024:
+        found += [k, 3 * k // 2]
+        k *= 2
+    return found
+
+
+def _tensor(model: nn.Module, name: str) -> nn.Parameter | None:
+    holder, _, last = name.rpartition(".")
+    return model.get_submodule(holder)._parameters.get(last)
