@@ -21,8 +21,9 @@ from outcore.train.config import Config
 from outcore.train.engine_runner import EngineRunner, finite_only
 from outcore.train.feed import MicroBatch
 from outcore.train.fitting import fit, refit
+from outcore.train.precision import PRECISIONS
 from outcore.train.run_folder import RunFolder
-from outcore.train.runner import PRECISIONS, PlainRunner, default_loss
+from outcore.train.runner import PlainRunner, default_loss
 from outcore.train.schedules import make_optimizer
 from outcore.train.start import Forecast, device_here
 
@@ -36,16 +37,19 @@ def build_runner(
     config: Config, job: Job, expected: Forecast, first: MicroBatch, folder: RunFolder
 ) -> tuple[PlainRunner | EngineRunner, Forecast]:
     """What will make the steps, and the forecast with what was decided."""
-    if identify(os.environ) is not None or config.plan.file is not None:
+    staged = config.plan.file is not None and Plan.load(config.plan.file).stream is None
+    if identify(os.environ) is not None or staged:
         return _engine(config, job, expected, first, folder)
-    return _plain(config, job, expected, first)
+    return _plain(config, job, expected, first, folder)
 
 
-def _plain(config: Config, job: Job, expected: Forecast, first: MicroBatch) -> tuple[PlainRunner, Forecast]:
+def _plain(
+    config: Config, job: Job, expected: Forecast, first: MicroBatch, folder: RunFolder
+) -> tuple[PlainRunner, Forecast]:
     torch.manual_seed(config.train.seed)
     device = device_here(config.train.device)[0]
     model = job.build().to(device).train()
-    made = fit(model, job, config, expected, first.inputs)
+    made = fit(model, job, config, expected, first.inputs, folder)
     runner = PlainRunner(
         made.model,
         make_optimizer(config.optimizer, job),

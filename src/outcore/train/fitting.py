@@ -13,20 +13,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from outcore.cost.estimate import estimate
 from outcore.errors import CaptureError, OutcoreError, PlanError, StreamError, TrainError
-from outcore.graph import capture
 from outcore.job import Job
-from outcore.machine.units import format_bytes, format_time, parse_bytes
+from outcore.machine.units import format_bytes, parse_bytes
+from outcore.plan_document import Plan
 from outcore.train.config import Config
+from outcore.train.precision import computing
+from outcore.train.run_folder import RunFolder
 from outcore.train.start import Forecast, device_here
 
-__all__ = ["Fit", "fit"]
+__all__ = ["Fit", "fit", "refit"]
 
 _MORE_ROOM = 0.85
 """Share of a budget that a second plan may use, after the first ran out of memory."""
-_READERS = 2
-"""Threads that read the tiles of a slide ahead."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +38,8 @@ class Fit:
     decisions: tuple[tuple[str, str], ...] = ()
     step_s: float | None = None
     peak_bytes: int | None = None
+    plan: Plan | None = None
+    """The tiles, where there are any: a run that goes on takes them again."""
 
     def added(self, expected: Forecast) -> Forecast:
         """The forecast with what was decided."""
@@ -47,9 +48,11 @@ class Fit:
         )
 
 
-def fit(model: nn.Module, job: Job, config: Config, expected: Forecast, inputs: Any) -> Fit:
+def fit(model: nn.Module, job: Job, config: Config, expected: Forecast, inputs: Any, folder: RunFolder) -> Fit:
     """Fit a model on its device into the budget; without one, into the device as it is."""
     budget = parse_bytes(config.plan.memory) if config.plan.memory else None
+    if config.plan.file is not None:
+        return _by_plan(model, Plan.load(config.plan.file))
     if config.plan.tile is not None:
         return _tiled(model, config.plan.tile)
     if budget is None:
@@ -57,7 +60,14 @@ def fit(model: nn.Module, job: Job, config: Config, expected: Forecast, inputs: 
     if expected.peak_bytes is not None and expected.peak_bytes <= budget:
         said = f"a plain step needs {format_bytes(expected.peak_bytes)} of the {format_bytes(budget)} allowed"
         return Fit(model, decisions=(("budget", said),), step_s=expected.step_s, peak_bytes=expected.peak_bytes)
-    return _within_or_streamed(model, job, config, expected, inputs, budget)
+    before = Plan.load(folder.plan) if folder.plan.exists() else None
+    if before is not None and before.stream is not None and before.memory_bytes == budget:
+        if expected.graph is not None and before.graph == expected.graph.fingerprint:
+            return _by_plan(model, before)
+    made = _within_or_streamed(model, job, config, expected, inputs, budget)
+    if made.plan is not None:
+        made.plan.save(folder.plan)
+    return made
 
 
 def refit(
@@ -93,7 +103,7 @@ def _within_or_streamed(
         except (PlanError, CaptureError) as error:
             refused.append(str(error).splitlines()[0])
     try:
-        return _streamed(model, config, expected, budget)
+        return _streamed(model, config, expected, inputs, budget)
     except (PlanError, StreamError, CaptureError) as error:
         refused.append(str(error).splitlines()[0])
     needs = "?" if expected.peak_bytes is None else format_bytes(expected.peak_bytes)
@@ -105,7 +115,9 @@ def _within(model: nn.Module, job: Job, config: Config, expected: Forecast, budg
     from outcore.within import memory_plan, within
 
     optimizer = make_optimizer(config.optimizer, job)
-    within(model, list(expected.shapes), memory=budget, optimizer=optimizer, quiet=True)
+    device = torch.device(device_here(config.train.device)[0]).type
+    with computing(config.train.precision, device):
+        within(model, list(expected.shapes), memory=budget, optimizer=optimizer, quiet=True)
     plan = memory_plan(model)
     kinds: dict[str, int] = {}
     for how in plan.policy.values():
@@ -117,28 +129,34 @@ def _within(model: nn.Module, job: Job, config: Config, expected: Forecast, budg
     return Fit(model, False, (("within", said),), step_s, plan.peak_bytes)
 
 
-def _streamed(model: nn.Module, config: Config, expected: Forecast, budget: int) -> Fit:
-    from outcore.stream import plan_tiles
+def _streamed(model: nn.Module, config: Config, expected: Forecast, inputs: Any, budget: int) -> Fit:
+    from outcore.train.tiling import plan_stream
 
-    _, device = device_here(config.train.device)
-    graph = capture(model, list(expected.shapes))
-    # The optimizer's state is not the plan's to know.
-    state = 2 * sum(p.numel() * p.element_size() for p in model.parameters())
-    costs = estimate(graph, device)
-    try:
-        plan = plan_tiles(graph, memory=max(1, budget - state), costs=costs, statistics=config.plan.statistics)
-    except PlanError as error:
-        raise PlanError(f"{error}, and {format_bytes(state)} for the optimizer's state") from None
-    said = f"{plan}, {format_time(plan.time_s)} a step"
-    streamed = plan.apply(model, workers=_READERS)
-    return Fit(streamed, True, (("streamed", said),), plan.time_s, plan.peak_bytes + state)
+    return _by_plan(model, plan_stream(model, config, expected, inputs, budget))
+
+
+def _by_plan(model: nn.Module, plan: Plan) -> Fit:
+    """Tiles as a plan says them."""
+    from outcore.train.tiling import apply_tiles
+
+    expected = plan.predicted
+    said = plan.why[0] if plan.why else "by the plan that was given"
+    return Fit(
+        apply_tiles(model, plan),
+        True,
+        (("streamed", said),),
+        None if expected is None else expected.time_s,
+        None if expected is None else max(expected.peak_bytes),
+        plan,
+    )
 
 
 def _tiled(model: nn.Module, tile: int) -> Fit:
     from outcore.stream import stream
+    from outcore.train.tiling import READERS
 
     said = f"the early part of the network in tiles of {tile} pixels"
-    return Fit(stream(model, tile=tile, workers=_READERS), True, (("streamed", said),))
+    return Fit(stream(model, tile=tile, workers=READERS), True, (("streamed", said),))
 
 
 def _released(model: nn.Module) -> nn.Module:

@@ -24,12 +24,12 @@ from outcore.errors import TrainError
 from outcore.program import Timeline
 from outcore.train.feed import MicroBatch
 from outcore.train.fitting import Fit
+from outcore.train.precision import computing
 from outcore.train.saving import load_state, save_state
 
 __all__ = ["Outcome", "PlainRunner", "Runner", "default_loss"]
 
 Loss = Callable[[Any, Any], Tensor]
-PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class PlainRunner:
         self.optimizer: torch.optim.Optimizer | None = optimizer([p for p in model.parameters() if p.requires_grad])
         self.lazy = lazy
         self._clip, self._skip_nan, self._accumulate = clip, skip_nan, accumulate
-        self._autocast = PRECISIONS.get(precision)
+        self._computes = precision
         self.scaler = torch.amp.GradScaler(device, enabled=precision == "fp16")
         self._refit = refit
         self._steps = 0
@@ -121,16 +121,19 @@ class PlainRunner:
         assert self.optimizer is not None
         self.model.train()
         count = sum(m.examples for m in micro_batches)
-        total = 0.0
+        losses = []
         with self._counted(micro_batches):
             self.optimizer.zero_grad(set_to_none=True)
             for micro_batch in micro_batches:
                 share = micro_batch.examples / count
                 with self._precision():
                     loss = self._loss(micro_batch)
+                losses.append((share, _OnItsWay(loss.detach())))
                 self.scaler.scale(loss * share if share != 1.0 else loss).backward()
-                total += float(loss.detach()) * share
+            total = sum(share * loss.value() for share, loss in losses)
             norm, updated = self._update(total)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # a step that is timed is a step that is done
         return Outcome(total, norm, updated)
 
     def evaluate(self, micro_batch: MicroBatch) -> tuple[float, Any]:
@@ -239,9 +242,28 @@ class PlainRunner:
         return [*self.model.parameters(), *self.model.buffers(), *state]
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
-        if self._autocast is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, self._autocast)
+        return computing(self._computes, self.device.type)
+
+
+class _OnItsWay:
+    """A number that a device computes; asking for it waits for that number and not for what was queued behind it.
+
+    A loss is looked at before the update. Were it fetched then, the device would stand still while the update is
+    launched.
+    """
+
+    def __init__(self, number: Tensor) -> None:
+        self._number, self._there = number, None
+        if number.device.type == "cuda":
+            self._number = torch.empty((), dtype=number.dtype, pin_memory=True)
+            self._number.copy_(number, non_blocking=True)
+            self._there = torch.cuda.Event()
+            self._there.record()
+
+    def value(self) -> float:
+        if self._there is not None:
+            self._there.synchronize()
+        return float(self._number)
 
 
 class _RealBytes(LiveBytes):

@@ -22,6 +22,7 @@ from outcore.job import Job
 from outcore.machine import Device, format_bytes, format_time, remembered
 from outcore.report.run import thin
 from outcore.train.config import Config
+from outcore.train.precision import computing
 
 __all__ = ["Forecast", "device_here", "forecast", "start_table"]
 
@@ -75,7 +76,7 @@ def forecast(job: Job, inputs: Any, config: Config) -> Forecast:
     given = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
     shapes = tuple(tuple(x.shape) for x in given if hasattr(x, "shape"))
     try:
-        graph = _record(job, given)
+        graph = _record(job, given, config.train.precision)
         costs = estimate(graph, device)
         step = predict_step(graph, costs)
         make = job.optimizer if job.optimizer is not None else 2.0
@@ -98,11 +99,15 @@ def forecast(job: Job, inputs: Any, config: Config) -> Forecast:
     )
 
 
-def _record(job: Job, inputs: Sequence[Any]) -> Graph:
+def _record(job: Job, inputs: Sequence[Any], precision: str) -> Graph:
     """The graph for inputs of these shapes; nothing of this size is ever made."""
     with torch.device("meta"):
         stand_ins = tuple(torch.empty(tuple(x.shape), dtype=x.dtype) if hasattr(x, "shape") else x for x in inputs)
-    return capture(job.build("meta").train(), stand_ins)
+    model = job.build("meta").train()
+    if precision != "fp32":  # autocast looks at the device; weights that nobody fills in take no memory
+        model = model.to_empty(device="cpu")
+    with computing(precision, "cpu"):
+        return capture(model, stand_ins)
 
 
 def start_table(config: Config, job: Job, found: Forecast, *, steps: int, examples: int) -> Table:

@@ -1,0 +1,121 @@
+"""A network in tiles: planned once for a run, kept in its folder, and taken from there when the run goes on.
+
+Planning for a large slide takes a while and depends on what is known of the device; a run that goes on must do bitwise
+what it would have done, so it takes the tiles it had. The same document may be given by hand (``plan.file``).
+
+Much of a slide is glass, and tiles of one colour are computed once. How many there are is seen on the coarsest level of
+the first slide, so that the time that is expected is that of the tissue.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from outcore.cost.estimate import estimate
+from outcore.data import Batch
+from outcore.data.slide import SlideLevel
+from outcore.errors import PlanError
+from outcore.graph import capture
+from outcore.machine.units import format_bytes, format_time
+from outcore.plan_document import Plan, Predicted
+from outcore.stream import plan_tiles, stream
+from outcore.stream.streamed import Streamed
+from outcore.train.config import Config
+from outcore.train.precision import computing
+from outcore.train.start import Forecast, device_here
+
+__all__ = ["READERS", "apply_tiles", "computed_share", "plan_stream"]
+
+READERS = 2
+"""Threads that read the tiles of a slide ahead."""
+_KINDS_OF_GLASS = 9
+"""Tiles of one colour that are computed nevertheless: one in the middle, at each edge and in each corner."""
+
+
+def plan_stream(model: nn.Module, config: Config, expected: Forecast, inputs: Any, budget: int) -> Plan:
+    """Boundary and tiles for a budget; the optimizer's state is counted too.
+
+    Raises:
+        PlanError: the budget is too small; names the smallest that works.
+        StreamError: nothing can be streamed.
+    """
+    name, device = device_here(config.train.device)
+    # The optimizer's state is not the plan's to know.
+    state = 2 * sum(p.numel() * p.element_size() for p in model.parameters())
+    with computing(config.train.precision, torch.device(name).type):
+        graph = capture(model, list(expected.shapes))
+        costs = estimate(graph, device)
+        try:
+            found = plan_tiles(graph, memory=max(1, budget - state), costs=costs, statistics=config.plan.statistics)
+        except PlanError as error:
+            raise PlanError(f"{error}, and {format_bytes(state)} for the optimizer's state") from None
+    share = computed_share(inputs, found.tile, found.overlap)
+    said = str(found)
+    if share < 1:
+        said += f", about {100 * share:.0f} % of it tissue"
+    recorded = expected.graph if expected.graph is not None else graph
+    return Plan(
+        recorded.fingerprint,
+        (("",),),
+        exactness="reassociated",
+        stream=found.document(),
+        memory_bytes=budget,
+        predicted=Predicted(found.time_s * share, (found.peak_bytes + state,), 0.0, "estimate"),
+        why=(f"{said}, {format_time(found.time_s * share)} a step",),
+    )
+
+
+def apply_tiles(model: nn.Module, plan: Plan) -> Streamed:
+    """The model, streamed as a plan says."""
+    assert plan.stream is not None
+    boundary = plan.stream.get("boundary")
+    return stream(
+        model,
+        tile=tuple(plan.stream["tile"]),
+        boundary=None if boundary is None else tuple(boundary),
+        statistics=bool(plan.stream.get("statistics", False)),
+        workers=READERS,
+    )
+
+
+def computed_share(inputs: Any, tile: tuple[int, ...], overlap: float = 1.0) -> float:
+    """The share of a slide's tiles that are not of one colour, by its coarsest level; 1 where there is none.
+
+    Args:
+        inputs: what a step is given.
+        tile: pixels of a tile along each dimension.
+        overlap: numbers that all tiles compute over those of the whole: how far tiles reach beyond themselves.
+    """
+    given = inputs[0] if isinstance(inputs, (tuple, list)) and inputs else inputs
+    if not isinstance(given, Batch) or len(given.sources) != 1 or not isinstance(given.sources[0], SlideLevel):
+        return 1.0
+    here = given.sources[0]
+    coarse = here.slide.at(level=len(here.slide.levels) - 1)
+    if len(tile) != 2 or coarse.shape == here.shape:
+        return 1.0
+    pixels = coarse.read([(0, n) for n in coarse.shape]).float()
+    by = [large / small for large, small in zip(here.shape[1:], coarse.shape[1:], strict=True)]
+    changes = _changes(pixels)
+    reach = math.sqrt(overlap) - 1  # layers reach ever less far; the first, twice what they do on average
+    counts = [-(-n // t) for n, t in zip(here.shape[1:], tile, strict=True)]
+    drawn = 0
+    for row in range(counts[0]):
+        for column in range(counts[1]):
+            window = [
+                slice(max(0, math.floor((k - reach) * t / b)), math.ceil((k + 1 + reach) * t / b))
+                for k, t, b in zip((row, column), tile, by, strict=True)
+            ]
+            drawn += bool(changes[window[0], window[1]].any())
+    whole = counts[0] * counts[1]
+    return min(1.0, (drawn + min(_KINDS_OF_GLASS, whole - drawn)) / whole)
+
+
+def _changes(pixels: Tensor) -> Tensor:
+    """Where a pixel differs from a neighbour."""
+    around = F.max_pool2d(pixels[None], 3, 1, 1)[0] != -F.max_pool2d(-pixels[None], 3, 1, 1)[0]
+    return around.any(0)
