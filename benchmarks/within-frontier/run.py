@@ -16,9 +16,11 @@ import argparse
 import contextlib
 import copy
 import gc
+import gzip
 import json
 import multiprocessing
 import os
+import pickle
 import platform
 import time
 from collections.abc import Callable, Iterator
@@ -237,11 +239,13 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(NAMES))
     parser.add_argument("--sizes", default="32x224,1x4096")
     parser.add_argument("--precisions", default="tf32,bf16")
+    parser.add_argument("--skip", default="", help="cases to leave out, as 32x224-bf16")
     parser.add_argument("--peers", default="checkpoint,save_on_cpu,equal", help="also: graphs, compile0.5")
     parser.add_argument("--peers-of", default="", help="only for these cases, as resnet50-1x4096-tf32, if given")
     parser.add_argument("--shares", default="0.5,0.33,0")
     parser.add_argument("--measure-s", type=float, default=2.0)
     parser.add_argument("--search-s", type=float, default=4.0)
+    parser.add_argument("--keep-costs", action="store_true", help="write what the plans are searched from")
     parser.add_argument("--seconds", type=float, default=1e9, help="no further case is begun after this")
     args = parser.parse_args()
     started = time.time()
@@ -252,6 +256,7 @@ def main() -> None:
         for size in args.sizes.split(",")
         for name in args.models.split(",")
         for precision in args.precisions.split(",")
+        if f"{size}-{precision}" not in args.skip.split(",")
     ]
     args.out.mkdir(parents=True, exist_ok=True)
     table = Table(args.out / f"{time.strftime('%Y-%m-%d')}-h200-{args.name}.json")
@@ -259,6 +264,11 @@ def main() -> None:
         case.measure(args.measure_s)
         clean()
     print(f"measured after {time.time() - started:.0f} s", flush=True)
+    if args.keep_costs:
+        for case in cases:
+            row = case.key
+            name = f"{case.name}-{case.batch}x{case.side}-{row['precision'].split()[0]}"
+            (args.out / f"{name}.keeping").write_bytes(gzip.compress(pickle.dumps(case.keeping)))
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the searches need no device
     workers = min(14, os.cpu_count() or 1)
     pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
@@ -292,7 +302,7 @@ def run_case(case: Case, table: Table, args: argparse.Namespace) -> None:
     for peer in args.peers.split(",") if not args.peers_of or key in args.peers_of.split(",") else ():
         if peer == "checkpoint":
             table.add(case, "checkpoint per block", lambda: checkpointed(case))
-        elif peer == "save_on_cpu":
+        elif peer == "save_on_cpu" and (case.side <= 512 or case.name == "resnet50"):  # tens of seconds elsewhere
             table.add(case, "save_on_cpu", lambda: saved_on_cpu(case))
         elif peer.startswith("compile"):
             budget = float(peer.removeprefix("compile"))

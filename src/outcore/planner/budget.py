@@ -16,8 +16,9 @@ The fastest that fits wins. If none fits, the smallest peak that was found is th
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +30,10 @@ __all__ = ["Assignment", "fit", "smallest"]
 
 _TRIED, _MOST = 10, 60
 """Choices that are evaluated at every step; at most, if none of the first helps."""
+_ALIKE = 0.7
+"""A choice is repeated for what is alike while it scores at least this share of the first time."""
+_RUN = 64
+"""So many that are alike are kept again at once, if they fit; else half of them."""
 _SEGMENTS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48)
 
 
@@ -63,11 +68,23 @@ class _Search:
         self.choices = {b.name: c for b in keeping.buffers.values() if (c := keeping.choices(b))}
         self.start = {n: "recompute" for n, c in self.choices.items() if "recompute" in c and not self.saved(n)}
         """Buffers that backward does not need are made again on the way unless it is better to hold them."""
+        self.alike, self.repeats = self.grouped(), True
         self.epsilon_s = 1e-4 * max(keeping.plain_s, 1e-9)
 
     def saved(self, name: str) -> bool:
         """Whether backward needs a buffer itself."""
         return bool(self.keeping.buffers[name].savers)
+
+    def grouped(self) -> dict[str, list[str]]:
+        """Buffer -> the buffers that are alike: the steps of a recurrence, the layers of a transformer."""
+        groups: dict[Hashable, list[str]] = {}
+        for name, choices in self.choices.items():
+            buffer = self.keeping.buffers[name]
+            call = self.keeping.graph.calls[self.keeping.order[buffer.born]]
+            type_ = self.keeping.graph.blocks[call.block].type
+            key = (type_, buffer.kind, buffer.bytes, buffer.need, len(buffer.savers), tuple(choices))
+            groups.setdefault(key, []).append(name)
+        return {name: names for names in groups.values() for name in names}
 
     def run(self) -> Assignment:
         """Search; the fastest that fits, else the smallest."""
@@ -78,6 +95,8 @@ class _Search:
         found = [self.descend(plain)]
         fitting = [a for a in segments if a.fits(self.budget)]
         found += sorted(fitting, key=lambda a: a.outcome.time_s)[:3] or [self.descend(a) for a in segments[:2]]
+        self.repeats = False  # one by one is better where there is time for it
+        found.append(self.descend(plain))
         done = [self.take_back(a) for a in found if a.fits(self.budget)]
         if not done and self.budget:  # what goes far below the budget may lead to what is just below it
             lowest = _Search(self.keeping, 0, self.time_limit_s).run()
@@ -112,20 +131,38 @@ class _Search:
         for _ in range(most):
             if current.fits(self.budget) or time.monotonic() > self.end:
                 break
-            before = self.excess(current.outcome)
-            best, best_score = None, 0.0
+            best, change, best_score = None, None, 0.0
             for i, (name, how) in enumerate(self.promising(current)):
                 if i >= _TRIED and best is not None:
                     break
                 tried = self.assign({**current.policy, name: how})
-                gain = before - self.excess(tried.outcome)
-                score = gain / (max(0.0, tried.outcome.time_s - current.outcome.time_s) + self.epsilon_s)
-                if gain > 0 and score > best_score:
-                    best, best_score = tried, score
-            if best is None:
+                score = self.score(current, tried)
+                if score > best_score:
+                    best, change, best_score = tried, (name, how), score
+            if best is None or change is None:
                 break
-            current = best
+            current = self.repeat(current, best, *change)
         return current
+
+    def repeat(self, before: Assignment, after: Assignment, name: str, how: str) -> Assignment:
+        """Do what helped once to more and more of what is alike, as long as it helps about as much."""
+        old = before.policy.get(name, "keep")
+        rest = [n for n in self.alike[name] if n != name and before.policy.get(n, "keep") == old and self.repeats]
+        place = self.keeping.buffers[name].born
+        rest.sort(key=lambda n: abs(self.keeping.buffers[n].born - place))
+        score, count = self.score(before, after), 1
+        while rest and not after.fits(self.budget):
+            tried = self.assign({**after.policy, **dict.fromkeys(rest[:count], how)})
+            found = self.score(after, tried)
+            if found < _ALIKE * score:
+                break
+            after, rest, count = tried, rest[count:], 2 * count
+        return after
+
+    def score(self, before: Assignment, after: Assignment) -> float:
+        """What a change takes off the moments above the budget, for the time it costs."""
+        gain = self.excess(before.outcome) - self.excess(after.outcome)
+        return gain / (max(0.0, after.outcome.time_s - before.outcome.time_s) + self.epsilon_s)
 
     def excess(self, outcome: Outcome) -> float:
         """By how much the step is above the budget, summed over its moments."""
@@ -215,14 +252,21 @@ class _Search:
         needed = self.keeping.resolved(current.policy)
         paid = sorted(
             (n for n in needed if current.policy.get(n, "keep") != "keep"),
-            key=lambda n: -self.worth(n, current.policy[n]),
+            key=lambda n: (-self.worth(n, current.policy[n]), self.keeping.buffers[n].born),
         )
-        for name in paid:
-            if time.monotonic() > self.end:
-                break
-            tried = self.assign({**current.policy, name: "keep"})
+        waiting: list[list[str]] = []
+        for _, group in itertools.groupby(paid, key=lambda n: id(self.alike[n])):
+            names = list(group)
+            waiting += [names[k : k + _RUN] for k in range(0, len(names), _RUN)]
+        waiting.reverse()
+        while waiting and time.monotonic() < self.end:
+            names = waiting.pop()
+            tried = self.assign({**current.policy, **dict.fromkeys(names, "keep")})
             if tried.fits(self.budget) and tried.outcome.time_s <= current.outcome.time_s:
                 current = tried
+            elif len(names) > 1:  # not all of them; the earlier half is worth as much as the later
+                half = len(names) // 2
+                waiting += [names[half:], names[:half]]
         return current
 
     def worth(self, name: str, how: str) -> float:

@@ -1,0 +1,218 @@
+"""How much less memory at no more than ten per cent more time: Echo's own question, on Echo's own models.
+
+    python benchmarks/echo-recompute/run.py --out results/
+
+Echo (Zheng et al., ISCA 2020) recomputes what is cheap and large, above all the scores of attention over an LSTM, which
+grow with the square of the length: 1.89x less memory on average, 3.13x at most. Here the planner is given several
+budgets, and those plans run whose predicted time is at most 5, 10 and 20 % above plain.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import gzip
+import itertools
+import json
+import multiprocessing
+import os
+import pickle
+import platform
+import time
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from workloads import TINY, WORKLOADS, Workload, loss_of
+
+import outcore
+from outcore.cost.optimizer import OptimizerCost
+from outcore.cost.rough import without_gaps
+from outcore.graph import capture
+from outcore.graph.keys import key_of
+from outcore.memory.governor import Governor, Settings
+from outcore.memory.rates import measured_tier, memory_rate
+from outcore.planner.budget import Assignment, fit
+from outcore.planner.keeping import Keeping
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SHARES = (0.8, 0.7, 0.6, 0.55, 0.5, 0.45, 0.4, 0.35, 0.3, 0.25)
+SLOWER = (1.05, 1.10, 1.20)
+
+
+def search(keeping: Keeping, share: float, seconds: float) -> Assignment:
+    """The fastest assignment within a share of the plain peak."""
+    return fit(keeping, int(0.98 * share * keeping.plain.peak_bytes), time_limit_s=seconds)
+
+
+def allocated() -> int:
+    """Bytes on the device."""
+    gc.collect()
+    return torch.cuda.memory_allocated() if DEVICE == "cuda" else 0
+
+
+class Trial:
+    """One model."""
+
+    def __init__(self, workload: Workload, measure_s: float) -> None:
+        self.workload, before = workload, allocated()
+        self.model, self.args, self.kwargs = workload.make(DEVICE)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-6)
+        start = time.time()
+        self.graph = capture(self.model, self.args, self.kwargs)
+        self.costs = without_gaps(outcore.measure(self.graph, time_limit_s=measure_s))
+        device = torch.device(DEVICE)
+        tier = measured_tier(torch.device("cuda", 0) if DEVICE == "cuda" else device)
+        self.keeping = Keeping(self.graph, self.costs, 0.0, tier, memory_rate(device))
+        self.own, self.others = allocated() - before, 0
+        """Memory of this model, and of all others that wait for their turn."""
+        self.plans: dict[tuple[bool, float], Future[Assignment]] = {}
+        print(f"{workload.name}: {len(self.graph.calls)} calls, ready in {time.time() - start:.1f} s", flush=True)
+
+    def govern(self, assignment: Assignment, graphs: bool) -> Governor:
+        """As `outcore.within` does with a plan."""
+        settings = Settings(None, OptimizerCost.of(0.0, DEVICE), 0, dict(assignment.policy), graphs=graphs)
+        governor = Governor(self.model, settings, self.costs)
+        governor.admit(key_of(self.model, self.args, self.kwargs), self.args, self.kwargs, graph=self.graph)
+        self.model.__dict__["forward"] = governor
+        return governor
+
+    def step(self) -> None:
+        """One step of training."""
+        self.optimizer.zero_grad(set_to_none=True)
+        loss_of(self.model(*self.args, **self.kwargs), self.args).backward()
+        self.optimizer.step()
+
+    def measured(self) -> dict[str, Any]:
+        """Median time and peak."""
+        gc.collect()
+        if DEVICE != "cuda":
+            self.step()
+            return {"ms": 1.0, "peak": 1, "reserved": 1}
+        torch.cuda.empty_cache()
+        for _ in range(2):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            self.step()
+            torch.cuda.synchronize()
+        runs = min(9, max(3, int(0.8 / (time.perf_counter() - start))))
+        torch.cuda.reset_peak_memory_stats()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(runs + 1)]
+        events[0].record()
+        for event in events[1:]:
+            self.step()
+            event.record()
+        torch.cuda.synchronize()
+        times = sorted(a.elapsed_time(b) for a, b in itertools.pairwise(events))
+        peaks = {"peak": torch.cuda.max_memory_allocated() - self.others}
+        peaks["reserved"] = torch.cuda.max_memory_reserved() - self.others
+        return {"ms": times[runs // 2], **peaks}
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        """Of every parameter, from the same random numbers."""
+        self.optimizer.zero_grad(set_to_none=True)
+        torch.manual_seed(3)
+        loss_of(self.model(*self.args, **self.kwargs), self.args).backward()
+        return [p.grad.cpu() if p.grad is not None else None for p in self.model.parameters()]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Plain, and the plans that are predicted to be fast enough."""
+        found: list[dict[str, Any]] = []
+
+        def add(how: str, **facts: Any) -> None:
+            row = {"model": self.workload.name, **asdict(self.workload), "how": how, **facts}
+            found.append(row)
+            print(json.dumps(row), flush=True)
+
+        plain = self.measured()
+        add("plain", **plain, predicted_peak=self.keeping.plain.peak_bytes, predicted_ms=1e3 * self.keeping.plain_s)
+        want, again = self.gradients(), self.gradients()
+        for graphs in sorted({graphs for graphs, _ in self.plans}):
+            taken = []
+            for most in SLOWER:
+                fitting = [
+                    a
+                    for (g, share), future in self.plans.items()
+                    if g == graphs
+                    and (a := future.result()).outcome.time_s <= most * self.keeping.plain_s
+                    and a.fits(int(share * self.keeping.plain.peak_bytes))
+                ]
+                best = min(fitting, key=lambda a: a.outcome.peak_bytes, default=None)
+                if best is None or best in taken:
+                    continue
+                taken.append(best)
+                how = f"outcore, predicted at most {most:.2f}x{', graphs' if graphs else ''}"
+                facts = {"predicted_peak": best.outcome.peak_bytes}
+                facts["predicted_slowdown"] = best.outcome.time_s / self.keeping.plain_s
+                try:
+                    governor = self.govern(best, graphs)
+                    kinds: dict[str, int] = {}
+                    for policy in governor.plan.policy.values():
+                        kinds[policy] = kinds.get(policy, 0) + 1
+                    got = self.gradients()
+                    facts["equal_gradients"] = _equal(want, got)
+                    facts["plain_again"] = _equal(want, again)
+                    del got
+                    add(how, **facts, **self.measured(), policies=kinds)
+                except Exception as error:
+                    add(how, **facts, error=f"{type(error).__name__}: {str(error)[:200]}")
+                finally:
+                    self.model.__dict__.pop("forward", None)
+        return found
+
+
+def _equal(a: list[torch.Tensor | None], b: list[torch.Tensor | None]) -> str:
+    same = sum(x is y or (x is not None and y is not None and torch.equal(x, y)) for x, y in zip(a, b, strict=True))
+    return f"{same}/{len(a)}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, default=Path())
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--only", default="")
+    parser.add_argument("--graphs", default="lstm attention", help="also as CUDA graphs")
+    parser.add_argument("--measure-s", type=float, default=2.0)
+    parser.add_argument("--search-s", type=float, default=5.0)
+    parser.add_argument("--keep-costs", action="store_true")
+    args = parser.parse_args()
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    started = time.time()
+    chosen = [w for w in (TINY if args.tiny else WORKLOADS) if not args.only or w.name in args.only.split(",")]
+    trials = [Trial(w, args.measure_s) for w in chosen]
+    args.out.mkdir(parents=True, exist_ok=True)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(14, os.cpu_count() or 1), mp_context=context) as pool:
+        for trial in trials:
+            keepings = {False: trial.keeping}
+            if trial.workload.name in args.graphs.split(","):
+                alone = pickle.loads(pickle.dumps(trial.keeping))
+                alone.tier = None
+                keepings[True] = alone
+            for graphs, keeping in keepings.items():
+                for share in SHARES:
+                    trial.plans[graphs, share] = pool.submit(search, keeping, share, args.search_s)
+            if args.keep_costs:
+                path = args.out / f"{trial.workload.name.replace(' ', '-')}.keeping"
+                path.write_bytes(gzip.compress(pickle.dumps(trial.keeping)))
+    print(f"planned after {time.time() - started:.0f} s", flush=True)
+    environment = {
+        "device": torch.cuda.get_device_name() if DEVICE == "cuda" else platform.processor(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "outcore": outcore.__version__,
+    }
+    rows: list[dict[str, Any]] = []
+    path = args.out / f"{time.strftime('%Y-%m-%d')}-h200.json"
+    for trial in trials:
+        trial.others = sum(t.own for t in trials if t is not trial)
+        rows += trial.rows()
+        path.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n")
+    print(f"done after {time.time() - started:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
