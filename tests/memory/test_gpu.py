@@ -65,6 +65,49 @@ def test_gradients_are_those_of_plain_training_and_the_budget_holds(share: float
     torch.backends.cudnn.deterministic = False
 
 
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_norm_and_relu_as_one_operation(dtype: torch.dtype, last: bool) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 20, 3), nn.BatchNorm2d(20), nn.ReLU(inplace=True), nn.Conv2d(20, 70, 3)]
+    model = nn.Sequential(*layers, nn.BatchNorm2d(70), nn.ReLU(inplace=True), nn.Conv2d(70, 4, 3)).cuda().double()
+    for p in model.parameters():
+        nn.init.normal_(p, 0.1, 0.3)
+    images = torch.randn(3, 3, 101, 67, device="cuda", dtype=torch.float64)
+    if last:
+        model, images = (t.to(memory_format=torch.channels_last) for t in (model, images))
+    want = gradients(copy.deepcopy(model), images, bf16=False)
+    model, images = model.to(dtype), images.to(dtype)
+    tolerance = {torch.float64: 1e-10, torch.float32: 1e-3, torch.bfloat16: 0.1}[dtype]
+    for plan in (None, {"1#0:out": "recompute", "4#0:out": "recompute"}):
+        mine = outcore.within(copy.deepcopy(model), (images,), memory=None, plan=plan, exact="reassociated", quiet=True)
+        for got, exact in zip(gradients(mine, images, bf16=False), want, strict=True):
+            assert (got.double() - exact).abs().max() <= tolerance * max(exact.abs().max(), want[0].abs().max())
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_is_made_again_in_the_order_of_its_library(dtype: torch.dtype, last: bool) -> None:
+    torch.backends.cudnn.deterministic = True
+    layers = [nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(inplace=True), nn.Conv2d(32, 32, 3)]
+    model = nn.Sequential(*layers, nn.BatchNorm2d(32), nn.Conv2d(32, 4, 3)).cuda()
+    for p in model.parameters():
+        nn.init.normal_(p, 0.1, 0.3)
+    images = torch.randn(3, 3, 101, 67, device="cuda")
+    if last:
+        model, images = (t.to(memory_format=torch.channels_last) for t in (model, images))
+    bf16 = dtype is torch.bfloat16
+    want = gradients(copy.deepcopy(model), images, bf16=bf16)
+    with torch.autocast("cuda", dtype=torch.bfloat16, enabled=bf16):
+        plan = {"1#0:out": "recompute", "4#0:out": "recompute"}
+        outcore.within(model, (images,), memory=None, plan=plan, quiet=True)
+    got = gradients(model, images, bf16=bf16)
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+    (entry,) = model.__dict__["forward"].admitted.values()
+    print(f"orders of rounding, {dtype}, channels last {last}: {entry.holding.renorm.orders}")
+    torch.backends.cudnn.deterministic = False
+
+
 def test_graphs_give_the_same_gradients() -> None:
     torch.backends.cudnn.deterministic = True
     images = torch.randn(8, 3, 64, 64, device="cuda")

@@ -1,6 +1,7 @@
 """Batch norms made again from their statistics."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -53,6 +54,41 @@ def test_reassociated_gradients_differ_by_rounding_at_most(dims: int, last: bool
     (entry,) = governor.admitted.values()
     assert entry is not None
     assert len(entry.holding.norms) == 5 and None not in entry.holding.renorm.orders.values()
+
+
+@pytest.mark.parametrize("setting", [{}, {"momentum": None}, {"track_running_stats": False}])
+def test_a_norm_and_its_relu_as_one_operation(setting: dict[str, Any]) -> None:
+    model, images = network().double(), torch.randn(3, 3, 7, 6, dtype=torch.float64, requires_grad=True)
+    for name in ("1", "4"):
+        setattr(model, name, nn.BatchNorm2d(8, **setting).double())
+    twin = copy.deepcopy(model)
+    outcore.within(model, (images,), memory=None, exact="reassociated", quiet=True)
+    (entry,) = model.__dict__["forward"].admitted.values()
+    assert len(entry.holding.instead) == 8
+    for _ in range(3):
+        want, wanted = train(twin, images), images.grad
+        images.grad = None
+        got, found = train(model, images), images.grad
+        images.grad = None
+        for mine, plain in zip([*got, found], [*want, wanted], strict=True):
+            torch.testing.assert_close(mine, plain, rtol=1e-11, atol=1e-11)
+
+
+def test_what_is_looked_at_between_norm_and_relu_stays_apart() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.other = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
+            self.other.register_forward_hook(lambda *_: None)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.norm(x)
+            return y.relu() + y + self.other(x).relu_()
+
+    model, images = Net(), torch.randn(2, 3, 5, 5)
+    outcore.within(model, (images,), memory=None, exact="reassociated", quiet=True)
+    (entry,) = model.__dict__["forward"].admitted.values()
+    assert not entry.holding.instead
 
 
 def test_bitwise_is_bitwise() -> None:

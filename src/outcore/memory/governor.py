@@ -31,6 +31,7 @@ from outcore.graph.keys import key_of
 from outcore.graph.preserve import ModelState, state_tensors
 from outcore.graph.recording import Mismatch
 from outcore.graph.structure import leaves
+from outcore.memory.fused_norm import pairs_of, without_relus
 from outcore.memory.graphed import Graphed
 from outcore.memory.holding import Holding, prepare
 from outcore.memory.passage import Pass
@@ -110,18 +111,23 @@ class Governor:
         entry = self.admitted[key]
         if entry is None:
             return self.original(*args, **kwargs)
-        if not entry.plan.policy:
+        if not entry.plan.policy and not entry.holding.instead:
             return self.original(*args, **kwargs)
         tensors = [t for _, t in leaves((args, kwargs), torch.Tensor)]
         if entry.graphed is not None and (result := entry.graphed(tensors)) is not None:
             return result[0]
         if not entry.holding.recording.uses_data:
-            return Pass(entry.holding, self.model, tensors, self.tier).forward()
+            return Pass(entry.holding, self.model, tensors, self.tier, keeper=self.keeper).forward()
         before = ModelState(self.model, state_tensors(self.model))
         try:
-            return Pass(entry.holding, self.model, tensors, self.tier).forward()
+            return Pass(entry.holding, self.model, tensors, self.tier, keeper=self.keeper).forward()
         except Mismatch:
             before.restore()
+            return self.plainly(*args, **kwargs)
+
+    def plainly(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's own forward, every value kept."""
+        with self.keeper.hooked() if self.keeper is not None else contextlib.nullcontext():
             return self.original(*args, **kwargs)
 
     @property
@@ -174,6 +180,8 @@ class Governor:
             if costs is None or not belong(costs, graph):
                 costs = account(graph)
                 costs = scaled(costs, self.costs) if self.costs is not None else by_bytes(costs, memory_rate(device))
+        if self.settings.reassociated:
+            costs = without_relus(costs, pairs_of(graph, self.model))
         budget = self.settings.budget_bytes
 
         def planned(policy: dict[str, str] | None) -> MemoryPlan:

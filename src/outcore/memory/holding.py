@@ -20,6 +20,7 @@ from outcore.graph import Graph
 from outcore.graph.recording import Recording, Ref, Step, schedule_drops
 from outcore.graph.structure import leaves
 from outcore.memory.codecs import Window, window_of
+from outcore.memory.fused_norm import replacements
 from outcore.memory.renorm import Norm, Renorm
 from outcore.memory.rerun import Rerun, compile_rerun
 from outcore.ops.encoding import CODECS
@@ -77,6 +78,8 @@ class Holding:
     norms: Mapping[str, Norm]
     """Call -> the batch norm it is, where that is made again."""
     renorm: Renorm
+    instead: Mapping[str, Step]
+    """Call -> the step to run instead of the recorded one."""
     offloaded_bytes: int = 0
     geometry: dict[str, Any] = field(default_factory=dict)
     """Value -> how it lies in its memory; filled in by the first run."""
@@ -84,7 +87,7 @@ class Holding:
     @property
     def idle(self) -> bool:
         """Whether there is nothing to do."""
-        return not self.births and not self.derived
+        return not self.births and not self.derived and not self.instead
 
 
 def prepare(
@@ -190,6 +193,7 @@ def prepare(
         inputs=frozenset(v for p in plans.values() for v in p.inputs),
         norms={rerun.norm.call: rerun.norm for rerun in reruns if rerun.norm is not None},
         renorm=Renorm(reassociated),
+        instead=replacements(graph, model) if reassociated else {},
         offloaded_bytes=sum(buffers[n].bytes for n, p in plans.items() if p.policy == "offload"),
     )
 

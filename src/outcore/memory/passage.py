@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,6 +21,9 @@ from outcore.memory.holding import CellPlan, Holding
 from outcore.memory.renorm import Norm, Statistics
 from outcore.memory.rerun import generator_state
 from outcore.memory.tiers import Tier
+
+if TYPE_CHECKING:
+    from outcore.memory.state import StateKeeper
 
 __all__ = ["Pass"]
 
@@ -37,9 +40,10 @@ class Pass:
         tensors: Iterable[torch.Tensor],
         tier: Tier | None,
         perform: Callable[[Tape, Step], None] = Tape.step,
+        keeper: StateKeeper | None = None,
     ) -> None:
         recording = holding.recording
-        self.holding, self.model, self.tier = holding, model, tier
+        self.holding, self.model, self.tier, self.keeper = holding, model, tier, keeper
         self.constants, self.geometry = recording.constants, holding.geometry
         given = dict(zip(recording.inputs, tensors, strict=True))
         self.inputs = {n: (t.detach(), t._version) for n, t in given.items() if n in holding.inputs}
@@ -51,7 +55,7 @@ class Pass:
         """How far backward has come."""
         self.waiting: dict[str, weakref.ref[Cell]] = {}
         """Buffers that were offloaded."""
-        self._tape = _Tape(self, given, perform)
+        self._tape = _Tape(self, given, perform if keeper is None else keeper.perform)
 
     def forward(self) -> Any:
         """Run the model; returns what it returns."""
@@ -116,10 +120,13 @@ class _Tape(Tape):
 
     def hooked(self) -> contextlib.AbstractContextManager[None]:
         """Hold what autograd saves."""
+        keeper = self.owner.keeper
 
         def pack(tensor: torch.Tensor) -> Any:
             if type(tensor) not in _ORDINARY or tensor.layout is not torch.strided or tensor.is_conj():
                 return tensor.detach()
+            if keeper is not None and (borrowed := keeper.claim(tensor)) is not None:
+                return borrowed
             handle = Handle(tensor)
             if self.collecting:
                 self.pending.append(handle)
@@ -136,6 +143,7 @@ class _Tape(Tape):
     def step(self, step: Step) -> None:
         """Run one step."""
         holding, name = self.holding, step.name
+        step = holding.instead.get(name, step)
         self.collecting = name in holding.busy
         if not self.collecting:
             self.perform(self, step)
@@ -234,7 +242,7 @@ class _Tape(Tape):
 
 
 def _unpack(packed: Any) -> torch.Tensor:
-    return packed.unpack() if type(packed) is Handle else packed
+    return packed.unpack() if isinstance(packed, Handle) else packed
 
 
 def _without_drops(step: Step) -> Step:

@@ -22,7 +22,18 @@ from torch import nn
 
 from outcore.graph.recording import Ref, Step
 
-__all__ = ["Norm", "Renorm", "Statistics", "norm_of"]
+__all__ = [
+    "NORMS",
+    "RELUS",
+    "Norm",
+    "Renorm",
+    "Statistics",
+    "dense",
+    "memory_format",
+    "norm_of",
+    "normalised",
+    "usual_order",
+]
 
 Statistics = tuple[torch.Tensor, torch.Tensor]
 """Mean and inverse deviation of every channel."""
@@ -33,8 +44,8 @@ Affine = tuple[torch.Tensor, torch.Tensor]
 ORDERS = 4
 _TRIED = 2**20
 """Elements that an order is tried on, at each end."""
-_NORMS = {"BatchNorm1d", "BatchNorm2d", "BatchNorm3d"}
-_RELUS = {"ReLU", "relu", "relu_"}
+NORMS = {"BatchNorm1d", "BatchNorm2d", "BatchNorm3d"}
+RELUS = {"ReLU", "relu", "relu_"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +65,8 @@ def norm_of(steps: Sequence[Step], model: nn.Module, types: Mapping[str, str]) -
     first, *rest = steps
     if (
         first.kind != "module"
-        or types[first.name] not in _NORMS
-        or [types[s.name] in _RELUS for s in rest]
+        or types[first.name] not in NORMS
+        or [types[s.name] in RELUS for s in rest]
         not in (
             [],
             [True],
@@ -102,22 +113,22 @@ class Renorm:
         """The norm again."""
         order = self.orders[norm.call]
         assert order is not None
-        return _normalised(x, statistics, _affine(module), order, relu=norm.relu)
+        return normalised(x, statistics, _affine(module), order, relu=norm.relu)
 
     def _order(self, module: nn.Module, x: torch.Tensor, out: torch.Tensor, statistics: Statistics) -> int | None:
         """The order in which a norm rounds."""
-        if not (_dense(x) and out.stride() == x.stride() and out.dtype == x.dtype):
+        if not (dense(x) and out.stride() == x.stride() and out.dtype == x.dtype):
             return None
         if not x.is_cuda:
-            return 2 if self.reassociated else None
+            return usual_order(x) if self.reassociated else None
         affine, parts = _affine(module), _ends(x, out)
         tries = [(part, want, statistics, affine) for part, want in parts]
         tries += [found for part, _ in parts if (found := _another(part, module)) is not None]
         with torch.no_grad():
             for order in range(ORDERS) if len(tries) == 2 * len(parts) else ():
-                if all(torch.equal(_normalised(p, s, a, order, relu=False), want) for p, want, s, a in tries):
+                if all(torch.equal(normalised(p, s, a, order, relu=False), want) for p, want, s, a in tries):
                     return order
-        return 0 if self.reassociated else None
+        return usual_order(x) if self.reassociated else None
 
 
 def _affine(module: nn.Module) -> Affine:
@@ -152,7 +163,13 @@ def _another(x: torch.Tensor, module: nn.Module) -> tuple[torch.Tensor, torch.Te
     return (x, out.detach(), found, (weight.detach(), bias)) if found is not None else None
 
 
-def _dense(x: torch.Tensor) -> bool:
+def usual_order(x: torch.Tensor) -> int:
+    """The order to round in where any will do."""
+    return 0 if x.is_cuda else 2
+
+
+def dense(x: torch.Tensor) -> bool:
+    """Whether a tensor fills its memory, contiguous or with channels last."""
     formats = [torch.contiguous_format, *{4: [torch.channels_last], 5: [torch.channels_last_3d]}.get(x.dim(), [])]
     return any(x.is_contiguous(memory_format=f) for f in formats)
 
@@ -164,18 +181,19 @@ def _ends(x: torch.Tensor, out: torch.Tensor) -> list[tuple[torch.Tensor, torch.
 
     def part(tensor: torch.Tensor, start: int) -> torch.Tensor:
         cut = tensor.narrow(dim, start, count)
-        return torch.empty_like(cut, memory_format=_format(tensor)).copy_(cut)
+        return torch.empty_like(cut, memory_format=memory_format(tensor)).copy_(cut)
 
     return [(part(x, start), part(out, start)) for start in {0, x.shape[dim] - count}]
 
 
-def _format(x: torch.Tensor) -> torch.memory_format:
+def memory_format(x: torch.Tensor) -> torch.memory_format:
+    """How a dense tensor lies in memory."""
     if x.is_contiguous():
         return torch.contiguous_format
     return torch.channels_last if x.dim() == 4 else torch.channels_last_3d
 
 
-def _normalised(x: torch.Tensor, statistics: Statistics, affine: Affine, order: int, *, relu: bool) -> torch.Tensor:
+def normalised(x: torch.Tensor, statistics: Statistics, affine: Affine, order: int, *, relu: bool) -> torch.Tensor:
     """Normalise, rounding in one of the known orders."""
     if x.is_cuda:
         from outcore.memory.norm_triton_kernels import normalise

@@ -1,0 +1,167 @@
+"""Batch norm and the ReLU that writes into its output as one operation: fewer passes, and nothing is kept of ReLU.
+
+In training, torch passes over memory three times for the norm and twice for the ReLU in forward, eight times in
+backward. As one operation it is three times and five, because ReLU needs neither its own pass nor its output: where the
+gradient goes through follows from the norm's input, which is kept anyway.
+
+                 torch                                          here
+    forward      read; read, write; read, write                 read; read, write
+    backward     read 2, write; read 2; read 2, write           read 2; read 2, write
+
+Sums are taken in another order than torch's, so this is used only where the user accepts results that are
+*reassociated*. Gradients of gradients do not exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from outcore.cost.costs import Costs
+from outcore.graph import Graph
+from outcore.graph.recording import Ref, Step
+from outcore.machine.clock import Timing
+from outcore.memory.renorm import NORMS, RELUS, Statistics, dense, memory_format, normalised, usual_order
+
+__all__ = ["pairs_of", "replacements", "without_relus"]
+
+
+def pairs_of(graph: Graph, model: nn.Module) -> dict[str, str]:
+    """Call of a norm -> call of the ReLU that is all that happens to its output."""
+    assert graph.executable is not None
+    steps = {s.name: s for s in graph.executable[1].steps if s.kind != "guard"}
+    readers: dict[str, list[str]] = {}
+    for name, call in graph.calls.items():
+        for value in call.inputs:
+            readers.setdefault(value, []).append(name)
+    found = {}
+    for name, call in graph.calls.items():
+        if not _fusible(steps[name], graph.blocks[call.block].type, model) or len(call.outputs) != 1:
+            continue
+        (output,) = call.outputs
+        if output in graph.outputs or len(after := readers.get(output, [])) != 1:
+            continue
+        relu = graph.calls[after[0]]
+        in_place = graph.blocks[relu.block].type in RELUS and output in relu.mutates
+        if in_place and not _hooked(steps[after[0]], model):
+            found[name] = after[0]
+    return found
+
+
+def _fusible(step: Step, type_: str, model: nn.Module) -> bool:
+    """Whether a step is a batch norm in training whose numbers are all here."""
+    if step.kind != "module" or type_ not in NORMS or len(step.args) != 1 or not isinstance(step.args[0], Ref):
+        return False
+    module = model.get_submodule(step.target)
+    plain = type(module) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d) and module.training
+    return plain and module.weight is not None and not _hooked(step, model)
+
+
+def _hooked(step: Step, model: nn.Module) -> bool:
+    if step.kind != "module":
+        return False
+    module = model.get_submodule(step.target)
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+def replacements(graph: Graph, model: nn.Module) -> dict[str, Step]:
+    """The steps to run instead of the recorded ones."""
+    assert graph.executable is not None
+    steps = {s.name: s for s in graph.executable[1].steps if s.kind != "guard"}
+    found = {}
+    for norm, relu in pairs_of(graph, model).items():
+        module = model.get_submodule(steps[norm].target)
+        found[norm] = replace(steps[norm], kind="function", target=_Fused(module))
+        found[relu] = replace(steps[relu], kind="function", target=_as_it_is)
+    return found
+
+
+def without_relus(costs: Costs, pairs: Mapping[str, str]) -> Costs:
+    """Costs in which the ReLUs of pairs take no time and keep nothing."""
+    gone = set(pairs.values())
+    nothing = Timing.of([0.0])
+
+    def silent(name: str) -> Any:
+        cost = costs.calls[name]
+        if name not in gone:
+            return cost
+        return replace(cost, forward=nothing, backward=nothing if cost.backward is not None else None, saved=())
+
+    return replace(costs, calls={name: silent(name) for name in costs.calls})
+
+
+def _as_it_is(x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    return x
+
+
+class _Fused:
+    """A batch norm with ReLU."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        module: Any = self.module
+        x = x if dense(x) else x.contiguous()
+        result: torch.Tensor = _NormReLU.apply(x, module.weight, module.bias, module)  # type: ignore[no-untyped-call]
+        return result
+
+
+class _NormReLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, module: Any) -> torch.Tensor:
+        """Statistics, then both in one pass."""
+        mean, variance = torch.batch_norm_update_stats(x, *_running(module))
+        statistics = (mean, torch.rsqrt(variance + module.eps))
+        ctx.save_for_backward(x, *statistics, weight, bias)
+        return normalised(x, statistics, (weight, bias), usual_order(x), relu=True)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        """Two sums per channel, then the gradient of the input, each in one pass."""
+        x, mean, invstd, weight, bias = ctx.saved_tensors
+        gradient = gradient.contiguous(memory_format=memory_format(x))
+        made = _gradients_on_gpu if x.is_cuda else _gradients
+        return *made(gradient, x, (mean, invstd), weight, bias), None
+
+
+def _running(module: Any) -> tuple[torch.Tensor | None, torch.Tensor | None, float]:
+    """Statistics over all batches, and how fast they follow."""
+    if module.running_mean is None:
+        return None, None, 0.0
+    if module.num_batches_tracked is not None:
+        module.num_batches_tracked.add_(1)
+    momentum = module.momentum if module.momentum is not None else 1.0 / float(module.num_batches_tracked)
+    return module.running_mean, module.running_var, momentum
+
+
+def _gradients(
+    gradient: torch.Tensor, x: torch.Tensor, statistics: Statistics, weight: torch.Tensor, bias: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    shape, dims = (1, -1, *(1,) * (x.dim() - 2)), [0, *range(2, x.dim())]
+    mean, invstd = (t.view(shape) for t in statistics)
+    count = x.numel() // x.shape[1]
+    passed = normalised(x, statistics, (weight, bias), usual_order(x), relu=False) > 0
+    g = torch.where(passed, gradient, 0).to(mean.dtype)
+    centred = x.to(mean.dtype) - mean
+    total, along = g.sum(dims), (g * centred).sum(dims)
+    back = (g - total.view(shape) / count - centred * (invstd.square() * along.view(shape) / count)) * invstd
+    back *= weight.view(shape)
+    return back.to(x.dtype), (along * statistics[1]).to(weight.dtype), total.to(bias.dtype)
+
+
+def _gradients_on_gpu(
+    gradient: torch.Tensor, x: torch.Tensor, statistics: Statistics, weight: torch.Tensor, bias: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    from outcore.memory.norm_triton_kernels import gradient_sums, input_gradient
+
+    total, along = gradient_sums(gradient, x, *statistics, weight, bias, usual_order(x))
+    back = input_gradient(gradient, x, *statistics, weight, bias, total, along, usual_order(x))
+    return back, (along * statistics[1]).to(weight.dtype), total.to(bias.dtype)
