@@ -17,6 +17,7 @@ import platform
 import socket
 import statistics
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from torch import nn
 import outcore
 from outcore.planner import weights_from_shapes
 from outcore.planner.lower import predict_timeline
+from outcore.planner.pipeline import Pipeline
 from outcore.program import Links, save_trace
 from outcore.run import Engine
 from outcore.run.measured import Comparison, with_measured_times
@@ -71,27 +73,64 @@ def job_of(args: argparse.Namespace) -> outcore.Job:
 class Ours:
     """A schedule of the engine."""
 
+    idle_bytes = 0
+
     def __init__(self, args: argparse.Namespace, name: str) -> None:
         job = job_of(args)
         stages = tuple(tuple(f"blocks.{s * args.blocks + i}" for i in range(args.blocks)) for s in range(args.ranks))
-        plan = outcore.Plan(job.capture().fingerprint, stages, **VARIANTS[name])
-        self.predicted_peaks = predict_peaks(job, plan)
+        graph = job.capture()
+        plan = outcore.Plan(graph.fingerprint, stages, **VARIANTS[name])
+        self.predicted_peaks = predict_peaks(graph, plan, workspace_of(args))
         self.engine = Engine(job, plan, device=args.device, timeout_s=60.0)
         self.x, self.t = (b.to(args.device) for b in job.batch(4 * args.micro_batch))
 
     def step(self) -> None:
         self.engine.step(self.x, self.t)
 
+    def held_bytes(self) -> int:
+        """What the engine holds between steps."""
+        return sum({t.data_ptr(): t.untyped_storage().nbytes() for t in self.engine._held()}.values())
 
-def predict_peaks(job: outcore.Job, plan: outcore.Plan) -> list[int]:
+
+def predict_peaks(graph: outcore.Graph, plan: outcore.Plan, workspace_bytes: int) -> list[int]:
     """What the planner expects every rank to hold at most."""
-    graph = job.capture()
     weights = weights_from_shapes(graph, state_per_parameter=0.0)
-    return list(predict_timeline(plan, graph, weights, Links()).peak_bytes)
+    return [peak + workspace_bytes for peak in predict_timeline(plan, graph, weights, Links()).peak_bytes]
+
+
+@cache
+def _workspace(channels: int, side: int, micro_batch: int) -> int:
+    """What cuDNN takes for itself in a convolution's forward or backward beyond tensors, tried on the device."""
+    conv = nn.Conv2d(channels, channels, 3, padding=1, device="cuda")
+    x = torch.randn(micro_batch, channels, side, side, device="cuda", requires_grad=True)
+    y = conv(x)
+    y.backward(gradient := torch.ones_like(y))
+    x.grad = None
+    conv.zero_grad()
+    y = conv(x)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    y.backward(gradient)
+    made = torch.cuda.memory_allocated() - before
+    backward = torch.cuda.max_memory_allocated() - before - made
+    del y
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    y = conv(x).detach()
+    forward = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+    del y
+    return max(0, forward, backward)
+
+
+def workspace_of(args: argparse.Namespace) -> int:
+    """A convolution's workspace on the device; shapes do not tell it."""
+    return _workspace(args.channels, args.side, args.micro_batch) if args.device == "cuda" else 0
 
 
 class Torchs:
     """The same stages under torch's own runtime."""
+
+    idle_bytes = 0
 
     def __init__(self, args: argparse.Namespace, name: str) -> None:
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
@@ -145,10 +184,10 @@ def rank_main(rank: int, args: argparse.Namespace, port: int, queue: Any) -> Non
                 run.step()
                 _synchronise(args)
                 times[name].append(time.perf_counter() - began)
-    found = {name: _facts(run, times[name], args) for name, run in runs.items()}
+    found = {name: _facts(name, run, times[name], args) for name, run in runs.items()}
     peaks = _peaks(runs, args)
     for name, peak in peaks.items():
-        found[name]["peak_bytes"] = peak
+        found[name] |= {"peak_bytes": peak, "idle_bytes": runs[name].idle_bytes}
     every: list[Any] = [None] * args.ranks
     dist.all_gather_object(every, found)
     if rank == 0:
@@ -164,7 +203,7 @@ def _synchronise(args: argparse.Namespace) -> None:
         torch.cuda.synchronize()
 
 
-def _facts(run: Any, times: list[float], args: argparse.Namespace) -> dict[str, Any]:
+def _facts(name: str, run: Any, times: list[float], args: argparse.Namespace) -> dict[str, Any]:
     facts: dict[str, Any] = {"step_s": min(times), "median_s": statistics.median(times), "times_s": times}
     if isinstance(run, Ours):
         timelines = []
@@ -175,12 +214,16 @@ def _facts(run: Any, times: list[float], args: argparse.Namespace) -> dict[str, 
         blueprint = run.engine.assembly.blueprint
         comparison = Comparison.with_schedule(blueprint.training, blueprint.stages, best)
         stages = with_measured_times(blueprint.stages, best).stages
+        pipeline = Pipeline(*(VARIANTS[name].get(k, 1) for k in ("schedule", "micro_batches", "batches")))
+        forward, backward = [s.forward_s for s in stages], [s.backward_s for s in stages]
         facts |= {
             "timeline_s": best.step_s,
+            "closed_form_s": pipeline.pass_s(forward, backward, [0.0] * args.ranks)
+            + max(s.optimizer_s for s in stages),
             "predicted_peak_bytes": run.predicted_peaks,
             "predicted_s": comparison.predicted.step_s,
-            "stage_forward_s": [s.forward_s for s in stages],
-            "stage_backward_s": [s.backward_s for s in stages],
+            "stage_forward_s": forward,
+            "stage_backward_s": backward,
             "stage_step_s": [s.optimizer_s for s in stages],
             "busy_s": best.busy_s(),
             "communication_s": best.communication_s(),
@@ -210,11 +253,18 @@ def _peaks(runs: dict[str, Any], args: argparse.Namespace) -> dict[str, int]:
 
     found = {}
     for name, run in runs.items():
-        if isinstance(run, Ours):
+        if args.device == "cuda":
+            run.step()
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            run.step()
+            found[name] = run.engine.timeline().peak_bytes[run.engine.rank] - before + run.held_bytes()
+        elif isinstance(run, Ours):
             run.engine.count_memory()
             run.step()
             found[name] = run.engine.timeline().peak_bytes[run.engine.rank]
             run.engine.count_memory(False)
+            run.idle_bytes = run.engine.worker.wire.shelf.idle_bytes
         else:
             held = [t for p in run.part.parameters() for t in (p,)]
             with LiveBytes([*held, run.x, run.t]) as live:
@@ -241,13 +291,8 @@ def summarise(every: list[dict[str, Any]]) -> dict[str, Any]:
     for name in every[0]:
         rows = [found[name] for found in every]
         row: dict[str, Any] = {"step_s": max(r["step_s"] for r in rows), "median_s": max(r["median_s"] for r in rows)}
-        row["peak_bytes"] = [r["peak_bytes"] for r in rows]
-        for key in ("timeline_s", "predicted_s", "copies_s", "copies_beside_compute_s"):
-            if key in rows[0]:
-                row[key] = rows[0][key]
-        for key in ("stage_forward_s", "stage_backward_s", "predicted_peak_bytes"):
-            if key in rows[0]:
-                row[key] = rows[0][key]
+        row |= {key: [r[key] for r in rows] for key in ("peak_bytes", "idle_bytes")}
+        row |= {key: value for key, value in rows[0].items() if key not in row and key != "times_s"}
         table[name] = row
     base = table["model-parallel"]["step_s"]
     for row in table.values():
@@ -291,10 +336,12 @@ def main() -> None:
     }
     document = {"arguments": vars(args), "environment": environment, "table": table}
     for name, row in table.items():
-        extra = f"  predicted {row['predicted_s'] * 1e3:8.1f}" if "predicted_s" in row else ""
+        extra = ""
+        if "predicted_s" in row:
+            extra = f"  simulated {row['predicted_s'] * 1e3:8.1f}  closed form {row['closed_form_s'] * 1e3:8.1f}"
         peak = max(row["peak_bytes"]) / 2**20
         if "predicted_peak_bytes" in row:
-            extra += f"  peak {max(row['predicted_peak_bytes']) / 2**20:7.1f}"
+            extra += f"  planned {max(row['predicted_peak_bytes']) / 2**20:7.1f}"
         print(
             f"{name:15} {row['step_s'] * 1e3:8.1f} ms  x{row['speedup_over_model_parallel']:.3f}  peak {peak:7.1f} MiB"
             + extra

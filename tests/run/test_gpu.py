@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from outcore.run import shelf
 from tests.run.pool import Pool
 from tests.run.training import alone, difference, train
 
@@ -16,9 +17,13 @@ pytestmark = [
 ]
 
 
-def on_gpu(case: str, plan: dict[str, Any]) -> dict[str, Any]:
+def on_gpu(case: str, plan: dict[str, Any], least: int) -> dict[str, Any]:
     torch.backends.cudnn.deterministic = True
-    result = train(case, plan, device="cuda")
+    shelf.LEAST_BYTES, before = least, shelf.LEAST_BYTES
+    try:
+        result = train(case, plan, device="cuda")
+    finally:
+        shelf.LEAST_BYTES = before
     for part in ("gradients", "weights"):
         result[part] = {n: t.cpu() for n, t in result[part].items()}
     return result
@@ -26,12 +31,14 @@ def on_gpu(case: str, plan: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", ["unet", "resnet"])
 def test_two_ranks_on_one_gpu(ranks: Pool, case: str) -> None:
-    for plan in (
-        {"stages": 2, "schedule": "1f1b", "micro_batches": 4},
-        {"stages": 2, "schedule": "gems", "batches": 4},
+    """Once through sockets, once through shared memory."""
+    oracle = alone(case, 4, device="cpu")
+    for plan, least in (
+        ({"stages": 2, "schedule": "1f1b", "micro_batches": 4}, 1 << 40),
+        ({"stages": 2, "schedule": "1f1b", "micro_batches": 4}, 1),
+        ({"stages": 2, "schedule": "gems", "batches": 4}, 1),
     ):
-        oracle = alone(case, 4, device="cpu")
-        results = ranks.run(on_gpu, 2, case, plan)
+        results = ranks.run(on_gpu, 2, case, plan, least)
         for result in results:
             assert result["losses"] == pytest.approx(oracle["losses"], rel=1e-9)
             assert difference(result["gradients"], oracle["gradients"]) < 1e-10

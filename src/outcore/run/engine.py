@@ -38,6 +38,7 @@ from outcore.run.measured import Comparison, gather
 from outcore.run.part import Execute, Part
 from outcore.run.policies import UnderPolicies
 from outcore.run.setup import Groups, MakeOptimizer, choose_device, make_optimizer
+from outcore.run.shelf import Shelf
 from outcore.run.signals import STOP, Signals
 from outcore.run.staged import StagedWire
 from outcore.run.store import Keeper
@@ -193,8 +194,8 @@ class Engine:
         )
         wire: Wire | None = None
         if self.world.size > 1:
-            on_gpu = self.device.type == "cuda"
-            wire = StagedWire(self.world.group, self.device) if on_gpu else HostWire(self.world.group)
+            shelf, on_gpu = Shelf(self.world, self.device), self.device.type == "cuda"
+            wire = StagedWire(self.world.group, shelf, self.device) if on_gpu else HostWire(self.world.group, shelf)
         self.worker = Worker(made, wire, loss, execute, self.update)
         self.worker.gauge.holding = self._held
 

@@ -1,9 +1,10 @@
 """Tensors between GPUs through host memory, for ranks that share a GPU or have no direct way to another.
 
 NCCL refuses two ranks on one device and gloo does not move device memory, so a tensor is copied to pinned memory on one
-copy stream, sent from there by gloo, and copied to the other device on another stream. Copies run beside kernels. A
-thread waits for the copy out before it offers the bytes, others wait for bytes before they copy them in, so the thread
-that issues kernels waits only for what a kernel needs.
+copy stream, sent from there, and copied to the other device on another stream. Between ranks of one host the pinned
+memory is shared (`Shelf`): what one copied out the other copies in, and gloo carries only where; between hosts gloo
+carries the bytes. Copies run beside kernels. A thread waits for the copy out before it tells the other rank, others
+wait to be told before they copy in, so the thread that issues kernels waits only for what a kernel needs.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 from outcore.run.clock import Moment
 from outcore.run.errands import Errands
+from outcore.run.shelf import Shelf
 from outcore.run.wire import Arena, Incoming, Layout, Moved, Outgoing, Sent
 
 __all__ = ["StagedWire"]
@@ -37,8 +39,8 @@ class _Landing:
 class StagedWire:
     """Between tensors in device memory, through pinned host memory and gloo."""
 
-    def __init__(self, group: Any, device: torch.device) -> None:
-        self._group, self._device = group, device
+    def __init__(self, group: Any, shelf: Shelf, device: torch.device) -> None:
+        self._group, self.shelf, self._device = group, shelf, device
         self.arena = Arena(pinned=True)
         self._out, self._in = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._senders, self._sent = Errands("send"), Errands("sent")
@@ -47,7 +49,11 @@ class StagedWire:
     def send(self, tensor: torch.Tensor, layout: Layout, target: int, tag: int, done: Moved) -> Outgoing:
         """Offer a tensor."""
         flat = layout.flat(tensor).view(torch.uint8)
-        host = self.arena.take(layout.nbytes)
+        if self.shelf.reaches(target, layout.nbytes):
+            row = self.shelf.take(layout.nbytes)
+            host, message = row.tensor, row.name
+        else:
+            host = message = self.arena.take(layout.nbytes)
         self._out.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._out):
             began = _mark()
@@ -58,7 +64,7 @@ class StagedWire:
 
         def post() -> tuple[Any, float]:
             ended.synchronize()
-            return dist.isend(host, dst=target, group=self._group, tag=tag), time.perf_counter()
+            return dist.isend(message, dst=target, group=self._group, tag=tag), time.perf_counter()
 
         posted = self._senders.do(post)
 
@@ -71,13 +77,15 @@ class StagedWire:
 
     def receive(self, layout: Layout, source: int, tag: int, done: Moved) -> Incoming:
         """Provide for a tensor."""
-        host = self.arena.take(layout.nbytes)
+        shared = self.shelf.reaches(source, layout.nbytes)
+        message = torch.empty(2, dtype=torch.int64) if shared else self.arena.take(layout.nbytes)
         posted = time.perf_counter()
-        work: Any = dist.irecv(host, src=source, group=self._group, tag=tag)
+        work: Any = dist.irecv(message, src=source, group=self._group, tag=tag)
 
         def land() -> tuple[torch.Tensor, Moment]:
             work.wait()
             done("receive", posted, time.perf_counter())
+            host = self.shelf.open(source, message, layout.nbytes) if shared else message
             with torch.cuda.device(self._device), torch.cuda.stream(self._in):
                 began = _mark()
                 flat = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._device)
@@ -92,12 +100,14 @@ class StagedWire:
     def end_step(self) -> None:
         """All transfers of a step are over."""
         self.arena.end_step()
+        self.shelf.end_step()
 
     def close(self) -> None:
         """Nothing will be moved any more."""
         self._group = None
         for errands in (self._senders, self._sent, self._receivers):
             errands.close()
+        self.shelf.close()
 
 
 def _mark() -> torch.cuda.Event:

@@ -2,7 +2,8 @@
 
 A transfer is known by a tag that both ends derive from the program, so any order of posting meets; gloo moves the bytes
 on its own thread as soon as both ends are posted. A tensor travels as its dense memory, in the layout the graph has for
-the value, so a channels-last activation arrives channels-last.
+the value, so a channels-last activation arrives channels-last. Between ranks of one host it is written into shared
+memory (`Shelf`), and gloo carries only where.
 
 Receive buffers come from an arena. A buffer is free when nobody else holds its storage (autograd keeps a received
 activation exactly as long as backward needs it), so the arena never grows beyond what is in flight at once, for both
@@ -25,8 +26,9 @@ import torch.distributed as dist
 from outcore.graph import Value
 from outcore.run.clock import Moment
 from outcore.run.errands import Errands
+from outcore.run.shelf import Shelf
 
-__all__ = ["Arena", "HostWire", "Incoming", "Layout", "Outgoing", "Sent", "Wire"]
+__all__ = ["Arena", "HostWire", "Incoming", "Layout", "Outgoing", "Sent", "Told", "Wire"]
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,8 @@ class Outgoing(Protocol):
 class Wire(Protocol):
     """Moves tensors between ranks."""
 
+    shelf: Shelf
+
     def send(self, tensor: torch.Tensor, layout: Layout, target: int, tag: int, done: Moved) -> Outgoing:
         """Offer a tensor."""
 
@@ -151,6 +155,8 @@ Moved = Callable[[str, Moment, Moment], None]
 
 
 class _Received:
+    """Bytes on their way into a buffer of this rank."""
+
     def __init__(self, work: Any, flat: torch.Tensor, layout: Layout, done: Moved) -> None:
         self._work, self._flat, self._layout, self._done = work, flat, layout, done
         self._posted = time.perf_counter()
@@ -159,6 +165,35 @@ class _Received:
         self._work.wait()
         self._done("receive", self._posted, time.perf_counter())
         return self._layout.view(self._flat)
+
+
+class _Named:
+    """The name of a shared row on its way to this rank."""
+
+    def __init__(self, work: Any, name: torch.Tensor, source: int, layout: Layout, shelf: Shelf, done: Moved) -> None:
+        self._work, self._name, self._source = work, name, source
+        self._layout, self._shelf, self._done = layout, shelf, done
+        self._posted = time.perf_counter()
+
+    def wait(self) -> torch.Tensor:
+        self._work.wait()
+        self._done("receive", self._posted, time.perf_counter())
+        return self._layout.view(self._shelf.open(self._source, self._name, self._layout.nbytes))
+
+
+class Told:
+    """The name of a shared row on its way from here; what was sent is free already."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def ended(self) -> bool:
+        """Known only to who waits; it costs no memory until then."""
+        return False
+
+    def finish(self) -> None:
+        """Wait until it has left."""
+        self._work.wait()
 
 
 class Sent:
@@ -177,18 +212,24 @@ class Sent:
 
 
 class HostWire:
-    """Between tensors in host memory, by gloo."""
+    """Between tensors in host memory, by shared memory or gloo."""
 
-    def __init__(self, group: Any) -> None:
-        self._group = group
+    def __init__(self, group: Any, shelf: Shelf) -> None:
+        self._group, self.shelf = group, shelf
         self.arena = Arena()
         self._waiting = Errands("send")
 
     def send(self, tensor: torch.Tensor, layout: Layout, target: int, tag: int, done: Moved) -> Outgoing:
         """Offer a tensor."""
         flat = layout.flat(tensor).view(torch.uint8)
-        work: Any = dist.isend(flat, dst=target, group=self._group, tag=tag)
         posted = time.perf_counter()
+        if self.shelf.reaches(target, layout.nbytes):
+            row = self.shelf.take(layout.nbytes)
+            row.tensor.copy_(flat)
+            told = Told(dist.isend(row.name, dst=target, group=self._group, tag=tag))
+            done("send", posted, time.perf_counter())
+            return told
+        work: Any = dist.isend(flat, dst=target, group=self._group, tag=tag)
 
         def finish() -> None:
             work.wait()
@@ -198,6 +239,10 @@ class HostWire:
 
     def receive(self, layout: Layout, source: int, tag: int, done: Moved) -> Incoming:
         """Provide for a tensor."""
+        if self.shelf.reaches(source, layout.nbytes):
+            name = torch.empty(2, dtype=torch.int64)
+            work = dist.irecv(name, src=source, group=self._group, tag=tag)
+            return _Named(work, name, source, layout, self.shelf, done)
         flat = self.arena.take(layout.nbytes)
         work = dist.irecv(flat, src=source, group=self._group, tag=tag)
         return _Received(work, flat, layout, done)
@@ -205,8 +250,10 @@ class HostWire:
     def end_step(self) -> None:
         """All transfers of a step are over."""
         self.arena.end_step()
+        self.shelf.end_step()
 
     def close(self) -> None:
         """Nothing will be moved any more."""
         self._group = None
         self._waiting.close()
+        self.shelf.close()
