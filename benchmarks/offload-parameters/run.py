@@ -37,6 +37,9 @@ SEEDS_S = {
 """Seconds for 20 epochs on a V100, from the seeds, in the order of the first five ways."""
 
 
+Pictures = tuple[torch.Tensor, torch.Tensor]
+
+
 def network(name: str) -> nn.Module:
     import torchvision
 
@@ -49,10 +52,12 @@ def network(name: str) -> nn.Module:
         for layer in model.modules():
             if isinstance(layer, nn.Conv2d | nn.Linear):
                 nn.init.kaiming_normal_(layer.weight)
+                if layer.weight.shape[0] == 2:
+                    layer.weight.data.mul_(0.1)
     return model
 
 
-def pictures(count: int, side: int, seed: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def pictures(count: int, side: int, seed: int, device: torch.device) -> Pictures:
     """Two classes: stripes across and stripes along, in noise."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(0, 2, (count,), generator=generator)
@@ -90,14 +95,12 @@ def link(size: int, device: torch.device) -> dict[str, float]:
     return {"out_s": seconds(True, False), "in_s": seconds(False, True), "both_s": seconds(True, True)}
 
 
-def trained(name: str, way: str, options: argparse.Namespace) -> dict[str, Any]:
+def trained(
+    model: nn.Module, way: str, seen: Pictures, held_out: Pictures, options: argparse.Namespace
+) -> dict[str, Any]:
     """One row."""
-    device = torch.device(options.device)
-    side = options.side or MODELS[name]
-    model = network(name).to(device).train()
-    images, labels = pictures(8 * options.batch, side, 1, device)
-    held_out = pictures(64, side, 2, device)
-    batches = list(zip(images.split(options.batch), labels.split(options.batch), strict=True))
+    device = seen[0].device
+    batches = list(zip(*(t.split(options.batch) for t in seen), strict=True))
     row = Way(way, model, batches[0][0])
     torch.manual_seed(3)
     epochs, accuracies = [], []
@@ -127,20 +130,23 @@ def trained(name: str, way: str, options: argparse.Namespace) -> dict[str, Any]:
 def compared(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """All rows of a model."""
     device = torch.device(options.device)
-    count = sum(p.numel() for p in network(name).parameters())
+    side = options.side or MODELS[name]
+    model = network(name).train()
+    data = [pictures(n, side, seed, device) for seed, n in ((1, 8 * options.batch), (2, 64))]
+    count = sum(p.numel() for p in model.parameters())
     found: dict[str, Any] = {"parameters": count, "link": link(4 * count, device), "ways": {}}
     plain: dict[str, torch.Tensor] = {}
     for way in WAYS:
         if options.ways and way not in options.ways:
             continue
         try:
-            row = trained(name, way, options)
+            row = trained(copy.deepcopy(model).to(device), way, *data, options)
         except (RuntimeError, OutcoreError) as error:
             traceback.print_exc()
             found["ways"][way] = {"error": str(error)}
             continue
         weights = row.pop("weights")
-        plain = plain or copy.copy(weights)
+        plain = plain or weights
         row["weights_equal"] = all(torch.equal(weights[k], plain[k]) for k in plain)
         gc.collect()
         if device.type == "cuda":

@@ -52,7 +52,8 @@ class Trips:
             "min": min,
             "median": statistics.median,
         }
-        return {name: {k: tool(v) for k, tool in tools.items()} for name, v in rows.items() if v}
+        late = {name: found[5:] or found for name, found in rows.items()}  # the seeds leave out the first five too
+        return {name: {k: tool(v) for k, tool in tools.items()} for name, v in late.items() if v}
 
 
 class ByTensor:
@@ -93,7 +94,7 @@ class Way:
 
     def __init__(self, name: str, model: nn.Module, images: torch.Tensor) -> None:
         self.name, self.model, self.device = name, model, images.device
-        self.optimizer = torch.optim.SGD(model.parameters(), 0.005, momentum=0.9)
+        self.optimizer = torch.optim.SGD(model.parameters(), 0.001, momentum=0.9)
         self.mover: ByTensor | None = None
         if name.startswith("outcore"):
             update = "step" if "step" in name else "backward"

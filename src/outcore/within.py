@@ -29,7 +29,8 @@ from outcore.graph.capture import arguments_as_called
 from outcore.graph.keys import key_of
 from outcore.machine.units import format_bytes, parse_bytes
 from outcore.memory.governor import Governor, Settings
-from outcore.memory.state import StateKeeper, uses_of
+from outcore.memory.lots import uses_of
+from outcore.memory.state import StateKeeper
 from outcore.plan_document import Plan
 from outcore.planner.memory_plan import MemoryPlan
 from outcore.planner.state import StatePolicy
@@ -123,8 +124,8 @@ def within(
     model.__dict__["forward"] = governor
     if not where.idle:
         assert isinstance(optimizer, torch.optim.Optimizer)
-        calls = [(call.block, call.parameters) for call in graph.calls.values()]
-        governor.keeper = StateKeeper(model, optimizer, uses_of(model, calls), where, graph_device(graph))
+        calls = [(name, call.block, call.parameters) for name, call in graph.calls.items()]
+        governor.keeper = StateKeeper(optimizer, uses_of(model, calls), where, graph_device(graph))
     if not quiet:
         _announce(governor.plan, budget, assumed=optimizer is None)
     return model

@@ -65,11 +65,20 @@ def same_state(a: torch.optim.Optimizer, b: torch.optim.Optimizer) -> bool:
     return all(torch.equal(left[i][k], right[i][k]) for i in right for k in right[i] if right[i][k] is not None)
 
 
-@pytest.mark.parametrize("update", ["step", "backward"])
+WAYS = {
+    "in step": {},
+    "in backward": {"update": "backward"},
+    "through a window": {"stage_bytes": 70_000},
+    "through a window, in backward": {"stage_bytes": 70_000, "update": "backward"},
+    "gradients too": {"stage_bytes": 70_000, "gradients": "offload"},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_training_with_all_state_elsewhere_is_plain_training(name: str, update: str) -> None:
+def test_training_with_all_state_elsewhere_is_plain_training(name: str, way: str) -> None:
     model, plain = network(), network()
-    optimizer, twin = offloaded(model, OPTIMIZERS[name], update=update), OPTIMIZERS[name](plain.parameters())
+    optimizer, twin = offloaded(model, OPTIMIZERS[name], **WAYS[way]), OPTIMIZERS[name](plain.parameters())
     assert all(torch.equal(a, b) for a, b in zip(train(model, optimizer), train(plain, twin), strict=True))
     assert same(model, plain) and same_state(optimizer, twin)
     outcore.release(model)

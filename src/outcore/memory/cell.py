@@ -222,6 +222,8 @@ class Cell:
         assert self.rerun is not None
         values = {name: cell.view(self.owner.geometry[name]) for name, cell in self.sources.items()}
         values |= self.owner.given()
+        if self.owner.keeper is not None:
+            self.owner.keeper.summon(self.rerun.steps)
         self.memory = self.owner.renormalised(self.rerun.norm, values)
         if self.memory is None:
             self.memory = self.rerun.run(self.owner.model, self.owner.constants, values, self.owner.states)

@@ -15,7 +15,7 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ class Settings:
     search_s: float = 4.0
     graphs: bool = False
     """Run forward and backward as CUDA graphs."""
-    state: StatePolicy = StatePolicy()
+    state: StatePolicy = field(default_factory=StatePolicy)
     """Where parameters, gradients and optimizer state live."""
     reassociated: bool = False
     """Results may differ from plain training by rounding."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import torch
 
@@ -26,7 +27,10 @@ from outcore.memory.arena import Arena, Slot
 from outcore.memory.cell import Geometry
 from outcore.memory.lanes import Lanes, Mark
 
-__all__ = ["Member", "Parcel", "Stage", "lay_out", "movable"]
+__all__ = ["FixedStage", "LooseStage", "Member", "Parcel", "Stage", "lay_out", "movable"]
+
+Piece = tuple[int, int]
+"""Bytes from and to."""
 
 _ALIGN = 512
 """As allocators align: kernels choose by alignment, and must choose what they choose in plain training."""
@@ -50,11 +54,32 @@ class Member:
         return empty.set_(memory.untyped_storage(), start // dtype.itemsize, size, stride)
 
 
-class Stage:
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a parcel is on the device."""
+
+    memory: torch.Tensor
+    slot: Slot | None
+    before: Sequence[Sequence[Mark]]
+    """By piece, what must be over before it may be written."""
+
+
+class Stage(Protocol):
     """Device memory that parcels share."""
 
-    def __init__(self, device: torch.device, size: int) -> None:
-        self.device, self.arena = device, Arena(size)
+    def take(self, pieces: Sequence[Piece]) -> Place | None:
+        """A place; none if there is no room."""
+
+    def give(self, place: Place, pieces: Sequence[Piece], marks: Sequence[Mark]) -> None:
+        """Give a place back, whose pieces may be written again after these marks; without marks, after what was
+        computed so far."""
+
+
+class FixedStage:
+    """One piece of memory, given out in parts: what comes waits for nothing but what was in its place."""
+
+    def __init__(self, device: torch.device, size: int, lanes: Lanes) -> None:
+        self.device, self.arena, self.lanes = device, Arena(size), lanes
 
     @cached_property
     def memory(self) -> torch.Tensor:
@@ -64,6 +89,48 @@ class Stage:
             torch.cuda.current_stream(self.device).synchronize()
         return found
 
+    def take(self, pieces: Sequence[Piece]) -> Place | None:
+        """A part of the memory."""
+        slot = self.arena.take(pieces[-1][1])
+        if slot is None:
+            return None
+        before = [self.arena.marks(Slot(slot.offset + a, _rounded(b - a))) for a, b in pieces]
+        return Place(self.memory[slot.offset : slot.offset + pieces[-1][1]], slot, before)
+
+    def give(self, place: Place, pieces: Sequence[Piece], marks: Sequence[Mark]) -> None:
+        """Its pieces are free one by one."""
+        assert place.slot is not None
+        for (a, b), mark in zip(pieces, marks or [self.lanes.now()] * len(pieces), strict=True):
+            self.arena.give(Slot(place.slot.offset + a, _rounded(b - a)), mark)
+
+
+class LooseStage:
+    """Memory from the allocator: a place lives as long as anybody holds a view of it, autograd for instance."""
+
+    def __init__(self, device: torch.device, lanes: Lanes, most_leaving: int) -> None:
+        self.device, self.lanes, self.most_leaving = device, lanes, most_leaving
+        self.leaving: list[tuple[torch.Tensor, Sequence[Mark]]] = []
+        """Memory that is still being copied from."""
+
+    def take(self, pieces: Sequence[Piece]) -> Place:
+        """New memory."""
+        self.tidy(self.most_leaving)
+        memory = torch.empty(pieces[-1][1], dtype=torch.uint8, device=self.device)
+        return Place(memory, None, [[self.lanes.now()]] * len(pieces))
+
+    def give(self, place: Place, pieces: Sequence[Piece], marks: Sequence[Mark]) -> None:
+        """Let go of the memory when the copies are over."""
+        if marks:
+            self.leaving.append((place.memory, marks))
+        self.tidy(self.most_leaving)
+
+    def tidy(self, most_bytes: int) -> None:
+        """Let go of what was copied; if more than so much is still being copied, the computing waits for it."""
+        self.leaving = [row for row in self.leaving if not all(mark.done() for mark in row[1])]
+        while sum(memory.numel() for memory, _ in self.leaving) > most_bytes:
+            for mark in self.leaving.pop(0)[1]:
+                mark.wait()
+
 
 class Parcel:
     """Tensors that travel together."""
@@ -71,11 +138,10 @@ class Parcel:
     def __init__(self, name: str, members: Sequence[Member], home: torch.Tensor, stage: Stage, lanes: Lanes) -> None:
         self.name, self.members, self.home, self.stage, self.lanes = name, tuple(members), home, stage, lanes
         self.bytes = home.numel()
-        self.pieces = [(i, min(i + _PIECE_BYTES, self.bytes)) for i in range(0, self.bytes, _PIECE_BYTES)]
+        self.pieces: list[Piece] = [(i, min(i + _PIECE_BYTES, self.bytes)) for i in range(0, self.bytes, _PIECE_BYTES)]
         self.express = len(self.pieces) == 1
-        self.slot: Slot | None = None
-        self.memory: torch.Tensor | None = None
-        """Its place on the stage."""
+        self.place: Place | None = None
+        """Where it is on the stage, or will be."""
         self.arriving: list[Mark] = []
         self.leaving: list[Mark] = []
         """Copies out, by piece, since it was last brought here."""
@@ -85,93 +151,92 @@ class Parcel:
         """User code may have written to it since it came."""
         self.versions: tuple[int, ...] = ()
         self._homes = [m.over(home) for m in self.members]
+        self._views: list[torch.Tensor] = []
         self._places: dict[int, list[torch.Tensor]] = {}
 
     # Coming
 
     def book(self) -> bool:
         """Start to bring it here; false if there is no room on the stage."""
-        if self.memory is not None:
+        if self.place is not None:
             return True
-        self.slot = self.stage.arena.take(self.bytes)
-        if self.slot is None:
+        self.place = self.stage.take(self.pieces)
+        if self.place is None:
             return False
-        offset = self.slot.offset
-        self.memory = self.stage.memory[offset : offset + self.bytes]
-        for i, (start, end) in enumerate(self.pieces):
-            before = self.stage.arena.marks(Slot(offset + start, -(-(end - start) // _ALIGN) * _ALIGN))
-            before += self.leaving[i : i + 1]
-            self.arriving.append(
-                self.lanes.copy(self.memory[start:end], self.home[start:end], before, out=False, express=self.express)
-            )
+        memory = self.place.memory
+        for i, (a, b) in enumerate(self.pieces):
+            before = [*self.place.before[i], *self.leaving[i : i + 1]]
+            mark = self.lanes.copy(memory[a:b], self.home[a:b], before, out=False, express=self.express)
+            self.arriving.append(mark)
         self.leaving = []
         return True
 
     def arrive(self) -> None:
         """What is computed from here on finds it on the stage; it must have been booked."""
-        assert self.slot is not None and self.memory is not None
         for mark in self.arriving:
             mark.wait()
         self.arriving = []
         if not self.here:
-            for member, place in zip(self.members, self.places, strict=True):
-                member.tensor.data = place
+            self._views = self._over_place()
+            for member, view in zip(self.members, self._views, strict=True):
+                member.tensor.data = view
             self.here = True
-            self.versions = tuple(m.tensor._version for m in self.members)
+            self.versions = self._versions()
 
-    @property
-    def places(self) -> list[torch.Tensor]:
-        """Views of the stage, made once for every place it is ever in."""
-        assert self.slot is not None and self.memory is not None
-        found = self._places.get(self.slot.offset)
-        if found is None:
-            found = self._places[self.slot.offset] = [m.over(self.memory) for m in self.members]
-        return found
+    def _over_place(self) -> list[torch.Tensor]:
+        """Views of its place, made once for every part of a fixed stage it is ever in."""
+        assert self.place is not None
+        slot = self.place.slot
+        if slot is None:
+            return [m.over(self.place.memory) for m in self.members]
+        if slot.offset not in self._places:
+            self._places[slot.offset] = [m.over(self.place.memory) for m in self.members]
+        return self._places[slot.offset]
+
+    def _versions(self) -> tuple[int, ...]:
+        return tuple(m.tensor._version for m in self.members)
 
     # Leaving
 
     def send(self) -> None:
         """Start to copy it home; it stays here."""
-        assert self.memory is not None
+        assert self.place is not None
         self.adopt()
-        ready = self.lanes.now()
+        ready, memory = self.lanes.now(), self.place.memory
         self.leaving = [
-            self.lanes.copy(self.home[a:b], self.memory[a:b], (ready,), out=True, express=self.express)
+            self.lanes.copy(self.home[a:b], memory[a:b], (ready,), out=True, express=self.express)
             for a, b in self.pieces
         ]
-        self.versions, self.exposed = tuple(m.tensor._version for m in self.members), False
+        self.versions, self.exposed = self._versions(), False
 
     def depart(self) -> None:
         """Give its place on the stage back; its tensors are at home from now on."""
-        if self.slot is None:
+        if self.place is None:
             return
         # What was brought here for nothing was read from home after it had left for there.
-        marks = self.arriving or self.leaving or [self.lanes.now()] * len(self.pieces)
-        for (start, end), mark in zip(self.pieces, marks, strict=True):
-            size = -(-(end - start) // _ALIGN) * _ALIGN
-            self.stage.arena.give(Slot(self.slot.offset + start, size), mark)
+        self.leaving = self.arriving or self.leaving
+        self.stage.give(self.place, self.pieces, self.leaving)
         if self.here:
             for member, home in zip(self.members, self._homes, strict=True):
                 member.tensor.data = home
-        self.leaving = self.arriving or self.leaving
-        self.slot, self.memory, self.arriving, self.here, self.exposed = None, None, [], False, False
+        self.place, self.arriving, self._views, self.here, self.exposed = None, [], [], False, False
 
     def settle(self) -> None:
         """The host waits until its home holds what was sent."""
         for mark in self.leaving:
             mark.finish()
-        if self.slot is None:
+        if self.place is None:
             self.leaving = []
 
     @property
     def touched(self) -> bool:
         """Whether a tensor was written, as far as torch counts, since it came or was sent."""
-        return self.here and self.versions != tuple(m.tensor._version for m in self.members)
+        return self.here and self.versions != self._versions()
 
     def adopt(self) -> bool:
         """Take over tensors that somebody gave other memory (``p.data = ...``); returns whether there were any."""
         found = False
-        views = self.places if self.here else self._homes
+        views = self._views if self.here else self._homes
         for member, view in zip(self.members, views, strict=True):
             tensor = member.tensor
             if tensor.data_ptr() == view.data_ptr():
@@ -203,7 +268,7 @@ def lay_out(tensors: Iterable[torch.Tensor], most_bytes: int) -> list[tuple[list
     members: list[Member] = []
     size = 0
     for tensor in tensors:
-        needed = -(-tensor.numel() * tensor.element_size() // _ALIGN) * _ALIGN
+        needed = _rounded(tensor.numel() * tensor.element_size())
         if members and size + needed > most_bytes:
             parcels.append((members, size))
             members, size = [], 0
@@ -212,3 +277,7 @@ def lay_out(tensors: Iterable[torch.Tensor], most_bytes: int) -> list[tuple[list
     if members:
         parcels.append((members, size))
     return parcels
+
+
+def _rounded(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN

@@ -7,189 +7,192 @@ optimizer's ``step`` is taken over and goes through the parameters lot by lot:
     need 0, 1, 2   (gradients arrive 2, 1, 0)  for each lot: bring state, update, send home        update="step"
     need 0, 1, 2   2: update, send; 1: ...     nothing left to do                                  update="backward"
 
+If the stage has room for all parameters, they come once and stay until they were updated. If not (`stage_bytes`), they
+pass through it: a lot leaves when others need the room and comes again for backward, which finds it by the handles
+that autograd holds instead of the weights it saved.
+
 Invariant: whenever user code runs, a parameter is either a view of the stage that the computing stream may read, or a
 view of a home whose copy is complete. So whatever reads or writes parameters between calls (saving, loading, clipping,
 averaging) is right without knowing of any of this.
 
 ``update="backward"`` gives up a part of that for speed: what was updated leaves and returns while other things still
 run. It asks that nothing be done to gradients between ``backward()`` and ``step()``, and that parameters be written
-through torch (``p.mul_``) and not behind its back (``p.data.mul_``). The first two steps are done the careful way and
-watched; a loop that does not keep to this is told so and stays with the careful way.
+through torch (``p.mul_``) and not behind its back (``p.data.mul_``); `outcore.memory.watch` looks at the first steps.
 """
 
 from __future__ import annotations
 
-import warnings
+import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from outcore.errors import OutcoreError
-from outcore.memory.lanes import Home, home_for, lanes_for
-from outcore.memory.parcels import Parcel, Stage, lay_out, movable
+from outcore.graph.recording import Step, Tape
+from outcore.memory.cell import Handle
+from outcore.memory.gradients import GradientHomes
+from outcore.memory.lanes import lanes_for
+from outcore.memory.lots import Borrowed, Lot, Use, make_lots
+from outcore.memory.parcels import Parcel
 from outcore.memory.stepping import Stepper, Visits
+from outcore.memory.watch import Watch
 from outcore.planner.state import StatePolicy
 
-__all__ = ["Lot", "StateKeeper", "uses_of"]
-
-_WATCHED = 2
-"""Steps that are watched before updates move into backward."""
+__all__ = ["StateKeeper"]
 
 
-class Lot:
-    """Parameters that come, are updated and leave together."""
-
-    def __init__(self, number: int, parameters: Sequence[nn.Parameter], weights: Parcel | None) -> None:
-        self.number, self.parameters, self.weights = number, tuple(parameters), weights
-        self.trained = tuple(p for p in parameters if p.requires_grad)
-        self.missing = len(self.trained)
-        """Gradients that backward has not brought yet."""
-        self.updated = False
-        """In this step, before ``optimizer.step()``."""
-        self.seen: dict[int, tuple[int, int]] = {}
-        """Gradients as they arrived: identity and version."""
-        self.sent: torch.Tensor | None = None
-        """What its home held after the last step, while the loop is watched."""
-
-
-class Arrival:
+class _Arrival:
     """A hook before a module's forward: what it computes with must be here."""
 
-    def __init__(self, keeper: StateKeeper | None = None, lots: Sequence[Lot] = ()) -> None:
+    def __init__(self, keeper: StateKeeper | None = None, lots: Sequence[Lot] = (), *, holds: bool = False) -> None:
         self.keeper = weakref.ref(keeper) if keeper is not None else None
-        self.lots = tuple(lots)
+        self.lots, self.holds = tuple(lots), holds
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         """Before forward."""
         keeper = self.keeper() if self.keeper is not None else None
         if keeper is not None:
-            for lot in self.lots:
-                keeper.need(lot)
+            keeper.need(*self.lots)
+            if self.holds:
+                keeper.held.update(self.lots)
 
-    def __reduce__(self) -> tuple[type[Arrival], tuple[()]]:
-        return Arrival, ()  # a copied or saved model has no state elsewhere
+    def __reduce__(self) -> tuple[type[_Arrival], tuple[()]]:
+        return type(self), ()  # a copied or saved model has no state elsewhere
+
+
+class _Departure(_Arrival):
+    """A hook after the forward of a module that called others in between."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
+        """After forward."""
+        keeper = self.keeper() if self.keeper is not None else None
+        if keeper is not None:
+            keeper.held.subtract(self.lots)
 
 
 class StateKeeper:
     """Keeps the state of one model and its optimizer below the device.
 
     Args:
-        model: whose parameters these are.
-        optimizer: that updates them.
-        uses: for every call of the model in order, the module that makes it and the parameters it reads.
+        optimizer: that updates the parameters.
+        uses: the calls of the model that read parameters, in order (`outcore.memory.lots.uses_of`).
         policy: what lives where.
         device: where the model computes.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        uses: Iterable[tuple[nn.Module, Sequence[nn.Parameter]]],
-        policy: StatePolicy,
-        device: torch.device,
+        self, optimizer: torch.optim.Optimizer, uses: Sequence[Use], policy: StatePolicy, device: torch.device
     ) -> None:
-        self.policy, self.device, self.lanes = policy, device, lanes_for(device)
-        self.optimizer = optimizer
-        self.home: Home | None = None
+        self.policy, self.device, self.lanes, self.optimizer = policy, device, lanes_for(device), optimizer
+        self.stepper = Stepper(optimizer, optimizer.step)
+        self.windowed = policy.stage_bytes is not None
+        self.lots, self.home = make_lots((p for _, _, ps in uses for p in ps), policy, device, self.lanes)
+        self.of = {id(p): lot for lot in self.lots for p in lot.parameters}
+        self.calls: dict[str, list[Lot]] = {}
+        """Lots that a call of the model reads."""
+        self.at: dict[int, Lot] = {}
+        """Address of memory -> the lot that is there, where parameters pass through."""
+        self.held: Counter[Lot] = Counter()
+        """Lots that a module needs until its forward is over."""
         self.open = False
         """A pass is under way whose backward may need the parameters as they are."""
-        self.watched = 0 if policy.update == "backward" else -1
-        self.fast = False
+        self.watch = Watch() if policy.update == "backward" else None
         self.settings: list[dict[str, Any]] | None = None
         """Of the optimizer when it updated in backward."""
-        self.depth = 0
-        self.stage: Stage | None = None
-        users = [(m, [p for p in ps if movable(p)]) for m, ps in uses]
-        self.lots = self._lots(p for _, ps in users for p in ps)
-        self.of = {id(p): lot for lot in self.lots for p in lot.parameters}
-        self.handles: list[Any] = []
-        self._hook(users)
-        self._original = optimizer.__dict__.get("step")
-        self.stepper = Stepper(optimizer, optimizer.step)
+        self.inside = False
+        self.called_back = False
         self.visits = Visits(self.stepper, device, self.lanes) if policy.optimizer == "offload" else None
+        self.gradients = GradientHomes(self.lots, device, self.lanes) if policy.gradients == "offload" else None
+        self.handles: list[Any] = []
+        self._hook_modules(uses)
+        self._hook_gradients()
+        self._own_step = optimizer.__dict__.get("step")
         optimizer.step = self._stepped()  # type: ignore[method-assign]
         if self.visits is not None:
-            settle = self.visits.settle
-            self.handles.append(optimizer.register_state_dict_pre_hook(lambda _: settle()))
-            for lot in self.lots:  # what it already has goes home
+            self.handles.append(optimizer.register_state_dict_pre_hook(lambda _: self.settle()))
+            for lot in self.lots:  # what there is already goes home
                 self.visits.leave(lot.number, lot.trained)
 
-    def _lots(self, parameters: Iterable[nn.Parameter]) -> list[Lot]:
-        ordered = list({id(p): p for p in parameters}.values())
-        groups = [[p for p in ordered if p.requires_grad is trained] for trained in (True, False)]
-        laid = [row for group in groups for row in lay_out(group, self.policy.parcel_bytes)]
-        if self.policy.parameters == "keep":
-            return [Lot(i, [m.tensor for m in members], None) for i, (members, _) in enumerate(laid)]  # type: ignore[misc]
-        place = {id(p): i for i, p in enumerate(ordered)}
-        laid.sort(key=lambda row: min(place[id(m.tensor)] for m in row[0]))
-        total = sum(size for _, size in laid)
-        self.home = home_for(self.device, total)
-        self.stage = Stage(self.device, total)
-        lots, at = [], 0
-        for i, (members, size) in enumerate(laid):
-            parcel = Parcel(f"parameters {i}", members, self.home.memory[at : at + size], self.stage, self.lanes)
-            parcel.adopt()
-            lots.append(Lot(i, [m.tensor for m in members], parcel))  # type: ignore[misc]
-            at += size
-        return lots
+    @property
+    def fast(self) -> bool:
+        """Whether parameters are updated in backward."""
+        return self.watch is not None and self.watch.verdict is True
 
-    def _hook(self, users: Sequence[tuple[nn.Module, Sequence[nn.Parameter]]]) -> None:
-        if self.policy.parameters == "offload":
-            lots: dict[nn.Module, dict[Lot, None]] = {}
-            for module, parameters in users:
-                lots.setdefault(module, {}).update(dict.fromkeys(self.of[id(p)] for p in parameters))
-            for module, needed in lots.items():
-                if needed:
-                    self.handles.append(module.register_forward_pre_hook(Arrival(self, list(needed))))
-        if self.policy.update == "backward":
-            reference = weakref.ref(self)
+    def _hook_modules(self, uses: Iterable[Use]) -> None:
+        lots: dict[nn.Module, dict[Lot, None]] = {}
+        for call, module, parameters in uses:
+            read = dict.fromkeys(self.of[id(p)] for p in parameters)
+            self.calls.setdefault(call, []).extend(read)
+            lots.setdefault(module, {}).update(read)
+        for module, needed in lots.items() if self.policy.parameters == "offload" else ():
+            holds = self.windowed and any(True for _ in module.children())
+            self.handles.append(module.register_forward_pre_hook(_Arrival(self, list(needed), holds=holds)))
+            if holds:
+                left = _Departure(self, list(needed))
+                self.handles.append(module.register_forward_hook(left, always_call=True))
 
-            def arrived(p: torch.Tensor) -> None:
-                if (keeper := reference()) is not None:
-                    keeper.arrived(p)
+    def _hook_gradients(self) -> None:
+        reference = weakref.ref(self)
 
-            for lot in self.lots:
-                for p in lot.trained:
-                    self.handles.append(p.register_post_accumulate_grad_hook(arrived))
+        def arrived(p: torch.Tensor) -> None:
+            if (keeper := reference()) is not None:
+                keeper.arrived(p)
+
+        def before(lot: Lot) -> Callable[[torch.Tensor], None]:
+            def hook(_: torch.Tensor) -> None:
+                keeper = reference()
+                if keeper is not None and keeper.gradients is not None and keeper.gradients.away(lot):
+                    keeper.need(lot, backward=True)
+                    keeper.gradients.come(lot)
+
+            return hook
+
+        for lot in self.lots if self.watch is not None or self.windowed else ():
+            for p in lot.trained:
+                self.handles.append(p.register_post_accumulate_grad_hook(arrived))
+                if self.gradients is not None:
+                    self.handles.append(p.register_hook(before(lot)))
 
     # Forward
 
     def around(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a forward pass; parameters come as they are needed."""
-        if self.depth:
+        if self.inside:
             return forward(*args, **kwargs)
         self.enter()
-        self.depth += 1
+        self.inside = True
         try:
             result = forward(*args, **kwargs)
         except BaseException:
-            self.depth -= 1
-            self.go_home()
+            if not self.open:
+                self.go_home()
             raise
-        self.depth -= 1
+        finally:
+            self.inside = False
         self.open = self.open or torch.is_grad_enabled()
         if not self.open:
             self.go_home()
             return result
-        for lot in self.lots:
-            if lot.weights is not None and lot.weights.here:
-                lot.weights.exposed = True
+        for parcel in self.parcels:
+            parcel.exposed = parcel.here
         self.settle()
         return result
 
+    @property
+    def parcels(self) -> list[Parcel]:
+        """The parameters, as far as they are not on the device for good."""
+        return [lot.weights for lot in self.lots if lot.weights is not None]
+
     def enter(self) -> None:
         """A forward pass begins: what has left comes back, in the order in which it is needed."""
+        if self.watch is not None and self.watch.verdict is None:
+            self.watch.before_forward(self.lots)
         leaving = []
-        for lot in self.lots:
-            parcel = lot.weights
-            if parcel is None:
-                continue
-            if self.watched >= 0 and lot.sent is not None:
-                self._watch_home(lot, parcel)
+        for parcel in self.parcels:
             if parcel.here and parcel.leaving:
                 if parcel.touched or parcel.adopt():
                     parcel.send()
@@ -197,70 +200,165 @@ class StateKeeper:
                 leaving.append(parcel)
             elif not parcel.here:
                 parcel.adopt()
+        if self.windowed:
+            return
         for parcel in reversed(leaving):  # what left first can be back first, while the rest still leaves
             parcel.book()
-        for lot in self.lots:
-            if lot.weights is not None and not lot.weights.book():
-                break
+        for parcel in self.parcels:
+            parcel.book()
 
-    def need(self, lot: Lot) -> None:
-        """The parameters of a lot are about to be used."""
-        parcel = lot.weights
-        if parcel is None or parcel.here:
+    def need(self, *lots: Lot, backward: bool = False) -> None:
+        """The parameters of some lots are about to be used, all at once."""
+        for lot in lots:
+            parcel = lot.weights
+            if parcel is None or parcel.here:
+                continue
+            if parcel.place is None:
+                self._make_room(parcel.bytes, lots, backward)
+            parcel.book()
+            parcel.arrive()
+            if self.windowed:
+                assert parcel.place is not None
+                self.at[parcel.place.memory.untyped_storage().data_ptr()] = lot
+        if self.windowed and lots:
+            self._look_ahead(lots, backward)
+
+    def _look_ahead(self, lots: Sequence[Lot], backward: bool) -> None:
+        """Start to bring the lot that comes next, if there is room for it beside these."""
+        numbers = [lot.number for lot in lots]
+        number = min(numbers) - 1 if backward else max(numbers) + 1
+        if not 0 <= number < len(self.lots) or (parcel := self.lots[number].weights) is None or parcel.place:
             return
-        if not parcel.book():
-            raise OutcoreError("there is no room for parameters on the device")
-        parcel.arrive()
+        assert self.policy.stage_bytes is not None
+        if parcel.bytes + sum(lot.weights.bytes for lot in lots if lot.weights) <= self.policy.stage_bytes:
+            self._make_room(parcel.bytes, lots, backward)
+            parcel.book()
+
+    def _make_room(self, size: int, kept: Sequence[Lot], backward: bool) -> None:
+        """Send away what will not be needed for longest, until there is room for so many bytes more."""
+        if self.policy.stage_bytes is None:
+            return
+        there = [(lot, lot.weights) for lot in self.lots if lot.weights is not None and lot.weights.place is not None]
+        taken = sum(parcel.bytes for _, parcel in there)
+        for lot, parcel in reversed(there) if backward else there:
+            if taken + size <= self.policy.stage_bytes:
+                return
+            if lot not in kept and self.held[lot] <= 0:
+                taken -= parcel.bytes
+                self._release(parcel)
+
+    def _release(self, parcel: Parcel) -> None:
+        """A parcel leaves; what it holds is at home, or on its way."""
+        if parcel.here and (parcel.exposed or parcel.touched or parcel.adopt()):
+            parcel.send()
+        self._depart(parcel)
 
     def _depart(self, parcel: Parcel) -> None:
-        if parcel.slot is None:
+        if parcel.place is None:
             return
-        if parcel.here:  # a graph that is still alive must notice
+        if self.windowed:
+            self.at.pop(parcel.place.memory.untyped_storage().data_ptr(), None)
+        elif parcel.here:  # a graph that is still alive must notice
             torch.autograd.graph.increment_version([m.tensor for m in parcel.members])
         parcel.depart()
 
     def go_home(self) -> None:
         """Everything that is here leaves; the host waits until it has."""
-        for lot in self.lots:
-            if lot.weights is not None:
-                if lot.weights.here and (lot.weights.exposed or lot.weights.touched or lot.weights.adopt()):
-                    lot.weights.send()
-                self._depart(lot.weights)
+        for parcel in self.parcels:
+            self._release(parcel)
         self.settle()
 
     def settle(self) -> None:
         """What is at home is complete."""
-        for lot in self.lots:
-            if lot.weights is not None and not lot.weights.here:
-                lot.weights.settle()
+        for parcel in self.parcels:
+            if not parcel.here:
+                parcel.settle()
+        for others in (self.visits, self.gradients):
+            if others is not None:
+                others.settle()
+
+    # What replays a recording asks these
+
+    def perform(self, tape: Tape, step: Step) -> None:
+        """Run a step of a recording."""
+        if (lots := self.calls.get(step.name)) is not None:
+            self.need(*lots)
+        Tape.step(tape, step)
+
+    def summon(self, steps: Iterable[Step]) -> None:
+        """Steps are about to run again in backward."""
+        lots = dict.fromkeys(lot for step in steps for lot in self.calls.get(step.name, ()))
+        self.need(*lots, backward=True)
+
+    def hooked(self) -> contextlib.AbstractContextManager[Any]:
+        """Hold what autograd saves, where parameters pass through; the model runs as it is."""
+        if not self.windowed:
+            return contextlib.nullcontext()
+
+        def pack(tensor: torch.Tensor) -> Any:
+            if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+                return tensor.detach()
+            return self.claim(tensor) or Handle(tensor)
+
+        def unpack(packed: Any) -> torch.Tensor:
+            return packed.unpack() if isinstance(packed, Handle) else packed
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+    def claim(self, tensor: torch.Tensor) -> Handle | None:
+        """What autograd is to hold instead of a tensor that lies in the memory of a lot."""
+        lot = self.at.get(tensor.untyped_storage().data_ptr()) if self.at else None
+        return Borrowed(tensor, lot, self) if lot is not None else None
 
     # Backward
 
     def arrived(self, p: torch.Tensor) -> None:
         """Backward has brought the gradient of a parameter."""
         lot = self.of[id(p)]
-        assert p.grad is not None
         if lot.updated:
             raise OutcoreError(
                 'a second backward before optimizer.step(): with update="backward" the first was already applied; '
                 'use update="step" to add up gradients over several passes'
             )
-        if not self.fast:
-            lot.seen[id(p)] = (lot.seen.get(id(p), (0, 0))[0] + 1, p.grad._version)
+        if self.watch is not None and not self.fast:
+            self.watch.gradient(p)
+        lot.arrived.add(id(p))
+        if len(lot.arrived) < len(lot.trained):
             return
-        lot.missing -= 1
-        if lot.missing:
-            return
-        if self.settings is None:
-            self.settings = self.stepper.settings()
-        self.update(lot, then=self.lots[lot.number - 1] if lot.number else None)
-        for q in lot.trained:
-            q.grad = None
-        lot.updated = True
+        lot.arrived.clear()
+        if self.fast:
+            if self.settings is None:
+                self.settings = self.stepper.settings()
+            self.update(lot, then=self.lots[lot.number - 1] if lot.number else None)
+            for q in lot.trained:
+                q.grad = None
+            lot.updated = True
+        elif self.windowed:
+            self._leave_gradients(lot)
+
+    def _leave_gradients(self, lot: Lot) -> None:
+        """A lot is not needed any more in this pass, and its gradients may go home."""
+        assert lot.weights is not None
+        home = self.gradients.leave(lot) if self.gradients is not None else None
+        self._release(lot.weights)
+        if home is not None:
+            assert self.gradients is not None
+            self.gradients.stay(lot, home)
+        if not self.called_back:
+            self.called_back = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_is_over)
+
+    def _backward_is_over(self) -> None:
+        self.called_back = False
+        self.settle()
 
     def update(self, lot: Lot, then: Lot | None) -> None:
         """Update a lot and send it home; the state of the next one may start to come."""
-        self.need(lot)
+        self.need(lot, backward=True)
+        home = None
+        if self.gradients is not None and self.gradients.away(lot):
+            home = self.gradients.homes[lot.number].memory
+            self.gradients.come(lot)
         if self.visits is not None:
             self.visits.arrive(lot.number, lot.trained)
             if then is not None:
@@ -270,6 +368,11 @@ class StateKeeper:
             self.visits.leave(lot.number, lot.trained)
         if lot.weights is not None:
             lot.weights.send()
+            if self.windowed:
+                self._depart(lot.weights)
+        if home is not None:
+            assert self.gradients is not None
+            self.gradients.stay(lot, home)
 
     # The optimizer's step
 
@@ -290,27 +393,27 @@ class StateKeeper:
 
     def step(self) -> None:
         """Do what is left of the optimizer's step."""
-        if self.fast:
+        fast = self.fast
+        if fast:
             self._check_settings()
-        else:
-            self._watch_gradients()
-        waiting = [lot for lot in self.lots if not lot.updated]
+        elif self.watch is not None and self.watch.verdict is None:
+            self.watch.before_step(self.lots)
+        waiting = [lot for lot in self.lots if not lot.updated and any(p.grad is not None for p in lot.trained)]
+        if self.windowed:
+            waiting.reverse()  # the first ones are then here when forward begins
         for i, lot in enumerate(waiting):
-            if any(p.grad is not None for p in lot.trained):
-                self.update(lot, then=waiting[i + 1] if i + 1 < len(waiting) else None)
-                if self.fast:
-                    for p in lot.trained:
-                        p.grad = None
+            self.update(lot, then=waiting[i + 1] if i + 1 < len(waiting) else None)
+            for p in lot.trained if fast else ():
+                p.grad = None
         self.stepper.rest(self.of.keys())
         for lot in self.lots:
-            lot.missing, lot.updated, lot.seen = len(lot.trained), False, {}
+            lot.updated = False
+            lot.arrived.clear()
         self.open, self.settings = False, None
-        if not self.fast:
+        if not fast or self.windowed:
             self.go_home()
-            if self.visits is not None:
-                self.visits.settle()
-            if self.watched >= 0:
-                self._remember()
+        if self.watch is not None and not fast:
+            self.watch.after_step(self.lots)
 
     def _check_settings(self) -> None:
         if self.settings is not None and repr(self.settings) != repr(self.stepper.settings()):
@@ -319,41 +422,6 @@ class StateKeeper:
                 'backward; change them after step(), or use update="step"'
             )
 
-    # Watching the loop before updates move into backward
-
-    def _watch_gradients(self) -> None:
-        if self.watched < 0:
-            return
-        for lot in self.lots:
-            for p in lot.trained:
-                times, version = lot.seen.get(id(p), (0, 0))
-                if times > 1:
-                    self._stay("gradients of several passes are added up")
-                elif times and (p.grad is None or p.grad._version != version):
-                    self._stay("gradients are changed between backward() and step() (clipped, unscaled)")
-                if self.watched < 0:
-                    return
-        self.watched += 1
-
-    def _watch_home(self, lot: Lot, parcel: Parcel) -> None:
-        if lot.sent is not None and not torch.equal(lot.sent, parcel.home):
-            self._stay("parameters are changed between step() and the next forward pass")
-        lot.sent = None
-
-    def _remember(self) -> None:
-        if self.watched >= _WATCHED:
-            self.fast, self.watched = True, -1
-            return
-        for lot in self.lots:
-            if lot.weights is not None:
-                lot.sent = lot.weights.home.clone()
-
-    def _stay(self, why: str) -> None:
-        self.watched = -1
-        warnings.warn(
-            f'outcore: updates stay in optimizer.step() although update="backward" was asked for: {why}', stacklevel=4
-        )
-
     # The end
 
     def close(self) -> None:
@@ -361,42 +429,20 @@ class StateKeeper:
         self.go_home()
         for handle in self.handles:
             handle.remove()
-        for lot in self.lots:
-            for member in lot.weights.members if lot.weights is not None else ():
+        for parcel in self.parcels:
+            for member in parcel.members:
+                grad, member.tensor.grad = member.tensor.grad, None
                 member.tensor.data = member.tensor.data.to(self.device, copy=True)
-        if self.visits is not None:
-            self.visits.close()
-        if self._original is None:
+                if grad is not None:
+                    member.tensor.grad = grad.to(self.device, copy=self.gradients is not None)
+        for others in (self.visits, self.gradients):
+            if others is not None:
+                others.close()
+        if self._own_step is None:
             self.optimizer.__dict__.pop("step", None)
         else:
-            self.optimizer.step = self._original  # type: ignore[method-assign]
+            self.optimizer.step = self._own_step  # type: ignore[method-assign]
         self.lanes.close()
         if self.home is not None:
             self.home.close()
-        self.lots, self.handles = [], []
-
-
-def uses_of(model: nn.Module, calls: Iterable[tuple[str, Sequence[str]]]) -> list[tuple[nn.Module, list[nn.Parameter]]]:
-    """Modules with the parameters their calls read.
-
-    Args:
-        model: the model.
-        calls: block and names of parameters of each call, in order.
-    """
-    named: Mapping[str, nn.Parameter] = dict(model.named_parameters(remove_duplicate=False))
-    found = []
-    for block, names in calls:
-        read = [named[n] for n in names if n in named]
-        if not read:
-            continue
-        path = block
-        while True:
-            try:
-                module = model.get_submodule(path)
-                break
-            except AttributeError:
-                path = path.rpartition(".")[0]
-        owner = any(isinstance(model.get_submodule(n.rpartition(".")[0]), nn.RNNBase) for n in names if n in named)
-        if not owner:
-            found.append((module, read))
-    return found
+        self.lots, self.handles, self.calls, self.of = [], [], {}, {}

@@ -16,7 +16,7 @@ from torch import nn
 
 from outcore.errors import OutcoreError
 from outcore.memory.lanes import Home, Lanes, home_for
-from outcore.memory.parcels import Parcel, Stage, lay_out, movable
+from outcore.memory.parcels import LooseStage, Parcel, lay_out, movable
 
 __all__ = ["Stepper", "Visits"]
 
@@ -85,13 +85,11 @@ class Visits:
         self.parcels: dict[int, Parcel] = {}
         """By the lot's number."""
         self.homes: dict[int, Home] = {}
-        self.stage: Stage | None = None
+        self.stage = LooseStage(device, lanes, most_leaving=0)
 
     def book(self, number: int) -> None:
         """Start to bring the state of a lot."""
-        parcel = self.parcels.get(number)
-        if parcel is not None and self.stage is not None:
-            parcel.stage = self.stage
+        if (parcel := self.parcels.get(number)) is not None:
             parcel.book()
 
     def arrive(self, number: int, parameters: Collection[nn.Parameter]) -> None:
@@ -106,15 +104,7 @@ class Visits:
                 if tensor.device != self.device:
                     tensor.data = tensor.data.to(self.device)
             return
-        if self.stage is None:
-            largest = sorted((p.bytes for p in self.parcels.values()), reverse=True)[:2]
-            self.stage = Stage(self.device, sum(largest))
-        parcel.stage = self.stage
-        if not parcel.book():  # more was booked than there is room for
-            for other in self.parcels.values():
-                if other is not parcel:
-                    other.depart()
-            assert parcel.book()
+        parcel.book()
         parcel.arrive()
 
     def leave(self, number: int, parameters: Collection[nn.Parameter]) -> None:
@@ -126,15 +116,10 @@ class Visits:
                 return
             ((members, size),) = lay_out(tensors, 2**62)
             home = self.homes[number] = home_for(self.device, size)
-            parcel = Parcel(f"state {number}", members, home.memory, self.stage or Stage(self.device, 0), self.lanes)
-            self.parcels[number] = parcel
+            parcel = self.parcels[number] = Parcel(f"state {number}", members, home.memory, self.stage, self.lanes)
             parcel.adopt()
-            if (
-                self.stage is not None
-                and sum(sorted(p.bytes for p in self.parcels.values())[-2:]) > self.stage.arena.size
-            ):
-                self.stage = None
             return
+        self.stage.most_leaving = max(self.stage.most_leaving, parcel.bytes)
         parcel.send()
         parcel.depart()
 
@@ -160,4 +145,4 @@ class Visits:
                 member.tensor.data = member.tensor.data.to(self.device, copy=True)
         for home in self.homes.values():
             home.close()
-        self.parcels, self.homes, self.stage = {}, {}, None
+        self.parcels, self.homes = {}, {}

@@ -51,6 +51,8 @@ class StatePolicy:
                 raise PlanError(f"state: {name} cannot be {given!r}; choose one of {', '.join(get_args(choices))}")
         if self.update == "backward" and self.gradients == "offload":
             raise PlanError("state: gradients that are used up in backward cannot be offloaded; keep them")
+        if self.gradients == "offload" and (self.parameters != "offload" or self.stage_bytes is None):
+            raise PlanError("state: gradients go where parameters are; offload these too, with stage_bytes")
 
     @classmethod
     def of(cls, given: StatePolicy | Mapping[str, Any] | None) -> StatePolicy:

@@ -1,0 +1,131 @@
+"""Lots: parameters that come, are updated and leave together, in the order in which the model uses them."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from outcore.memory.cell import Geometry, Handle
+from outcore.memory.lanes import Home, Lanes, home_for
+from outcore.memory.parcels import FixedStage, LooseStage, Parcel, lay_out, movable
+from outcore.planner.state import StatePolicy
+
+if TYPE_CHECKING:
+    from outcore.memory.state import StateKeeper
+
+__all__ = ["Borrowed", "Lot", "Use", "make_lots", "uses_of"]
+
+Use = tuple[str, nn.Module, Sequence[nn.Parameter]]
+"""A call, the module in whose forward it happens, and the parameters it reads."""
+
+
+class Lot:
+    """Some parameters."""
+
+    def __init__(self, number: int, parameters: Sequence[nn.Parameter], weights: Parcel | None) -> None:
+        self.number, self.parameters, self.weights = number, tuple(parameters), weights
+        self.trained = tuple(p for p in parameters if p.requires_grad)
+        self.arrived: set[int] = set()
+        """Parameters (ids) whose gradients backward has brought."""
+        self.updated = False
+        """In this step, before ``optimizer.step()``."""
+
+
+class Borrowed(Handle):
+    """A saved tensor that lies in the memory of a lot: when backward asks, the lot is brought here."""
+
+    __slots__ = ("keeper", "lot", "member")
+
+    def __init__(self, tensor: torch.Tensor, lot: Lot, keeper: StateKeeper) -> None:
+        assert lot.weights is not None
+        self.tensor, self.cell, self.device, self.position = None, None, None, 0
+        self.geometry, self.lot, self.keeper = Geometry.of(tensor), lot, keeper
+        at = self.geometry.offset * tensor.element_size()
+        members = lot.weights.members
+        self.member = members[bisect_right([m.offset for m in members], at) - 1].tensor
+        self.version = self.member._version
+
+    def unpack(self) -> torch.Tensor:
+        """The saved tensor, where the lot is now."""
+        assert self.geometry is not None and self.lot.weights is not None
+        if self.member._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"parameter of {list(self.member.shape)} is at version {self.member._version}; expected version "
+                f"{self.version}"
+            )
+        self.keeper.need(self.lot, backward=True)
+        place = self.lot.weights.place
+        assert place is not None
+        dtype, size, stride, offset = self.geometry
+        empty = torch.empty(0, dtype=dtype, device=place.memory.device)
+        return empty.set_(place.memory.untyped_storage(), offset, size, stride)
+
+
+def make_lots(
+    parameters: Iterable[nn.Parameter], policy: StatePolicy, device: torch.device, lanes: Lanes
+) -> tuple[list[Lot], Home | None]:
+    """Pack parameters into lots, those that are trained and those that are not apart; and their home."""
+    ordered = list({id(p): p for p in parameters}.values())
+    place = {id(p): i for i, p in enumerate(ordered)}
+    laid = [
+        row
+        for trained in (True, False)
+        for row in lay_out([p for p in ordered if p.requires_grad is trained], policy.parcel_bytes)
+    ]
+    laid.sort(key=lambda row: min(place[id(m.tensor)] for m in row[0]))
+    if policy.parameters == "keep" or not laid:
+        return [Lot(i, _parameters(m.tensor for m in members), None) for i, (members, _) in enumerate(laid)], None
+    total = sum(size for _, size in laid)
+    home = home_for(device, total)
+    stage = (
+        FixedStage(device, total, lanes)
+        if policy.stage_bytes is None
+        else LooseStage(device, lanes, max(size for _, size in laid))
+    )
+    lots, at = [], 0
+    for i, (members, size) in enumerate(laid):
+        parcel = Parcel(f"parameters {i}", members, home.memory[at : at + size], stage, lanes)
+        parcel.adopt()
+        lots.append(Lot(i, _parameters(m.tensor for m in members), parcel))
+        at += size
+    return lots, home
+
+
+def uses_of(model: nn.Module, calls: Iterable[tuple[str, str, Sequence[str]]]) -> list[Use]:
+    """The calls that read parameters which can be moved.
+
+    Args:
+        model: the model.
+        calls: name, block and names of parameters of each call, in order.
+    """
+    named: Mapping[str, nn.Parameter] = dict(model.named_parameters(remove_duplicate=False))
+    fixed = {id(p) for m in model.modules() if isinstance(m, nn.RNNBase) for p in m.parameters()}
+    # cuDNN wants the weights of a recurrent layer in one piece that it has laid out itself.
+    found: list[Use] = []
+    for call, block, names in calls:
+        read = [named[n] for n in names if n in named and id(named[n]) not in fixed and movable(named[n])]
+        if read:
+            found.append((call, _module(model, block), read))
+    return found
+
+
+def _module(model: nn.Module, block: str) -> nn.Module:
+    """The module of a block, or the one in whose forward a function is called."""
+    while True:
+        try:
+            return model.get_submodule(block)
+        except AttributeError:
+            block = block.rpartition(".")[0]
+
+
+def _parameters(tensors: Iterable[torch.Tensor]) -> list[nn.Parameter]:
+    found = []
+    for tensor in tensors:
+        assert isinstance(tensor, nn.Parameter)
+        found.append(tensor)
+    return found
