@@ -12,10 +12,11 @@ are untouched. A copied or pickled model brings its governor along, which record
 from __future__ import annotations
 
 import contextlib
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,9 +32,11 @@ from outcore.graph.keys import key_of
 from outcore.graph.preserve import ModelState, state_tensors
 from outcore.graph.recording import Mismatch
 from outcore.graph.structure import leaves
+from outcore.machine.units import format_bytes
 from outcore.memory.fused_norm import pairs_of, without_relus
 from outcore.memory.graphed import Graphed
 from outcore.memory.holding import Holding, prepare
+from outcore.memory.observer import Measured, Observer, meter_for
 from outcore.memory.passage import Pass
 from outcore.memory.rates import measured_tier, memory_rate
 from outcore.memory.state import StateKeeper
@@ -61,6 +64,8 @@ class Settings:
     """Where parameters, gradients and optimizer state live."""
     reassociated: bool = False
     """Results may differ from plain training by rounding."""
+    quiet: bool = True
+    """Do not say what was measured."""
 
 
 @dataclass
@@ -71,6 +76,10 @@ class Admitted:
     holding: Holding
     graphed: Graphed | None = None
     """Forward and backward as CUDA graphs, where that was asked for and can be."""
+    observer: Observer | None = None
+    """Looks at the first steps."""
+    measured: Measured | None = None
+    """What it has seen."""
 
 
 class Governor:
@@ -114,6 +123,10 @@ class Governor:
         if not entry.plan.policy and not entry.holding.instead:
             return self.original(*args, **kwargs)
         tensors = [t for _, t in leaves((args, kwargs), torch.Tensor)]
+        if entry.observer is not None:
+            seen = entry.observer.look(self.model.parameters(), tensors)
+            if seen is not None and self.corrected(key, entry, seen, args, kwargs):
+                return self.run(*args, **kwargs)
         if entry.graphed is not None and (result := entry.graphed(tensors)) is not None:
             return result[0]
         if not entry.holding.recording.uses_data:
@@ -171,6 +184,9 @@ class Governor:
             warnings.warn("outcore: this step cannot be a CUDA graph; it runs call by call", stacklevel=3)
         elif self.settings.graphs:
             self.admitted[key] = Admitted(plan, holding, Graphed(holding, self.model))
+        else:
+            state = self.settings.optimizer.state_bytes(plan.keeping.costs.parameters)
+            self.admitted[key] = Admitted(plan, holding, observer=Observer(self.model, state, meter_for(self.device)))
 
     def plan_for(self, graph: Graph) -> MemoryPlan:
         """Policies for a graph: those there are, if they fit it, else new ones."""
@@ -198,6 +214,8 @@ class Governor:
             )
 
         known = self.settings.policy
+        if known is not None and not any(self.admitted.values()):
+            return planned(known)  # what was given by hand is done or refused, never replaced
         if known is None and any(self.admitted.values()):
             known = dict(self.plan.assignment.policy)
         if known is not None:
@@ -206,6 +224,29 @@ class Governor:
                 if self.settings.policy is not None or budget is None or same.peak_bytes <= budget:
                     return same
         return planned(None)
+
+    def corrected(
+        self, key: Hashable, entry: Admitted, seen: Measured, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
+        """Put what was measured beside the plan; whether that was above the budget and there is a new plan."""
+        entry.observer, entry.measured = None, seen
+        if not self.settings.quiet:
+            print(f"outcore: {seen.beside(entry.plan)}", file=sys.stderr)
+        budget, before = self.settings.budget_bytes, self.settings
+        if budget is None or seen.peak_bytes is None or seen.peak_bytes <= budget or before.policy is not None:
+            return False
+        missed = seen.peak_bytes - entry.plan.peak_bytes
+        self.settings = replace(before, reserved_bytes=before.reserved_bytes + missed)
+        del self.admitted[key]
+        try:
+            self.admit(key, args, kwargs)
+        except PlanError as refused:
+            self.settings, self.admitted[key] = before, entry
+            warnings.warn(f"outcore: the step is {format_bytes(missed)} above its prediction; {refused}", stacklevel=4)
+            return False
+        if not before.quiet:
+            print(f"outcore: planned again with {format_bytes(missed)} less", file=sys.stderr)
+        return True
 
     def make_room(self, size: int) -> None:
         """Have a tier with room for so many bytes."""

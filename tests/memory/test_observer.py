@@ -1,0 +1,95 @@
+"""The first steps are watched, and correct the plan."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import outcore
+from outcore.memory import governor as governors
+from outcore.memory.governor import Governor
+
+
+class Counter:
+    """An allocator whose peak is what a test says."""
+
+    def __init__(self, peak: int, others: int = 0) -> None:
+        self.most, self.now, self.resets = peak, others, 0
+
+    def allocated(self) -> int:
+        return self.now
+
+    def peak(self) -> int:
+        return self.most
+
+    def reset(self) -> None:
+        self.resets += 1
+
+    def wait(self) -> None:
+        pass
+
+
+def network() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    layers = [m for _ in range(12) for m in (nn.Linear(32, 32), nn.Tanh())]
+    return nn.Sequential(*layers), torch.randn(2048, 32)
+
+
+def steps(model: nn.Module, images: torch.Tensor, count: int) -> None:
+    for _ in range(count):
+        model(images).sum().backward()
+        model.zero_grad()
+
+
+def governed(monkeypatch: pytest.MonkeyPatch, share: float, over: float) -> tuple[Governor, int, Counter]:
+    """A model within a share of its plain peak that takes `over` times its budget."""
+    model, images = network()
+    outcore.within(model, (images,), memory=None, quiet=True)
+    budget = int(share * outcore.memory_plan(model).plain_bytes)
+    counter = Counter(int(over * budget))
+    monkeypatch.setattr(governors, "meter_for", lambda _: counter)
+    outcore.within(model, (images,), memory=budget, quiet=True)
+    governor = model.__dict__["forward"]
+    assert isinstance(governor, Governor)
+    before = governor.plan.peak_bytes
+    steps(model, images, 3)
+    assert governor.plan.peak_bytes == before  # not before all of them were seen
+    counter.most = min(counter.most, budget) if over > 1 and counter.resets == 0 else counter.most
+    steps(model, images, 1)
+    return governor, before, counter
+
+
+def test_a_step_within_its_budget_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    governor, before, counter = governed(monkeypatch, 0.7, 0.9)
+    (entry,) = governor.admitted.values()
+    assert entry is not None and entry.observer is None and entry.measured is not None
+    assert entry.measured.peak_bytes == counter.most and entry.measured.step_s > 0
+    assert "predicted" in entry.measured.beside(entry.plan)
+    assert governor.plan.peak_bytes == before and counter.resets == 3
+
+
+def test_a_step_above_its_budget_is_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    governor, before, counter = governed(monkeypatch, 0.7, 1.1)
+    budget = governor.settings.budget_bytes
+    assert budget is not None
+    missed = counter.most - before
+    assert governor.plan.outcome.peak_bytes + missed <= budget
+    assert governor.settings.reserved_bytes >= missed
+
+
+def test_where_nothing_smaller_is_possible_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.warns(UserWarning, match="above its prediction"):
+        governor, before, _ = governed(monkeypatch, 0.7, 20.0)
+    assert governor.plan.peak_bytes == before
+
+
+def test_memory_of_others_is_not_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, images = network()
+    counter = Counter(10**9 + 5000, others=10**9)
+    monkeypatch.setattr(governors, "meter_for", lambda _: counter)
+    outcore.within(model, (images,), memory=None, quiet=True, plan={"1#0:out": "recompute"})
+    steps(model, images, 4)
+    (entry,) = model.__dict__["forward"].admitted.values()
+    own = sum(p.nbytes for p in model.parameters()) * 3 + images.nbytes  # with Adam's state
+    assert entry.measured is not None and entry.measured.peak_bytes == 5000 + own
