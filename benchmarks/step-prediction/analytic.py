@@ -14,6 +14,7 @@ from typing import Any
 
 import networks
 import torch
+from case import HOST
 from networks import Training
 
 import outcore
@@ -27,7 +28,7 @@ from outcore.machine.clock import Timing
 def add_estimates(path: Path, only: list[str] | None = None) -> None:
     """Rewrite a result with `estimated_s` in each row, and print the errors by kind of call."""
     result = json.loads(path.read_text())
-    cuda = path.stem.endswith("cuda")
+    cuda = "cuda" in path.stem
     device = parse("h200").devices[0] if cuda else remembered().devices[0]
     known = {}
     calls = path.with_name(f"{path.stem}-calls.json.gz")
@@ -75,8 +76,7 @@ def with_times(graph: outcore.Graph, costs: Costs, row: dict[str, Any], lines: l
         line = alike.get(_likeness(graph, name), {})
         times = {d: _timing(line[d]) if d in line else None for d in ("forward", "backward")}
         calls[name] = replace(cost, **times, time_source="measured" if line else "unknown")
-    rate = row.get("sum_bytes_per_s") or costs.sum_bytes_per_s
-    return replace(costs, calls=calls, between_s=row["between_s"], sum_bytes_per_s=rate)
+    return replace(costs, calls=calls, **{name: row[name] for name in HOST if name in row})
 
 
 def _likeness(graph: outcore.Graph, name: str) -> Hashable:

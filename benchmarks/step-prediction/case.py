@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from networks import Network, Training
 
 import outcore
+from outcore.cost.beat import beat_s
 from outcore.cost.costs import Costs
 from outcore.cost.live import LiveBytes
 from outcore.cost.measure import measure
@@ -21,6 +21,10 @@ from outcore.cost.saved import account
 from outcore.cost.step import measure_optimizer, predict_step
 
 Adam = torch.optim.Adam
+HOST = ("between_s", "start_s", "beat_s", "sum_bytes_per_s", "sum_dispatch_s")
+"""What costs say of the host beside the calls."""
+GROUPS = 7
+"""Groups of two to four timed steps among the measurements of a case, beside one at the start."""
 
 
 class Case:
@@ -38,15 +42,23 @@ class Case:
         self.row: dict[str, Any] = {"capture_s": captured - start, "account_s": time.perf_counter() - captured}
 
     def run(self, seconds: float) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Predict from calls measured alone, then train; the figures, and what each distinct call took."""
+        """Measure the calls alone, with real steps in between, and predict; the figures, and what each call took."""
         start = time.perf_counter()
         clean(self.device)
         others = allocated(self.device) - self.own_bytes()
-        costs = measure(self.graph, self.device, time_limit_s=seconds, runs=10, accounted=self.accounted)
-        optimizer = measure_optimizer(self.model, Adam, self.device)
-        measured_s = time.perf_counter() - start
+        steps = Steps(self.model, self.batch, self.device)
+        costs = measure(
+            self.graph,
+            self.device,
+            time_limit_s=seconds,
+            runs=10,
+            accounted=self.accounted,
+            progress=steps.between if self.device.type == "cuda" else None,
+        )
+        optimizer = measure_optimizer(self.model, Adam, self.device, beat=costs.beat_s)
+        measured_s = time.perf_counter() - start - steps.spent_s
         clean(self.device)
-        trained = train(self.model, self.batch, self.device, others)
+        trained = steps.result(others)
         step = predict_step(self.graph, costs, optimizer=optimizer)
         curve = memory_curve(self.graph, costs, optimizer=Adam)
         row = self.row | trained | {
@@ -55,8 +67,7 @@ class Case:
             "calls": len(self.graph.calls),
             "unmeasured": len(costs.unmeasured),
             "notes": list(costs.notes)[:3],
-            "between_s": costs.between_s,
-            "sum_bytes_per_s": costs.sum_bytes_per_s,
+            **{n: getattr(costs, n) for n in HOST},
             "predicted_s": step.step_s,
             "predicted_parts_s": {n: getattr(step, f"{n}_s") for n in ("forward", "backward", "optimizer", "wait")},
             "optimizer": asdict(optimizer),
@@ -88,49 +99,74 @@ def distinct(costs: Costs) -> list[dict[str, Any]]:
     return list(lines.values())
 
 
-def train(model: Training, batch: tuple[torch.Tensor, ...], device: torch.device, base: int) -> dict[str, Any]:
-    """Real steps: median time, and the peak of one."""
-    optimizer = Adam(model.parameters())
+class Steps:
+    """Real training steps, timed in small groups while the calls are measured: the host does not keep its pace."""
 
-    def step() -> None:
-        optimizer.zero_grad()
-        model(*batch).backward()
-        optimizer.step()
+    def __init__(self, model: Training, batch: tuple[torch.Tensor, ...], device: torch.device) -> None:
+        self.model, self.batch, self.device = model, batch, device
+        self.optimizer = Adam(model.parameters())
+        self.wall: list[float] = []
+        self.processor: list[float] = []
+        self.beats: list[float] = []
+        self.groups, self.spent_s = 0, 0.0
+        if device.type == "cuda":
+            self._group(3, 0)
+            self.optimizer.zero_grad()
 
-    for _ in range(3):
-        step()
-    times, processor = timed(step, device, 30 if device.type == "cuda" else 9, 1.0 if device.type == "cuda" else 60)
-    row: dict[str, Any] = {"measured_s": statistics.median(times), "fastest_s": min(times), "steps": len(times)}
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        step()
-        row["measured_bytes"] = torch.cuda.max_memory_allocated(device) - base
-        row["reserved_bytes"] = torch.cuda.max_memory_reserved(device)
-    else:
-        row["measured_processor_s"] = statistics.median(processor)
-        optimizer.zero_grad()
-        fixed = [*model.parameters(), *model.buffers(), *batch]
-        fixed += [t for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(*self.batch).backward()
+        self.optimizer.step()
+
+    def between(self, done: int, total: int, _: str) -> None:
+        """A group whenever a further part of the calls is measured."""
+        if done * GROUPS >= self.groups * total and self.groups <= GROUPS:
+            self.groups += 1
+            self._group(1, 4 if min(self.wall, default=0.0) < 0.02 else 2)
+            self.optimizer.zero_grad()
+
+    def result(self, base: int) -> dict[str, Any]:
+        """Median time of the steps, and the peak of one more; `base` is what was allocated before them."""
+        if self.device.type == "cuda":
+            self._group(1, 0)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self.step()
+            memory = {
+                "measured_bytes": torch.cuda.max_memory_allocated(self.device) - base,
+                "reserved_bytes": torch.cuda.max_memory_reserved(self.device),
+            }
+        else:
+            self._group(3, 9)
+            memory = {"measured_bytes": self._living()}
+        self.optimizer.zero_grad()
+        found: dict[str, Any] = {"measured_s": statistics.median(self.wall), "fastest_s": min(self.wall)}
+        if self.device.type == "cpu":
+            found["measured_processor_s"] = statistics.median(self.processor)
+        return found | memory | {"steps": len(self.wall), "steps_s": self.wall, "beats_s": self.beats}
+
+    def _group(self, untimed: int, timed: int) -> None:
+        begin = time.perf_counter()
+        for place in range(untimed + timed):
+            synchronise(self.device)
+            beat = beat_s()
+            start, busy = time.perf_counter(), time.process_time()
+            self.step()
+            synchronise(self.device)
+            if place >= untimed:
+                self.wall.append(time.perf_counter() - start)
+                self.processor.append(time.process_time() - busy)
+                self.beats.append((beat + beat_s()) / 2)
+        self.spent_s += time.perf_counter() - begin
+
+    def _living(self) -> int:
+        """The most bytes of living storages in a step."""
+        self.optimizer.zero_grad()
+        fixed = [*self.model.parameters(), *self.model.buffers(), *self.batch]
+        fixed += [t for s in self.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
         held = sum(s.nbytes() for s in {t.untyped_storage()._cdata: t.untyped_storage() for t in fixed}.values())
         with LiveBytes(fixed) as live:
-            step()
-        row["measured_bytes"] = held + live.peak
-    optimizer.zero_grad()
-    return row
-
-
-def timed(step: Callable[[], None], device: torch.device, runs: int, seconds: float) -> tuple[list[float], list[float]]:
-    """Wall-clock times of synchronised steps, and the processor's."""
-    wall, processor = [], []
-    end = time.perf_counter() + seconds
-    while len(wall) < 8 or (len(wall) < runs and time.perf_counter() < end):
-        synchronise(device)
-        start, busy = time.perf_counter(), time.process_time()
-        step()
-        synchronise(device)
-        wall.append(time.perf_counter() - start)
-        processor.append(time.process_time() - busy)
-    return wall, processor
+            self.step()
+        return held + live.peak
 
 
 def clean(device: torch.device) -> int:

@@ -138,24 +138,23 @@ class Peers:
         for process in self.running:
             process.kill()
 
-    def into(self, rows: list[dict[str, Any]]) -> None:
-        for row in rows:
-            path = self.folder / f"{row['network']}.json"
-            found = json.loads(path.read_text()) if path.exists() else {}
-            row |= found.get(f"{row['batch']} {row['precision']}", {})
+    def found(self) -> dict[str, dict[str, Any]]:
+        """What there is, by network and case."""
+        return {path.stem: json.loads(path.read_text()) for path in self.folder.glob("*.json")}
 
 
-def measure_all(out: Path, device: torch.device, seconds: float, limit: float, only: list[str] | None) -> None:
+def measure_all(
+    out: Path, device: torch.device, seconds: float, limit: float, only: list[str] | None, *, others: bool
+) -> None:
     chosen = networks.GPU if device.type == "cuda" else networks.CPU
     precisions = ("bf16", "tf32") if device.type == "cuda" else ("fp32",)
-    result: dict[str, Any] = {"environment": environment(device), "rows": []}
+    result: dict[str, Any] = {"environment": environment(device)}
     out.mkdir(parents=True, exist_ok=True)
     name = f"{result['environment']['date']}-{device.type}"
-    order = list(chosen)
     begin, end = time.time(), time.time() + limit
     # Those that take longest to prepare come first.
     names = [n for n in sorted(chosen, key=lambda n: -_WEIGHT.get(n, 0)) if not only or n in only]
-    peers = Peers(names, 10 if device.type == "cuda" else 1)
+    peers = Peers(names if others else [], 10 if device.type == "cuda" else 1)
     spawn = multiprocessing.get_context("spawn")
     workers = len(names) if device.type == "cuda" else 1
     shared = (spawn.Lock(), spawn.Barrier(workers))
@@ -166,23 +165,30 @@ def measure_all(out: Path, device: torch.device, seconds: float, limit: float, o
             tasks.append(pool.submit(one_network, n, cases, device.type, seconds, end, out))
         for task in tasks:
             task.result()
+    seconds = time.time() - begin
+    write(out, name, device.type, result | {"seconds": seconds}, {})
     while peers.go_on() and time.time() < end + 60:
         time.sleep(0.2)
     peers.stop()
-    lines = (out / f"rows-{device.type}.jsonl").read_text().splitlines()
+    print(table(write(out, name, device.type, result | {"seconds": seconds}, peers.found())))
     (out / f"rows-{device.type}.jsonl").unlink()
-    result["rows"] = sorted(
-        map(json.loads, lines), key=lambda r: (-r["batch"], r["precision"], order.index(r["network"]))
-    )
-    result["seconds"] = time.time() - begin
-    peers.into(result["rows"])
+
+
+def write(
+    out: Path, name: str, kind: str, result: dict[str, Any], peers: dict[str, dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Write the dated result and the file of calls from the rows that cases left behind; returns the rows."""
+    order = list(networks.GPU if kind == "cuda" else networks.CPU)
+    rows = [json.loads(line) for line in (out / f"rows-{kind}.jsonl").read_text().splitlines()]
+    rows.sort(key=lambda r: (-r["batch"], r["precision"], order.index(r["network"])))
+    for row in rows:
+        row |= peers.get(row["network"], {}).get(f"{row['batch']} {row['precision']}", {})
     calls = [
-        {k: row.get(k) for k in ("network", "batch", "precision")} | {"calls": row.pop("distinct", [])}
-        for row in result["rows"]
+        {k: row.get(k) for k in ("network", "batch", "precision")} | {"calls": row.pop("distinct", [])} for row in rows
     ]
     (out / f"{name}-calls.json.gz").write_bytes(gzip.compress(json.dumps(calls).encode(), mtime=0))
-    (out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
-    print(table(result["rows"]))
+    (out / f"{name}.json").write_text(json.dumps(result | {"rows": rows}, indent=1) + "\n")
+    return rows
 
 
 _WEIGHT = {"Swin-T": 9, "DenseNet-121": 8, "Inception-v3": 7, "ViT-B": 6, "ConvNeXt-T": 5, "MobileNet-v3": 4}
@@ -196,6 +202,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seconds", type=float, default=10.0, help="most time for measuring the calls of one case")
     parser.add_argument("--limit", type=float, default=270.0, help="begin no case after this many seconds")
+    parser.add_argument("--no-peers", action="store_true", help="leave torch's tools out")
     parser.add_argument("--only", nargs="*", help="names of networks")
     given = parser.parse_args()
     if given.table:
@@ -207,7 +214,9 @@ def main() -> None:
     elif given.out is None:
         parser.error("say where to write: --out benchmarks/step-prediction/results")
     else:
-        measure_all(given.out, torch.device(given.device), given.seconds, given.limit, given.only)
+        measure_all(
+            given.out, torch.device(given.device), given.seconds, given.limit, given.only, others=not given.no_peers
+        )
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def taking(seconds: float) -> tuple[list[Graph], object]:
 
 def test_the_rest_of_a_real_step_is_shared_out_over_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pace, "_known", {})
-    monkeypatch.setattr(pace, "_step_s", lambda model, x, clock: 1.0)
+    monkeypatch.setattr(pace, "_step_s", lambda *_: 1.0)
     asked, measure = taking(1e-4)
     found = pace.between_calls(CPU, measure)  # type: ignore[arg-type]
     (graph,) = asked

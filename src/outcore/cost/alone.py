@@ -92,7 +92,7 @@ class Alone:
             prefix = len(step.target) + 1
             own = dict((*self.target.named_parameters(), *self.target.named_buffers()))
             self.state.update({n: own[n[prefix:]] for n in self.state if n[prefix:] in own})
-        self._entries: list[dict[str, torch.Tensor]] = []
+        self._ready: list[tuple[Any, Any, dict[str, torch.Tensor]]] = []
 
     @property
     def wanted(self) -> list[torch.Tensor]:
@@ -106,9 +106,8 @@ class Alone:
 
     def prepare(self, runs: int) -> None:
         """Make what that many forward runs need, so that none of it is part of their time."""
-        if self.call.mutates:
-            with self._mode():
-                self._entries = [self._entered() for _ in range(runs)]
+        with self._mode():
+            self._ready = [self._bind(self._entered()) for _ in range(runs if self.call.mutates else 1)]
 
     def forward(self) -> list[torch.Tensor]:
         """Run it in its modes; returns its outputs: the tensors in its result, then those it only wrote."""
@@ -124,18 +123,27 @@ class Alone:
             yield
 
     def run(self) -> None:
-        """Only the call, for a clock around it, inside of `entered`."""
-        self._run()
+        """Only the call, for a clock around it, inside of `entered` and after `prepare`."""
+        args, kwargs, _ = self._next()
+        self.target(*args, **kwargs)
 
     def _run(self) -> tuple[Any, dict[str, torch.Tensor]]:
-        entered = self._entries.pop() if self._entries else self._entered() if self.call.mutates else {}
+        args, kwargs, entered = self._next() if self._ready else self._bind(self._entered())
+        return self.target(*args, **kwargs), entered
+
+    def _next(self) -> tuple[Any, Any, dict[str, torch.Tensor]]:
+        """What the next run takes: what is written in place is new for each, anything else is used again."""
+        return self._ready.pop() if len(self._ready) > 1 else self._ready[0]
+
+    def _bind(self, entered: dict[str, torch.Tensor]) -> tuple[Any, Any, dict[str, torch.Tensor]]:
+        """Its arguments, with tensors in the places of references."""
 
         def lookup(ref: Ref) -> Any:
             if ref.kind == "value":
                 return entered[ref.name] if ref.name in entered else self.values[ref.name]
             return self._modules[ref.name] if ref.kind == "module" else self.state[ref.name]
 
-        return self.target(*fill(self.step.args, lookup), **fill(self.step.kwargs, lookup)), entered
+        return fill(self.step.args, lookup), fill(self.step.kwargs, lookup), entered
 
     def gradients_for(self, outputs: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The outputs that backward starts from, and random gradients for them."""

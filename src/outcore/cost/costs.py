@@ -70,6 +70,9 @@ class CallCost:
     """Why there is no time."""
     flops_forward: int = 0
     flops_backward: int = 0
+    issue_forward: float = 0.0
+    issue_backward: float = 0.0
+    """Work of the host to issue its operations, in simple ones (`outcore.cost.issue`)."""
     parameter_bytes: int = 0
     output_bytes: int = 0
     """Memory of the outputs that is not shared with inputs or weights."""
@@ -139,8 +142,14 @@ class Costs:
     """What the device's libraries took during the measurement and keep (matrix product workspaces)."""
     between_s: float = 0.0
     """Host time per call and direction beyond what a call takes alone."""
+    start_s: float = 0.0
+    """Host time of starting backward, once a step."""
+    beat_s: float = 0.0
+    """The pace of the host at which the times to issue hold (`outcore.cost.beat`); 0 where it does not matter."""
     sum_bytes_per_s: float = 0.0
     """Rate at which backward adds up gradients of one value, in bytes read and written; 0 where it is not known."""
+    sum_dispatch_s: float = 0.0
+    """Host time of issuing one such sum."""
     notes: tuple[str, ...] = ()
 
     @property

@@ -19,6 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from outcore.cost.issue import issue_of
+
 __all__ = ["LiveBytes", "storage_key"]
 
 
@@ -41,6 +43,8 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
         self.flops = 0
+        self.issued = 0.0
+        """Work of issuing what ran (`outcore.cost.issue`)."""
         self.made_by: dict[int, tuple[str, int | None]] = {}
         """For each living storage that appeared: the operation and the storage of its first argument."""
         self._alive: dict[int, Any] = {}
@@ -56,6 +60,7 @@ class LiveBytes(TorchDispatchMode):
     ) -> Any:
         """Run the operation and look at what it returns."""
         result = func(*args, **(kwargs or {}))
+        self.issued += issue_of(func)
         packet = getattr(func, "_overloadpacket", func)
         if (count := flop_registry.get(packet)) is not None:
             self.flops += count(*args, **(kwargs or {}), out_val=result)

@@ -5,22 +5,26 @@ its calls fits, and a call that does not is measured on a smaller image or batch
 measured once. What costs most is measured first: when the time is up or the user interrupts, the rest is small, and
 what was measured is kept.
 
-Backward is timed from a kept graph, without what it takes to start the autograd engine, which a whole step does once.
-What the host does between the calls is measured on a network of small layers (`outcore.cost.pace`).
+Backward is timed from a kept graph, without what it takes to start the autograd engine, which a whole step does once;
+on a GPU in the calling thread, because waking the engine's own takes longer than most calls. What the host does between
+the calls is measured on a network of small layers (`outcore.cost.pace`), and how fast the host is at the moment is
+taken out of the times to issue (`outcore.cost.beat`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from outcore.cost.alone import Alone
+from outcore.cost.beat import Beats, beat_s
 from outcore.cost.costs import CallCost, Costs, Source
 from outcore.cost.pace import between_calls
 from outcore.cost.saved import account, device_of, quietly, recording_of, signature
@@ -76,8 +80,14 @@ def measure(
     def alone(small: Graph) -> Costs:
         return _measure(small, target, 5.0, None, 10, None, None)
 
-    pace_s = between_calls(target, alone, clock_for(target))
-    return replace(costs, between_s=pace_s, sum_bytes_per_s=_sum_rate(target))
+    adding = _adding(target)
+    scale = costs.beat_s / adding.beat_s if adding.beat_s else 1.0
+    return replace(
+        costs,
+        between_s=between_calls(target, alone, clock_for(target), costs.beat_s),
+        sum_bytes_per_s=adding.bytes_per_s,
+        sum_dispatch_s=adding.dispatch_s * scale,
+    )
 
 
 def _measure(
@@ -116,6 +126,7 @@ def _measure(
         if progress is not None:
             progress(len(found), len(order), "")
     reason = "" if len(found) == len(order) else notes[-1]
+    found = {name: bench.in_seconds(cost) for name, cost in found.items()}
     timed = {name: found.get(names[0]) for names in groups.values() for name in names}
     calls = {name: _with_time(cost, timed[name], reason) for name, cost in bench.costs.calls.items()}
     return replace(
@@ -123,6 +134,8 @@ def _measure(
         calls=calls,
         notes=tuple(notes),
         library_bytes=bench.library_bytes(),
+        start_s=bench.start_s(),
+        beat_s=bench.beats.median_s,
     )
 
 
@@ -141,7 +154,9 @@ class _Bench:
         self.costs = accounted if accounted is not None else account(graph, device)
         self.recording: Recording = recording_of(graph)
         self.steps: Mapping[str, Step] = {s.name: s for s in self.recording.steps if s.kind != "guard"}
-        self.engine = _engine_time(device)
+        self.beats = Beats()
+        with _in_this_thread(device):
+            self.engine = self._engine()
         self.surroundings = Surroundings(device)
         self.before = 0
         if device.type == "cuda":
@@ -196,6 +211,26 @@ class _Bench:
                 break
         return replace(cost, reason=reason or f"it needs {self.need(name):,} bytes of {self.limit:,}")
 
+    def in_seconds(self, cost: CallCost) -> CallCost:
+        """A cost that was counted in beats."""
+        if self.device.type == "cpu":
+            return cost
+        return replace(cost, forward=self.beats.in_seconds(cost.forward), backward=self.beats.in_seconds(cost.backward))
+
+    def start_s(self) -> float:
+        """Host time of starting backward in a thread of its own; on a CPU there is none."""
+        return self._engine().dispatch_s * self.beats.median_s if self.device.type == "cuda" else 0.0
+
+    def _engine(self) -> Timing:
+        """What it takes to start the autograd engine for a graph that does nothing, counted in beats."""
+        x = torch.ones(1, device=self.device, requires_grad=True)
+        y, gradient = x.view(1), torch.ones(1, device=self.device)
+        empty = partial(torch.autograd.grad, y, x, gradient, retain_graph=True)
+        if self.device.type == "cpu":
+            return time_calls(empty, self.device, seconds=0.02, clock=clock_for(self.device))
+        before = beat_s()
+        return self.beats.counted(time_calls(empty, self.device, seconds=0.02), before)
+
     def library_bytes(self) -> int:
         """What the device's libraries allocated since the start and still hold."""
         if self.device.type != "cuda":
@@ -233,9 +268,10 @@ class _Bench:
         seconds: float,
     ) -> Timing:
         try:
-            return _less(
-                self._clocked(lambda: alone.backward(roots, gradients, keep=True), seconds, gradients), self.engine
-            )
+            with _in_this_thread(self.device):
+                return _less(
+                    self._clocked(lambda: alone.backward(roots, gradients, keep=True), seconds, gradients), self.engine
+                )
         except RuntimeError:  # a graph that can be used once only, as of a checkpointed region
 
             def both() -> None:
@@ -247,7 +283,9 @@ class _Bench:
         """Time a call as in a step: only what the call before made is in the cache."""
         between = self.surroundings.before(warm)
         if self.device.type != "cpu":
-            return time_calls(call, self.device, seconds=seconds, most=self.runs, between=between)
+            before = beat_s()
+            timing = time_calls(call, self.device, seconds=seconds, most=self.runs, between=between)
+            return self.beats.counted(timing, before)
         clock, samples = clock_for(self.device), list[float]()
         begin = time.perf_counter()
         call()
@@ -331,22 +369,31 @@ def _with_time(cost: CallCost, timed: CallCost | None, reason: str) -> CallCost:
     )
 
 
-def _engine_time(device: torch.device) -> Timing:
-    """What it takes to start the autograd engine for a graph that does nothing."""
-    x = torch.ones(1, device=device, requires_grad=True)
-    y, gradient = x.view(1), torch.ones(1, device=device)
-    empty = partial(torch.autograd.grad, y, x, gradient, retain_graph=True)
-    return time_calls(empty, device, seconds=0.02, clock=clock_for(device))
+def _in_this_thread(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Backward in the calling thread, where a device would have one of its own."""
+    if device.type == "cpu":
+        return contextlib.nullcontext()
+    return torch.autograd.set_multithreading_enabled(False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Adding:
+    """What it takes to add one gradient to another."""
+
+    bytes_per_s: float
+    dispatch_s: float
+    beat_s: float
 
 
 @functools.cache
-def _sum_rate(device: torch.device) -> float:
-    """Bytes per second of adding two large tensors in place."""
+def _adding(device: torch.device) -> _Adding:
+    """Measured on two large tensors."""
     count = 2**24 if device.type == "cuda" else 2**20
     a, b = torch.ones(count, device=device), torch.ones(count, device=device)
     between = Surroundings(device).before([a])
+    before = beat_s()
     timing = time_calls(lambda: a.add_(b), device, seconds=0.02, clock=clock_for(device), between=between)
-    return 12.0 * count / timing.median_s
+    return _Adding(12.0 * count / timing.median_s, timing.dispatch_s, (before + beat_s()) / 2)
 
 
 def clock_for(device: torch.device) -> Callable[[], float]:

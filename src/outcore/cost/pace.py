@@ -18,14 +18,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from outcore.cost.beat import beat_s
 from outcore.cost.costs import Costs
 from outcore.graph import Graph, capture
 
 __all__ = ["between_calls"]
 
 _WIDTH = 8
-_STEPS = 15
-_known: dict[tuple[str, int], float] = {}
+_STEPS = 18
+_known: dict[tuple[str, int], tuple[float, float]] = {}
+"""Seconds per call and direction, and the beat of the host at which they were measured."""
 
 
 class _Residual(nn.Module):
@@ -68,7 +70,10 @@ class _Small(nn.Module):
 
 
 def between_calls(
-    device: torch.device, measure: Callable[[Graph], Costs], clock: Callable[[], float] = time.perf_counter
+    device: torch.device,
+    measure: Callable[[Graph], Costs],
+    clock: Callable[[], float] = time.perf_counter,
+    beat: float = 0.0,
 ) -> float:
     """Seconds of host time per call and direction that no call measured alone shows.
 
@@ -76,6 +81,7 @@ def between_calls(
         device: where.
         measure: measures every call of a graph alone.
         clock: what a step is timed with.
+        beat: the pace of the host for which the answer is wanted; as measured if it is not given.
     """
     key = (str(device), torch.get_num_threads())
     if key not in _known:
@@ -85,20 +91,25 @@ def between_calls(
             x = torch.randn(2, _WIDTH, 4, 4, device=device)
         costs = measure(capture(model, (x,)))
         timings = [t for c in costs.calls.values() for t in (c.forward, c.backward) if t is not None]
-        alone_s = sum(t.dispatch_s if device.type == "cuda" else t.median_s for t in timings)
-        _known[key] = max(0.0, (_step_s(model, x, clock) - alone_s) / max(1, len(timings)))
-    return _known[key]
+        alone_s = sum(t.dispatch_s if device.type == "cuda" else t.median_s for t in timings) + costs.start_s
+        rest_s = _step_s(model, x, clock, costs.beat_s) - alone_s
+        _known[key] = max(0.0, rest_s / max(1, len(timings))), costs.beat_s
+    seconds, measured_at = _known[key]
+    return seconds * beat / measured_at if beat and measured_at else seconds
 
 
-def _step_s(model: nn.Module, x: Tensor, clock: Callable[[], float]) -> float:
+def _step_s(model: nn.Module, x: Tensor, clock: Callable[[], float], beat: float) -> float:
+    """The time of a real step; if a beat is given, as if the host had kept it."""
     times = []
     for _ in range(_STEPS):
         model.zero_grad()
         _finish(x.device)
+        before = beat_s() if beat else 0.0
         start = clock()
         model(x).backward()
         _finish(x.device)
-        times.append(clock() - start)
+        took = clock() - start
+        times.append(took * 2 * beat / (before + beat_s()) if beat else took)
     return statistics.median(times[3:])
 
 

@@ -185,7 +185,7 @@ def _weigh(alone: Alone, blank: CallCost, source: Source) -> CallCost:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda handle: handle):
             outputs = alone.forward()
         forward_peak, after = live.peak, live.live
-        flops = live.flops
+        flops, issued = live.flops, live.issued
         names.outputs(outputs)
         saved = tuple(names.saved(tensor, live) for tensor in kept.values())
         derived = sum(s.bytes for s in saved if s.kind == "derived")
@@ -195,6 +195,7 @@ def _weigh(alone: Alone, blank: CallCost, source: Source) -> CallCost:
         del outputs
         made: tuple[Gradient, ...] = ()
         rise = 0
+        before = live.issued  # making gradients up is no part of it
         if roots:
             start = live.restart()
             found = alone.backward(roots, gradients)
@@ -207,6 +208,8 @@ def _weigh(alone: Alone, blank: CallCost, source: Source) -> CallCost:
         blank,
         flops_forward=flops,
         flops_backward=live.flops - flops,
+        issue_forward=issued,
+        issue_backward=live.issued - before,
         parameter_bytes=sum(_bytes(t) for t in alone.state.values()),
         output_bytes=sum(names.sizes.values()),
         outputs=names.sizes,

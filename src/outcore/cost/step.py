@@ -10,7 +10,7 @@ of many small ones the host's:
     device            | a ......| b ......| c ......|  bound by the device: the host is ahead
 
 A value that several calls read gets several gradients, which autograd adds up: one more pass over memory for each
-beyond the first, part of no call (`Costs.sum_bytes_per_s`).
+beyond the first, part of no call (`Costs.sum_bytes_per_s`, and `sum_dispatch_s` of the host).
 
 Between the calls the host also runs the modules around them, the user's Python and autograd's bookkeeping:
 `Costs.between_s` per call and direction, measured on a small network (`outcore.cost.pace`).
@@ -19,14 +19,14 @@ Between the calls the host also runs the modules around them, the user's Python 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import nn
 
+from outcore.cost.beat import beat_s
 from outcore.cost.costs import Costs, Source
 from outcore.cost.measure import clock_for
 from outcore.graph import Graph
@@ -91,18 +91,16 @@ def predict_step(
     """
     order = [costs.calls[name] for name in graph.calls]
     forward = [c.forward for c in order if c.forward is not None]
-    backward = [c.backward for c in reversed(order) if c.backward is not None]
+    backward = _with_sums(graph, costs)
     inputs = sum(graph.values[name].bytes for name in graph.inputs)
     transfer_s = inputs / input_bytes_per_s if input_bytes_per_s else 0.0
-    sums_s = _sums_s(graph, costs)
-    wait_s = _wait_s([*forward, *backward], optimizer, costs.between_s, sums_s)
     sources: set[Source] = {c.time_source for c in order if c.forward is not None} or {"unknown"}
     return StepTime(
         forward_s=sum(t.median_s for t in forward),
-        backward_s=sum(t.median_s for t in backward) + sums_s,
+        backward_s=sum(t.median_s for t in backward),
         optimizer_s=optimizer.median_s if optimizer is not None else 0.0,
         transfer_s=transfer_s,
-        wait_s=wait_s,
+        wait_s=_wait_s(forward, backward, optimizer, costs),
         source=max(sources, key=_ORDER.index),
         unmeasured=tuple(c.call for c in order if c.time_source == "unknown"),
         less_s=_spread_s(costs, -1),
@@ -122,26 +120,39 @@ def _spread_s(costs: Costs, side: Literal[-1, 1]) -> float:
     return math.sqrt(sum(width**2 for width in alike.values()))
 
 
-def _sums_s(graph: Graph, costs: Costs) -> float:
-    """The time of adding up gradients: two are read and one is written for each beyond the first of a value."""
-    if not costs.sum_bytes_per_s:
-        return 0.0
-    received = Counter(g.of for c in costs.calls.values() for g in c.gradients if g.of in graph.values)
-    moved = sum(3 * (count - 1) * graph.values[name].bytes for name, count in received.items())
-    return moved / costs.sum_bytes_per_s
+def _with_sums(graph: Graph, costs: Costs) -> list[Timing]:
+    """Backward in its order; a call that makes a further gradient of a value has the adding up in its time.
+
+    Two are read and one is written for each gradient beyond the first of a value.
+    """
+    found, received = list[Timing](), set[str]()
+    for name in reversed(list(graph.calls)):
+        cost = costs.calls[name]
+        reached = [g.of for g in cost.gradients if g.of in graph.values]
+        again = [of for of in reached if of in received]
+        received.update(reached)
+        if cost.backward is None:
+            continue
+        timing = cost.backward
+        if again and costs.sum_bytes_per_s:
+            more_s = sum(3 * graph.values[of].bytes for of in again) / costs.sum_bytes_per_s
+            issuing_s = timing.dispatch_s + len(again) * costs.sum_dispatch_s
+            timing = replace(timing, median_s=timing.median_s + more_s, dispatch_s=issuing_s)
+        found.append(timing)
+    return found
 
 
-def _wait_s(calls: list[Timing], optimizer: Timing | None, between_s: float, sums_s: float) -> float:
+def _wait_s(forward: list[Timing], backward: list[Timing], optimizer: Timing | None, costs: Costs) -> float:
     """The time in which the device has nothing to do because the host is not there yet."""
-    if not any(timing.dispatch_s for timing in calls):  # a CPU, where issuing is part of doing
-        return between_s * len(calls)
+    if not any(timing.dispatch_s for timing in (*forward, *backward)):  # a CPU, where issuing is part of doing
+        return costs.between_s * (len(forward) + len(backward))
     host = device = busy = 0.0
-    for timing in calls:
-        host += timing.dispatch_s + between_s
-        device = max(device, host) + timing.median_s
-        busy += timing.median_s
-    device += max(0.0, sums_s - (device - busy))  # sums are done while the device would wait
-    busy += sums_s
+    for calls, start_s in ((forward, 0.0), (backward, costs.start_s)):
+        host += start_s if calls else 0.0
+        for timing in calls:
+            host += timing.dispatch_s + costs.between_s
+            device = max(device, host) + timing.median_s
+            busy += timing.median_s
     if optimizer is not None:  # many kernels: the device begins long before the host has issued the last
         device = max(max(device, host) + optimizer.median_s, host + optimizer.dispatch_s)
         busy += optimizer.median_s
@@ -154,10 +165,12 @@ def measure_optimizer(
     device: torch.device | str | None = None,
     *,
     runs: int = 10,
+    beat: float = 0.0,
 ) -> Timing:
     """Time an optimizer's step on parameters of the model's sizes, made up so that the model does not change.
 
-    Takes the memory of the weights, their gradients and the optimizer's state.
+    Takes the memory of the weights, their gradients and the optimizer's state. With `beat` the time to issue is given
+    for that pace of the host (`Costs.beat_s`).
     """
     sizes = [p for p in {id(p): p for p in model.parameters()}.values() if p.requires_grad]
     where = torch.device(device) if device is not None else (sizes[0].device if sizes else torch.device("cpu"))
@@ -167,4 +180,6 @@ def measure_optimizer(
     for param in made:
         param.grad = torch.full_like(param, 1e-3)
     optimizer = make(made)
-    return time_calls(optimizer.step, where, seconds=0.2, warmup=2, most=runs, clock=clock_for(where))
+    before = beat_s() if beat else 0.0
+    timing = time_calls(optimizer.step, where, seconds=0.2, warmup=2, most=runs, clock=clock_for(where))
+    return replace(timing, dispatch_s=timing.dispatch_s * 2 * beat / (before + beat_s())) if beat else timing

@@ -1,0 +1,57 @@
+"""How fast the host is at the moment.
+
+The time to issue a call is measured once and used later, and the host does not keep its pace: clocks change, and on a
+shared or virtual machine a neighbour takes half of a core for a second. On one such machine making the same view took
+7 and 15 microseconds in measurements a second apart. What does not change is how the work of one call compares to that
+of another. So beside every measurement of issuing a fixed piece of host work is timed, the *beat*; times are
+compared in beats, and turned back into seconds at the median beat of the whole measurement.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import replace
+
+import torch
+
+from outcore.machine.clock import Timing
+
+__all__ = ["Beats", "beat_s"]
+
+_VIEWS = 40
+_TRIES = 3
+
+
+def beat_s() -> float:
+    """Seconds of a fixed piece of work that only the host does: views of a small tensor, recorded by autograd."""
+    tensor = torch.ones(4, requires_grad=True)
+    times = []
+    for _ in range(_TRIES):
+        start = time.perf_counter()
+        for _ in range(_VIEWS):
+            tensor.view(2, 2)
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+class Beats:
+    """The beats of one measurement, beside which times were taken."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    @property
+    def median_s(self) -> float:
+        """The beat of the whole measurement; 0 before the first."""
+        return statistics.median(self.seen) if self.seen else 0.0
+
+    def counted(self, timing: Timing, before_s: float) -> Timing:
+        """A timing that was just taken, its issuing in beats; `before_s` is the beat before it."""
+        beat = (before_s + beat_s()) / 2
+        self.seen.append(beat)
+        return replace(timing, dispatch_s=timing.dispatch_s / beat)
+
+    def in_seconds(self, timing: Timing | None) -> Timing | None:
+        """A counted timing with its issuing at the median beat."""
+        return replace(timing, dispatch_s=timing.dispatch_s * self.median_s) if timing is not None else None
