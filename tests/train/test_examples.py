@@ -93,11 +93,15 @@ def test_loop(capsys: pytest.CaptureFixture[str], name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["monai", "transformers", "lightning"])
-def test_loop_of_another_library(name: str) -> None:
-    if importlib.util.find_spec(name) is None:
-        pytest.skip(f"{name} is not installed")
-    path = EXAMPLES / "loops" / f"with_{'huggingface' if name == 'transformers' else name}.py"
+@pytest.mark.parametrize(
+    ("name", "needs"),
+    [("monai", ("monai", "ignite")), ("huggingface", ("transformers", "accelerate")), ("lightning", ("lightning",))],
+)
+def test_loop_of_another_library(name: str, needs: tuple[str, ...]) -> None:
+    for package in needs:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    path = EXAMPLES / "loops" / f"with_{name}.py"
     program = (
         "import runpy; from tests.foreign.shim import define_torchvision_operators as define; define(); "
         f"runpy.run_path({str(path)!r}, run_name='__main__')"

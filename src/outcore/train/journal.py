@@ -2,7 +2,8 @@
 
 One row for each step and one for each epoch. A run that goes on after an interruption first drops the rows behind its
 checkpoint, so the files of an interrupted run are those of one that was not. A disk that is full is said once, and
-counted; training goes on without these figures rather than stop for them.
+counted; training goes on without these figures rather than stop for them. Another logger that fails is left out from
+then on, and a run that goes on takes up the one it had there.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ STEPS = ("step", "epoch", "loss", "learning_rate", "gradient_norm", "time_s", "e
 
 class Sink(Protocol):
     """Another place for figures."""
+
+    name: str
 
     def add(self, step: int, figures: Mapping[str, float]) -> None:
         """Figures of a step."""
@@ -101,11 +104,18 @@ class Journal:
 
     def _pass_on(self, step: int, row: Mapping[str, Any], names: Sequence[str], prefix: str) -> None:
         figures = {prefix + name: float(row[name]) for name in names if isinstance(row.get(name), (int, float))}
-        for sink in self._sinks:
-            sink.add(step, figures)
+        for sink in list(self._sinks):
+            try:
+                sink.add(step, figures)
+            except Exception as error:  # a server that is gone must not end a training run
+                self._sinks.remove(sink)
+                said = str(error).partition("\n")[0] or type(error).__name__
+                print(f"warning: {sink.name}: {said}; training goes on without it", file=sys.stderr)
 
 
 class _TensorBoard:
+    name = "TensorBoard"
+
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
@@ -122,10 +132,21 @@ class _TensorBoard:
 
 
 class _Wandb:
+    name = "wandb"
+
     def __init__(self, project: str, folder: RunFolder, config: Config) -> None:
         import wandb
 
-        self._run = wandb.init(project=project, dir=str(folder.path), name=folder.path.name, config=config.to_dict())
+        before = folder.read_facts().get("wandb")
+        self._run = wandb.init(
+            project=project,
+            dir=str(folder.path),
+            name=folder.path.name,
+            config=config.to_dict(),
+            id=before,
+            resume="allow" if before else None,
+        )
+        folder.note(wandb=self._run.id)
 
     def add(self, step: int, figures: Mapping[str, float]) -> None:
         """Figures of a step."""
@@ -137,11 +158,15 @@ class _Wandb:
 
 
 class _Mlflow:
+    name = "MLflow"
+
     def __init__(self, experiment: str, folder: RunFolder) -> None:
         import mlflow
 
         mlflow.set_experiment(experiment)
-        mlflow.start_run(run_name=folder.path.name)
+        before = folder.read_facts().get("mlflow")
+        run = mlflow.start_run(run_id=before, run_name=folder.path.name)
+        folder.note(mlflow=run.info.run_id)
         self._mlflow = mlflow
 
     def add(self, step: int, figures: Mapping[str, float]) -> None:
