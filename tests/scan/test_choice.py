@@ -10,6 +10,7 @@ import torch
 from outcore.errors import ScanError
 from outcore.scan import GRU, Options, choices
 from outcore.scan.choice import RETRY, Choices, Timing
+from outcore.scan.report import Outcome
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +42,7 @@ def test_a_layer_that_comes_to_need_slow_products_goes_back_to_torch_and_tries_a
     module(x)[0].sum().backward()
     assert module.report is not None
     assert module.report.backward == "scan"
-    module.report.layers[0].solvers[:] = ["products"]
+    module.report.layers[0].outcomes[:] = [Outcome("products", 2)]
     module(x)
     assert (module.report.backward, "no longer fade" in module.report.reason) == ("torch", True)
     calls = 0

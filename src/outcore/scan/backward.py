@@ -19,6 +19,9 @@ nothing changes. If nothing changes, every chunk continues exactly where the nex
 sequential result. It needs at most K sweeps, and as few as two or three when gradients fade within a chunk,
 as they do in most trained recurrences. The rate seen in the first sweeps tells whether it will be quicker
 than the products.
+
+On a GPU all of this runs as kernels, where a chunk's first sweep and its guess are one (`sweep_kernels`); here is
+the same as batched matrix products, for any device.
 """
 
 from __future__ import annotations
@@ -29,10 +32,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outcore.scan import kernels
+from outcore.scan import sweep_kernels
 from outcore.scan.affine import states
 from outcore.scan.cells import Cell, step_back
 from outcore.scan.options import Precision, Solver
+from outcore.scan.report import Outcome
 
 __all__ = ["Adjoint", "Solution", "chunk_products", "solve", "will_settle"]
 
@@ -69,8 +73,7 @@ class Solution:
     """``[D, T, N, S]``; of an LSTM's memory q, of an RNN d·g (see `outcore.scan.cells`)."""
     start: Tensor
     """Gradients of the initial states ``[D, N, S]``."""
-    solver: str
-    sweeps: int
+    outcome: Outcome
     engine: str
 
 
@@ -83,21 +86,24 @@ def solve(adjoint: Adjoint, chunk: int, solver: Solver | None = None, precision:
         solver: none: relaxation, turning to products when it converges slowly.
         precision: of the products on a GPU.
     """
+    if (fused := sweep_kernels.solve(adjoint, chunk, solver, precision)) is not None:
+        return Solution(*fused, "triton")
     steps = adjoint.values.shape[1]
     count = -(-steps // chunk)
     if count == 1:
-        totals, out, engine = _sweep(adjoint, chunk, adjoint.grad_state.unsqueeze(1))
-        return Solution(totals, out[:, 0], "sequential", 1, engine)
+        totals, out = _sweep(adjoint, chunk, adjoint.grad_state.unsqueeze(1))
+        return Solution(totals, out[:, 0], Outcome("sequential", 1), "torch")
     sweeps = 0
     recording = adjoint.values.is_cuda and torch.cuda.is_current_stream_capturing()
     if solver != "products" and not recording:  # a CUDA graph cannot look at results; products need no look
-        limit = min(count, 64 if solver == "relaxation" else _relaxation_limit(adjoint))
+        # As measured, about S / 4 sweeps cost less than multiplying out.
+        limit = min(count, 64 if solver == "relaxation" else max(3, min(64, adjoint.cell.state // 4)))
         before, previous = math.inf, None
         while sweeps < limit:
-            totals, out, change, engine = _relax(adjoint, chunk, previous)
+            totals, out, change = _relax(adjoint, chunk, previous)
             sweeps += 1
             if change <= 1:
-                return Solution(totals, out[:, 0], "relaxation", sweeps, engine)
+                return Solution(totals, out[:, 0], Outcome("relaxation", sweeps), "torch")
             if not will_settle(before, change, 1, limit - sweeps):
                 break
             before, previous = change, out
@@ -106,34 +112,23 @@ def solve(adjoint: Adjoint, chunk: int, solver: Solver | None = None, precision:
     carries = _carries(adjoint, rows)
     if not recording and not bool(torch.isfinite(carries).all()):
         # The product of a chunk may overflow although the gradients do not; one chunk has no products.
-        totals, out, engine = _sweep(adjoint, steps, adjoint.grad_state.unsqueeze(1).contiguous())
-        return Solution(totals, out[:, 0], "sequential", sweeps + 1, engine)
+        totals, out = _sweep(adjoint, steps, adjoint.grad_state.unsqueeze(1).contiguous())
+        return Solution(totals, out[:, 0], Outcome("sequential", sweeps + 1), "torch")
     del rows
-    totals, out, engine = _sweep(adjoint, chunk, carries)
-    return Solution(totals, out[:, 0], "products", sweeps + 1, engine)
+    totals, out = _sweep(adjoint, chunk, carries)
+    return Solution(totals, out[:, 0], Outcome("products", sweeps + 1), "torch")
 
 
-def _relaxation_limit(adjoint: Adjoint) -> int:
-    """Sweeps that still cost less than multiplying out, as measured: few in kernels, about S / 4 elsewhere."""
-    x = adjoint.values
-    if kernels.available(x) and kernels.fits(adjoint.cell, x.dtype):
-        return 6
-    return max(3, min(64, adjoint.cell.state // 4))
-
-
-def _relax(adjoint: Adjoint, chunk: int, previous: Tensor | None) -> tuple[Tensor, Tensor, float, str]:
+def _relax(adjoint: Adjoint, chunk: int, previous: Tensor | None) -> tuple[Tensor, Tensor, float]:
     """A sweep from what left the chunks in the previous one, and how much that differs from what leaves them now."""
-    if (fused := kernels.relax(adjoint, chunk, previous)) is not None:
-        totals, out, moved = fused
-        return totals, out, _change(*moved.flatten(1).cpu()), "triton"
     D, T, N = adjoint.values.shape[:3]
     carries = adjoint.grad_state.new_zeros((D, -(-T // chunk), N, adjoint.cell.state))
     carries[:, -1] = adjoint.grad_state
     if previous is not None:
         carries[:, :-1] = previous[:, 1:]
-    totals, out, engine = _sweep(adjoint, chunk, carries)
+    totals, out = _sweep(adjoint, chunk, carries)
     new = out[:, 1:]
-    return totals, out, _change((new - carries[:, :-1]).abs().amax(-1), new.abs().amax(-1)), engine
+    return totals, out, _change((new - carries[:, :-1]).abs().amax(-1), new.abs().amax(-1))
 
 
 def _change(change: Tensor, size: Tensor) -> float:
@@ -152,11 +147,9 @@ def will_settle(before: float, change: float, goal: float, left: int) -> bool:
     return change < before and math.log(goal / change) / math.log(change / before) <= left
 
 
-def _sweep(adjoint: Adjoint, chunk: int, carries: Tensor) -> tuple[Tensor, Tensor, str]:
+def _sweep(adjoint: Adjoint, chunk: int, carries: Tensor) -> tuple[Tensor, Tensor]:
     """Sweep all chunks from given carries ``[D, K, N, S]``: gradients of all states, and what leaves each
     chunk."""
-    if (found := kernels.sweep(adjoint, chunk, carries)) is not None:
-        return *found, "triton"
     cell, valid = adjoint.cell, adjoint.valid()
     D, T, N = adjoint.values.shape[:3]
     totals = adjoint.values.new_zeros((D, T, N, cell.state))
@@ -171,12 +164,12 @@ def _sweep(adjoint: Adjoint, chunk: int, carries: Tensor) -> tuple[Tensor, Tenso
             new, total = torch.where(here, new, part), torch.where(here, total, 0)
         totals[:, j::chunk] = total.squeeze(-2)
         rows[:, : values.shape[1]] = new
-    return totals, rows.squeeze(-2), "torch"
+    return totals, rows.squeeze(-2)
 
 
 def chunk_products(adjoint: Adjoint, chunk: int, precision: Precision) -> Tensor:
     """What each chunk does to a carried gradient: row i for the i-th unit vector, the last row for zero."""
-    if (found := kernels.products(adjoint, chunk, precision)) is not None:
+    if (found := sweep_kernels.products(adjoint, chunk, precision)) is not None:
         return found
     cell, valid, S = adjoint.cell, adjoint.valid(), adjoint.cell.state
     D, T, N = adjoint.values.shape[:3]
@@ -193,8 +186,6 @@ def chunk_products(adjoint: Adjoint, chunk: int, precision: Precision) -> Tensor
 
 def _carries(adjoint: Adjoint, rows: Tensor) -> Tensor:
     """Gradients carried into the end of every chunk ``[D, K, N, S]``: a scan over the chunks' products."""
-    if (found := kernels.carries(adjoint, rows)) is not None:
-        return found
     S = adjoint.cell.state
     later = rows[:, 1:].movedim(1, 0).flip(0)
     found = states(later[..., :S, :].mT, later[..., S, :], adjoint.grad_state)

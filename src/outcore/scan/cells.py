@@ -27,7 +27,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from outcore.scan import kernels
+from outcore.scan import gate_kernels
 from outcore.scan.linear import linear_recurrence
 
 __all__ = [
@@ -36,9 +36,11 @@ __all__ = [
     "Coefficients",
     "Weights",
     "coefficients",
+    "coefficients_from",
     "gate_gradients",
     "inputs_of",
     "memories",
+    "shifted",
     "step_back",
     "step_on",
 ]
@@ -105,27 +107,54 @@ class Coefficients(NamedTuple):
 
 
 def coefficients(
-    cell: Cell, x: Tensor, before: Tensor | None, after: Tensor, memory: Memory, weights: Weights
+    cell: Cell, x: Tensor, just_before: Tensor, after: Tensor, memory: Tensor | None, weights: Weights
 ) -> Coefficients:
     """Coefficients of all steps at once.
 
     Args:
         cell: the cell.
         x: inputs ``[D, T, N, I]``.
-        before: hidden states before each step ``[D, T, N, P]``; an RNN needs none.
-        after: hidden states after each step.
-        memory: the LSTM's initial memory ``[D, N, H]`` (later ones follow from the gates), or its memories
-            before and after each step.
+        just_before: hidden states before the first step ``[D, N, P]``.
+        after: hidden states after each step ``[D, T, N, P]``.
+        memory: the LSTM's initial memory ``[D, N, H]``; later ones follow from the gates.
         weights: the parameters.
     """
     if cell.kind in ("tanh", "relu"):
         return Coefficients(after.unsqueeze(-2), None)
-    assert before is not None
+    if cell.kind == "gru":
+        fused = gate_kernels.gru_coefficients(cell, x, just_before, after, weights)
+    else:
+        assert memory is not None
+        fused = _lstm_fused(cell, x, just_before, after, memory, weights)
+    if fused is not None:
+        return Coefficients(fused, None)
+    return coefficients_from(cell, x, shifted(just_before, after), after, memory, weights)
+
+
+def shifted(just_before: Tensor, after: Tensor) -> Tensor:
+    """Hidden states before each step."""
+    return torch.cat((just_before.unsqueeze(1), after[:, :-1]), dim=1)
+
+
+def coefficients_from(
+    cell: Cell, x: Tensor, before: Tensor, after: Tensor, memory: Memory, weights: Weights
+) -> Coefficients:
+    """As `coefficients`, where the states before the steps need not be those after them.
+
+    Args:
+        cell: the cell.
+        x: inputs ``[D, T, N, I]``.
+        before: hidden states before each step ``[D, T, N, P]``.
+        after: hidden states after each step.
+        memory: the LSTM's initial memory ``[D, N, H]``, or its memories before and after each step.
+        weights: the parameters.
+    """
+    if cell.kind in ("tanh", "relu"):
+        return Coefficients(after.unsqueeze(-2), None)
     from_input = _project(x, weights.input, weights.input_bias, cell)
     from_hidden = _project(before, weights.hidden, weights.hidden_bias, cell)
     if cell.kind == "gru":
-        fused = kernels.gru_coefficients(from_input, from_hidden, before)
-        return Coefficients(_gru(from_input, from_hidden, before) if fused is None else fused, None)
+        return Coefficients(_gru(from_input, from_hidden, before), None)
     from_input += from_hidden
     del from_hidden
     return _lstm(from_input, memory, keep=weights.projection is not None)
@@ -165,20 +194,20 @@ def memories(cell: Cell, x: Tensor, before: Tensor, memory: Tensor, weights: Wei
     return linear_recurrence(f.sigmoid(), i.sigmoid() * g.tanh(), memory, dim=1, check=False)
 
 
-def _lstm_fused(gates: Tensor, memory: Tensor | None) -> Tensor | None:
-    """As `_lstm`, in two kernels around the recurrence of the memories."""
-    assert memory is not None
-    parts = kernels.lstm_memory_parts(gates)
-    if parts is None:
+def _lstm_fused(
+    cell: Cell, x: Tensor, just_before: Tensor, after: Tensor, memory: Tensor, weights: Weights
+) -> Tensor | None:
+    """The coefficients in two kernels around the recurrence of the memories."""
+    found = gate_kernels.lstm_gates(cell, x, just_before, after, weights)
+    if found is None:
         return None
-    after = linear_recurrence(*parts, memory, dim=1, check=False)
-    del parts
-    return kernels.lstm_coefficients(gates, memory, after)
+    gates, factors, added = found
+    memories = linear_recurrence(factors, added, memory, dim=1, check=False)
+    del factors, added
+    return gate_kernels.lstm_coefficients(gates, memory, memories)
 
 
 def _lstm(gates: Tensor, memory: Memory, keep: bool) -> Coefficients:
-    if not keep and not isinstance(memory, tuple) and (found := _lstm_fused(gates, memory)) is not None:
-        return Coefficients(found, None)
     i, f, g, o = gates.unbind(-2)
     i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
     if isinstance(memory, tuple):

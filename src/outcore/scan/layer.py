@@ -24,6 +24,7 @@ from outcore.scan.newton import parallel_forward
 from outcore.scan.options import Newton, Precision, Solver
 from outcore.scan.packing import Packing, flip
 from outcore.scan.report import LayerReport
+from outcore.scan.weight_kernels import Summed, weight_sums
 from outcore.scan.workspace import Cut
 
 __all__ = ["Layer", "run_layer", "working_dtype"]
@@ -213,11 +214,10 @@ def _backward(
     memories_at = _memories(cell, xs, ys, start, memory, weights, starts, segment)
     for first, c_first in zip(reversed(starts), reversed(memories_at), strict=True):
         here = slice(first, min(T, first + segment))
-        before = None if cell.kind in ("tanh", "relu") else _before(ys, start, here)
         just_before = start if first == 0 else ys[:, first - 1]
         into = None if grad_x is None else grad_x[:, here]
         carried = _segment(
-            layer, xs[:, here], just_before, before, ys[:, here], c_first, weights, grad_y[:, here], carried,
+            layer, xs[:, here], just_before, ys[:, here], c_first, weights, grad_y[:, here], carried,
             first, sums, into,
         )  # fmt: skip
 
@@ -231,7 +231,6 @@ def _segment(
     layer: Layer,
     x: Tensor,
     just_before: Tensor,
-    before: Tensor | None,
     after: Tensor,
     memory: Tensor | None,
     weights: Weights,
@@ -243,15 +242,20 @@ def _segment(
 ) -> Tensor:
     """Back through the steps of one segment; returns what is carried into the one before it."""
     cell = layer.cell
-    found = coefficients(cell, x, before, after, memory, weights)
+    found = coefficients(cell, x, just_before, after, memory, weights)
     lengths = None if layer.lengths is None else (layer.lengths - first).clamp(min=0)
     adjoint = Adjoint(cell, found.values, weights.hidden, weights.projection, grad_y, carried, lengths)
     solution = solve(adjoint, layer.cut.chunk, layer.solver, layer.precision)
-    layer.report.solvers.append(solution.solver)
-    layer.report.sweeps += solution.sweeps
+    layer.report.outcomes.append(solution.outcome)
     layer.report.engine = solution.engine
+    fused = weight_sums(cell, solution.totals, found.values, x, just_before, after, layer.bias)
+    if fused is not None:
+        sums.add(fused)
+        if grad_x is None:
+            return solution.start
     to_input, to_hidden, of_output = gate_gradients(cell, solution.totals, found.values, weights.projection)
-    sums.add(x, just_before, after, to_input, to_hidden, layer.bias)
+    if fused is None:
+        sums.add(_summed_weights(x, just_before, after, to_input, to_hidden, layer.bias))
     if of_output is not None and found.unprojected is not None:
         sums.add_projection(of_output, found.unprojected)
     if grad_x is not None:
@@ -302,19 +306,13 @@ class _WeightGradients:
         self.hidden_bias: Tensor | None = None
         self.projection: Tensor | None = None
 
-    def add(
-        self, x: Tensor, just_before: Tensor, after: Tensor, to_input: Tensor, to_hidden: Tensor, bias: bool
-    ) -> None:
-        self.input = _plus(self.input, _summed_products(to_input, x))
-        # Each step meets the state before it: the first one's, and the states but the last.
-        hidden = torch.bmm(to_hidden[:, 0].mT, just_before)
-        if to_hidden.shape[1] > 1:
-            hidden += _summed_products(to_hidden[:, 1:], after[:, :-1])
-        self.hidden = _plus(self.hidden, hidden)
-        if bias:
-            of_input = to_input.sum((1, 2))
-            self.hidden_bias = _plus(self.hidden_bias, of_input if to_hidden is to_input else to_hidden.sum((1, 2)))
-            self.input_bias = _plus(self.input_bias, of_input)
+    def add(self, summed: Summed) -> None:
+        of_input, of_hidden, of_input_bias, of_hidden_bias = summed
+        self.input = _plus(self.input, of_input)
+        self.hidden = _plus(self.hidden, of_hidden)
+        if of_input_bias is not None and of_hidden_bias is not None:
+            self.input_bias = _plus(self.input_bias, of_input_bias)
+            self.hidden_bias = _plus(self.hidden_bias, of_hidden_bias)
 
     def add_projection(self, of_output: Tensor, unprojected: Tensor) -> None:
         self.projection = _plus(self.projection, _summed_products(of_output, unprojected))
@@ -332,6 +330,19 @@ class _WeightGradients:
 
 def _plus(total: Tensor | None, more: Tensor) -> Tensor:
     return more if total is None else total + more
+
+
+def _summed_weights(
+    x: Tensor, just_before: Tensor, after: Tensor, to_input: Tensor, to_hidden: Tensor, bias: bool
+) -> Summed:
+    """Gradients of the weights from those of the gates."""
+    # Each step meets the state before it: the first one's, and the states but the last.
+    hidden = torch.bmm(to_hidden[:, 0].mT, just_before)
+    if to_hidden.shape[1] > 1:
+        hidden += _summed_products(to_hidden[:, 1:], after[:, :-1])
+    of_input = to_input.sum((1, 2)) if bias else None
+    of_hidden = to_hidden.sum((1, 2)) if bias and to_hidden is not to_input else of_input
+    return _summed_products(to_input, x), hidden, of_input, of_hidden
 
 
 def _summed_products(left: Tensor, right: Tensor) -> Tensor:

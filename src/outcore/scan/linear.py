@@ -127,9 +127,9 @@ class _LinearRecurrence(torch.autograd.Function):
 
 def _states(a: Tensor, b: Tensor, start: Tensor, reverse: bool) -> Tensor:
     if b.is_cuda:
-        from outcore.scan import kernels
+        from outcore.scan import linear_kernels
 
-        if (found := kernels.linear_states(a, b, start, reverse)) is not None:
+        if (found := linear_kernels.linear_states(a, b, start, reverse)) is not None:
             return found
     if reverse:
         return _tree(a.flip(0), b.flip(0), start).flip(0)

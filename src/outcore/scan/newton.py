@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 
 from outcore.errors import ScanError
-from outcore.scan import kernels
+from outcore.scan import gate_kernels, kernels
 from outcore.scan.affine import states as affine_states
 from outcore.scan.backward import Adjoint, chunk_products, will_settle
-from outcore.scan.cells import Cell, Weights, coefficients, diagonal, inputs_of, step_on
+from outcore.scan.cells import Cell, Weights, coefficients_from, diagonal, inputs_of, step_on
 from outcore.scan.linear import linear_recurrence
 from outcore.scan.options import Jacobian, Newton
 from outcore.scan.workspace import Shape, best_chunk, free_bytes
@@ -127,7 +127,7 @@ def _advance(
     cell: Cell, inputs: Tensor, weights: Weights, guess: Tensor, lengths: Tensor | None, chunk: int
 ) -> tuple[Tensor, Tensor]:
     """Every state, and the last of each chunk, when the chunks begin at `guess`."""
-    if (done := kernels.advance(cell, inputs, weights, guess, lengths, chunk)) is not None:
+    if (done := gate_kernels.advance(cell, inputs, weights, guess, lengths, chunk)) is not None:
         return done
     D, T, N = inputs.shape[:3]
     found = guess.new_zeros((D, T, N, cell.state))
@@ -163,7 +163,7 @@ def _corrected(
     before[:, ::chunk] = guess
     h, P = before[..., : cell.output], cell.output
     memory = (before[..., P:], found[..., P:]) if cell.kind == "lstm" else None
-    values = coefficients(cell, x, h, found[..., :P], memory, weights).values
+    values = coefficients_from(cell, x, h, found[..., :P], memory, weights).values
     if jacobian == "diagonal":
         slope = diagonal(cell, values, weights) * (1 - damping)
         if lengths is not None:

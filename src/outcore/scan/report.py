@@ -4,7 +4,65 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["LayerReport", "Report"]
+import torch
+from torch import Tensor
+
+__all__ = ["LayerReport", "Outcome", "Report"]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How the gradients of one segment were found.
+
+    Where that was decided on the device it is asked there when first read, which waits for it; a pass recorded
+    in a CUDA graph tells of its last replay.
+    """
+
+    _solver: str
+    _sweeps: int
+    _cells: Tensor | None = None
+    _done: torch.cuda.Event | None = None
+
+    @classmethod
+    def on_device(cls, cells: Tensor, warm_ups: int, *, looked: bool) -> Outcome:
+        """The outcome in `cells`: which of the warm-ups were not enough, and last whether products overflowed.
+
+        Args:
+            cells: int32, on the device.
+            warm_ups: how many were launched.
+            looked: whether all of them are known not to have been enough.
+        """
+        found = cls("", warm_ups if looked else -warm_ups, cells)
+        if cells.is_cuda and not torch.cuda.is_current_stream_capturing():
+            found._done = torch.cuda.Event()
+            found._done.record()
+        return found
+
+    @property
+    def known(self) -> bool:
+        """Whether reading it does not have to wait."""
+        if self._cells is None or not self._cells.is_cuda:
+            return True
+        return self._done is not None and self._done.query()
+
+    @property
+    def solver(self) -> str:
+        """``relaxation``, ``products`` or ``sequential``."""
+        return self._read()[0]
+
+    @property
+    def sweeps(self) -> int:
+        """Sweeps made."""
+        return self._read()[1]
+
+    def _read(self) -> tuple[str, int]:
+        if self._cells is None:
+            return self._solver, self._sweeps
+        *failed, overflow = self._cells.tolist()
+        tried = abs(self._sweeps)
+        if self._sweeps < 0 and not failed[tried - 1]:
+            return "relaxation", 1 + sum(failed[:tried])
+        return ("sequential", tried + 2) if overflow else ("products", tried + 1)
 
 
 @dataclass(slots=True)
@@ -16,9 +74,8 @@ class LayerReport:
     chunk: int = 0
     predicted_bytes: int = 0
     """Workspace of the backward pass, before it ran."""
-    solvers: list[str] = field(default_factory=list)
-    """Per segment: ``relaxation``, ``products`` or ``sequential``; empty until backward has run."""
-    sweeps: int = 0
+    outcomes: list[Outcome] = field(default_factory=list)
+    """Per segment; empty until backward has run."""
     engine: str = ""
     """``triton`` or ``torch``."""
     iterations: int = 0
@@ -27,6 +84,16 @@ class LayerReport:
     """Largest correction of a state in its last iteration."""
     fell_back: str = ""
     """Why the forward pass ran sequentially although a parallel one was asked for."""
+
+    @property
+    def solvers(self) -> list[str]:
+        """Per segment: ``relaxation``, ``products`` or ``sequential``."""
+        return [outcome.solver for outcome in self.outcomes]
+
+    @property
+    def sweeps(self) -> int:
+        """Of all segments together."""
+        return sum(outcome.sweeps for outcome in self.outcomes)
 
     def __str__(self) -> str:
         size = f"{self.predicted_bytes:,} bytes predicted"

@@ -1,0 +1,141 @@
+"""The cells forward and their coefficients, as kernels; see `outcore.scan.cells` and `outcore.scan.newton`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from outcore.scan.kernels import KIND, available, fits, interpreted, or_none, power_of_two, register_warps
+
+if TYPE_CHECKING:
+    from outcore.scan.cells import Cell, Weights
+
+__all__ = ["advance", "gru_coefficients", "lstm_coefficients", "lstm_gates", "takes"]
+
+
+def advance(
+    cell: Cell, inputs: Tensor, weights: Weights, starts: Tensor, lengths: Tensor | None, chunk: int
+) -> tuple[Tensor, Tensor] | None:
+    """All chunks forward from given states: every state, and the last of each chunk; see
+    `outcore.scan.newton`."""
+    if not available(starts) or not fits(cell, starts.dtype):
+        return None
+    return _advance(cell, inputs, weights, starts, lengths, chunk)
+
+
+@or_none("the cell itself")
+def _advance(
+    cell: Cell, inputs: Tensor, weights: Weights, starts: Tensor, lengths: Tensor | None, chunk: int
+) -> tuple[Tensor, Tensor]:
+    from outcore.scan import gates_triton_kernels
+
+    D, T, N = inputs.shape[:3]
+    count, size = starts.shape[1], power_of_two(cell.hidden)
+    new = torch.empty if lengths is None else torch.zeros
+    states = new((D, T, N, cell.state), dtype=starts.dtype, device=starts.device)
+    starts = starts.contiguous()
+    ends = torch.empty_like(starts)
+    bias = weights.hidden_bias
+    gates_triton_kernels.follow_on[(D * count * N,)](
+        inputs.contiguous(), weights.hidden.contiguous(), starts if bias is None else bias.contiguous(),
+        starts, starts if lengths is None else lengths, states, ends,
+        T, N, chunk, count, cell.hidden,
+        KIND=KIND[cell.kind], RELU=cell.kind == "relu", G=cell.gates, S_PER_H=cell.state // cell.hidden,
+        PACKED=lengths is not None, BIAS=bias is not None, LIBRARY=not interpreted(), HP=size,
+        num_warps=register_warps(cell.gates * size * size * (starts.dtype.itemsize // 4)),
+    )  # fmt: skip
+    return states, ends
+
+
+_BLOCK = 1024
+_ROWS = 64
+_WARPS = 4
+_SHARES = 132 * 4
+_WORKING = (torch.float32, torch.float64)
+_WIDEST = 32
+
+
+def takes(cell: Cell, x: Tensor) -> bool:
+    """Whether gates are found by a kernel: small layers, whose weights stay in registers."""
+    small = cell.hidden <= _WIDEST and cell.input <= _WIDEST and not cell.projection
+    return available(x) and x.dtype in _WORKING and small and fits(cell, x.dtype)
+
+
+def gru_coefficients(cell: Cell, x: Tensor, before: Tensor, after: Tensor, weights: Weights) -> Tensor | None:
+    """The coefficients of a GRU ``[D, T, N, 5, H]`` in one pass; see `outcore.scan.cells`.
+
+    Args:
+        cell: the cell.
+        x: inputs ``[D, T, N, I]``.
+        before: hidden states before the first step ``[D, N, H]``.
+        after: hidden states after each step ``[D, T, N, H]``.
+        weights: the parameters.
+    """
+    return _gru_coefficients(cell, x, before, after, weights) if takes(cell, x) else None
+
+
+@or_none("the gates of a GRU")
+def _gru_coefficients(cell: Cell, x: Tensor, before: Tensor, after: Tensor, weights: Weights) -> Tensor:
+    from outcore.scan import gates_triton_kernels
+
+    out = x.new_empty((*x.shape[:3], 5, cell.hidden))
+    _over_rows(gates_triton_kernels.gru_values, cell, x, before, after, weights, out)
+    return out
+
+
+def lstm_gates(
+    cell: Cell, x: Tensor, before: Tensor, after: Tensor, weights: Weights
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The gates of an LSTM ``[D, T, N, 4, H]``, and factors and additions of the recurrence that its memories
+    follow; arguments as above."""
+    return _lstm_gates(cell, x, before, after, weights) if takes(cell, x) else None
+
+
+@or_none("the gates of an LSTM")
+def _lstm_gates(
+    cell: Cell, x: Tensor, before: Tensor, after: Tensor, weights: Weights
+) -> tuple[Tensor, Tensor, Tensor]:
+    from outcore.scan import gates_triton_kernels
+
+    gates = x.new_empty((*x.shape[:3], 4, cell.hidden))
+    factors, added = (x.new_empty((*x.shape[:3], cell.hidden)) for _ in range(2))
+    _over_rows(gates_triton_kernels.lstm_gates, cell, x, before, after, weights, gates, factors, added)
+    return gates, factors, added
+
+
+def _over_rows(
+    kernel: Any, cell: Cell, x: Tensor, before: Tensor, after: Tensor, weights: Weights, *out: Tensor
+) -> None:
+    D, T, N, size = x.shape
+    rows = T * N
+    share = max(4, -(-rows // (_ROWS * max(1, _SHARES // D)))) * _ROWS
+    bias = weights.input_bias is not None and weights.hidden_bias is not None
+    biases = (weights.input_bias, weights.hidden_bias) if bias else (x, x)
+    kernel[(max(1, -(-(rows - N) // share)), D)](
+        x.contiguous(), after.contiguous(), before.contiguous(), weights.input.contiguous(),
+        weights.hidden.contiguous(), *biases, *out, rows, N, share,
+        H=cell.hidden, IN=size, BIAS=bias, LIBRARY=not interpreted(),
+        PRECISION="full" if x.dtype == torch.float32 else "ieee",
+        HP=power_of_two(cell.hidden), IP=power_of_two(size), BLOCK=_ROWS, num_warps=_WARPS,
+    )  # fmt: skip
+
+
+def lstm_coefficients(gates: Tensor, memory: Tensor, after: Tensor) -> Tensor | None:
+    """The coefficients of an LSTM in one pass, once its memories are known."""
+    return _lstm_coefficients(gates, memory, after)
+
+
+@or_none("the coefficients of an LSTM")
+def _lstm_coefficients(gates: Tensor, memory: Tensor, after: Tensor) -> Tensor:
+    from outcore.scan import gates_triton_kernels
+
+    D, T, N, _, H = gates.shape
+    out = gates.new_empty((D, T, N, 6, H))
+    total = D * T * N * H
+    gates_triton_kernels.lstm_values[(-(-total // _BLOCK),)](
+        gates, memory.contiguous(), after.contiguous(), out, total, T, N, H,
+        LIBRARY=not interpreted(), BLOCK=_BLOCK,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,248 @@
+"""The backward pass as kernels, with nothing to be looked at between two of them.
+
+*Relaxation by overlap*: each chunk starts from zero some steps after its end and runs through them to guess
+what is carried into it; then it goes on through its own steps. The guess is right when it equals what left the
+next chunk, and if that holds for all chunks the result is the sequential one. How many steps it takes for a
+wrong start to fade below rounding depends on the network: a short warm-up is tried first, then longer ones,
+then products of Jacobians, and if those overflow one sequential sweep.
+
+Each of these asks a cell on the device whether the one before it was enough, and returns at once if so. All are
+launched therefore (a few empty launches of microseconds), and the pass can be recorded in a CUDA graph and
+keeps the host free to run ahead. Only where the device is idle anyway, and waits for the host, is the cell
+looked at instead, to spare the launches.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from outcore.scan.kernels import KIND, available, fits, or_none, power_of_two, register_warps
+from outcore.scan.report import Outcome
+
+if TYPE_CHECKING:
+    from outcore.scan.backward import Adjoint
+    from outcore.scan.cells import Cell
+    from outcore.scan.options import Precision, Solver
+
+__all__ = ["products", "solve"]
+
+WARM_UPS = (64, 256, 1024)
+"""Steps after a chunk that its guess comes from; the longest only where the device waits for the host."""
+_UNSEEN = 2
+"""Warm-ups launched when nothing is looked at."""
+_PROGRAMS = 132 * 4
+"""Programs that fill a large GPU: one for each of its 132 x 4 schedulers."""
+_ROWS = 16
+_SHORTEST = 16
+
+
+def solve(
+    adjoint: Adjoint, chunk: int, solver: Solver | None, precision: Precision
+) -> tuple[Tensor, Tensor, Outcome] | None:
+    """Gradients of all states and of the initial ones, and how they were found; see `outcore.scan.backward`."""
+    x = adjoint.values
+    if not available(x) or not fits(adjoint.cell, x.dtype):
+        return None
+    return _solve(adjoint, chunk, solver, precision)
+
+
+@or_none("the backward pass")
+def _solve(adjoint: Adjoint, chunk: int, solver: Solver | None, precision: Precision) -> tuple[Tensor, Tensor, Outcome]:
+    steps = adjoint.values.shape[1]
+    sweeps = _Sweeps(adjoint)
+    if chunk >= steps:
+        sweeps.run(steps, _open(adjoint.values.device))
+        return sweeps.totals, sweeps.start, Outcome("sequential", 1)
+    looking = _device_waits(adjoint.values)
+    cells = torch.zeros(len(WARM_UPS) + 1, dtype=torch.int32, device=adjoint.values.device)
+    tried = 0
+    guard = open_guard = _open(adjoint.values.device)
+    if solver != "products":
+        for warm in WARM_UPS if looking else WARM_UPS[:_UNSEEN]:
+            if tried and warm >= steps // 4:
+                break
+            sweeps.overlapped(chunk, warm, guard, cells[tried])
+            tried += 1
+            if looking and not int(cells[tried - 1]):
+                return sweeps.totals, sweeps.start, Outcome("relaxation", tried)
+            guard = open_guard if looking else cells[tried - 1]
+    rows = _multiply(adjoint, chunk, precision, guard)
+    carries = _pass(adjoint, rows, guard, cells[-1])
+    sweeps.run(chunk, guard, carries=carries)
+    # The product of a chunk may overflow although the gradients do not; one chunk has no products.
+    sweeps.run(steps, cells[-1])
+    return sweeps.totals, sweeps.start, Outcome.on_device(cells, tried, looked=looking)
+
+
+def _open(device: torch.device) -> Tensor:
+    """A cell that lets everything pass."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return torch.ones((), dtype=torch.int32, device=device)  # what is made in a graph belongs to it
+    return _kept_open(device)
+
+
+@functools.cache
+def _kept_open(device: torch.device) -> Tensor:
+    return torch.ones((), dtype=torch.int32, device=device)
+
+
+def _device_waits(x: Tensor) -> bool:
+    """Whether all that was launched is done; without a GPU, always."""
+    if not x.is_cuda:
+        return True
+    if torch.cuda.is_current_stream_capturing():
+        return False
+    return torch.cuda.current_stream(x.device).query()
+
+
+def products(adjoint: Adjoint, chunk: int, precision: Precision) -> Tensor | None:
+    """The products of the chunks' Jacobians; see `outcore.scan.backward`."""
+    x = adjoint.values
+    if not available(x) or not fits(adjoint.cell, x.dtype):
+        return None
+    return _products(adjoint, chunk, precision)
+
+
+@or_none("products")
+def _products(adjoint: Adjoint, chunk: int, precision: Precision) -> Tensor:
+    return _multiply(adjoint, chunk, precision, _open(adjoint.values.device))
+
+
+@dataclass(frozen=True, slots=True)
+class _Sweeps:
+    """Sweeps of one backward pass; a later one overwrites what the one before it found."""
+
+    adjoint: Adjoint
+    totals: Tensor
+    start: Tensor
+
+    def __init__(self, adjoint: Adjoint) -> None:
+        D, T, N = adjoint.values.shape[:3]
+        S = adjoint.cell.state
+        object.__setattr__(self, "adjoint", adjoint)
+        object.__setattr__(self, "totals", adjoint.values.new_empty((D, T, N, S)))
+        object.__setattr__(self, "start", adjoint.values.new_empty((D, N, S)))
+
+    def overlapped(self, chunk: int, warm: int, guard: Tensor, unsettled: Tensor) -> None:
+        """A sweep that guesses the carries, and whether they were right."""
+        from outcore.scan import sweep_triton_kernels
+
+        D, T, N = self.adjoint.values.shape[:3]
+        S = self.adjoint.cell.state
+        chunk = self._shorter(chunk)
+        count, tiles = -(-T // chunk), -(-N // _ROWS)
+        guesses, out = (self.totals.new_empty((D, count, N, S)) for _ in range(2))
+        sizes = self.totals.new_empty((D * count * tiles,))
+        self.run(chunk, guard, warm=warm, found=(guesses, out, sizes))
+        eps = torch.finfo(out.dtype).eps
+        size = power_of_two(S)
+        tile = max(1, 4096 // size)
+        sweep_triton_kernels.compare[(-(-(count - 1) * N // tile), D)](
+            guesses, out, sizes, guard, unsettled, len(sizes), N, count,
+            4 * eps, eps * eps,
+            S=S, SP=size, ROWS=tile, BLOCK=1024,
+        )  # fmt: skip
+
+    def _shorter(self, chunk: int) -> int:
+        """Sweeps want more chunks than products do, which have to be passed through one by one."""
+        D, T, N = self.adjoint.values.shape[:3]
+        count = max(1, _PROGRAMS // (D * -(-N // _ROWS)))
+        return min(chunk, max(_SHORTEST, -(-T // count)))
+
+    def run(
+        self,
+        chunk: int,
+        guard: Tensor,
+        *,
+        warm: int = 0,
+        carries: Tensor | None = None,
+        found: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> None:
+        """All chunks back, from given carries, or else each after a warm-up."""
+        from outcore.scan import sweep_triton_kernels
+
+        adjoint, unused = self.adjoint, self.start
+        cell = adjoint.cell
+        D, T, N = adjoint.values.shape[:3]
+        count, tiles = -(-T // chunk), -(-N // _ROWS)
+        guesses, out, sizes = found or (unused, unused, unused)
+        sweep_triton_kernels.sweep_back[(D * count * tiles,)](
+            adjoint.values.contiguous(), adjoint.hidden.contiguous(), adjoint.grad_output.contiguous(),
+            unused if carries is None else carries, adjoint.grad_state.contiguous(),
+            unused if adjoint.lengths is None else adjoint.lengths,
+            self.totals, guesses, out, self.start, sizes, guard,
+            T, N, chunk, warm, count, tiles, **_sizes(cell), PACKED=adjoint.lengths is not None,
+            GIVEN=carries is not None, WATCHED=found is not None,
+            PRECISION=_precision("full", adjoint.values), ROWS=_ROWS, num_warps=sweep_warps(cell, adjoint.values.dtype),
+        )  # fmt: skip
+
+
+def _sizes(cell: Cell) -> dict[str, Any]:
+    return {
+        "H": cell.hidden,
+        "KIND": KIND[cell.kind],
+        "RELU": cell.kind == "relu",
+        "M": cell.coefficients,
+        "G": cell.gates,
+        "S": cell.state,
+        "HP": power_of_two(cell.hidden),
+    }
+
+
+def _precision(asked: Precision, x: Tensor) -> str:
+    return "ieee" if x.dtype == torch.float64 else asked
+
+
+def sweep_warps(cell: Cell, dtype: torch.dtype) -> int:
+    """Warps of a program: few, so that they wait for each other little, but enough to hold the weights."""
+    size = power_of_two(cell.hidden)
+    if size <= 32:
+        return 2 if cell.gates == 1 else 4
+    return 4 if cell.gates * size * size * dtype.itemsize <= 2**14 else 8
+
+
+def _product_tile(cell: Cell, dtype: torch.dtype) -> tuple[int, int]:
+    """Rows of a product per program, and its warps."""
+    size = power_of_two(cell.hidden)
+    if size <= 32:
+        rows = 16 if cell.kind == "lstm" or cell.state < 16 else 32
+        return rows, 1 if dtype == torch.float32 else 4
+    return (32, 2) if size == 64 and dtype == torch.float32 else (32, 8)
+
+
+def _multiply(adjoint: Adjoint, chunk: int, precision: Precision, guard: Tensor) -> Tensor:
+    from outcore.scan import sweep_triton_kernels
+
+    cell, x = adjoint.cell, adjoint.values
+    D, T, N = x.shape[:3]
+    count = -(-T // chunk)
+    out = x.new_empty((D, count, N, cell.state + 1, cell.state))
+    tile, warps = _product_tile(cell, x.dtype)
+    sweep_triton_kernels.multiply_back[(D * count * N, -(-(cell.state + 1) // tile))](
+        x.contiguous(), adjoint.hidden.contiguous(), adjoint.grad_output.contiguous(),
+        out if adjoint.lengths is None else adjoint.lengths, out, guard,
+        T, N, chunk, count, **_sizes(cell), PACKED=adjoint.lengths is not None,
+        PRECISION=_precision(precision, x), ROWS=tile, num_warps=warps,
+    )  # fmt: skip
+    return out
+
+
+def _pass(adjoint: Adjoint, rows: Tensor, guard: Tensor, overflow: Tensor) -> Tensor:
+    """What is carried into the end of every chunk, given the products."""
+    from outcore.scan import sweep_triton_kernels
+
+    D, K, N = rows.shape[:3]
+    S = adjoint.cell.state
+    out = rows.new_empty((D, K, N, S))
+    size = power_of_two(S)
+    sweep_triton_kernels.pass_back[(D * N,)](
+        rows, adjoint.grad_state.contiguous(), out, guard, overflow, N, K,
+        S=S, SP=size,
+        num_warps=register_warps(2 * size * size * (rows.dtype.itemsize // 4)),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,76 @@
+"""The weights' gradients as kernels: one pass over all steps and sequences; see `weights_triton_kernels`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from outcore.scan.kernels import KIND, available, or_none, power_of_two
+
+if TYPE_CHECKING:
+    from outcore.scan.cells import Cell
+
+__all__ = ["Summed", "weight_sums"]
+
+_MOST_COLUMNS = 128
+"""States and inputs together; above, a matrix product of cuBLAS has enough to do."""
+_SHARES = 132 * 4
+_BLOCK = 32
+_COLUMNS = 32
+_WARPS = 2
+_STAGES = 3
+Summed = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+"""Gradients of input weights, recurrent weights and their biases, as in `outcore.scan.cells.Weights`."""
+
+
+def weight_sums(
+    cell: Cell, totals: Tensor, values: Tensor, x: Tensor, before: Tensor, after: Tensor, bias: bool
+) -> Summed | None:
+    """Gradients of the weights.
+
+    Args:
+        cell: the cell.
+        totals: gradients of the states ``[D, T, N, S]``, as `outcore.scan.backward.Solution` has them.
+        values: coefficients.
+        x: inputs ``[D, T, N, I]``.
+        before: hidden states before the first step ``[D, N, H]``.
+        after: hidden states after each step ``[D, T, N, H]``.
+        bias: whether there are biases.
+    """
+    wide = cell.hidden + cell.input + 1
+    if not available(x) or cell.projection or wide > _MOST_COLUMNS or x.dtype not in (torch.float32, torch.float64):
+        return None
+    return _weight_sums(cell, totals, values, x, before, after, bias)
+
+
+@or_none("the gradients of weights")
+def _weight_sums(
+    cell: Cell, totals: Tensor, values: Tensor, x: Tensor, before: Tensor, after: Tensor, bias: bool
+) -> Summed:
+    from outcore.scan import weights_triton_kernels
+
+    D, T, N, size = x.shape
+    H, G = cell.hidden, cell.gates
+    left = H * (1 if G == 1 else 4)
+    right, rows = power_of_two(H + size + 1, 32), T * N
+    columns = -(-left // _COLUMNS)
+    share = max(4, -(-rows // (_BLOCK * max(1, _SHARES // (D * columns))))) * _BLOCK
+    shares = max(1, -(-(rows - N) // share))
+    parts = x.new_empty((D, shares, left, right))
+    kind = KIND[cell.kind]
+    weights_triton_kernels.sum_up[(shares, columns, D)](
+        totals, values.contiguous(), x.contiguous(), after.contiguous(), before.contiguous(), parts,
+        rows, N, share, shares,
+        H=H, IN=size, S=cell.state, M=cell.coefficients, KIND=kind, LEFT=left,
+        PRECISION="full" if x.dtype == torch.float32 else "ieee", COLS=_COLUMNS, RIGHT=right, BLOCK=_BLOCK,
+        num_warps=_WARPS if right <= 64 else 4, num_stages=_STAGES,
+    )  # fmt: skip
+    of_input, of_hidden = x.new_empty((D, G * H, size)), x.new_empty((D, G * H, H))
+    biases = x.new_empty((2, D, G * H))
+    weights_triton_kernels.add_up[(left, D)](
+        parts, of_input, of_hidden, biases[0], biases[1], shares,
+        H=H, IN=size, KIND=kind, LEFT=left, G=G, BIAS=bias, RIGHT=right, BLOCK=32,
+    )  # fmt: skip
+    return of_input, of_hidden, biases[0] if bias else None, biases[1] if bias else None
