@@ -538,7 +538,8 @@ def test_memory_is_predicted_and_too_little_is_refused() -> None:
     (x, y), *_ = _batches()
     predicted = forecast(array, x, y)
     weights = sum(p.numel() * 8 for p in _net().parameters())
-    assert predicted.resting_bytes >= 3 * weights  # with gradients and momentum
+    assert predicted.resting_bytes >= 2 * weights  # with momentum
+    assert predicted.running_bytes >= weights  # with gradients
     assert predicted.peak_bytes(at_once=2) < predicted.peak_bytes()
     room = predicted.peak_bytes(at_once=3)
     assert predicted.at_once(room) == 3

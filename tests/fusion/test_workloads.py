@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn, optim
+from torch import nn, optim
 
 import outcore
-from outcore.fusion import Objective
 from outcore.models import UNet
-from tests.fusion.networks import (
-    Bert,
-    Gan,
-    LstmTagger,
-    PointNet,
-    PointNetSegmentation,
-    TransformerLM,
-    discriminator_loss,
-    generator_loss,
-)
 from tests.fusion.serial import assert_as_if_alone, distance
+from tests.fusion.workloads import (
+    Optimizer,
+    Workload,
+    bert,
+    gan,
+    lstm,
+    pointnet,
+    pointnet_segmentation,
+    transformer,
+    vision,
+)
 
 STEPS = 50
 RATES = (1e-3, 3e-3, 5e-4)
@@ -63,85 +62,40 @@ def _plateau(optimizer: optim.Optimizer, i: int) -> Any:
     return optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=2 + i, threshold=0.1)
 
 
-def _tokens(words: int, length: int, classes: int) -> Callable[[], tuple[Tensor, Tensor]]:
-    return lambda: (torch.randint(words, (2, length)), torch.randint(classes, (2, length)))
-
-
-def _images(size: int, batch: int = 2) -> Callable[[], tuple[Tensor, Tensor]]:
-    return lambda: (torch.randn(batch, 3, size, size).double(), torch.randint(10, (batch,)))
-
-
-def _resnet18(i: int) -> nn.Module:
-    from tests.foreign.shim import define_torchvision_operators
-
-    define_torchvision_operators()
-    import torchvision
-
-    return torchvision.models.resnet18(num_classes=10)
-
-
-def _mobilenet(i: int) -> nn.Module:
-    from tests.foreign.shim import define_torchvision_operators
-
-    define_torchvision_operators()
-    import torchvision
-
-    return torchvision.models.mobilenet_v3_large(num_classes=10, dropout=0.1 * (i + 1))
-
-
-Case = tuple[Callable[[int], nn.Module], Callable[[], tuple[Any, Any]], Any, Any]
+Case = tuple[Workload, Optimizer, Any]
 CASES: dict[str, Case] = {
-    "PointNet": (
-        lambda i: PointNet(5, 4, dropout=0.1 * (i + 1)),
-        lambda: (torch.randn(8, 3, 20).double(), torch.randint(5, (8,))),
-        _gentle,
-        _step_lr,
-    ),
-    "PointNet segmentation": (
-        lambda i: PointNetSegmentation(5, 4),
-        lambda: (torch.randn(8, 3, 12).double(), torch.randint(5, (8, 12))),
-        _gentle,
-        _cosine,
-    ),
-    "Transformer": (
-        lambda i: TransformerLM(30, 8, 2, 16, 2, dropout=0.1 * (i + 1)),
-        _tokens(30, 6, 30),
-        _adadelta,
-        _step_lr,
-    ),
-    "BERT": (lambda i: Bert(30, 8, 2, 2, dropout=0.1), _tokens(30, 6, 30), _adam, _cosine),
-    "LSTM": (lambda i: LstmTagger(30, 6, 5, 4), _tokens(30, 7, 4), _adam, _plateau),
+    "PointNet": (pointnet(8, 20, 5, 4), _gentle, _step_lr),
+    "PointNet segmentation": (pointnet_segmentation(8, 12, 5, 4), _gentle, _cosine),
+    "Transformer": (transformer(2, 6, 30, 8, 2, 16, 2), _adadelta, _step_lr),
+    "BERT": (bert(2, 6, 30, 8, 2, 2), _adam, _cosine),
+    "LSTM": (lstm(2, 7, 30, 6, 5, 4), _adam, _plateau),
     "U-Net": (
-        lambda i: UNet(3, 2, width=4, depth=2),
-        lambda: (torch.randn(2, 3, 16, 16).double(), torch.randint(2, (2, 16, 16))),
+        Workload(
+            lambda i: UNet(3, 2, width=4, depth=2), lambda: (torch.randn(2, 3, 16, 16), torch.randint(2, (2, 16, 16)))
+        ),
         _sgd,
         _step_lr,
     ),
 }
 LARGE: dict[str, Case] = {
-    "ResNet-18": (_resnet18, _images(32, 8), _gentle, _cosine),
-    "MobileNet-v3-Large": (_mobilenet, _images(32, 8), _gentle, _step_lr),
-    "BERT-Medium": (lambda i: Bert(500), _tokens(500, 8, 500), _gentle, _cosine),
-    "PointNet of full width": (
-        lambda i: PointNet(16, 64),
-        lambda: (torch.randn(8, 3, 64).double(), torch.randint(16, (8,))),
-        _gentle,
-        _step_lr,
-    ),
+    "ResNet-18": (vision("resnet18", 8), _gentle, _cosine),
+    "MobileNet-v3-Large": (vision("mobilenet_v3_large", 8, dropout=lambda i: 0.1 * (i + 1)), _gentle, _step_lr),
+    "BERT-Medium": (bert(2, 8, 500), _gentle, _cosine),
+    "PointNet of full width": (pointnet(8, 64, 16), _gentle, _step_lr),
 }
 
 
 def _equals_serial(
     case: Case, steps: int = STEPS, members: int = 3, dtype: torch.dtype = torch.float64, tolerance: float = 1e-10
 ) -> None:
-    build, batch, optimizer, scheduler = case
+    workload, optimizer, scheduler = case
 
     def seeded(i: int) -> nn.Module:
         torch.manual_seed(i)
-        return build(i).to(dtype)
+        return workload.build(i).to(dtype)
 
     torch.manual_seed(123)
-    made = [batch() for _ in range(steps)]
+    made = [workload.batch() for _ in range(steps)]
     batches = [(x.to(dtype) if x.is_floating_point() else x, y) for x, y in made]
     array = assert_as_if_alone(
         seeded,
@@ -178,19 +132,18 @@ def test_resnet18_equals_serial_training() -> None:
 
 
 def test_a_gan_with_two_optimizers_equals_serial_training() -> None:
-    def build(i: int) -> Gan:
-        torch.manual_seed(i)
-        return Gan(width=2, noise=5).double()
+    workload = gan(2, 2, 5)
+    objectives = workload.objectives(_adam)
 
-    objectives = {
-        "d": Objective(discriminator_loss, lambda gan, i: _adam(gan.discriminator.parameters(), i)),
-        "g": Objective(generator_loss, lambda gan, i: _adam(gan.generator.parameters(), i)),
-    }
+    def build(i: int) -> nn.Module:
+        torch.manual_seed(i)
+        return workload.build(i).double()
+
     models = [build(i) for i in range(2)]
     twins = [copy.deepcopy(m) for m in models]
     array = outcore.fuse(models, objectives=objectives)
     torch.manual_seed(5)
-    batches = [(torch.randn(2, 3, 64, 64).double(), torch.randn(2, 5, 1, 1).double()) for _ in range(STEPS)]
+    batches = [tuple(t.double() for t in workload.batch()) for _ in range(STEPS)]
     for real, noise in batches:
         losses = array.step(real, noise)
         assert losses.keys() == {"d", "g"}

@@ -16,7 +16,7 @@ import gc
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -39,6 +39,8 @@ from outcore.graph.structure import leaves, substitute
 __all__ = ["FusedArray", "Kind", "Objective"]
 
 DEFAULT = "loss"
+_Key = tuple[str, torch.dtype | None, Hashable]
+"""Of a recording: the objective, the precision, and what the model was given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,7 @@ class FusedArray:
         self.choice: Choice | None = None
         """What was measured to decide how to run; none if it was not."""
         self._randomness = Randomness(seeds)
-        self._programs: dict[Hashable, Program] = {}
+        self._programs: dict[_Key, Program] = {}
         self.steps = self._counted = 0
         self._begun = 0.0
         self.losses: Tensor | None = None
@@ -247,11 +249,11 @@ class FusedArray:
             lane.trainings[name][place] = after.trainings[name]
         if seed is not None:
             self._randomness.reseed(slot, seed)
-        if slot == 0 or not _same_settings(released, model):
-            self._programs.clear()
-            self.runner.forget()
-        elif len(lane) == 1:
-            self.runner.forget()  # the captured step is that of the other model's own modules
+        same = _same_settings(released, model)
+        kept = self._programs.items() if same else ()
+        self._programs = {key: p.rebound([s.trainings[key[0]] for s in self.slots]) for key, p in kept}
+        if not same or len(lane) == 1:
+            self.runner.forget()  # alone, the captured step is that of the other model's own modules
         self._mark(slot, "training")
 
     @property
@@ -341,7 +343,7 @@ class FusedArray:
         """The recording that fits a batch, made and checked when it first appears, and its key."""
         members = [slot.trainings[objective] for slot in self.slots]
         shown = substitute(args, Stacked, lambda s: s.tensor[0])
-        key = (objective, self.terms.autocast, key_of(members[0], shown, {}))
+        key: _Key = (objective, self.terms.autocast, key_of(members[0], shown, {}))
         if (found := self._programs.get(key)) is not None:
             if not found.outdated():
                 return key, found
@@ -355,6 +357,12 @@ class FusedArray:
         elif self._check and torch.is_grad_enabled() and len(self.lanes[-1]) > 1:
             self._verify(objective, made, args)
         return key, made
+
+    def borrow(self, other: FusedArray) -> None:
+        """Take over the recordings of an array whose first members these are copies of."""
+        members = {name: [slot.trainings[name] for slot in self.slots] for name in self.slots[0].trainings}
+        own = {key: replace(p, ways=dict(p.ways), kept={}) for key, p in other._programs.items()}
+        self._programs = {key: p.rebound(members[key[0]]) for key, p in own.items()}
 
     def _verify(self, objective: str, program: Program, args: tuple[Any, ...]) -> None:
         """Do not fuse what gives other gradients than the model itself."""
@@ -397,5 +405,7 @@ class FusedArray:
 
 
 def _same_settings(a: nn.Module, b: nn.Module) -> bool:
+    """Whether one recording stands for both: no tensor in it that is neither parameter nor buffer."""
     pairs = zip(a.modules(), b.modules(), strict=False)
-    return all(type(x) is type(y) and settings(x) == settings(y) for x, y in pairs)
+    own = any(isinstance(v, Tensor) for m in b.modules() for v in m.__dict__.values())
+    return not own and all(type(x) is type(y) and settings(x) == settings(y) for x, y in pairs)

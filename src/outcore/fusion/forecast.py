@@ -1,12 +1,13 @@
 """How many members fit: predicted from the memory of one, before anything is allocated.
 
-Each member keeps its weights, gradients and optimizer state all the time; its feature maps and their gradients only
+Each member keeps its weights and optimizer state all the time; its feature maps and gradients only
 while it runs. Members that run at the same time need both, lanes that run one after the other share the room for the
 second.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,9 +18,12 @@ from outcore.cost.memory import memory_curve
 from outcore.cost.optimizer import OptimizerCost
 from outcore.cost.saved import account
 from outcore.errors import FuseError
+from outcore.fusion.rehearsal import rehearse
+from outcore.fusion.runner import cut
 
 if TYPE_CHECKING:
     from outcore.fusion.array import FusedArray
+    from outcore.fusion.program import Program
 
 __all__ = ["Forecast", "forecast"]
 
@@ -30,9 +34,9 @@ class Forecast:
 
     members: int
     resting_bytes: int
-    """Weights, gradients and optimizer state of one member."""
+    """Weights and optimizer state of one member."""
     running_bytes: int
-    """What one member needs besides while it runs."""
+    """What one member needs besides while it runs: feature maps, and gradients of both kinds."""
     batch_bytes: int
 
     def peak_bytes(self, members: int | None = None, at_once: int | None = None) -> int:
@@ -63,22 +67,43 @@ class Forecast:
 
 
 def forecast(array: FusedArray, *batch: Any, each: Sequence[tuple[Any, ...]] | None = None) -> Forecast:
-    """Predict the memory of an array on a batch, from the graph of one member."""
+    """Predict the memory of an array on a batch, as it is arranged: of fused members by a rehearsal."""
     resting = running = shared = 0
     args = array.arguments(batch, each)
+    lane = array.lanes[0]
     for name, training in array.slots[0].trainings.items():
         _, program = array.program(name, args)
         graph = program.graph
         optimizer = OptimizerCost.of(array.slots[0].optimizers[name], array.device.type)
         peak = memory_curve(graph, account(graph, array.device.type), optimizer=optimizer).at_peak
-        own = [p for p in training.model.parameters() if p.requires_grad]
-        kept = _bytes(training.model.parameters()) + _bytes(training.model.buffers()) + _bytes(own)
+        own = _bytes(p for p in training.model.parameters() if p.requires_grad)
+        kept = _bytes(training.model.parameters()) + _bytes(training.model.buffers())
         if array.device.type == "cuda":
-            kept += _bytes(own)  # the one-kernel update gathers the gradients in one piece
-        resting = max(resting, kept + round(optimizer.state_per_parameter * _bytes(own)))
-        running = max(running, peak.feature_maps + peak.feature_gradients + peak.workspace)
+            kept += own  # the one-kernel update gathers the gradients in one piece
+        resting = max(resting, kept + round(optimizer.state_per_parameter * own))
+        needed = own + peak.feature_maps + peak.feature_gradients + peak.workspace
+        if len(lane) > 1 and program.obstacle is None and _time_steps(program) <= _LONG:
+            with contextlib.suppress(NotImplementedError, RuntimeError):  # an operation that fake tensors cannot do
+                needed = -(-rehearse(lane, name, program, cut(lane, args)) // len(lane))
+        running = max(running, needed)
         shared = max(shared, peak.inputs)
     return Forecast(len(array), resting, running, shared)
+
+
+_LONG = 256
+"""Time steps of recurrent layers beyond which a rehearsal takes too long."""
+
+
+def _time_steps(program: Program) -> int:
+    """How often recurrent layers step in a replay."""
+    count = 0
+    for step in program.recording.steps:
+        module = program.members[0].get_submodule(step.target) if step.kind == "module" else None
+        if isinstance(module, torch.nn.RNNBase):
+            shape = program.graph.values[program.graph.calls[step.name].inputs[0]].shape
+            longest = shape[1 if module.batch_first else 0] if len(shape) == 3 else shape[0]
+            count += longest * module.num_layers * (2 if module.bidirectional else 1)
+    return count
 
 
 def _bytes(tensors: Any) -> int:

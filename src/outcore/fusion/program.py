@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
@@ -102,6 +102,11 @@ class Program:
     def outdated(self) -> bool:
         """Whether a number that a member's forward may have looked at has changed since."""
         return any(attributes.get(name, _GONE) != value for attributes, name, value in self.watched)
+
+    def rebound(self, members: Sequence[Training]) -> Program:
+        """The same for other members of the very same settings, or for the first of them."""
+        others = {slot: recording for slot, recording in self.others.items() if slot < len(members)}
+        return replace(self, others=others, members=tuple(members), watched=tuple(_watched(members)))
 
     @contextlib.contextmanager
     def without_chance(self) -> Iterator[bool]:

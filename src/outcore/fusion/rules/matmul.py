@@ -3,7 +3,7 @@
 A 1x1 convolution is a linear layer on the channels. Its result is written as ``[positions, members, channels]``,
 which is the memory of a channels-last tensor of ``members * channels`` channels, so that normalisation, pooling and
 grouped convolutions after it need no copy. torch's matrix products can write there (``out=``) but then not be
-differentiated, hence the small function with its own backward: three matrix products, as for one layer.
+differentiated, hence the small functions with their own backward: three matrix products, as for one layer.
 """
 
 from __future__ import annotations
@@ -26,14 +26,11 @@ def linear(x: Any, weight: Any, bias: Any) -> Any:
         return Stacked(F.linear(x.tensor, weight, bias))
     if weight.rank != 2 or (bias is not None and not isinstance(bias, Stacked)):
         return NotImplemented
-    w = weight.tensor.transpose(1, 2)
+    own = None if bias is None else bias.tensor
     if not isinstance(x, Stacked):
-        return _shared_input(x, weight.tensor, None if bias is None else bias.tensor)
+        return _shared_input(x, weight.tensor, own)
     rows = x.tensor.flatten(1, -2) if x.rank > 1 else x.tensor.unsqueeze(1)
-    if bias is None:
-        y = torch.bmm(rows, w)
-    else:
-        y = torch.baddbmm(bias.tensor.unsqueeze(1), rows, w)
+    y: torch.Tensor = _Linear.apply(*_lowered(rows, weight.tensor, own))  # type: ignore[no-untyped-call]
     return Stacked(y.unflatten(1, x.tensor.shape[1:-1]) if x.rank > 1 else y.squeeze(1))
 
 
@@ -46,21 +43,48 @@ def _shared_input(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 
 def pointwise(x: Stacked, weight: torch.Tensor, bias: torch.Tensor | None) -> Stacked:
     """A 1x1 convolution ``[B, N, C, *space]`` with weights ``[B, out, C]``."""
-    tensors: list[torch.Tensor | None] = [x.tensor, weight, bias]
-    device = x.tensor.device.type
-    if torch.is_autocast_enabled(device):
-        low = torch.get_autocast_dtype(device)
-        tensors = [t.to(low) if t is not None else None for t in tensors]
-    channels_last = tensors[0].movedim(2, -1)  # type: ignore[union-attr]
-    rows = channels_last.flatten(1, -2)
-    y: torch.Tensor = _Pointwise.apply(rows, *tensors[1:])  # type: ignore[no-untyped-call]
+    value, *own = _lowered(x.tensor, weight, bias)
+    assert value is not None
+    channels_last = value.movedim(2, -1)
+    y: torch.Tensor = _Pointwise.apply(channels_last.flatten(1, -2), *own)  # type: ignore[no-untyped-call]
     return Stacked(y.unflatten(1, channels_last.shape[1:-1]).movedim(-1, 2))
+
+
+def _lowered(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """In the precision that autocast asks for: inside a function with its own backward it would ask in vain."""
+    device = tensors[0].device.type if tensors[0] is not None else "cpu"
+    if not torch.is_autocast_enabled(device):
+        return list(tensors)
+    low = torch.get_autocast_dtype(device)
+    return [t.to(low) if t is not None else None for t in tensors]
 
 
 def pointwise_shared(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Stacked:
     """The same for an input that all members share: one wide matrix product on the channels."""
     y = F.linear(x.movedim(1, -1), weight.flatten(0, 1), None if bias is None else bias.flatten())
     return Stacked(y.unflatten(-1, (weight.shape[0], -1)).movedim((-2, -1), (0, 2)))
+
+
+class _Linear(torch.autograd.Function):
+    """``rows [B, M, in] @ weight [B, out, in]^T + bias``; the weight's gradient is laid out as the weight is.
+
+    torch's own would be its transpose, which has to be copied before an optimizer can use it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(rows, weight)
+        ctx.has_bias = bias is not None
+        w = weight.transpose(1, 2)
+        return torch.bmm(rows, w) if bias is None else torch.baddbmm(bias.unsqueeze(1), rows, w)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows, weight = ctx.saved_tensors
+        to_rows = torch.bmm(grad, weight) if ctx.needs_input_grad[0] else None
+        to_weight = torch.bmm(grad.transpose(1, 2), rows) if ctx.needs_input_grad[1] else None
+        to_bias = grad.sum(1) if ctx.has_bias and ctx.needs_input_grad[2] else None
+        return to_rows, to_weight, to_bias
 
 
 class _Pointwise(torch.autograd.Function):

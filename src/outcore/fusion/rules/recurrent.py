@@ -102,12 +102,20 @@ def _project(x: torch.Tensor, weight: Any, bias: Any) -> torch.Tensor:
 
 
 def _run(mode: str, x: torch.Tensor, start: State, weights: tuple[Any, ...]) -> tuple[torch.Tensor, State]:
+    weights = tuple(_lowered(w) for w in weights)
     gates = _project(x, weights[0], weights[2])
     state, outputs = start, []
     for t in range(x.shape[1]):
         state = _step(mode, gates[:, t], state, weights)
         outputs.append(state[0])
     return torch.stack(outputs, 1), state
+
+
+def _lowered(weight: Any) -> Any:
+    """In the precision of autocast, once: it would convert, and keep, a copy in every time step."""
+    if weight is None or not torch.is_autocast_enabled(weight.tensor.device.type):
+        return weight
+    return Stacked(weight.tensor.to(torch.get_autocast_dtype(weight.tensor.device.type)))
 
 
 def _step(mode: str, gates: torch.Tensor, state: State, weights: tuple[Any, ...]) -> State:
