@@ -12,6 +12,7 @@ from outcore.errors import OutcoreError as OutcoreError
 from outcore.graph import Graph as Graph
 from outcore.graph import capture as capture
 from outcore.job import Job as Job
+from outcore.memory.lossy import gradient_effect as gradient_effect
 from outcore.plan_document import Plan as Plan
 from outcore.planner import plan as plan
 from outcore.within import memory_plan as memory_plan

@@ -29,6 +29,7 @@ from outcore.graph.capture import arguments_as_called
 from outcore.graph.keys import key_of
 from outcore.machine.units import format_bytes, parse_bytes
 from outcore.memory.governor import Governor, Settings
+from outcore.memory.lossy import effect_on_gradients
 from outcore.memory.lots import uses_of
 from outcore.memory.state import StateKeeper
 from outcore.plan_document import Plan
@@ -121,6 +122,9 @@ def within(
         raise OutcoreError(
             "this model cannot be managed: it draws numbers outside of torch, or nothing in it is trained"
         )
+    effect = effect_on_gradients(governor, graph, *call, loss=loss)
+    if effect is not None and not quiet:
+        print(f"outcore: {effect}", file=sys.stderr)
     model.__dict__["forward"] = governor
     if not where.idle:
         assert isinstance(optimizer, torch.optim.Optimizer)

@@ -21,6 +21,11 @@ _CHUNK = 2**14
 """Elements that are coded at a time where it takes more memory on the way than in the end."""
 
 
+_PART = (2**18, 2**24)
+"""Numbers that are rounded at a time, on a CPU and on a GPU."""
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 @dataclass(frozen=True, slots=True)
 class Window:
     """The window of a pool, per dimension of the image."""
@@ -73,8 +78,12 @@ def encode(
         case "window":
             assert window is not None and indices is not None
             return Coded((_positions(indices, window),), lambda positions: _indices(positions, window))
+        case "sparse":
+            return _without_zeros(flat)
         case "half":
             return Coded((flat.to(torch.float16),), lambda half: half.to(dtype))
+        case "bf16":
+            return Coded((flat.to(torch.bfloat16),), lambda half: half.to(dtype))
         case "int8":
             return _grouped(flat)
     raise ValueError(f"no codec {codec!r}")
@@ -189,15 +198,49 @@ def _origin(like: torch.Tensor, window: Window, dim: int) -> torch.Tensor:
 def _grouped(flat: torch.Tensor) -> Coded:
     """Eight bits per number, with a range for every group of numbers (lossy)."""
     count, dtype = flat.numel(), flat.dtype
-    rows = torch.nn.functional.pad(flat.float(), (0, -count % GROUP)).view(-1, GROUP)
-    low, high = rows.amin(1, keepdim=True), rows.amax(1, keepdim=True)
-    scale = ((high - low) / 255).clamp_min(torch.finfo(torch.float32).tiny)
-    codes = ((rows - low) / scale).round_().to(torch.uint8)
+    groups = -(-count // GROUP)
+    codes = torch.empty(count, dtype=torch.uint8, device=flat.device)
+    low, scale = (torch.empty(groups, 1, dtype=torch.float32, device=flat.device) for _ in range(2))
+    for start, rows in _group_rows(flat):
+        part = slice(start // GROUP, start // GROUP + rows.shape[0])
+        torch.amin(rows, 1, keepdim=True, out=low[part])
+        width = rows.amax(1, keepdim=True).sub_(low[part]).div_(255)
+        scale[part] = width.clamp_min_(torch.finfo(torch.float32).tiny)
+        levels = rows.sub_(low[part]).div_(scale[part]).round_()
+        codes[start : start + levels.numel()] = levels.view(-1)[: count - start].to(torch.uint8)
 
     def decode(codes: torch.Tensor, low: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        return (codes.float() * scale + low).view(-1)[:count].to(dtype)
+        out = torch.empty(count, dtype=dtype, device=codes.device)
+        for start, rows in _group_rows(codes):
+            part = slice(start // GROUP, start // GROUP + rows.shape[0])
+            out[start : start + rows.numel()] = rows.mul_(scale[part]).add_(low[part]).view(-1)[: count - start]
+        return out
 
     return Coded((codes, low, scale), decode)
+
+
+def _group_rows(flat: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """The numbers group by group, as float32, some at a time: with where they begin; the last group is filled up."""
+    count, step = flat.numel(), _PART[flat.device.type == "cuda"]
+    for start in range(0, count, step):
+        part = flat[start : start + step].to(torch.float32, copy=True)
+        if part.numel() % GROUP:
+            part = torch.cat([part, part[-1:].expand(-part.numel() % GROUP)])
+        yield start, part.view(-1, GROUP)
+
+
+def _without_zeros(flat: torch.Tensor) -> Coded:
+    """Which numbers are not zero, and those (Gist's sparse storage): exact, as small as the data allow."""
+    count, dtype = flat.numel(), flat.dtype
+    words = flat.view(_WORDS[dtype.itemsize])  # bits, so that -0.0 comes back as it was
+    there = words != 0
+    bits, values = pack_bits(there.view(torch.uint8)), words[there]
+
+    def decode(bits: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        flags = unpack_bits(bits, count, torch.ones((), dtype=torch.int8)).view(torch.bool)
+        return values.new_zeros(count).masked_scatter_(flags, values).view(dtype)
+
+    return Coded((bits, values), decode)
 
 
 def window_of(call: Any, image: Sequence[int]) -> Window | None:

@@ -3,13 +3,16 @@
 Exact ones follow from what backward needs (Gist, ISCA 2018): where only the sign matters, one bit per element; indices
 of a pool as positions in its window, one byte instead of eight; masks as bits. (Where only the shape matters, as with
 the input of a pool, nothing is kept at all; that costs nothing and needs no codec.)
-Lossy ones (fewer bits per number) are never chosen unless they are asked for by name.
+How small *sparse* is depends on the data, so that no budget can count on it: only by name.
+Lossy ones (fewer bits per number) are never chosen unless they are asked for by name either.
 
     codec     for                              bytes in between        bytes when it is back
     sign      output of ReLU, used nowhere     1 bit per element       1 per element
     window    indices of a max pool            1 per index             8 per index
     bits      mask of a dropout                1 bit per element       as it was
+    sparse    any with many zeros              1 bit + the others      all
     half      any float32 (lossy)              half                    all
+    bf16      the same with float32's range    half                    all
     int8      any float (lossy)                1 per element + scales  all
 """
 
@@ -21,9 +24,9 @@ from outcore.ops.again import Need
 
 __all__ = ["CODECS", "LOSSY", "Kept", "codec_for", "held_bytes"]
 
-Codec = Literal["sign", "window", "bits", "half", "int8"]
-CODECS: tuple[Codec, ...] = ("sign", "window", "bits", "half", "int8")
-LOSSY: tuple[Codec, ...] = ("half", "int8")
+Codec = Literal["sign", "window", "bits", "sparse", "half", "bf16", "int8"]
+CODECS: tuple[Codec, ...] = ("sign", "window", "bits", "sparse", "half", "bf16", "int8")
+LOSSY: tuple[Codec, ...] = ("half", "bf16", "int8")
 GROUP = 256
 """Numbers that share a scale under int8."""
 
@@ -85,7 +88,9 @@ def held_bytes(kept: Kept, policy: str) -> tuple[int, int]:
             return size // 8, size
         case "bits":
             return -(-size // item // 8), size
-        case "half":
+        case "sparse":  # as if half of it were zero, as behind a ReLU of random numbers
+            return -(-size // item // 8) + size // 2, size
+        case "half" | "bf16":
             return size // 2, size
         case _:
             count = size // item
