@@ -11,7 +11,7 @@ from outcore.errors import PlanError
 from outcore.memory import prepare
 from outcore.planner.keeping import Keeping
 
-from ..foreign.zoo import QUICK, ZOO, by_name
+from ..foreign.zoo import QUICK, by_name
 from .oracle import LINK, compare
 
 MODES = ("keep", "recompute", "offload", "encode", "mixture")
@@ -92,23 +92,6 @@ def test_foreign_models_under_mixtures(name: str) -> None:
     torch.manual_seed(0)
     result = compare(foreign.build().train(), *foreign.inputs(2), mode="mixture")
     assert result is not None and result.equal, result.differing
-
-
-@pytest.mark.slow
-@pytest.mark.foreign
-@pytest.mark.parametrize("mode", MODES[1:])
-@pytest.mark.parametrize("foreign", ZOO, ids=str)
-def test_all_foreign_models(foreign: object, mode: str) -> None:
-    torch.manual_seed(0)
-    try:
-        result = compare(foreign.build().train(), *foreign.inputs(2), mode=mode)  # type: ignore[attr-defined]
-    except RuntimeError as error:
-        if "deepcopy protocol" in str(error):
-            pytest.skip("the model cannot be copied")
-        raise
-    if result is None:
-        pytest.skip("it looks at data")
-    assert result.equal, result.differing
 
 
 def test_there_are_quick_models() -> None:
