@@ -71,7 +71,6 @@ def _every_policy(foreign: Foreign, device: torch.device, *, bf16: bool = False)
     twin.load_state_dict(state)
     if _differing(want, _step(twin, lambda: twin(*args, **kwargs), precision)):
         pytest.skip("plain training differs from run to run")
-    del twin
     with precision():
         graph = outcore.capture(model, args, kwargs)
         assert graph.executable is not None
