@@ -32,6 +32,7 @@ from outcore.memory.governor import Governor, Settings
 from outcore.memory.lossy import effect_on_gradients
 from outcore.memory.lots import uses_of
 from outcore.memory.state import StateKeeper
+from outcore.memory.stepping import in_parts
 from outcore.plan_document import Plan
 from outcore.planner.memory_plan import MemoryPlan
 from outcore.planner.state import StatePolicy
@@ -103,8 +104,8 @@ def within(
         raise OutcoreError(f"exact is {' or '.join(map(repr, get_args(Exactness)))}, not {exact!r}")
     budget = parse_bytes(memory) if isinstance(memory, str) else memory
     where = StatePolicy.of(state)
-    if not where.idle and not isinstance(optimizer, torch.optim.Optimizer):
-        raise OutcoreError("state is offloaded together with its optimizer: pass it as it is, optimizer=optimizer")
+    if not where.idle:
+        in_parts(optimizer)
     graph = capture(model, args, kwargs)
     cost = OptimizerCost.of(2.0 if optimizer is None else optimizer, graph_device(graph).type)
     if costs is None:
@@ -125,11 +126,10 @@ def within(
     effect = effect_on_gradients(governor, graph, *call, loss=loss)
     if effect is not None and not quiet:
         print(f"outcore: {effect}", file=sys.stderr)
-    model.__dict__["forward"] = governor
     if not where.idle:
-        assert isinstance(optimizer, torch.optim.Optimizer)
         calls = [(name, call.block, call.parameters) for name, call in graph.calls.items()]
-        governor.keeper = StateKeeper(optimizer, uses_of(model, calls), where, graph_device(graph))
+        governor.keeper = StateKeeper(in_parts(optimizer), uses_of(model, calls), where, graph_device(graph))
+    model.__dict__["forward"] = governor
     if not quiet:
         _announce(governor.plan, budget, assumed=optimizer is None)
     return model

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 import outcore
+from outcore.cost.rough import by_bytes
+from outcore.cost.saved import account
 
 SGD = lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, weight_decay=1e-4)  # noqa: E731
 ADAM = lambda p: torch.optim.Adam(p, 1e-3)  # noqa: E731
@@ -38,8 +40,9 @@ def batch(i: int = 0) -> torch.Tensor:
 
 
 def offloaded(model: nn.Module, make: Callable[..., torch.optim.Optimizer], **state: Any) -> torch.optim.Optimizer:
-    optimizer = make(model.parameters())
-    outcore.within(model, (batch(),), memory=None, optimizer=optimizer, state={**EVERYTHING, **state}, quiet=True)
+    optimizer, where = make(model.parameters()), {**EVERYTHING, **state}
+    costs = by_bytes(account(outcore.capture(model, (batch(),))), 1e9)
+    outcore.within(model, (batch(),), memory=None, optimizer=optimizer, costs=costs, state=where, quiet=True)
     return optimizer
 
 

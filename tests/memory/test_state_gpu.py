@@ -42,26 +42,27 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 12) -
         optimizer.step()
 
 
-@pytest.mark.parametrize("update", ["step", "backward"])
+WAYS: dict[str, dict[str, Any]] = {
+    "parameters": {"parameters": "offload"},
+    "parameters, in backward": {"parameters": "offload", "update": "backward"},
+    "optimizer": {"optimizer": "offload"},
+    "optimizer, in backward": {"optimizer": "offload", "update": "backward"},
+    "both": {"parameters": "offload", "optimizer": "offload", "parcel_bytes": 2**16},
+    "both, in backward": {"parameters": "offload", "optimizer": "offload", "update": "backward"},
+    "window": {"parameters": "offload", "stage_bytes": 40 * 2**20, "parcel_bytes": 2**16},
+    "window, in backward": {"parameters": "offload", "stage_bytes": 40 * 2**20, "update": "backward"},
+    "all": {"parameters": "offload", "optimizer": "offload", "gradients": "offload", "stage_bytes": 40 * 2**20},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize(
-    "state",
-    [
-        {"parameters": "offload"},
-        {"optimizer": "offload"},
-        {"parameters": "offload", "optimizer": "offload", "parcel_bytes": 2**16},
-    ],
-    ids=["parameters", "optimizer", "both"],
-)
-def test_training_on_a_gpu_with_state_on_the_host_is_plain_training(
-    state: dict[str, Any], name: str, update: str
-) -> None:
+def test_training_on_a_gpu_with_state_on_the_host_is_plain_training(name: str, way: str) -> None:
     torch.backends.cudnn.deterministic = True
     model, plain = network(), network()
     optimizer, twin = (OPTIMIZERS[name](m.parameters()) for m in (model, plain))
-    where = {**state, "update": update}
     costs = by_bytes(account(outcore.capture(model, (batch(),))), 1e12)
-    outcore.within(model, (batch(),), memory=None, optimizer=optimizer, costs=costs, state=where, quiet=True)
+    outcore.within(model, (batch(),), memory=None, optimizer=optimizer, costs=costs, state=WAYS[way], quiet=True)
     train(model, optimizer), train(plain, twin)
     with torch.no_grad():
         assert torch.equal(model.eval()(batch()), plain.eval()(batch()))

@@ -96,6 +96,8 @@ class Governor:
         self.tier_bytes = 0
         self.keeper: StateKeeper | None = None
         """Keeps parameters and optimizer state below the device, where the plan says so."""
+        self.elsewhere: torch.device | None = None
+        """Where the model computes, if it is the copy of one whose parameters were not there."""
 
     @property
     def model(self) -> nn.Module:
@@ -108,6 +110,9 @@ class Governor:
         """Run the model."""
         if self.keeper is not None:
             return self.keeper.around(self.run, *args, **kwargs)
+        if self.elsewhere is not None:
+            self.model.to(self.elsewhere)
+            self.elsewhere = None
         return self.run(*args, **kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -275,10 +280,13 @@ class Governor:
                 attributes["forward"] = here
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"model": self.model, "settings": self.settings, "costs": self.costs}
+        device = self.device if self.keeper is not None else self.elsewhere
+        return {"model": self.model, "settings": self.settings, "costs": self.costs, "elsewhere": device}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        elsewhere = state.pop("elsewhere", None)
         self.__init__(**state)  # type: ignore[misc]
+        self.elsewhere = elsewhere
 
 
 def _applicable(policy: dict[str, str], graph: Graph) -> dict[str, str]:

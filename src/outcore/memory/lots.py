@@ -82,13 +82,10 @@ def make_lots(
         return [Lot(i, _parameters(m.tensor for m in members), None) for i, (members, _) in enumerate(laid)], None
     total = sum(size for _, size in laid)
     home = home_for(device, total)
-    stage = (
-        FixedStage(device, total, lanes)
-        if policy.stage_bytes is None
-        else LooseStage(device, lanes, max(size for _, size in laid))
-    )
+    fixed, loose = FixedStage(device, total, lanes), LooseStage(device, lanes, max(size for _, size in laid))
     lots, at = [], 0
     for i, (members, size) in enumerate(laid):
+        stage = fixed.part(at) if policy.stage_bytes is None else loose
         parcel = Parcel(f"parameters {i}", members, home.memory[at : at + size], stage, lanes)
         parcel.adopt()
         lots.append(Lot(i, _parameters(m.tensor for m in members), parcel))

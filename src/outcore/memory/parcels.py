@@ -4,7 +4,7 @@ A copy costs some microseconds before the first byte moves, so hundreds of small
 network) must not travel one by one. A *parcel* is a run of tensors that are used one after the other, laid out in one
 piece of memory below the device: their *home*. The tensors stay the objects they are. At home a tensor is a view of
 its home, which everybody may read and write: saving, loading, printing need to know nothing. When the parcel is *here*,
-the tensor is a view of a slot of the *stage*, a piece of device memory of a fixed size that all parcels share.
+the tensor is a view of its place on the *stage*, device memory that parcels share.
 
     home      | conv1 bn1 conv2 bn2 ...  |  fc1  |  fc2  |        pinned host memory, or a mapped file
     stage             | fc1  | conv1 bn1 conv2 ... |              the device
@@ -23,11 +23,10 @@ from typing import Protocol
 import torch
 
 from outcore.errors import OutcoreError
-from outcore.memory.arena import Arena, Slot
 from outcore.memory.cell import Geometry
 from outcore.memory.lanes import Lanes, Mark
 
-__all__ = ["FixedStage", "LooseStage", "Member", "Parcel", "Stage", "lay_out", "movable"]
+__all__ = ["FixedStage", "LooseStage", "Member", "Parcel", "Part", "Stage", "lay_out", "movable"]
 
 Piece = tuple[int, int]
 """Bytes from and to."""
@@ -59,16 +58,17 @@ class Place:
     """Where a parcel is on the device."""
 
     memory: torch.Tensor
-    slot: Slot | None
     before: Sequence[Sequence[Mark]]
     """By piece, what must be over before it may be written."""
+    lasting: bool = False
+    """Whether the parcel is always put there."""
 
 
 class Stage(Protocol):
     """Device memory that parcels share."""
 
-    def take(self, pieces: Sequence[Piece]) -> Place | None:
-        """A place; none if there is no room."""
+    def take(self, pieces: Sequence[Piece]) -> Place:
+        """A place."""
 
     def give(self, place: Place, pieces: Sequence[Piece], marks: Sequence[Mark]) -> None:
         """Give a place back, whose pieces may be written again after these marks; without marks, after what was
@@ -76,32 +76,40 @@ class Stage(Protocol):
 
 
 class FixedStage:
-    """One piece of memory, given out in parts: what comes waits for nothing but what was in its place."""
+    """One piece of memory with room for all: what comes waits for nothing but what was in its place."""
 
     def __init__(self, device: torch.device, size: int, lanes: Lanes) -> None:
-        self.device, self.arena, self.lanes = device, Arena(size), lanes
+        self.device, self.size, self.lanes = device, size, lanes
 
     @cached_property
     def memory(self) -> torch.Tensor:
         """Taken when the first parcel comes, and kept."""
-        found = torch.empty(self.arena.size, dtype=torch.uint8, device=self.device)
+        found = torch.empty(self.size, dtype=torch.uint8, device=self.device)
         if self.device.type == "cuda":  # other streams will write to what this one may still be using
             torch.cuda.current_stream(self.device).synchronize()
         return found
 
-    def take(self, pieces: Sequence[Piece]) -> Place | None:
-        """A part of the memory."""
-        slot = self.arena.take(pieces[-1][1])
-        if slot is None:
-            return None
-        before = [self.arena.marks(Slot(slot.offset + a, _rounded(b - a))) for a, b in pieces]
-        return Place(self.memory[slot.offset : slot.offset + pieces[-1][1]], slot, before)
+    def part(self, offset: int) -> Part:
+        """The stage of one parcel."""
+        return Part(self, offset)
+
+
+class Part:
+    """The place of one parcel on a fixed stage."""
+
+    def __init__(self, stage: FixedStage, offset: int) -> None:
+        self.stage, self.offset = stage, offset
+        self.before: Sequence[Mark] = ()
+        """By piece, when what was here may be overwritten."""
+
+    def take(self, pieces: Sequence[Piece]) -> Place:
+        """Its place."""
+        before = [[mark] for mark in self.before] or [[] for _ in pieces]
+        return Place(self.stage.memory[self.offset : self.offset + pieces[-1][1]], before, lasting=True)
 
     def give(self, place: Place, pieces: Sequence[Piece], marks: Sequence[Mark]) -> None:
         """Its pieces are free one by one."""
-        assert place.slot is not None
-        for (a, b), mark in zip(pieces, marks or [self.lanes.now()] * len(pieces), strict=True):
-            self.arena.give(Slot(place.slot.offset + a, _rounded(b - a)), mark)
+        self.before = list(marks) or [self.stage.lanes.now()] * len(pieces)
 
 
 class LooseStage:
@@ -116,7 +124,7 @@ class LooseStage:
         """New memory."""
         self.tidy(self.most_leaving)
         memory = torch.empty(pieces[-1][1], dtype=torch.uint8, device=self.device)
-        return Place(memory, None, [[self.lanes.now()]] * len(pieces))
+        return Place(memory, [[self.lanes.now()]] * len(pieces))
 
     def give(self, place: Place, pieces: Sequence[Piece], marks: Sequence[Mark]) -> None:
         """Let go of the memory when the copies are over."""
@@ -152,24 +160,21 @@ class Parcel:
         self.versions: tuple[int, ...] = ()
         self._homes = [m.over(home) for m in self.members]
         self._views: list[torch.Tensor] = []
-        self._places: dict[int, list[torch.Tensor]] = {}
+        self._lasting: list[torch.Tensor] = []
 
     # Coming
 
-    def book(self) -> bool:
-        """Start to bring it here; false if there is no room on the stage."""
+    def book(self) -> None:
+        """Start to bring it here."""
         if self.place is not None:
-            return True
+            return
         self.place = self.stage.take(self.pieces)
-        if self.place is None:
-            return False
         memory = self.place.memory
         for i, (a, b) in enumerate(self.pieces):
             before = [*self.place.before[i], *self.leaving[i : i + 1]]
             mark = self.lanes.copy(memory[a:b], self.home[a:b], before, out=False, express=self.express)
             self.arriving.append(mark)
         self.leaving = []
-        return True
 
     def arrive(self) -> None:
         """What is computed from here on finds it on the stage; it must have been booked."""
@@ -184,14 +189,14 @@ class Parcel:
             self.versions = self._versions()
 
     def _over_place(self) -> list[torch.Tensor]:
-        """Views of its place, made once for every part of a fixed stage it is ever in."""
+        """Views of its place, made once if it is always the same."""
         assert self.place is not None
-        slot = self.place.slot
-        if slot is None:
-            return [m.over(self.place.memory) for m in self.members]
-        if slot.offset not in self._places:
-            self._places[slot.offset] = [m.over(self.place.memory) for m in self.members]
-        return self._places[slot.offset]
+        if self.place.lasting and self._lasting:
+            return self._lasting
+        found = [m.over(self.place.memory) for m in self.members]
+        if self.place.lasting:
+            self._lasting = found
+        return found
 
     def _versions(self) -> tuple[int, ...]:
         return tuple(m.tensor._version for m in self.members)

@@ -26,6 +26,8 @@ import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -43,6 +45,10 @@ from outcore.memory.watch import Watch
 from outcore.planner.state import StatePolicy
 
 __all__ = ["StateKeeper"]
+
+
+def _nothing() -> None:
+    pass
 
 
 class _Arrival:
@@ -72,6 +78,19 @@ class _Departure(_Arrival):
         keeper = self.keeper() if self.keeper is not None else None
         if keeper is not None:
             keeper.held.subtract(self.lots)
+
+
+@dataclass
+class Stats:
+    """How many bytes of parameters are on the device, where they pass through it."""
+
+    here_bytes: int = 0
+    peak_bytes: int = 0
+
+    def change(self, size: int) -> None:
+        """Some come or leave."""
+        self.here_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.here_bytes)
 
 
 class StateKeeper:
@@ -104,16 +123,29 @@ class StateKeeper:
         self.settings: list[dict[str, Any]] | None = None
         """Of the optimizer when it updated in backward."""
         self.inside = False
+        self.stats = Stats()
         self.called_back = False
         self.visits = Visits(self.stepper, device, self.lanes) if policy.optimizer == "offload" else None
-        self.gradients = GradientHomes(self.lots, device, self.lanes) if policy.gradients == "offload" else None
+        self.gradients: GradientHomes | None = None
         self.handles: list[Any] = []
+        self._own_step = optimizer.__dict__.get("step")
+        try:
+            if policy.gradients == "offload":
+                self.gradients = GradientHomes(self.lots, device, self.lanes)
+            self._take_over(uses)
+        except BaseException:
+            self.close()
+            raise
+
+    def _take_over(self, uses: Sequence[Use]) -> None:
+        """From now on state comes and goes by the policy."""
+        optimizer = self.optimizer
         self._hook_modules(uses)
         self._hook_gradients()
-        self._own_step = optimizer.__dict__.get("step")
         optimizer.step = self._stepped()  # type: ignore[method-assign]
         if self.visits is not None:
-            self.handles.append(optimizer.register_state_dict_pre_hook(lambda _: self.settle()))
+            settle = weakref.WeakMethod(self.settle)
+            self.handles.append(optimizer.register_state_dict_pre_hook(lambda _: (settle() or _nothing)()))
             for lot in self.lots:  # what there is already goes home
                 self.visits.leave(lot.number, lot.trained)
 
@@ -142,12 +174,10 @@ class StateKeeper:
             if (keeper := reference()) is not None:
                 keeper.arrived(p)
 
-        def before(lot: Lot) -> Callable[[torch.Tensor], None]:
+        def before(number: int) -> Callable[[torch.Tensor], None]:
             def hook(_: torch.Tensor) -> None:
-                keeper = reference()
-                if keeper is not None and keeper.gradients is not None and keeper.gradients.away(lot):
-                    keeper.need(lot, backward=True)
-                    keeper.gradients.come(lot)
+                if (keeper := reference()) is not None:
+                    keeper.arriving(keeper.lots[number])
 
             return hook
 
@@ -155,7 +185,7 @@ class StateKeeper:
             for p in lot.trained:
                 self.handles.append(p.register_post_accumulate_grad_hook(arrived))
                 if self.gradients is not None:
-                    self.handles.append(p.register_hook(before(lot)))
+                    self.handles.append(p.register_hook(before(lot.number)))
 
     # Forward
 
@@ -203,9 +233,9 @@ class StateKeeper:
         if self.windowed:
             return
         for parcel in reversed(leaving):  # what left first can be back first, while the rest still leaves
-            parcel.book()
+            self._book(parcel)
         for parcel in self.parcels:
-            parcel.book()
+            self._book(parcel)
 
     def need(self, *lots: Lot, backward: bool = False) -> None:
         """The parameters of some lots are about to be used, all at once."""
@@ -215,13 +245,18 @@ class StateKeeper:
                 continue
             if parcel.place is None:
                 self._make_room(parcel.bytes, lots, backward)
-            parcel.book()
+            self._book(parcel)
             parcel.arrive()
             if self.windowed:
                 assert parcel.place is not None
                 self.at[parcel.place.memory.untyped_storage().data_ptr()] = lot
         if self.windowed and lots:
             self._look_ahead(lots, backward)
+
+    def _book(self, parcel: Parcel) -> None:
+        if parcel.place is None:
+            self.stats.change(parcel.bytes)
+        parcel.book()
 
     def _look_ahead(self, lots: Sequence[Lot], backward: bool) -> None:
         """Start to bring the lot that comes next, if there is room for it beside these."""
@@ -232,7 +267,7 @@ class StateKeeper:
         assert self.policy.stage_bytes is not None
         if parcel.bytes + sum(lot.weights.bytes for lot in lots if lot.weights) <= self.policy.stage_bytes:
             self._make_room(parcel.bytes, lots, backward)
-            parcel.book()
+            self._book(parcel)
 
     def _make_room(self, size: int, kept: Sequence[Lot], backward: bool) -> None:
         """Send away what will not be needed for longest, until there is room for so many bytes more."""
@@ -256,6 +291,7 @@ class StateKeeper:
     def _depart(self, parcel: Parcel) -> None:
         if parcel.place is None:
             return
+        self.stats.change(-parcel.bytes)
         if self.windowed:
             self.at.pop(parcel.place.memory.untyped_storage().data_ptr(), None)
         elif parcel.here:  # a graph that is still alive must notice
@@ -311,6 +347,12 @@ class StateKeeper:
         return Borrowed(tensor, lot, self) if lot is not None else None
 
     # Backward
+
+    def arriving(self, lot: Lot) -> None:
+        """A gradient of a lot is about to be added to what is there."""
+        if self.gradients is not None and self.gradients.away(lot):
+            self.need(lot, backward=True)
+            self.gradients.come(lot)
 
     def arrived(self, p: torch.Tensor) -> None:
         """Backward has brought the gradient of a parameter."""
@@ -377,19 +419,20 @@ class StateKeeper:
     # The optimizer's step
 
     def _stepped(self) -> Callable[..., Any]:
-        reference = weakref.ref(self)
+        reference, own = weakref.ref(self), self.stepper.step
 
-        def step(closure: Callable[[], Any] | None = None) -> Any:
+        def step(_: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             loss = None
             keeper = reference()
-            assert keeper is not None
+            if keeper is None:  # the model is gone
+                return own(closure)
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
             keeper.step()
             return loss
 
-        return step
+        return MethodType(step, self.optimizer)  # schedulers expect a method
 
     def step(self) -> None:
         """Do what is left of the optimizer's step."""

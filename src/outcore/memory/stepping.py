@@ -18,17 +18,24 @@ from outcore.errors import OutcoreError
 from outcore.memory.lanes import Home, Lanes, home_for
 from outcore.memory.parcels import LooseStage, Parcel, lay_out, movable
 
-__all__ = ["Stepper", "Visits"]
+__all__ = ["Stepper", "Visits", "in_parts"]
+
+
+def in_parts(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer, if its step can be done in parts."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise OutcoreError("state is offloaded together with its optimizer: pass it as it is, optimizer=optimizer")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise OutcoreError(
+            "LBFGS looks at all parameters at once, so its step cannot be done in parts; keep all state here"
+        )
+    return optimizer
 
 
 class Stepper:
     """Calls an optimizer for some of its parameters."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> None:
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise OutcoreError(
-                "LBFGS looks at all parameters at once, so its step cannot be done in parts; keep all state here"
-            )
         self.optimizer, self.step = optimizer, step
         """The optimizer's own step, whatever it was wrapped in."""
 
