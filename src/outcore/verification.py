@@ -23,6 +23,7 @@ from outcore.job import Job
 from outcore.memory.rates import memory_rate
 from outcore.plan_document import Plan
 from outcore.planner.budget import smallest
+from outcore.planner.memory_plan import MemoryPlan
 from outcore.within import memory_plan, within
 
 __all__ = ["Row", "Verdict", "verify_job"]
@@ -143,6 +144,7 @@ def verify_job(
 def _halfway(model: nn.Module) -> int:
     """A budget between plain training and the smallest that works."""
     plan = memory_plan(model)
+    assert isinstance(plan, MemoryPlan)
     least = smallest(plan.keeping, time_limit_s=1.0).outcome.peak_bytes
     return plan.reserved_bytes + (plan.keeping.plain.peak_bytes + least) // 2
 

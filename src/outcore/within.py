@@ -6,13 +6,16 @@ The same object comes back. What it runs from now on is its recording, with a po
 backward needs: kept, made again, sent to the host (from a CPU: to the disk) and fetched in time, or held in a smaller
 form. Which is decided from the costs of the model's own calls, so that the predicted peak is within the budget and the
 step is as fast as it can be. Gradients, losses and buffers are those of plain training, bit for bit.
+
+Where no policy is enough, and for images that are read lazily, the early part of the network runs tile by tile
+(`outcore.stream.conductor`): the same loop, the same gradients up to the order of sums, and the plan says so.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard, get_args
 
 import torch
 from torch import nn
@@ -37,6 +40,11 @@ from outcore.plan_document import Plan
 from outcore.planner.memory_plan import MemoryPlan
 from outcore.planner.state import StatePolicy
 
+if TYPE_CHECKING:
+    from outcore.stream.conductor import Conductor
+    from outcore.stream.dense import PixelLoss
+    from outcore.stream.streamed_step import StreamedStep
+
 __all__ = ["memory_plan", "release", "within"]
 
 Exactness = Literal["bitwise", "reassociated"]
@@ -50,7 +58,7 @@ def within(
     kwargs: Mapping[str, Any] | None = None,
     *,
     memory: str | int | None,
-    loss: Callable[[Any], torch.Tensor] | None = None,
+    loss: Callable[[Any], torch.Tensor] | PixelLoss | None = None,
     optimizer: torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | float | None = None,
     plan: Plan | Mapping[str, str] | None = None,
     costs: Costs | None = None,
@@ -58,6 +66,8 @@ def within(
     graphs: bool = False,
     exact: Exactness = "bitwise",
     state: StatePolicy | Mapping[str, Any] | None = None,
+    stream: bool | None = None,
+    statistics: bool = False,
     quiet: bool = False,
 ) -> nn.Module:
     """Make a model train within a memory budget; returns the same model.
@@ -77,7 +87,8 @@ def within(
         kwargs: the keyword arguments.
         memory: the most a training step may hold ("8GiB", bytes), with weights, gradients and optimizer state in
             it; None for the fastest step whatever it holds.
-        loss: a function of the model's output, so that its memory is counted too; without it nothing is.
+        loss: a function of the model's output, so that its memory is counted too; without it nothing is. An
+            `outcore.stream.PixelLoss` is taken in one pass over the tiles, by `outcore.stream.pixel_loss`.
         optimizer: the optimizer, or how it is made, or the size of its state over that of the parameters; without it
             Adam's is assumed.
         plan: policies chosen by hand, or a plan that was made before.
@@ -89,13 +100,17 @@ def within(
             another order.
         state: where parameters, gradients and optimizer state live ("keep" or "offload" each), and when parameters are
             updated; needs the optimizer itself. See `outcore.planner.state.StatePolicy`.
+        stream: whether images are streamed in tiles, whose sums come in another order than plain training's; without
+            it, if nothing else meets the budget or an image is read lazily (`outcore.data`).
+        statistics: accept further passes over the image for norms over the whole of it, when it is streamed.
         quiet: do not say what was chosen.
 
     Raises:
         PlanError: the budget is too small; names the smallest that works.
     """
-    if isinstance(model.__dict__.get("forward"), Governor):
-        release(model)
+    from outcore.stream.conductor import Wanted, bytes_on, conduct, has_lazy, loss_on_output, without_memory
+
+    release(model)
     if "forward" in model.__dict__:
         raise OutcoreError("this model's forward was replaced by another tool; remove that before calling within")
     if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
@@ -106,33 +121,48 @@ def within(
     where = StatePolicy.of(state)
     if not where.idle:
         in_parts(optimizer)
-    graph = capture(model, args, kwargs)
+    lazy = has_lazy((args, kwargs))
+    graph = capture(model, *without_memory((args, kwargs))) if lazy else capture(model, args, kwargs)
     cost = OptimizerCost.of(2.0 if optimizer is None else optimizer, graph_device(graph).type)
-    if costs is None:
-        costs = measure(graph, time_limit_s=measure_s)
-    reserved = _loss_bytes(graph, loss) + int(_MARGIN.get(costs.device_kind, 0.0) * (budget or 0))
-    policy = dict(plan.policy if isinstance(plan, Plan) else plan) if plan is not None else None
     if isinstance(plan, Plan):
         plan.validate(graph)
+    by_hand = plan.stream if isinstance(plan, Plan) else None
+    on_output = loss_on_output(loss)
+    loss_bytes = _loss_bytes(graph, on_output)
+    if costs is None:
+        costs = measure(graph, time_limit_s=measure_s)
+    beside = loss_bytes + bytes_on(graph_device(graph), (args, kwargs))
+    wanted = Wanted(budget, cost, beside, statistics, by_hand, dense=loss is not on_output)
+    if lazy or stream or by_hand is not None:
+        step = conduct(model, graph, wanted, without_gaps(costs))
+        return _announced(model, step, budget, assumed=optimizer is None, quiet=quiet)
+    reserved = loss_bytes + int(_MARGIN.get(costs.device_kind, 0.0) * (budget or 0))
+    policy = dict(plan.policy if isinstance(plan, Plan) else plan) if plan is not None else None
     reassociated = exact == "reassociated" or (isinstance(plan, Plan) and plan.exactness != "bitwise")
-    settings = Settings(budget, cost, reserved, policy, graphs=graphs, reassociated=reassociated, state=where)
+    settings = Settings(
+        budget, cost, reserved, policy, graphs=graphs, reassociated=reassociated, state=where, quiet=quiet
+    )
     governor = Governor(model, settings, without_gaps(costs))
     call = arguments_as_called(model, args, kwargs)
-    governor.admit(key_of(model, *call), *call, graph=graph)
+    try:
+        governor.admit(key_of(model, *call), *call, graph=graph)
+    except PlanError as refused:
+        if stream is False or plan is not None or not where.idle:
+            raise
+        step = conduct(model, graph, wanted, without_gaps(costs), refused)
+        return _announced(model, step, budget, assumed=optimizer is None, quiet=quiet)
     if not any(governor.admitted.values()):
         raise OutcoreError(
             "this model cannot be managed: it draws numbers outside of torch, or nothing in it is trained"
         )
-    effect = effect_on_gradients(governor, graph, *call, loss=loss)
+    effect = effect_on_gradients(governor, graph, *call, loss=on_output)
     if effect is not None and not quiet:
         print(f"outcore: {effect}", file=sys.stderr)
     if not where.idle:
         calls = [(name, call.block, call.parameters) for name, call in graph.calls.items()]
         governor.keeper = StateKeeper(in_parts(optimizer), uses_of(model, calls), where, graph_device(graph))
     model.__dict__["forward"] = governor
-    if not quiet:
-        _announce(governor.plan, budget, assumed=optimizer is None)
-    return model
+    return _announced(model, governor.plan, budget, assumed=optimizer is None, quiet=quiet)
 
 
 def release(model: nn.Module) -> nn.Module:
@@ -150,12 +180,17 @@ def release(model: nn.Module) -> nn.Module:
         if governor.keeper is not None:
             governor.keeper.close()
             governor.keeper = None
+    elif _is_streamed(governor):
+        del model.__dict__["forward"]
     return model
 
 
-def memory_plan(model: nn.Module) -> MemoryPlan:
-    """What `within` has decided for a model."""
+def memory_plan(model: nn.Module) -> MemoryPlan | StreamedStep:
+    """What `within` has decided for a model: policies, or tiles."""
     governor = model.__dict__.get("forward")
+    if _is_streamed(governor):
+        assert governor.step is not None
+        return governor.step
     if not isinstance(governor, Governor):
         raise OutcoreError("this model is not under outcore.within")
     return governor.plan
@@ -192,10 +227,24 @@ def _loss_bytes(graph: Graph, loss: Callable[[Any], torch.Tensor] | None) -> int
     return max(0, curve.peak_bytes - 2 * sum(alone.values[v].bytes for v in alone.inputs))
 
 
-def _announce(plan: MemoryPlan, budget: int | None, *, assumed: bool) -> None:
+def _is_streamed(forward: Any) -> TypeGuard[Conductor]:
+    if "outcore.stream.conductor" not in sys.modules:  # so that importing this does not import that
+        return False
+    from outcore.stream.conductor import Conductor
+
+    return isinstance(forward, Conductor)
+
+
+def _announced(
+    model: nn.Module, plan: MemoryPlan | StreamedStep, budget: int | None, *, assumed: bool, quiet: bool
+) -> nn.Module:
+    """The model, after saying what was chosen for it."""
+    if quiet:
+        return model
     lines = [f"outcore: {plan.explain()}"]
     if budget is not None:
         lines[0] = lines[0].replace("outcore: peak", f"outcore: within {format_bytes(budget)}: peak", 1)
     if assumed:
         lines.append("  optimizer state counted as Adam's (twice the parameters); pass optimizer= for another")
     print("\n".join(lines), file=sys.stderr)
+    return model

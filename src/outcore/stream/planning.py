@@ -33,7 +33,7 @@ from outcore.stream.ways import Allowed, Ways
 if TYPE_CHECKING:
     from outcore.stream.streamed import Streamed
 
-__all__ = ["StreamPlan", "plan_tiles"]
+__all__ = ["StreamPlan", "how_of", "plan_by_hand", "plan_tiles"]
 
 _MARGIN = {"cuda": 0.08}
 """Share of the budget for what kernels take for themselves."""
@@ -171,6 +171,15 @@ def plan_tiles(
     best, _ = choose(candidates, usable, lambda c: ways.bytes(c).peak)
     rivals = [c for c in sorted(candidates, key=lambda c: c.time_s) if c != best][:3]
     return _described(ways, best, tuple(rivals), usable)
+
+
+def plan_by_hand(
+    graph: Graph, document: Mapping[str, Any], *, costs: Costs | None = None, dense: bool = False
+) -> StreamPlan:
+    """What a plan says under ``stream``, with its predicted time and bytes."""
+    how = how_of(document)
+    ways = Ways(bound(graph, folded=True), costs, Allowed(how["statistics"], dense=dense, policies=True), None)
+    return _described(ways, ways.by_hand(how), (), None)
 
 
 def _described(ways: Ways, best: Candidate, rivals: tuple[Candidate, ...], usable: int | None) -> StreamPlan:

@@ -31,6 +31,9 @@ from outcore.stream.prepared import Prepared
 
 __all__ = ["Rest"]
 
+_SEARCH_S = 1.0
+"""For policies at one boundary; several are tried."""
+
 
 class Rest(nn.Module):
     """The untiled end of a streamed model, a module whose inputs are what it needs of what came before."""
@@ -94,7 +97,8 @@ class Rest(nn.Module):
             if costs is not None and any(call in costs.calls for call in graph.calls):
                 timed = without_gaps(scaled(counted, costs))
             for most in (budget_bytes, None):
-                settings = Settings(most, OptimizerCost.of(0.0), policy=None if policy is None else dict(policy))
+                chosen = None if policy is None else dict(policy)
+                settings = Settings(most, OptimizerCost.of(0.0), policy=chosen, search_s=_SEARCH_S)
                 governor = Governor(self, settings, timed)
                 try:
                     governor.admit(key_of(self, stand_ins, {}), stand_ins, {}, graph=graph)

@@ -12,9 +12,10 @@ saves running all that is before it again, and maps get small with depth: so it 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from torch import nn
 
@@ -32,10 +33,12 @@ from outcore.stream.tiles import Grid, plan_tile
 
 __all__ = ["Allowed", "Ways"]
 
-_SMALLEST_TILE = 64
+_SMALLEST_TILE = 32
 _HOST_BYTES_PER_S = 1e10
 _CROSSINGS = 5
 """A map on the host is written, read in two passes, and its gradient is added to and read."""
+_CALL_S = 4e-5
+"""What the interpreter takes for one operation of one tile."""
 _MANAGED = 1.25
 """What policies for the rest cost, before they are planned."""
 
@@ -76,6 +79,20 @@ class Ways:
                         seen.add(shape)
                         yield from self._variants(boundary, keep, tile, streaming, grids)
 
+    def by_hand(self, how: Mapping[str, Any]) -> Candidate:
+        """One way, as `stream` takes it."""
+        tile, boundary, keep = how["tile"], how["boundary"], tuple(how["keep"])
+        tile = (tile,) * self.network.rank if isinstance(tile, int) else tile
+        boundary = (boundary,) if isinstance(boundary, str) else boundary
+        streaming = self.streaming(boundary, keep)
+        seconds, _ = self._streamed(streaming, cut_up(self.network, streaming, tile))
+        seconds += self._tail_s(streaming)
+        made = Candidate(boundary, tile, seconds, 0, keep, how["maps_on_host"], managed=bool(how["rest"]))
+        if how["rest"]:
+            self._rests[boundary] = rest = Rest(self.prepared(made))
+            rest.plan(None, self.costs, how["rest"])
+        return made
+
     def prepared(self, candidate: Candidate) -> Prepared:
         """The network by one way."""
         return divided(
@@ -100,11 +117,11 @@ class Ways:
 
     def rest(self, candidate: Candidate) -> Rest | None:
         """What follows the boundary, with policies as the budget needs them."""
-        if not candidate.managed or self.budget_bytes is None:
+        if not candidate.managed:
             return None
         if candidate.boundary not in self._rests:
             rest = Rest(self.prepared(candidate))
-            rest.plan(self.budget_bytes - self._outside(candidate), self.costs)
+            rest.plan((self.budget_bytes or 2**62) - self._outside(candidate), self.costs)
             self._rests[candidate.boundary] = rest
         return self._rests[candidate.boundary]
 
@@ -191,6 +208,7 @@ class Ways:
             forwards = 1 if once or not training else 2
             computed, most = self.computed(stage, cut)
             largest = max(largest, most)
+            total += _CALL_S * len(cut) * len(stage.nodes) * (forwards + training)
             for node in stage.nodes:
                 forward, backward = self._cost(node)
                 share = computed.get(node.output, 0) / max(1, math.prod(node.shape))

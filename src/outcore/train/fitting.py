@@ -117,7 +117,7 @@ def _within(model: nn.Module, job: Job, config: Config, expected: Forecast, budg
     optimizer = make_optimizer(config.optimizer, job)
     device = torch.device(device_here(config.train.device)[0]).type
     with computing(config.train.precision, device):
-        within(model, list(expected.shapes), memory=budget, optimizer=optimizer, quiet=True)
+        within(model, list(expected.shapes), memory=budget, optimizer=optimizer, stream=False, quiet=True)
     plan = memory_plan(model)
     kinds: dict[str, int] = {}
     for how in plan.policy.values():
