@@ -39,7 +39,7 @@ from outcore.graph.structure import leaves, substitute
 __all__ = ["FusedArray", "Kind", "Objective"]
 
 DEFAULT = "loss"
-_Key = tuple[str, torch.dtype | None, Hashable]
+_Key = tuple[str, torch.dtype | None, tuple[Any, ...]]
 """Of a recording: the objective, the precision, and what the model was given."""
 
 
@@ -249,11 +249,11 @@ class FusedArray:
             lane.trainings[name][place] = after.trainings[name]
         if seed is not None:
             self._randomness.reseed(slot, seed)
-        same = _same_settings(released, model)
-        kept = self._programs.items() if same else ()
-        self._programs = {key: p.rebound([s.trainings[key[0]] for s in self.slots]) for key, p in kept}
-        if not same or len(lane) == 1:
+        if not _same_settings(released, model):
+            self._programs.clear()
+        if not self._programs or len(lane) == 1:
             self.runner.forget()  # alone, the captured step is that of the other model's own modules
+        self._rebind(self._programs)
         self._mark(slot, "training")
 
     @property
@@ -343,7 +343,7 @@ class FusedArray:
         """The recording that fits a batch, made and checked when it first appears, and its key."""
         members = [slot.trainings[objective] for slot in self.slots]
         shown = substitute(args, Stacked, lambda s: s.tensor[0])
-        key: _Key = (objective, self.terms.autocast, key_of(members[0], shown, {}))
+        key: _Key = (objective, self.terms.autocast, key_of(members[0], shown, {}))  # type: ignore[assignment]
         if (found := self._programs.get(key)) is not None:
             if not found.outdated():
                 return key, found
@@ -360,9 +360,14 @@ class FusedArray:
 
     def borrow(self, other: FusedArray) -> None:
         """Take over the recordings of an array whose first members these are copies of."""
+        self._rebind({key: replace(p, ways=dict(p.ways), kept={}) for key, p in other._programs.items()})
+
+    def _rebind(self, programs: Mapping[_Key, Program]) -> None:
+        """Keep recordings of models that were of the very same settings as the members."""
         members = {name: [slot.trainings[name] for slot in self.slots] for name in self.slots[0].trainings}
-        own = {key: replace(p, ways=dict(p.ways), kept={}) for key, p in other._programs.items()}
-        self._programs = {key: p.rebound(members[key[0]]) for key, p in own.items()}
+        names = {key: _rekeyed(key, members[key[0]][0]) for key in programs}
+        self._programs = {names[key]: p.rebound(members[key[0]]) for key, p in programs.items()}
+        self.runner.rename(names)
 
     def _verify(self, objective: str, program: Program, args: tuple[Any, ...]) -> None:
         """Do not fuse what gives other gradients than the model itself."""
@@ -402,6 +407,13 @@ class FusedArray:
         else:
             self.output = [o.output for o in outcomes]  # as the lanes left it: joining would copy every step
         return self.losses
+
+
+def _rekeyed(key: _Key, member: Training) -> _Key:
+    """The key of a recording for another first member: it tells modules by their identity."""
+    objective, low, (seen, flags, *rest) = key
+    own = tuple((id(module), mode) for module, (_, mode) in zip(member.modules(), flags, strict=True))
+    return objective, low, (seen, own, *rest)
 
 
 def _same_settings(a: nn.Module, b: nn.Module) -> bool:

@@ -111,7 +111,7 @@ def choose(
         times = {n: _time(array, n, way, batch, each, seconds) for n in counts}
         trials.append(Trial(way, times, _extrapolated(times, len(array), way, at_once)))
     many = _affordable(array, at_once, predicted, limit)
-    if array.device.type == "cuda" and many > counts[-1]:
+    if _tries_again(array.device) and many > counts[-1]:
         fastest = min(t.predicted_s for t in trials)
         for i, trial in enumerate(trials):
             if trial.predicted_s <= _CLOSE * fastest:
@@ -141,6 +141,10 @@ def _affordable(array: FusedArray, at_once: int, predicted: Forecast | None, lim
     while count > 1 and predicted is not None and limit is not None and predicted.peak_bytes(count) > limit:
         count //= 2
     return count
+
+
+def _tries_again(device: torch.device) -> bool:
+    return device.type == "cuda"  # a CPU is full with a few
 
 
 def _free(device: torch.device) -> int | None:

@@ -11,7 +11,7 @@ scales, members with random streams of their own) runs eagerly.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +85,11 @@ class Runner:
         """Something was replaced: capture anew."""
         self._captured.clear()
         self._seen.clear()
+
+    def rename(self, keys: Mapping[Any, Hashable]) -> None:
+        """The same steps are asked for by other keys from here on."""
+        self._captured = {keys.get(key, key): made for key, made in self._captured.items()}
+        self._seen = {keys.get(key, key): count for key, count in self._seen.items()}
 
     def _arrangement(self) -> list[int]:
         return [stepper.arrangement for lane in self.lanes for stepper in lane.steppers.values()]
