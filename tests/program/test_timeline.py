@@ -22,6 +22,7 @@ from outcore.program import (
     Program,
     Stage,
     Stages,
+    Tie,
     Timeline,
     chart,
     compile_program,
@@ -212,3 +213,21 @@ def test_links_come_from_a_machine() -> None:
         Links.of(replace(machine, between_nodes=None))
     with pytest.raises(ProgramError, match="0 devices"):
         Links(devices_per_node=0)
+
+
+def test_gradients_of_tied_copies_are_added_before_any_step() -> None:
+    """A ring over the two ranks that hold a copy, after the slower of them, and only then their steps."""
+    chain = Stages.uniform(3, gradient_bytes=8)
+    tied = Stages(tuple(replace(s, optimizer_s=1.0) for s in chain.stages), chain.edges, (Tie((0, 2), 400),))
+    links = Links(Link.symmetric(bandwidth_bytes_per_s=100.0))
+    program = compile_program(tied, "gpipe", micro_batches=2)
+    free, timed = (simulate(program, s, links) for s in (replace(tied, ties=()), tied))
+    last_backward = max(e.end_s for e in timed.events if e.kind == "backward" and e.rank in (0, 2))
+    rows = [e for e in timed.events if e.kind == "reduce"]
+    assert [(e.rank, e.name, e.start_s, e.end_s) for e in rows] == [
+        (rank, "R0+2", last_backward, last_backward + 4.0) for rank in (0, 2)
+    ]
+    steps = {e.rank: e.start_s for e in timed.events if e.kind == "step"}
+    assert steps[0] == steps[2] == last_backward + 4.0 and steps[1] < steps[0]
+    assert timed.step_s == free.step_s + 4.0
+    assert Stages.from_json(tied.to_json()) == tied

@@ -1,16 +1,13 @@
-"""The same stages under torch.distributed.pipelining, and a network of MONAI's."""
+"""The same stages under torch.distributed.pipelining."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-import outcore
-from tests.run.networks import CASES, Case
-from tests.run.training import batches_of, plain, train
+from tests.run.networks import CASES
+from tests.run.training import batches_of
 
 
 def pipelined(kind: str, pieces: int) -> dict[str, torch.Tensor]:
@@ -34,38 +31,3 @@ def pipelined(kind: str, pieces: int) -> dict[str, torch.Tensor]:
     else:
         schedule.step()
     return {f"{n}.{k}": p.grad for n in names for k, p in model.get_submodule(n).named_parameters()}
-
-
-def _register() -> None:
-    from monai.networks.nets import BasicUNetPlusPlus
-
-    from outcore.planner import split, weights_from_shapes
-
-    def batch(size: int) -> tuple[Any, Any]:
-        return torch.randn(size, 1, 32, 32).double(), torch.randn(size, 2, 32, 32).double()
-
-    def loss(output: list[torch.Tensor], target: torch.Tensor) -> torch.Tensor:
-        return sum(((F.mse_loss(o, target)) for o in output), torch.zeros((), dtype=target.dtype))
-
-    job = outcore.Job(
-        model=lambda: BasicUNetPlusPlus(
-            spatial_dims=2, out_channels=2, features=(4, 4, 6, 6, 8, 4), deep_supervision=True
-        ).double(),
-        batch=batch,
-        loss=loss,
-        size=8,
-    )
-    graph = job.capture()
-    weights = weights_from_shapes(graph)
-    cuts = {n: split(graph, weights, stages=n).names for n in (2, 4)}
-    CASES["unet++"] = Case(job, cuts)
-
-
-def monai(plan: dict[str, Any], steps: int) -> dict[str, Any]:
-    _register()
-    return train("unet++", plan, steps, 8)
-
-
-def monai_plain(pieces: int, steps: int) -> dict[str, Any]:
-    _register()
-    return plain("unet++", pieces, steps, 8)

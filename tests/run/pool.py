@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-TIMEOUT_S = 60.0
+import outcore
+
+TIMEOUT_S = 240.0
 ENDED = "ended without an answer"
-GRACE_S = 20.0
-"""How long the others may take when one has failed."""
+GRACE_S = 60.0
+"""How long the others may take when one has failed: the engine's own bounds are far below, a busy machine is not."""
 
 
 class RankError(Exception):
@@ -26,11 +31,15 @@ class RankError(Exception):
 
 def _serve(connection: Any, port: int) -> None:
     torch.set_num_threads(1)
+    # What torch imports for the first recording keeps the process group of that moment for good; here there is none.
+    outcore.capture(torch.nn.Linear(1, 1), [(1, 1)])
     while True:
         task = connection.recv()
         if task is None:
             return
         function, rank, size, prefix, args, kwargs = task
+        before = _open_files()
+        store: Any = None
         try:
             if size > 1:
                 store = dist.TCPStore("127.0.0.1", port, is_master=False)
@@ -39,15 +48,46 @@ def _serve(connection: Any, port: int) -> None:
                     store=dist.PrefixStore(prefix, store),
                     rank=rank,
                     world_size=size,
-                    timeout=timedelta(seconds=20),
+                    timeout=timedelta(seconds=120),
                 )
+        except BaseException as error:
+            # torch counts process groups, and a count that is not that of the other ranks never meets them again.
+            connection.send((None, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+            return
+        answer: tuple[bool, Any]
+        try:
             answer = (True, function(*args, **kwargs))
         except BaseException as error:
             answer = (False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+        store = None
+        if answer[0] and (left := _left_behind(before)):
+            answer = (False, f"the rank left behind: {', '.join(left)}")
         connection.send(answer)
+
+
+def _left_behind(before: set[str]) -> list[str]:
+    """Threads of the engine's, shared memory and sockets that a world should have taken with it."""
+    patience = time.monotonic() + 10.0
+    while True:
+        gc.collect()
+        found = [t.name for t in threading.enumerate() if t.name.startswith("outcore")]
+        found += sorted(_open_files() - before)
+        if not found or time.monotonic() > patience:
+            return found
+        time.sleep(0.05)
+
+
+def _open_files() -> set[str]:
+    """Sockets and shared memory of this process."""
+    found = set()
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            if (what := str(path.readlink())).startswith(("socket:", "/memfd:", "/dev/shm")):
+                found.add(what)
+    return found
 
 
 class Pool:
@@ -56,7 +96,7 @@ class Pool:
     def __init__(self) -> None:
         self._context = mp.get_context("spawn")
         self._workers: dict[int, tuple[Any, Any]] = {}
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._count = 0
 
     def run(self, function: Callable[..., Any], ranks: int, *args: Any, **kwargs: Any) -> list[Any]:
@@ -93,9 +133,10 @@ class Pool:
                     deadline = min(deadline, time.monotonic() + GRACE_S)
             if not ready:
                 break
-        lost = {r for r in range(ranks) if r not in answers or answers[r] == (False, ENDED)}
+        lost = {r for r in range(ranks) if r not in answers or answers[r] == (False, ENDED) or answers[r][0] is None}
         self._end(lost)
-        return [answers.get(rank, (False, f"no answer within {TIMEOUT_S} s")) for rank in range(ranks)]
+        rows = [answers.get(rank, (False, f"no answer within {TIMEOUT_S} s")) for rank in range(ranks)]
+        return [(bool(good), answer) for good, answer in rows]
 
     def close(self) -> None:
         """End all workers."""
@@ -103,6 +144,12 @@ class Pool:
             with suppress(OSError):
                 connection.send(None)
         self._end(set(self._workers), patience_s=0.5)
+        self._store = None
+
+    @property
+    def port(self) -> int:
+        """Where ranks meet."""
+        return int(self._store.port)
 
     def _end(self, ranks: set[int], patience_s: float = 0.0) -> None:
         for rank in ranks:

@@ -71,7 +71,7 @@ def _with_rings(stages: Stages, pipeline: Pipeline, replicas: int, route: Route)
         inside = 2 if pipeline.paired and pipeline.batches > 1 and 2 * k + 1 != len(stages) else 1
         longer = _ring_s(stage.gradient_bytes, inside * replicas, route) - _ring_s(stage.gradient_bytes, inside, route)
         rows.append(replace(stage, optimizer_s=stage.optimizer_s + (longer if stage.trains else 0.0)))
-    return Stages(tuple(rows), stages.edges)
+    return Stages(tuple(rows), stages.edges, stages.ties)
 
 
 def _ring_s(nbytes: int, size: int, route: Route) -> float:

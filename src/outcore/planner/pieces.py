@@ -21,7 +21,7 @@ from outcore.graph import Graph
 from outcore.planner.holding import INPUT, Family, Holding, Parameter, merged
 from outcore.planner.units import Units
 from outcore.planner.weights import Weights
-from outcore.program.stages import Edge, Stage, Stages
+from outcore.program.stages import Edge, Stage, Stages, Tie
 
 __all__ = ["INPUT", "Family", "Flow", "Parameter", "Pieces", "weigh"]
 
@@ -136,7 +136,16 @@ class Pieces:
                     optimizer_s=(3 * weights[k] + 2 * state) / self.update_bytes_per_s,
                 )
             )
-        return Stages(tuple(stages), tuple(edges))
+        return Stages(tuple(stages), tuple(edges), self._ties(stage_of))
+
+    def _ties(self, stage_of: Sequence[int]) -> tuple[Tie, ...]:
+        """Trained parameters that units of several stages use, those of the same stages together."""
+        found: dict[tuple[int, ...], int] = {}
+        for _, nbytes, users in self.parameters:
+            places = tuple(sorted({stage_of[u] for u in users}))
+            if len(places) > 1:
+                found[places] = found.get(places, 0) + nbytes
+        return tuple(Tie(places, nbytes) for places, nbytes in sorted(found.items()))
 
 
 def weigh(graph: Graph, weights: Weights, units: Units) -> Pieces:

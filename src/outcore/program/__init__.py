@@ -22,6 +22,7 @@ from outcore.program.simulate import simulate as simulate
 from outcore.program.stages import Edge as Edge
 from outcore.program.stages import Stage as Stage
 from outcore.program.stages import Stages as Stages
+from outcore.program.stages import Tie as Tie
 from outcore.program.synthesis import Candidate as Candidate
 from outcore.program.synthesis import Choice as Choice
 from outcore.program.synthesis import synthesise as synthesise

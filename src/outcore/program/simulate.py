@@ -80,6 +80,9 @@ class _Simulation:
         self.copied_out: defaultdict[tuple[int, int, int], dict[str, float]] = defaultdict(dict)
         self.evicted: defaultdict[tuple[int, int, int], dict[str, float]] = defaultdict(dict)
         self.reducing: set[tuple[int, int]] = set()
+        holders = program.holders() if stages.ties else {}
+        self.tied = [tuple(sorted({rank for k in tie.stages for rank in holders.get(k, ())})) for tie in stages.ties]
+        self.tying: defaultdict[int, dict[int, float]] = defaultdict(dict)
         self.held: Counter[tuple[int, int, int]] = Counter()
 
     def run(self) -> Timeline:
@@ -128,6 +131,8 @@ class _Simulation:
                 case Reduce():
                     self.join(rank, instruction, now)
                 case _:
+                    if isinstance(instruction, OptimizerStep):
+                        self.tie(rank, now)
                     if missing := self.needs(rank, instruction) - self.here[rank]:
                         self.missing[rank] = missing
                         return
@@ -138,7 +143,8 @@ class _Simulation:
 
     def needs(self, rank: int, instruction: Compute | OptimizerStep) -> set[Hashable]:
         if isinstance(instruction, OptimizerStep):
-            return {("reduced", instruction.stage)} if (rank, instruction.stage) in self.reducing else set()
+            tied: set[Hashable] = {("tied", number) for number, ranks in enumerate(self.tied) if rank in ranks}
+            return tied | ({("reduced", instruction.stage)} if (rank, instruction.stage) in self.reducing else set())
         needed: set[Hashable] = set(keys_needed(instruction, self.incoming, self.outgoing))
         if isinstance(instruction, Backward):
             of = (instruction.stage, instruction.micro_batch, instruction.replica)
@@ -184,6 +190,23 @@ class _Simulation:
                 Event(member, "reduce", "reduce", str(reduce), start, end, stage=reduce.stage, bytes=nbytes)
             )
             self.schedule(end, member, ("reduced", reduce.stage))
+
+    def tie(self, rank: int, now: float) -> None:
+        """The gradients of tied copies are added up when the last of their ranks has come to its steps."""
+        for number, (tie, ranks) in enumerate(zip(self.stages.ties, self.tied, strict=True)):
+            if rank not in ranks or rank in self.tying[number]:
+                continue
+            self.tying[number][rank] = now
+            if len(self.tying[number]) < len(ranks):
+                continue
+            start, end = self.traffic.reduce(ranks, tie.bytes, max(self.tying[number].values()))
+            name = "R" + "+".join(map(str, tie.stages))
+            for member in ranks:
+                if len(ranks) > 1:
+                    self.events.append(
+                        Event(member, "reduce", "reduce", name, start, end, stage=tie.stages[0], bytes=tie.bytes)
+                    )
+                self.schedule(end, member, ("tied", number))
 
     def copy(self, rank: int, copy: CopyOut | CopyIn, now: float) -> None:
         of = (copy.stage, copy.micro_batch, copy.replica)

@@ -12,7 +12,7 @@ from typing import Any
 
 from outcore.errors import ProgramError
 
-__all__ = ["Edge", "Stage", "Stages"]
+__all__ = ["Edge", "Stage", "Stages", "Tie"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +53,21 @@ class Edge:
 
 
 @dataclass(frozen=True, slots=True)
+class Tie:
+    """Parameters that several stages use: each has a copy, and the gradients of all copies are added up."""
+
+    stages: tuple[int, ...]
+    """Ascending, at least two."""
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Stages:
     """A network cut into stages."""
 
     stages: tuple[Stage, ...]
     edges: tuple[Edge, ...]
+    ties: tuple[Tie, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.stages:
@@ -118,11 +128,13 @@ class Stages:
 
     def to_json(self) -> dict[str, Any]:
         """The stages as plain lists, dictionaries, strings and numbers."""
-        return {"stages": [asdict(s) for s in self.stages], "edges": [asdict(e) for e in self.edges]}
+        ties = {"ties": [asdict(tie) for tie in self.ties]} if self.ties else {}
+        return {"stages": [asdict(s) for s in self.stages], "edges": [asdict(e) for e in self.edges]} | ties
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Stages:
         """The stages that `to_json` wrote."""
         stages = (Stage(**{**row, "calls": tuple(row["calls"])}) for row in data["stages"])
         edges = (Edge(**{**row, "targets": tuple(row["targets"])}) for row in data["edges"])
-        return cls(tuple(stages), tuple(edges))
+        ties = (Tie(tuple(row["stages"]), row["bytes"]) for row in data.get("ties", ()))
+        return cls(tuple(stages), tuple(edges), tuple(ties))

@@ -63,7 +63,7 @@ class Blueprint:
         """The program of so many micro-batches over these values."""
         key = (edges, pieces, training)
         if key not in self._known:
-            stages = Stages(self.stages.stages, edges)
+            stages = Stages(self.stages.stages, edges, self.stages.ties)
             program = self._train(stages, pieces) if training else self._evaluate(stages, pieces)
             sends = [i.key for rank in program.ranks for i in rank if isinstance(i, Send)]
             self._known[key] = Script(program, {k: tag for tag, k in enumerate(sorted(sends), start=1)})

@@ -414,6 +414,7 @@ class Engine:
             if hasattr(self, "worker"):
                 self.worker.abandon()
             told = self.watch.failed(error) if self.watch is not None else None
+            self.world.cut()
             self.close()
             if told is None:
                 raise

@@ -22,7 +22,7 @@ from outcore.graph.parts import ancestors
 from outcore.graph.recording import Recording
 from outcore.graph.structure import substitute
 from outcore.plan_document import Plan, place_calls
-from outcore.program import Edge, Stage, Stages
+from outcore.program import Edge, Stage, Stages, Tie
 from outcore.run.batch import arguments, describe, fingerprint
 from outcore.run.draws import random_calls
 from outcore.run.part import Part
@@ -93,13 +93,22 @@ class Forms:
         depth = len(self.plan.stages)
         sizes = {n: p.numel() * p.element_size() for n, p in self.skeleton.named_parameters(remove_duplicate=False)}
         trained = {n for n, p in self.skeleton.named_parameters(remove_duplicate=False) if p.requires_grad}
-        stages = []
+        first = {id(p): n for n, p in reversed([*self.skeleton.named_parameters(remove_duplicate=False)])}
+        one_name = {n: first[id(p)] for n, p in self.skeleton.named_parameters(remove_duplicate=False)}
+        stages, places = [], dict[str, list[int]]()
         for k in range(depth):
             calls = tuple(c for c, stage in self._stage_of.items() if stage == k)
-            held = {p for c in calls for p in graph.calls[c].parameters if p in sizes}
+            held = {one_name[p] for c in calls for p in graph.calls[c].parameters if p in sizes}
+            for name in held & trained:
+                places.setdefault(name, []).append(k)
             weights = sum(sizes[p] for p in held)
             stages.append(Stage(calls, 0.0, 0.0, 0, 0, weights, sum(sizes[p] for p in held & trained), 0))
-        return Stages(tuple(stages), edges_of(graph, self._stage_of, depth))
+        tied: dict[tuple[int, ...], int] = {}
+        for name, several in places.items():
+            if len(several) > 1:
+                tied[tuple(several)] = tied.get(tuple(several), 0) + sizes[name]
+        ties = tuple(Tie(several, nbytes) for several, nbytes in sorted(tied.items()))
+        return Stages(tuple(stages), edges_of(graph, self._stage_of, depth), ties)
 
     @property
     def stage_of(self) -> Mapping[str, int]:

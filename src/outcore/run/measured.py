@@ -51,6 +51,7 @@ def with_measured_times(stages: Stages, timeline: Timeline) -> Stages:
             for k, s in enumerate(stages.stages)
         ),
         stages.edges,
+        stages.ties,
     )
 
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from outcore.errors import EngineError
+from outcore.run.lines import Lines, let_go
 from outcore.run.place import Place
 
 __all__ = ["Identity", "World", "identify"]
@@ -82,6 +83,7 @@ class World:
         self.group, self.store = group, store
         self._owned = owned
         self._groups: list[Any] = []
+        self._lines = Lines()
 
     @classmethod
     def join(cls, *, timeout_s: float) -> World:
@@ -93,20 +95,25 @@ class World:
             rank, size = dist.get_rank(), dist.get_world_size()
             if size == 1:
                 return cls(0, 1, local, None, None, owned=False)
-            group = dist.new_group(backend="gloo", timeout=timeout)
-            world = cls(rank, size, local, group, store, owned=False)
-            world._groups.append(group)
+            world = cls(rank, size, local, None, store, owned=False)
+            with world._lines.noted():
+                world.group = dist.new_group(backend="gloo", timeout=timeout)
+            world._groups.append(world.group)
             return world
         identity = identify(os.environ)
         if identity is None:
             return cls(0, 1, 0, None, None, owned=False)
         store = _store(identity, timeout)
-        dist.init_process_group("gloo", store=store, rank=identity.rank, world_size=identity.size, timeout=timeout)
-        return cls(identity.rank, identity.size, identity.local_rank, dist.group.WORLD, store, owned=True)
+        world = cls(identity.rank, identity.size, identity.local_rank, None, store, owned=True)
+        with world._lines.noted():
+            dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=timeout)
+        world.group = dist.group.WORLD
+        return world
 
     def new_group(self, ranks: Sequence[int], timeout_s: float) -> Any:
         """A group of some ranks for reductions; collective over all ranks, also those outside."""
-        group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), backend="gloo")
+        with self._lines.noted():
+            group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), backend="gloo")
         if self.rank in ranks:
             self._groups.append(group)
         return group
@@ -165,15 +172,21 @@ class World:
         """Wait for all ranks."""
         self.numbers([0])
 
+    def cut(self) -> None:
+        """After a failure: break all connections, so that whoever waits for this rank stops to wait, now."""
+        self._lines.cut()
+
     def close(self) -> None:
         """Leave; only what this world made is taken down."""
+        last = [*self._groups, self.group]
+        self.group = self.store = None
         for group in self._groups:
             dist.destroy_process_group(group)
         self._groups.clear()
         if self._owned and dist.is_initialized():
             dist.destroy_process_group()
-        self.group = self.store = None
         self.rank, self.size, self._owned = 0, 1, False
+        let_go(last)
 
 
 def _store(identity: Identity, timeout: timedelta) -> Any:
