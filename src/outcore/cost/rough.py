@@ -25,7 +25,7 @@ def belong(costs: Costs, graph: Graph) -> bool:
 
 
 def scaled(costs: Costs, like: Costs) -> Costs:
-    """Times of the same calls on other sizes, in proportion to the bytes they make."""
+    """Times and workspaces of the same calls on other sizes, in proportion to the bytes they make."""
 
     def at_this_size(cost: CallCost) -> CallCost:
         model = like.calls.get(cost.call)
@@ -34,7 +34,12 @@ def scaled(costs: Costs, like: Costs) -> Costs:
         ratio = max(cost.output_bytes, 1) / max(model.output_bytes, 1)
         backward = Timing.of([model.backward.median_s * ratio]) if model.backward is not None else None
         return replace(
-            cost, forward=Timing.of([model.forward.median_s * ratio]), backward=backward, time_source="scaled"
+            cost,
+            forward=Timing.of([model.forward.median_s * ratio]),
+            backward=backward,
+            workspace_forward_bytes=max(cost.workspace_forward_bytes, int(ratio * model.workspace_forward_bytes)),
+            workspace_backward_bytes=max(cost.workspace_backward_bytes, int(ratio * model.workspace_backward_bytes)),
+            time_source="scaled",
         )
 
     calls = {name: at_this_size(cost) for name, cost in costs.calls.items()}

@@ -147,11 +147,12 @@ def effect_on_gradients(
 
 
 def _exactly(plan: MemoryPlan) -> dict[str, str]:
-    """The plan with its lossy buffers exact: moved below the device where they can be, else kept."""
+    """The plan with its lossy buffers exact: under a budget moved below the device where they can be, else kept."""
     keeping, policy = plan.keeping, plan.policy
     found = dict(policy)
     for name in lossy_buffers(policy):
-        found[name] = "offload" if "offload" in keeping.choices(keeping.buffers[name]) else "keep"
+        movable = plan.budget_bytes is not None and "offload" in keeping.choices(keeping.buffers[name])
+        found[name] = "offload" if movable else "keep"
     return found
 
 

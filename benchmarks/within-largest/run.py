@@ -1,0 +1,204 @@
+"""The largest batch and the largest image that train before memory runs out: plain PyTorch and outcore.within.
+
+    python benchmarks/within-largest/run.py --out results/ [--limits 11GiB,all]
+
+A limit is set on the process (`torch.cuda.set_per_process_memory_fraction`), so that the allocator refuses as a smaller
+GPU would. Where memory should run out is predicted from costs measured once at a moderate size; then sizes are tried
+from a little above that downwards until one trains for two steps. Ours runs by the policies of the smallest peak found
+at the moderate size, which go by name and fit every size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import json
+import platform
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import outcore
+from outcore.cost.costs import Costs
+from outcore.cost.rough import without_gaps
+from outcore.machine.units import parse_bytes
+from outcore.memory.rates import measured_tier, memory_rate
+from outcore.planner.budget import Assignment, smallest
+from outcore.planner.keeping import Keeping
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+STEPS = {"image": 32, "batch": 4}
+"""Sizes are multiples of this."""
+
+
+def build(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    if name == "unet":
+        return outcore.models.UNet().to(DEVICE)
+    import torchvision
+
+    return getattr(torchvision.models, name)().to(DEVICE)
+
+
+def shape(grows: str, size: int) -> tuple[int, int, int, int]:
+    return (1, 3, size, size) if grows == "image" else (size, 3, 224, 224)
+
+
+def amount(grows: str, size: int) -> int:
+    """What memory is in proportion to."""
+    return size * size if grows == "image" else size
+
+
+@dataclass
+class Basis:
+    """A network at a moderate size: what it takes, and how it takes least."""
+
+    name: str
+    grows: str
+    size: int
+    costs: Costs
+    keeping: Keeping
+    search_s: float
+
+    def __post_init__(self) -> None:
+        alone = copy.copy(self.keeping)
+        alone.tier = None
+        self.least: dict[bool, Assignment] = {
+            offload: smallest(keeping, time_limit_s=self.search_s)
+            for offload, keeping in ((True, self.keeping), (False, alone))
+        }
+        """With and without offloading (pinning as much host memory as a large GPU has takes minutes)."""
+
+    @classmethod
+    def measure(cls, name: str, grows: str, size: int, measure_s: float, search_s: float) -> Basis:
+        model = build(name)
+        images = torch.randn(shape(grows, size), device=DEVICE)
+        graph = outcore.capture(model, (images,))
+        costs = without_gaps(outcore.measure(graph, time_limit_s=measure_s))
+        device = images.device
+        keeping = Keeping(graph, costs, 0.0, measured_tier(device), memory_rate(device))
+        return cls(name, grows, size, costs, keeping, search_s)
+
+    def largest(self, limit: int, peak: int) -> int:
+        """The size at which a peak, in proportion but for the weights, reaches a limit."""
+        first = self.keeping.plain.moments[0].bytes
+        fixed = 2 * first.weights + first.state
+        share = (limit - fixed) / max(1, peak - fixed)
+        scale = share**0.5 if self.grows == "image" else share
+        return int(self.size * scale) // STEPS[self.grows] * STEPS[self.grows]
+
+
+def clean() -> None:
+    gc.collect()
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def train(model: nn.Module, images: torch.Tensor, steps: int = 2) -> float:
+    """Seconds of the last step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    for _ in range(steps):
+        start = time.perf_counter()
+        optimizer.zero_grad(set_to_none=True)
+        model(images).square().mean().backward()
+        optimizer.step()
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def attempt(basis: Basis, size: int, limit: int, least: Assignment | None) -> dict[str, Any]:
+    """Train at a size."""
+    start = time.time()
+    clean()
+    row: dict[str, Any] = {"size": size}
+    try:
+        model = build(basis.name)
+        images = torch.randn(shape(basis.grows, size), device=DEVICE)
+        if least is not None:
+            plan = dict(least.policy)
+            options: dict[str, Any] = {"optimizer": 0.0, "costs": basis.costs, "quiet": True, "plan": plan}
+            outcore.within(model, (images,), memory=limit, **options)
+            row["predicted_peak"] = outcore.memory_plan(model).peak_bytes
+        row["seconds"] = train(model, images)
+        if DEVICE == "cuda":
+            row["peak"] = torch.cuda.max_memory_allocated()
+            row["reserved"] = torch.cuda.max_memory_reserved()
+    except torch.OutOfMemoryError:
+        row["error"] = "out of memory"
+    except Exception as error:
+        row["error"] = f"{type(error).__name__}: {str(error)[:160]}"
+    row["wall_s"] = round(time.time() - start, 1)
+    return row
+
+
+def search(basis: Basis, limit: int, least: Assignment | None, tries: int) -> dict[str, Any]:
+    """The largest size that trains, with the sizes that did not."""
+    peak = least.outcome.peak_bytes if least is not None else basis.keeping.plain.peak_bytes
+    step = STEPS[basis.grows]
+    failed: list[dict[str, Any]] = []
+    shares = [1.02, 0.99, 0.96, 0.92, 0.87, 0.8, 0.7, 0.55, 0.4]
+    sizes = [basis.largest(int(share * limit), peak) for share in shares]
+    for size in list(dict.fromkeys(max(step, s) for s in sizes))[:tries]:
+        row = attempt(basis, size, limit, least)
+        print("  ", json.dumps(row), flush=True)
+        if "error" not in row:
+            return {**row, "failed": failed}
+        failed.append(row)
+    return {"failed": failed}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, default=Path())
+    parser.add_argument("--networks", default="resnet50")
+    parser.add_argument("--limits", default="11GiB,all")
+    parser.add_argument("--bases", default="image:4096,batch:32", help="moderate sizes")
+    parser.add_argument("--measure-s", type=float, default=2.0)
+    parser.add_argument("--search-s", type=float, default=4.0)
+    parser.add_argument("--tries", type=int, default=6)
+    parser.add_argument("--seconds", type=float, default=1e9)
+    args = parser.parse_args()
+    started = time.time()
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    total = torch.cuda.get_device_properties(0).total_memory if DEVICE == "cuda" else 16 * 2**30
+    rows: list[dict[str, Any]] = []
+    environment = {
+        "device": torch.cuda.get_device_name() if DEVICE == "cuda" else platform.processor(),
+        "memory": total,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "outcore": outcore.__version__,
+    }
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / f"{time.strftime('%Y-%m-%d')}-h200.json"
+    for name in args.networks.split(","):
+        for base in args.bases.split(","):
+            grows, _, size = base.partition(":")
+            basis = Basis.measure(name, grows, int(size), args.measure_s, args.search_s)
+            print(f"{name} {base} ready after {time.time() - started:.0f} s", flush=True)
+            for limit_name in args.limits.split(","):
+                limit = int(0.985 * total) if limit_name == "all" else parse_bytes(limit_name)
+                clean()
+                if DEVICE == "cuda":
+                    torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total))
+                for how, least in (("plain", None), ("outcore", basis.least[limit_name != "all"])):
+                    if time.time() - started > args.seconds:
+                        continue
+                    print(name, limit_name, grows, how, flush=True)
+                    found = search(basis, limit, least, args.tries)
+                    rows.append({"model": name, "limit": limit_name, "grows": grows, "how": how, **found})
+                    path.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n")
+                if DEVICE == "cuda":
+                    torch.cuda.set_per_process_memory_fraction(1.0)
+    print(f"done after {time.time() - started:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
