@@ -27,11 +27,35 @@ def each(value: Any, count: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Convolution:
-    """A sliding window with a weight; the crop is padded only where the image ends."""
+class Kernel:
+    """What moves a kernel over pixels: samples stay samples (if there are any), and all channels are needed."""
 
     operands: tuple[Ref, ...]
     shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def dims(self) -> int:
+        """Of pixels."""
+        return len(self.shapes[1]) - 2
+
+    def pixels(self, region: Region) -> Region:
+        """The last sides of a region."""
+        return region[-self.dims :]
+
+    def beside(self, out: Region, pixels: Region) -> tuple[Region, ...]:
+        """What is needed of every operand when it is these pixels of the first; weight and bias whole."""
+        channels = (0, self.shapes[0][-self.dims - 1])
+        return ((*out[: -self.dims - 1], channels, *pixels), *(whole(s) for s in self.shapes[1:]))
+
+    def follow(self, operand: int, dim: int) -> int | None:
+        """Pixels become pixels and samples samples; weights are needed whole."""
+        return dim if operand == 0 and dim != len(self.shapes[0]) - self.dims - 1 else None
+
+
+@dataclass(frozen=True)
+class Convolution(Kernel):
+    """A sliding window with a weight; the crop is padded only where the image ends."""
+
     windows: tuple[Window, ...]
     reading: Reading
     stride: tuple[int, ...]
@@ -40,9 +64,7 @@ class Convolution:
 
     def needs(self, out: Region) -> tuple[Region, ...]:
         """The pixels under the windows, of all channels; weight and bias whole."""
-        lead = (out[0], (0, self.shapes[0][1])) if len(out) > len(self.windows) + 1 else ((0, self.shapes[0][0]),)
-        pixels = self.reading.needs(self._reach(out))
-        return ((*lead, *pixels), *(whole(s) for s in self.shapes[1:]))
+        return self.beside(out, self.reading.needs(self._reach(out)))
 
     def run(self, crops: Sequence[torch.Tensor], out: Region, given: Given) -> torch.Tensor:
         """Convolve the crop without padding, or with the padding of this border."""
@@ -57,21 +79,17 @@ class Convolution:
             padding = tuple(a for a, _ in beyond)
         else:
             x = self.reading.read(x, reach)
-        made: torch.Tensor = _CONVOLVE[len(self.windows)](
+        made: torch.Tensor = _CONVOLVE[self.dims](
             x, weight, bias[0] if bias else None, self.stride, padding, self.dilation, self.groups
         )
         return made
-
-    def follow(self, operand: int, dim: int) -> int | None:
-        """Pixels become pixels and samples samples; weights are needed whole."""
-        return dim if operand == 0 and dim != 1 else None
 
     def place(self, out: Region) -> Any:
         """The padding."""
         return self.reading.beyond(self._reach(out))
 
     def _reach(self, out: Region) -> tuple[tuple[int, int], ...]:
-        return tuple(w.reach(i) for w, i in zip(self.windows, out[-len(self.windows) :], strict=True))
+        return tuple(w.reach(i) for w, i in zip(self.windows, self.pixels(out), strict=True))
 
 
 @dataclass(frozen=True)
@@ -99,30 +117,26 @@ class Finished(Convolution):
 
 
 @dataclass(frozen=True)
-class TransposedConvolution:
+class TransposedConvolution(Kernel):
     """Each input pixel adds to a window of the output."""
 
-    operands: tuple[Ref, ...]
-    shapes: tuple[tuple[int, ...], ...]
     spreads: tuple[Spread, ...]
     groups: int
 
     def needs(self, out: Region) -> tuple[Region, ...]:
         """The pixels that add to the wanted ones."""
-        lead = (out[0], (0, self.shapes[0][1])) if len(out) > len(self.spreads) + 1 else ((0, self.shapes[0][0]),)
-        pixels = tuple(s.needs(i) for s, i in zip(self.spreads, out[-len(self.spreads) :], strict=True))
-        return ((*lead, *pixels), *(whole(s) for s in self.shapes[1:]))
+        return self.beside(out, tuple(s.needs(i) for s, i in zip(self.spreads, self.pixels(out), strict=True)))
 
     def run(self, crops: Sequence[torch.Tensor], out: Region, given: Given) -> torch.Tensor:
         """Spread the crop without cutting, then cut out what is wanted; a missing end is bias alone."""
         x, weight, *bias = crops
-        wanted = out[-len(self.spreads) :]
-        given_pixels = self.needs(out)[0][-len(self.spreads) :]
+        wanted = self.pixels(out)
+        given_pixels = self.pixels(self.needs(out)[0])
         starts = [s.start(g) for s, g in zip(self.spreads, given_pixels, strict=True)]
         more = []
         for s, (_, hi), start, (a, b) in zip(self.spreads, wanted, starts, given_pixels, strict=True):
             more.append(max(0, hi - start - ((b - a - 1) * s.stride + s.dilation * (s.kernel - 1) + 1)))
-        spread: torch.Tensor = _TRANSPOSE[len(self.spreads)](
+        spread: torch.Tensor = _TRANSPOSE[self.dims](
             x,
             weight,
             bias[0] if bias else None,
@@ -132,20 +146,15 @@ class TransposedConvolution:
             self.groups,
             tuple(s.dilation for s in self.spreads),
         )
-        first = spread.dim() - len(self.spreads)
+        first = spread.dim() - self.dims
         for i, ((lo, hi), start) in enumerate(zip(wanted, starts, strict=True)):
             if lo != start or spread.shape[first + i] != hi - lo:
                 spread = spread.narrow(first + i, lo - start, hi - lo)
         return spread
 
-    def follow(self, operand: int, dim: int) -> int | None:
-        """Pixels become pixels and samples samples; weights are needed whole."""
-        return dim if operand == 0 and dim != 1 else None
-
     def place(self, out: Region) -> Any:
         """Where the wanted outputs lie among the windows, and which inputs there are."""
-        pixels = self.needs(out)[0][-len(self.spreads) :]
-        wanted = out[-len(self.spreads) :]
+        pixels, wanted = self.pixels(self.needs(out)[0]), self.pixels(out)
         return tuple((i[0] - s.start(g), g[1] - g[0]) for s, g, i in zip(self.spreads, pixels, wanted, strict=True))
 
 
