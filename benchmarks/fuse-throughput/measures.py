@@ -120,17 +120,19 @@ def ours(
     *,
     unfused: tuple[str, ...] = (),
     layers: bool = False,
+    predicted: bool = True,
 ) -> Row:
     """An array in one way."""
     bench.clean(tuned=True)
     array = make(bench, workload, members, amp, way, unfused)
     batch = batch_of(bench, workload)
     found: Row = {"layers": measure_convolutions(array, *batch)} if layers else {}
-    at_once = None if way.parallel or way.width > 1 else 1
-    try:
-        found["predicted_bytes"] = forecast(array, *batch).peak_bytes(at_once=at_once)
-    except Exception as error:  # the row is worth having without
-        found["unpredicted"] = str(error)[:200]
+    if predicted:
+        at_once = None if way.parallel or way.width > 1 else 1
+        try:
+            found["predicted_bytes"] = forecast(array, *batch).peak_bytes(at_once=at_once)
+        except Exception as error:  # the row is worth having without
+            found["unpredicted"] = str(error)[:200]
     for _ in range(_WARM):
         array.step(*batch)
     bench.wait()

@@ -1,6 +1,6 @@
 """The tables of the README, from the result files.
 
-python report.py results/2026-11-15-h200-first.json results/2026-11-15-h200-second.json
+python report.py results/DATE-h200.json [results/DATE-processes.json] [results/DATE-work.json]
 """
 
 from __future__ import annotations
@@ -8,78 +8,178 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
+COUNTS = (1, 2, 4, 8, 16, 32)
+PEAKS = {"tf32": 494e12, "amp": 989e12}
+"""Dense matrix rates of an H200 (NVIDIA's data sheet), operations per second."""
+BANDWIDTH = 4.8e12
+STREAMS_TO_REACH = {
+    ("resnet18-b32", "tf32"): 1.5, ("resnet18-b32", "amp"): 1.8, ("resnet18-b128", "tf32"): 1.35,
+    ("resnet18-b128", "amp"): 1.5, ("mobilenet-v3-b64", "tf32"): 2.1, ("transformer-b20", "tf32"): 2.5,
+    ("transformer-b20", "amp"): 2.5, ("pointnet-cls-b32", "tf32"): 1.2, ("pointnet-cls-b32", "amp"): 1.3,
+}  # fmt: skip
+"""Over graphed serial: what one CUDA graph per model on its own stream gave before there were fused operations."""
 
 
-def load(paths: list[str]) -> list[Row]:
-    rows = []
-    for path in paths:
-        rows += [r | {"file": Path(path).stem} for r in json.loads(Path(path).read_text())["rows"]]
-    return [r for r in rows if "step_s" in r or r["what"] == "prediction"]
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 2) -> None:
+    print("| " + " | ".join(head) + " |")
+    print("|" + "---|" * left + "---:|" * (len(head) - left))
+    for row in rows:
+        print("| " + " | ".join(row) + " |")
+    print()
 
 
-def find(rows: list[Row], **facts: Any) -> list[Row]:
-    return [r for r in rows if all(r.get(k) == v for k, v in facts.items()) and "step_s" in r]
+def ms(row: Row | None, members: int = 1) -> str:
+    return f"{1e3 * members * row['step_s']:.1f}" if row else "–"
+
+
+class Rows:
+    """Rows with a time, found by what they are; the last of equal ones counts."""
+
+    def __init__(self, rows: list[Row]) -> None:
+        self.all = rows
+        timed = [r for r in rows if "step_s" in r and r["what"] != "partial"]
+        self.found = {(r["workload"], r["precision"], r["what"], r["members"]): r for r in timed}
+        self.keys = list(dict.fromkeys((r["workload"], r["precision"]) for r in rows if "precision" in r))
+
+    def get(self, key: tuple[str, str], what: str, members: int) -> Row | None:
+        found = self.found.get((*key, what, members))
+        return None if found and found.get("refused") and what != "graphed serial" else found
+
+    def best(self, key: tuple[str, str], members: int = 16) -> tuple[str, Row] | None:
+        ways = ("fused", "fused, layers measured", "streams")
+        there = [(what, row) for what in ways if (row := self.get(key, what, members)) is not None]
+        return min(there, key=lambda pair: pair[1]["step_s"], default=None)
+
+
+def mean(values: Sequence[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
+
+
+def speed(rows: Rows) -> None:
+    lines, plain, graphed = [], [], []
+    for key in rows.keys:
+        eager, serial, best = rows.get(key, "eager serial", 1), rows.get(key, "graphed serial", 1), rows.best(key)
+        if not eager or not serial or not best:
+            continue
+        over = [16 * r["step_s"] / best[1]["step_s"] for r in (eager, serial)]
+        plain.append(over[0])
+        graphed.append(over[1])
+        others = [rows.get(key, what, 16) for what in ("vmap", "fused", "streams")]
+        wanted = f"{STREAMS_TO_REACH[key]:.2f}x" if key in STREAMS_TO_REACH else "–"
+        times = [ms(eager, 16), ms(serial, 16), *map(ms, others)]
+        lines.append([*key, *times, f"{over[0]:.1f}x", f"**{over[1]:.2f}x**", wanted])
+    head = ("workload", "precision", "serial, plain", "serial, graphed", "vmap", "fused", "streams", "best over plain")
+    table((*head, "over graphed", "to reach"), lines)
+    print(
+        f"Geometric means over {len(graphed)} rows: {mean(plain):.2f}x over plain, {mean(graphed):.2f}x over graphed.\n"
+    )
+
+
+def members(rows: Rows) -> None:
+    lines = []
+    for key in rows.keys:
+        for what in ("fused", "streams"):
+            if rows.get(key, what, 32) is None:
+                continue
+            one = rows.get(key, "graphed serial", 1)
+            found = {n: rows.get(key, what, n) for n in COUNTS} | {1: one}
+            lines.append([*key, what, *(f"{n / r['step_s']:,.0f}" if r else "–" for n, r in found.items())])
+    table(("workload", "precision", "way", *(f"B = {n}" for n in COUNTS)), lines, left=3)
+
+
+def memory(rows: Rows) -> None:
+    lines, errors = [], []
+    for key in rows.keys:
+        for what, measured in (("fused", "peak_bytes"), ("streams", "used_bytes")):
+            row, eager = rows.get(key, what, 16), rows.get(key, "eager serial", 1)
+            if row is None or not row.get("predicted_bytes") or not row.get(measured):
+                continue
+            error = 100 * (row["predicted_bytes"] / row[measured] - 1)
+            errors.append(abs(error))
+            each = f"{eager['peak_bytes'] / 2**20:,.0f}" if eager else "–"
+            sizes = [f"{row[name] / 16 / 2**20:,.0f}" for name in ("predicted_bytes", measured)]
+            lines.append([*key, what, each, *sizes, f"{error:+.0f} %"])
+    table(("workload", "precision", "way", "plain MiB", "predicted per model", "measured", "error"), lines, left=3)
+    print(f"{sum(e <= 15 for e in errors)} of {len(errors)} within 15 %.\n")
+
+
+def predictions(rows: Rows) -> None:
+    lines, errors = [], []
+    for r in rows.all:
+        if r["what"] != "prediction" or "predicted_step_s" not in r:
+            continue
+        what = "streams" if "streams" in r["way"] else "fused"
+        same = rows.get((r["workload"], r["precision"]), what, r["members"])
+        if same:
+            eager = rows.get((r["workload"], r["precision"]), "eager serial", 1)
+            p, m = r["predicted_step_s"], same["step_s"]
+            gain = [r["members"] * r["serial_s"] / p, r["members"] * eager["step_s"] / m if eager else math.nan]
+            errors.append(abs(100 * (p / m - 1)))
+            lines.append(
+                [r["workload"], r["precision"], what, f"{1e3 * p:.2f}", f"{1e3 * m:.2f}", f"{100 * (p / m - 1):+.0f} %"]
+                + [f"{g:.1f}x" for g in gain] + [f"{100 * (gain[0] / gain[1] - 1):+.0f} %"]
+            )  # fmt: skip
+    head = ("workload", "precision", "chosen", "predicted ms", "measured", "error", "speed-up", "measured", "error")
+    table(head, lines, left=3)
+    print(f"{sum(e <= 15 for e in errors)} of {len(errors)} times within 15 %.\n")
+
+
+def partial(rows: Rows) -> None:
+    found = [r for r in rows.all if r["what"] == "partial" and "step_s" in r]
+    if not found:
+        return
+    whole = rows.get((found[0]["workload"], found[0]["precision"]), "fused", 16)
+    lines = [
+        [str(r["fused_blocks"]), r["unfused"], f"{1e3 * r['step_s']:.1f}", f"{16 / r['step_s']:,.0f}"] for r in found
+    ]
+    if whole:
+        lines.append(["7", "–", ms(whole), f"{16 / whole['step_s']:,.0f}"])
+    table(("blocks fused", "left member by member", "ms a step of 16", "model-steps per second"), lines)
+
+
+def processes(rows: Rows, ours: Rows) -> None:
+    lines = []
+    for r in rows.all:
+        if "steps_per_s" in r:
+            best = ours.best((r["workload"], r["precision"]), r["members"]) if r["members"] == 16 else None
+            gain = f"{r['members'] / best[1]['step_s'] / r['steps_per_s']:.1f}x" if best else "–"
+            lines.append([r["workload"], r["what"], str(r["members"]), f"{r['steps_per_s']:,.0f}", gain])
+    table(("workload", "how", "B", "model-steps per second", "ours over it"), lines)
+
+
+def room(work: Rows, rows: Rows) -> None:
+    lines = []
+    for r in work.all:
+        if "flops" not in r or (one := rows.get((r["workload"], r["precision"]), "graphed serial", 1)) is None:
+            continue
+        best = rows.best((r["workload"], r["precision"]))
+        shares = []
+        for per_model in (one["step_s"], best[1]["step_s"] / 16 if best else math.nan):
+            rate, moved = r["flops"] / per_model / PEAKS[r["precision"]], r["bytes"] / per_model / BANDWIDTH
+            shares += [f"{100 * rate:.0f} %", f"{100 * moved:.0f} %"]
+        lines.append([r["workload"], r["precision"], str(r["operations"]), f"{r['flops'] / 1e9:.1f}", *shares])
+    head = ("workload", "precision", "operations", "GFLOP", "serial: matrix rate", "bandwidth", "ours: matrix rate")
+    table((*head, "bandwidth"), lines)
 
 
 def main() -> None:
-    rows = load(sys.argv[1:])
-    print(
-        "| workload | precision | serial, plain | serial, graphed | fused | streams | best over plain | over graphed |"
-    )
-    print("|---|---|---:|---:|---:|---:|---:|---:|")
-    gains = []
-    for key in dict.fromkeys((r["file"], r["workload"], r["precision"]) for r in rows):
-        _, workload, precision = key
-        own = [r for r in rows if (r["file"], r["workload"], r["precision"]) == key]
-        eager = find(own, what="eager serial")
-        graphed = [r for r in own if r["what"].startswith("graphed serial") and not r.get("refused")]
-        fused = [r for r in own if r["what"].startswith("fused") and r["members"] == 16 and "step_s" in r]
-        streams = [r for r in own if r["what"].startswith("streams") and r["members"] == 16 and not r.get("refused")]
-        if not eager or not fused + streams:
-            continue
-        plain = 16e3 * eager[0]["step_s"]
-        best_serial = 16e3 * min(r["step_s"] for r in graphed) if graphed else math.nan
-        times = [1e3 * min((r["step_s"] for r in group), default=math.nan) for group in (fused, streams)]
-        best = min(t for t in times if not math.isnan(t))
-        if graphed:
-            gains.append((workload, precision, best_serial / best))
-        cells = [f"{t:.1f}" if not math.isnan(t) else "–" for t in (plain, best_serial, *times)]
-        over = f"{best_serial / best:.1f}x" if graphed else "–"
-        print(f"| {workload} | {precision} | {' | '.join(cells)} | {plain / best:.1f}x | {over} |")
-    mean = math.exp(sum(math.log(g) for _, _, g in gains) / len(gains))
-    print(f"\nGeometric mean over graphed serial, {len(gains)} rows: {mean:.2f}x\n")
-    print("| workload | precision | way | " + " | ".join(f"B = {n}" for n in (1, 2, 4, 8, 16, 32)) + " |")
-    print("|---|---|---|" + "---:|" * 6)
-    for key in dict.fromkeys((r["file"], r["workload"], r["precision"], r["what"]) for r in rows if r["members"] == 32):
-        found = {r["members"]: r for r in rows if (r["file"], r["workload"], r["precision"], r["what"]) == key}
-        eager = [
-            r for r in rows if (r["file"], r["workload"], r["precision"]) == key[:3] and r["what"] == "eager serial"
-        ]
-        cells = [f"{1 / found[n]['step_s'] * n:,.0f}" if n in found else "–" for n in (1, 2, 4, 8, 16, 32)]
-        plain = f"plain PyTorch {1 / eager[0]['step_s']:,.0f}"
-        print(f"| {key[1]} | {key[2]} | {key[3]} ({plain}) | {' | '.join(cells)} |")
-    print("\n| workload | precision | members | predicted MiB | measured MiB | error |\n|---|---|---:|---:|---:|---:|")
-    for r in rows:
-        if r["what"].startswith("fused") and r.get("predicted_bytes"):
-            p, m = r["predicted_bytes"] / 2**20, r["peak_bytes"] / 2**20
-            error = f"{100 * (p / m - 1):+.0f} %"
-            print(f"| {r['workload']} | {r['precision']} | {r['members']} | {p:,.0f} | {m:,.0f} | {error} |")
-    print(
-        "\n| workload | precision | predicted ms a step of 16 | measured that way | error |\n|---|---|---:|---:|---:|"
-    )
-    for r in rows:
-        if r["what"] == "prediction":
-            what = "streams" if "streams" in r["way"] else "fused"
-            same = find(rows, file=r["file"], workload=r["workload"], precision=r["precision"], what=what, members=16)
-            if same:
-                p, m = 1e3 * r["predicted_step_s"], 1e3 * same[0]["step_s"]
-                print(
-                    f"| {r['workload']} | {r['precision']} | {p:.2f} ({what}) | {m:.2f} | {100 * (p / m - 1):+.0f} % |"
-                )
+    files = [Rows(json.loads(Path(path).read_text())["rows"]) for path in sys.argv[1:]]
+    timed = Rows([r for f in files for r in f.all if "steps_per_s" not in r and "flops" not in r])
+    for show in (speed, members, memory, predictions, partial):
+        show(timed)
+    for file in files:
+        if any("steps_per_s" in r for r in file.all):
+            processes(file, timed)
+        if any("flops" in r for r in file.all):
+            room(file, timed)
+    for r in timed.all:
+        if "error" in r or "skipped" in r:
+            print("-", r.get("workload"), r.get("precision"), r["what"], r.get("error") or r.get("skipped"))
 
 
 if __name__ == "__main__":

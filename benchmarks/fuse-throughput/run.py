@@ -1,11 +1,14 @@
 """Throughput of many small trainings on one GPU: serial, vmap, and fused in every way outcore has.
 
-    python run.py --out results.json [--members 16] [--only resnet18-b32,...] [--limit 120]
-    python run.py --out /tmp/dry.json --device cpu --tiny --workers 2           # everything once, small
+    python run.py --out results.json [--limit 200] [--members 16]
+    python run.py --out results.json --tasks "lstm-b32/tf32:base+predict bert-medium-b8/amp; resnet18-b32/tf32:partial"
+    python run.py --out /tmp/dry.json --device cpu --tiny --members 2          # everything once, small
 
-Every row is written as soon as it is measured, so that a run that is cut short keeps what it has; what did not fit in
-the time stands in the file as skipped. A step is forward, backward and Adam, on a batch that lies on the device.
-Processes side by side, with and without MPS, are in processes.py.
+A task is a workload in a precision and the kinds of rows wanted (`rows_of` has them), by default ``base``: plain and
+graphed serial, fused, streams. Tasks between semicolons run in one process, one after the other. Every row is written
+as soon as it is measured, so that a run that is cut short keeps what it has; what did not fit in the time stands in
+the file as skipped. A step is forward, backward and Adam, on a batch that lies on the device. Processes side by side,
+with and without MPS, are in processes.py.
 """
 
 from __future__ import annotations
@@ -25,22 +28,23 @@ HERE = str(Path(__file__).resolve().parent)
 sys.path[:0] = [str(ROOT), str(ROOT / "src"), HERE]
 
 Row = dict[str, Any]
-LANES: tuple[tuple[str, ...], ...] = (
-    ("mobilenet-v3-b64/tf32",),
-    ("mobilenet-v3-b64/amp",),
-    ("resnet18-b128/tf32", "resnet18-b128/amp"),
-    ("resnet18-b32/tf32",),
-    ("resnet18-b32/amp", "lstm-b32/tf32", "lstm-b32/amp"),
-    ("dcgan-b64/tf32", "dcgan-b64/amp"),
-    ("pointnet-cls-b32/tf32", "pointnet-cls-b32/amp", "pointnet-seg-b32/tf32", "pointnet-seg-b32/amp"),
-    ("bert-medium-b8/tf32", "bert-medium-b8/amp"),
-    ("transformer-b20/tf32", "transformer-b20/amp"),
-)
-"""What one process after the other does: those of much memory in one, those that cuDNN tunes long in several."""
+Job = tuple[Row, Callable[[Any], Row]]
+TASKS = """
+mobilenet-v3-b64/tf32:base+predict+vmap; mobilenet-v3-b64/amp;
+resnet18-b32/tf32:base+vmap+sweep+partial; resnet18-b32/amp:base+predict;
+resnet18-b128/tf32:base+vmap; resnet18-b128/amp; dcgan-b64/tf32; dcgan-b64/amp;
+bert-medium-b8/tf32:base+predict+vmap; bert-medium-b8/amp:base+predict;
+lstm-b32/tf32:base+predict+sweep+vmap; lstm-b32/amp:base+predict;
+transformer-b20/tf32:base+predict+vmap; transformer-b20/amp:base+predict+sweep;
+pointnet-cls-b32/tf32:base+predict+vmap+kernels pointnet-cls-b32/amp;
+pointnet-seg-b32/tf32 pointnet-seg-b32/amp
+"""
+BLOCKS = ("conv1", "bn1", "layer1", "layer2", "layer3", "layer4", "fc")
+"""Of a ResNet, for the partially fused network."""
 
 
-def jobs(name: str, precision: str, given: argparse.Namespace) -> Iterator[tuple[Row, Callable[[Any], Row]]]:
-    """The rows of a workload in a precision: what they are, and how to measure them."""
+def rows_of(name: str, precision: str, kind: str, given: argparse.Namespace) -> Iterator[Job]:
+    """The rows of one kind: what they are, and how to measure them."""
     import measures
     from tests.fusion.workloads import TINY, USUAL
 
@@ -48,49 +52,51 @@ def jobs(name: str, precision: str, given: argparse.Namespace) -> Iterator[tuple
 
     workload = (TINY if given.tiny else USUAL)[name]
     amp, members, last = precision == "amp", given.members, workload.images
-    facts = {"workload": name, "precision": precision}
+    facts = {"workload": name, "precision": precision, "members": members}
 
     def ours(count: int, way: Way, **more: Any) -> Callable[[Any], Row]:
         return lambda bench: measures.ours(bench, workload, amp, count, way, **more)
 
-    ways = {
-        "fused": lambda count: Way(count, True, channels_last=last),
-        "streams": lambda count: Way(1, True, True, channels_last=last),
-    }
-    yield facts | {"what": "eager serial", "members": 1}, lambda bench: measures.eager(bench, workload, amp)
-    yield facts | {"what": "graphed serial", "members": 1}, ours(1, Way(1, True, False, channels_last=last))
-    for what, way in ways.items():
-        yield facts | {"what": what, "members": members}, ours(members, way(members))
-    if name in given.layers.split(","):
-        yield (
-            facts | {"what": "fused, layers measured", "members": members},
-            ours(members, ways["fused"](members), layers=True),
-        )
-    if f"{name}/{precision}" in given.predict.split(","):
-        yield (
-            facts | {"what": "prediction", "members": members},
-            lambda b: measures.prediction(b, workload, amp, members),
-        )
-    if name in given.vmap.split(","):
-        yield facts | {"what": "vmap", "members": members}, lambda b: measures.vmapped(b, workload, amp, members)
-    for what, way in ways.items() if f"{name}/{precision}" in given.sweep_for.split(",") else ():
-        for count in map(int, given.sweep.split(",")):
-            yield facts | {"what": what, "members": count}, ours(count, way(count))
-    if f"{name}/{precision}" == given.partial:
-        blocks = ("conv1", "bn1", "layer1", "layer2", "layer3", "layer4", "fc")
-        for kept in (0, 2, 3, 4, 5, 6):
-            unfused = blocks[kept:]
-            yield (
-                facts | {"what": "partial", "members": members, "fused_blocks": kept, "unfused": " ".join(unfused)},
-                ours(members, ways["fused"](members), unfused=unfused),
-            )
-    if name in given.profile.split(","):
+    fused, streams = Way(members, True, channels_last=last), Way(1, True, True, channels_last=last)
+    if kind == "base":
+        yield facts | {"what": "eager serial", "members": 1}, lambda b: measures.eager(b, workload, amp)
+        yield facts | {"what": "graphed serial", "members": 1}, ours(1, Way(1, True, False, channels_last=last))
+        yield facts | {"what": "fused"}, ours(members, fused)
+        yield facts | {"what": "streams"}, ours(members, streams)
+    elif kind == "layers":
+        yield facts | {"what": "fused, layers measured"}, ours(members, fused, layers=True)
+    elif kind == "predict":
+        yield facts | {"what": "prediction"}, lambda b: measures.prediction(b, workload, amp, members)
+    elif kind == "vmap":
+        yield facts | {"what": "vmap"}, lambda b: measures.vmapped(b, workload, amp, members)
+    elif kind in ("sweep", "sweep-fused", "sweep-streams"):
+        for count in map(int, given.counts.split(",")):
+            if kind != "sweep-streams":
+                way = Way(count, True, channels_last=last)
+                yield facts | {"what": "fused", "members": count}, ours(count, way, predicted=False)
+            if kind != "sweep-fused":
+                yield facts | {"what": "streams", "members": count}, ours(count, streams, predicted=False)
+    elif kind == "partial":
+        for kept in (0, 2, 3, 4, 5, 6, 7):
+            more = {"what": "partial", "fused_blocks": kept, "unfused": " ".join(BLOCKS[kept:])}
+            yield facts | more, ours(members, fused, unfused=BLOCKS[kept:], predicted=False)
+    elif kind == "kernels":
         for what, count in (("kernels fused", members), ("kernels serial", 1)):
-            way_of = Way(count, channels_last=last)
-            yield (
-                facts | {"what": what, "members": count},
-                lambda b, c=count, w=way_of: measures.kernels(b, workload, amp, c, w),
-            )
+            way = Way(count, channels_last=last)
+            more = {"what": what, "members": count}
+            yield facts | more, lambda b, c=count, w=way: measures.kernels(b, workload, amp, c, w)
+    else:
+        raise SystemExit(f"no kind of rows is called {kind}")
+
+
+def _task(bench: Any, task: str, given: argparse.Namespace) -> Iterator[Job]:
+    which, _, kinds = task.partition(":")
+    asked = (kinds or "base").split("+")
+    bench.tuned = "untuned" not in asked
+    for kind in asked:
+        if kind != "untuned":
+            for facts, measure in rows_of(*which.split("/"), kind, given):
+                yield facts | ({} if bench.tuned else {"tuned": False}), measure
 
 
 def work(lane: tuple[str, ...], gate: Any, given: argparse.Namespace, begun: float, rows: Any) -> None:
@@ -107,17 +113,16 @@ def work(lane: tuple[str, ...], gate: Any, given: argparse.Namespace, begun: flo
     with gate.prepare():
         if given.device == "cuda":
             torch.zeros(1, device="cuda")
-        for name, precision in (task.split("/") for task in lane):
-            for facts, measure in jobs(name, precision, given):
-                if time.time() - begun > given.limit:
-                    rows.put(facts | {"skipped": "out of time"})
-                    continue
-                try:
-                    found = measure(bench)
-                except Exception as error:
-                    text = str(error).splitlines()
-                    found = {"error": f"{type(error).__name__}: {text[0][:200] if text else ''}"}
-                rows.put(facts | found | {"at_s": round(time.time() - begun, 1)})
+        for facts, measure in (row for task in lane for row in _task(bench, task, given)):
+            if time.time() - begun > given.limit:
+                rows.put(facts | {"skipped": "out of time"})
+                continue
+            try:
+                found = measure(bench)
+            except Exception as error:
+                text = str(error).splitlines()
+                found = {"error": f"{type(error).__name__}: {text[0][:200] if text else ''}"}
+            rows.put(facts | found | {"at_s": round(time.time() - begun, 1)})
     rows.put(None)
 
 
@@ -143,20 +148,14 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--members", type=int, default=16)
-    parser.add_argument("--only", default="", help="workloads or workload/precision, by default all")
-    parser.add_argument("--workers", type=int, default=len(LANES))
-    parser.add_argument("--limit", type=float, default=120, help="seconds after which no row is begun")
+    parser.add_argument("--tasks", default=TASKS)
+    parser.add_argument("--counts", default="2,4,8,32", help="members of the rows of a sweep")
+    parser.add_argument("--limit", type=float, default=200, help="seconds after which no row is begun")
     parser.add_argument("--seconds", type=float, default=0.15)
-    parser.add_argument("--sweep", default="1,2,4,8,32")
-    for option in ("sweep-for", "vmap", "predict", "layers", "partial", "profile"):
-        parser.add_argument(f"--{option}", default="")
     given = parser.parse_args()
     from gate import Gate
 
-    only = given.only.split(",") if given.only else []
-    wanted = [[t for t in lane if not only or t in only or t.split("/")[0] in only] for lane in LANES]
-    lanes = [tuple(t for lane in wanted[i :: given.workers] for t in lane) for i in range(given.workers)]
-    lanes = [lane for lane in lanes if lane]
+    lanes = [tuple(lane.split()) for lane in given.tasks.split(";") if lane.split()]
     context = multiprocessing.get_context("spawn")
     gate, rows, begun = Gate(context, len(lanes)), context.Queue(), time.time()
     workers = [context.Process(target=work, args=(lane, gate, given, begun, rows)) for lane in lanes]
@@ -173,18 +172,10 @@ def main() -> None:
             continue
         found.append(row)
         given.out.write_text(json.dumps({"environment": facts, "rows": found}, indent=1))
-        told = (
-            f"{row['step_s'] * 1e3:.2f} ms"
-            if "step_s" in row
-            else str({k: row[k] for k in row if k in ("error", "skipped", "way", "predicted_step_s")})
-        )
-        print(
-            *(row[k] for k in ("workload", "precision", "what", "members")),
-            told,
-            row.get("refused") or "",
-            row.get("at_s", ""),
-            flush=True,
-        )
+        shown = ("error", "skipped", "way", "predicted_step_s")
+        told = f"{row['step_s'] * 1e3:.2f} ms" if "step_s" in row else {k: row[k] for k in row if k in shown}
+        named = (row[k] for k in ("workload", "precision", "what", "members"))
+        print(*named, told, row.get("refused") or "", row.get("at_s", ""), flush=True)
     print(f"{len(found)} rows in {time.time() - begun:.0f} s", flush=True)
 
 

@@ -340,3 +340,33 @@ def test_linear_layers_have_second_derivatives() -> None:
     assert torch.autograd.gradgradcheck(run, (rows, weight, bias))
     (found,) = torch.autograd.grad(run(rows, weight, bias).sum(), weight)
     assert found.is_contiguous()
+
+
+@pytest.mark.parametrize(("slopes", "unfused"), [((0.1, 0.1, 0.1), ("act",)), ((0.1, 0.2, 0.3), ())])
+def test_layers_that_write_in_place_and_run_member_by_member_write_nothing_others_need(
+    slopes: tuple[float, ...], unfused: tuple[str, ...]
+) -> None:
+    class Net(nn.Module):
+        def __init__(self, slope: float) -> None:
+            super().__init__()
+            self.a, self.b, self.act = nn.Linear(6, 8), nn.Linear(8, 8), nn.LeakyReLU(slope, inplace=True)
+            self.out = nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.act(self.a(x))
+            return self.out(self.act(self.b(x).tanh() + x))  # tanh needs its result, the last layer that of the sum
+
+    def build(i: int) -> nn.Module:
+        torch.manual_seed(i)
+        return Net(slopes[i]).double()
+
+    torch.manual_seed(3)
+    batches = [(torch.randn(4, 6).double(), torch.randint(3, (4,))) for _ in range(3)]
+    array = outcore.fuse([build(i) for i in range(3)], loss=F.cross_entropy, optimizer=momentum, unfused=unfused)
+    for x, y in batches:
+        array.step(x, y)
+    assert array.way.width == 3 and array.coverage["model.act#0"] == "members"
+    for i in range(3):
+        twin = build(i)
+        train_serially(twin, batches, F.cross_entropy, momentum(twin.parameters(), i))
+        assert distance(dict(twin.state_dict()), array[i].state_dict()) < 1e-12

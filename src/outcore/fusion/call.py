@@ -155,10 +155,18 @@ class FusedCall:
         results = []
         for b in range(self.members):
             args, kwargs = self.per_member_args[b] if self.per_member_args is not None else (self.args, self.kwargs)
+            args, kwargs = member_of((args, kwargs), b)
+            if self._writes:
+                args, kwargs = substitute((args, kwargs), torch.Tensor, torch.clone)
             state = {n: s.tensor[b] if isinstance(s, Stacked) else s for n, s in self.state.items()}
             with self.randomness.of(self.first + b):
-                results.append(self._run(member_of(args, b), member_of(kwargs, b), b, state))
+                results.append(self._run(args, kwargs, b, state))
         return stack_results(results)
+
+    @property
+    def _writes(self) -> bool:
+        """Whether the module works in place: that of one member must not write into what belongs to all."""
+        return any(getattr(m, "inplace", False) for module in self.modules for m in module.modules())
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], slot: int, state: Mapping[str, Any]) -> Any:
         if self.modules:

@@ -38,11 +38,17 @@ class Forecast:
     running_bytes: int
     """What one member needs besides while it runs: feature maps, and gradients of both kinds."""
     batch_bytes: int
+    lane_bytes: int = 0
+    """What a lane takes besides, for libraries and for its graph."""
+    lanes: int = 1
+    """How many run at once."""
 
     def peak_bytes(self, members: int | None = None, at_once: int | None = None) -> int:
         """The peak of an array, some or all of whose members run at once."""
         count = self.members if members is None else members
-        return count * self.resting_bytes + min(at_once or count, count) * self.running_bytes + self.batch_bytes
+        running = min(at_once or count, count)
+        lanes = -(-running * self.lanes // self.members)
+        return count * self.resting_bytes + running * self.running_bytes + lanes * self.lane_bytes + self.batch_bytes
 
     def at_once(self, memory_bytes: int) -> int:
         """How many members can run at the same time if all of them are kept on the device.
@@ -50,16 +56,15 @@ class Forecast:
         Raises:
             FuseError: not even one can.
         """
-        room = memory_bytes - self.members * self.resting_bytes - self.batch_bytes
-        count = room // max(1, self.running_bytes)
-        if count < 1:
-            least = self.peak_bytes(at_once=1)
-            kept = (memory_bytes - self.batch_bytes - self.running_bytes) // max(1, self.resting_bytes)
+        least = self.peak_bytes(at_once=1)
+        fitting = [n for n in range(1, self.members + 1) if self.peak_bytes(at_once=n) <= memory_bytes]
+        if not fitting:
+            kept = (memory_bytes - (least - self.members * self.resting_bytes)) // max(1, self.resting_bytes)
             raise FuseError(
                 f"{self.members} members need {least / 2**20:,.0f} MiB or more, there are {memory_bytes / 2**20:,.0f}; "
                 f"{max(0, kept)} members would fit: train them in several arrays, or take a smaller batch"
             )
-        return min(self.members, count)
+        return fitting[-1]
 
     def __str__(self) -> str:
         each = (self.resting_bytes + self.running_bytes) / 2**20
@@ -87,9 +92,15 @@ def forecast(array: FusedArray, *batch: Any, each: Sequence[tuple[Any, ...]] | N
                 needed = -(-rehearse(lane, name, program, cut(lane, args)) // len(lane))
         running = max(running, needed)
         shared = max(shared, peak.inputs)
-    return Forecast(len(array), resting, running, shared)
+    on_gpu = array.device.type == "cuda"
+    besides = (_GRAPH_BYTES if array.way.parallel else _LIBRARY_BYTES) if on_gpu else 0
+    return Forecast(len(array), resting, running, shared, besides, len(array.lanes) if array.way.parallel else 1)
 
 
+_LIBRARY_BYTES = 64 * 2**20
+"""Workspace of cuBLAS and cuDNN for one stream of an H200, about."""
+_GRAPH_BYTES = 100 * 2**20
+"""With memory of its own for the graph of each stream, which is taken in large pieces; 70 to 200 MiB were measured."""
 _LONG = 256
 """Time steps of recurrent layers beyond which a rehearsal takes too long."""
 

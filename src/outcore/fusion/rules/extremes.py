@@ -40,7 +40,7 @@ class _Extreme(torch.autograd.Function):
         values, where = function(x, dim, keepdim)
         ctx.save_for_backward(where)
         ctx.dim, ctx.keepdim = dim, keepdim
-        ctx.like = torch.empty_like(x, device="meta")
+        ctx.shape, ctx.stride = x.shape, x.stride() if _is_dense(x) else None
         ctx.mark_non_differentiable(where)
         return values, where
 
@@ -49,5 +49,15 @@ class _Extreme(torch.autograd.Function):
         (where,) = ctx.saved_tensors
         if not ctx.keepdim:
             where, grad = where.unsqueeze(ctx.dim), grad.unsqueeze(ctx.dim)
-        into = torch.zeros_like(ctx.like, device=grad.device)
-        return into.scatter_(ctx.dim, where, grad), None, None, None
+        into = grad.new_empty(ctx.shape) if ctx.stride is None else grad.new_empty_strided(ctx.shape, ctx.stride)
+        return into.zero_().scatter_(ctx.dim, where, grad), None, None, None
+
+
+def _is_dense(x: torch.Tensor) -> bool:
+    """Whether the elements fill a piece of memory, in whatever order."""
+    expected = 1
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
