@@ -38,7 +38,7 @@ def test_the_command(finished: Path, tmp_path: Path) -> None:
     shown = outcore_command("report", str(finished), "--json")
     assert json.loads(shown.stdout)["ended"] == "finished"
     shown = outcore_command("report", str(finished), "-o", str(tmp_path / "page.html"))
-    assert shown.returncode == 0 and "Run run" in (tmp_path / "page.html").read_text()
+    assert shown.returncode == 0 and "/run" in (tmp_path / "page.html").read_text()
     shown = outcore_command("report", str(tmp_path))
     assert shown.returncode == 1 and "holds no run; a run is made by: outcore train" in shown.stderr
 

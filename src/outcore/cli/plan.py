@@ -16,7 +16,7 @@ from outcore.cost.estimate import estimate
 from outcore.errors import OutcoreError, PlanError
 from outcore.graph import Graph
 from outcore.job import Job
-from outcore.machine import Machine, parse, remembered
+from outcore.machine import Machine, known, parse
 from outcore.machine.link import Link
 from outcore.machine.units import parse_bytes
 from outcore.plan_document import Plan
@@ -151,7 +151,7 @@ def simulate(
 
 
 def _machine(name: str | None) -> Machine:
-    return parse(name) if name is not None else remembered()
+    return parse(name) if name is not None else known()
 
 
 def _stages(path: Path) -> tuple[tuple[str, ...], ...]:

@@ -15,7 +15,7 @@ from outcore.cli.options import Arguments, Inputs, JobName, Json
 from outcore.cost.profile import Profile, largest_batch, scale
 from outcore.cost.profile import profile as make_profile
 from outcore.job import Job
-from outcore.machine import Device, parse, remembered
+from outcore.machine import Device, known, parse
 from outcore.report.profile import ProfileView, scaling_table
 from outcore.report.profile_svg import profile_svg
 
@@ -133,10 +133,10 @@ def _sizes(text: str, option: str) -> list[int]:
 
 
 def _here() -> Device:
-    """This machine's first device; probed on the first call."""
+    """This machine's first device; measured on the first call where no catalogue knows it."""
     console = Console(stderr=True)
     with console.status("looking at this machine"):
-        return remembered().devices[0]
+        return known().devices[0]
 
 
 def _one(

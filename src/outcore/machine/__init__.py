@@ -2,6 +2,7 @@
 
 from outcore.machine.catalogue import find, names
 from outcore.machine.device import ELEMENT_BYTES, PRECISIONS, Device, precision_of
+from outcore.machine.known import known, rated
 from outcore.machine.link import HostLink, Link
 from outcore.machine.machine import Machine
 from outcore.machine.probe import cache_directory, probe, remembered
@@ -22,10 +23,12 @@ __all__ = [
     "format_bytes",
     "format_rate",
     "format_time",
+    "known",
     "machine_table",
     "names",
     "parse",
     "precision_of",
     "probe",
+    "rated",
     "remembered",
 ]

@@ -30,7 +30,7 @@ def run_bundle(folder: Path) -> dict[str, Any]:
         OutcoreError: the folder holds no run.
     """
     run = read_run(folder)
-    title = f"Run {folder.resolve().name}"
+    title = f"Run {folder.resolve().parent.name}/{folder.resolve().name}"
     graph = folder / "graph.json"
     if not graph.is_file():
         return {"format": FORMAT, "title": title, "run": run}

@@ -8,6 +8,7 @@ to stop and can go on, 1 for one that could not.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import time
@@ -43,11 +44,19 @@ __all__ = ["train"]
 def train(config: Config, console: Console) -> int:
     """Run to the end, or to where it is asked to stop."""
     if config.plan.ranks > 1 and identify(os.environ) is None:
-        folder = RunFolder(Path(config.out))
-        return launch(folder.config, config.plan.ranks) if begin(folder, config, console) else 0
+        return _launch(config, console)
     wish = Wish()
     with listening(wish):
         return _train(config, console, wish)
+
+
+def _launch(config: Config, console: Console) -> int:
+    """Start the ranks; what is wrong with the job or its tables is said once, before there are any."""
+    folder = RunFolder(Path(config.out))
+    job = Job.load(config.job, inputs=config.input, arguments=config.arguments)
+    if config.data.train is not None:
+        find_supply(config, job)
+    return launch(folder.config, config.plan.ranks) if begin(folder, config, console) else 0
 
 
 def _train(config: Config, console: Console, wish: Wish) -> int:
@@ -58,9 +67,10 @@ def _train(config: Config, console: Console, wish: Wish) -> int:
     first = supply.first(config, job)
     if not begin(folder, config, console):
         return 0
-    expected = forecast(job, first.inputs, config)
-    supply.check_labels(expected.graph)
-    runner, expected = build_runner(config, job, expected, first, folder)
+    with console.status("planning") if first_rank() else contextlib.nullcontext():
+        expected = forecast(job, first.inputs, config)
+        supply.check_labels(expected.graph)
+        runner, expected = build_runner(config, job, expected, first, folder)
     feed, validation = supply.feeds(
         config, job, lazy=runner.lazy, replica=runner.replica, whole_steps=runner.whole_steps
     )
@@ -95,8 +105,7 @@ def _train(config: Config, console: Console, wish: Wish) -> int:
 
 def begin(folder: RunFolder, config: Config, console: Console) -> bool:
     """Enter the folder of the run; False if there is nothing left to do in it."""
-    identity = identify(os.environ)
-    if identity is not None and identity.rank > 0:
+    if not first_rank():
         return True
     begun = folder.open(config)
     position = folder.read_facts().get("position") or {}
@@ -105,6 +114,12 @@ def begin(folder: RunFolder, config: Config, console: Console) -> bool:
         console.print(f"{folder.path} is finished; see {folder.report}", highlight=False)
         return False
     return True
+
+
+def first_rank() -> bool:
+    """Whether this process is the one that speaks."""
+    identity = identify(os.environ)
+    return identity is None or identity.rank == 0
 
 
 def _run(loop: Loop, supply: Supply, console: Console) -> int:

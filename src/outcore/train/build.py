@@ -9,9 +9,9 @@ from typing import Any, cast
 import torch
 
 from outcore.cost.estimate import estimate
-from outcore.errors import TrainError
+from outcore.errors import OutcoreError, TrainError
 from outcore.job import Job
-from outcore.machine import remembered
+from outcore.machine import known
 from outcore.machine.units import parse_bytes
 from outcore.plan_document import Plan
 from outcore.planner import Weights
@@ -71,8 +71,7 @@ def _engine(
     from outcore.run import Engine
 
     world = World.join(timeout_s=_TIMEOUT_S)
-    planned = _plan(config, expected, world.size) if world.rank == 0 else None
-    plan = Plan.from_json(world.share(planned.to_json() if planned is not None else None)[0])
+    plan = _agreed(config, expected, world)
     if world.rank == 0:
         plan.save(folder.plan)
     settings = config.train
@@ -98,6 +97,22 @@ def _engine(
     return EngineRunner(engine, world), expected
 
 
+def _agreed(config: Config, expected: Forecast, world: World) -> Plan:
+    """The plan of the first rank, on all. Where it finds none the others leave silently: one message is enough."""
+    refused, said = None, None
+    if world.rank == 0:
+        try:
+            said = _plan(config, expected, world.size).to_json()
+        except OutcoreError as error:
+            refused = error
+    found = world.share(said)[0]
+    if refused is not None:
+        raise refused
+    if found is None:
+        raise SystemExit(1)
+    return Plan.from_json(found)
+
+
 def _plan(config: Config, expected: Forecast, ranks: int) -> Plan:
     """The plan that was given, or one made here."""
     if config.plan.file is not None:
@@ -107,7 +122,7 @@ def _plan(config: Config, expected: Forecast, ranks: int) -> Plan:
         raise TrainError(f"{ranks} ranks need a plan, and {'; '.join(expected.notes)}; write one by hand: plan.file=…")
     if ranks == 1:
         return Plan(graph.fingerprint, (("",),))
-    machine = remembered()
+    machine = known()
     budget = parse_bytes(config.plan.memory) if config.plan.memory else machine.devices[0].memory_bytes
     weights = Weights.of(graph, estimate(graph, machine))
     schedule = cast("Any", config.plan.schedule)

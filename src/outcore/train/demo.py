@@ -122,7 +122,7 @@ class Demo:
         self.console.print(Padding(tree(graph, depth=1), (0, 0, 0, 2)), highlight=False)
 
     def _train(self, job: Path, table: Path) -> RunFolder:
-        self._title("3", f"Training within {self.budget}")
+        self._title("3", f"Training within {format_bytes(parse_bytes(self.budget))}")
         folder = RunFolder(self.folder / "run")
         settings = {
             "job": str(job),

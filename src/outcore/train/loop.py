@@ -228,9 +228,9 @@ class Loop:
         where.end_epoch()
         if self.journal is not None:
             self.journal.add_epoch(row)
-        shown = "  ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in figures.items())
-        said = f"epoch {where.epoch}: loss {row['loss']:.4g}  {shown}{'  (best)' if better and figures else ''}"
-        self.show.say(said.rstrip())
+        shown = "  ".join(f"{name.removeprefix('validation_')} {value:.4g}" for name, value in figures.items())
+        said = f"epoch {where.epoch}: loss {row['loss']:.4g}"
+        self.show.say(said + (f"  validation: {shown}{'  (best)' if better else ''}" if figures else ""))
         if better:
             self.save(best=True)
         self.save()

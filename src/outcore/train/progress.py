@@ -13,6 +13,9 @@ from outcore.machine.units import format_bytes
 
 __all__ = ["Bar", "Lines", "Show", "Silence", "make_show"]
 
+_DRAW_S = 0.5
+"""How often the bar is drawn."""
+
 
 class Show(Protocol):
     """Where a run tells what it does."""
@@ -81,7 +84,9 @@ class Bar:
         columns = [TextColumn("{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn()]
         columns += [TextColumn("{task.fields[figures]}"), TimeRemainingColumn(compact=True)]
         self._wide = wide
-        self._progress = Progress(*columns, console=console, expand=True)
+        # Drawing belongs between steps: a thread that draws takes the interpreter from the one that feeds the device.
+        self._progress = Progress(*columns, console=console, expand=True, auto_refresh=False)
+        self._drawn = 0.0
         self._task: Any = None
         self._steps = 1
 
@@ -96,7 +101,10 @@ class Bar:
         """Move it."""
         epoch = f"epoch {row['epoch'] + 1}/{self._epochs}"
         figures = _figures(row, short=not self._wide)
-        self._progress.update(self._task, completed=row["step"] + 1, description=epoch, figures=figures)
+        now = time.monotonic()
+        draw = now - self._drawn >= _DRAW_S
+        self._drawn = now if draw else self._drawn
+        self._progress.update(self._task, completed=row["step"] + 1, description=epoch, figures=figures, refresh=draw)
 
     def say(self, text: str) -> None:
         """A line above the bar."""

@@ -119,7 +119,8 @@ class PlainRunner:
     def step(self, micro_batches: Sequence[MicroBatch]) -> Outcome:
         """Accumulate the gradients of all micro-batches, weighted by their examples, and update."""
         assert self.optimizer is not None
-        self.model.train()
+        if not self.model.training:  # thousands of modules take a while to be told what they know
+            self.model.train()
         count = sum(m.examples for m in micro_batches)
         losses = []
         with self._counted(micro_batches):
@@ -225,7 +226,8 @@ class PlainRunner:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             yield
-            self._peak = torch.cuda.max_memory_allocated(self.device)
+            statistics = torch.cuda.memory.memory_stats_as_nested_dict(self.device)
+            self._peak = int(statistics["allocated_bytes"]["all"]["peak"])
         elif self._steps == 2:
             given = [t for m in micro_batches for t in (m.inputs, m.targets) if isinstance(t, Tensor)]
             held = {id(t): t for t in (*self._held(), *given)}

@@ -19,7 +19,7 @@ from outcore.cost.step import predict_step
 from outcore.errors import OutcoreError
 from outcore.graph import Graph, capture
 from outcore.job import Job
-from outcore.machine import Device, format_bytes, format_time, remembered
+from outcore.machine import Device, format_bytes, format_time, rated, remembered
 from outcore.report.run import thin
 from outcore.train.config import Config
 from outcore.train.precision import computing
@@ -66,8 +66,9 @@ def device_here(name: str | None) -> tuple[str, Device]:
     """The device to train on: what was asked for, else a GPU if there is one."""
     chosen = name or ("cuda" if torch.cuda.is_available() else "cpu")
     kind = chosen.split(":")[0]
-    devices = remembered().devices
-    return chosen, next((d for d in devices if d.kind == kind), devices[0])
+    machine = remembered()
+    devices = [device for device in (*machine.devices, machine.host) if device is not None]
+    return chosen, rated(next((d for d in devices if d.kind == kind), devices[0]))
 
 
 def forecast(job: Job, inputs: Any, config: Config) -> Forecast:

@@ -1,0 +1,36 @@
+"""A machine that nobody has probed has numbers to reckon with all the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from outcore.machine import Device, Machine, find, known, rated, remembered
+
+
+def test_a_cpu_is_measured_once_and_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cpu = next(d for d in (*remembered().devices, remembered().host) if d is not None and d.kind == "cpu")
+    assert not cpu.rates
+    made = rated(cpu)
+    assert made.rates["fp32"] > 0 and made.bandwidth_bytes_per_s > 1
+    with mock.patch("outcore.machine.probe._steps", return_value=[]):
+        assert rated(cpu).rates == made.rates
+
+
+def test_a_gpu_of_the_catalogue_has_its_rates_and_keeps_its_name_and_memory() -> None:
+    gpu = Device("NVIDIA H200", "cuda", 139 << 30, 1.0, {})
+    with mock.patch("outcore.machine.known.remembered", return_value=Machine("here", (gpu, gpu))):
+        machine = known()
+    sheet = find("h200").device
+    assert machine.devices == (replace(sheet, name="NVIDIA H200", memory_bytes=139 << 30),) * 2
+    assert machine.host_link == find("h200").host_link
+
+
+def test_what_was_measured_is_left_alone() -> None:
+    gpu = Device("NVIDIA H200", "cuda", 139 << 30, 4e12, {"fp32": 5e13})
+    with mock.patch("outcore.machine.known.remembered", return_value=Machine("here", (gpu,))):
+        assert known().devices == (gpu,)

@@ -1,0 +1,79 @@
+"""Tiles of a run: planned in its precision, kept for its continuation, counted without the glass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from outcore.data import Batch, Scene, open_slide, write_slide, write_slides
+from outcore.job import Job
+from outcore.plan_document import Plan
+from outcore.train import tiling
+from outcore.train.config import Config
+from outcore.train.start import forecast
+
+from .running import run, same, weights
+
+JOB = """
+import torch
+from outcore.models import SlideNet
+
+def model():
+    return SlideNet()
+
+def batch(size):
+    return torch.rand(size, 3, 512, 512), torch.randint(2, (size,))
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    (tmp_path / "job.py").write_text(JOB)
+    write_slides(tmp_path / "slides", 4, size=(512, 512), tile=64)
+    return tmp_path / "job.py"
+
+
+def test_the_share_of_tiles_that_are_not_glass_is_that_of_the_pixels(tmp_path: Path) -> None:
+    scene = Scene((2048, 2048), share=0.2, tile=64)
+    slide = open_slide(write_slide(tmp_path / "slide.tif", scene))
+    whole = slide.read([(0, 3), (0, 2048), (0, 2048)])
+    tiles = whole.unfold(1, 128, 128).unfold(2, 128, 128).reshape(3, 256, -1)
+    drawn = int((tiles.amin(2) != tiles.amax(2)).any(0).sum())
+    found = tiling.computed_share(Batch((slide.at(level=0),)), (128, 128)) * 256 - 9
+    assert 0 < drawn < 200
+    assert drawn <= found <= drawn + 30  # a coarse pixel at the edge of tissue is seen in both tiles it touches
+
+
+def test_what_is_not_a_slide_with_levels_is_computed_whole() -> None:
+    assert tiling.computed_share(torch.zeros(1, 3, 64, 64), (16, 16)) == 1.0
+
+
+def test_a_forecast_is_made_in_the_precision_of_the_run(job: Path) -> None:
+    found = {}
+    for precision in ("fp32", "bf16"):
+        config = Config.read({"job": str(job)}, [f"train.precision={precision}", "train.device=cpu"])
+        found[precision] = forecast(Job.load(str(job)), torch.empty(1, 3, 512, 512), config)
+    half, single = found["bf16"], found["fp32"]
+    assert half.graph is not None and {v.dtype for v in half.graph.values.values()} >= {"bfloat16"}
+    assert half.peak_bytes is not None and single.peak_bytes is not None
+    assert half.peak_bytes < single.peak_bytes
+
+
+def test_a_run_that_goes_on_takes_the_tiles_it_had(job: Path, tmp_path: Path) -> None:
+    words = (f"data.train={tmp_path}/slides/slides.csv", "plan.memory=6MiB")
+    assert run(job, tmp_path / "straight", *words, "train.epochs=2")[0] == 0
+    assert run(job, tmp_path / "run", *words, "train.epochs=1")[0] == 0
+    with mock.patch.object(tiling, "plan_tiles", side_effect=AssertionError("planned again")):
+        code, said = run(job, tmp_path / "run", *words, "train.epochs=2")
+    assert code == 0 and "\nstreamed " in said
+    assert same(weights(tmp_path / "run"), weights(tmp_path / "straight"))
+
+
+def test_tiles_written_by_hand_are_a_plan(job: Path, tmp_path: Path) -> None:
+    Plan("0" * 16, (("",),), stream={"boundary": None, "tile": [256, 256]}).save(tmp_path / "plan.json")
+    words = (f"data.train={tmp_path}/slides/slides.csv", f"plan.file={tmp_path}/plan.json")
+    code, said = run(job, tmp_path / "run", *words)
+    assert code == 0 and "by the plan that was given" in said
