@@ -1,10 +1,10 @@
 """One exact training step of ResNet-50 on images up to 100,000 x 100,000 px: plain and streamed, time and memory.
 
-    python benchmarks/stream-resnet50-slide/run.py --sides 4096,8192,16384 --output results.json
+    python benchmarks/stream-resnet50-slide/run.py --sides 4096,8192,16384 --slides 100000:1:6250 --output out.json
 
 bf16 by autocast, channels_last, batch norms frozen (eval mode, their weights trained), one image, a cross entropy on
 the class scores; the step is forward and backward, gradients of all parameters. Streamed images are read lazily as
-bytes. A slide (``--slides side:tissue,…``) is written as a pyramidal TIFF first, and read from it while the step runs.
+bytes. A slide (``--slides side:tissue:tile,…``) is written as a pyramidal TIFF, and read from it while the step runs.
 """
 
 from __future__ import annotations
@@ -133,29 +133,36 @@ def streamed(
     }
 
 
-def from_slide(net: torch.nn.Module, side: int, share: float, options: argparse.Namespace) -> dict[str, Any]:
-    """A slide as a file, and a step on it."""
-    path = options.folder / "slide.tif"
-    start = time.perf_counter()
-    write_slide(path, Scene(size=(side, side), share=share))
-    written = time.perf_counter() - start
-    args = (1, options.slide_tile, None, 2 * options.workers)
-    row = {"side": side, "how": "streamed from a TIFF", "tissue": share, "written_s": written}
-    row |= {"file_bytes": path.stat().st_size, **streamed(net, open_slide(path), options.device, *args)}
-    path.unlink()
-    return row
+def written(folder: Path, side: int, share: float) -> tuple[Path, float]:
+    """A slide as a file, and how long writing it took; one that is there already is used."""
+    path, note = folder / f"slide-{side}-{share}.tif", folder / f"slide-{side}-{share}.json"
+    if not note.exists():
+        start = time.perf_counter()
+        write_slide(path, Scene(size=(side, side), share=share))
+        note.write_text(json.dumps(time.perf_counter() - start))
+    return path, json.loads(note.read_text())
+
+
+def from_slide(net: torch.nn.Module, side: int, share: float, tile: int, options: argparse.Namespace) -> dict[str, Any]:
+    """A step on a slide that is read from its file."""
+    path, seconds = written(options.folder, side, share)
+    row = {"side": side, "how": "streamed from a TIFF", "tissue": share, "written_s": seconds}
+    row |= {"file_bytes": path.stat().st_size}
+    return row | streamed(net, open_slide(path), options.device, 1, tile, None, 2 * options.workers)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--sides", default="4096,8192")
-    parser.add_argument("--tiles", default="4096")
+    parser.add_argument("--tiles", default="", help="pixels; by default a quarter of the side, at least 2048")
     parser.add_argument("--boundaries", default="", help="blocks, or empty for as far as it goes")
     parser.add_argument("--plain-up-to", type=int, default=12288)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--workers", type=int, default=6)
-    parser.add_argument("--slides", default="", help="side:share of tissue, of each slide written and read as a TIFF")
-    parser.add_argument("--slide-tile", type=int, default=4096)
+    parser.add_argument(
+        "--slides", default="", help="side:tissue:tile of slides written and read as TIFFs, e.g. 100000:1:6250"
+    )
+    parser.add_argument("--only-write", action="store_true", help="write the slides and stop")
     parser.add_argument("--folder", type=Path, default=Path(), help="for slides")
     parser.add_argument("--cap", help="the most the allocator may reserve, e.g. 40GiB")
     parser.add_argument("--search", action="store_true", help="let cuDNN try its algorithms for every shape")
@@ -163,6 +170,10 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path, default=Path("results.json"))
     options = parser.parse_args()
+    slides = [(int(n), float(s), int(t)) for n, s, t in (x.split(":") for x in options.slides.split(",") if x)]
+    if options.only_write:
+        print([written(options.folder, side, share) for side, share, _ in slides])
+        return
     torch.backends.cudnn.benchmark = options.search
     began = time.perf_counter()
     net = network(options.device)
@@ -191,17 +202,16 @@ def main() -> None:
             note({"side": side, "how": "plain", **plain(net, source, options.device, repeats)})
             if options.device == "cuda":
                 torch.cuda.empty_cache()
-        for tile in [int(t) for t in options.tiles.split(",")]:
+        for tile in [int(t) for t in options.tiles.split(",") if t] or [max(2048, side // 4)]:
             for boundary in options.boundaries.split(","):
                 if boundary and side > 8192:  # the map, and what runs untiled after it, grow with the image
                     continue
-                if time.perf_counter() - began < options.seconds and side // 13 <= tile <= side // 2:
+                if time.perf_counter() - began < options.seconds:
                     args = (repeats, tile, boundary or None, options.workers)
                     note({"side": side, "how": "streamed", **streamed(net, source, options.device, *args)})
-    for slide in options.slides.split(",") if options.slides else ():
+    for side, share, tile in slides:
         if time.perf_counter() - began < options.seconds:
-            side, share = slide.split(":")
-            note(from_slide(net, int(side), float(share), options))
+            note(from_slide(net, side, share, tile, options))
 
 
 if __name__ == "__main__":

@@ -8,8 +8,16 @@ import pytest
 import torch
 from torch import nn
 
+import outcore
+from outcore.cost.rough import by_bytes
+from outcore.cost.saved import account
+from outcore.data import ArraySource, Batch
+from outcore.plan_document import Plan
 from outcore.stream import stream
 from outcore.stream.prediction import predict_bytes
+from outcore.stream.prepared import bound, divided
+from outcore.stream.rest import Rest
+from outcore.stream.streamed_step import StreamedStep
 
 from .oracle import with_statistics
 
@@ -77,3 +85,67 @@ def test_the_allocator_stays_near_the_prediction() -> None:
     torch.cuda.synchronize()
     measured = torch.cuda.max_memory_allocated() - before
     assert measured <= 1.3 * (predicted.peak - predicted.parameters)
+
+
+def assert_same_gradients(net: nn.Module, plain: nn.Module, tolerance: float = 1e-10) -> None:
+    largest = max(p.grad.abs().max() for p in plain.parameters())
+    for (name, mine), other in zip(net.named_parameters(), plain.parameters(), strict=True):
+        assert (mine.grad - other.grad).abs().max() <= tolerance * largest, name
+
+
+def test_within_streams_a_lazy_image_and_keeps_the_budget() -> None:
+    torch.backends.cudnn.allow_tf32 = False
+    net = residual().cuda()
+    plain = copy.deepcopy(net)
+    image = Batch((ArraySource(torch.randint(0, 256, (3, 1500, 1300), dtype=torch.uint8)),))
+    whole = image.prepare(image.read([(0, n) for n in image.shape]).cuda())
+    torch.cuda.reset_peak_memory_stats()
+    plain(whole).square().sum().backward()
+    budget = torch.cuda.max_memory_allocated() // 3
+    del whole
+    costs = by_bytes(account(outcore.capture(net, [image.shape])), 1e12)
+    outcore.within(net, (image,), memory=budget, optimizer=0.0, costs=costs, quiet=True)
+    step = outcore.memory_plan(net)
+    assert isinstance(step, StreamedStep)
+    net(image).square().sum().backward()
+    assert_same_gradients(net, plain, 2e-4)
+    del plain
+    net.zero_grad(set_to_none=True)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    net(image).square().sum().backward()
+    torch.cuda.synchronize()
+    print(f"budget {budget:,} predicted {step.peak_bytes:,} measured {torch.cuda.max_memory_allocated():,}")
+    assert torch.cuda.max_memory_allocated() <= budget
+
+
+def test_maps_between_passes_may_lie_on_the_host() -> None:
+    net = residual().cuda().double().train()
+    plain = copy.deepcopy(net)
+    x = torch.randn(1, 3, 129, 161, device="cuda", dtype=torch.float64)
+    plain(x).square().sum().backward()
+    streamed = stream(net, tile=48, statistics=True, keep=("0#0:out", "4.conv1#0:out"), maps_on_host=True)
+    streamed(x).square().sum().backward()
+    assert_same_gradients(net, plain)
+
+
+@pytest.mark.parametrize("policy", ["recompute", "offload"])
+def test_what_follows_the_boundary_may_run_under_policies(policy: str) -> None:
+    net = residual().cuda().double()
+    plain = copy.deepcopy(net)
+    x = torch.randn(1, 3, 257, 301, device="cuda", dtype=torch.float64)
+    plain(x).square().sum().backward()
+    graph = outcore.capture(net, (x,))
+    rest = Rest(divided(bound(graph, folded=True), tile=64, boundary=("3",)))
+    rest.plan(None, None)
+    assert rest.governor is not None
+    keeping = rest.governor.plan.keeping
+    chosen = {b.name: policy for b in keeping.buffers.values() if b.savers and policy in keeping.choices(b)}
+    assert chosen
+    plan = Plan(graph.fingerprint, (("",),), stream={"tile": 64, "boundary": "3", "rest": chosen})
+    outcore.within(net, (x,), memory=None, plan=plan, costs=by_bytes(account(graph), 1e12), quiet=True)
+    for _ in range(2):
+        net.zero_grad(set_to_none=True)
+        net(x).square().sum().backward()
+        assert_same_gradients(net, plain)
