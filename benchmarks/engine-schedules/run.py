@@ -3,6 +3,8 @@
     python benchmarks/engine-schedules/run.py --ranks 2 --out results/…json              CPU, a core per rank
     python benchmarks/engine-schedules/run.py --device cuda --ranks 2 --out …            ranks share one GPU (MPS)
 
+Each rank on the GPU gets an equal share of its multiprocessors; the daemon of MPS must be running.
+
 All variants run in one process per rank, in turn, round after round, on the same stages, micro-batches and optimizer.
 Ratios are of the fastest step of each variant, which other load on the machine disturbs least.
 """
@@ -167,6 +169,7 @@ def rank_main(rank: int, args: argparse.Namespace, port: int, queue: Any) -> Non
     if args.device == "cpu":
         os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank % os.cpu_count()]})
     else:
+        os.environ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(100 // args.ranks)  # before the device is touched
         torch.backends.cudnn.allow_tf32 = False
     dist.init_process_group("gloo")
     runs: dict[str, Any] = {name: Ours(args, name) for name in VARIANTS}
@@ -207,7 +210,7 @@ def _facts(name: str, run: Any, times: list[float], args: argparse.Namespace) ->
     facts: dict[str, Any] = {"step_s": min(times), "median_s": statistics.median(times), "times_s": times}
     if isinstance(run, Ours):
         timelines = []
-        for _ in range(3):
+        for _ in range(3 if args.device == "cpu" else 2):
             run.step()
             timelines.append(run.engine.timeline())
         best = min(timelines, key=lambda t: t.step_s)
@@ -217,6 +220,7 @@ def _facts(name: str, run: Any, times: list[float], args: argparse.Namespace) ->
         pipeline = Pipeline(*(VARIANTS[name].get(k, 1) for k in ("schedule", "micro_batches", "batches")))
         forward, backward = [s.forward_s for s in stages], [s.backward_s for s in stages]
         facts |= {
+            "device": torch.cuda.get_device_name() if args.device == "cuda" else platform.machine(),
             "timeline_s": best.step_s,
             "closed_form_s": pipeline.pass_s(forward, backward, [0.0] * args.ranks)
             + max(s.optimizer_s for s in stages),
@@ -232,7 +236,7 @@ def _facts(name: str, run: Any, times: list[float], args: argparse.Namespace) ->
             "copies_beside_compute_s": _beside(best),
         }
         if args.trace and run.engine.rank == 0:
-            save_trace(best, f"{args.trace}-{best.name}.json")
+            save_trace(best, f"{args.trace}-{args.ranks}-{best.name}.json")
     return facts
 
 
@@ -300,6 +304,34 @@ def summarise(every: list[dict[str, Any]]) -> dict[str, Any]:
     return table
 
 
+def run_ranks(args: argparse.Namespace) -> dict[str, Any]:
+    """All variants on some ranks; the table of what was found."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = mp.get_context("fork" if args.device == "cuda" else "spawn")
+    queue = context.Queue()
+    ranks = [context.Process(target=rank_main, args=(r, args, port, queue)) for r in range(args.ranks)]
+    for process in ranks:
+        process.start()
+    every = queue.get(timeout=600)
+    for process in ranks:
+        process.join()
+    return summarise(every)
+
+
+def show(table: dict[str, Any]) -> None:
+    """A line per variant."""
+    for name, row in table.items():
+        peak = max(row["peak_bytes"]) / 2**20
+        line = f"{name:15} {row['step_s'] * 1e3:8.1f} ms  x{row['speedup_over_model_parallel']:.3f}"
+        line += f"  peak {peak:7.1f} MiB"
+        if "predicted_s" in row:
+            line += f"  planned {max(row['predicted_peak_bytes']) / 2**20:7.1f}"
+            line += f"  simulated {row['predicted_s'] * 1e3:8.1f} ms  closed form {row['closed_form_s'] * 1e3:8.1f} ms"
+        print(line, flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cpu")
@@ -312,42 +344,27 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--trace", default="")
     parser.add_argument("--out", default="")
+    parser.add_argument("--again", nargs="*", default=[], help="more runs, each as RANKS:BLOCKS:MICRO_BATCH")
     args = parser.parse_args()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = mp.get_context("spawn")
-    queue = context.Queue()
-    ranks = [context.Process(target=rank_main, args=(r, args, port, queue)) for r in range(args.ranks)]
-    for process in ranks:
-        process.start()
-    every = queue.get(timeout=600)
-    for process in ranks:
-        process.join()
-    table = summarise(every)
-    load = os.getloadavg()
-    environment = {
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "device": torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "load": load,
-        "mps_percentage": os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"),
-    }
-    document = {"arguments": vars(args), "environment": environment, "table": table}
-    for name, row in table.items():
-        extra = ""
-        if "predicted_s" in row:
-            extra = f"  simulated {row['predicted_s'] * 1e3:8.1f}  closed form {row['closed_form_s'] * 1e3:8.1f}"
-        peak = max(row["peak_bytes"]) / 2**20
-        if "predicted_peak_bytes" in row:
-            extra += f"  planned {max(row['predicted_peak_bytes']) / 2**20:7.1f}"
-        print(
-            f"{name:15} {row['step_s'] * 1e3:8.1f} ms  x{row['speedup_over_model_parallel']:.3f}  peak {peak:7.1f} MiB"
-            + extra
-        )
-    if args.out:
-        Path(args.out).write_text(json.dumps(document, indent=1) + "\n")
+    for again in ("", *args.again):
+        if again:
+            args.ranks, args.blocks, args.micro_batch = map(int, again.split(":"))
+        table = run_ranks(args)
+        share = str(100 // args.ranks) if args.device == "cuda" else None
+        environment = {
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "device": table["model-parallel"]["device"],
+            "cores": os.cpu_count(),
+            "load": os.getloadavg(),
+            "mps_percentage": share,
+        }
+        show(table)
+        if args.out:
+            document = {"arguments": vars(args), "environment": environment, "table": table}
+            path = Path(args.out)
+            path = path.with_name(f"{path.stem}-{args.ranks}-ranks.json") if args.again else path
+            path.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import torch
 
 from outcore.run import shelf
 from tests.run.pool import Pool
+from tests.run.test_parking import peaks
 from tests.run.training import alone, difference, train
 
 pytestmark = [
@@ -46,3 +47,14 @@ def test_two_ranks_on_one_gpu(ranks: Pool, case: str) -> None:
             assert difference(floats, oracle["weights"]) < 1e-8
         for name, tensor in results[0]["weights"].items():
             assert name not in results[1]["weights"] or torch.equal(tensor, results[1]["weights"][name])
+
+
+def test_the_idle_stage_of_gems_waits_on_the_host(ranks: Pool) -> None:
+    """Weights, gradients and two moments of one stage less on the device, and the same numbers."""
+    width = 1024
+    stage = 2 * (width + 1) * width * 4
+    kept, parked = ranks.run(peaks, 2, False, width, "cuda"), ranks.run(peaks, 2, True, width, "cuda")
+    for (losses, before, weights), (same, after, others) in zip(kept, parked, strict=True):
+        print([round(n / stage, 2) for n in (*before, *after)])
+        assert losses == same and all(torch.equal(t, others[n]) for n, t in weights.items())
+        assert all(less < more - 3.5 * stage for less, more in zip(after, before, strict=True))

@@ -35,6 +35,7 @@ from outcore.run.faults import Watch
 from outcore.run.intake import Intake
 from outcore.run.loader import Loader
 from outcore.run.measured import Comparison, gather
+from outcore.run.parking import Parking
 from outcore.run.part import Execute, Part
 from outcore.run.policies import UnderPolicies
 from outcore.run.setup import Groups, MakeOptimizer, choose_device, make_optimizer
@@ -88,6 +89,8 @@ class Engine:
         device: "cpu" or "cuda"; this rank's GPU if there is one.
         timeout_s: after which a silent rank ends the run.
         grace_s: after which a rank that cannot end by itself is ended, once another has failed.
+        offload_idle: under GEMS, whether parameters, gradients and optimizer state of the stage that a rank does not
+            compute with wait outside its device.
         execute: runs a stage's part of the network; where policies for saved values act.
         weights: a checkpoint to begin with; a job's model is then never built with weights of its own, on any rank.
         checkpoints: where to save when SIGUSR1 or SIGTERM comes; the latter then ends the run.
@@ -115,6 +118,7 @@ class Engine:
         device: str | torch.device | None = None,
         timeout_s: float = 300.0,
         grace_s: float = 10.0,
+        offload_idle: bool = False,
         execute: Execute = Part.run,
         weights: str | Path | None = None,
         checkpoints: str | Path | None = None,
@@ -155,6 +159,8 @@ class Engine:
             if execute is Part.run and self.plan.policy:
                 execute = UnderPolicies(self.plan.policy, self.device)
             self._prepare(loss, execute, reduction, clip_norm, loss_scale)
+            if offload_idle and len(self.stages) > 1:
+                self._park()
             if optimizer is not None:
                 every = list(self.model.named_parameters())
                 self.update.optimizer = make_optimizer(optimizer, groups, every, self.parameters)
@@ -173,6 +179,7 @@ class Engine:
     ) -> None:
         made = self.assembly
         every = dict(self.model.named_parameters())
+        shelf = Shelf(self.world, self.device) if self.world.size > 1 else None
         self.update = Update(
             self.world,
             made.holdings,
@@ -182,6 +189,7 @@ class Engine:
             clip_norm=clip_norm,
             scale=scale,
             dtypes={p.dtype for p in every.values()},
+            shelf=shelf,
         )
         self.intake = Intake(
             self.world,
@@ -193,19 +201,29 @@ class Engine:
             seed=self.seed,
         )
         wire: Wire | None = None
-        if self.world.size > 1:
-            shelf, on_gpu = Shelf(self.world, self.device), self.device.type == "cuda"
+        if shelf is not None:
+            on_gpu = self.device.type == "cuda"
             wire = StagedWire(self.world.group, shelf, self.device) if on_gpu else HostWire(self.world.group, shelf)
         self.worker = Worker(made, wire, loss, execute, self.update)
         self.worker.gauge.holding = self._held
 
+    def _park(self) -> None:
+        """Of this rank's stages, have one at a time on the device."""
+        parts = self.assembly.home.parts
+        parking = Parking({stage: list(parts[stage].parameters()) for stage in self.stages}, self.device)
+        self.worker.parking = parking
+        self.update.take_step, self.update.make_row = parking.step, parking.make_row
+
     def _held(self) -> Iterator[torch.Tensor]:
         """What this rank holds between steps."""
-        yield from self.assembly.local_state().values()
-        yield from (p.grad for p in self.parameters.values() if p.grad is not None)
+        parking = self.worker.parking
+        away = {t.data_ptr() for t in parking.away} if parking is not None else set()
+        found = [*self.assembly.local_state().values()]
+        found += [p.grad for p in self.parameters.values() if p.grad is not None]
         if self.optimizer is not None:
             for row in self.optimizer.state.values():
-                yield from (value for value in row.values() if isinstance(value, torch.Tensor))
+                found += [value for value in row.values() if isinstance(value, torch.Tensor)]
+        yield from (tensor for tensor in found if tensor.data_ptr() not in away)
         if isinstance(self.worker.wire, HostWire):
             yield from self.worker.wire.arena.rows()
 

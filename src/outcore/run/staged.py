@@ -44,7 +44,7 @@ class StagedWire:
         self.arena = Arena(pinned=True)
         self._out, self._in = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._senders, self._sent = Errands("send"), Errands("sent")
-        self._receivers = Errands("receive", threads=4)
+        self._receivers, self._landed = Errands("receive", threads=4), Errands("landed")
 
     def send(self, tensor: torch.Tensor, layout: Layout, target: int, tag: int, done: Moved) -> Outgoing:
         """Offer a tensor."""
@@ -92,10 +92,15 @@ class StagedWire:
                 flat.copy_(host, non_blocking=True)
                 ended = _mark()
             done("copy in", began, ended)
-            ended.synchronize()  # only then may the row be used again
+            self._landed.do(lambda: self._keep(host, ended))
             return flat, ended
 
         return _Landing(self._receivers.do(land), layout)
+
+    def _keep(self, host: torch.Tensor, until: Moment) -> None:
+        """Only when it has been copied may a row be used again; kernels that wait for the copy are issued before."""
+        until.synchronize()
+        del host
 
     def end_step(self) -> None:
         """All transfers of a step are over."""
@@ -105,7 +110,7 @@ class StagedWire:
     def close(self) -> None:
         """Nothing will be moved any more."""
         self._group = None
-        for errands in (self._senders, self._sent, self._receivers):
+        for errands in (self._senders, self._sent, self._receivers, self._landed):
             errands.close()
         self.shelf.close()
 

@@ -1,6 +1,6 @@
 """From gradients to new weights: reduction over copies, one loss scale, clipping over all stages, the user's optimizer.
 
-Reductions run while other stages still compute: `reduce` starts one, `step` waits for all. The gradients of a share
+Reductions run while other stages still compute: `reduce` starts one, `settle` waits for all. The gradients of a share
 travel as one row, together with a mark per parameter that says whether it has one: a parameter that nothing used this
 step keeps no gradient at all, as in plain PyTorch, instead of one that is zero. Afterwards the gradients are views of
 that row. Every copy gets the same sums, bit for bit, and takes the same step.
@@ -18,16 +18,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from outcore.errors import EngineError
 from outcore.program import Reduce
 from outcore.run.holdings import Holdings, Share
+from outcore.run.shelf import Shelf
+from outcore.run.sums import GlooSum, SharedSum, Sum
 from outcore.run.world import World
 
 __all__ = ["LossScale", "Update"]
 
+_TAGS = 1 << 20
+"""Above the tags of a program's transfers."""
 _BY_GLOO = frozenset((torch.float64, torch.float32, torch.float16, torch.bfloat16))
 
 
@@ -54,8 +57,8 @@ class LossScale:
 @dataclass(slots=True)
 class _Started:
     share: Share
-    rows: list[tuple[torch.Tensor, torch.Tensor, list[str], Any]]
-    """Row on its device, row on the host, names of parameters, work."""
+    rows: list[tuple[torch.Tensor, list[str], Sum]]
+    """Row on its device, names of parameters, the sum under way."""
     began: float
 
 
@@ -73,6 +76,7 @@ class Update:
         clip_norm: float | None,
         scale: LossScale | None,
         dtypes: set[torch.dtype],
+        shelf: Shelf | None,
     ) -> None:
         self.world, self.holdings, self.parameters, self.names = world, holdings, parameters, names
         self.clip_norm, self.scale = clip_norm, scale
@@ -85,7 +89,11 @@ class Update:
         """Told of every reduction: begin, end, bytes."""
         self.before_step: Callable[[], None] = lambda: None
         """Called when all gradients are there, unscaled and clipped."""
-        self._groups = groups
+        self.take_step: Callable[[torch.optim.Optimizer], None] = lambda optimizer: optimizer.step()
+        """Has the optimizer take its step."""
+        self.make_row: Callable[[nn.Parameter, int, torch.dtype], torch.Tensor] = _row_beside
+        """Memory for the gradients of parameters of which one is given: so many numbers."""
+        self._groups, self._shelf = groups, shelf
         self._owner = holdings.owner()
         self._started: list[_Started] = []
         # Norms of all parameters are added in the widest of their dtypes, the same on every rank.
@@ -97,13 +105,16 @@ class Update:
             if share.stages == (instruction.stage,):
                 self._start(share)
 
-    def step(self) -> None:
-        """Wait for all reductions, then unscale, clip and step."""
+    def settle(self) -> None:
+        """Add up the gradients of tied copies, and wait for all reductions."""
         for share in self.holdings.shares:
             if share.tied and self.world.rank in share.ranks and len(share.ranks) > 1:
                 self._start(share)
         while self._started:
             self._finish(self._started.pop(0))
+
+    def step(self) -> None:
+        """Unscale, clip and step, when everything is settled."""
         overflowed = self._unscale() if self.scale is not None else False
         if self.clip_norm is not None and not overflowed:
             self._clip(self.clip_norm)
@@ -111,7 +122,7 @@ class Update:
         if overflowed:
             self.skipped += 1
         elif self.optimizer is not None:
-            self.optimizer.step()
+            self.take_step(self.optimizer)
         if self.scale is not None:
             self.scale.update(overflowed)
         self.zero()
@@ -128,7 +139,7 @@ class Update:
     def close(self) -> None:
         """Let go of all connections."""
         self.abandon()
-        self._groups = {}
+        self._groups, self._shelf = {}, None
 
     # Reduction
 
@@ -139,18 +150,24 @@ class Update:
             by_dtype.setdefault(self.parameters[name].dtype, []).append(name)
         rows = []
         began = time.perf_counter()
-        for dtype, names in by_dtype.items():
+        for number, (dtype, names) in enumerate(by_dtype.items()):
             row = self._row(names, dtype if dtype in _BY_GLOO else torch.float32)
-            host = row if row.device.type == "cpu" else row.cpu()
-            work = dist.all_reduce(host, group=self._groups[share.stages], async_op=True)
-            rows.append((row, host, names, work))
+            tag = _TAGS + 16 * self.holdings.shares.index(share) + number
+            rows.append((row, names, self._add_up(row, share, tag)))
         self._started.append(_Started(share, rows, began))
+
+    def _add_up(self, row: torch.Tensor, share: Share, tag: int) -> Sum:
+        others = [rank for rank in share.ranks if rank != self.world.rank]
+        nbytes = row.numel() * row.element_size()
+        if len(others) == 1 and self._shelf is not None and self._shelf.reaches(others[0], nbytes):
+            return SharedSum(row, others[0], tag, self._shelf, self.world.group)
+        return GlooSum(row, self._groups[share.stages])
 
     def _row(self, names: Sequence[str], dtype: torch.dtype) -> torch.Tensor:
         """Gradients one after the other, then a mark for each: 1 where there is one."""
         parameters = [self.parameters[name] for name in names]
         total = sum(p.numel() for p in parameters)
-        row = torch.empty(total + len(names), dtype=dtype, device=parameters[0].device)
+        row = self.make_row(parameters[0], total + len(names), dtype)
         at = 0
         for p in parameters:
             part = row[at : at + p.numel()].view(p.shape)
@@ -163,13 +180,11 @@ class Update:
 
     def _finish(self, started: _Started) -> None:
         nbytes = 0
-        for row, host, names, work in started.rows:
+        for row, names, total in started.rows:
             with self.world.place.talking():
-                work.wait()
-            if host is not row:
-                row.copy_(host)
+                total.wait()
             nbytes += row.numel() * row.element_size()
-            marks = host[-len(names) :].tolist()
+            marks = row[-len(names) :].tolist()
             at = 0
             for name, mark in zip(names, marks, strict=True):
                 p = self.parameters[name]
@@ -206,3 +221,7 @@ class Update:
         for parameter in self.parameters.values():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor.to(parameter.grad.device))
+
+
+def _row_beside(parameter: nn.Parameter, count: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(count, dtype=dtype, device=parameter.device)

@@ -27,6 +27,7 @@ from outcore.run.draws import Draws
 from outcore.run.form import Form
 from outcore.run.gauge import Gauge
 from outcore.run.holdings import Share
+from outcore.run.parking import Parking
 from outcore.run.part import Execute, Slot, arrive
 from outcore.run.policies import UnderPolicies
 from outcore.run.update import Update
@@ -104,6 +105,8 @@ class Worker:
         self.started_s = 0.0
         self._noted: list[tuple[str, str, str, Moment, Moment, tuple[int, ...]]] = []
         self.keep_outputs = False
+        self.parking: Parking | None = None
+        """Where the stages that do not compute are, if not on the device."""
         self._run = _IDLE
         self._flights: dict[Of, _Flight] = {}
         self._made: dict[Key, torch.Tensor] = {}
@@ -113,7 +116,9 @@ class Worker:
     def run(self, instructions: Sequence[Instruction], tags: Mapping[Key, int], run: Pass, *, update: bool) -> None:
         """Execute a program's instructions for this rank; with `update` also reductions and the optimizer."""
         self._noted.clear()
-        given = [(piece.inputs, piece.targets) for piece in run.pieces]
+        given: list[Any] = [(piece.inputs, piece.targets) for piece in run.pieces]
+        if self.parking is not None:
+            given.append(self.parking.away)
         self.gauge.start(tensor for _, tensor in leaves(given, torch.Tensor))
         self.started_s = self.clock.start()
         self._run, self._tags = run, tags
@@ -138,18 +143,24 @@ class Worker:
                     self._backward(instruction, incoming, outgoing)
                 case Reduce() if update:
                     self.place.stage, self.place.doing = instruction.stage, "reduce"
+                    if self.parking is not None:
+                        self.parking.leave()
                     self.update.reduce(instruction)
                 case OptimizerStep() if update:
                     steps -= 1
                     if not steps:
                         self.place.stage, self.place.doing = instruction.stage, "optimizer step"
+                        self.update.settle()
                         began = self.clock.now()
                         self.update.step()
                         self.record(COMPUTE, "step", str(instruction), began, self.clock.now(), instruction.stage)
                         self.gauge.sample()
                         stepped = True
         if update and not stepped:
+            self.update.settle()
             self.update.step()  # nothing to train here, but norms and overflows concern all ranks
+        if self.parking is not None:
+            self.parking.leave()
         self.place.doing = "end of step"
         if run.training:
             self.statistics.settle(run.pieces[0].form)
@@ -326,6 +337,8 @@ class Worker:
     # Notes
 
     def _at(self, doing: str, of: Forward | Backward) -> None:
+        if self.parking is not None:
+            self.parking.enter(of.stage)
         place = self.place
         place.stage, place.doing, place.micro_batch, place.call = of.stage, doing, of.micro_batch, ""
 

@@ -1,0 +1,147 @@
+"""Under GEMS a rank holds two stages and computes with one: the state of the other waits outside the device.
+
+Memory is what GEMS is chosen for, and its price is that every rank holds parameters, gradients and optimizer state of
+two stages. But a rank computes one micro-batch at a time. So the stage that comes next is brought to the device when
+its forward or backward begins, and the other leaves. Parameters do not change between two updates, so they leave
+without a copy; gradients are copied out and back. The optimizer takes its step one stage at a time, and its state is on
+the device only for that.
+
+A parameter stays the same object with the same history: only its memory is exchanged. Between steps everything is at
+home (pinned host memory below a GPU, a file without a name below a CPU), so whoever reads or writes parameters there,
+saving and loading included, need not know.
+
+A parameter that two stages of the rank use (a tied one, or all of the middle stage when the number of ranks is odd)
+stays on the device.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import nn
+
+__all__ = ["Parking"]
+
+
+class Parking:
+    """The state of several stages on one rank, of which one at a time is on the device."""
+
+    def __init__(self, stages: Mapping[int, Sequence[nn.Parameter]], device: torch.device) -> None:
+        users: dict[int, int] = {}
+        for parameters in stages.values():
+            for parameter in parameters:
+                users[id(parameter)] = users.get(id(parameter), 0) + 1
+        self._lots = {k: [p for p in row if users[id(p)] == 1] for k, row in stages.items()}
+        self._device = device
+        self._away: list[torch.Tensor] = []
+        self._here: int | None = None
+        self._gradients: dict[nn.Parameter, torch.Tensor] = {}
+        self._homes: list[torch.Tensor] = []
+        self._state: dict[int, torch.Tensor] = {}
+        self._rows: dict[tuple[nn.Parameter, torch.dtype], torch.Tensor] = {}
+        for row in self._lots.values():
+            for parameter in row:
+                home = self._home(parameter)
+                home.copy_(parameter.data)
+                parameter.data = home
+                if parameter.requires_grad:
+                    self._gradients[parameter] = self._home(parameter)
+
+    @property
+    def away(self) -> list[torch.Tensor]:
+        """All memory outside the device."""
+        return self._away
+
+    def enter(self, stage: int) -> None:
+        """Have a stage on the device, and no other."""
+        if stage == self._here:
+            return
+        self.leave()
+        self._here = stage
+        self._homes = [p.data for p in self._lots[stage]]
+        for parameter in self._lots[stage]:
+            gradient, parameter.grad = parameter.grad, None
+            parameter.data = self._brought(parameter.data)
+            if gradient is not None:
+                parameter.grad = self._brought(gradient)
+
+    def leave(self, *, written: bool = False) -> None:
+        """Have no stage on the device; `written` if its parameters have changed there."""
+        if self._here is None:
+            return
+        for parameter, home in zip(self._lots[self._here], self._homes, strict=True):
+            gradient, parameter.grad = parameter.grad, None
+            if written:
+                home.copy_(parameter.data)
+            parameter.data = home
+            if gradient is not None:
+                parameter.grad = self._gradients[parameter].copy_(gradient)
+        self._here, self._homes = None, []
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An update of all parameters, one stage after the other, then those that are always here."""
+        self.leave()
+        every = [p for group in optimizer.param_groups for p in group["params"]]
+        waiting = {p: p.grad for p in every if p.grad is not None}
+        for parameter in every:
+            parameter.grad = None
+        for stage, lot in self._lots.items():
+            for parameter in lot:
+                parameter.grad = waiting.pop(parameter, None)
+            self.enter(stage)
+            self._fetch_state(optimizer, lot)
+            optimizer.step()
+            for parameter in lot:
+                parameter.grad = None
+            self._store_state(optimizer, lot)
+            self.leave(written=True)
+        for parameter, gradient in waiting.items():
+            parameter.grad = gradient
+        if waiting:
+            optimizer.step()
+
+    def make_row(self, parameter: nn.Parameter, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for gradients on their way to other copies; where the parameter is, which is not on the device."""
+        if parameter not in self._gradients:
+            return torch.empty(count, dtype=dtype, device=parameter.device)
+        if (parameter, dtype) not in self._rows:
+            self._rows[parameter, dtype] = self._home(torch.empty(count, dtype=dtype, device=self._device))
+        return self._rows[parameter, dtype]
+
+    def _fetch_state(self, optimizer: torch.optim.Optimizer, lot: Sequence[nn.Parameter]) -> None:
+        for parameter in lot:
+            row = optimizer.state.get(parameter, {})
+            for key, value in row.items():
+                if isinstance(value, torch.Tensor) and value.ndim:
+                    row[key] = self._brought(value)
+                    self._state[id(row[key])] = value
+
+    def _store_state(self, optimizer: torch.optim.Optimizer, lot: Sequence[nn.Parameter]) -> None:
+        for parameter in lot:
+            row = optimizer.state.get(parameter, {})
+            for key, value in row.items():
+                if isinstance(value, torch.Tensor) and value.ndim:
+                    home = self._state.pop(id(value), None)
+                    row[key] = (self._home(value) if home is None else home).copy_(value)
+
+    def _brought(self, home: torch.Tensor) -> torch.Tensor:
+        if self._device.type == "cpu":
+            return home.clone()
+        return home.to(self._device, non_blocking=True)
+
+    def _home(self, like: torch.Tensor) -> torch.Tensor:
+        """Memory for a tensor one tier below its device, laid out as it is."""
+        if like.device.type == "cuda":
+            home = torch.empty_like(like, device="cpu", pin_memory=True, requires_grad=False)
+        else:
+            with tempfile.TemporaryFile(prefix="outcore") as file:
+                size = max(1, like.numel() * like.element_size())
+                file.truncate(size)
+                row = torch.from_numpy(np.memmap(file, dtype=np.uint8, mode="r+", shape=(size,)))
+            flat = row[: like.numel() * like.element_size()].view(like.dtype)
+            home = flat.as_strided(like.shape, torch.empty_like(like, device="meta").stride())
+        self._away.append(home)
+        return home
