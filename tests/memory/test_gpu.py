@@ -8,6 +8,7 @@ from torch import nn
 
 import outcore
 from outcore.memory.codecs import Window, encode, pack_bits, unpack_bits
+from outcore.memory.tiers import HostTier
 
 pytestmark = [
     pytest.mark.gpu,
@@ -142,3 +143,12 @@ def test_positions_in_a_window(last: bool) -> None:
     coded = encode("window", indices, indices=indices, window=window)
     back = coded.decoded()
     assert coded.payload[0].dtype is torch.uint8 and torch.equal(back, indices) and back.stride() == indices.stride()
+
+
+def test_a_full_arena_has_room_for_odd_sizes() -> None:
+    tier = HostTier(torch.device("cuda", 0), 512 + 1000)
+    buffers = [torch.arange(size, device="cuda").to(torch.uint8) for size in (300, 1000)]
+    trips = [tier.evict(b) for b in buffers]
+    assert all(torch.equal(trip.bytes_back(), b) for trip, b in zip(trips, buffers, strict=True))
+    del trips
+    tier.close()

@@ -206,9 +206,8 @@ class _Play:
             self.take(self.first(name), "", "inputs", self.graph.values[name].bytes)
         for i, call in enumerate(self.order):
             self.forward(i, call, self.costs.calls[call.name])
-        for name in self.graph.outputs:
-            if self.graph.values[name].requires_grad:
-                self.receive(name, self.new_gradient(name, "", self.graph.values[name].bytes))
+        for name in _differentiated(self.graph):
+            self.receive(name, self.new_gradient(name, "", self.graph.values[name].bytes))
         for call in reversed(self.order):
             if call.name in self.trained:
                 self.backward(call, self.costs.calls[call.name])
@@ -329,6 +328,17 @@ class _Play:
     def size(self, name: str) -> int:
         producer = self.graph.values[name].producer
         return self.costs.calls[producer].outputs.get(name, 0) if producer else 0
+
+
+def _differentiated(graph: Graph) -> list[str]:
+    """The outputs that backward starts from: not those from which the model has made its loss already."""
+    wanted = [name for name in graph.outputs if graph.values[name].requires_grad]
+    losses = [name for name in wanted if not graph.values[name].shape]
+    inside = set(losses)
+    for call in reversed(list(graph.calls.values())) if losses else ():
+        if inside.intersection(call.outputs):
+            inside.update(call.inputs)
+    return [name for name in wanted if name in losses or name not in inside]
 
 
 def calls_with_backward(graph: Graph, costs: Costs) -> set[str]:

@@ -35,14 +35,14 @@ class Arena:
     """
 
     def __init__(self, size: int) -> None:
-        self.size = self._round(size)
+        self.size = self.rounded(size)
         self._free: list[tuple[int, int]] = [(0, self.size)] if size else []
         self._marks: list[tuple[int, int, Any]] = []
         self._lock = threading.Lock()
 
     def take(self, size: int) -> Slot | None:
         """A part of at least this size; none if there is no room."""
-        size = self._round(max(size, 1))
+        size = self.rounded(max(size, 1))
         with self._lock:
             for i, (offset, room) in enumerate(self._free):
                 if room >= size:
@@ -74,7 +74,7 @@ class Arena:
 
     def grow(self, size: int) -> None:
         """Add room at the end."""
-        size = self._round(size)
+        size = self.rounded(size)
         start, self.size = self.size, self.size + size
         self.give(Slot(start, size))
 
@@ -84,5 +84,6 @@ class Arena:
         return sum(size for _, size in self._free)
 
     @staticmethod
-    def _round(size: int) -> int:
+    def rounded(size: int) -> int:
+        """What a part of this size takes."""
         return -(-size // _ALIGN) * _ALIGN

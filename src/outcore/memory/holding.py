@@ -19,6 +19,7 @@ from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.graph.recording import Recording, Ref, Step, schedule_drops
 from outcore.graph.structure import leaves
+from outcore.memory.arena import Arena
 from outcore.memory.codecs import Window, window_of
 from outcore.memory.fused_norm import replacements
 from outcore.memory.renorm import Norm, Renorm
@@ -194,7 +195,7 @@ def prepare(
         norms={rerun.norm.call: rerun.norm for rerun in reruns if rerun.norm is not None},
         renorm=Renorm(reassociated),
         instead=replacements(graph, model) if reassociated else {},
-        offloaded_bytes=sum(buffers[n].bytes for n, p in plans.items() if p.policy == "offload"),
+        offloaded_bytes=sum(Arena.rounded(buffers[n].bytes) for n, p in plans.items() if p.policy == "offload"),
     )
 
 

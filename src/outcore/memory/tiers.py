@@ -64,6 +64,8 @@ class HostTier:
     def __init__(self, device: torch.device, capacity_bytes: int) -> None:
         self.device = device
         self.out, self.back = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        arena = Arena(capacity_bytes)
+        capacity_bytes = arena.size
         try:
             self.memory = torch.empty(capacity_bytes, dtype=torch.uint8)
         except RuntimeError as error:
@@ -73,7 +75,7 @@ class HostTier:
         status = torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), capacity_bytes, 0)
         if int(status) != 0:
             raise OutcoreError(f"{capacity_bytes / 2**30:.2f} GiB of host memory could not be pinned ({status})")
-        self.arena = Arena(capacity_bytes)
+        self.arena = arena
 
     def evict(self, flat: torch.Tensor) -> HostTrip:
         """Start to copy bytes out, after what the computing stream has done so far."""
@@ -96,6 +98,9 @@ class HostTrip:
 
     def __init__(self, tier: HostTier, flat: torch.Tensor) -> None:
         self.tier, self.size = tier, flat.numel()
+        self.flat: torch.Tensor | None = None
+        self.gone: torch.cuda.Event | None = None
+        self.here: torch.cuda.Event | None = None
         self.slot: Slot | None = tier.arena.take(self.size)
         self.host = (
             tier.memory[self.slot.offset : self.slot.offset + self.size]
@@ -110,17 +115,17 @@ class HostTrip:
         with torch.cuda.stream(tier.out):
             self.host.copy_(flat, non_blocking=True)
         self.gone = tier.out.record_event()
-        self.flat: torch.Tensor | None = None
-        self.here: torch.cuda.Event | None = None
 
     def wait_out(self) -> None:
         """Let the computing stream wait for the copy out."""
+        assert self.gone is not None
         torch.cuda.current_stream(self.tier.device).wait_event(self.gone)
 
     def fetch(self) -> None:
         """Start to copy it back, into memory of the computing stream."""
         if self.flat is not None:
             return
+        assert self.gone is not None
         tier = self.tier
         self.flat = torch.empty(self.size, dtype=torch.uint8, device=tier.device)
         tier.back.wait_event(torch.cuda.current_stream(tier.device).record_event())
