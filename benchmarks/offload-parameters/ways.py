@@ -162,11 +162,12 @@ class TimedLanes(CudaLanes):
         super().__init__(device)
         self.events: list[tuple[bool, Any, Any]] = []
 
-    def copy(self, to: Any, source: Any, after: Any, *, out: bool, express: bool = False) -> Any:
-        stream = self.streams[out, express]
-        for mark in after:
-            stream.wait_event(mark.event)
-        start = stream.record_event(torch.cuda.Event(enable_timing=True))
-        mark = super().copy(to, source, (), out=out, express=express)
-        self.events.append((out, start, stream.record_event(torch.cuda.Event(enable_timing=True))))
-        return mark
+    def copy(self, copies: Any, *, out: bool, express: bool = False) -> Any:
+        stream, marks = self.streams[out, express], []
+        for to, source, after in copies:
+            for mark in after:
+                stream.wait_event(mark.event)
+            start = stream.record_event(torch.cuda.Event(enable_timing=True))
+            marks += super().copy([(to, source, ())], out=out, express=express)
+            self.events.append((out, start, stream.record_event(torch.cuda.Event(enable_timing=True))))
+        return marks

@@ -75,6 +75,8 @@ class Plan:
     batch_norm: BatchNorm = "micro_batch"
     policy: Mapping[str, str] = field(default_factory=dict)
     """Value -> keep, offload (or offload:early), recompute or encode:<how>; values that are not listed are kept."""
+    state: Mapping[str, Any] = field(default_factory=dict)
+    """Where parameters, gradients and optimizer state live, if not on the device (`outcore.planner.state`)."""
     tied: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Parameter -> stages that hold a copy of it, whose gradients are added up."""
     stream: Mapping[str, Any] | None = None

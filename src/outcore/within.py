@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, get_args
 
 import torch
@@ -35,10 +36,10 @@ from outcore.memory.governor import Governor, Settings
 from outcore.memory.lossy import effect_on_gradients
 from outcore.memory.lots import uses_of
 from outcore.memory.state import StateKeeper
-from outcore.memory.stepping import in_parts
+from outcore.memory.stepping import can_be_parted, in_parts
 from outcore.plan_document import Plan
 from outcore.planner.memory_plan import MemoryPlan
-from outcore.planner.state import StatePolicy
+from outcore.planner.state import StatePolicy, ladder
 
 if TYPE_CHECKING:
     from outcore.stream.conductor import Conductor
@@ -99,7 +100,8 @@ def within(
         exact: "bitwise" for the numbers of plain training bit for bit; "reassociated" also allows kernels that round in
             another order.
         state: where parameters, gradients and optimizer state live ("keep" or "offload" each), and when parameters are
-            updated; needs the optimizer itself. See `outcore.planner.state.StatePolicy`.
+            updated (`outcore.planner.state.StatePolicy`); needs the optimizer itself. Without it they leave the device
+            if nothing else meets the budget and the optimizer was given.
         stream: whether images are streamed in tiles, whose sums come in another order than plain training's; without
             it, if nothing else meets the budget or an image is read lazily (`outcore.data`).
         statistics: accept further passes over the image for norms over the whole of it, when it is streamed.
@@ -118,8 +120,9 @@ def within(
     if exact not in get_args(Exactness):
         raise OutcoreError(f"exact is {' or '.join(map(repr, get_args(Exactness)))}, not {exact!r}")
     budget = parse_bytes(memory) if isinstance(memory, str) else memory
-    where = StatePolicy.of(state)
-    if not where.idle:
+    if state is None and isinstance(plan, Plan) and plan.state:
+        state = plan.state
+    if state is not None and not StatePolicy.of(state).idle:
         in_parts(optimizer)
     lazy = has_lazy((args, kwargs))
     graph = capture(model, *without_memory((args, kwargs))) if lazy else capture(model, args, kwargs)
@@ -138,16 +141,18 @@ def within(
         return _announced(model, step, budget, assumed=optimizer is None, quiet=quiet)
     reserved = loss_bytes + int(_MARGIN.get(costs.device_kind, 0.0) * (budget or 0))
     policy = dict(plan.policy if isinstance(plan, Plan) else plan) if plan is not None else None
+    movable = state is None and budget is not None and plan is None and can_be_parted(optimizer) and not graphs
+    states = ladder(costs.parameters) if movable else (StatePolicy.of(state),)
     reassociated = exact == "reassociated" or (isinstance(plan, Plan) and plan.exactness != "bitwise")
     settings = Settings(
-        budget, cost, reserved, policy, graphs=graphs, reassociated=reassociated, state=where, quiet=quiet
+        budget, cost, reserved, policy, graphs=graphs, reassociated=reassociated, states=states, quiet=quiet
     )
     governor = Governor(model, settings, without_gaps(costs))
     call = arguments_as_called(model, args, kwargs)
     try:
         governor.admit(key_of(model, *call), *call, graph=graph)
     except PlanError as refused:
-        if stream is False or plan is not None or not where.idle:
+        if stream is False or plan is not None or state is not None:
             raise
         step = conduct(model, graph, wanted, without_gaps(costs), refused)
         return _announced(model, step, budget, assumed=optimizer is None, quiet=quiet)
@@ -158,7 +163,8 @@ def within(
     effect = effect_on_gradients(governor, graph, *call, loss=on_output)
     if effect is not None and not quiet:
         print(f"outcore: {effect}", file=sys.stderr)
-    if not where.idle:
+    if not (where := governor.plan.state).idle:
+        governor.settings = replace(governor.settings, states=(where,))
         calls = [(name, call.block, call.parameters) for name, call in graph.calls.items()]
         governor.keeper = StateKeeper(in_parts(optimizer), uses_of(model, calls), where, graph_device(graph))
     model.__dict__["forward"] = governor
@@ -182,6 +188,7 @@ def release(model: nn.Module) -> nn.Module:
             governor.keeper = None
     elif _is_streamed(governor):
         del model.__dict__["forward"]
+        governor.close()
     return model
 
 

@@ -6,6 +6,7 @@ is therefore stored under a key of all of it, and only replayed under the same k
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable
 from typing import Any
 
@@ -29,16 +30,19 @@ def key_of(
         kwargs: of the call.
         device: where the model computes, if its parameters are elsewhere in between.
     """
-    flags = tuple((id(m), m.training) for m in model.modules())
-    frozen = tuple(p.requires_grad for p in model.parameters())
-    first = next(iter((*model.parameters(), *model.buffers())), None)
-    if device is None and first is not None:
-        device = first.device
+    flags: list[tuple[int, bool]] = []
+    frozen: list[bool] = []
+    for module in model.modules():  # once: a walk over a large model takes as long as many of its calls
+        flags.append((id(module), module.training))
+        frozen += [p.requires_grad for p in module._parameters.values() if p is not None]
+    if device is None:
+        first = next(itertools.chain(model.parameters(), model.buffers()), None)
+        device = first.device if first is not None else None
     devices = {"cpu", device.type if device is not None else "cpu"} - {"meta"}
     return (
         _signature((args, kwargs)),
-        flags,
-        frozen,
+        tuple(flags),
+        tuple(frozen),
         str(device) if device is not None else "",
         Context.current(sorted(devices)),
     )

@@ -16,7 +16,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch import nn
 from outcore.cost.costs import Costs
 from outcore.cost.optimizer import OptimizerCost
 from outcore.cost.rough import belong, by_bytes, scaled
-from outcore.cost.saved import account, device_of
+from outcore.cost.saved import account
 from outcore.errors import CaptureError, PlanError
 from outcore.graph import Graph, capture
 from outcore.graph.keys import key_of
@@ -60,8 +60,8 @@ class Settings:
     search_s: float = 4.0
     graphs: bool = False
     """Run forward and backward as CUDA graphs."""
-    state: StatePolicy = field(default_factory=StatePolicy)
-    """Where parameters, gradients and optimizer state live."""
+    states: tuple[StatePolicy, ...] = (StatePolicy(),)
+    """Where parameters, gradients and optimizer state may live, the first that meets the budget."""
     reassociated: bool = False
     """Results may differ from plain training by rounding."""
     quiet: bool = True
@@ -123,12 +123,10 @@ class Governor:
         if key not in self.admitted:
             self.admit(key, args, kwargs)
         entry = self.admitted[key]
-        if entry is None:
-            return self.original(*args, **kwargs)
-        if not entry.plan.policy and not entry.holding.instead:
-            return self.original(*args, **kwargs)
+        if entry is None or (not entry.plan.policy and not entry.holding.instead):
+            return self.plainly(*args, **kwargs)
         tensors = [t for _, t in leaves((args, kwargs), torch.Tensor)]
-        if entry.observer is not None:
+        if entry.observer is not None and self.keeper is None:  # it counts state as if it were here
             seen = entry.observer.look(self.model.parameters(), tensors)
             if seen is not None and self.corrected(key, entry, seen, args, kwargs):
                 return self.run(*args, **kwargs)
@@ -195,7 +193,7 @@ class Governor:
 
     def plan_for(self, graph: Graph) -> MemoryPlan:
         """Policies for a graph: those there are, if they fit it, else new ones."""
-        device = device_of(graph)
+        device = self.device
         with self.suspended():
             costs = self.costs
             if costs is None or not belong(costs, graph):
@@ -216,6 +214,7 @@ class Governor:
                 reserved_bytes=self.settings.reserved_bytes,
                 policy=policy,
                 time_limit_s=self.settings.search_s,
+                states=self.settings.states,
             )
 
         known = self.settings.policy
@@ -274,7 +273,8 @@ class Governor:
         attributes = self.model.__dict__
         here = attributes.pop("forward", None)
         try:
-            yield
+            with self.keeper.pretending() if self.keeper is not None else contextlib.nullcontext():
+                yield
         finally:
             if here is not None:
                 attributes["forward"] = here

@@ -41,7 +41,8 @@ class GradientHomes:
         self.leaving = [row for row in self.leaving if not row[1].done()]
         for _, earlier in self.leaving:
             earlier.wait()
-        self.leaving = [(flat, self.lanes.copy(home.memory, flat, (self.lanes.now(),), out=True))]
+        (mark,) = self.lanes.copy([(home.memory, flat, (self.lanes.now(),))], out=True)
+        self.leaving = [(flat, mark)]
         return home.memory
 
     def stay(self, lot: Lot, home: torch.Tensor) -> None:
@@ -66,7 +67,8 @@ class GradientHomes:
         self.settle()
         home = self.homes[lot.number].memory
         flat = torch.empty(lot.weights.bytes, dtype=torch.uint8, device=self.device)
-        self.lanes.copy(flat, home, (self.lanes.now(),), out=False).wait()
+        (mark,) = self.lanes.copy([(flat, home, (self.lanes.now(),))], out=False)
+        mark.wait()
         start = home.untyped_storage().data_ptr()
         for member in lot.weights.members:
             grad = member.tensor.grad

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
@@ -22,7 +22,18 @@ import torch
 
 from outcore.errors import OutcoreError
 
-__all__ = ["CudaLanes", "FileHome", "Home", "Lanes", "Mark", "PinnedHome", "ThreadLanes", "home_for", "lanes_for"]
+__all__ = [
+    "Copy",
+    "CudaLanes",
+    "FileHome",
+    "Home",
+    "Lanes",
+    "Mark",
+    "PinnedHome",
+    "ThreadLanes",
+    "home_for",
+    "lanes_for",
+]
 
 
 class Mark(Protocol):
@@ -38,16 +49,18 @@ class Mark(Protocol):
         """Whether it is over."""
 
 
+Copy = tuple[torch.Tensor, torch.Tensor, Sequence[Mark]]
+"""Where to, where from, and what comes before."""
+
+
 class Lanes(Protocol):
     """Books copies."""
 
     def now(self) -> Mark:
         """The end of what was computed so far."""
 
-    def copy(
-        self, to: torch.Tensor, source: torch.Tensor, after: Iterable[Mark], *, out: bool, express: bool = False
-    ) -> Mark:
-        """Book a copy, out of the device or back to it."""
+    def copy(self, copies: Sequence[Copy], *, out: bool, express: bool = False) -> list[Mark]:
+        """Book copies, out of the device or back to it; gives the mark of each."""
 
     def close(self) -> None:
         """Finish everything that was booked."""
@@ -102,17 +115,18 @@ class CudaLanes:
         """The end of what was given to the computing stream."""
         return _Event(torch.cuda.current_stream(self.device), self.device)
 
-    def copy(
-        self, to: torch.Tensor, source: torch.Tensor, after: Iterable[Mark], *, out: bool, express: bool = False
-    ) -> Mark:
-        """Book a copy on a stream."""
+    def copy(self, copies: Sequence[Copy], *, out: bool, express: bool = False) -> list[Mark]:
+        """Book copies on a stream."""
         stream = self.streams[out, express]
-        for mark in after:
-            assert isinstance(mark, _Event)
-            stream.wait_event(mark.event)
+        marks: list[Mark] = []
         with torch.cuda.stream(stream):
-            to.copy_(source, non_blocking=True)
-        return _Event(stream, self.device)
+            for to, source, after in copies:
+                for mark in after:
+                    assert isinstance(mark, _Event)
+                    stream.wait_event(mark.event)
+                to.copy_(source, non_blocking=True)
+                marks.append(_Event(stream, self.device))
+        return marks
 
     def close(self) -> None:
         """Wait for all streams."""
@@ -175,20 +189,17 @@ class ThreadLanes:
         """A CPU has computed what it was told to compute."""
         return _Task(None)
 
-    def copy(
-        self, to: torch.Tensor, source: torch.Tensor, after: Iterable[Mark], *, out: bool, express: bool = False
-    ) -> Mark:
-        """Book a copy on a thread; what comes before it was booked before it, so nobody waits for ever."""
+    def copy(self, copies: Sequence[Copy], *, out: bool, express: bool = False) -> list[Mark]:
+        """Book copies on a thread; what comes before them was booked before them, so nobody waits for ever."""
         if out not in self.threads:
             self.threads[out] = ThreadPoolExecutor(1, thread_name_prefix="outcore-state")
-        marks = list(after)
 
-        def run() -> None:
-            for mark in marks:
+        def run(to: torch.Tensor, source: torch.Tensor, after: Sequence[Mark]) -> None:
+            for mark in after:
                 mark.finish()
             to.copy_(source)
 
-        return _Task(self.threads[out].submit(run))
+        return [_Task(self.threads[out].submit(run, *each)) for each in copies]
 
     def close(self) -> None:
         """Let the threads finish and end."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Borrowed", "Lot", "Use", "make_lots", "uses_of"]
 
+_FIRST_BYTES = 2 * 2**20
 Use = tuple[str, nn.Module, Sequence[nn.Parameter]]
 """A call, the module in whose forward it happens, and the parameters it reads."""
 
@@ -72,10 +73,11 @@ def make_lots(
     """Pack parameters into lots, those that are trained and those that are not apart; and their home."""
     ordered = list({id(p): p for p in parameters}.values())
     place = {id(p): i for i, p in enumerate(ordered)}
+    first = _FIRST_BYTES if policy.parameters == "offload" and policy.stage_bytes is None else None
     laid = [
         row
         for trained in (True, False)
-        for row in lay_out([p for p in ordered if p.requires_grad is trained], policy.parcel_bytes)
+        for row in lay_out([p for p in ordered if p.requires_grad is trained], policy.parcel_bytes, first)
     ]
     laid.sort(key=lambda row: min(place[id(m.tensor)] for m in row[0]))
     if policy.parameters == "keep" or not laid:

@@ -25,6 +25,7 @@ import torch
 from outcore.errors import OutcoreError
 from outcore.memory.cell import Geometry
 from outcore.memory.lanes import Lanes, Mark
+from outcore.planner.state import is_full
 
 __all__ = ["FixedStage", "LooseStage", "Member", "Parcel", "Part", "Stage", "lay_out", "movable"]
 
@@ -33,7 +34,7 @@ Piece = tuple[int, int]
 
 _ALIGN = 512
 """As allocators align: kernels choose by alignment, and must choose what they choose in plain training."""
-_PIECE_BYTES = 16 * 2**20
+_PIECE_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +148,7 @@ class Parcel:
         self.name, self.members, self.home, self.stage, self.lanes = name, tuple(members), home, stage, lanes
         self.bytes = home.numel()
         self.pieces: list[Piece] = [(i, min(i + _PIECE_BYTES, self.bytes)) for i in range(0, self.bytes, _PIECE_BYTES)]
-        self.express = len(self.pieces) == 1
+        self.express = self.bytes <= _PIECE_BYTES
         self.place: Place | None = None
         """Where it is on the stage, or will be."""
         self.arriving: list[Mark] = []
@@ -166,14 +167,21 @@ class Parcel:
 
     def book(self) -> None:
         """Start to bring it here."""
-        if self.place is not None:
-            return
-        self.place = self.stage.take(self.pieces)
-        memory = self.place.memory
-        for i, (a, b) in enumerate(self.pieces):
-            before = [*self.place.before[i], *self.leaving[i : i + 1]]
-            mark = self.lanes.copy(memory[a:b], self.home[a:b], before, out=False, express=self.express)
-            self.arriving.append(mark)
+        if self.place is None:
+            self.place = self.stage.take(self.pieces)
+            self._copy_in(self.place.before)
+
+    def turn(self) -> None:
+        """It was sent home and comes back to where it is: the same bytes, so that whoever looks sees them."""
+        self._copy_in([()] * len(self.pieces))
+
+    def _copy_in(self, before: Sequence[Sequence[Mark]]) -> None:
+        assert self.place is not None
+        memory, leaving = self.place.memory, self.leaving
+        copies = [
+            (memory[a:b], self.home[a:b], (*before[i], *leaving[i : i + 1])) for i, (a, b) in enumerate(self.pieces)
+        ]
+        self.arriving = self.lanes.copy(copies, out=False, express=self.express)
         self.leaving = []
 
     def arrive(self) -> None:
@@ -208,10 +216,8 @@ class Parcel:
         assert self.place is not None
         self.adopt()
         ready, memory = self.lanes.now(), self.place.memory
-        self.leaving = [
-            self.lanes.copy(self.home[a:b], memory[a:b], (ready,), out=True, express=self.express)
-            for a, b in self.pieces
-        ]
+        copies = [(self.home[a:b], memory[a:b], (ready,)) for a, b in self.pieces]
+        self.leaving = self.lanes.copy(copies, out=True, express=self.express)
         self.versions, self.exposed = self._versions(), False
 
     def depart(self) -> None:
@@ -267,14 +273,21 @@ def movable(tensor: torch.Tensor) -> bool:
     return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
-def lay_out(tensors: Iterable[torch.Tensor], most_bytes: int) -> list[tuple[list[Member], int]]:
-    """Pack tensors, in this order, into parcels of at most so many bytes (a larger tensor is one by itself)."""
+def lay_out(
+    tensors: Iterable[torch.Tensor], most_bytes: int, first_bytes: int | None = None
+) -> list[tuple[list[Member], int]]:
+    """Pack tensors, in this order, into parcels of about so many bytes; a larger tensor is one by itself.
+
+    With a size of the first, parcels grow from that by a factor of two: what is needed first leaves last, and must be
+    back soonest.
+    """
     parcels: list[tuple[list[Member], int]] = []
     members: list[Member] = []
     size = 0
     for tensor in tensors:
         needed = _rounded(tensor.numel() * tensor.element_size())
-        if members and size + needed > most_bytes:
+        grown = most_bytes if first_bytes is None else min(most_bytes, first_bytes << len(parcels))
+        if is_full(size, needed, grown):
             parcels.append((members, size))
             members, size = [], 0
         members.append(Member(tensor, size, Geometry.of(tensor)))

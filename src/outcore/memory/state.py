@@ -25,7 +25,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -128,6 +128,8 @@ class StateKeeper:
         self.visits = Visits(self.stepper, device, self.lanes) if policy.optimizer == "offload" else None
         self.gradients: GradientHomes | None = None
         self.handles: list[Any] = []
+        self.hooks: dict[int, Any] = {}
+        """Parameter (id) -> the hook on its gradient."""
         self._own_step = optimizer.__dict__.get("step")
         try:
             if policy.gradients == "offload":
@@ -183,7 +185,7 @@ class StateKeeper:
 
         for lot in self.lots if self.watch is not None or self.windowed else ():
             for p in lot.trained:
-                self.handles.append(p.register_post_accumulate_grad_hook(arrived))
+                self.hooks[id(p)] = p.register_post_accumulate_grad_hook(arrived)
                 if self.gradients is not None:
                     self.handles.append(p.register_hook(before(lot.number)))
 
@@ -226,14 +228,13 @@ class StateKeeper:
             if parcel.here and parcel.leaving:
                 if parcel.touched or parcel.adopt():
                     parcel.send()
-                self._depart(parcel)
                 leaving.append(parcel)
             elif not parcel.here:
                 parcel.adopt()
         if self.windowed:
             return
         for parcel in reversed(leaving):  # what left first can be back first, while the rest still leaves
-            self._book(parcel)
+            parcel.turn()
         for parcel in self.parcels:
             self._book(parcel)
 
@@ -241,7 +242,7 @@ class StateKeeper:
         """The parameters of some lots are about to be used, all at once."""
         for lot in lots:
             parcel = lot.weights
-            if parcel is None or parcel.here:
+            if parcel is None or (parcel.here and not parcel.arriving):
                 continue
             if parcel.place is None:
                 self._make_room(parcel.bytes, lots, backward)
@@ -313,6 +314,24 @@ class StateKeeper:
             if others is not None:
                 others.settle()
 
+    @contextlib.contextmanager
+    def pretending(self) -> Iterator[None]:
+        """Parameters look as if they were on the device, for whoever looks no further than their shapes."""
+        if not self.windowed:
+            self.need(*self.lots)
+        away = [m for parcel in self.parcels if not parcel.here for m in parcel.members]
+        before = [m.tensor.data for m in away]
+        try:
+            for member in away if self.device.type != "cpu" else ():
+                dtype, size, stride, _ = member.geometry
+                hollow = torch.empty_strided(size, stride, dtype=dtype, device=self.device)
+                hollow.untyped_storage().resize_(0)
+                member.tensor.data = hollow
+            yield
+        finally:
+            for member, home in zip(away, before, strict=True):
+                member.tensor.data = home
+
     # What replays a recording asks these
 
     def perform(self, tape: Tape, step: Step) -> None:
@@ -362,12 +381,16 @@ class StateKeeper:
                 'a second backward before optimizer.step(): with update="backward" the first was already applied; '
                 'use update="step" to add up gradients over several passes'
             )
-        if self.watch is not None and not self.fast:
-            self.watch.gradient(p)
-        lot.arrived.add(id(p))
-        if len(lot.arrived) < len(lot.trained):
-            return
-        lot.arrived.clear()
+        if self.fast:
+            if any(q.grad is None for q in lot.trained):
+                return  # the last one of the first steps is not the last one any more: the step does what is left
+        else:
+            if self.watch is not None:
+                self.watch.gradient(lot, p)
+            lot.arrived.add(id(p))
+            if len(lot.arrived) < len(lot.trained):
+                return
+            lot.arrived.clear()
         if self.fast:
             if self.settings is None:
                 self.settings = self.stepper.settings()
@@ -457,6 +480,9 @@ class StateKeeper:
             self.go_home()
         if self.watch is not None and not fast:
             self.watch.after_step(self.lots)
+            if self.fast:  # from now on only the last gradient of each lot is of interest
+                for other in self.hooks.keys() - set(self.watch.last.values()):
+                    self.hooks.pop(other).remove()
 
     def _check_settings(self) -> None:
         if self.settings is not None and repr(self.settings) != repr(self.stepper.settings()):
@@ -470,7 +496,7 @@ class StateKeeper:
     def close(self) -> None:
         """Everything is on the device again, in ordinary tensors; hooks are gone."""
         self.go_home()
-        for handle in self.handles:
+        for handle in (*self.handles, *self.hooks.values()):
             handle.remove()
         for parcel in self.parcels:
             for member in parcel.members:

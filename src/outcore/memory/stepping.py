@@ -18,7 +18,7 @@ from outcore.errors import OutcoreError
 from outcore.memory.lanes import Home, Lanes, home_for
 from outcore.memory.parcels import LooseStage, Parcel, lay_out, movable
 
-__all__ = ["Stepper", "Visits", "in_parts"]
+__all__ = ["Stepper", "Visits", "can_be_parted", "in_parts"]
 
 
 def in_parts(optimizer: Any) -> torch.optim.Optimizer:
@@ -30,6 +30,11 @@ def in_parts(optimizer: Any) -> torch.optim.Optimizer:
             "LBFGS looks at all parameters at once, so its step cannot be done in parts; keep all state here"
         )
     return optimizer
+
+
+def can_be_parted(optimizer: Any) -> bool:
+    """Whether an optimizer was given whose step can be done in parts."""
+    return isinstance(optimizer, torch.optim.Optimizer) and not isinstance(optimizer, torch.optim.LBFGS)
 
 
 class Stepper:

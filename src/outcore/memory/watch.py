@@ -27,12 +27,15 @@ class Watch:
         self.verdict: bool | None = None
         self.seen: dict[int, tuple[int, int]] = {}
         """Parameter -> how often its gradient arrived, and its version then."""
+        self.last: dict[int, int] = {}
+        """Lot -> the parameter (id) whose gradient arrived last."""
         self.homes: dict[int, torch.Tensor] = {}
         """What the homes of lots held after the last step."""
 
-    def gradient(self, p: torch.Tensor) -> None:
+    def gradient(self, lot: Lot, p: torch.Tensor) -> None:
         """A gradient arrived."""
         assert p.grad is not None
+        self.last[lot.number] = id(p)
         self.seen[id(p)] = (self.seen.get(id(p), (0, 0))[0] + 1, p.grad._version)
 
     def before_step(self, lots: Iterable[Lot]) -> None:

@@ -6,8 +6,8 @@ within the budget, as a document (`Plan.policy`) and as an explanation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from outcore.cost.costs import Costs
 from outcore.cost.optimizer import OptimizerCost
@@ -17,6 +17,7 @@ from outcore.machine.units import format_bytes
 from outcore.plan_document import Plan, Predicted, name_stages
 from outcore.planner.budget import Assignment, fit
 from outcore.planner.keeping import Keeping, Outcome
+from outcore.planner.state import Relief, StatePolicy
 from outcore.planner.transfers import Tier
 
 __all__ = ["MemoryPlan", "plan_memory"]
@@ -31,6 +32,10 @@ class MemoryPlan:
     budget_bytes: int | None
     reserved_bytes: int
     """Memory that the step needs beside the network: the loss, a margin."""
+    state: StatePolicy = field(default_factory=StatePolicy)
+    """Where parameters, gradients and optimizer state live."""
+    state_s: float = 0.0
+    """What that costs."""
 
     @property
     def policy(self) -> dict[str, str]:
@@ -60,7 +65,7 @@ class MemoryPlan:
     @property
     def slowdown(self) -> float:
         """Predicted time over that of plain training."""
-        return self.outcome.time_s / self.keeping.plain_s if self.keeping.plain_s else 1.0
+        return (self.outcome.time_s + self.state_s) / self.keeping.plain_s if self.keeping.plain_s else 1.0
 
     def document(self) -> Plan:
         """The plan as a document."""
@@ -69,8 +74,9 @@ class MemoryPlan:
             graph=graph.fingerprint,
             stages=name_stages(graph, [list(graph.calls)]),
             policy=self.policy,
+            state=self.state.to_json(),
             memory_bytes=self.budget_bytes,
-            predicted=Predicted(self.outcome.time_s, (self.peak_bytes,), 0.0, "memory curve"),
+            predicted=Predicted(self.outcome.time_s + self.state_s, (self.peak_bytes,), 0.0, "memory curve"),
             why=tuple(self.explain().splitlines()),
         )
 
@@ -95,6 +101,8 @@ class MemoryPlan:
         if self.outcome.transfers is not None:
             t = self.outcome.transfers
             lines.append(f"  {format_bytes(t.bytes)} leave and return each step; waiting {t.stall_s * 1e3:.1f} ms")
+        if not self.state.idle:
+            lines.append(f"  {self.state} (+{self.state_s * 1e3:.1f} ms)")
         width = max((len(b) for b in rows), default=0)
         for block, row in rows.items():
             kinds = [k for k in ("recompute", "offload", "encode", "keep") if row.get(k)]
@@ -115,6 +123,7 @@ def plan_memory(
     reserved_bytes: int = 0,
     policy: Mapping[str, str] | None = None,
     time_limit_s: float = 4.0,
+    states: Sequence[StatePolicy] = (StatePolicy(),),
 ) -> MemoryPlan:
     """The fastest step within a budget.
 
@@ -128,30 +137,48 @@ def plan_memory(
         reserved_bytes: to leave free.
         policy: chosen by hand.
         time_limit_s: for the search.
+        states: policies for parameters, gradients and optimizer state; a later one is taken only if none before it
+            meets the budget.
 
     Raises:
         PlanError: nothing fits; names the smallest budget that does.
     """
     keeping = Keeping(graph, costs, optimizer, tier, memory_bytes_per_s)
-    if policy is not None:
-        if unknown := [name for name in policy if name not in keeping.buffers]:
-            raise PlanError(f"the plan names {unknown[0]}, which is not the first value in any memory of the network")
-        assignment = Assignment(dict(policy), keeping.evaluate(policy))
-        return MemoryPlan(keeping, assignment, budget_bytes, reserved_bytes)
+    if policy is not None and (unknown := [name for name in policy if name not in keeping.buffers]):
+        raise PlanError(f"the plan names {unknown[0]}, which is not the first value in any memory of the network")
     most = budget_bytes - reserved_bytes if budget_bytes is not None else 2**62
-    assignment = fit(keeping, most, time_limit_s=time_limit_s)
-    if not assignment.fits(most):
-        least = assignment.outcome
-        where = _place(keeping, int(least.curve.argmax()))
-        floor, at = keeping.floor
-        raise PlanError(
-            f"a training step cannot be done within {format_bytes(budget_bytes or 0)}: the smallest budget that was "
-            f"found is {format_bytes(least.peak_bytes + reserved_bytes)} (reached in {where}; "
-            f'{_place(keeping, at)} alone needs {format_bytes(floor + reserved_bytes)}); give memory="'
-            f'{-(-(least.peak_bytes + reserved_bytes) // 2**20)}MiB" or more, or a smaller batch, '
-            "or stream the images in tiles (outcore.stream)"
-        )
-    return MemoryPlan(keeping, assignment, budget_bytes, reserved_bytes)
+    base = keeping.base
+    for where in states:
+        relief = _relief(keeping, where, optimizer)
+        keeping.base = base + relief.bytes if relief is not None else base
+        time_s = relief.time_s if relief is not None else 0.0
+        if policy is not None:
+            assignment = Assignment(dict(policy), keeping.evaluate(policy))
+            return MemoryPlan(keeping, assignment, budget_bytes, reserved_bytes, where, time_s)
+        assignment = fit(keeping, most, time_limit_s=time_limit_s)
+        if assignment.fits(most):
+            return MemoryPlan(keeping, assignment, budget_bytes, reserved_bytes, where, time_s)
+    least = assignment.outcome
+    floor, at = keeping.floor
+    raise PlanError(
+        f"a training step cannot be done within {format_bytes(budget_bytes or 0)}: the smallest budget that was "
+        f"found is {format_bytes(least.peak_bytes + reserved_bytes)} (reached in "
+        f"{_place(keeping, int(least.curve.argmax()))}; "
+        f'{_place(keeping, at)} alone needs {format_bytes(floor + reserved_bytes)}); give memory="'
+        f'{-(-(least.peak_bytes + reserved_bytes) // 2**20)}MiB" or more, or a smaller batch, '
+        "or stream the images in tiles (outcore.stream)"
+    )
+
+
+def _relief(keeping: Keeping, where: StatePolicy, optimizer: OptimizerCost | float) -> Relief | None:
+    """What a policy for state does to a step."""
+    if where.idle:
+        return None
+    if keeping.tier is None:
+        raise PlanError("state cannot leave the device: there is no tier below it in this plan")
+    cost = optimizer if isinstance(optimizer, OptimizerCost) else OptimizerCost.of(optimizer, keeping.costs.device_kind)
+    seconds = sum(keeping.forward_s), sum(keeping.backward_s)
+    return Relief.of(where, keeping.plain, keeping.costs.parameters, cost, keeping.tier, *seconds)
 
 
 def _place(keeping: Keeping, at: int) -> str:
