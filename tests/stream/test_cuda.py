@@ -149,3 +149,4 @@ def test_what_follows_the_boundary_may_run_under_policies(policy: str) -> None:
         net.zero_grad(set_to_none=True)
         net(x).square().sum().backward()
         assert_same_gradients(net, plain)
+    outcore.release(net)

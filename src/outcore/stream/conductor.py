@@ -109,6 +109,10 @@ class Conductor:
                 self._streamed.planner = self.choose
         return self._streamed
 
+    def close(self) -> None:
+        """Let go of what was prepared, which holds the model: the next call prepares again."""
+        self._streamed = None
+
     @property
     def tiles_bytes(self) -> int | None:
         """What the budget leaves for weights, gradients, tiles, maps and the rest."""

@@ -79,8 +79,8 @@ class Streamed(nn.Module):
         self.how, self.options = how, options
         self.counts = Counts()
         """What the last step ran."""
-        self.planner: Planner = self._planned
-        """Chooses where no tile was given, for each size class."""
+        self.planner: Planner | None = None
+        """Chooses where no tile was given, for each size class; by default for the memory that was given."""
         self.plans: list[tuple[bool, StreamPlan]] = []
         """What was chosen, and whether for one pass; the latest last."""
         self._prepared: dict[Hashable, Prepared] = {}
@@ -204,7 +204,7 @@ class Streamed(nn.Module):
         known = [p.at(pixels) for one_pass, p in reversed(self.plans) if one_pass == dense]
         plan = next((p for p in known if p is not None), None)
         if plan is None:
-            plan = self.planner(graph, dense)
+            plan = (self.planner or self._planned)(graph, dense)
             self.plans.append((dense, plan))
         prepared = divided(network, tile=plan.tile, boundary=plan.boundary, statistics=plan.statistics, keep=plan.keep)
         if plan.on_host:
