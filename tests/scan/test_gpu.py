@@ -47,11 +47,81 @@ def test_chain_equals_multiplying_one_by_one() -> None:
     torch.testing.assert_close(found, chain(jacobians, gradient, levels=0))
 
 
-@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")  # of make_graphed_callables itself
-def test_backward_pass_is_recorded_in_a_cuda_graph() -> None:
-    reference, ours = pair("GRU", 5, 20, device="cuda", dtype=torch.float32)
-    x = torch.randn(500, 3, 5, device="cuda")
-    step = torch.cuda.make_graphed_callables(ours, (x,))
-    step(x)[0].sum().backward()
-    reference(x)[0].sum().backward()
-    torch.testing.assert_close(ours.weight_hh_l0.grad, reference.weight_hh_l0.grad, rtol=1e-2, atol=1e-2)
+def recorded(module: Any, x: torch.Tensor, state: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+    """Gradients of the parameters from a CUDA graph of forward and backward, replayed on other data than recorded."""
+    given = torch.randn_like(x)
+
+    def grads() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(module(given, state)[0][:, :, 2:].sum(), list(module.parameters()))
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        grads()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = grads()
+    given.copy_(x)
+    graph.replay()
+    torch.cuda.synchronize()
+    return {name: grad for (name, _), grad in zip(module.named_parameters(), found, strict=True)}
+
+
+def from_cudnn(module: Any, x: torch.Tensor, state: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+    grads = torch.autograd.grad(module(x, state)[0][:, :, 2:].sum(), list(module.parameters()))
+    return {name: grad for (name, _), grad in zip(module.named_parameters(), grads, strict=True)}
+
+
+@pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])
+@pytest.mark.parametrize("newton", [None, Newton(tolerance=1e-12)])
+def test_both_passes_are_recorded_in_a_cuda_graph(kind: str, newton: Newton | None) -> None:
+    reference, ours = pair(kind, 5, 20, Options(backward="scan", forward=newton), device="cuda")
+    x = torch.randn(1500, 3, 5, dtype=torch.float64, device="cuda")
+    assert largest_error(from_cudnn(reference, x), recorded(ours, x)) < 1e-9
+    layer = ours.report.layers[0]
+    assert layer.solvers == ["relaxation"]
+    assert layer.fell_back == ""
+    assert (layer.forward is None) == (newton is None)
+
+
+def test_a_recorded_pass_turns_to_products_and_to_a_sequential_sweep_where_gradients_do_not_fade() -> None:
+    options = Options(backward="scan", forward=Newton(tolerance=1e-12))
+    reference, ours = pair("GRU", 5, 20, options, device="cuda")
+    with torch.no_grad():
+        for module in (reference, ours):
+            module.bias_ih_l0[20:40] += 8  # the update gate keeps almost everything
+    x = torch.randn(1500, 3, 5, dtype=torch.float64, device="cuda")
+    assert largest_error(from_cudnn(reference, x), recorded(ours, x)) < 1e-9
+    layer = ours.report.layers[0]
+    assert layer.solvers == ["products"]
+    assert "after the longest warm-up" in layer.fell_back
+
+
+def test_a_recorded_pass_whose_products_overflow_is_sequential() -> None:
+    options = Options(backward="scan", solver="products", chunk=64)
+    reference, ours = pair("RNN", 2, 4, options, nonlinearity="relu", dtype=torch.float32, device="cuda")
+    with torch.no_grad():
+        for module in (reference, ours):
+            # Units 0 and 1 stand still, 20 * 1 - 19, where their Jacobian is 20; no gradient reaches them.
+            module.weight_hh_l0.copy_(torch.diag(torch.tensor([20.0, 20.0, 0.5, 0.5])))
+            module.weight_ih_l0.abs_()[:2] = 0
+            module.bias_ih_l0.copy_(torch.tensor([-19.0, -19.0, 0.1, 0.1]))
+            module.bias_hh_l0.zero_()
+    x, state = torch.rand(128, 1, 2, device="cuda"), torch.tensor([[[1.0, 1.0, 0.0, 0.0]]], device="cuda")
+    for name, grad in from_cudnn(reference, x, state).items():
+        torch.testing.assert_close(recorded(ours, x, state)[name], grad, rtol=1e-3, atol=1e-3)
+    assert ours.report.layers[0].solvers == ["sequential"]
+
+
+def test_a_busy_device_is_not_waited_for() -> None:
+    reference, ours = pair("LSTM", 5, 20, Options(backward="scan", forward=Newton(tolerance=1e-12)), device="cuda")
+    x = torch.randn(1500, 3, 5, dtype=torch.float64, device="cuda")
+    expected = everything(reference, x)
+    everything(ours, x)  # compiles the kernels
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)
+    found = everything(ours, x)
+    assert not ours.report.layers[0].outcomes[0].known
+    assert largest_error(expected, found) < 1e-9
+    assert ours.report.layers[0].solvers == ["relaxation"]

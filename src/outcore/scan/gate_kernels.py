@@ -1,4 +1,4 @@
-"""The cells forward and their coefficients, as kernels; see `outcore.scan.cells` and `outcore.scan.newton`."""
+"""The gates of all steps and the coefficients that come from them, as kernels; see `outcore.scan.cells`."""
 
 from __future__ import annotations
 
@@ -7,60 +7,30 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from outcore.scan.kernels import KIND, available, fits, interpreted, or_none, power_of_two, register_warps
+from outcore.scan.kernels import available, fits, interpreted, or_none, power_of_two
 
 if TYPE_CHECKING:
     from outcore.scan.cells import Cell, Weights
 
-__all__ = ["advance", "gru_coefficients", "lstm_coefficients", "lstm_gates", "takes"]
+__all__ = ["gru_coefficients", "lstm_coefficients", "lstm_gates", "narrow", "takes"]
 
 
-def advance(
-    cell: Cell, inputs: Tensor, weights: Weights, starts: Tensor, lengths: Tensor | None, chunk: int
-) -> tuple[Tensor, Tensor] | None:
-    """All chunks forward from given states: every state, and the last of each chunk; see
-    `outcore.scan.newton`."""
-    if not available(starts) or not fits(cell, starts.dtype):
-        return None
-    return _advance(cell, inputs, weights, starts, lengths, chunk)
-
-
-@or_none("the cell itself")
-def _advance(
-    cell: Cell, inputs: Tensor, weights: Weights, starts: Tensor, lengths: Tensor | None, chunk: int
-) -> tuple[Tensor, Tensor]:
-    from outcore.scan import gates_triton_kernels
-
-    D, T, N = inputs.shape[:3]
-    count, size = starts.shape[1], power_of_two(cell.hidden)
-    new = torch.empty if lengths is None else torch.zeros
-    states = new((D, T, N, cell.state), dtype=starts.dtype, device=starts.device)
-    starts = starts.contiguous()
-    ends = torch.empty_like(starts)
-    bias = weights.hidden_bias
-    gates_triton_kernels.follow_on[(D * count * N,)](
-        inputs.contiguous(), weights.hidden.contiguous(), starts if bias is None else bias.contiguous(),
-        starts, starts if lengths is None else lengths, states, ends,
-        T, N, chunk, count, cell.hidden,
-        KIND=KIND[cell.kind], RELU=cell.kind == "relu", G=cell.gates, S_PER_H=cell.state // cell.hidden,
-        PACKED=lengths is not None, BIAS=bias is not None, LIBRARY=not interpreted(), HP=size,
-        num_warps=register_warps(cell.gates * size * size * (starts.dtype.itemsize // 4)),
-    )  # fmt: skip
-    return states, ends
-
-
-_BLOCK = 1024
 _ROWS = 64
 _WARPS = 4
 _SHARES = 132 * 4
+"""Programs that share the rows."""
 _WORKING = (torch.float32, torch.float64)
 _WIDEST = 32
 
 
 def takes(cell: Cell, x: Tensor) -> bool:
-    """Whether gates are found by a kernel: small layers, whose weights stay in registers."""
-    small = cell.hidden <= _WIDEST and cell.input <= _WIDEST and not cell.projection
-    return available(x) and x.dtype in _WORKING and small and fits(cell, x.dtype)
+    """Whether gates are found by a kernel."""
+    return available(x) and x.dtype in _WORKING and narrow(cell) and fits(cell, x.dtype)
+
+
+def narrow(cell: Cell) -> bool:
+    """Whether all weights of a cell stay in one program's registers."""
+    return cell.hidden <= _WIDEST and cell.input <= _WIDEST and not cell.projection
 
 
 def gru_coefficients(cell: Cell, x: Tensor, before: Tensor, after: Tensor, weights: Weights) -> Tensor | None:
@@ -133,9 +103,8 @@ def _lstm_coefficients(gates: Tensor, memory: Tensor, after: Tensor) -> Tensor:
 
     D, T, N, _, H = gates.shape
     out = gates.new_empty((D, T, N, 6, H))
-    total = D * T * N * H
-    gates_triton_kernels.lstm_values[(-(-total // _BLOCK),)](
-        gates, memory.contiguous(), after.contiguous(), out, total, T, N, H,
-        LIBRARY=not interpreted(), BLOCK=_BLOCK,
+    gates_triton_kernels.lstm_values[(-(-T * N // _ROWS), D)](
+        gates, memory.contiguous(), after.contiguous(), out, T * N, N,
+        H=H, LIBRARY=not interpreted(), HP=power_of_two(H), BLOCK=_ROWS, num_warps=_WARPS,
     )  # fmt: skip
     return out

@@ -1,11 +1,10 @@
-"""Triton kernels of the cells themselves: forward through a chunk, and their coefficients for all steps.
+"""Triton kernels of the gates of all steps, and of the coefficients that come from them.
 
-    follow_on                the cell through a chunk, one sequence per program, state and weights in registers
     gru_values               the coefficients of a GRU in one pass over inputs and states
     lstm_gates, lstm_values  those of an LSTM, before and after the recurrence of its memories
 
-KIND is 0 for an RNN, 1 for a GRU, 2 for an LSTM. Index letters as in `outcore.scan.cells`; HP is H padded to a
-power of two. This module imports Triton and is imported only where it is about to be used.
+Index letters as in `outcore.scan.cells`; HP is H padded to a power of two. This module imports
+Triton and is imported only where it is about to be used.
 """
 
 # mypy: ignore-errors
@@ -18,14 +17,7 @@ from triton.language.extra import libdevice
 
 from outcore.scan.sweep_triton_kernels import _dot
 
-__all__ = ["follow_on", "gru_values", "lstm_gates", "lstm_values"]
-
-
-@triton.jit
-def _turned(weights, d, gate, rows, cols, H, G: tl.constexpr):
-    """The same transposed: sums over the first dimension of a tile need the fewest exchanges between threads."""
-    place = (d * G + gate) * H * H + cols[None, :] * H + rows[:, None]
-    return tl.load(weights + place, mask=(rows[:, None] < H) & (cols[None, :] < H), other=0.0)
+__all__ = ["gru_values", "lstm_gates", "lstm_values"]
 
 
 @triton.jit
@@ -38,89 +30,6 @@ def _tanh(x, LIBRARY: tl.constexpr):
 @triton.jit
 def _sigmoid(x):
     return 1 / (1 + tl.exp(-x))
-
-
-@triton.jit
-def _inputs(inputs, at, wanted, i, H, G: tl.constexpr, KIND: tl.constexpr):
-    mask = wanted & (i < H)
-    x0 = tl.load(inputs + at * (G * H) + i, mask=mask, other=0.0)
-    x1, x2, x3 = x0, x0, x0
-    if KIND >= 1:
-        x1 = tl.load(inputs + at * (G * H) + H + i, mask=mask, other=0.0)
-        x2 = tl.load(inputs + at * (G * H) + 2 * H + i, mask=mask, other=0.0)
-    if KIND == 2:
-        x3 = tl.load(inputs + at * (G * H) + 3 * H + i, mask=mask, other=0.0)
-    return x0, x1, x2, x3
-
-
-@triton.jit
-def follow_on(
-    inputs, weights, bias, starts, lengths, states, ends,
-    T, N, L, K, H,
-    KIND: tl.constexpr, RELU: tl.constexpr, G: tl.constexpr, S_PER_H: tl.constexpr,
-    PACKED: tl.constexpr, BIAS: tl.constexpr, LIBRARY: tl.constexpr, HP: tl.constexpr,
-):  # fmt: skip
-    """The cell through a chunk, from `starts` [D, K, N, S]; writes `states` [D, T, N, S] and `ends` [D, K, N,
-    S].
-
-    `inputs` [D, T, N, G, H] is what the inputs contribute to the gates.
-    """
-    S = S_PER_H * H
-    place = tl.program_id(0).to(tl.int64)
-    n = place % N
-    k = (place // N) % K
-    d = place // (N * K)
-    i = tl.arange(0, HP)
-    w0 = _turned(weights, d, 0, i, i, H, G)
-    w1, w2, w3 = w0, w0, w0
-    if KIND >= 1:
-        w1 = _turned(weights, d, 1, i, i, H, G)
-        w2 = _turned(weights, d, 2, i, i, H, G)
-    if KIND == 2:
-        w3 = _turned(weights, d, 3, i, i, H, G)
-    u0 = tl.zeros([HP], dtype=w0.dtype)
-    u1, u2, u3 = u0, u0, u0
-    if BIAS:
-        u0, u1, u2, u3 = _inputs(bias, d, True, i, H, G, KIND)
-    first = k * L
-    last = tl.minimum(T, first + L)
-    if PACKED:
-        last = tl.minimum(last, tl.load(lengths + n))
-    h = tl.load(starts + place * S + i, mask=i < H, other=0.0)
-    m = h
-    if KIND == 2:
-        m = tl.load(starts + place * S + H + i, mask=i < H, other=0.0)
-    base = (d * T) * N + n
-    x0, x1, x2, x3 = _inputs(inputs, base + first * N, first < last, i, H, G, KIND)
-    y0, y1, y2, y3 = _inputs(inputs, base + (first + 1) * N, first + 1 < last, i, H, G, KIND)
-    for t in range(first, last):
-        z0, z1, z2, z3 = _inputs(inputs, base + (t + 2) * N, t + 2 < last, i, H, G, KIND)
-        p0 = tl.sum(w0 * h[:, None], axis=0) + u0
-        if KIND == 0:
-            if RELU:
-                h = tl.maximum(p0 + x0, 0.0)
-            else:
-                h = _tanh(p0 + x0, LIBRARY)
-        if KIND == 1:
-            p1 = tl.sum(w1 * h[:, None], axis=0) + u1
-            p2 = tl.sum(w2 * h[:, None], axis=0) + u2
-            r = _sigmoid(p0 + x0)
-            z = _sigmoid(p1 + x1)
-            new = _tanh(x2 + r * p2, LIBRARY)
-            h = new + z * (h - new)
-        if KIND == 2:
-            p1 = tl.sum(w1 * h[:, None], axis=0) + u1
-            p2 = tl.sum(w2 * h[:, None], axis=0) + u2
-            p3 = tl.sum(w3 * h[:, None], axis=0) + u3
-            m = _sigmoid(p1 + x1) * m + _sigmoid(p0 + x0) * _tanh(p2 + x2, LIBRARY)
-            h = _sigmoid(p3 + x3) * _tanh(m, LIBRARY)
-            tl.store(states + (base + t * N) * S + H + i, m, mask=i < H)
-        tl.store(states + (base + t * N) * S + i, h, mask=i < H)
-        x0, x1, x2, x3 = y0, y1, y2, y3
-        y0, y1, y2, y3 = z0, z1, z2, z3
-    tl.store(ends + place * S + i, h, mask=i < H)
-    if KIND == 2:
-        tl.store(ends + place * S + H + i, m, mask=i < H)
 
 
 @triton.jit
@@ -260,26 +169,30 @@ def lstm_gates(
     )  # fmt: skip
 
 
-@triton.jit
-def lstm_values(gates, memory, after, out, total, T, N, H, LIBRARY: tl.constexpr, BLOCK: tl.constexpr):
-    """Coefficients of an LSTM; `memory` [D, N, H] is that before the first step, `after` that after each."""
-    e = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = e < total
-    row, i = e // H, e % H
-    place = row * (4 * H) + i
-    let_in = tl.load(gates + place, mask=mask, other=0.0)
-    f = tl.load(gates + place + H, mask=mask, other=0.0)
-    g = tl.load(gates + place + 2 * H, mask=mask, other=0.0)
-    o = tl.load(gates + place + 3 * H, mask=mask, other=0.0)
-    first = (row // N) % T == 0
-    d, n = row // (N * T), row % N
-    c = tl.load(memory + (d * N + n) * H + i, mask=mask & first, other=0.0)
-    c += tl.load(after + e - N * H, mask=mask & (first == 0), other=0.0)
-    squashed = _tanh(tl.load(after + e, mask=mask, other=0.0), LIBRARY)
-    to = out + row * (6 * H) + i
-    tl.store(to, o * (1 - squashed * squashed), mask=mask)
-    tl.store(to + H, f, mask=mask)
-    tl.store(to + 2 * H, g * let_in * (1 - let_in), mask=mask)
-    tl.store(to + 3 * H, c * f * (1 - f), mask=mask)
-    tl.store(to + 4 * H, let_in * (1 - g * g), mask=mask)
-    tl.store(to + 5 * H, squashed * o * (1 - o), mask=mask)
+@triton.jit(do_not_specialize=["R", "N"])
+def lstm_values(
+    gates, memory, after, out, R, N, H: tl.constexpr, LIBRARY: tl.constexpr, HP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Coefficients of an LSTM [D, R, 6, H]; `memory` [D, N, H] is that before the first step, `after` [D, R, H] that
+    after each."""
+    first = (tl.program_id(0) * BLOCK).to(tl.int64)
+    d = tl.program_id(1).to(tl.int64)
+    r, i = tl.arange(0, BLOCK)[:, None], tl.arange(0, HP)[None, :]
+    inside = (r < R - first) & (i < H)
+    at = (d * R + first) * H + (r * H + i)
+    place = gates + (d * R + first) * (4 * H) + (r * (4 * H) + i)
+    let_in = tl.load(place, mask=inside, other=0.0)
+    f = tl.load(place + H, mask=inside, other=0.0)
+    g = tl.load(place + 2 * H, mask=inside, other=0.0)
+    o = tl.load(place + 3 * H, mask=inside, other=0.0)
+    begins = r < N - first
+    c = tl.load(after + at - N * H, mask=inside & (begins == 0), other=0.0)
+    c += tl.load(memory + (d * N + first) * H + (r * H + i), mask=inside & begins, other=0.0)
+    squashed = _tanh(tl.load(after + at, mask=inside, other=0.0), LIBRARY)
+    to = out + (d * R + first) * (6 * H) + (r * (6 * H) + i)
+    tl.store(to, o * (1 - squashed * squashed), mask=inside)
+    tl.store(to + H, f, mask=inside)
+    tl.store(to + 2 * H, g * let_in * (1 - let_in), mask=inside)
+    tl.store(to + 3 * H, c * f * (1 - f), mask=inside)
+    tl.store(to + 4 * H, let_in * (1 - g * g), mask=inside)
+    tl.store(to + 5 * H, squashed * o * (1 - o), mask=inside)

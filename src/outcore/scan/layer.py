@@ -160,8 +160,7 @@ def _parallel(
         layer.lengths,
         layer.forward,
     )
-    layer.report.iterations, layer.report.correction = found.iterations, found.correction
-    layer.report.fell_back = found.failure
+    layer.report.forward, layer.report.failure = found.outcome, found.failure
     if found.states is None:
         warnings.warn(f"the parallel forward pass ran sequentially: {found.failure}", RuntimeWarning, stacklevel=2)
         return None

@@ -10,6 +10,7 @@ it), and under ``torch.compile`` the module behaves like torch.nn's.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -33,7 +34,6 @@ from outcore.scan.workspace import Shape, cut, free_bytes
 __all__ = ["GRU", "LSTM", "RNN", "convert"]
 
 _KINDS: dict[str, CellKind] = {"RNN_TANH": "tanh", "RNN_RELU": "relu", "GRU": "gru", "LSTM": "lstm"}
-_ALWAYS_FREE = 2**26
 Hidden = Tensor | tuple[Tensor, Tensor]
 
 
@@ -60,6 +60,8 @@ class _Scanned(torch.nn.RNNBase):
         self._update_flat_weights()
         x, packing, state, batched = self._prepared(input, hx)
         steps, batch = (packing.steps, len(packing.lengths)) if packing else x.shape[:2]
+        if self.report is not None and any(_ran_on(layer) for layer in self.report.layers):
+            self._paused = RETRY
         backward, reason = self._choose(x if packing is None else packing.pad(x), steps, batch)
         if backward == "torch":
             self.report = Report("torch", reason)
@@ -204,7 +206,7 @@ class _Scanned(torch.nn.RNNBase):
             shape = Shape(self._cell(i), D, steps, batch, max(4, x.dtype.itemsize), copied, x.is_cuda)
             fused = kernels.available(x) and kernels.fits(shape.cell, working_dtype(x.dtype))
             plan = cut(shape, limit, self.options.chunk, fused=fused)
-            if limit is None and plan.bytes > _ALWAYS_FREE:  # asking the driver takes longer than a small layer
+            if limit is None and plan.bytes > _always_free(x.device):  # asking the driver takes as long as a layer
                 plan = cut(shape, free_bytes(x.device) // 4, self.options.chunk, fused=fused)
             report = LayerReport(plan.segment, plan.chunk, plan.bytes)
             self.report.layers.append(report)
@@ -229,7 +231,7 @@ class _Scanned(torch.nn.RNNBase):
             finals.append(final)
             if self.dropout and self.training and i < self.num_layers - 1:
                 x = F.dropout(x, self.dropout)
-        if any(layer.report.fell_back for layer in layers):
+        if any(layer.report.failure for layer in layers):
             self._paused = RETRY
         return x, tuple(torch.cat(parts) for parts in zip(*finals, strict=True))
 
@@ -254,6 +256,18 @@ class _Scanned(torch.nn.RNNBase):
             y = y.squeeze(0 if self.batch_first else 1)
             final = tuple(part.squeeze(1) for part in final)
         return y, (final[0], final[1]) if self.mode == "LSTM" else final[0]
+
+
+@functools.cache
+def _always_free(device: torch.device) -> int:
+    """Bytes that are taken without asking how many are free: few beside what the device has."""
+    total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+    return max(2**26, total // 64)
+
+
+def _ran_on(layer: LayerReport) -> bool:
+    """Whether a parallel forward pass is already known to have ended in a sequential one."""
+    return layer.forward is not None and layer.forward.known and layer.forward.solver == "sequential"
 
 
 def _precision(asked: Precision | None, x: Tensor) -> Precision:

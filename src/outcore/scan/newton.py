@@ -15,6 +15,10 @@ Whatever M_k is, each iteration makes one more chunk exact from the left, so a w
 damped) costs iterations, never correctness. A network whose Jacobians grow amplifies small errors; then
 Newton may not get there within the iterations allowed, and the caller runs the layer sequentially.
 
+On a GPU, where nothing else is asked for, the same idea as in the backward pass comes first: each chunk starts some
+steps early and guesses its first state from them (`forward_kernels`). That is Picard's iteration in one launch, and
+needs no look at the result.
+
 The largest correction is the linearised distance to the solution; the states returned were run from guesses
 within `tolerance` of it.
 """
@@ -28,12 +32,13 @@ import torch
 from torch import Tensor
 
 from outcore.errors import ScanError
-from outcore.scan import gate_kernels, kernels
+from outcore.scan import forward_kernels, kernels
 from outcore.scan.affine import states as affine_states
 from outcore.scan.backward import Adjoint, chunk_products, will_settle
 from outcore.scan.cells import Cell, Weights, coefficients_from, diagonal, inputs_of, step_on
 from outcore.scan.linear import linear_recurrence
 from outcore.scan.options import Jacobian, Newton
+from outcore.scan.report import Outcome
 from outcore.scan.workspace import Shape, best_chunk, free_bytes
 
 __all__ = ["Parallel", "parallel_forward"]
@@ -49,11 +54,10 @@ class Parallel:
     """What a parallel forward pass found."""
 
     states: Tensor | None
-    """``[D, T, N, S]``; none where it did not converge."""
+    """``[D, T, N, ...]``, hidden states first; none where it did not converge."""
     final: Tensor
     """States after the last step ``[D, N, S]``."""
-    iterations: int
-    correction: float
+    outcome: Outcome
     failure: str = ""
 
 
@@ -80,6 +84,10 @@ def parallel_forward(
     _check_memory(cell, D * count * N, x, newton, chunk)
     tolerance = newton.tolerance or _TOLERANCE[x.dtype]
     inputs = inputs_of(cell, x, weights)
+    if newton.jacobian is None and newton.damping == 0:
+        fused = forward_kernels.forward(cell, inputs, weights, start, lengths, chunk, tolerance)
+        if fused is not None:
+            return Parallel(*fused)
     guess = start.new_zeros((D, count, N, cell.state))
     guess[:, 0] = start
     damping, before, jacobian = newton.damping, math.inf, newton.jacobian or "none"
@@ -89,11 +97,11 @@ def parallel_forward(
         new = _corrected(cell, x, weights, found, guess, ends, lengths, chunk, jacobian, damping)
         change = float((new - guess).abs().amax())
         if change <= tolerance:
-            return Parallel(found, ends[:, -1], iteration, change)
+            return Parallel(found, ends[:, -1], _outcome(iteration, change))
         if not math.isfinite(change):
             new = torch.cat((guess[:, :1], ends[:, :-1]), dim=1)
             if not bool(torch.isfinite(new).all()):
-                return Parallel(None, start, iteration, change, f"states overflow in iteration {iteration}")
+                return Parallel(None, start, _outcome(iteration, change), f"states overflow in iteration {iteration}")
         if change >= before:
             damping = (1 + damping) / 2
         left = min(_PICARD_FIRST, newton.iterations) - iteration
@@ -104,10 +112,13 @@ def parallel_forward(
     return Parallel(
         None,
         start,
-        newton.iterations,
-        change,
+        _outcome(newton.iterations, change),
         f"no convergence in {newton.iterations} iterations (correction {change:.1e}, tolerance {tolerance:.1e})",
     )
+
+
+def _outcome(iterations: int, correction: float) -> Outcome:
+    return Outcome("iteration", iterations, _correction=correction)
 
 
 def _check_memory(cell: Cell, chunks: int, x: Tensor, newton: Newton, chunk: int) -> None:
@@ -127,7 +138,7 @@ def _advance(
     cell: Cell, inputs: Tensor, weights: Weights, guess: Tensor, lengths: Tensor | None, chunk: int
 ) -> tuple[Tensor, Tensor]:
     """Every state, and the last of each chunk, when the chunks begin at `guess`."""
-    if (done := gate_kernels.advance(cell, inputs, weights, guess, lengths, chunk)) is not None:
+    if (done := forward_kernels.advance(cell, inputs, weights, guess, lengths, chunk)) is not None:
         return done
     D, T, N = inputs.shape[:3]
     found = guess.new_zeros((D, T, N, cell.state))

@@ -12,7 +12,7 @@ __all__ = ["LayerReport", "Outcome", "Report"]
 
 @dataclass(slots=True)
 class Outcome:
-    """How the gradients of one segment were found.
+    """How the gradients of one segment, or the states of a parallel forward pass, were found.
 
     Where that was decided on the device it is asked there when first read, which waits for it; a pass recorded
     in a CUDA graph tells of its last replay.
@@ -21,18 +21,24 @@ class Outcome:
     _solver: str
     _sweeps: int
     _cells: Tensor | None = None
+    _changes: Tensor | None = None
+    _correction: float = 0.0
     _done: torch.cuda.Event | None = None
 
     @classmethod
-    def on_device(cls, cells: Tensor, warm_ups: int, *, looked: bool) -> Outcome:
+    def on_device(
+        cls, cells: Tensor, warm_ups: int, *, looked: bool, otherwise: str = "products", changes: Tensor | None = None
+    ) -> Outcome:
         """The outcome in `cells`: which of the warm-ups were not enough, and last whether products overflowed.
 
         Args:
             cells: int32, on the device.
             warm_ups: how many were launched.
             looked: whether all of them are known not to have been enough.
+            otherwise: what followed where no warm-up was enough.
+            changes: numbers of which the largest is the last correction.
         """
-        found = cls("", warm_ups if looked else -warm_ups, cells)
+        found = cls(otherwise, warm_ups if looked else -warm_ups, cells, changes)
         if cells.is_cuda and not torch.cuda.is_current_stream_capturing():
             found._done = torch.cuda.Event()
             found._done.record()
@@ -55,6 +61,11 @@ class Outcome:
         """Sweeps made."""
         return self._read()[1]
 
+    @property
+    def correction(self) -> float:
+        """Largest change of a state in the last of them, where it was asked for."""
+        return self._correction if self._changes is None else float(self._changes.max())
+
     def _read(self) -> tuple[str, int]:
         if self._cells is None:
             return self._solver, self._sweeps
@@ -62,7 +73,7 @@ class Outcome:
         tried = abs(self._sweeps)
         if self._sweeps < 0 and not failed[tried - 1]:
             return "relaxation", 1 + sum(failed[:tried])
-        return ("sequential", tried + 2) if overflow else ("products", tried + 1)
+        return ("sequential", tried + 2) if overflow else (self._solver, tried + 1)
 
 
 @dataclass(slots=True)
@@ -78,12 +89,27 @@ class LayerReport:
     """Per segment; empty until backward has run."""
     engine: str = ""
     """``triton`` or ``torch``."""
-    iterations: int = 0
-    """Of the parallel forward pass; 0 where it was not asked for."""
-    correction: float = 0.0
-    """Largest correction of a state in its last iteration."""
-    fell_back: str = ""
-    """Why the forward pass ran sequentially although a parallel one was asked for."""
+    forward: Outcome | None = None
+    """Of the parallel forward pass; none where it was not asked for."""
+    failure: str = ""
+    """Why the forward pass was given to torch although a parallel one was asked for."""
+
+    @property
+    def iterations(self) -> int:
+        """Of the parallel forward pass."""
+        return 0 if self.forward is None else self.forward.sweeps
+
+    @property
+    def correction(self) -> float:
+        """Largest correction of a state in its last iteration."""
+        return 0.0 if self.forward is None else self.forward.correction
+
+    @property
+    def fell_back(self) -> str:
+        """Why the forward pass ran sequentially although a parallel one was asked for."""
+        if self.forward is not None and self.forward.solver == "sequential":
+            return self.failure or f"states still change by {self.correction:.1e} after the longest warm-up"
+        return self.failure
 
     @property
     def solvers(self) -> list[str]:
@@ -100,7 +126,7 @@ class LayerReport:
         parts = [f"chunks of {self.chunk} in segments of {self.segment} steps, {size}"]
         if self.solvers:
             parts.append(f"{', '.join(dict.fromkeys(self.solvers))} in {self.sweeps} sweeps ({self.engine})")
-        if self.iterations:
+        if self.forward is not None:
             parts.append(f"forward in {self.iterations} iterations, last correction {self.correction:.1e}")
         if self.fell_back:
             parts.append(f"forward sequential: {self.fell_back}")

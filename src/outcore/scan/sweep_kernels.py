@@ -29,15 +29,27 @@ if TYPE_CHECKING:
     from outcore.scan.cells import Cell
     from outcore.scan.options import Precision, Solver
 
-__all__ = ["products", "solve"]
+__all__ = [
+    "ROWS",
+    "compare",
+    "device_waits",
+    "open_guard",
+    "products",
+    "solve",
+    "sweep_chunk",
+    "sweep_warps",
+    "warm_ups",
+]
 
-WARM_UPS = (64, 256, 1024)
-"""Steps after a chunk that its guess comes from; the longest only where the device waits for the host."""
-_UNSEEN = 2
+WARM_UPS = {"tanh": (64, 256, 1024), "relu": (64, 256, 1024), "gru": (128, 512, 2048), "lstm": (128, 512, 2048)}
+"""Steps that a guess comes from, as many as a wrong start usually takes to fade and more; the last only where the
+device waits for the host."""
+WARM_UPS_UNSEEN = 2
 """Warm-ups launched when nothing is looked at."""
-_PROGRAMS = 132 * 4
-"""Programs that fill a large GPU: one for each of its 132 x 4 schedulers."""
-_ROWS = 16
+PROGRAMS = {"tanh": 132 * 4, "relu": 132 * 4, "gru": 132 * 2, "lstm": 132 * 2}
+"""Programs that fill a large GPU of 132 multiprocessors; more make the chunks short beside their warm-up."""
+ROWS = 16
+"""Sequences per program."""
 _SHORTEST = 16
 
 
@@ -56,21 +68,19 @@ def _solve(adjoint: Adjoint, chunk: int, solver: Solver | None, precision: Preci
     steps = adjoint.values.shape[1]
     sweeps = _Sweeps(adjoint)
     if chunk >= steps:
-        sweeps.run(steps, _open(adjoint.values.device))
+        sweeps.run(steps, open_guard(adjoint.values.device))
         return sweeps.totals, sweeps.start, Outcome("sequential", 1)
-    looking = _device_waits(adjoint.values)
-    cells = torch.zeros(len(WARM_UPS) + 1, dtype=torch.int32, device=adjoint.values.device)
+    looking = device_waits(adjoint.values)
+    cells = torch.zeros(4, dtype=torch.int32, device=adjoint.values.device)
     tried = 0
-    guard = open_guard = _open(adjoint.values.device)
+    guard = always = open_guard(adjoint.values.device)
     if solver != "products":
-        for warm in WARM_UPS if looking else WARM_UPS[:_UNSEEN]:
-            if tried and warm >= steps // 4:
-                break
+        for warm in warm_ups(adjoint.cell, steps, looking):
             sweeps.overlapped(chunk, warm, guard, cells[tried])
             tried += 1
             if looking and not int(cells[tried - 1]):
                 return sweeps.totals, sweeps.start, Outcome("relaxation", tried)
-            guard = open_guard if looking else cells[tried - 1]
+            guard = always if looking else cells[tried - 1]
     rows = _multiply(adjoint, chunk, precision, guard)
     carries = _pass(adjoint, rows, guard, cells[-1])
     sweeps.run(chunk, guard, carries=carries)
@@ -79,19 +89,19 @@ def _solve(adjoint: Adjoint, chunk: int, solver: Solver | None, precision: Preci
     return sweeps.totals, sweeps.start, Outcome.on_device(cells, tried, looked=looking)
 
 
-def _open(device: torch.device) -> Tensor:
+def open_guard(device: torch.device) -> Tensor:
     """A cell that lets everything pass."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return torch.ones((), dtype=torch.int32, device=device)  # what is made in a graph belongs to it
-    return _kept_open(device)
+    return _kept(device)
 
 
 @functools.cache
-def _kept_open(device: torch.device) -> Tensor:
+def _kept(device: torch.device) -> Tensor:
     return torch.ones((), dtype=torch.int32, device=device)
 
 
-def _device_waits(x: Tensor) -> bool:
+def device_waits(x: Tensor) -> bool:
     """Whether all that was launched is done; without a GPU, always."""
     if not x.is_cuda:
         return True
@@ -110,7 +120,53 @@ def products(adjoint: Adjoint, chunk: int, precision: Precision) -> Tensor | Non
 
 @or_none("products")
 def _products(adjoint: Adjoint, chunk: int, precision: Precision) -> Tensor:
-    return _multiply(adjoint, chunk, precision, _open(adjoint.values.device))
+    return _multiply(adjoint, chunk, precision, open_guard(adjoint.values.device))
+
+
+def warm_ups(cell: Cell, steps: int, looking: bool) -> tuple[int, ...]:
+    """Warm-ups worth a try: the first, and of the others those much shorter than the sequence."""
+    first, *more = WARM_UPS[cell.kind] if looking else WARM_UPS[cell.kind][:WARM_UPS_UNSEEN]
+    return first, *(warm for warm in more if warm < steps // 4)
+
+
+def sweep_chunk(cell: Cell, directions: int, steps: int, batch: int, longest: int) -> int:
+    """Steps per chunk: sweeps want more chunks than products do, which have to be passed through one by one."""
+    count = max(1, PROGRAMS[cell.kind] // (directions * -(-batch // ROWS)))
+    return min(longest, max(_SHORTEST, -(-steps // count)))
+
+
+def compare(
+    began: Tensor, left: Tensor, sizes: Tensor, guard: Tensor, unsettled: Tensor, *, near: float, far: float,
+    changes: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Say in the cell `unsettled` whether what chunks k began with is not what left chunks k + 1.
+
+    Args:
+        began: ``[D, K, N, S]``.
+        left: ``[D, K, N, S]``.
+        sizes: numbers of which the largest is taken.
+        guard: the cell that has to be set.
+        unsettled: the cell.
+        near: accepted difference relative to the largest number of a carry.
+        far: accepted difference relative to the largest of `sizes`.
+        changes: what an earlier comparison of the same tensors returned, to be written again.
+
+    Returns:
+        Numbers of which the largest is the largest difference.
+    """
+    from outcore.scan import sweep_triton_kernels
+
+    D, K, N, S = left.shape
+    size = power_of_two(S)
+    tile = max(1, 4096 // size)
+    programs = max(1, -(-(K - 1) * N // tile))
+    if changes is None:
+        changes = left.new_empty((D * programs,))
+    sweep_triton_kernels.compare[(programs, D)](
+        began, left, sizes, guard, unsettled, changes, len(sizes), N, K, near, far,
+        S=S, SP=size, ROWS=tile, BLOCK=1024,
+    )  # fmt: skip
+    return changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,29 +186,15 @@ class _Sweeps:
 
     def overlapped(self, chunk: int, warm: int, guard: Tensor, unsettled: Tensor) -> None:
         """A sweep that guesses the carries, and whether they were right."""
-        from outcore.scan import sweep_triton_kernels
-
         D, T, N = self.adjoint.values.shape[:3]
         S = self.adjoint.cell.state
-        chunk = self._shorter(chunk)
-        count, tiles = -(-T // chunk), -(-N // _ROWS)
+        chunk = sweep_chunk(self.adjoint.cell, D, T, N, chunk)
+        count, tiles = -(-T // chunk), -(-N // ROWS)
         guesses, out = (self.totals.new_empty((D, count, N, S)) for _ in range(2))
         sizes = self.totals.new_empty((D * count * tiles,))
         self.run(chunk, guard, warm=warm, found=(guesses, out, sizes))
         eps = torch.finfo(out.dtype).eps
-        size = power_of_two(S)
-        tile = max(1, 4096 // size)
-        sweep_triton_kernels.compare[(-(-(count - 1) * N // tile), D)](
-            guesses, out, sizes, guard, unsettled, len(sizes), N, count,
-            4 * eps, eps * eps,
-            S=S, SP=size, ROWS=tile, BLOCK=1024,
-        )  # fmt: skip
-
-    def _shorter(self, chunk: int) -> int:
-        """Sweeps want more chunks than products do, which have to be passed through one by one."""
-        D, T, N = self.adjoint.values.shape[:3]
-        count = max(1, _PROGRAMS // (D * -(-N // _ROWS)))
-        return min(chunk, max(_SHORTEST, -(-T // count)))
+        compare(guesses, out, sizes, guard, unsettled, near=4 * eps, far=eps * eps)
 
     def run(
         self,
@@ -169,7 +211,7 @@ class _Sweeps:
         adjoint, unused = self.adjoint, self.start
         cell = adjoint.cell
         D, T, N = adjoint.values.shape[:3]
-        count, tiles = -(-T // chunk), -(-N // _ROWS)
+        count, tiles = -(-T // chunk), -(-N // ROWS)
         guesses, out, sizes = found or (unused, unused, unused)
         sweep_triton_kernels.sweep_back[(D * count * tiles,)](
             adjoint.values.contiguous(), adjoint.hidden.contiguous(), adjoint.grad_output.contiguous(),
@@ -178,7 +220,7 @@ class _Sweeps:
             self.totals, guesses, out, self.start, sizes, guard,
             T, N, chunk, warm, count, tiles, **_sizes(cell), PACKED=adjoint.lengths is not None,
             GIVEN=carries is not None, WATCHED=found is not None,
-            PRECISION=_precision("full", adjoint.values), ROWS=_ROWS, num_warps=sweep_warps(cell, adjoint.values.dtype),
+            PRECISION=_precision("full", adjoint.values), ROWS=ROWS, num_warps=sweep_warps(cell, adjoint.values.dtype),
         )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 The steps of a chunk depend on each other, so what counts is the time of one step: no launch, no trip to
 memory for the state, the recurrent weights in registers, what the next step needs loaded before it. A tile of
-sequences fills a tensor core; float32 numbers are multiplied as three TF32 products, float64 plainly.
+sequences fills a tensor core; float32 numbers are multiplied as six products of bfloat16 pieces, float64 plainly.
 
     sweep_back      gradients back through every chunk, each from a warm-up over the steps after it
     compare         whether every chunk began with what left the next one
@@ -47,38 +47,44 @@ def _weights(weights, d, i, H: tl.constexpr, G: tl.constexpr, KIND: tl.constexpr
 
 
 @triton.jit
-def _coarse(x):
-    """The leading bits of float32 numbers, as many as TF32 has."""
-    return (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+def _pieces(x):
+    """Three bfloat16 numbers that together are a float32 number: its leading eight bits, the next, the rest."""
+    x0 = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    rest = x - x0
+    x1 = (rest.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    return x0.to(tl.bfloat16), x1.to(tl.bfloat16), (rest - x1).to(tl.bfloat16)
 
 
 @triton.jit
 def _dot(x, w, PRECISION: tl.constexpr):
     """Product of two tiles.
 
-    "full" is what float32 would give, from three TF32 products that do not wait for each other; the product of
-    the two remainders is below rounding. float64 is "ieee".
+    "full" is what float32 would give, from six products of bfloat16 pieces; those left out are below rounding.
+    (Three TF32 products are as many operations, but TF32 operands take four times as long to load from shared
+    memory.) float64 is "ieee".
     """
     if PRECISION == "bf16":
         return tl.dot(x.to(tl.bfloat16), w.to(tl.bfloat16))
     elif PRECISION == "full":
-        x0, w0 = _coarse(x), _coarse(w)
-        most = tl.dot(x0, w0, input_precision="tf32")
-        return most + (tl.dot(x - x0, w0, input_precision="tf32") + tl.dot(x0, w - w0, input_precision="tf32"))
+        x0, x1, x2 = _pieces(x)
+        w0, w1, w2 = _pieces(w)
+        total = tl.dot(x1, w1)
+        total = tl.dot(x0, w2, total)
+        total = tl.dot(x2, w0, total)
+        total = tl.dot(x0, w1, total)
+        total = tl.dot(x1, w0, total)
+        return tl.dot(x0, w0, total)
     else:
         return tl.dot(x, w, input_precision=PRECISION, out_dtype=x.dtype)
 
 
 @triton.jit
-def _coefficients(values, at, mask, i, H: tl.constexpr, M: tl.constexpr, KIND: tl.constexpr, RELU: tl.constexpr):
-    """Up to six coefficients at places `at` [R, 1]; what a kind has not is a copy of the first."""
+def _step(values, grads, at, mask, i, H: tl.constexpr, M: tl.constexpr, KIND: tl.constexpr, RELU: tl.constexpr):
+    """The output gradient and up to six coefficients at places `at` [R, 1]; what a kind has not is a copy of the
+    first."""
+    g = tl.load(grads + at * H + i, mask=mask, other=0.0)
     base = values + at * (M * H) + i
     v0 = tl.load(base, mask=mask, other=0.0)
-    if KIND == 0:
-        if RELU:
-            v0 = tl.where(v0 > 0, 1.0, 0.0).to(v0.dtype)
-        else:
-            v0 = 1 - v0 * v0
     v1, v2, v3, v4, v5 = v0, v0, v0, v0, v0
     if KIND >= 1:
         v1 = tl.load(base + H, mask=mask, other=0.0)
@@ -87,20 +93,24 @@ def _coefficients(values, at, mask, i, H: tl.constexpr, M: tl.constexpr, KIND: t
         v4 = tl.load(base + 4 * H, mask=mask, other=0.0)
     if KIND == 2:
         v5 = tl.load(base + 5 * H, mask=mask, other=0.0)
-    return v0, v1, v2, v3, v4, v5
+    return g, v0, v1, v2, v3, v4, v5
 
 
 @triton.jit
 def _back(
-    c, m, g, a0, a1, a2, a3, a4, a5, w0, w1, w2, w3,
-    KIND: tl.constexpr, PRECISION: tl.constexpr,
+    c, m, keep, now, w0, w1, w2, w3,
+    KIND: tl.constexpr, RELU: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One step back: what is carried out of it, and the gradients to write down (d·g of an RNN; q of an
-    LSTM's memory)."""
-    g = c + g
+    LSTM's memory). The gradient of the output counts `keep` times."""
+    g, a0, a1, a2, a3, a4, a5 = now
+    g = c + keep * g
     q = m
     if KIND == 0:
-        g = g * a0
+        if RELU:
+            g = tl.where(a0 > 0, g, 0.0)
+        else:
+            g = g * (1 - a0 * a0)
         c = _dot(g, w0, PRECISION)
     if KIND == 1:
         c = _dot(g * a1, w0, PRECISION) + _dot(g * a2, w1, PRECISION) + _dot(g * a3, w2, PRECISION) + g * a4
@@ -158,28 +168,26 @@ def sweep_back(
         if KIND == 2:
             m = tl.load(at + H, mask=ended, other=0.0)
     row = (d * T + begin - 1) * N + n
-    g_a = tl.load(grads + row * H + i, mask=inside, other=0.0)
-    a0, a1, a2, a3, a4, a5 = _coefficients(values, row, inside, i, H, M, KIND, RELU)
+    now = _step(values, grads, row, inside, i, H, M, KIND, RELU)
+    soon = _step(values, grads, row - N, inside & (begin - 1 > first), i, H, M, KIND, RELU)
+    later = _step(values, grads, row - 2 * N, inside & (begin - 2 > first), i, H, M, KIND, RELU)
     for t in range(begin - 1, last - 1, -1):
-        row = (d * T + t - 1) * N + n
-        g_b = tl.load(grads + row * H + i, mask=inside, other=0.0)
-        b0, b1, b2, b3, b4, b5 = _coefficients(values, row, inside, i, H, M, KIND, RELU)
-        new, kept, _, _ = _back(c, m, g_a, a0, a1, a2, a3, a4, a5, w0, w1, w2, w3, KIND, PRECISION)
+        row = (d * T + t - 3) * N + n
+        ahead = _step(values, grads, row, inside & (t - 2 > first), i, H, M, KIND, RELU)
+        new, kept, _, _ = _back(c, m, 1.0, now, w0, w1, w2, w3, KIND, RELU, PRECISION)
         if PACKED:
             new, kept = tl.where(t < length, new, c), tl.where(t < length, kept, m)
         c, m = new, kept
-        g_a, a0, a1, a2, a3, a4, a5 = g_b, b0, b1, b2, b3, b4, b5
+        now, soon, later = soon, later, ahead
     if WATCHED:
         at = guesses + ((d * K + k) * N + n) * S + i
         tl.store(at, c, mask=inside)
         if KIND == 2:
             tl.store(at + H, m, mask=inside)
     for t in range(last - 1, first - 1, -1):
-        row = (d * T + t - 1) * N + n
-        ahead = inside & (t > first)
-        g_b = tl.load(grads + row * H + i, mask=ahead, other=0.0)
-        b0, b1, b2, b3, b4, b5 = _coefficients(values, row, ahead, i, H, M, KIND, RELU)
-        new, kept, g, q = _back(c, m, g_a, a0, a1, a2, a3, a4, a5, w0, w1, w2, w3, KIND, PRECISION)
+        row = (d * T + t - 3) * N + n
+        ahead = _step(values, grads, row, inside & (t - 2 > first), i, H, M, KIND, RELU)
+        new, kept, g, q = _back(c, m, 1.0, now, w0, w1, w2, w3, KIND, RELU, PRECISION)
         if PACKED:
             alive = t < length
             new, kept = tl.where(alive, new, c), tl.where(alive, kept, m)
@@ -189,7 +197,7 @@ def sweep_back(
         if KIND == 2:
             tl.store(to + H, q, mask=inside)
         c, m = new, kept
-        g_a, a0, a1, a2, a3, a4, a5 = g_b, b0, b1, b2, b3, b4, b5
+        now, soon, later = soon, later, ahead
     if k == 0:
         to = start + (d * N + n) * S + i
         tl.store(to, c, mask=inside)
@@ -207,12 +215,13 @@ def sweep_back(
 
 @triton.jit(do_not_specialize=["programs", "N", "K"])
 def compare(
-    guesses, out, sizes, guard, unsettled, programs, N, K, near, far,
+    guesses, out, sizes, guard, unsettled, changes, programs, N, K, near, far,
     S: tl.constexpr, SP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Set `unsettled` to one where what a chunk began with is not what left the next one.
 
     They may differ by `near` (a few ulp) of the largest number of the carry, and by `far` of the largest of all.
+    Each program writes the largest difference it saw to `changes`.
     """
     if tl.load(guard) == 0:
         return
@@ -229,8 +238,9 @@ def compare(
     began = tl.load(guesses + at, mask=mask, other=0.0)
     change = tl.max(tl.abs(left - began), axis=1)
     size = tl.max(tl.abs(left), axis=1)
-    wrong = change > near * size + far * tl.max(largest)
-    if tl.max(wrong.to(tl.int32)) > 0:
+    tl.store(changes + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), tl.max(change))
+    right = change <= near * size + far * tl.max(largest)  # not where they are not numbers
+    if tl.min(right.to(tl.int32)) == 0:
         tl.store(unsettled, 1)
 
 
@@ -260,18 +270,14 @@ def multiply_back(
     c = tl.where((i == r) & inside, 1.0, 0.0).to(w0.dtype)
     m = tl.where((i + H == r) & inside, 1.0, 0.0).to(w0.dtype)
     keep = tl.where(r == S, 1.0, 0.0).to(w0.dtype)
-    row = (d * T + last - 1) * N + n
-    some = inside & (last > first)
-    g_a = tl.load(grads + row * H + i, mask=some, other=0.0)
-    a0, a1, a2, a3, a4, a5 = _coefficients(values, row, some, i, H, M, KIND, RELU)
+    at = (d * T + last - 1) * N + n
+    now = _step(values, grads, at, inside & (last > first), i, H, M, KIND, RELU)
     for j in range(last - first):
         t = last - 1 - j
-        row = (d * T + t - 1) * N + n
-        ahead = inside & (t > first)
-        g_b = tl.load(grads + row * H + i, mask=ahead, other=0.0)
-        b0, b1, b2, b3, b4, b5 = _coefficients(values, row, ahead, i, H, M, KIND, RELU)
-        c, m, _, _ = _back(c, m, keep * g_a, a0, a1, a2, a3, a4, a5, w0, w1, w2, w3, KIND, PRECISION)
-        g_a, a0, a1, a2, a3, a4, a5 = g_b, b0, b1, b2, b3, b4, b5
+        at = (d * T + t - 1) * N + n
+        soon = _step(values, grads, at, inside & (t > first), i, H, M, KIND, RELU)
+        c, m, _, _ = _back(c, m, keep, now, w0, w1, w2, w3, KIND, RELU, PRECISION)
+        now = soon
     to = out + (place * (S + 1) + r) * S + i
     mask = (r <= S) & inside
     tl.store(to, c, mask=mask)

@@ -12,7 +12,7 @@ from outcore.scan.kernels import KIND, available, or_none, power_of_two
 if TYPE_CHECKING:
     from outcore.scan.cells import Cell
 
-__all__ = ["Summed", "weight_sums"]
+__all__ = ["Summed", "partial_sums", "weight_sums"]
 
 _MOST_COLUMNS = 128
 """States and inputs together; above, a matrix product of cuBLAS has enough to do."""
@@ -20,7 +20,6 @@ _SHARES = 132 * 4
 _BLOCK = 32
 _COLUMNS = 32
 _WARPS = 2
-_STAGES = 3
 Summed = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 """Gradients of input weights, recurrent weights and their biases, as in `outcore.scan.cells.Weights`."""
 
@@ -39,10 +38,28 @@ def weight_sums(
         after: hidden states after each step ``[D, T, N, H]``.
         bias: whether there are biases.
     """
-    wide = cell.hidden + cell.input + 1
-    if not available(x) or cell.projection or wide > _MOST_COLUMNS or x.dtype not in (torch.float32, torch.float64):
+    if not available(x) or not _takes(cell) or x.dtype not in (torch.float32, torch.float64):
         return None
     return _weight_sums(cell, totals, values, x, before, after, bias)
+
+
+def partial_sums(cell: Cell, directions: int, rows: int) -> int:
+    """Numbers that the programs' sums take before they are added up."""
+    if not _takes(cell):
+        return 0
+    left, right, share = _tiles(cell, directions, rows)
+    return directions * -(-rows // share) * left * right
+
+
+def _takes(cell: Cell) -> bool:
+    return not cell.projection and cell.hidden + cell.input + 1 <= _MOST_COLUMNS
+
+
+def _tiles(cell: Cell, directions: int, rows: int) -> tuple[int, int, int]:
+    """Rows and columns of the product, and how many of the rows summed over a program takes."""
+    left = cell.hidden * (1 if cell.gates == 1 else 4)
+    programs = max(1, _SHARES // (directions * -(-left // _COLUMNS)))
+    return left, power_of_two(cell.hidden + cell.input + 1, 32), max(4, -(-rows // (_BLOCK * programs))) * _BLOCK
 
 
 @or_none("the gradients of weights")
@@ -52,12 +69,9 @@ def _weight_sums(
     from outcore.scan import weights_triton_kernels
 
     D, T, N, size = x.shape
-    H, G = cell.hidden, cell.gates
-    left = H * (1 if G == 1 else 4)
-    right, rows = power_of_two(H + size + 1, 32), T * N
-    columns = -(-left // _COLUMNS)
-    share = max(4, -(-rows // (_BLOCK * max(1, _SHARES // (D * columns))))) * _BLOCK
-    shares = max(1, -(-(rows - N) // share))
+    H, G, rows = cell.hidden, cell.gates, T * N
+    left, right, share = _tiles(cell, D, rows)
+    columns, shares = -(-left // _COLUMNS), max(1, -(-(rows - N) // share))
     parts = x.new_empty((D, shares, left, right))
     kind = KIND[cell.kind]
     weights_triton_kernels.sum_up[(shares, columns, D)](
@@ -65,12 +79,12 @@ def _weight_sums(
         rows, N, share, shares,
         H=H, IN=size, S=cell.state, M=cell.coefficients, KIND=kind, LEFT=left,
         PRECISION="full" if x.dtype == torch.float32 else "ieee", COLS=_COLUMNS, RIGHT=right, BLOCK=_BLOCK,
-        num_warps=_WARPS if right <= 64 else 4, num_stages=_STAGES,
+        num_warps=_WARPS if right <= 64 else 4, num_stages=1,
     )  # fmt: skip
     of_input, of_hidden = x.new_empty((D, G * H, size)), x.new_empty((D, G * H, H))
     biases = x.new_empty((2, D, G * H))
     weights_triton_kernels.add_up[(left, D)](
         parts, of_input, of_hidden, biases[0], biases[1], shares,
-        H=H, IN=size, KIND=kind, LEFT=left, G=G, BIAS=bias, RIGHT=right, BLOCK=32,
+        H=H, IN=size, KIND=kind, LEFT=left, G=G, BIAS=bias, RIGHT=right, BLOCK=128,
     )  # fmt: skip
     return of_input, of_hidden, biases[0] if bias else None, biases[1] if bias else None

@@ -16,9 +16,53 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from outcore.scan.sweep_triton_kernels import _dot
+from outcore.scan.sweep_triton_kernels import _pieces
 
 __all__ = ["add_up", "sum_up"]
+
+
+@triton.jit
+def _turned_dot(x, w, PRECISION: tl.constexpr):
+    """``xᵀ w``, as `_dot`; the pieces are turned on their way through shared memory."""
+    if PRECISION == "full":
+        x0, x1, x2 = _pieces(x)
+        w0, w1, w2 = _pieces(w)
+        x0, x1, x2 = tl.trans(x0), tl.trans(x1), tl.trans(x2)
+        total = tl.dot(x1, w1)
+        total = tl.dot(x0, w2, total)
+        total = tl.dot(x2, w0, total)
+        total = tl.dot(x0, w1, total)
+        total = tl.dot(x1, w0, total)
+        return tl.dot(x0, w0, total)
+    else:
+        return tl.dot(tl.trans(x), w, input_precision=PRECISION, out_dtype=x.dtype)
+
+
+@triton.jit
+def _block(
+    totals, values, x, states, block, end, r, j, q,
+    H: tl.constexpr, IN: tl.constexpr, S: tl.constexpr, M: tl.constexpr, KIND: tl.constexpr, LEFT: tl.constexpr,
+):  # fmt: skip
+    """Gradients of states, their coefficients, states and inputs of a block of rows."""
+    at = tl.cast(block, tl.int64)
+    some = r < end - block
+    left = some & (j < LEFT)
+    if KIND == 0:
+        g = tl.load(totals + at * S + (r * S + j), mask=left, other=0.0)
+        v = g
+    if KIND == 1:
+        g = tl.load(totals + at * S + (r * S + j % H), mask=left, other=0.0)
+        v = tl.load(values + at * (M * H) + (r * (M * H) + j), mask=left, other=0.0)
+    if KIND == 2:
+        place = tl.where(j < 3 * H, H, 0) + j % H
+        g = tl.load(totals + at * S + (r * S + place), mask=left, other=0.0)
+        v = tl.load(values + at * (M * H) + (r * (M * H) + 2 * H + j), mask=left, other=0.0)
+    h = tl.load(states + at * H + (r * H + q), mask=some & (q < H), other=0.0)
+    if IN == 1:
+        u = tl.load(x + at + r, mask=some, other=0.0)
+    else:
+        u = tl.load(x + at * IN + (r * IN + q - H), mask=some & (q >= H) & (q < H + IN), other=0.0)
+    return g, v, h, u
 
 
 @triton.jit
@@ -29,23 +73,19 @@ def _rows(
 ):  # fmt: skip
     """`total` and the products of rows `first` to `end`; row r of `states` is what came before step r."""
     r = tl.arange(0, BLOCK)[:, None]
+    now = _block(totals, values, x, states, first, end, r, j, q, H, IN, S, M, KIND, LEFT)
     for block in range(first, end, BLOCK):
-        at = tl.cast(block, tl.int64)
-        some = r < end - block
-        left = some & (j < LEFT)
-        if KIND == 0:
-            gates = tl.load(totals + at * S + (r * S + j), mask=left, other=0.0)
-        if KIND == 1:
-            gates = tl.load(totals + at * S + (r * S + j % H), mask=left, other=0.0)
-            gates *= tl.load(values + at * (M * H) + (r * (M * H) + j), mask=left, other=0.0)
-        if KIND == 2:
-            place = tl.where(j < 3 * H, H, 0) + j % H
-            gates = tl.load(totals + at * S + (r * S + place), mask=left, other=0.0)
-            gates *= tl.load(values + at * (M * H) + (r * (M * H) + 2 * H + j), mask=left, other=0.0)
-        right = tl.load(states + at * H + (r * H + q), mask=some & (q < H), other=0.0)
-        right += tl.load(x + at * IN + (r * IN + q - H), mask=some & (q >= H) & (q < H + IN), other=0.0)
-        right = tl.where(q == H + IN, 1.0, right).to(right.dtype)  # gates are zero where there is no row
-        total += _dot(tl.trans(gates), right, PRECISION)
+        soon = _block(totals, values, x, states, block + BLOCK, end, r, j, q, H, IN, S, M, KIND, LEFT)
+        g, v, h, u = now
+        if KIND >= 1:
+            g = g * v
+        if IN == 1:
+            h = tl.where(q == H, u, h)
+        else:
+            h += u
+        h = tl.where(q == H + IN, 1.0, h).to(h.dtype)  # where there is no row, g is zero
+        total += _turned_dot(g, h, PRECISION)
+        now = soon
     return total
 
 

@@ -14,7 +14,10 @@ from dataclasses import dataclass
 import torch
 
 from outcore.errors import ScanError
+from outcore.scan import gate_kernels
 from outcore.scan.cells import Cell
+from outcore.scan.sweep_kernels import sweep_chunk
+from outcore.scan.weight_kernels import partial_sums
 
 __all__ = ["Cut", "Shape", "best_chunk", "cut", "free_bytes", "peak_bytes"]
 
@@ -24,7 +27,7 @@ GPU_PROGRAMS = 132 * 16
 
 # Numbers per step, sequence and hidden unit at the peak of a phase; tests/scan/test_workspace.py counts them.
 _WHILE_COEFFICIENTS = {"tanh": 0, "relu": 0, "gru": 18, "lstm": 24}
-_WHILE_COEFFICIENTS_FUSED = {"tanh": 0, "relu": 0, "gru": 11, "lstm": 14}
+_WHILE_COEFFICIENTS_FUSED = {"tanh": 0, "relu": 0, "gru": 5, "lstm": 11}
 _KEPT_COEFFICIENTS = {"tanh": 0, "relu": 0, "gru": 5, "lstm": 6}
 _GATE_TENSORS = {"tanh": 0, "relu": 0, "gru": 6, "lstm": 4}
 
@@ -64,14 +67,18 @@ def peak_bytes(shape: Shape, segment: int, chunk: int, *, fused: bool) -> int:
     of_input = whole * cell.input
     kept = of_input + (whole * (cell.input + 2 * P) if shape.copied else 0)
     apart = rows * cell.input if shape.copied or steps < shape.steps else 0
-    # The states before each step and the coefficients live through the segment.
-    shifted = 0 if cell.kind in ("tanh", "relu") else P
-    base = rows * (shifted + (_KEPT_COEFFICIENTS[cell.kind] + projected) * H)
-    table = _WHILE_COEFFICIENTS_FUSED if fused else _WHILE_COEFFICIENTS
-    coefficients = rows * (shifted + table[cell.kind] * H)
+    base = rows * (_KEPT_COEFFICIENTS[cell.kind] + projected) * H
+    if fused and gate_kernels.narrow(cell):
+        coefficients = rows * _WHILE_COEFFICIENTS_FUSED[cell.kind] * H
+    else:
+        shifted = 0 if cell.kind in ("tanh", "relu") else P
+        coefficients = rows * (shifted + _WHILE_COEFFICIENTS[cell.kind] * H)
     count = -(-steps // chunk)
     carries = 4 * count * D * shape.batch * S
     products = carries + count * D * shape.batch * _numbers_per_chunk(cell, fused=fused) if count > 1 else 0
+    if fused:
+        guesses = 2 * -(-steps // sweep_chunk(cell, D, steps, shape.batch, chunk)) * D * shape.batch * S
+        products = max(products + guesses, partial_sums(cell, D, steps * shape.batch))
     solving = base + rows * S + products
     gates = base + rows * (S + (_GATE_TENSORS[cell.kind] + projected) * H) + apart
     restoring = 2 * of_input // D if shape.copied else 0
