@@ -180,24 +180,26 @@ class _Survey:
             sources=tuple(sources),
             opaque=any(self.graph.blocks[self.graph.calls[self.order[i]].block].kind == "opaque" for i in saved_by),
             obstacle=self.obstacle(name, writers) if born >= 0 else "an input",
-            again_s=self.again_s(rows),
+            again_s=self.again_s(rows) if rows else 0.0,
             workspace_bytes=max((c.workspace_forward_bytes for c in rows), default=0),
         )
 
     def again_s(self, writers: list[CallCost]) -> float:
         """Time to run the writers of a buffer again.
 
-        A batch norm has its statistics already and takes ReLU along: instead of three passes over memory and two, one
-        that reads and one that writes (`outcore.memory.renorm`).
+        A batch norm has its statistics already and takes ReLU along (`outcore.memory.renorm`): one pass that reads and
+        writes, of the three it took in forward. In float32 that is not counted on: cuDNN rounds in an order of its own
+        there, and then the norm runs as it ran before.
         """
-        seconds = [c.forward.median_s for c in writers if c.forward is not None]
-        if self.costs.device_kind == "cuda" and len(seconds) == len(writers):
-            match [c.type for c in writers]:
-                case ["BatchNorm1d" | "BatchNorm2d" | "BatchNorm3d"]:
-                    return seconds[0] * 2 / 3
-                case ["BatchNorm1d" | "BatchNorm2d" | "BatchNorm3d", "ReLU" | "relu" | "relu_"]:
-                    return min(seconds[1], seconds[0] * 2 / 3)
-        return sum(seconds)
+        seconds = sum(c.forward.median_s for c in writers if c.forward is not None)
+        norm, *rest = writers
+        alone = norm.forward is not None and norm.type in _NORMS and [c.type in _RELUS for c in rest] in ([], [True])
+        if not alone or self.costs.device_kind != "cuda":
+            return seconds
+        assert norm.forward is not None
+        made = self.graph.values[self.graph.calls[norm.call].outputs[0]]
+        fused = bool(rest) and not rest[0].saved  # ReLU is part of the norm already
+        return norm.forward.median_s * 2 / 3 if fused or made.dtype in ("bfloat16", "float16") else seconds
 
     def obstacle(self, name: str, writers: list[str]) -> str:
         """Why a buffer cannot be made again."""
@@ -232,6 +234,8 @@ class _Survey:
         return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
+_NORMS = {"BatchNorm1d", "BatchNorm2d", "BatchNorm3d"}
+_RELUS = {"ReLU", "relu", "relu_"}
 _ITEM_BYTES = {
     **dict.fromkeys(("float64", "int64", "complex64"), 8),
     **dict.fromkeys(("float32", "int32"), 4),

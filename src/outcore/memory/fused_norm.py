@@ -1,4 +1,4 @@
-"""Batch norm and the ReLU that writes into its output as one operation: fewer passes, and nothing is kept of ReLU.
+"""Batch norm, with the ReLU that writes into its output if there is one, as one operation.
 
 In training, torch passes over memory three times for the norm and twice for the ReLU in forward, eight times in
 backward. As one operation it is three times and five, because ReLU needs neither its own pass nor its output: where the
@@ -7,6 +7,8 @@ gradient goes through follows from the norm's input, which is kept anyway.
                  torch                                          here
     forward      read; read, write; read, write                 read; read, write
     backward     read 2, write; read 2; read 2, write           read 2; read 2, write
+
+And where a batch is one large image, cuDNN gives a channel to one multiprocessor; here a channel is cut into pieces.
 
 Sums are taken in another order than torch's, so this is used only where the user accepts results that are
 *reassociated*. Gradients of gradients do not exist.
@@ -27,22 +29,23 @@ from outcore.graph.recording import Ref, Step
 from outcore.machine.clock import Timing
 from outcore.memory.renorm import NORMS, RELUS, Statistics, dense, memory_format, normalised, usual_order
 
-__all__ = ["pairs_of", "replacements", "without_relus"]
+__all__ = ["norms_of", "replacements", "without_relus"]
 
 
-def pairs_of(graph: Graph, model: nn.Module) -> dict[str, str]:
-    """Call of a norm -> call of the ReLU that is all that happens to its output."""
+def norms_of(graph: Graph, model: nn.Module) -> dict[str, str | None]:
+    """Call of a norm -> call of the ReLU that is all that happens to its output, if there is one."""
     assert graph.executable is not None
     steps = {s.name: s for s in graph.executable[1].steps if s.kind != "guard"}
     readers: dict[str, list[str]] = {}
     for name, call in graph.calls.items():
         for value in call.inputs:
             readers.setdefault(value, []).append(name)
-    found = {}
+    found: dict[str, str | None] = {}
     for name, call in graph.calls.items():
         if not _fusible(steps[name], graph.blocks[call.block].type, model) or len(call.outputs) != 1:
             continue
         (output,) = call.outputs
+        found[name] = None
         if output in graph.outputs or len(after := readers.get(output, [])) != 1:
             continue
         relu = graph.calls[after[0]]
@@ -75,16 +78,17 @@ def replacements(graph: Graph, model: nn.Module) -> dict[str, Step]:
     assert graph.executable is not None
     steps = {s.name: s for s in graph.executable[1].steps if s.kind != "guard"}
     found = {}
-    for norm, relu in pairs_of(graph, model).items():
+    for norm, relu in norms_of(graph, model).items():
         module = model.get_submodule(steps[norm].target)
-        found[norm] = replace(steps[norm], kind="function", target=_Fused(module))
-        found[relu] = replace(steps[relu], kind="function", target=_as_it_is)
+        found[norm] = replace(steps[norm], kind="function", target=_Fused(module, relu is not None))
+        if relu is not None:
+            found[relu] = replace(steps[relu], kind="function", target=_as_it_is)
     return found
 
 
-def without_relus(costs: Costs, pairs: Mapping[str, str]) -> Costs:
-    """Costs in which the ReLUs of pairs take no time and keep nothing."""
-    gone = set(pairs.values())
+def without_relus(costs: Costs, norms: Mapping[str, str | None]) -> Costs:
+    """Costs in which the ReLUs of norms take no time and keep nothing."""
+    gone = set(norms.values())
     nothing = Timing.of([0.0])
 
     def silent(name: str) -> Any:
@@ -101,26 +105,34 @@ def _as_it_is(x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
 
 
 class _Fused:
-    """A batch norm with ReLU."""
+    """A batch norm, with ReLU or without."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+    def __init__(self, module: nn.Module, relu: bool) -> None:
+        self.module, self.relu = module, relu
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if x.numel() <= x.shape[1]:
+            raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.size()}")
         module: Any = self.module
         x = x if dense(x) else x.contiguous()
-        result: torch.Tensor = _NormReLU.apply(x, module.weight, module.bias, module)  # type: ignore[no-untyped-call]
+        given = (x, module.weight, module.bias, module, self.relu)
+        result: torch.Tensor = _Norm.apply(*given)  # type: ignore[no-untyped-call]
         return result
 
 
-class _NormReLU(torch.autograd.Function):
+class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, module: Any) -> torch.Tensor:
-        """Statistics, then both in one pass."""
-        mean, variance = torch.batch_norm_update_stats(x, *_running(module))
-        statistics = (mean, torch.rsqrt(variance + module.eps))
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, module: Any, relu: bool
+    ) -> torch.Tensor:
+        """Statistics, then the rest in one pass."""
+        mean, variance = _moments(x)
+        _follow(module, mean, variance, x.numel() // x.shape[1])
+        precision = torch.float64 if x.dtype is torch.float64 else torch.float32
+        statistics = (mean.to(precision), torch.rsqrt(variance + module.eps).to(precision))
         ctx.save_for_backward(x, *statistics, weight, bias)
-        return normalised(x, statistics, (weight, bias), usual_order(x), relu=True)
+        ctx.relu = relu
+        return normalised(x, statistics, (weight, bias), usual_order(x), relu=relu)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -129,27 +141,45 @@ class _NormReLU(torch.autograd.Function):
         x, mean, invstd, weight, bias = ctx.saved_tensors
         gradient = gradient.contiguous(memory_format=memory_format(x))
         made = _gradients_on_gpu if x.is_cuda else _gradients
-        return *made(gradient, x, (mean, invstd), weight, bias), None
+        return *made(gradient, x, (mean, invstd), weight, bias, ctx.relu), None, None
 
 
-def _running(module: Any) -> tuple[torch.Tensor | None, torch.Tensor | None, float]:
-    """Statistics over all batches, and how fast they follow."""
+def _moments(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and variance of every channel, as float64."""
+    if x.is_cuda:
+        from outcore.memory.norm_triton_kernels import moments
+
+        return moments(x)
+    mean, variance = torch.batch_norm_update_stats(x, None, None, 0.0)
+    return mean.double(), variance.double()
+
+
+def _follow(module: Any, mean: torch.Tensor, variance: torch.Tensor, count: int) -> None:
+    """Let the statistics over all batches follow those of one."""
     if module.running_mean is None:
-        return None, None, 0.0
+        return
     if module.num_batches_tracked is not None:
         module.num_batches_tracked.add_(1)
     momentum = module.momentum if module.momentum is not None else 1.0 / float(module.num_batches_tracked)
-    return module.running_mean, module.running_var, momentum
+    module.running_mean.lerp_(mean.to(module.running_mean.dtype), momentum)
+    module.running_var.lerp_((variance * (count / (count - 1))).to(module.running_var.dtype), momentum)
 
 
 def _gradients(
-    gradient: torch.Tensor, x: torch.Tensor, statistics: Statistics, weight: torch.Tensor, bias: torch.Tensor
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    statistics: Statistics,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    relu: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     shape, dims = (1, -1, *(1,) * (x.dim() - 2)), [0, *range(2, x.dim())]
     mean, invstd = (t.view(shape) for t in statistics)
     count = x.numel() // x.shape[1]
-    passed = normalised(x, statistics, (weight, bias), usual_order(x), relu=False) > 0
-    g = torch.where(passed, gradient, 0).to(mean.dtype)
+    g = gradient
+    if relu:
+        g = torch.where(normalised(x, statistics, (weight, bias), usual_order(x), relu=False) > 0, g, 0)
+    g = g.to(mean.dtype)
     centred = x.to(mean.dtype) - mean
     total, along = g.sum(dims), (g * centred).sum(dims)
     back = (g - total.view(shape) / count - centred * (invstd.square() * along.view(shape) / count)) * invstd
@@ -158,10 +188,15 @@ def _gradients(
 
 
 def _gradients_on_gpu(
-    gradient: torch.Tensor, x: torch.Tensor, statistics: Statistics, weight: torch.Tensor, bias: torch.Tensor
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    statistics: Statistics,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    relu: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     from outcore.memory.norm_triton_kernels import gradient_sums, input_gradient
 
-    total, along = gradient_sums(gradient, x, *statistics, weight, bias, usual_order(x))
-    back = input_gradient(gradient, x, *statistics, weight, bias, total, along, usual_order(x))
+    total, along = gradient_sums(gradient, x, *statistics, weight, bias, usual_order(x), relu)
+    back = input_gradient(gradient, x, *statistics, weight, bias, total, along, usual_order(x), relu)
     return back, (along * statistics[1]).to(weight.dtype), total.to(bias.dtype)

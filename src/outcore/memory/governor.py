@@ -33,7 +33,7 @@ from outcore.graph.preserve import ModelState, state_tensors
 from outcore.graph.recording import Mismatch
 from outcore.graph.structure import leaves
 from outcore.machine.units import format_bytes
-from outcore.memory.fused_norm import pairs_of, without_relus
+from outcore.memory.fused_norm import norms_of, without_relus
 from outcore.memory.graphed import Graphed
 from outcore.memory.holding import Holding, prepare
 from outcore.memory.observer import Measured, Observer, meter_for
@@ -200,7 +200,7 @@ class Governor:
                 costs = account(graph)
                 costs = scaled(costs, self.costs) if self.costs is not None else by_bytes(costs, memory_rate(device))
         if self.settings.reassociated:
-            costs = without_relus(costs, pairs_of(graph, self.model))
+            costs = without_relus(costs, norms_of(graph, self.model))
         budget = self.settings.budget_bytes
 
         def planned(policy: dict[str, str] | None) -> MemoryPlan:

@@ -81,7 +81,7 @@ class Pass:
         """A batch norm again from its own statistics, where that is known to give the same numbers."""
         if norm is None or (statistics := self.statistics.get(norm.call)) is None:
             return None
-        return self.holding.renorm.run(norm, self.model.get_submodule(norm.path), values[norm.input], statistics)
+        return self.holding.renorm.run(norm, values[norm.input], statistics)
 
     def reached(self, position: int) -> None:
         """Backward has come to a call: release and fetch what is due."""
@@ -174,9 +174,8 @@ class _Tape(Tape):
 
     def note(self, norm: Norm) -> None:
         """A norm has run that will be made again: keep its statistics."""
-        module = self.owner.model.get_submodule(norm.path)
         saved = [h.tensor for h in self.pending if h.tensor is not None]
-        found = self.holding.renorm.statistics(norm, module, self.values[norm.input], self.values[norm.output], saved)
+        found = self.holding.renorm.statistics(norm, self.values[norm.input], self.values[norm.output], saved)
         if found is not None:
             self.owner.statistics[norm.call] = found
 

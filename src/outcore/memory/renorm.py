@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -55,8 +56,7 @@ class Norm:
     call: str
     input: str
     output: str
-    path: str
-    """Of the module."""
+    module: nn.Module
     relu: bool
 
 
@@ -79,7 +79,7 @@ def norm_of(steps: Sequence[Step], model: nn.Module, types: Mapping[str, str]) -
         return None
     if not (module.training or module.running_mean is None) or module.weight is None:
         return None
-    return Norm(first.name, given.name, first.outputs[0], first.target, bool(rest))
+    return Norm(first.name, given.name, first.outputs[0], module, bool(rest))
 
 
 @dataclass
@@ -91,29 +91,30 @@ class Renorm:
     """Call -> order of rounding; none where no order will do."""
 
     def statistics(
-        self, norm: Norm, module: nn.Module, x: torch.Tensor, out: torch.Tensor, saved: Iterable[torch.Tensor]
+        self, norm: Norm, x: torch.Tensor, out: torch.Tensor, saved: Iterable[torch.Tensor]
     ) -> Statistics | None:
         """What a norm that has just run has left for making it again.
 
         Args:
             norm: which.
-            module: it.
             x: what it read.
             out: what it wrote, before anything else writes there.
             saved: what autograd has kept of it.
         """
         if self.orders.get(norm.call, 0) is None:
             return None
-        found = _statistics(saved, x.shape[1], (*module.parameters(), *module.buffers()))
+        module: Any = norm.module
+        own = (module.weight, module.bias, module.running_mean, module.running_var)
+        found = _statistics(saved, x.shape[1], [t for t in own if t is not None])
         if norm.call not in self.orders:
             self.orders[norm.call] = self._order(module, x.detach(), out.detach(), found) if found else None
         return found if self.orders[norm.call] is not None else None
 
-    def run(self, norm: Norm, module: nn.Module, x: torch.Tensor, statistics: Statistics) -> torch.Tensor:
+    def run(self, norm: Norm, x: torch.Tensor, statistics: Statistics) -> torch.Tensor:
         """The norm again."""
         order = self.orders[norm.call]
         assert order is not None
-        return normalised(x, statistics, _affine(module), order, relu=norm.relu)
+        return normalised(x, statistics, _affine(norm.module), order, relu=norm.relu)
 
     def _order(self, module: nn.Module, x: torch.Tensor, out: torch.Tensor, statistics: Statistics) -> int | None:
         """The order in which a norm rounds."""
