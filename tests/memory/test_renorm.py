@@ -111,6 +111,18 @@ def test_a_norm_in_eval_mode_has_no_statistics_to_keep() -> None:
     assert entry is not None and not entry.holding.norms
 
 
+def test_the_plan_says_how_exact_it_is() -> None:
+    model, images = network(), torch.randn(3, 3, 9, 9)
+    for exact in ("bitwise", "reassociated"):
+        outcore.within(model, (images,), memory=None, exact=exact, quiet=True)
+        document = outcore.memory_plan(model).document()
+        assert document.exactness == exact
+    outcore.within(model, (images,), memory=None, plan=document, quiet=True)
+    assert model.__dict__["forward"].settings.reassociated
+    outcore.within(model, (images,), memory=None, plan={"0#0:out": "encode:half"}, quiet=True)
+    assert outcore.memory_plan(model).document().exactness == "lossy"
+
+
 def test_an_unknown_grade_is_refused() -> None:
     with pytest.raises(outcore.OutcoreError, match="bitwise"):
         outcore.within(network(), [(1, 3, 9, 9)], memory=None, exact="roughly")

@@ -204,7 +204,7 @@ class Governor:
         budget = self.settings.budget_bytes
 
         def planned(policy: dict[str, str] | None) -> MemoryPlan:
-            return plan_memory(
+            found = plan_memory(
                 graph,
                 costs,
                 budget_bytes=budget,
@@ -216,6 +216,7 @@ class Governor:
                 time_limit_s=self.settings.search_s,
                 states=self.settings.states,
             )
+            return replace(found, reassociated=self.settings.reassociated)
 
         known = self.settings.policy
         if known is not None and not any(self.admitted.values()):

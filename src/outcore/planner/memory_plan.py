@@ -14,7 +14,8 @@ from outcore.cost.optimizer import OptimizerCost
 from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.machine.units import format_bytes
-from outcore.plan_document import Plan, Predicted, name_stages
+from outcore.ops.encoding import LOSSY
+from outcore.plan_document import Exactness, Plan, Predicted, name_stages
 from outcore.planner.budget import Assignment, fit
 from outcore.planner.keeping import Keeping, Outcome
 from outcore.planner.state import Relief, StatePolicy
@@ -36,6 +37,8 @@ class MemoryPlan:
     """Where parameters, gradients and optimizer state live."""
     state_s: float = 0.0
     """What that costs."""
+    reassociated: bool = False
+    """Norms may round in another order."""
 
     @property
     def policy(self) -> dict[str, str]:
@@ -67,6 +70,13 @@ class MemoryPlan:
         """Predicted time over that of plain training."""
         return (self.outcome.time_s + self.state_s) / self.keeping.plain_s if self.keeping.plain_s else 1.0
 
+    @property
+    def exactness(self) -> Exactness:
+        """How the results compare with those of plain training."""
+        if any(how.removeprefix("encode:") in LOSSY for how in self.policy.values()):
+            return "lossy"
+        return "reassociated" if self.reassociated else "bitwise"
+
     def document(self) -> Plan:
         """The plan as a document."""
         graph = self.keeping.graph
@@ -74,6 +84,7 @@ class MemoryPlan:
             graph=graph.fingerprint,
             stages=name_stages(graph, [list(graph.calls)]),
             policy=self.policy,
+            exactness=self.exactness,
             state=self.state.to_json(),
             memory_bytes=self.budget_bytes,
             predicted=Predicted(self.outcome.time_s + self.state_s, (self.peak_bytes,), 0.0, "memory curve"),
