@@ -5,6 +5,8 @@
 slide     examples/pathology: one epoch over one slide, within a budget that the allocator is not let beyond
 overhead  steps of `outcore train` beside those of a loop written by hand, in turns: same network, examples, updates
 
+A slide and a plan made before (`--slides`, `--plan`) save time on a device that is lent for seconds.
+
 Weights for the frozen norm come from the example's warm-up (`--weights`), which is run first where none are given.
 """
 
@@ -63,7 +65,9 @@ def slide(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     side, depth, memory = (256, 11, "40MiB") if arguments.small else (32768, 110, "24GiB")
     began = time.perf_counter()
     tile = 64 if arguments.small else 512
-    table = write_slides(folder / "slides", 1, size=(side, side), share=arguments.share, tile=tile)
+    table = arguments.slides or write_slides(
+        folder / "slides", 1, size=(side, side), share=arguments.share, tile=tile, name="train.csv"
+    )
     written_s = time.perf_counter() - began
     os.environ["SIDE"] = str(side)
     weights = arguments.weights or _warm_up(folder, table, depth, side, arguments.device)
@@ -78,6 +82,8 @@ def slide(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         f"arguments=[norm=frozen, depth={depth}, weights={weights}]",
         f"out={folder / 'slide'}",
     ]
+    if arguments.plan:
+        overrides.append(f"plan.file={arguments.plan}")
     if arguments.device == "cuda":
         whole = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(parse_bytes(memory) / whole)
@@ -157,7 +163,7 @@ class Timed:
 
 def overhead(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """Steps of the application beside those of a loop by hand, in turns."""
-    side, count, batch, depth, rounds = (32, 24, 4, 11, 2) if arguments.small else (224, 128, 8, 110, 2)
+    side, count, batch, depth, rounds = (32, 24, 4, 11, 2) if arguments.small else (224, 160, 8, 110, 1)
     job = folder / "overhead.py"
     job.write_text(OVERHEAD_JOB.format(side=side, count=count, depth=depth))
     ours, plain, bookkeeping = [], [], []
@@ -237,6 +243,8 @@ def main() -> None:
     parser.add_argument("--part", action="append", choices=["slide", "overhead"])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--share", type=float, default=0.3, help="of the slide that is tissue")
+    parser.add_argument("--slides", type=Path, help="the table of a slide written before, with that share")
+    parser.add_argument("--plan", type=Path, help="tiles planned before: the plan.json of such a run")
     parser.add_argument("--weights", type=Path, help="a checkpoint of the warm-up")
     parser.add_argument("--small", action="store_true")
     arguments = parser.parse_args()

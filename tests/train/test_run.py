@@ -205,9 +205,18 @@ def test_a_full_disk_is_said_and_the_last_good_checkpoint_kept(tmp_path: Path) -
 
     with mock.patch.object(checkpoint, "save_file", full):
         code, said = run(job, tmp_path / "run", "train.epochs=3", "optimizer.lr=0.0")
-    assert code == 0 and "No space left on device" in said and "checkpoints could not be written" in said
+    assert code == 1 and "No space left on device" in said and "the last weights are not saved" in said
     assert weights(tmp_path / "run")
     assert json.loads((tmp_path / "run" / "run.json").read_text())["checkpoints_lost"] > 0
+    code, said = run(job, tmp_path / "run", "train.epochs=3", "optimizer.lr=0.0")
+    assert code == 0 and "going on at" in said and "finished after 18 steps" in said
+
+
+def test_a_report_that_cannot_be_written_does_not_hide_the_run(tmp_path: Path) -> None:
+    full = OSError(28, "No space left on device")
+    with mock.patch("outcore.train.application.write_ending", side_effect=full):
+        code, said = run(write_job(tmp_path), tmp_path / "run")
+    assert code == 0 and "the report could not be written: No space left on device" in said
 
 
 def test_half_precision_and_values_to_regress(tmp_path: Path) -> None:

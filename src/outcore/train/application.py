@@ -128,20 +128,30 @@ def _run(loop: Loop, supply: Supply, console: Console) -> int:
     ended = "failed"
     try:
         ending = loop.run()
-        ended = ending.how
+        ended = "finished, not saved" if loop.unsaved else ending.how
     except BaseException as error:
         if loop.runner.rank == 0:
-            folder.note(error=str(error) or type(error).__name__)
+            with contextlib.suppress(OSError):  # a full disk must not hide the error
+                folder.note(error=str(error) or type(error).__name__)
         raise
     finally:
         if loop.runner.rank == 0:
-            write_ending(loop, supply, ended, time.monotonic() - began)
+            _write_down(loop, supply, ended, time.monotonic() - began, console)
         loop.runner.close()
     if loop.runner.rank == 0:
         say_ending(loop, supply, ending, console)
     if ending.how == "interrupted":
         return 128 + (ending.signal or 0)
-    return 1 if loop.checkpoints_lost and not folder.last.exists() else 0
+    return 1 if loop.unsaved else 0
+
+
+def _write_down(loop: Loop, supply: Supply, ended: str, time_s: float, console: Console) -> None:
+    """The end of a run in its folder; a disk that is full is said and hides nothing that went wrong before."""
+    try:
+        write_ending(loop, supply, ended, time_s)
+    except OSError as error:
+        said = f"warning: the report could not be written: {error.strerror or error}; make room, then type: "
+        console.print(f"{said}outcore report {loop.folder.path}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _metrics(config: Config, runner: Runner, validation: Feed | JobFeed | None) -> tuple[str, ...]:

@@ -80,6 +80,9 @@ def say_ending(loop: Loop, supply: Supply, ending: Ending, console: Console) -> 
         console.print(f"{where.not_finite} steps were not finite and left the weights alone", highlight=False)
     if loop.checkpoints_lost:
         console.print(f"{loop.checkpoints_lost} checkpoints could not be written", style="red", highlight=False)
+    if loop.unsaved:
+        said = "the last weights are not saved; make room, and run the same command again to go on"
+        console.print(said, style="red", highlight=False)
     best = ""
     if where.best is not None and where.best_epoch is not None:
         best = f"; best {loop.config.watch} {where.best:.4g} in epoch {where.best_epoch + 1}"

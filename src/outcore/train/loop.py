@@ -60,6 +60,8 @@ class Loop:
     position: Position = field(default_factory=Position)
     wish: Wish = field(default_factory=Wish)
     checkpoints_lost: int = 0
+    unsaved: bool = False
+    """Whether the last checkpoint to go on from could not be written."""
     timeline: Timeline | None = None
     """Of the last step of the last epoch."""
     _times: list[float] = field(default_factory=list)
@@ -106,9 +108,11 @@ class Loop:
         state = {"position": self.position.to_json(), "schedule": schedule}
         try:
             self.runner.save(self.folder.best if best else self.folder.last, state, keep=1 if best else 2)
+            self.unsaved = False
         except (CheckpointError, OSError) as error:
             self.checkpoints_lost += 1
-            self.show.say(f"warning: no checkpoint at step {self.position.step}: {error}; the one before is kept")
+            self.unsaved = not best
+            self.show.say(f"warning: no checkpoint at step {self.position.step}: {error}")
 
     def measured(self) -> dict[str, Any]:
         """Figures of the steps made in this process, the first left out: it prepares what later ones reuse."""

@@ -53,7 +53,7 @@ def plan_stream(model: nn.Module, config: Config, expected: Forecast, inputs: An
         try:
             found = plan_tiles(graph, memory=max(1, budget - state), costs=costs, statistics=config.plan.statistics)
         except PlanError as error:
-            raise PlanError(f"{error}, and {format_bytes(state)} for the optimizer's state") from None
+            raise PlanError(f"{format_bytes(state)} of it are the optimizer's state; beside that, {error}") from None
     share = computed_share(inputs, found.tile, found.overlap)
     said = str(found)
     if share < 1:
