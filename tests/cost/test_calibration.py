@@ -14,8 +14,10 @@ import pytest
 import torch
 
 from outcore.cost import Calibration, Ceiling, Operation, Sample, fit_calibration
+from outcore.cost import calibration as calibration_module
 from outcore.cost.calibrate import calibrate, collect
-from outcore.cost.features import NAMES, features
+from outcore.cost.calibration import file_name
+from outcore.cost.features import NAMES, Matrix, features
 from outcore.cost.regression import METHODS, fit_regression, regression_from_json
 from outcore.cost.sweep import draw, sweep
 from outcore.errors import MachineError
@@ -159,12 +161,12 @@ def test_shipped_calibrations_are_small_complete_and_plausible() -> None:
         assert forward.time_s > Ceiling.of(find("h200").device, dtype).time_s(conv)
 
 
-def test_a_users_own_calibration_goes_before_the_shipped_one(calibration: Calibration, tmp_path: Path) -> None:
-    shipped = Calibration.find("NVIDIA H200", "tf32", cache=tmp_path)
-    assert shipped is not None and shipped.device == "NVIDIA H200"
+def test_the_shipped_calibration_is_found_beside_a_small_one_of_the_user(
+    calibration: Calibration, tmp_path: Path
+) -> None:
     calibration.save(tmp_path / "nvidia-h200-tf32.json.gz")
-    own = Calibration.find("NVIDIA H200", "tf32", cache=tmp_path)
-    assert own is not None and own.device == "a card"
+    found = Calibration.find("NVIDIA H200", "tf32", cache=tmp_path)
+    assert found is not None and found.device == "NVIDIA H200"
     assert Calibration.find("abacus", "fp32", cache=tmp_path) is None
 
 
@@ -192,3 +194,33 @@ def test_a_small_real_sweep_can_be_fitted(tmp_path: Path) -> None:
         print(f"{name}: {count} samples, {method}, held-out error median {median:.0%}, p90 {p90:.0%}")
     predictions = fitted.predict([sample.operation for sample in samples])
     assert all(0 < prediction.efficiency <= 1 for prediction in predictions)
+
+
+def test_a_shape_for_which_the_library_is_slow_does_not_spoil_its_neighbours() -> None:
+    source = np.random.default_rng(0)
+    rows = source.uniform(-1, 1, (150, 3))
+    odd = source.permutation(150)[:12]
+    targets = _smooth(rows)
+    targets[odd] -= np.log(10)
+    fitted = fit_regression("gaussian", rows, targets)
+    fresh = source.uniform(-0.8, 0.8, (200, 3))
+    assert np.percentile(np.abs(fitted.predict(fresh) - _smooth(fresh)), 90) < 0.1
+
+
+def _smooth(rows: Matrix) -> Matrix:
+    return np.asarray(np.sin(2 * rows[:, 0]) / 2 - np.cos(2 * rows[:, 1]) / 3 - 1.5)
+
+
+def test_of_two_calibrations_the_one_of_more_samples_goes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operations = list(itertools.islice(sweep(DEVICE, dtype="fp32", kinds=["linear"]), 60))
+    few, many = (
+        fit_calibration([Sample(o, invented(o)) for o in operations[:n]], DEVICE, "fp32", methods=("polynomial",))
+        for n in (24, 60)
+    )
+    for own, shipped, wanted in ((few, many, many), (many, few, many), (many, None, many)):
+        own.save(tmp_path / file_name(DEVICE.name, "fp32"))
+        monkeypatch.setattr(calibration_module, "_shipped", lambda _, shipped=shipped: shipped)
+        found = Calibration.find(DEVICE.name, "fp32", cache=tmp_path)
+        assert found is not None and found.samples == wanted.samples

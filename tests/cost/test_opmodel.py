@@ -158,4 +158,7 @@ def test_backward_is_the_sum_of_its_two_products() -> None:
     assert (conv.part, weight.part, of_input.part) == ("backward", "weight", "input")
     assert weight.parts() == (weight,)
     depthwise = Operation("conv", batch=2, in_channels=4, groups=4, **image)
-    assert (conv.family, depthwise.family) == ("conv", "depthwise")
+    grouped = Operation("conv", batch=2, in_channels=4, groups=2, **image)
+    line = Operation("conv", batch=2, in_channels=4, size=(14,), kernel=(3,))
+    found = [operation.family for operation in (conv, depthwise, grouped, line)]
+    assert found == ["dense", "depthwise", "conv", "conv"]

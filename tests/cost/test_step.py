@@ -49,6 +49,18 @@ def test_an_optimizer_of_many_kernels_starts_before_it_is_issued() -> None:
     assert bound_by_device.step_s == pytest.approx(8 * 2e-3 + 1e-5 + 3e-3)
 
 
+def test_an_optimizer_s_first_kernel_waits_for_what_comes_before_it() -> None:
+    late = replace(Timing.of([1e-3], dispatch_s=5e-4), lead_s=4e-4)
+    assert predict_step(*timed(1e-6, 1e-5), optimizer=late).step_s == pytest.approx(8e-5 + 4e-4 + 1e-3)
+    hidden = predict_step(*timed(2e-3, 1e-5), optimizer=late)
+    assert hidden.step_s == pytest.approx(8 * 2e-3 + 1e-5 + 1e-3)
+
+
+def test_starting_backward_takes_the_host_s_time_once() -> None:
+    graph, costs = timed(1e-6, 1e-5)
+    assert predict_step(graph, replace(costs, start_s=1e-4)).step_s == pytest.approx(8e-5 + 1e-4 + 1e-6)
+
+
 def test_gradients_that_meet_are_added_up() -> None:
     class Fork(nn.Module):
         def __init__(self) -> None:
@@ -61,11 +73,16 @@ def test_gradients_that_meet_are_added_up() -> None:
 
     graph = outcore.capture(Fork(), [(2, 4)])
     costs = account(graph)
-    timing = Timing.of([1e-3])
+    timing, tiny = Timing.of([1e-3]), Timing.of([1e-6], dispatch_s=1e-5)
     calls = {n: replace(c, forward=timing, backward=timing, time_source="measured") for n, c in costs.calls.items()}
     plain = predict_step(graph, replace(costs, calls=calls))
     summed = predict_step(graph, replace(costs, calls=calls, sum_bytes_per_s=96e3))
     assert summed.step_s - plain.step_s == pytest.approx(3 * 2 * 4 * 4 / 96e3)
+    small = {n: replace(c, forward=tiny, backward=tiny) for n, c in costs.calls.items()}
+    issued = [
+        predict_step(graph, replace(costs, calls=small, sum_bytes_per_s=1e12, sum_dispatch_s=s)) for s in (0, 1e-3)
+    ]
+    assert issued[1].step_s - issued[0].step_s == pytest.approx(1e-3)
 
 
 def test_the_interval_lies_around_the_step() -> None:

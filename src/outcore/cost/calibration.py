@@ -9,7 +9,7 @@ time: an interval, the roofline it was derived from, the efficiency, and how far
     scaled           carried over to another device by its rates
 
 It is stored as one (gzipped) JSON document with its own held-out errors inside. The calibrations of some devices ship
-with the package; those a user makes are kept in the cache directory and go first.
+with the package; those a user makes are kept in the cache directory, and the one of more samples goes first.
 """
 
 from __future__ import annotations
@@ -218,9 +218,18 @@ class Calibration:
 
     @classmethod
     def find(cls, device: str, dtype: object, *, cache: Path | None = None) -> Calibration | None:
-        """The user's own calibration of a device if there is one, else the one that ships, else None."""
-        own = (cache if cache is not None else cache_directory()) / file_name(device, dtype)
-        return cls.load(own) if own.exists() else cls.shipped(device, dtype)
+        """The user's own calibration of a device, or the one that ships if that was made from more samples."""
+        path = (cache if cache is not None else cache_directory()) / file_name(device, dtype)
+        shipped = cls.shipped(device, dtype)
+        if not path.exists():
+            return shipped
+        own = cls.load(path)
+        return shipped if shipped is not None and shipped.samples > own.samples else own
+
+    @property
+    def samples(self) -> int:
+        """How many measurements it was fitted to; one that serves several kinds counts for each."""
+        return sum(model.samples for model in self.models.values())
 
     def errors(self) -> dict[str, tuple[int, str, float, float]]:
         """By kind and direction: samples, method, and held-out median and p90 error."""
@@ -286,6 +295,11 @@ def _summed(first: Timing, second: Timing) -> Timing:
     )
 
 
+def _says_of(family: str, operation: Operation) -> bool:
+    """Whether an operation is a sample of a family; the few odd convolutions learn from the ordinary ones too."""
+    return operation.family == family or (family == operation.kind and operation.family == "dense")
+
+
 def fit_calibration(
     samples: Sequence[Sample],
     device: Device,
@@ -300,9 +314,9 @@ def fit_calibration(
     # Faster than any cache: the operation turned out to be a view, and nothing was moved.
     everything = [*samples, *_joined(samples)]
     moved = [s for s in everything if 0 < s.operation.nbytes < _NO_CACHE * base.bytes_per_s * s.timing.median_s]
-    for family in ("depthwise", *KINDS):
+    for family in ("depthwise", "dense", *KINDS):
         for part in ("forward", "backward", "weight", "input"):
-            chosen = [s for s in moved if (s.operation.family, s.operation.part) == (family, part)]
+            chosen = [s for s in moved if s.operation.part == part and _says_of(family, s.operation)]
             if len(chosen) >= (1 if part in ("forward", "backward") else _LEAST_OF_A_PART):
                 models[f"{family}/{part}"] = fit_efficiency(chosen, base, methods=methods)
     return Calibration(device.name, dtype, base, models, dict(about or {}))

@@ -18,6 +18,7 @@ from outcore.cost.calibration import Calibration, Prediction
 from outcore.cost.ceiling import Ceiling
 from outcore.cost.costs import CallCost, Costs
 from outcore.cost.describe import describe, is_idle
+from outcore.cost.issue import BETWEEN, CALL, NODE, START, SUM
 from outcore.cost.movement import Movement
 from outcore.cost.opmodel import Operation
 from outcore.cost.optimizer import OptimizerCost
@@ -42,6 +43,8 @@ _FRESH_FROM, _FRESH_BYTES_PER_S = 24 << 20, 2.4e9
 measured on a virtual machine of two cores (torch 2.13, glibc): 2.2 to 2.7 GB/s for 24 to 151 MiB, nothing for 8 MiB."""
 _PER_TENSOR = 0.1
 """Host time per tensor of an operation on a list of tensors, over that of an operation by itself."""
+_LEAD = 0.7
+"""Share of an optimizer's host time before its first kernel, where it steps all parameters together."""
 _CACHED = 25_000_000
 """Bytes that a call finds in the cache: half of what recent GPUs have, most of what cores share."""
 _PRECISIONS = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
@@ -98,7 +101,31 @@ def estimate(graph: Graph, machine: Machine | Device, *, tf32: bool = True) -> C
         calls = {name: _moving(cost, moves.bytes_of(name), rate, device) for name, cost in calls.items()}
     if device.kind == "cpu":
         calls = {name: _moving(cost, _fresh_bytes(cost), _FRESH_BYTES_PER_S, device) for name, cost in calls.items()}
-    return replace(costs, device=device.name, sum_bytes_per_s=rate, calls=calls)
+    costs = replace(costs, device=device.name, sum_bytes_per_s=rate, calls=calls)
+    return _issued(costs, device) if device.kind == "cuda" else costs
+
+
+def _issued(costs: Costs, device: Device) -> Costs:
+    """Costs with the host's time to issue each call, from the operations that were counted in it."""
+
+    def issued(timing: Timing | None, work: float) -> Timing | None:
+        return replace(timing, dispatch_s=work * device.dispatch_s) if timing is not None else None
+
+    calls = {
+        name: replace(
+            cost,
+            forward=issued(cost.forward, CALL + cost.issue_forward),
+            backward=issued(cost.backward, NODE + cost.issue_backward),
+        )
+        for name, cost in costs.calls.items()
+    }
+    return replace(
+        costs,
+        calls=calls,
+        between_s=BETWEEN * device.dispatch_s,
+        start_s=START * device.dispatch_s,
+        sum_dispatch_s=SUM * device.dispatch_s,
+    )
 
 
 def estimate_optimizer(
@@ -120,7 +147,8 @@ def estimate_optimizer(
     if device.kind == "cpu":
         fresh = sum(size for size in sizes if size >= _FRESH_FROM) * cost.workspace_per_largest
         return Timing.of([max(moved_s, on_host) + fresh / _FRESH_BYTES_PER_S])
-    return Timing.of([max(moved_s, issued * device.launch_s)], dispatch_s=on_host)
+    lead_s = _LEAD * on_host if cost.together else 0.0
+    return replace(Timing.of([max(moved_s, issued * device.launch_s)], dispatch_s=on_host), lead_s=lead_s)
 
 
 def _sheet(elements: int) -> Operation:

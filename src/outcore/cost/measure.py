@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
@@ -126,7 +127,7 @@ def _measure(
         if progress is not None:
             progress(len(found), len(order), "")
     reason = "" if len(found) == len(order) else notes[-1]
-    found = {name: bench.in_seconds(cost) for name, cost in found.items()}
+    found = {name: bench.finished(cost) for name, cost in found.items()}
     timed = {name: found.get(names[0]) for names in groups.values() for name in names}
     calls = {name: _with_time(cost, timed[name], reason) for name, cost in bench.costs.calls.items()}
     return replace(
@@ -155,8 +156,7 @@ class _Bench:
         self.recording: Recording = recording_of(graph)
         self.steps: Mapping[str, Step] = {s.name: s for s in self.recording.steps if s.kind != "guard"}
         self.beats = Beats()
-        with _in_this_thread(device):
-            self.engine = self._engine()
+        self.engines: list[Timing] = []
         self.surroundings = Surroundings(device)
         self.before = 0
         if device.type == "cuda":
@@ -211,11 +211,20 @@ class _Bench:
                 break
         return replace(cost, reason=reason or f"it needs {self.need(name):,} bytes of {self.limit:,}")
 
-    def in_seconds(self, cost: CallCost) -> CallCost:
-        """A cost that was counted in beats."""
+    def finished(self, cost: CallCost) -> CallCost:
+        """A cost as it was counted, without the engine's start, at the median pace of the host."""
+        backward = _less(cost.backward, self.engine) if cost.backward is not None else None
         if self.device.type == "cpu":
-            return cost
-        return replace(cost, forward=self.beats.in_seconds(cost.forward), backward=self.beats.in_seconds(cost.backward))
+            return replace(cost, backward=backward)
+        return replace(cost, forward=self.beats.in_seconds(cost.forward), backward=self.beats.in_seconds(backward))
+
+    @functools.cached_property
+    def engine(self) -> Timing:
+        """What it takes to start the engine: the median of all that was seen beside the backward passes."""
+        middle = statistics.median([e.median_s for e in self.engines])
+        return replace(
+            Timing.of([middle]), dispatch_s=statistics.median([engine.dispatch_s for engine in self.engines])
+        )
 
     def start_s(self) -> float:
         """Host time of starting backward in a thread of its own; on a CPU there is none."""
@@ -224,12 +233,11 @@ class _Bench:
     def _engine(self) -> Timing:
         """What it takes to start the autograd engine for a graph that does nothing, counted in beats."""
         x = torch.ones(1, device=self.device, requires_grad=True)
-        y, gradient = x.view(1), torch.ones(1, device=self.device)
-        empty = partial(torch.autograd.grad, y, x, gradient, retain_graph=True)
+        empty = _gradients([x.view(1)], [x], [torch.ones(1, device=self.device)])
         if self.device.type == "cpu":
-            return time_calls(empty, self.device, seconds=0.02, clock=clock_for(self.device))
+            return time_calls(empty, self.device, seconds=0.002, most=5, clock=clock_for(self.device))
         before = beat_s()
-        return self.beats.counted(time_calls(empty, self.device, seconds=0.02), before)
+        return self.beats.counted(time_calls(empty, self.device, seconds=0.02, most=9), before)
 
     def library_bytes(self) -> int:
         """What the device's libraries allocated since the start and still hold."""
@@ -267,17 +275,17 @@ class _Bench:
         forward: Timing,
         seconds: float,
     ) -> Timing:
-        try:
-            with _in_this_thread(self.device):
-                return _less(
-                    self._clocked(lambda: alone.backward(roots, gradients, keep=True), seconds, gradients), self.engine
-                )
-        except RuntimeError:  # a graph that can be used once only, as of a checkpointed region
+        """Backward and the start of the engine, which is timed beside it."""
+        with _in_this_thread(self.device):
+            self.engines.append(self._engine())
+            try:
+                return self._clocked(_gradients(roots, alone.wanted, gradients), seconds, gradients)
+            except RuntimeError:  # a graph that can be used once only, as of a checkpointed region
 
-            def both() -> None:
-                alone.backward(*alone.gradients_for(alone.forward()))
+                def both() -> None:
+                    alone.backward(*alone.gradients_for(alone.forward()))
 
-            return _less(_less(self._clocked(both, seconds, gradients), forward), self.engine)
+                return _less(self._clocked(both, seconds, gradients), forward)
 
     def _clocked(self, call: Callable[[], object], seconds: float, warm: list[torch.Tensor]) -> Timing:
         """Time a call as in a step: only what the call before made is in the cache."""
@@ -367,6 +375,13 @@ def _with_time(cost: CallCost, timed: CallCost | None, reason: str) -> CallCost:
         workspace_backward_bytes=timed.workspace_backward_bytes,
         workspace_source=timed.workspace_source,
     )
+
+
+def _gradients(
+    roots: list[torch.Tensor], wanted: list[torch.Tensor], gradients: list[torch.Tensor]
+) -> Callable[[], object]:
+    """Backward from roots to what is wanted, again and again."""
+    return partial(torch.autograd.grad, roots, wanted, gradients, retain_graph=True, allow_unused=True)
 
 
 def _in_this_thread(device: torch.device) -> contextlib.AbstractContextManager[object]:

@@ -226,9 +226,11 @@ class Operation:
 
     @property
     def family(self) -> str:
-        """Operations that share kernels: the kind, and convolutions of single channels by themselves."""
-        depthwise = self.kind == "conv" and self.groups > 1 and self.groups == self.in_channels
-        return "depthwise" if depthwise else self.kind
+        """Operations that share kernels: the kind, and of convolutions those of single channels, and ordinary ones of
+        images, by themselves."""
+        if self.kind == "conv" and self.groups > 1 and self.groups == self.in_channels:
+            return "depthwise"
+        return "dense" if self.kind == "conv" and self.groups == 1 and len(self.size) == 2 else self.kind
 
     @property
     def part(self) -> str:

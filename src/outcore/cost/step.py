@@ -19,6 +19,8 @@ Between the calls the host also runs the modules around them, the user's Python 
 from __future__ import annotations
 
 import math
+import statistics
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -154,7 +156,8 @@ def _wait_s(forward: list[Timing], backward: list[Timing], optimizer: Timing | N
             device = max(device, host) + timing.median_s
             busy += timing.median_s
     if optimizer is not None:  # many kernels: the device begins long before the host has issued the last
-        device = max(max(device, host) + optimizer.median_s, host + optimizer.dispatch_s)
+        begin = max(device, host + optimizer.lead_s)
+        device = max(begin + optimizer.median_s, host + optimizer.dispatch_s)
         busy += optimizer.median_s
     return max(0.0, device - busy)
 
@@ -182,4 +185,19 @@ def measure_optimizer(
     optimizer = make(made)
     before = beat_s() if beat else 0.0
     timing = time_calls(optimizer.step, where, seconds=0.2, warmup=2, most=runs, clock=clock_for(where))
-    return replace(timing, dispatch_s=timing.dispatch_s * 2 * beat / (before + beat_s())) if beat else timing
+    if where.type == "cuda":
+        timing = replace(timing, lead_s=max(0.0, _from_idle_s(optimizer.step, where) - timing.median_s))
+    scale = 2 * beat / (before + beat_s()) if beat else 1.0
+    return replace(timing, dispatch_s=timing.dispatch_s * scale, lead_s=timing.lead_s * scale)
+
+
+def _from_idle_s(call: Callable[[], object], device: torch.device, runs: int = 5) -> float:
+    """Seconds from a call to its end on a device that waits for it."""
+    times = []
+    for _ in range(runs):
+        torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        call()
+        torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)

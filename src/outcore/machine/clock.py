@@ -40,6 +40,8 @@ class Timing:
     runs: int
     dispatch_s: float = 0.0
     """Median time the host needed to issue it; 0 on a CPU, where it is part of the others."""
+    lead_s: float = 0.0
+    """Of that, what passes before the device has anything to do; 0 where it is not known."""
 
     @classmethod
     def of(cls, samples: Sequence[float], *, dispatch_s: float = 0.0) -> Timing:

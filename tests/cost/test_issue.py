@@ -1,0 +1,87 @@
+"""What the host does to issue a call: counted by operation, compared at its own pace."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import outcore
+from outcore.cost import beat, pace
+from outcore.cost.beat import Beats, beat_s
+from outcore.cost.costs import Costs
+from outcore.cost.issue import issue_of
+from outcore.cost.saved import account
+from outcore.cost.step import predict_step
+from outcore.graph import Graph
+from outcore.machine import parse
+from outcore.machine.clock import Timing
+
+aten = torch.ops.aten
+
+
+def test_a_call_s_work_is_that_of_the_operations_below_it() -> None:
+    graph = outcore.capture(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), [(2, 4)])
+    costs = account(graph)
+    assert costs["0#0"].issue_forward == pytest.approx(issue_of(aten.t.default) + issue_of(aten.addmm.default))
+    assert costs["1#0"].issue_forward == pytest.approx(issue_of(aten.relu.default))
+    assert costs["1#0"].issue_backward == pytest.approx(issue_of(aten.threshold_backward.default))
+
+
+def test_casts_under_autocast_are_work_for_the_host() -> None:
+    class Half(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return super().forward(x)
+
+    plain, half = (outcore.capture(nn.Sequential(kind(4, 4)), [(2, 4)]) for kind in (nn.Linear, Half))
+    work = [sum(c.issue_forward for c in account(graph).calls.values()) for graph in (plain, half)]
+    assert work[1] == pytest.approx(work[0] + 3 * issue_of(aten._to_copy.default))
+
+
+def test_kinds_of_operations_differ_and_bookkeeping_is_free() -> None:
+    order = [aten.detach.default, aten.view.default, aten.relu.default, aten.mm.default, aten.convolution.default]
+    weights = [issue_of(operation) for operation in order]
+    assert weights == sorted(weights) and weights[0] == 0.0
+    assert issue_of(aten.native_batch_norm_backward.default) != issue_of(aten.native_layer_norm_backward.default)
+
+
+def test_a_small_network_on_a_gpu_is_estimated_by_its_host() -> None:
+    graph = outcore.capture(nn.Sequential(*(nn.Linear(4, 4) for _ in range(50))), [(2, 4)])
+    quick = parse("h200").devices[0]
+    slow = replace(quick, dispatch_s=3 * quick.dispatch_s)
+    steps = [predict_step(graph, outcore.estimate(graph, device)).step_s for device in (quick, slow)]
+    assert steps[1] == pytest.approx(3 * steps[0], rel=0.05)
+
+
+def test_times_taken_at_different_paces_are_equal_in_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    beats, now = Beats(), [1e-4]
+    monkeypatch.setattr(beat, "beat_s", lambda: now[0])
+    quick = beats.counted(Timing.of([1e-3], dispatch_s=1e-5), 1e-4)
+    now[0] = 2e-4
+    slow = beats.counted(Timing.of([1e-3], dispatch_s=2e-5), 2e-4)
+    assert quick.dispatch_s == slow.dispatch_s
+    assert beats.median_s == pytest.approx(1.5e-4)
+    restored = beats.in_seconds(quick)
+    assert restored is not None and restored.dispatch_s == pytest.approx(1.5e-5) and restored.median_s == 1e-3
+    assert beats.in_seconds(None) is None
+
+
+def test_a_beat_takes_time_and_changes_nothing() -> None:
+    before = torch.get_rng_state()
+    assert beat_s() > 0
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_what_is_between_calls_is_given_for_the_pace_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(graph: Graph) -> Costs:
+        costs, timing = account(graph), Timing.of([1e-4])
+        calls = {n: replace(c, forward=timing, backward=None) for n, c in costs.calls.items()}
+        return replace(costs, calls=calls, beat_s=1e-4)
+
+    monkeypatch.setattr(pace, "_known", {})
+    monkeypatch.setattr(pace, "_step_s", lambda *_: 1.0)
+    here = pace.between_calls(torch.device("cpu"), measure)
+    assert pace.between_calls(torch.device("cpu"), measure, beat=3e-4) == pytest.approx(3 * here)
