@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from exactness import correctness, memory, training_curve
-from graphs import chunk_lengths, graphed
+from graphs import graphed
 from setting import settings
 from speed import measure, table
 
@@ -68,17 +68,15 @@ def main() -> None:
 
     log(str(result["environment"]))
     if args.part == "graphs":
-        result |= {"graphs": [], "chunks": []}
+        result["graphs"] = []
         for setting in settings(False):
             if setting.steps == 30000:
-                for name, look in (("graphs", graphed), ("chunks", chunk_lengths)):
-                    try:
-                        found = look(setting, log)
-                        result[name] += found if isinstance(found, list) else [found]
-                    except Exception as error:
-                        log(f"FAILED {name} {setting}: {type(error).__name__}: {error}")
-                        result[name].append(asdict(setting) | {"failed": str(error)[:300]})
-                    save()
+                try:
+                    result["graphs"].append(graphed(setting, log))
+                except Exception as error:
+                    log(f"FAILED {setting}: {type(error).__name__}: {error}")
+                    result["graphs"].append(asdict(setting) | {"failed": str(error)[:300]})
+                save()
         return
     if args.part is None:
         result["correctness"] = correctness(log)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from outcore.scan.kernels import KIND, available, fits, interpreted, or_none, power_of_two
+from outcore.scan.kernels import KIND, available, dot_precision, fits, interpreted, or_none, power_of_two
 from outcore.scan.report import Outcome
 from outcore.scan.sweep_kernels import (
     ROWS,
@@ -128,6 +128,6 @@ def _run(
         H=cell.hidden, KIND=KIND[cell.kind], RELU=cell.kind == "relu", G=cell.gates, S=cell.state,
         WRITTEN=states.shape[-1], PACKED=lengths is not None, BIAS=bias is not None, GIVEN=given,
         WATCHED=found is not None, LIBRARY=not interpreted(),
-        PRECISION="full" if starts.dtype == torch.float32 else "ieee", HP=power_of_two(cell.hidden), ROWS=ROWS,
+        PRECISION=dot_precision(starts.dtype), HP=power_of_two(cell.hidden), ROWS=ROWS,
         num_warps=sweep_warps(cell, starts.dtype),
     )  # fmt: skip

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from outcore.scan.kernels import available, fits, interpreted, or_none, power_of_two
+from outcore.scan.kernels import available, dot_precision, fits, interpreted, or_none, power_of_two
 
 if TYPE_CHECKING:
     from outcore.scan.cells import Cell, Weights
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 __all__ = ["gru_coefficients", "lstm_coefficients", "lstm_gates", "narrow", "takes"]
 
 
-_ROWS = 64
-_WARPS = 4
+_TILES = {"gru": (64, 4), "lstm": (64, 4)}
+"""Rows of a program at a time, and its warps."""
 _SHARES = 132 * 4
 """Programs that share the rows."""
 _WORKING = (torch.float32, torch.float64)
@@ -79,16 +79,16 @@ def _over_rows(
     kernel: Any, cell: Cell, x: Tensor, before: Tensor, after: Tensor, weights: Weights, *out: Tensor
 ) -> None:
     D, T, N, size = x.shape
-    rows = T * N
-    share = max(4, -(-rows // (_ROWS * max(1, _SHARES // D)))) * _ROWS
+    rows, (block, warps) = T * N, _TILES[cell.kind]
+    share = max(4, -(-rows // (block * max(1, _SHARES // D)))) * block
     bias = weights.input_bias is not None and weights.hidden_bias is not None
     biases = (weights.input_bias, weights.hidden_bias) if bias else (x, x)
     kernel[(max(1, -(-(rows - N) // share)), D)](
         x.contiguous(), after.contiguous(), before.contiguous(), weights.input.contiguous(),
         weights.hidden.contiguous(), *biases, *out, rows, N, share,
         H=cell.hidden, IN=size, BIAS=bias, LIBRARY=not interpreted(),
-        PRECISION="full" if x.dtype == torch.float32 else "ieee",
-        HP=power_of_two(cell.hidden), IP=power_of_two(size), BLOCK=_ROWS, num_warps=_WARPS,
+        PRECISION=dot_precision(x.dtype),
+        HP=power_of_two(cell.hidden), IP=power_of_two(size), BLOCK=block, num_warps=warps,
     )  # fmt: skip
 
 
@@ -103,8 +103,9 @@ def _lstm_coefficients(gates: Tensor, memory: Tensor, after: Tensor) -> Tensor:
 
     D, T, N, _, H = gates.shape
     out = gates.new_empty((D, T, N, 6, H))
-    gates_triton_kernels.lstm_values[(-(-T * N // _ROWS), D)](
+    block, warps = _TILES["lstm"]
+    gates_triton_kernels.lstm_values[(-(-T * N // block), D)](
         gates, memory.contiguous(), after.contiguous(), out, T * N, N,
-        H=H, LIBRARY=not interpreted(), HP=power_of_two(H), BLOCK=_ROWS, num_warps=_WARPS,
+        H=H, LIBRARY=not interpreted(), HP=power_of_two(H), BLOCK=block, num_warps=warps,
     )  # fmt: skip
     return out

@@ -21,7 +21,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from outcore.scan.cells import Cell
 
-__all__ = ["KIND", "available", "fits", "interpreted", "or_none", "power_of_two", "register_warps"]
+__all__ = ["KIND", "available", "dot_precision", "fits", "interpreted", "or_none", "power_of_two", "register_warps"]
 
 KIND = {"tanh": 0, "relu": 0, "gru": 1, "lstm": 2}
 _MOST_REGISTERS = 2**15
@@ -50,6 +50,11 @@ def fits(cell: Cell, dtype: torch.dtype) -> bool:
     size = power_of_two(cell.hidden)
     registers = cell.gates * size * size * max(1, dtype.itemsize // 4)
     return not cell.projection and registers <= _MOST_REGISTERS and dtype in (torch.float32, torch.float64)
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """How kernels multiply tiles; the interpreter knows no products of bfloat16."""
+    return "full" if dtype == torch.float32 and not interpreted() else "ieee"
 
 
 def power_of_two(n: int, least: int = 16) -> int:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from outcore.scan.kernels import KIND, available, fits, or_none, power_of_two, register_warps
+from outcore.scan.kernels import KIND, available, dot_precision, fits, or_none, power_of_two, register_warps
 from outcore.scan.report import Outcome
 
 if TYPE_CHECKING:
@@ -48,6 +48,8 @@ WARM_UPS_UNSEEN = 2
 """Warm-ups launched when nothing is looked at."""
 PROGRAMS = {"tanh": 132 * 4, "relu": 132 * 4, "gru": 132 * 2, "lstm": 132 * 2}
 """Programs that fill a large GPU of 132 multiprocessors; more make the chunks short beside their warm-up."""
+WARPS = {"tanh": 2, "relu": 2, "gru": 4, "lstm": 4}
+"""Warps of a program up to hidden 32."""
 ROWS = 16
 """Sequences per program."""
 _SHORTEST = 16
@@ -237,14 +239,14 @@ def _sizes(cell: Cell) -> dict[str, Any]:
 
 
 def _precision(asked: Precision, x: Tensor) -> str:
-    return "ieee" if x.dtype == torch.float64 else asked
+    return asked if asked != "full" and x.dtype == torch.float32 else dot_precision(x.dtype)
 
 
 def sweep_warps(cell: Cell, dtype: torch.dtype) -> int:
     """Warps of a program: few, so that they wait for each other little, but enough to hold the weights."""
     size = power_of_two(cell.hidden)
     if size <= 32:
-        return 2 if cell.gates == 1 else 4
+        return WARPS[cell.kind]
     return 4 if cell.gates * size * size * dtype.itemsize <= 2**14 else 8
 
 

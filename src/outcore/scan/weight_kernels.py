@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from outcore.scan.kernels import KIND, available, or_none, power_of_two
+from outcore.scan.kernels import KIND, available, dot_precision, or_none, power_of_two
 
 if TYPE_CHECKING:
     from outcore.scan.cells import Cell
@@ -16,10 +16,11 @@ __all__ = ["Summed", "partial_sums", "weight_sums"]
 
 _MOST_COLUMNS = 128
 """States and inputs together; above, a matrix product of cuBLAS has enough to do."""
-_SHARES = 132 * 4
-_BLOCK = 32
 _COLUMNS = 32
-_WARPS = 2
+"""Gates per program."""
+_SHARES = 132 * 4
+_TILES = {32: (32, 2), 64: (32, 2), 128: (32, 4)}
+"""Rows summed over at a time, and warps, by the columns of the product; as measured on an H200."""
 Summed = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 """Gradients of input weights, recurrent weights and their biases, as in `outcore.scan.cells.Weights`."""
 
@@ -58,8 +59,9 @@ def _takes(cell: Cell) -> bool:
 def _tiles(cell: Cell, directions: int, rows: int) -> tuple[int, int, int]:
     """Rows and columns of the product, and how many of the rows summed over a program takes."""
     left = cell.hidden * (1 if cell.gates == 1 else 4)
-    programs = max(1, _SHARES // (directions * -(-left // _COLUMNS)))
-    return left, power_of_two(cell.hidden + cell.input + 1, 32), max(4, -(-rows // (_BLOCK * programs))) * _BLOCK
+    right = power_of_two(cell.hidden + cell.input + 1, 32)
+    programs, block = max(1, _SHARES // (directions * -(-left // _COLUMNS))), _TILES[right][0]
+    return left, right, max(4, -(-rows // (block * programs))) * block
 
 
 @or_none("the gradients of weights")
@@ -78,8 +80,8 @@ def _weight_sums(
         totals, values.contiguous(), x.contiguous(), after.contiguous(), before.contiguous(), parts,
         rows, N, share, shares,
         H=H, IN=size, S=cell.state, M=cell.coefficients, KIND=kind, LEFT=left,
-        PRECISION="full" if x.dtype == torch.float32 else "ieee", COLS=_COLUMNS, RIGHT=right, BLOCK=_BLOCK,
-        num_warps=_WARPS if right <= 64 else 4, num_stages=1,
+        PRECISION=dot_precision(x.dtype), COLS=_COLUMNS, RIGHT=right,
+        BLOCK=_TILES[right][0], num_warps=_TILES[right][1], num_stages=1,
     )  # fmt: skip
     of_input, of_hidden = x.new_empty((D, G * H, size)), x.new_empty((D, G * H, H))
     biases = x.new_empty((2, D, G * H))
