@@ -28,6 +28,7 @@ from ways import WAYS, Way, wait
 from outcore.errors import OutcoreError
 
 MODELS = {"vgg19": 224, "alexnet": 224, "resnet50": 224, "inception_v3": 299}
+RATES = {"Inception3": 0.01}
 SEEDS_S = {
     "vgg19": (30.0673, 150.5116, 166.7242, 153.9791, 160.9983),
     "alexnet": (24.1323, 42.2092, 47.4363, 41.5072, 47.5516),
@@ -101,7 +102,7 @@ def trained(
     """One row."""
     device = seen[0].device
     batches = list(zip(*(t.split(options.batch) for t in seen), strict=True))
-    row = Way(way, model, batches[0][0])
+    row = Way(way, model, batches[0][0], RATES.get(type(model).__name__, 0.001))
     torch.manual_seed(3)
     epochs, accuracies = [], []
     if device.type == "cuda":
@@ -171,6 +172,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--side", type=int, default=0)
+    parser.add_argument("--name", default="")
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
     torch.backends.cudnn.deterministic = True
@@ -185,7 +187,7 @@ def main() -> None:
         document["models"][name] = compared(name, options)
         if options.out is not None:
             options.out.mkdir(parents=True, exist_ok=True)
-            path = options.out / f"{time.strftime('%Y-%m-%d')}-{options.device}.json"
+            path = options.out / f"{time.strftime('%Y-%m-%d')}-{options.name or options.device}.json"
             path.write_text(json.dumps(document, indent=1) + "\n")
 
 

@@ -66,6 +66,7 @@ class ByTensor:
             self.hosts[p] = torch.empty_like(p, device="cpu", pin_memory=device.type == "cuda")
         self.trips = Trips()
         self.leave()
+        self.trips = Trips()
 
     def come(self) -> None:
         wait(self.device)
@@ -92,9 +93,9 @@ class ByTensor:
 class Way:
     """One row of the table: a model, its optimizer, and what is done around a step."""
 
-    def __init__(self, name: str, model: nn.Module, images: torch.Tensor) -> None:
+    def __init__(self, name: str, model: nn.Module, images: torch.Tensor, rate: float = 0.001) -> None:
         self.name, self.model, self.device = name, model, images.device
-        self.optimizer = torch.optim.SGD(model.parameters(), 0.001, momentum=0.9)
+        self.optimizer = torch.optim.SGD(model.parameters(), rate, momentum=0.9)
         self.mover: ByTensor | None = None
         if name.startswith("outcore"):
             update = "step" if "step" in name else "backward"

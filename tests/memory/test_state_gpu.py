@@ -1,5 +1,6 @@
 """State below a GPU: pinned homes, copies on streams of their own, the weights of plain training."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ from torch import nn
 import outcore
 from outcore.cost.rough import by_bytes
 from outcore.cost.saved import account
-from tests.memory.test_state import OPTIMIZERS
+from tests.memory.test_state import ADAM, OPTIMIZERS
+from tests.memory.test_state_loops import keeper, tangled
 
 pytestmark = pytest.mark.gpu
 
@@ -69,7 +71,62 @@ def test_training_on_a_gpu_with_state_on_the_host_is_plain_training(name: str, w
     ours = model.state_dict()
     differing = [n for n, t in plain.state_dict().items() if not torch.equal(ours[n].cuda(), t)]
     assert not differing
+    if "stage_bytes" in WAYS[way]:
+        assert 0 < keeper(model).stats.peak_bytes <= WAYS[way]["stage_bytes"]
     outcore.release(model)
     assert all(p.is_cuda for p in model.parameters())
     train(model.train(), optimizer, 3), train(plain.train(), twin, 3)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("way", ["both", "both, in backward", "all"])
+def test_policies_for_values_and_for_state_together(way: str) -> None:
+    model, plain = tangled().cuda(), tangled().cuda()
+    x = torch.randn(3, 5, 24, generator=torch.Generator().manual_seed(1)).cuda()
+    optimizer, twin = ADAM(model.parameters()), ADAM(plain.parameters())
+    costs = by_bytes(account(outcore.capture(model, (x,))), 1e12)
+    outcore.within(model, (x,), memory=None, costs=costs, quiet=True)
+    kept = outcore.memory_plan(model).keeping
+    plan = {b.name: c[0] for b in kept.buffers.values() if (c := kept.choices(b))}
+    state = {**WAYS[way], "parcel_bytes": 2048}
+    if "stage_bytes" in state:
+        state["stage_bytes"] = 26000
+    outcore.within(model, (x,), memory=None, costs=costs, optimizer=optimizer, plan=plan, state=state, quiet=True)
+    for net, opt in ((model, optimizer), (plain, twin)):
+        for _ in range(5):
+            opt.zero_grad()
+            net(x).square().mean().backward()
+            opt.step()
+    ours = model.state_dict()
+    assert not [n for n, t in plain.state_dict().items() if not torch.equal(ours[n].cuda(), t)]
+
+
+def test_a_copy_of_a_model_whose_parameters_are_away_computes_on_the_device() -> None:
+    model = network()
+    optimizer = ADAM(model.parameters())
+    costs = by_bytes(account(outcore.capture(model, (batch(),))), 1e12)
+    outcore.within(
+        model, (batch(),), memory=None, costs=costs, optimizer=optimizer, state=WAYS["parameters"], quiet=True
+    )
+    train(model, optimizer, 2)
+    twin = copy.deepcopy(model)
+    assert not next(model.parameters()).is_cuda
+    with torch.no_grad():
+        assert torch.equal(twin.eval()(batch()), model.eval()(batch()))
+    assert next(twin.parameters()).is_cuda
+
+
+def test_another_batch_size_is_recorded_while_parameters_are_away() -> None:
+    for way in ("parameters", "window"):
+        model, plain = network(), network()
+        optimizer, twin = ADAM(model.parameters()), ADAM(plain.parameters())
+        costs = by_bytes(account(outcore.capture(model, (batch(),))), 1e12)
+        outcore.within(model, (batch(),), memory=None, costs=costs, optimizer=optimizer, state=WAYS[way], quiet=True)
+        for net, opt in ((model, optimizer), (plain, twin)):
+            torch.manual_seed(3)
+            for size in (8, 5, 8):
+                opt.zero_grad()
+                net(batch()[:size]).square().mean().backward()
+                opt.step()
+        ours = model.state_dict()
+        assert not [n for n, t in plain.state_dict().items() if not torch.equal(ours[n].cuda(), t)]

@@ -1,0 +1,86 @@
+"""Write the tables of the README from the files in results/.
+
+    python benchmarks/offload-parameters/report.py
+
+Every ratio is within one run (its own baseline and link). Where two runs have the same row, the later file's is shown.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ways import WAYS
+
+from run import MODELS, SEEDS_S
+
+HERE = Path(__file__).parent
+MARK = "<!-- tables -->"
+
+
+def rows() -> dict[tuple[str, str], dict[str, Any]]:
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for path in sorted((HERE / "results").glob("*h200*.json")):
+        for name, model in json.loads(path.read_text())["models"].items():
+            for way, row in model["ways"].items():
+                if "step_s" in row:
+                    baseline = model["ways"]["baseline"]["step_s"]
+                    shared = {"baseline_s": baseline, "link": model["link"], "parameters": model["parameters"]}
+                    found[name, way] = {**row, **shared, "file": path.name}
+    return found
+
+
+def steps(found: dict[tuple[str, str], dict[str, Any]]) -> list[str]:
+    lines = [
+        "| model (parameters) | way | step ms | over plain | over max(plain, link) | the seeds' V100 | best accuracy "
+        "| weights equal |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name in MODELS:
+        for i, way in enumerate(WAYS):
+            row = found.get((name, way))
+            if row is None:
+                continue
+            seeds = f"{SEEDS_S[name][i] / SEEDS_S[name][0]:.2f}x" if i < 5 else ""
+            bound = max(row["baseline_s"], row["link"]["both_s"])
+            label = f"{name} ({row['parameters']:,})" if way == "baseline" else ""
+            lines.append(
+                f"| {label} | {way} | {row['step_s'] * 1e3:.2f} | {row['step_s'] / row['baseline_s']:.2f}x | "
+                f"{row['step_s'] / bound:.2f}x | {seeds} | {row['best_accuracy']:.3f} | "
+                f"{'yes' if row['weights_equal'] else 'no'} |"
+            )
+    return lines
+
+
+def trips(found: dict[tuple[str, str], dict[str, Any]]) -> list[str]:
+    kinds = ("mean", "max", "min", "median")
+    lines = [
+        "| model | way | "
+        + " | ".join(f"to GPU {k}" for k in kinds)
+        + " | "
+        + " | ".join(f"to CPU {k}" for k in kinds)
+        + " |",
+        "|---|---|" + "---|" * 8,
+    ]
+    for name in MODELS:
+        for way in WAYS:
+            row = found.get((name, way))
+            if row is None or not row["trips"]:
+                continue
+            times = [row["trips"][to][k] * 1e3 for to in ("to_device", "to_host") for k in kinds]
+            lines.append(f"| {name} | {way} | " + " | ".join(f"{t:.2f}" for t in times) + " |")
+    return lines
+
+
+def main() -> None:
+    found = rows()
+    readme = HERE / "README.md"
+    head, _, rest = readme.read_text().partition(MARK)
+    _, _, tail = rest.partition(MARK)
+    body = "\n".join(["", *steps(found), "", "Milliseconds per step that copies take:", "", *trips(found), ""])
+    readme.write_text(f"{head}{MARK}\n{body}\n{MARK}{tail}")
+
+
+if __name__ == "__main__":
+    main()
