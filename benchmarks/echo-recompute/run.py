@@ -38,8 +38,7 @@ from outcore.planner.budget import Assignment, fit
 from outcore.planner.keeping import Keeping
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SHARES = (0.8, 0.7, 0.6, 0.55, 0.5, 0.45, 0.4, 0.35, 0.3, 0.25)
-SLOWER = (1.05, 1.10, 1.20)
+SHARES = (0.7, 0.6, 0.5, 0.45, 0.4, 0.35, 0.3)
 
 
 def search(keeping: Keeping, share: float, seconds: float) -> Assignment:
@@ -59,7 +58,7 @@ class Trial:
     def __init__(self, workload: Workload, measure_s: float) -> None:
         self.workload, before = workload, allocated()
         self.model, self.args, self.kwargs = workload.make(DEVICE)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-6)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)  # all ways train the same weights
         start = time.time()
         self.graph = capture(self.model, self.args, self.kwargs)
         self.costs = without_gaps(outcore.measure(self.graph, time_limit_s=measure_s))
@@ -82,7 +81,8 @@ class Trial:
     def step(self) -> None:
         """One step of training."""
         self.optimizer.zero_grad(set_to_none=True)
-        loss_of(self.model(*self.args, **self.kwargs), self.args).backward()
+        output = self.model(*self.args, **self.kwargs)
+        loss_of(output).backward()
         self.optimizer.step()
 
     def measured(self) -> dict[str, Any]:
@@ -114,10 +114,10 @@ class Trial:
         """Of every parameter, from the same random numbers."""
         self.optimizer.zero_grad(set_to_none=True)
         torch.manual_seed(3)
-        loss_of(self.model(*self.args, **self.kwargs), self.args).backward()
+        loss_of(self.model(*self.args, **self.kwargs)).backward()
         return [p.grad.cpu() if p.grad is not None else None for p in self.model.parameters()]
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self, slower: list[float]) -> list[dict[str, Any]]:
         """Plain, and the plans that are predicted to be fast enough."""
         found: list[dict[str, Any]] = []
 
@@ -131,7 +131,7 @@ class Trial:
         want, again = self.gradients(), self.gradients()
         for graphs in sorted({graphs for graphs, _ in self.plans}):
             taken = []
-            for most in SLOWER:
+            for most in slower:
                 fitting = [
                     a
                     for (g, share), future in self.plans.items()
@@ -173,7 +173,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path())
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--only", default="")
-    parser.add_argument("--graphs", default="lstm attention", help="also as CUDA graphs")
+    parser.add_argument("--graphs", default="lstm attention as in Echo", help="also as CUDA graphs")
+    parser.add_argument("--slower", default="1.05,1.10,1.20", help="the most a plan may be predicted to take")
+    parser.add_argument("--seconds", type=float, default=1e9)
     parser.add_argument("--measure-s", type=float, default=2.0)
     parser.add_argument("--search-s", type=float, default=5.0)
     parser.add_argument("--keep-costs", action="store_true")
@@ -209,7 +211,9 @@ def main() -> None:
     path = args.out / f"{time.strftime('%Y-%m-%d')}-h200.json"
     for trial in trials:
         trial.others = sum(t.own for t in trials if t is not trial)
-        rows += trial.rows()
+        if time.time() - started > args.seconds:
+            break
+        rows += trial.rows([float(s) for s in args.slower.split(",")])
         path.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n")
     print(f"done after {time.time() - started:.0f} s", flush=True)
 

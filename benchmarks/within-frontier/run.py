@@ -80,6 +80,10 @@ class Case:
         precision = "bf16 channels_last" if self.bf16 else "tf32"
         return {"model": self.name, "batch": self.batch, "side": self.side, "precision": precision}
 
+    @property
+    def label(self) -> str:
+        return f"{self.name}-{self.batch}x{self.side}-{'bf16' if self.bf16 else 'tf32'}"
+
     def fresh(self) -> Training:
         """The same weights and images every time."""
         model = copy.deepcopy(self.original).to(DEVICE)
@@ -240,6 +244,7 @@ def main() -> None:
     parser.add_argument("--sizes", default="32x224,1x4096")
     parser.add_argument("--precisions", default="tf32,bf16")
     parser.add_argument("--skip", default="", help="cases to leave out, as 32x224-bf16")
+    parser.add_argument("--only", default="", help="only these cases, as resnet50-1x4096-tf32")
     parser.add_argument("--peers", default="checkpoint,save_on_cpu,equal", help="also: graphs, compile0.5")
     parser.add_argument("--peers-of", default="", help="only for these cases, as resnet50-1x4096-tf32, if given")
     parser.add_argument("--shares", default="0.5,0.33,0")
@@ -258,6 +263,8 @@ def main() -> None:
         for precision in args.precisions.split(",")
         if f"{size}-{precision}" not in args.skip.split(",")
     ]
+    if args.only:
+        cases = [case for case in cases if case.label in args.only.split(",")]
     args.out.mkdir(parents=True, exist_ok=True)
     table = Table(args.out / f"{time.strftime('%Y-%m-%d')}-h200-{args.name}.json")
     for case in cases:
@@ -266,9 +273,7 @@ def main() -> None:
     print(f"measured after {time.time() - started:.0f} s", flush=True)
     if args.keep_costs:
         for case in cases:
-            row = case.key
-            name = f"{case.name}-{case.batch}x{case.side}-{row['precision'].split()[0]}"
-            (args.out / f"{name}.keeping").write_bytes(gzip.compress(pickle.dumps(case.keeping)))
+            (args.out / f"{case.label}.keeping").write_bytes(gzip.compress(pickle.dumps(case.keeping)))
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the searches need no device
     workers = min(14, os.cpu_count() or 1)
     pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
@@ -293,13 +298,12 @@ def main() -> None:
 
 def run_case(case: Case, table: Table, args: argparse.Namespace) -> None:
     """All ways of one case."""
-    key = f"{case.name}-{case.batch}x{case.side}-{'bf16' if case.bf16 else 'tf32'}"
     table.add(case, "plain", lambda: case.fresh().measured())
     graph_of: list[Graph] = []
     for how in case.plans:
         table.add(case, how, lambda how=how: ours(case, graph_of, how))
     graph_of.clear()
-    for peer in args.peers.split(",") if not args.peers_of or key in args.peers_of.split(",") else ():
+    for peer in args.peers.split(",") if not args.peers_of or case.label in args.peers_of.split(",") else ():
         if peer == "checkpoint":
             table.add(case, "checkpoint per block", lambda: checkpointed(case))
         elif peer == "save_on_cpu" and (case.side <= 512 or case.name == "resnet50"):  # tens of seconds elsewhere
