@@ -21,6 +21,11 @@ def test_an_outcome_is_read_from_the_cells_of_the_device(cells: list[int], solve
     outcome = Outcome.on_device(torch.tensor(cells, dtype=torch.int32), 2, looked=False)
     assert outcome.known
     assert (outcome.solver, outcome.sweeps) == (solver, sweeps)
+    assert outcome.gave_up == (solver != "relaxation")
+
+
+def test_a_sequence_of_one_chunk_did_not_give_up() -> None:
+    assert not Outcome("sequential", 1).gave_up
 
 
 def test_an_outcome_tells_of_the_last_replay() -> None:

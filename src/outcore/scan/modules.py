@@ -100,7 +100,7 @@ class _Scanned(torch.nn.RNNBase):
     def _settled(self) -> bool:
         """Whether the last scanned call got by without products; forgotten after a while."""
         layers = [] if self.report is None else self.report.layers
-        if any(outcome.known and outcome.solver != "relaxation" for layer in layers for outcome in layer.outcomes):
+        if any(outcome.known and outcome.gave_up for layer in layers for outcome in layer.outcomes):
             self._unsettled = RETRY
         self._unsettled = max(0, self._unsettled - 1)
         return self._unsettled == 0

@@ -62,6 +62,12 @@ class Outcome:
         return self._read()[1]
 
     @property
+    def gave_up(self) -> bool:
+        """Whether something else followed because relaxation was not enough."""
+        solver, sweeps = self._read()
+        return solver != "relaxation" and sweeps > 1
+
+    @property
     def correction(self) -> float:
         """Largest change of a state in the last of them, where it was asked for."""
         return self._correction if self._changes is None else float(self._changes.max())
