@@ -81,6 +81,10 @@ class Admitted:
     measured: Measured | None = None
     """What it has seen."""
 
+    def __post_init__(self) -> None:
+        self.idle = not self.plan.policy and not self.holding.instead
+        """Whether the model's own forward will do; found once, since resolving policies takes a while."""
+
 
 class Governor:
     """What is called instead of the model's ``forward``."""
@@ -123,7 +127,7 @@ class Governor:
         if key not in self.admitted:
             self.admit(key, args, kwargs)
         entry = self.admitted[key]
-        if entry is None or (not entry.plan.policy and not entry.holding.instead):
+        if entry is None or entry.idle:
             return self.plainly(*args, **kwargs)
         tensors = [t for _, t in leaves((args, kwargs), torch.Tensor)]
         if entry.observer is not None and self.keeper is None:  # it counts state as if it were here
