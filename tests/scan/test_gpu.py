@@ -29,6 +29,20 @@ def test_gradients_of_the_kernels_equal_cudnns_in_float64(
     assert ours.report.layers[0].engine == "triton"
 
 
+@pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])
+@pytest.mark.parametrize(("solver", "newton"), [("products", None), (None, Newton())])
+def test_float32_is_as_close_to_float64_as_rounding_allows(
+    kind: str, solver: Any, newton: Newton | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    exact, ours = pair(kind, 3, 20, Options(backward="scan", solver=solver, forward=newton), device="cuda")
+    x = torch.randn(1000, 20, 3, dtype=torch.float64, device="cuda")
+    expected = everything(exact, x)
+    found = everything(ours.float(), x.float())
+    assert largest_error(expected, {name: part.double() for name, part in found.items()}) < 2e-5
+    assert ours.report.layers[0].engine == "triton"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64, torch.complex128])
 @pytest.mark.parametrize("reverse", [False, True])
 def test_linear_recurrence_equals_a_loop(dtype: torch.dtype, reverse: bool) -> None:
