@@ -68,6 +68,26 @@ def test_clipping_and_adding_up_gradients(way: str) -> None:
     assert same(model, plain)
 
 
+@pytest.mark.parametrize("way", CAREFUL)
+def test_autocast_a_gradient_scaler_and_channels_last(way: str) -> None:
+    def build() -> nn.Module:
+        return network().to(memory_format=torch.channels_last)
+
+    model, optimizer, plain, twin = pair(SGD, build, **CAREFUL[way])
+    for net, opt in ((model, optimizer), (plain, twin)):
+        torch.manual_seed(1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
+        for i in range(4):
+            opt.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = net(batch(i).to(memory_format=torch.channels_last)).float().square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(opt)
+            scaler.update()
+    assert same(model, plain)
+    assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
+
+
 @pytest.mark.parametrize(
     ("why", "between"),
     [

@@ -148,9 +148,9 @@ class Relief:
 
 
 def is_full(size: int, needed: int, most_bytes: int) -> bool:
-    """Whether a lot of a size cannot take so many bytes more: small tensors go along with a lot that is full, so that
-    a bias does not travel alone."""
-    if not size or size + needed <= most_bytes:
+    """Whether a lot of a size cannot take so many bytes more; small tensors (biases) go along with a lot that is full,
+    rather than travel alone."""
+    if not size or size + needed <= most_bytes or needed <= most_bytes // 64:
         return False
     return needed > most_bytes // 8 or size + needed > 9 * most_bytes // 8
 
