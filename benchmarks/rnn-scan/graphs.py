@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,3 +67,25 @@ def recorded(setting: Setting, options: Options | None) -> dict[str, Any]:
     found["error"] = max(float((a - b).abs().max() / a.abs().max()) for a, b in zip(plain, kept, strict=True))
     found["report"] = str(getattr(model.layer, "report", None))
     return found
+
+
+def graph_table(path: Path) -> str:
+    """What was recorded, as Markdown."""
+    lines = [
+        "| cell | cuDNN F, B, F + B ms | scan B ms | by products | B faster | step, of what Amdahl allows "
+        "| step with parallel forward ms | faster |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in json.loads(path.read_text())["graphs"]:
+        if "failed" in row:
+            continue
+        every = ", loss at every step" if row["setting"]["every_step"] else ""
+        cudnn = ", ".join(f"{row[f'cudnn_{part}_ms']:.2f}" for part in ("forward", "backward", "both"))
+        share = row["step_faster"] / row["amdahl"]
+        lines.append(
+            f"| {row['setting']['cell']}{every} | {cudnn} | {row['scan_backward_ms']:.3f} "
+            f"| {row['products_backward_ms']:.2f} | {row['backward_faster']:.0f}x "
+            f"| {row['step_faster']:.2f}x of {row['amdahl']:.2f}x ({share:.0%}) "
+            f"| {row['parallel_both_ms']:.2f} | {row['parallel_faster']:.0f}x |"
+        )
+    return "\n".join(lines)

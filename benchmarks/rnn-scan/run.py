@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from exactness import correctness, memory, training_curve
-from graphs import graphed
+from graphs import graph_table, graphed
 from setting import settings
 from speed import measure, table
 
@@ -49,7 +49,10 @@ def main() -> None:
     parser.add_argument("--table", nargs="+", type=Path, metavar="JSON", help="only print the table of result files")
     args = parser.parse_args()
     if args.table:
-        print(table(args.table))
+        rows = [path for path in args.table if not path.stem.endswith("graphs")]
+        print(table(rows))
+        for path in set(args.table) - set(rows):
+            print(graph_table(path))
         return
     began = time.perf_counter()
 
