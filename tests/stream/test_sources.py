@@ -7,11 +7,12 @@ import threading
 
 import numpy as np
 import pytest
+import tifffile
 import torch
 from torch import nn
 
-from outcore.data import ArraySource, Batch
-from outcore.errors import StreamError
+from outcore.data import ArraySource, Batch, Scene, open_slide, write_slide
+from outcore.errors import DataError, StreamError
 from outcore.stream import FunctionSource, stream
 from outcore.stream.ahead import read_ahead
 
@@ -172,3 +173,45 @@ def test_another_size_is_prepared_once_and_remembered() -> None:
 
 def test_maps_may_be_kept_on_the_host() -> None:
     assert_equal_to_plain(classifier(), torch.randn(1, 3, 50, 40), tile=16, boundary="4", maps_on_host=True)
+
+
+class Magnified(nn.Module):
+    """Sees a slide at two magnifications."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fine = nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1), nn.ReLU(), nn.Conv2d(4, 4, 3, 2, 1))
+        self.coarse, self.head = nn.Conv2d(3, 4, 3, 1, 1), nn.Linear(4, 2)
+
+    def forward(self, fine, coarse):
+        return self.head((self.fine(fine) + self.coarse(coarse)).relu().mean((2, 3)))
+
+
+def test_two_magnifications_of_one_slide_are_read_lazily(tmp_path) -> None:
+    path = write_slide(tmp_path / "s.tif", Scene((1280, 1536), share=0.3, tile=128))
+    slide = open_slide(path)
+    inputs = tuple(Batch((slide.at(level=level),), dtype=torch.float64) for level in (0, 1))
+    assert inputs[1].shape[2:] == (320, 384)
+    net = Magnified().double()
+    plain = copy.deepcopy(net)
+    stream(net, tile=300, workers=2)(*inputs).square().sum().backward()
+    plain(*(x.tensor() for x in inputs)).square().sum().backward()
+    for mine, other in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-10, atol=1e-10)
+
+
+def test_a_damaged_tile_stops_the_step_by_name_or_is_glass_and_listed(tmp_path) -> None:
+    path = write_slide(tmp_path / "s.tif", Scene((256, 256), share=1.0, tile=64))
+    with tifffile.TiffFile(path) as file:
+        offset, count = file.pages[0].dataoffsets[6], file.pages[0].databytecounts[6]
+    with path.open("r+b") as raw:
+        raw.seek(offset)
+        raw.write(b"\xff" * count)
+    streamed = stream(classifier(), tile=100, workers=2)
+    with pytest.raises(DataError, match=r"s\.tif: tile \(1, 2\) of level 0"):
+        streamed(Batch((open_slide(path),), dtype=torch.float64))
+    slide = open_slide(path, on_damage="white")
+    lazy = Batch((slide,), dtype=torch.float64)
+    streamed(lazy).sum().backward()
+    assert [d.index for d in slide.damage] == [(1, 2)]
+    torch.testing.assert_close(streamed(lazy), streamed.model(lazy.tensor()))

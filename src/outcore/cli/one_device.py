@@ -1,4 +1,7 @@
-"""`outcore plan` for one device: which memory is kept, moved, encoded or made again, and the frontier around it."""
+"""`outcore plan` for one device: which memory is kept, moved, encoded or made again, and the frontier around it.
+
+Where no policy meets the budget, images are streamed in tiles, and the plan says how.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,10 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
+from outcore.cost.costs import Costs
 from outcore.cost.estimate import estimate
 from outcore.cost.optimizer import OptimizerCost
-from outcore.errors import MachineError
+from outcore.errors import MachineError, PlanError
 from outcore.graph import Graph
 from outcore.job import Job
 from outcore.machine import Machine
@@ -29,14 +33,19 @@ def plan_on_one_device(
     """Plan a step within a budget and print it."""
     device = where.devices[0]
     optimizer = OptimizerCost.of(job.optimizer or 2.0, device.kind)
-    made = plan_memory(
-        graph,
-        estimate(graph, where),
-        budget_bytes=budget_bytes,
-        optimizer=optimizer,
-        tier=_tier(where),
-        memory_bytes_per_s=device.bandwidth_bytes_per_s,
-    )
+    costs = estimate(graph, where)
+    try:
+        made = plan_memory(
+            graph,
+            costs,
+            budget_bytes=budget_bytes,
+            optimizer=optimizer,
+            tier=_tier(where),
+            memory_bytes_per_s=device.bandwidth_bytes_per_s,
+        )
+    except PlanError as refused:
+        _in_tiles(graph, device.name, budget_bytes, optimizer, costs, refused, output=output, json=json)
+        return
     found = frontier(made.keeping)
     document = made.document()
     if output is not None:
@@ -54,6 +63,32 @@ def plan_on_one_device(
     console.print(made.explain(), highlight=False, markup=False)
     console.print()
     console.print(frontier_table(made.keeping, found))
+
+
+def _in_tiles(
+    graph: Graph,
+    device: str,
+    budget_bytes: int,
+    optimizer: OptimizerCost,
+    costs: Costs,
+    refused: PlanError,
+    *,
+    output: Path | None,
+    json: bool,
+) -> None:
+    """Plan tiles, and print that."""
+    from outcore.stream.conductor import Wanted, planned
+
+    step = planned(graph, Wanted(budget_bytes, optimizer), costs, refused)
+    document = step.document()
+    if output is not None:
+        document.save(output)
+    if json:
+        typer.echo(json_module.dumps({"plan": document.to_json(), "frontier": []}, indent=1))
+        return
+    console = Console()
+    console.print(f"{graph.root.type} on {device}, within {format_bytes(budget_bytes)}", highlight=False, markup=False)
+    console.print(step.explain(), highlight=False, markup=False)
 
 
 def _tier(where: Machine) -> Tier | None:

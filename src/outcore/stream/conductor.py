@@ -40,7 +40,17 @@ from outcore.stream.planning import StreamPlan, how_of, plan_by_hand, plan_tiles
 from outcore.stream.streamed import Streamed, stream
 from outcore.stream.streamed_step import StreamedStep
 
-__all__ = ["Conductor", "Wanted", "bytes_on", "conduct", "has_lazy", "loss_on_output", "pixel_loss", "without_memory"]
+__all__ = [
+    "Conductor",
+    "Wanted",
+    "bytes_on",
+    "conduct",
+    "has_lazy",
+    "loss_on_output",
+    "pixel_loss",
+    "planned",
+    "without_memory",
+]
 
 _READERS = 4
 """Threads that read lazy images ahead."""
@@ -187,14 +197,23 @@ def conduct(
         PlanError: tiles do not meet the budget either; names both.
     """
     conductor = Conductor(model, wanted, costs)
+    step = _admitted(conductor, graph, refused)
+    model.__dict__["forward"] = conductor
+    return step
+
+
+def planned(graph: Graph, wanted: Wanted, costs: Costs | None, refused: PlanError | None = None) -> StreamedStep:
+    """What `conduct` would do to the model of a graph; nothing is changed."""
+    return _admitted(Conductor(graph._running()[0].model, wanted, costs), graph, refused)
+
+
+def _admitted(conductor: Conductor, graph: Graph, refused: PlanError | None) -> StreamedStep:
     try:
-        step = conductor.admit(graph)
+        return conductor.admit(graph)
     except (PlanError, StreamError) as error:
         if refused is None:
             raise
         raise PlanError(f"{refused}; tiles do not help: {error}") from None
-    model.__dict__["forward"] = conductor
-    return step
 
 
 def _with_statistics(graph: Graph, options: dict[str, Any], refused: Exception, costs: Costs | None) -> Exception:

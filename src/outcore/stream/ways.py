@@ -189,11 +189,12 @@ class Ways:
         yield Candidate(boundary, tile, time_s + tail_s, most, keep)
         if not self.allowed.policies or not self.allowed.training or self.budget_bytes is None:
             return
-        if keep and device_of(self.network.model).type == "cuda":
+        device = device_of(self.network.model).type
+        if keep and device == "cuda":
             moved_s = _CROSSINGS * kept / _HOST_BYTES_PER_S
             most = self._rough(streaming, tile_bytes, 0, tail)
             yield Candidate(boundary, tile, time_s + tail_s + moved_s, most, keep, on_host=True)
-        if tail > 0.5 * self.budget_bytes:
+        if tail > 0.5 * self.budget_bytes and device != "meta":  # policies are weighed by rates measured there
             most = self._rough(streaming, tile_bytes, kept, tail // 4)
             yield Candidate(boundary, tile, time_s + _MANAGED * tail_s, most, keep, managed=True)
 
