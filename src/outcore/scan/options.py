@@ -53,7 +53,8 @@ class Newton:
         jacobian: ``"full"`` is Newton's method (DEER when `chunk` is 1), ``"diagonal"`` keeps the diagonal of
             the chunks' Jacobians (quasi-DEER), ``"none"`` only passes states on (Picard; the cheapest, and
             enough when the recurrence forgets within a chunk); none: starts with ``"none"`` and goes on with
-            ``"full"``.
+            ``"full"``, on a GPU after a try without iterations, in which each chunk guesses its first state from
+            the steps before it.
         damping: factor ``1 - damping`` on the Jacobians: 0 is Newton, 1 is Picard. Raised by itself when an
             iteration makes things worse.
         chunk: steps per chunk; none: chosen from the length and the batch.
