@@ -38,7 +38,7 @@ from outcore.planner.budget import Assignment, fit
 from outcore.planner.keeping import Keeping
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SHARES = (0.7, 0.6, 0.5, 0.45, 0.4, 0.35, 0.3)
+SHARES = (0.65, 0.55, 0.5, 0.45, 0.4, 0.35, 0.3)
 
 
 def search(keeping: Keeping, share: float, seconds: float) -> Assignment:

@@ -160,12 +160,16 @@ def ours(case: Case, graph_of: list[Graph], how: str) -> dict[str, Any]:
     assert case.keeping is not None
     assignment, budget = case.plans[how].result()
     floor, at = case.keeping.floor
+    transfers = assignment.outcome.transfers
     facts = {
         "budget": budget,
         "predicted_peak": assignment.outcome.peak_bytes,
         "predicted_slowdown": assignment.outcome.time_s / case.keeping.plain_s,
         "predicted_plain_ms": case.keeping.plain_s * 1e3,
         "predicted_plain_peak": case.keeping.plain.peak_bytes,
+        "offloaded": transfers.bytes if transfers is not None else 0,
+        "stall_ms": transfers.stall_s * 1e3 if transfers is not None else 0.0,
+        "again_ms": sum(case.keeping.buffers[n].again_s for n in assignment.outcome.recomputed) * 1e3,
         "floor": floor,
         "floor_at": " of ".join((case.keeping.plain.moments[at].phase, case.keeping.plain.moments[at].call)),
     }
@@ -245,7 +249,7 @@ def main() -> None:
     parser.add_argument("--precisions", default="tf32,bf16")
     parser.add_argument("--skip", default="", help="cases to leave out, as 32x224-bf16")
     parser.add_argument("--only", default="", help="only these cases, as resnet50-1x4096-tf32")
-    parser.add_argument("--peers", default="checkpoint,save_on_cpu,equal", help="also: graphs, compile0.5")
+    parser.add_argument("--peers", default="checkpoint,save_on_cpu,equal", help="also: graphs, recompute, compile0.5")
     parser.add_argument("--peers-of", default="", help="only for these cases, as resnet50-1x4096-tf32, if given")
     parser.add_argument("--shares", default="0.5,0.33,0")
     parser.add_argument("--measure-s", type=float, default=2.0)
@@ -285,6 +289,8 @@ def main() -> None:
             for share in shares:
                 name = f"outcore {share or 'least'}"
                 case.plans[name] = pool.submit(planned, case.keeping, share, args.search_s)
+                if "recompute" in args.peers.split(",") and share and case.side > 512:
+                    case.plans[f"{name} without offload"] = pool.submit(planned, alone, share, args.search_s)
                 if "graphs" in args.peers.split(",") and share and case.side <= 512:
                     case.plans[f"{name} graphs"] = pool.submit(planned, alone, share, args.search_s)
     print(f"planned after {time.time() - started:.0f} s", flush=True)
