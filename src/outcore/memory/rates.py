@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-from outcore.memory.tiers import DiskTier
+from outcore.memory.tiers import DiskTier, HostTier
 from outcore.planner.transfers import Tier
 
 __all__ = ["measured_tier", "memory_rate"]
@@ -20,12 +20,13 @@ def measured_tier(device: torch.device) -> Tier:
     """The tier below a device with its rates."""
     size = _PROBE_BYTES[device.type]
     if device.type == "cuda":
-        host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        there = torch.empty(size, dtype=torch.uint8, device=device)
+        below = HostTier(device, size)  # the very kind of memory that buffers will go to
+        host, there = below.memory, torch.empty(size, dtype=torch.uint8, device=device)
         there.copy_(host)
         out, back = _seconds(lambda: host.copy_(there)), _seconds(lambda: there.copy_(host))
+        below.close()
         # Both ways at once share the bus a little, and kernels share the memory with the copies.
-        return Tier(0.9 * size / out, 0.9 * size / back)
+        return Tier(0.85 * size / out, 0.85 * size / back)
     tier, flat = DiskTier(size), torch.ones(size, dtype=torch.uint8)
     start = time.perf_counter()
     trip = tier.evict(flat)
