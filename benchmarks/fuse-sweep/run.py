@@ -1,6 +1,6 @@
 """64 trials with ASHA, sixteen at a time and one by one in plain PyTorch: training time, and the best trial of each.
 
-    python run.py --out results/DATE-h200.json --job images.py --device cuda --steps 160 --every 10 --search random
+    python run.py --out results/DATE-h200.json --job images.py --device cuda --steps 64 --every 4 --search random
     python run.py --out results/DATE-cpu.json
 
 With ``--search random`` both see the same 64 configurations, so the best of one can be looked for in the other.
@@ -29,14 +29,14 @@ from outcore.fusion.sweep import Options, Sweep  # noqa: E402
 from outcore.fusion.tuner import Tuner  # noqa: E402
 
 SPACE = ("lr=1e-4:3e-1:log", "weight_decay=1e-6:1e-1:log", "beta1=0.5:0.99")
-HELD_OUT = 4
+HELD_OUT = 2
 
 
 def tuner(directory: Path, given: argparse.Namespace, seed: int) -> Tuner:
     settings = parse_settings(list(SPACE))
     return Tuner(
         settings, directory, trials=given.trials, search=given.search, pruner="asha", interval=given.every,
-        steps=given.steps, seed=seed,
+        steps=given.steps, seed=seed, remember=not given.forget,
     )  # fmt: skip
 
 
@@ -44,7 +44,7 @@ def together(directory: Path, given: argparse.Namespace, seed: int) -> dict[str,
     """Sixteen trials at a time, fused."""
     options = Options(
         given.job, directory, steps=given.steps, interval=given.every, members=given.members, held_out=HELD_OUT,
-        device=given.device, measure=given.device == "cuda",
+        device=given.device, measure=given.measure,
     )  # fmt: skip
     running = Sweep(options, tuner(directory, given, seed))
     results = running.run()
@@ -113,8 +113,13 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=64)
     parser.add_argument("--members", type=int, default=16)
     parser.add_argument("--search", default="tpe")
-    parser.add_argument("--scratch", default=None, help="folder for the studies; one in memory is fastest")
-    given = parser.parse_args()
+    parser.add_argument("--measure", action="store_true", help="choose the way of running by trying")
+    parser.add_argument("--forget", action="store_true", help="keep the studies in memory, not in SQLite")
+    run(parser.parse_args())
+
+
+def run(given: argparse.Namespace) -> None:
+    """Both ways, for every seed; rows are written as they come."""
     facts = {
         "device": torch.cuda.get_device_name() if given.device == "cuda" else given.device,
         "machine": platform.processor() or platform.machine(), "threads": torch.get_num_threads(),
@@ -123,10 +128,10 @@ def main() -> None:
     }  # fmt: skip
     rows = []
     for seed in map(int, given.seeds.split(",")):
-        for members, run in ((given.members, together), (1, one_by_one)):
-            with tempfile.TemporaryDirectory(dir=given.scratch) as folder:
+        for members, train in ((given.members, together), (1, one_by_one)):
+            with tempfile.TemporaryDirectory() as folder:
                 begun = time.perf_counter()
-                row = {"members": members, "seed": seed} | run(Path(folder), given, seed)
+                row = {"members": members, "seed": seed} | train(Path(folder), given, seed)
             row["wall_s"] = time.perf_counter() - begun
             complete = [t for t in row["trials"] if t["state"] == "complete"]
             row["best"] = min(complete, key=lambda t: t["value"]) if complete else None

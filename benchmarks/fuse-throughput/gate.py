@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from multiprocessing.context import SpawnContext
+from multiprocessing.context import BaseContext
 
 _PATIENCE_S = 90.0
 """How long to wait for a process that may have died."""
@@ -18,7 +18,7 @@ _PATIENCE_S = 90.0
 class Gate:
     """Shared by `count` processes."""
 
-    def __init__(self, context: SpawnContext, count: int) -> None:
+    def __init__(self, context: BaseContext, count: int) -> None:
         self.count, self.permits, self.turnstile = count, context.Semaphore(count), context.Lock()
 
     @contextlib.contextmanager

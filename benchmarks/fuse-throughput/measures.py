@@ -1,11 +1,15 @@
-"""One row each: a workload trained serially, by vmap, or as an array, timed while nothing else runs."""
+"""One row each: a workload trained serially, by vmap, or as an array.
+
+A measure is a generator: it prepares everything, yields the step to be timed, is sent seconds per step, and returns its
+row. So a process can prepare several rows and then time them in one go, while nothing else runs.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +22,8 @@ from outcore.fusion import Way, choice, choose, forecast
 from outcore.fusion.layerwise import measure_convolutions
 
 Row = dict[str, Any]
+Step = Callable[[], Any]
+Measure = Generator[Step, float, Row]
 _WARM = 2
 """Steps that a CUDA graph is not captured in."""
 
@@ -32,37 +38,67 @@ class Bench:
     tuned: bool = True
     """Let cuDNN try its algorithms for all but plain PyTorch."""
 
-    def time(self, step: Callable[[], Any]) -> float:
-        """Seconds per step, with the machine for itself."""
+    @property
+    def on_gpu(self) -> bool:
+        """Whether there is memory to look at."""
+        return self.device.type == "cuda"
+
+    def run(self, measures: list[Measure]) -> list[Row]:
+        """Prepare all of them, time them with the machine for itself, and finish them; errors are rows too."""
+        rows: list[Row] = [{} for _ in measures]
+        steps: dict[int, Step] = {}
+        for i, measure in enumerate(measures):
+            try:
+                steps[i] = next(measure)
+            except StopIteration as done:
+                rows[i] = done.value
+            except Exception as error:
+                rows[i] = _failed(error)
+        taken: dict[int, float] = {}
         self.wait()
-        with self.alone():
-            return choice.time_steps(step, self.device, self.seconds, warm=0)
+        if steps:
+            with self.alone():
+                for i, step in steps.items():
+                    try:
+                        taken[i] = choice.time_steps(step, self.device, self.seconds, warm=0)
+                    except Exception as error:
+                        rows[i] = _failed(error)
+        for i, seconds in taken.items():
+            try:
+                measures[i].send(seconds)
+            except StopIteration as done:
+                rows[i] = done.value
+        return rows
 
     def wait(self) -> None:
         """Until the device has nothing to do."""
-        if self.device.type == "cuda":
+        if self.on_gpu:
             torch.cuda.synchronize()
 
-    def clean(self, *, tuned: bool) -> None:
-        """Begin a row with empty memory."""
+    def begin(self, *, tuned: bool) -> Callable[[], Row]:
+        """Begin a row; what is returned says afterwards which memory it took."""
         gc.collect()
         torch.backends.cudnn.benchmark, torch.backends.cudnn.benchmark_limit = self.tuned and tuned, 4
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-
-    def used(self) -> int:
-        """Bytes that are reserved and cannot be given back: what the row really takes, graphs included."""
-        if self.device.type != "cuda":
-            return 0
-        gc.collect()
+        if not self.on_gpu:
+            return dict
+        torch.cuda.synchronize()
         torch.cuda.empty_cache()
-        return torch.cuda.memory_reserved()
+        torch.cuda.reset_peak_memory_stats()
+        allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
 
-    def peak(self) -> int:
-        """Largest number of allocated bytes."""
-        return torch.cuda.max_memory_allocated() if self.device.type == "cuda" else 0
+        def used() -> Row:
+            torch.cuda.synchronize()
+            peak = torch.cuda.max_memory_allocated() - allocated
+            gc.collect()
+            torch.cuda.empty_cache()
+            return {"peak_bytes": peak, "used_bytes": torch.cuda.memory_reserved() - reserved}
+
+        return used
+
+
+def _failed(error: Exception) -> Row:
+    text = str(error).splitlines()
+    return {"error": f"{type(error).__name__}: {text[0][:200] if text else ''}"}
 
 
 def adam(params: Any, i: int = 0) -> torch.optim.Optimizer:
@@ -75,9 +111,9 @@ def batch_of(bench: Bench, workload: Workload) -> tuple[torch.Tensor, ...]:
     return tuple(t.to(bench.device) for t in workload.batch())
 
 
-def eager(bench: Bench, workload: Workload, amp: bool) -> Row:
+def eager(bench: Bench, workload: Workload, amp: bool) -> Measure:
     """Plain PyTorch, one model."""
-    bench.clean(tuned=False)
+    used = bench.begin(tuned=False)
     model = workload.build(0).to(bench.device)
     batch = batch_of(bench, workload)
     if workload.adversarial:
@@ -86,6 +122,7 @@ def eager(bench: Bench, workload: Workload, amp: bool) -> Row:
         pairs = [(lambda m, x, y: F.cross_entropy(m(x), y), adam(model.parameters()))]
 
     def step() -> None:
+        torch.backends.cudnn.benchmark = False
         for loss, optimizer in pairs:
             optimizer.zero_grad()
             with torch.autocast(bench.device.type, torch.bfloat16, enabled=amp):
@@ -95,7 +132,8 @@ def eager(bench: Bench, workload: Workload, amp: bool) -> Row:
 
     for _ in range(5):
         step()
-    return {"step_s": bench.time(step), "peak_bytes": bench.peak()}
+    taken = used()
+    return {"step_s": (yield step)} | taken
 
 
 def make(
@@ -121,9 +159,9 @@ def ours(
     unfused: tuple[str, ...] = (),
     layers: bool = False,
     predicted: bool = True,
-) -> Row:
-    """An array in one way."""
-    bench.clean(tuned=True)
+) -> Measure:
+    """An array in one way; its peak is that of a step, without cuDNN's trials."""
+    used = bench.begin(tuned=True)
     array = make(bench, workload, members, amp, way, unfused)
     batch = batch_of(bench, workload)
     found: Row = {"layers": measure_convolutions(array, *batch)} if layers else {}
@@ -136,23 +174,23 @@ def ours(
     for _ in range(_WARM):
         array.step(*batch)
     bench.wait()
-    if bench.device.type == "cuda":
+    if bench.on_gpu:
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()  # cuDNN's trials are over
+        torch.cuda.reset_peak_memory_stats()
     for _ in range(_WARM):
         array.step(*batch)
-    found["step_s"] = bench.time(lambda: array.step(*batch))
-    return found | {
-        "peak_bytes": bench.peak(), "used_bytes": bench.used(), "refused": array.runner.refused, "way": str(array.way),
-        "coverage": {w: list(array.coverage.values()).count(w) for w in sorted(set(array.coverage.values()))},
-    }  # fmt: skip
+    found |= used()
+    found["step_s"] = yield lambda: array.step(*batch)
+    ways = list(array.coverage.values())
+    counted = {w: ways.count(w) for w in sorted(set(ways))}
+    return found | {"refused": array.runner.refused, "way": str(array.way), "coverage": counted}
 
 
-def vmapped(bench: Bench, workload: Workload, amp: bool, members: int) -> Row:
+def vmapped(bench: Bench, workload: Workload, amp: bool, members: int) -> Measure:
     """torch.func as its tutorial shows it, with one Adam on the stacked parameters."""
     from torch.func import functional_call, stack_module_state, vmap
 
-    bench.clean(tuned=False)
+    used = bench.begin(tuned=False)
     models = [workload.build(0).to(bench.device) for _ in range(members)]
     params, buffers = stack_module_state(models)
     base = copy.deepcopy(models[0]).to("meta")
@@ -163,6 +201,7 @@ def vmapped(bench: Bench, workload: Workload, amp: bool, members: int) -> Row:
         return F.cross_entropy(functional_call(base, (p, b), (x,)), y)
 
     def step() -> None:
+        torch.backends.cudnn.benchmark = False
         optimizer.zero_grad()
         with torch.autocast(bench.device.type, torch.bfloat16, enabled=amp):
             total = vmap(loss, randomness="different")(params, buffers).sum()
@@ -171,46 +210,35 @@ def vmapped(bench: Bench, workload: Workload, amp: bool, members: int) -> Row:
 
     for _ in range(3):
         step()
-    return {"step_s": bench.time(step), "peak_bytes": bench.peak()}
+    taken = used()
+    return {"step_s": (yield step)} | taken
 
 
-def prediction(bench: Bench, workload: Workload, amp: bool, members: int) -> Row:
-    """What `choose` says before training, with nothing else running while it times."""
-    bench.clean(tuned=True)
+def prediction(bench: Bench, workload: Workload, amp: bool, members: int) -> Measure:
+    """What `choose` says before training; all of it with the machine for itself."""
+    bench.begin(tuned=True)
     array = make(bench, workload, members, amp, None)
     batch = batch_of(bench, workload)
-    formats = (True,) if workload.images else (False,)
-    ways = [
-        way
-        for last in formats
-        for way in (Way(members, True, channels_last=last), Way(1, True, True, channels_last=last))
-    ]
-    plain = choice.time_steps
-
-    def quiet(step: Callable[[], Any], device: torch.device, seconds: float, *, warm: int) -> float:
-        for _ in range(warm):
-            step()
-        bench.wait()
-        with bench.alone():
-            return plain(step, device, seconds, warm=0)
-
-    choice.time_steps = quiet
-    try:
+    for name in array.slots[0].trainings:
+        array.program(name, array.arguments(batch, None))
+    last = workload.images
+    ways = [Way(members, True, channels_last=last), Way(1, True, True, channels_last=last)]
+    bench.wait()
+    with bench.alone():
         made = choose(array, *batch, ways=ways, seconds=bench.seconds)
-    finally:
-        choice.time_steps = plain
     return {
         "predicted_step_s": made.best.predicted_s, "serial_s": made.serial_s, "way": str(made.best.way),
         "predicted_bytes": made.memory.peak_bytes() if made.memory else None,
         "trials": [{"way": str(t.way), "times_s": t.times_s, "predicted_s": t.predicted_s} for t in made.trials],
     }  # fmt: skip
+    yield  # never: choosing has its own clock
 
 
-def kernels(bench: Bench, workload: Workload, amp: bool, members: int, way: Way, count: int = 14) -> Row:
+def kernels(bench: Bench, workload: Workload, amp: bool, members: int, way: Way, count: int = 14) -> Measure:
     """The kernels of an eager step that take longest."""
     from torch.profiler import ProfilerActivity, profile
 
-    bench.clean(tuned=True)
+    bench.begin(tuned=True)
     array = make(bench, workload, members, amp, way)
     batch = batch_of(bench, workload)
     for _ in range(3):
@@ -221,3 +249,4 @@ def kernels(bench: Bench, workload: Workload, amp: bool, members: int, way: Way,
         bench.wait()
     top = sorted(seen.key_averages(), key=lambda e: -e.self_device_time_total)[:count]
     return {"kernels": [(e.key[:110], e.count, round(e.self_device_time_total / 1e3, 3)) for e in top]}
+    yield  # never: the profiler has its own clock

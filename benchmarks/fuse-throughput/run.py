@@ -7,8 +7,9 @@
 A task is a workload in a precision and the kinds of rows wanted (`rows_of` has them), by default ``base``: plain and
 graphed serial, fused, streams. Tasks between semicolons run in one process, one after the other. Every row is written
 as soon as it is measured, so that a run that is cut short keeps what it has; what did not fit in the time stands in
-the file as skipped. A step is forward, backward and Adam, on a batch that lies on the device. Processes side by side,
-with and without MPS, are in processes.py.
+the file as skipped. ``untuned`` keeps cuDNN from trying its algorithms, ``apart`` prepares one row at a time, for those
+that need much memory. A step is forward, backward and Adam, on a batch that lies on the device. Processes side by
+side, with and without MPS, are in processes.py.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ HERE = str(Path(__file__).resolve().parent)
 sys.path[:0] = [str(ROOT), str(ROOT / "src"), HERE]
 
 Row = dict[str, Any]
-Job = tuple[Row, Callable[[Any], Row]]
+Job = tuple[Row, Callable[[Any], Any]]
 TASKS = """
 mobilenet-v3-b64/tf32:base+predict+vmap; mobilenet-v3-b64/amp;
 resnet18-b32/tf32:base+vmap+sweep+partial; resnet18-b32/amp:base+predict;
@@ -54,14 +55,19 @@ def rows_of(name: str, precision: str, kind: str, given: argparse.Namespace) -> 
     amp, members, last = precision == "amp", given.members, workload.images
     facts = {"workload": name, "precision": precision, "members": members}
 
-    def ours(count: int, way: Way, **more: Any) -> Callable[[Any], Row]:
+    def ours(count: int, way: Way, **more: Any) -> Callable[[Any], Any]:
         return lambda bench: measures.ours(bench, workload, amp, count, way, **more)
 
     fused, streams = Way(members, True, channels_last=last), Way(1, True, True, channels_last=last)
     if kind == "base":
+        for part in ("serial", "fused", "streams"):
+            yield from rows_of(name, precision, part, given)
+    elif kind == "serial":
         yield facts | {"what": "eager serial", "members": 1}, lambda b: measures.eager(b, workload, amp)
         yield facts | {"what": "graphed serial", "members": 1}, ours(1, Way(1, True, False, channels_last=last))
+    elif kind == "fused":
         yield facts | {"what": "fused"}, ours(members, fused)
+    elif kind == "streams":
         yield facts | {"what": "streams"}, ours(members, streams)
     elif kind == "layers":
         yield facts | {"what": "fused, layers measured"}, ours(members, fused, layers=True)
@@ -77,7 +83,7 @@ def rows_of(name: str, precision: str, kind: str, given: argparse.Namespace) -> 
             if kind != "sweep-fused":
                 yield facts | {"what": "streams", "members": count}, ours(count, streams, predicted=False)
     elif kind == "partial":
-        for kept in (0, 2, 3, 4, 5, 6, 7):
+        for kept in (0, 7, 3, 5, 4, 6, 2):
             more = {"what": "partial", "fused_blocks": kept, "unfused": " ".join(BLOCKS[kept:])}
             yield facts | more, ours(members, fused, unfused=BLOCKS[kept:], predicted=False)
     elif kind == "kernels":
@@ -87,16 +93,6 @@ def rows_of(name: str, precision: str, kind: str, given: argparse.Namespace) -> 
             yield facts | more, lambda b, c=count, w=way: measures.kernels(b, workload, amp, c, w)
     else:
         raise SystemExit(f"no kind of rows is called {kind}")
-
-
-def _task(bench: Any, task: str, given: argparse.Namespace) -> Iterator[Job]:
-    which, _, kinds = task.partition(":")
-    asked = (kinds or "base").split("+")
-    bench.tuned = "untuned" not in asked
-    for kind in asked:
-        if kind != "untuned":
-            for facts, measure in rows_of(*which.split("/"), kind, given):
-                yield facts | ({} if bench.tuned else {"tuned": False}), measure
 
 
 def work(lane: tuple[str, ...], gate: Any, given: argparse.Namespace, begun: float, rows: Any) -> None:
@@ -111,18 +107,23 @@ def work(lane: tuple[str, ...], gate: Any, given: argparse.Namespace, begun: flo
     torch.set_num_threads(1)
     bench = measures.Bench(torch.device(given.device), given.seconds, gate.alone)
     with gate.prepare():
-        if given.device == "cuda":
-            torch.zeros(1, device="cuda")
-        for facts, measure in (row for task in lane for row in _task(bench, task, given)):
-            if time.time() - begun > given.limit:
-                rows.put(facts | {"skipped": "out of time"})
-                continue
-            try:
-                found = measure(bench)
-            except Exception as error:
-                text = str(error).splitlines()
-                found = {"error": f"{type(error).__name__}: {text[0][:200] if text else ''}"}
-            rows.put(facts | found | {"at_s": round(time.time() - begun, 1)})
+        for task in lane:
+            which, _, kinds = task.partition(":")
+            asked = (kinds or "base").split("+")
+            bench.tuned = "untuned" not in asked
+            kinds = [k for k in asked if k not in ("untuned", "apart")]
+            jobs = [job for kind in kinds for job in rows_of(*which.split("/"), kind, given)]
+            size = 1 if "apart" in asked else given.together
+            for some in (jobs[i : i + size] for i in range(0, len(jobs), size)):
+                if time.time() - begun > given.limit:
+                    found = [{"skipped": "out of time"} for _ in some]
+                else:
+                    found = bench.run([measure(bench) for _, measure in some])
+                for (facts, _), row in zip(some, found, strict=True):
+                    at = {"at_s": round(time.time() - begun, 1)} | ({} if bench.tuned else {"tuned": False})
+                    rows.put(facts | row | at)
+                found.clear()
+                bench.begin(tuned=False)  # gives memory back for the others
     rows.put(None)
 
 
@@ -152,11 +153,14 @@ def main() -> None:
     parser.add_argument("--counts", default="2,4,8,32", help="members of the rows of a sweep")
     parser.add_argument("--limit", type=float, default=200, help="seconds after which no row is begun")
     parser.add_argument("--seconds", type=float, default=0.15)
+    parser.add_argument("--together", type=int, default=2, help="rows that a process prepares before it times them")
     given = parser.parse_args()
     from gate import Gate
 
     lanes = [tuple(lane.split()) for lane in given.tasks.split(";") if lane.split()]
-    context = multiprocessing.get_context("spawn")
+    import measures  # noqa: F401  # before the processes are forked from here, so that each need not import it
+
+    context = multiprocessing.get_context("fork")
     gate, rows, begun = Gate(context, len(lanes)), context.Queue(), time.time()
     workers = [context.Process(target=work, args=(lane, gate, given, begun, rows)) for lane in lanes]
     for worker in workers:

@@ -36,13 +36,15 @@ class Tuner:
         interval: int = 1,
         steps: int = 100,
         seed: int = 0,
+        remember: bool = True,
     ) -> None:
+        """Open the study of a directory; without `remember` it lives in memory, and a killed sweep begins anew."""
         optuna = _optuna()
         self._optuna, self._settings, self._limit = optuna, list(settings), trials
         self.study = optuna.create_study(
             study_name="sweep",
-            storage=f"sqlite:///{directory / 'study.db'}",
-            load_if_exists=True,
+            storage=f"sqlite:///{directory / 'study.db'}" if remember else None,
+            load_if_exists=remember,
             direction="minimize",
             sampler=_sampler(optuna, search, seed),
             pruner=_pruner(optuna, pruner, interval, steps),
