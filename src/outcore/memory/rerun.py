@@ -45,7 +45,11 @@ class Rerun:
         tape = Tape(model, constants, values)
         with torch.no_grad():
             for step in self.steps:
-                with _modes(step.context), _generator(states.get(step.name), values):
+                changed = _changed(step.context)
+                if not changed and step.name not in self.random:
+                    tape.step(step)
+                    continue
+                with _modes(changed), _generator(states.get(step.name), values):
                     tape.step(step)
         return tape.values[self.result]
 
@@ -147,13 +151,14 @@ def _instance_norm(
 _FUNCTIONS: dict[str, Callable[..., Any]] = {"batch_norm": _batch_norm, "instance_norm": _instance_norm}
 
 
+def _changed(context: Context) -> list[tuple[str, bool, torch.dtype]]:
+    """The autocast modes of a step that are not in force; backward runs without any."""
+    return [row for row in context.autocast if row[1] or torch.is_autocast_enabled(row[0])]
+
+
 @contextlib.contextmanager
-def _modes(context: Context) -> Iterator[None]:
-    """The autocast modes of a step; backward runs without them."""
-    changed = [row for row in context.autocast if row[1] or torch.is_autocast_enabled(row[0])]
-    if not changed:
-        yield
-        return
+def _modes(changed: list[tuple[str, bool, torch.dtype]]) -> Iterator[None]:
+    """Put autocast modes in force."""
     with contextlib.ExitStack() as stack:
         for device, enabled, dtype in changed:
             stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
