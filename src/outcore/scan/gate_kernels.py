@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["gru_coefficients", "lstm_coefficients", "lstm_gates", "narrow", "takes"]
 
 
-_TILES = {"gru": (64, 4), "lstm": (64, 4)}
+_TILES = {"gru": (32, 2), "lstm": (32, 2)}
 """Rows of a program at a time, and its warps."""
 _SHARES = 132 * 4
 """Programs that share the rows."""
@@ -88,7 +88,7 @@ def _over_rows(
         weights.hidden.contiguous(), *biases, *out, rows, N, share,
         H=cell.hidden, IN=size, BIAS=bias, LIBRARY=not interpreted(),
         PRECISION=dot_precision(x.dtype),
-        HP=power_of_two(cell.hidden), IP=power_of_two(size), BLOCK=block, num_warps=warps,
+        HP=power_of_two(cell.hidden), IP=power_of_two(size), BLOCK=block, num_warps=warps, num_stages=1,
     )  # fmt: skip
 
 

@@ -48,6 +48,15 @@ def _gate(
 
 
 @triton.jit
+def _block(x, states, block, end, r, i, q, H: tl.constexpr, IN: tl.constexpr):
+    """Inputs and states before of a block of rows."""
+    at = tl.cast(block, tl.int64)
+    some = r < end - block
+    v = tl.load(x + at * IN + (r * IN + q), mask=some & (q < IN), other=0.0)
+    return v, tl.load(states + at * H + (r * H + i), mask=some & (i < H), other=0.0)
+
+
+@triton.jit
 def _gru_rows(
     x, states, out, first, end, wr, wz, wn, ur, uz, un, br, bz, bn, cn,
     H: tl.constexpr, IN: tl.constexpr, LIBRARY: tl.constexpr, PRECISION: tl.constexpr,
@@ -55,12 +64,12 @@ def _gru_rows(
 ):  # fmt: skip
     r = tl.arange(0, BLOCK)[:, None]
     i, q = tl.arange(0, HP)[None, :], tl.arange(0, IP)[None, :]
+    now = _block(x, states, first, end, r, i, q, H, IN)
     for block in range(first, end, BLOCK):
         at = tl.cast(block, tl.int64)
-        some = r < end - block
-        inside = some & (i < H)
-        h = tl.load(states + at * H + (r * H + i), mask=inside, other=0.0)
-        v = tl.load(x + at * IN + (r * IN + q), mask=some & (q < IN), other=0.0)
+        inside = (r < end - block) & (i < H)
+        soon = _block(x, states, block + BLOCK, end, r, i, q, H, IN)
+        v, h = now
         reset = _sigmoid(_dot(v, wr, PRECISION) + _dot(h, ur, PRECISION) + br)
         z = _sigmoid(_dot(v, wz, PRECISION) + _dot(h, uz, PRECISION) + bz)
         pre = _dot(h, un, PRECISION) + cn
@@ -72,6 +81,7 @@ def _gru_rows(
         tl.store(to + 2 * H, (h - n) * z * (1 - z), mask=inside)
         tl.store(to + 3 * H, of_n * reset, mask=inside)
         tl.store(to + 4 * H, z, mask=inside)
+        now = soon
 
 
 @triton.jit(do_not_specialize=["R", "N", "SHARE"])
@@ -114,12 +124,12 @@ def _lstm_rows(
 ):  # fmt: skip
     r = tl.arange(0, BLOCK)[:, None]
     i, q = tl.arange(0, HP)[None, :], tl.arange(0, IP)[None, :]
+    now = _block(x, states, first, end, r, i, q, H, IN)
     for block in range(first, end, BLOCK):
         at = tl.cast(block, tl.int64)
-        some = r < end - block
-        inside = some & (i < H)
-        h = tl.load(states + at * H + (r * H + i), mask=inside, other=0.0)
-        v = tl.load(x + at * IN + (r * IN + q), mask=some & (q < IN), other=0.0)
+        inside = (r < end - block) & (i < H)
+        soon = _block(x, states, block + BLOCK, end, r, i, q, H, IN)
+        v, h = now
         let_in = _sigmoid(_dot(v, wi, PRECISION) + _dot(h, ui, PRECISION) + bi)
         f = _sigmoid(_dot(v, wf, PRECISION) + _dot(h, uf, PRECISION) + bf)
         new = _tanh(_dot(v, wg, PRECISION) + _dot(h, ug, PRECISION) + bg, LIBRARY)
@@ -132,6 +142,7 @@ def _lstm_rows(
         to = at * H + (r * H + i)
         tl.store(factors + to, f, mask=inside)
         tl.store(added + to, let_in * new, mask=inside)
+        now = soon
 
 
 @triton.jit(do_not_specialize=["R", "N", "SHARE"])
