@@ -143,7 +143,7 @@ def within(
     policy = dict(plan.policy if isinstance(plan, Plan) else plan) if plan is not None else None
     movable = state is None and budget is not None and plan is None and can_be_parted(optimizer) and not graphs
     states = ladder(costs.parameters) if movable else (StatePolicy.of(state),)
-    reassociated = exact == "reassociated" or (isinstance(plan, Plan) and plan.exactness != "bitwise")
+    reassociated = exact == "reassociated" or (isinstance(plan, Plan) and plan.exactness == "reassociated")
     settings = Settings(
         budget, cost, reserved, policy, graphs=graphs, reassociated=reassociated, states=states, quiet=quiet
     )
