@@ -30,9 +30,9 @@ from .oracle import TOLERANCE, total, with_statistics
 SIDE = 256
 
 
-def classifier(norm: bool = True) -> nn.Module:
+def classifier(norm: bool = True, depth: int = 5) -> nn.Module:
     layers: list[nn.Module] = []
-    for a, b, stride in [(3, 8, 1), (8, 8, 2), (8, 16, 1), (16, 16, 2), (16, 16, 1)]:
+    for a, b, stride in [(3, 8, 1), (8, 8, 2), (8, 16, 1), (16, 16, 2), (16, 16, 1)][:depth]:
         layers += [nn.Conv2d(a, b, 3, stride, 1, bias=not norm), *([nn.BatchNorm2d(b)] if norm else []), nn.ReLU()]
     head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 3)]
     return with_statistics(nn.Sequential(*layers, *head)).double()
@@ -145,7 +145,7 @@ def test_a_refusal_names_what_both_ways_need() -> None:
 
 
 def test_norms_over_the_image_need_leave_and_the_refusal_tells_the_price() -> None:
-    net, x = classifier().train(), image(160)
+    net, x = classifier(depth=3).train(), image(160)
     budget = plain_bytes(net, x) // 3
     with pytest.raises(PlanError, match=r"with statistics=True it fits, for \d forward passes .* the time of a plain"):
         within(net, x, memory=budget)
@@ -155,7 +155,7 @@ def test_norms_over_the_image_need_leave_and_the_refusal_tells_the_price() -> No
 
 
 def test_maps_between_passes_are_kept_where_the_budget_allows() -> None:
-    net, x = classifier().train(), image(120)
+    net, x = classifier(depth=3).train(), image(120)
     most = plain_bytes(net, x)
     steps = []
     for share in (0.3, 0.5):
