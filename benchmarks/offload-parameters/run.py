@@ -138,6 +138,8 @@ def compared(name: str, options: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {"parameters": count, "link": link(4 * count, device), "ways": {}}
     plain: dict[str, torch.Tensor] = {}
     for way in WAYS:
+        if name in options.short.split(",") and way not in ("baseline", "outcore"):
+            continue
         if options.ways and way not in options.ways:
             continue
         try:
@@ -169,6 +171,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--ways", nargs="*", default=[])
+    parser.add_argument("--short", default="", help="models of which only the baseline and outcore are run")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--side", type=int, default=0)
