@@ -13,6 +13,7 @@ import importlib.util
 import os
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -77,7 +78,8 @@ def or_none(name: str) -> Callable[[Callable[..., _Result]], Callable[..., _Resu
             if name in _broken:
                 return None
             try:
-                return launch(*args)
+                with _where(args):
+                    return launch(*args)
             except torch.cuda.OutOfMemoryError:
                 raise
             except Exception as error:
@@ -93,3 +95,13 @@ def or_none(name: str) -> Callable[[Callable[..., _Result]], Callable[..., _Resu
         return guarded
 
     return wrap
+
+
+def _where(args: tuple[Any, ...]) -> AbstractContextManager[Any]:
+    """Kernels are launched on the current device; make that the one of the first tensor (or adjoint) given."""
+    for arg in args:
+        tensor = getattr(arg, "values", arg)
+        if isinstance(tensor, Tensor):
+            elsewhere = tensor.is_cuda and tensor.device.index != torch.cuda.current_device()
+            return torch.cuda.device(tensor.device) if elsewhere else nullcontext()
+    return nullcontext()
