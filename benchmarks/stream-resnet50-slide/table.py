@@ -1,4 +1,4 @@
-"""Print the table of the README from a results file: python table.py results/….json"""
+"""Print the table of the README from results files: python table.py results/….json …"""
 
 from __future__ import annotations
 
@@ -19,20 +19,33 @@ def streaming_cnn(tile: int) -> float:
 
 
 def main() -> None:
-    document = json.loads(Path(sys.argv[1]).read_text())
-    plain = {r["side"]: r for r in document["rows"] if r["how"] == "plain" and "failed" not in r}
-    print("| side | how | tile | stops after | time | of plain | peak memory | of plain | StreamingCNN's rule |")
-    print("|---|---|---|---|---|---|---|---|---|")
-    for row in document["rows"]:
+    rows = [row for path in sys.argv[1:] for row in json.loads(Path(path).read_text())["rows"]]
+    plain = {r["side"]: r for r in rows if r["how"] == "plain" and "failed" not in r}
+    heads = ["side", "how", "tissue", "tile", "stops after", "time", "of plain", "peak memory", "of plain", "reserved"]
+    heads += ["waited for pixels", "StreamingCNN's rule"]
+    print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
+    for row in rows:
+        if "failed" in row:
+            print(f"| {row['side']:,} | {row['how']} |  |  |  | out of memory |  |  |  |  |  |  |")
+            continue
         base = plain.get(row["side"])
         streamed = row["how"] != "plain"
         seconds, size = row["time_s"], row["peak_bytes"]
-        ratio = f"{seconds / base['time_s']:.2f}x" if streamed and base else ""
-        share = f"{size / base['peak_bytes']:.2f}x" if streamed and base else ""
-        where = (row["boundary"] or "the pool") if streamed else ""
-        rule = f"{streaming_cnn(row['tile']):.1f}x" if streamed and not row["boundary"] else ""
-        cells = [f"{row['side']:,}", row["how"], row.get("tile", ""), where, f"{seconds:.3g} s", ratio]
-        print("| " + " | ".join(map(str, [*cells, f"{size / 2**30:.1f} GiB", share, rule])) + " |")
+        cells = [
+            f"{row['side']:,}",
+            row["how"],
+            f"{row.get('tissue', 1):.0%}",
+            row.get("tile", ""),
+            (row["boundary"] or "the pool") if streamed else "",
+            f"{seconds:.3g} s",
+            f"{seconds / base['time_s']:.2f}x" if streamed and base else "",
+            f"{size / 2**30:.1f} GiB",
+            f"{size / base['peak_bytes']:.2f}x" if streamed and base else "",
+            f"{row['reserved_bytes'] / 2**30:.1f} GiB",
+            f"{row['waited_s']:.2g} s" if "waited_s" in row else "",
+            f"{streaming_cnn(row['tile']):.1f}x" if streamed and not row["boundary"] else "",
+        ]
+        print("| " + " | ".join(map(str, cells)) + " |")
 
 
 if __name__ == "__main__":
