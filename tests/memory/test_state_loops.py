@@ -177,6 +177,16 @@ def test_schedulers_and_several_groups(way: str) -> None:
     assert same(model, plain) and same_state(optimizer, twin)
 
 
+def test_hooks_on_the_step_run_once() -> None:
+    model = network()
+    optimizer = offloaded(model, SGD)
+    seen: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    train(model, optimizer, 2)
+    assert seen == ["before", "after"] * 2
+
+
 class Tangled(nn.Module):
     """Tied and frozen weights, a weight that another module's forward reads, one that nobody reads."""
 

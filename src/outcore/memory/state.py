@@ -452,7 +452,8 @@ class StateKeeper:
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            keeper.step()
+            with keeper.stepper.hooked():
+                keeper.step()
             return loss
 
         return MethodType(step, self.optimizer)  # schedulers expect a method

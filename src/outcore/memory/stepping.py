@@ -21,6 +21,9 @@ from outcore.memory.parcels import LooseStage, Parcel, lay_out, movable
 __all__ = ["Stepper", "Visits", "can_be_parted", "in_parts"]
 
 
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
 def in_parts(optimizer: Any) -> torch.optim.Optimizer:
     """The optimizer, if its step can be done in parts."""
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -60,18 +63,31 @@ class Stepper:
     @contextlib.contextmanager
     def narrowed(self, wanted: Collection[int]) -> Iterator[None]:
         """The optimizer with some of its parameters."""
-        optimizer = self.optimizer
+        optimizer: Any = self.optimizer
         groups = optimizer.param_groups
         whole = [group["params"] for group in groups]
+        hooks = {name: optimizer.__dict__[name] for name in _HOOKS}
         try:
+            optimizer.__dict__.update({name: {} for name in _HOOKS})  # `hooked` calls them, once for the whole step
             for group in groups:
                 group["params"] = [p for p in group["params"] if id(p) in wanted]
             optimizer.param_groups = [group for group in groups if group["params"]]
             yield
         finally:
+            optimizer.__dict__.update(hooks)
             optimizer.param_groups = groups
             for group, parameters in zip(groups, whole, strict=True):
                 group["params"] = parameters
+
+    @contextlib.contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Call the hooks on the optimizer's step around a whole step."""
+        before, after = (tuple(self.optimizer.__dict__[name].values()) for name in _HOOKS)
+        for hook in before:
+            hook(self.optimizer, (), {})
+        yield
+        for hook in after:
+            hook(self.optimizer, (), {})
 
     def settings(self) -> list[dict[str, Any]]:
         """What the groups say beside their parameters."""
