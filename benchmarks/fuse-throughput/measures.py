@@ -20,6 +20,7 @@ from tests.fusion.workloads import Workload
 import outcore
 from outcore.fusion import Way, choice, choose, forecast
 from outcore.fusion.layerwise import measure_convolutions
+from outcore.fusion.verify import disagreement
 
 Row = dict[str, Any]
 Step = Callable[[], Any]
@@ -171,6 +172,8 @@ def ours(
             found["predicted_bytes"] = forecast(array, *batch).peak_bytes(at_once=at_once)
         except Exception as error:  # the row is worth having without
             found["unpredicted"] = str(error)[:200]
+        if way.width > 1:
+            found["check"] = checked(array, batch)
     for _ in range(_WARM):
         array.step(*batch)
     bench.wait()
@@ -184,6 +187,20 @@ def ours(
     ways = list(array.coverage.values())
     counted = {w: ways.count(w) for w in sorted(set(ways))}
     return found | {"refused": array.runner.refused, "way": str(array.way), "coverage": counted}
+
+
+def checked(array: outcore.fusion.FusedArray, batch: tuple[torch.Tensor, ...]) -> str:
+    """Whether fused gradients are the model's own here, in this precision; dropout lets everything pass meanwhile."""
+    args = array.arguments(batch, None)
+    for name in array.slots[0].trainings:
+        _, program = array.program(name, args)
+        if program.obstacle is not None:
+            return program.obstacle
+        with program.without_chance() as certain:
+            wrong = disagreement(array.lanes[0], name, program, args) if certain else "nothing: it draws numbers"
+        if wrong is not None:
+            return wrong
+    return "equal"
 
 
 def vmapped(bench: Bench, workload: Workload, amp: bool, members: int) -> Measure:

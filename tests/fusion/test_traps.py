@@ -21,6 +21,7 @@ from outcore.fusion.rules.matmul import linear
 from outcore.fusion.values import Stacked
 from tests.fusion.serial import assert_as_if_alone, distance, train_serially
 from tests.fusion.small import momentum, small_array, small_batches, small_net
+from tests.fusion.workloads import TINY
 
 
 def _checkpointed(net: nn.Module, x: Tensor) -> Tensor:
@@ -370,3 +371,24 @@ def test_layers_that_write_in_place_and_run_member_by_member_write_nothing_other
         twin = build(i)
         train_serially(twin, batches, F.cross_entropy, momentum(twin.parameters(), i))
         assert distance(dict(twin.state_dict()), array[i].state_dict()) < 1e-12
+
+
+def test_what_half_precision_does_to_gradients_is_no_wrong_gradient() -> None:
+    """Those of PointNet in bfloat16 are off by as much as they are large, fused or not."""
+    workload = TINY["pointnet-cls-b32"]
+    torch.manual_seed(1)
+    models = [workload.build(0) for _ in range(2)]
+    array = outcore.fuse(models, loss=F.cross_entropy, optimizer=momentum, autocast=torch.bfloat16)
+    array.step(*workload.batch())
+    assert array.way.width == 2, array.notes
+
+
+def test_a_wrong_rule_is_found_in_half_precision_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    from outcore.fusion.rules import modules
+
+    monkeypatch.setitem(modules.MODULES, nn.Tanh, lambda call: Stacked(call.args[0].tensor.tanh() * 1.3))
+    models = [nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)) for _ in range(2)]
+    array = outcore.fuse(models, loss=F.cross_entropy, optimizer=momentum, autocast=torch.bfloat16)
+    with pytest.warns(UserWarning, match="not the model's own"):
+        array.step(torch.randn(16, 6), torch.randint(3, (16,)))
+    assert array.way.width == 1
