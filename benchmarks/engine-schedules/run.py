@@ -176,6 +176,7 @@ def rank_main(rank: int, args: argparse.Namespace, port: int, queue: Any) -> Non
     if args.device == "cpu":
         runs |= {name: Torchs(args, name) for name in ("torch gpipe", "torch 1f1b")}
     times: dict[str, list[float]] = {name: [] for name in runs}
+    computing: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
         run.step()
     for _ in range(args.rounds):
@@ -183,14 +184,15 @@ def rank_main(rank: int, args: argparse.Namespace, port: int, queue: Any) -> Non
             for _ in range(args.steps):
                 dist.barrier()
                 _synchronise(args)
-                began = time.perf_counter()
+                began, used = time.perf_counter(), time.process_time()
                 run.step()
                 _synchronise(args)
                 times[name].append(time.perf_counter() - began)
+                computing[name].append(time.process_time() - used)
     found = {name: _facts(name, run, times[name], args) for name, run in runs.items()}
     peaks = _peaks(runs, args)
     for name, peak in peaks.items():
-        found[name] |= {"peak_bytes": peak, "idle_bytes": runs[name].idle_bytes}
+        found[name] |= {"peak_bytes": peak, "idle_bytes": runs[name].idle_bytes, "cpu_s": min(computing[name])}
     every: list[Any] = [None] * args.ranks
     dist.all_gather_object(every, found)
     if rank == 0:
@@ -295,7 +297,7 @@ def summarise(every: list[dict[str, Any]]) -> dict[str, Any]:
     for name in every[0]:
         rows = [found[name] for found in every]
         row: dict[str, Any] = {"step_s": max(r["step_s"] for r in rows), "median_s": max(r["median_s"] for r in rows)}
-        row |= {key: [r[key] for r in rows] for key in ("peak_bytes", "idle_bytes")}
+        row |= {key: [r[key] for r in rows] for key in ("peak_bytes", "idle_bytes", "cpu_s")}
         row |= {key: value for key, value in rows[0].items() if key not in row and key != "times_s"}
         table[name] = row
     base = table["model-parallel"]["step_s"]
@@ -325,7 +327,7 @@ def show(table: dict[str, Any]) -> None:
     for name, row in table.items():
         peak = max(row["peak_bytes"]) / 2**20
         line = f"{name:15} {row['step_s'] * 1e3:8.1f} ms  x{row['speedup_over_model_parallel']:.3f}"
-        line += f"  peak {peak:7.1f} MiB"
+        line += f"  cpu {max(row['cpu_s']) * 1e3:8.1f} ms  peak {peak:7.1f} MiB"
         if "predicted_s" in row:
             line += f"  planned {max(row['predicted_peak_bytes']) / 2**20:7.1f}"
             line += f"  simulated {row['predicted_s'] * 1e3:8.1f} ms  closed form {row['closed_form_s'] * 1e3:8.1f} ms"

@@ -88,7 +88,11 @@ def go(case: str, plan: dict[str, Any], offload: bool, path: str = "", **options
 
 @pytest.mark.parametrize(
     ("case", "stages", "options"),
-    [("unet", 2, {}), ("resnet", 3, {"accumulate": 2}), ("transformer", 4, {"clip_norm": 0.1})],
+    [
+        ("unet", 2, {}),
+        pytest.param("resnet", 3, {"accumulate": 2}, marks=pytest.mark.slow),
+        pytest.param("transformer", 4, {"clip_norm": 0.1}, marks=pytest.mark.slow),
+    ],
 )
 def test_nothing_else_changes(ranks: Pool, tmp_path: Path, case: str, stages: int, options: dict[str, Any]) -> None:
     plan = {"stages": stages, "schedule": "gems", "batches": 4}
