@@ -56,13 +56,22 @@ def test_reassociated_gradients_differ_by_rounding_at_most(dims: int, last: bool
     assert len(entry.holding.norms) == 5 and None not in entry.holding.renorm.orders.values()
 
 
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("again", [True, False])
 @pytest.mark.parametrize("setting", [{}, {"momentum": None}, {"track_running_stats": False}])
-def test_a_norm_and_its_relu_as_one_operation(setting: dict[str, Any]) -> None:
+def test_a_norm_and_its_relu_as_one_operation(setting: dict[str, Any], again: bool, in_place: bool) -> None:
     model, images = network().double(), torch.randn(3, 3, 7, 6, dtype=torch.float64, requires_grad=True)
+    for relu in model:
+        if isinstance(relu, nn.ReLU):
+            relu.inplace = in_place
     for name in ("1", "4"):
         setattr(model, name, nn.BatchNorm2d(8, **setting).double())
     twin = copy.deepcopy(model)
     outcore.within(model, (images,), memory=None, exact="reassociated", quiet=True)
+    if again:
+        buffers = outcore.memory_plan(model).keeping.buffers.values()
+        plan = {b.name: "recompute" for b in buffers if b.kind == "value" and not b.obstacle}
+        outcore.within(model, (images,), memory=None, plan=plan, exact="reassociated", quiet=True)
     (entry,) = model.__dict__["forward"].admitted.values()
     assert len(entry.holding.instead) == 9  # five norms, four ReLUs
     for _ in range(3):

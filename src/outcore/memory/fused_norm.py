@@ -1,4 +1,4 @@
-"""Batch norm, with the ReLU that writes into its output if there is one, as one operation.
+"""Batch norm, with the ReLU of its output if there is one, as one operation.
 
 In training, torch passes over memory three times for the norm and twice for the ReLU in forward, eight times in
 backward. As one operation it is three times and five, because ReLU needs neither its own pass nor its output: where the
@@ -48,9 +48,7 @@ def norms_of(graph: Graph, model: nn.Module) -> dict[str, str | None]:
         found[name] = None
         if output in graph.outputs or len(after := readers.get(output, [])) != 1:
             continue
-        relu = graph.calls[after[0]]
-        in_place = graph.blocks[relu.block].type in RELUS and output in relu.mutates
-        if in_place and not _hooked(steps[after[0]], model):
+        if graph.blocks[graph.calls[after[0]].block].type in RELUS and not _hooked(steps[after[0]], model):
             found[name] = after[0]
     return found
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from outcore.graph.recording import Step, Tape, fill
-from outcore.memory.cell import Cell, Geometry, Handle
+from outcore.memory.cell import Cell, Geometry, Handle, over
 from outcore.memory.holding import CellPlan, Holding
 from outcore.memory.renorm import Norm, Statistics
 from outcore.memory.rerun import generator_state
@@ -75,7 +75,10 @@ class Pass:
                 raise RuntimeError(
                     f"the input {name} has been modified between forward and backward; backward needs it"
                 )
-        return {name: tensor for name, (tensor, _) in self.inputs.items()}
+        views = self.holding.views.items()
+        return {name: tensor for name, (tensor, _) in self.inputs.items()} | {
+            name: over(self.inputs[base][0], self.geometry[name]) for name, base in views
+        }
 
     def renormalised(self, norm: Norm | None, values: dict[str, torch.Tensor]) -> torch.Tensor | None:
         """A batch norm again from its own statistics, where that is known to give the same numbers."""
@@ -234,7 +237,9 @@ class _Tape(Tape):
         """The last use of a buffer in forward is over."""
         cell = self.cells[buffer]
         if cell.memory is not None:
-            self.at.pop(cell.memory.untyped_storage().data_ptr(), None)
+            address = cell.memory.untyped_storage().data_ptr()
+            if self.at.get(address) is cell:  # another may be there by now, where two became one operation
+                del self.at[address]
         # Only now: what is written into it in place may be made after it was.
         cell.sources = {value: self.cells[source] for value, source in self.plans[buffer].sources.items()}
         cell.leave(self.owner.tier)
