@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -230,7 +232,8 @@ def test_half_precision_and_values_to_regress(tmp_path: Path) -> None:
 
 
 def test_what_is_asked_for_and_not_installed_is_said_in_one_line(tmp_path: Path) -> None:
-    with mock.patch("importlib.util.find_spec", lambda name, *rest: None if name == "wandb" else True):
+    found = importlib.util.find_spec
+    with mock.patch("importlib.util.find_spec", lambda name, *rest: None if name == "wandb" else found(name, *rest)):
         with pytest.raises(ConfigError, match="wandb is not installed; type: pip install wandb"):
             run(write_job(tmp_path), tmp_path / "run", "log.wandb=project")
 
@@ -269,3 +272,29 @@ def test_tensorboard_gets_the_figures(tmp_path: Path) -> None:
     (events,) = (tmp_path / "run" / "tensorboard").iterdir()
     content = events.read_bytes()
     assert b"epoch/validation_loss" in content and b"learning_rate" in content
+
+
+def test_a_logger_that_fails_is_left_out_and_taken_up_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs: list[Any] = []
+
+    def init(**given: Any) -> Any:
+        runs.append(mock.Mock(id=given["id"] or "first"))
+        runs[-1].log.side_effect = ConnectionError("the server is gone") if len(runs) == 1 else None
+        return runs[-1]
+
+    monkeypatch.setitem(sys.modules, "wandb", mock.Mock(init=init, __spec__=mock.Mock()))
+    job = write_job(tmp_path)
+    assert run(job, tmp_path / "run", "log.wandb=p")[0] == 0
+    assert "wandb: the server is gone; training goes on without it" in capsys.readouterr().err
+    assert runs[0].log.call_count == 1
+    assert run(job, tmp_path / "run", "log.wandb=p", "train.epochs=2")[0] == 0
+    assert runs[1].id == "first" and runs[1].log.call_count == 7
+
+
+def test_a_logger_that_does_not_start_is_said_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = mock.Mock(init=mock.Mock(side_effect=OSError("no key\nlong story")), __spec__=mock.Mock())
+    monkeypatch.setitem(sys.modules, "wandb", broken)
+    with pytest.raises(ConfigError, match=r"wandb does not start: no key$"):
+        run(write_job(tmp_path), tmp_path / "run", "log.wandb=p")

@@ -12,7 +12,7 @@ import csv
 import importlib.util
 import io
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -183,14 +183,20 @@ def _sinks(folder: RunFolder, config: Config) -> list[Sink]:
     for name, asked in wanted.items():
         if asked and importlib.util.find_spec(name) is None:
             raise ConfigError(f"log.{name} was asked for and {name} is not installed; type: pip install {name}")
-    sinks: list[Sink] = []
-    if config.log.tensorboard:
-        sinks.append(_TensorBoard(folder.path / "tensorboard"))
-    if config.log.wandb:
-        sinks.append(_Wandb(config.log.wandb, folder, config))
-    if config.log.mlflow:
-        sinks.append(_Mlflow(config.log.mlflow, folder))
-    return sinks
+    made: dict[str, Callable[[], Sink]] = {
+        "tensorboard": lambda: _TensorBoard(folder.path / "tensorboard"),
+        "wandb": lambda: _Wandb(str(config.log.wandb), folder, config),
+        "mlflow": lambda: _Mlflow(str(config.log.mlflow), folder),
+    }
+    return [_started(name, made[name]) for name, asked in wanted.items() if asked]
+
+
+def _started(name: str, make: Callable[[], Sink]) -> Sink:
+    try:
+        return make()
+    except Exception as error:
+        said = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise ConfigError(f"log.{name} was asked for, and {name} does not start: {said}") from error
 
 
 def _shown(value: Any) -> Any:
