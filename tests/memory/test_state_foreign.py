@@ -1,4 +1,4 @@
-"""Foreign models whose parameters, gradients and optimizer state pass through a window: the weights of plain training."""
+"""Foreign models whose state passes through a window: the weights of plain training."""
 
 import copy
 from typing import Any
