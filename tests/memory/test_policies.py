@@ -149,3 +149,21 @@ def test_wrong_policies_are_refused_by_name() -> None:
         attempt({"nowhere": "recompute"})
     with pytest.raises(PlanError, match="encodings are"):
         attempt({"1#0:out": "encode:zip"})
+
+
+class LooksAtItsInput(nn.Module):
+    """What is made again reads the input under other names: cast to what it is already, cut, turned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a = torch.tanh(self.first(x.to(self.first.weight.dtype)))
+        b = torch.tanh(self.second(x[..., 1:, 1:].transpose(2, 3)))
+        return a[..., 1:, 1:] * b
+
+
+def test_what_is_made_from_a_view_of_an_input() -> None:
+    result = compare(LooksAtItsInput(), (torch.randn(2, 3, 8, 8),), mode="recompute")
+    assert result is not None and result.equal, result.differing

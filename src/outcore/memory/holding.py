@@ -74,6 +74,8 @@ class Holding:
     """Calls whose generator's state must be known."""
     inputs: frozenset[str]
     """Inputs of the model that are needed in backward."""
+    views: Mapping[str, str]
+    """Value -> input it is a view of, for what is needed of an input under another name."""
     busy: frozenset[str]
     """Calls that there is something to do for; the others run as they are."""
     norms: Mapping[str, Norm]
@@ -174,7 +176,9 @@ def prepare(
                 late.setdefault(place, []).append(name)
             fetched.setdefault(transfer.fetch if transfer is not None else max(buffer.savers), []).append(name)
     reruns = [p.rerun for p in plans.values() if p.rerun is not None]
-    noted = frozenset(v for names in reads.values() for v in names)
+    given = {v: first(v) for p in plans.values() for v in p.inputs}
+    views = {v: base for v, base in given.items() if v != base}
+    noted = frozenset({*(v for names in reads.values() for v in names), *views})
     random = frozenset(name for rerun in reruns for name in rerun.random)
     saving = {order[i] for name in plans for i in (*buffers[name].savers, *buffers[name].shapes)}
     makers = {maker for v in noted if (maker := graph.values[v].producer) is not None}
@@ -191,7 +195,8 @@ def prepare(
         noted=noted,
         random=random,
         busy=frozenset({*births, *derived, *leaving, *released, *shape_only, *random, *saving, *makers}),
-        inputs=frozenset(v for p in plans.values() for v in p.inputs),
+        inputs=frozenset(given.values()),
+        views=views,
         norms={rerun.norm.call: rerun.norm for rerun in reruns if rerun.norm is not None},
         renorm=Renorm(reassociated),
         instead=replacements(graph, model) if reassociated else {},
