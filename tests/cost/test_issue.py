@@ -41,6 +41,12 @@ def test_casts_under_autocast_are_work_for_the_host() -> None:
     assert work[1] == pytest.approx(work[0] + 3 * issue_of(aten._to_copy.default))
 
 
+def test_a_bias_is_work_of_its_own_in_both_directions() -> None:
+    layers = (nn.Conv2d(3, 4, 3, bias=bias) for bias in (False, True))
+    without, given = (account(outcore.capture(nn.Sequential(c, nn.ReLU()), [(1, 3, 8, 8)]))["0#0"] for c in layers)
+    assert given.issue_forward > without.issue_forward and given.issue_backward > without.issue_backward
+
+
 def test_kinds_of_operations_differ_and_bookkeeping_is_free() -> None:
     order = [aten.detach.default, aten.view.default, aten.relu.default, aten.mm.default, aten.convolution.default]
     weights = [issue_of(operation) for operation in order]

@@ -36,7 +36,7 @@ from outcore.machine.clock import Timing
 from outcore.machine.device import ELEMENT_BYTES, Device, precision_of
 from outcore.machine.probe import cache_directory
 
-__all__ = ["Calibration", "Prediction", "Trust", "fit_calibration"]
+__all__ = ["Calibration", "Prediction", "Trust", "fit_calibration", "training_samples"]
 
 VERSION = 1
 _NO_CACHE = 8.0
@@ -295,9 +295,16 @@ def _summed(first: Timing, second: Timing) -> Timing:
     )
 
 
-def _says_of(family: str, operation: Operation) -> bool:
-    """Whether an operation is a sample of a family; the few odd convolutions learn from the ordinary ones too."""
-    return operation.family == family or (family == operation.kind and operation.family == "dense")
+def training_samples(samples: Sequence[Sample], base: Ceiling, family: str, part: str) -> list[Sample]:
+    """The samples that a family in one direction is fitted to; odd convolutions, which are few, learn from all."""
+
+    def fits(operation: Operation) -> bool:
+        alike = operation.family == family or (family == operation.kind and operation.family == "dense")
+        return alike and operation.part == part
+
+    # Faster than any cache: the operation turned out to be a view, and nothing was moved.
+    found = [s for s in (*samples, *_joined(samples)) if fits(s.operation)]
+    return [s for s in found if 0 < s.operation.nbytes < _NO_CACHE * base.bytes_per_s * s.timing.median_s]
 
 
 def fit_calibration(
@@ -311,12 +318,9 @@ def fit_calibration(
     """Fit every kind and direction that was sampled."""
     base = Ceiling.of(device, dtype)
     models: dict[str, Efficiency] = {}
-    # Faster than any cache: the operation turned out to be a view, and nothing was moved.
-    everything = [*samples, *_joined(samples)]
-    moved = [s for s in everything if 0 < s.operation.nbytes < _NO_CACHE * base.bytes_per_s * s.timing.median_s]
     for family in ("depthwise", "dense", *KINDS):
         for part in ("forward", "backward", "weight", "input"):
-            chosen = [s for s in moved if s.operation.part == part and _says_of(family, s.operation)]
+            chosen = training_samples(samples, base, family, part)
             if len(chosen) >= (1 if part in ("forward", "backward") else _LEAST_OF_A_PART):
                 models[f"{family}/{part}"] = fit_efficiency(chosen, base, methods=methods)
     return Calibration(device.name, dtype, base, models, dict(about or {}))

@@ -14,33 +14,36 @@ caches when its turn comes, so that even a simple operation counts more than one
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 __all__ = ["BETWEEN", "CALL", "NODE", "START", "SUM", "issue_of"]
 
-CALL = 0.8
+CALL = 0.95
 """The call of a module or function in Python."""
-NODE = 1.6
+NODE = 1.9
 """A node of backward: taken from the queue, its gradients checked and handed on."""
-BETWEEN = 1.1
+BETWEEN = 1.3
 """What lies between two calls: modules around them, the user's Python, accumulated gradients."""
-START = 11.0
+START = 12.0
 """Starting backward in a thread of its own."""
 
-_VIEW, _KERNEL, _CAST, _PRODUCT = 0.3, 1.4, 2.3, 4.6
+_VIEW, _KERNEL, _CAST, _PRODUCT = 0.35, 1.65, 2.7, 5.4
 SUM = _KERNEL
 """Adding one gradient to another."""
 _LIBRARY = {
-    "convolution": 6.4,
-    "convolution_backward": 13.5,
-    "attention": 6.1,
-    "attention_backward": 17.0,
-    "batch_norm": 6.0,
-    "batch_norm_backward": 5.0,
-    "norm": 3.5,
-    "norm_backward": 7.0,
+    "convolution": 7.0,
+    "convolution_backward": 14.0,
+    "attention": 7.2,
+    "attention_backward": 20.0,
+    "batch_norm": 7.0,
+    "batch_norm_backward": 6.0,
+    "norm": 4.1,
+    "norm_backward": 8.2,
 }
 """Operations that look for an algorithm or launch several kernels, by a part of their name."""
+_BIAS, _BIAS_BACKWARD = 4.0, 9.0
+"""A convolution's bias: a kernel that adds it, one that sums its gradient, inside of the operation."""
 _FREE = frozenset("device detach empty empty_like empty_strided alias lift_fresh sym_size sym_stride sym_numel".split())
 _VIEWS = frozenset(
     "view _unsafe_view reshape t transpose permute slice select expand squeeze unsqueeze as_strided split "
@@ -49,9 +52,19 @@ _VIEWS = frozenset(
 _PRODUCTS = frozenset("mm addmm bmm baddbmm linear".split())
 
 
-@functools.cache
-def issue_of(operation: Any) -> float:
+def issue_of(operation: Any, args: Sequence[Any] = ()) -> float:
     """The work of issuing one dispatched operation, in simple operations."""
+    work = _work(operation)
+    name = getattr(operation, "_opname", "")
+    if name == "convolution" and len(args) > 2 and args[2] is not None:
+        return work + _BIAS
+    if name == "convolution_backward" and len(args) > 10 and args[10][2]:
+        return work + _BIAS_BACKWARD
+    return work
+
+
+@functools.cache
+def _work(operation: Any) -> float:
     name = str(getattr(operation, "_opname", operation))
     if name in _FREE:
         return 0.0

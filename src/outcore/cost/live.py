@@ -60,7 +60,7 @@ class LiveBytes(TorchDispatchMode):
     ) -> Any:
         """Run the operation and look at what it returns."""
         result = func(*args, **(kwargs or {}))
-        self.issued += issue_of(func)
+        self.issued += issue_of(func, args)
         packet = getattr(func, "_overloadpacket", func)
         if (count := flop_registry.get(packet)) is not None:
             self.flops += count(*args, **(kwargs or {}), out_val=result)
