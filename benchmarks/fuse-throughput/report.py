@@ -129,16 +129,24 @@ def predictions(rows: Rows) -> None:
     print(f"{sum(e <= 15 for e in errors)} of {len(errors)} times within 15 %.\n")
 
 
+def lines_to_more(rows: Rows) -> None:
+    """What `choose` says for 32 members: it tries up to sixteen, and takes the line through the largest two counts."""
+    found = []
+    for key in rows.keys:
+        for what in ("fused", "streams"):
+            four, sixteen, many = (rows.get(key, what, n) for n in (4, 16, 32))
+            if four and sixteen and many:
+                guess = sixteen["step_s"] + (sixteen["step_s"] - four["step_s"]) / 12 * 16
+                error = 100 * (guess / many["step_s"] - 1)
+                found.append([*key, what, f"{1e3 * guess:.2f}", f"{1e3 * many['step_s']:.2f}", f"{error:+.0f} %"])
+    table(("workload", "precision", "way", "ms for 32, from 4 and 16", "measured", "error"), found, left=3)
+
+
 def partial(rows: Rows) -> None:
-    found = [r for r in rows.all if r["what"] == "partial" and "step_s" in r]
-    if not found:
-        return
-    whole = rows.get((found[0]["workload"], found[0]["precision"]), "fused", 16)
+    found = sorted((r for r in rows.all if r["what"] == "partial" and "step_s" in r), key=lambda r: r["fused_blocks"])
     lines = [
         [str(r["fused_blocks"]), r["unfused"], f"{1e3 * r['step_s']:.1f}", f"{16 / r['step_s']:,.0f}"] for r in found
     ]
-    if whole:
-        lines.append(["7", "–", ms(whole), f"{16 / whole['step_s']:,.0f}"])
     table(("blocks fused", "left member by member", "ms a step of 16", "model-steps per second"), lines)
 
 
@@ -170,7 +178,7 @@ def room(work: Rows, rows: Rows) -> None:
 def main() -> None:
     files = [Rows(json.loads(Path(path).read_text())["rows"]) for path in sys.argv[1:]]
     timed = Rows([r for f in files for r in f.all if "steps_per_s" not in r and "flops" not in r])
-    for show in (speed, members, memory, predictions, partial):
+    for show in (speed, members, memory, predictions, lines_to_more, partial):
         show(timed)
     for file in files:
         if any("steps_per_s" in r for r in file.all):
