@@ -17,6 +17,7 @@ from outcore.errors import CaptureError, OutcoreError, PlanError, StreamError, T
 from outcore.job import Job
 from outcore.machine.units import format_bytes, parse_bytes
 from outcore.plan_document import Plan
+from outcore.planner.memory_plan import MemoryPlan
 from outcore.train.config import Config
 from outcore.train.precision import computing
 from outcore.train.run_folder import RunFolder
@@ -119,6 +120,7 @@ def _within(model: nn.Module, job: Job, config: Config, expected: Forecast, budg
     with computing(config.train.precision, device):
         within(model, list(expected.shapes), memory=budget, optimizer=optimizer, stream=False, quiet=True)
     plan = memory_plan(model)
+    assert isinstance(plan, MemoryPlan)  # tiles are planned for a slide that is read as it goes, below
     kinds: dict[str, int] = {}
     for how in plan.policy.values():
         kind = how.partition(":")[0]
