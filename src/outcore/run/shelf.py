@@ -124,6 +124,11 @@ class Shelf:
         return mapping.lease()
 
     @property
+    def lent(self) -> list[torch.Tensor]:
+        """The rows this rank sends from: memory of those who read them."""
+        return [own.mapping.tensor for rows in self._rows.values() for own in rows]
+
+    @property
     def idle_bytes(self) -> int:
         """Of rows this rank reads from, what is not in use now."""
         return sum(mapping.nbytes for mapping in self._read.values() if not mapping.in_use)

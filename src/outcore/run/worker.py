@@ -119,6 +119,8 @@ class Worker:
         given: list[Any] = [(piece.inputs, piece.targets) for piece in run.pieces]
         if self.parking is not None:
             given.append(self.parking.away)
+        if self.wire is not None:
+            given.append(self.wire.shelf.lent)
         self.gauge.start(tensor for _, tensor in leaves(given, torch.Tensor))
         self.started_s = self.clock.start()
         self._run, self._tags = run, tags

@@ -103,6 +103,9 @@ class World:
         identity = identify(os.environ)
         if identity is None:
             return cls(0, 1, 0, None, None, owned=False)
+        # Its functions have the group of the moment of their import as a default, and would keep it for good.
+        import torch.distributed.nn.functional  # noqa: F401
+
         store = _store(identity, timeout)
         world = cls(identity.rank, identity.size, identity.local_rank, None, store, owned=True)
         with world._lines.noted():

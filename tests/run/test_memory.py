@@ -1,0 +1,51 @@
+"""What a rank holds at most, counted, against what the planner says from shapes alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import outcore
+from outcore.planner import weights_from_shapes
+from outcore.planner.lower import predict_timeline
+from outcore.program import Links
+from outcore.run import Engine
+from tests.run.networks import CASES, Dense, Residual, UNet, images
+from tests.run.pool import Pool
+from tests.run.test_gradients import SCHEDULES
+from tests.run.training import momentum
+
+SIDE = 40
+LARGE = {
+    "unet": (UNet, lambda n: images(n, SIDE), F.mse_loss),
+    "densenet": (Dense, lambda n: images(n, SIDE), F.mse_loss),
+    "resnet": (Residual, lambda n: (images(n, SIDE)[0], torch.randint(3, (n,))), F.cross_entropy),
+}
+
+
+def peaks(case: str, schedule: str) -> tuple[list[int], list[int]]:
+    """Measured and planned, by rank."""
+    model, batch, loss = LARGE[case]
+    job = outcore.Job(model=lambda: model().double(), batch=batch, loss=loss, size=8)
+    graph = job.capture()
+    options: dict[str, Any] = SCHEDULES[schedule]
+    plan = outcore.Plan(graph.fingerprint, CASES[case].cuts[2], **options)
+    planned = predict_timeline(plan, graph, weights_from_shapes(graph, state_per_parameter=1.0), Links()).peak_bytes
+    engine = Engine(job, plan, optimizer=momentum)
+    for _ in range(2):
+        engine.count_memory()
+        engine.step(*job.batch(8))
+    measured = engine.timeline().peak_bytes
+    engine.close()
+    return list(measured), list(planned)
+
+
+@pytest.mark.parametrize("case", LARGE)
+def test_no_rank_holds_more_than_planned(ranks: Pool, case: str) -> None:
+    for schedule in ("gpipe", "1f1b", "gems-4"):
+        measured, planned = ranks.run(peaks, 2, case, schedule)[0]
+        print(case, schedule, [round(m / p, 3) for m, p in zip(measured, planned, strict=True)])
+        assert all(m <= 1.05 * p for m, p in zip(measured, planned, strict=True)), schedule
