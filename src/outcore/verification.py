@@ -2,7 +2,8 @@
 
 Both train the same weights on the same batch for a few steps, with the user's own loss and optimizer, and every
 parameter, gradient, buffer and loss is compared. The grade is the one a plan names: *bitwise*, or *reassociated* with
-differences below a bound that follows from the precision.
+differences below a bound that follows from the precision, or *lossy* where it names an encoding that is, with how far
+the gradients are off.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from outcore.cost.saved import account
 from outcore.graph.capture import capture
 from outcore.graph.structure import leaves, substitute
 from outcore.job import Job
+from outcore.memory.lossy import lossy_buffers
 from outcore.memory.rates import memory_rate
 from outcore.plan_document import Plan
 from outcore.planner.budget import smallest
@@ -55,14 +57,19 @@ class Verdict:
     planned_bytes: int
     plain_bytes: int
     explained: str
+    lossy: int = 0
+    """Buffers that the plan holds in fewer bits than they have."""
 
     @property
     def grade(self) -> str:
-        """Bitwise, reassociated, or different."""
+        """Bitwise, reassociated, lossy as the plan says, or different."""
         if all(r.largest == 0 for r in self.rows) and self.equal_losses and self.equal_buffers == self.buffers:
             return "bitwise equal"
         if all(r.relative <= self.bound for r in self.rows):
             return f"equal within {self.bound:g} of the largest gradient (re-associated sums)"
+        if self.lossy:
+            worst = max(r.relative for r in self.rows)
+            return f"lossy, as the plan says: off by at most {worst:.3g} of the largest gradient"
         return "different"
 
     @property
@@ -138,6 +145,7 @@ def verify_job(
         planned_bytes=chosen.peak_bytes,
         plain_bytes=chosen.plain_bytes,
         explained=chosen.explain(),
+        lossy=len(lossy_buffers(chosen.policy)),
     )
 
 

@@ -1,6 +1,7 @@
 """Lossy encodings: what they do to the gradients is measured as it is, and reported."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from torch import nn
 import outcore
 from outcore.memory.codecs import encode
 from outcore.memory.lossy import LossyEffect
+from outcore.plan_document import name_stages
+from outcore.verification import verify_job
 
 
 def network() -> nn.Module:
@@ -119,3 +122,18 @@ def test_sparse_storage_is_exact_to_the_sign_of_zero(dtype: torch.dtype) -> None
     back = coded.decoded()
     assert torch.equal(back, flat) and bool(torch.signbit(back[3]))
     assert sum(t.numel() * t.element_size() for t in coded.payload) < 0.65 * flat.numel() * flat.element_size()
+
+
+def test_verifying_a_lossy_plan_says_so_and_how_far_it_is_off() -> None:
+    job = outcore.Job(network, lambda size: (torch.randn(size, 3, 16, 16), None))
+    graph = outcore.capture(network().train(), (torch.randn(4, 3, 16, 16),))
+    plan = outcore.Plan(
+        graph=graph.fingerprint,
+        stages=name_stages(graph, [list(graph.calls)]),
+        policy={VALUES[2]: "encode:int8"},
+    )
+    verdict = verify_job(job, plan=plan, size=4, device="cpu")
+    assert verdict.lossy == 1 and verdict.agrees
+    assert verdict.grade.startswith("lossy, as the plan says: off by at most")
+    exact = verify_job(job, plan=replace(plan, policy={VALUES[2]: "recompute"}), size=4, device="cpu")
+    assert exact.grade == "bitwise equal"
