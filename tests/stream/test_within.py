@@ -113,7 +113,7 @@ def test_a_lazy_image_is_streamed() -> None:
 
 def test_the_plan_says_it_and_can_be_said_by_hand(tmp_path) -> None:
     net, x = classifier().eval(), image()
-    step = outcore.memory_plan(within(net, x, memory=plain_bytes(net, x) // 6))
+    step = outcore.memory_plan(within(net, x, memory=plain_bytes(net, x) // 6, stream=True))
     document = step.document()
     document.save(tmp_path / "plan.json")
     read = Plan.load(tmp_path / "plan.json")
@@ -148,8 +148,8 @@ def test_norms_over_the_image_need_leave_and_the_refusal_tells_the_price() -> No
     net, x = classifier(depth=3).train(), image(160)
     budget = plain_bytes(net, x) // 3
     with pytest.raises(PlanError, match=r"with statistics=True it fits, for \d forward passes .* the time of a plain"):
-        within(net, x, memory=budget)
-    net = within(net, x, memory=budget, statistics=True)
+        within(net, x, memory=budget, stream=True)
+    net = within(net, x, memory=budget, statistics=True, stream=True)
     step = assert_trains_as_plain(net, x, x)
     assert step.plan.passes > 1 and step.peak_bytes <= budget
 
@@ -159,7 +159,7 @@ def test_maps_between_passes_are_kept_where_the_budget_allows() -> None:
     most = plain_bytes(net, x)
     steps = []
     for share in (0.3, 0.5):
-        within(net, x, memory=int(share * most), statistics=True)
+        within(net, x, memory=int(share * most), statistics=True, stream=True)
         steps.append(assert_trains_as_plain(net, x, x))
         net.zero_grad(set_to_none=True)
     assert any(step.plan.keep for step in steps)
@@ -220,7 +220,7 @@ def test_segmentation_by_the_plain_loop_and_in_one_pass() -> None:
 
 def test_slides_of_other_sizes_do_not_wait_for_a_plan() -> None:
     net, x = classifier().eval(), image()
-    net = within(net, x, memory=plain_bytes(net, x) // 4)
+    net = within(net, x, memory=plain_bytes(net, x) // 4, stream=True)
     conductor = net.__dict__["forward"]
     assert isinstance(conductor, Conductor)
     asked = []
@@ -239,7 +239,7 @@ def test_slides_of_other_sizes_do_not_wait_for_a_plan() -> None:
 def test_the_model_stays_what_it_was() -> None:
     net, x = classifier().eval(), image()
     names = list(net.state_dict())
-    net = within(net, x, memory=plain_bytes(net, x) // 6)
+    net = within(net, x, memory=plain_bytes(net, x) // 6, stream=True)
     assert list(net.state_dict()) == names and type(net) is nn.Sequential
     seen = []
     net.register_forward_hook(lambda *_: seen.append(1))
