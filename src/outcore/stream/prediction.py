@@ -34,6 +34,10 @@ from outcore.stream.tiles import Grid, TilePlan, plan_tile
 __all__ = ["StreamBytes", "TileBytes", "largest_tile", "predict_bytes", "tile_bytes"]
 
 
+_WORTH_TRYING = 0.6
+"""Tiles with a smaller share of the numbers of the largest, in whatever pass, are taken to need fewer bytes."""
+
+
 @dataclass(frozen=True)
 class TileBytes:
     """The peak of one tile, above what is there before and after."""
@@ -196,10 +200,16 @@ def predict_bytes(
         rest: what follows the boundary, where it runs under policies.
     """
     network, streaming = prepared.network, prepared.streaming
-    found = [
-        tile_bytes(network, stage, plan, training=training)
+    tried = [
+        (stage, plan)
         for stage, cut in zip(streaming.stages, prepared.grids, strict=True)
         for plan in _extremes(network, stage, cut)
+    ]
+    most = max(plan.elements() for _, plan in tried)
+    found = [
+        tile_bytes(network, stage, plan, training=training)
+        for stage, plan in tried
+        if plan.elements() >= _WORTH_TRYING * most
     ]
 
     def size(names: Iterable[str]) -> int:
