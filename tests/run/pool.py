@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # noqa: F401  (see World.join)
 
 TIMEOUT_S = 240.0
 ENDED = "ended without an answer"
@@ -35,7 +34,6 @@ def _serve(connection: Any, port: int) -> None:
         if task is None:
             return
         function, rank, size, prefix, args, kwargs = task
-        before = _open_files()
         store: Any = None
         try:
             if size > 1:
@@ -51,6 +49,7 @@ def _serve(connection: Any, port: int) -> None:
             # torch counts process groups, and a count that is not that of the other ranks never meets them again.
             connection.send((None, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
             return
+        before = _open_files()  # the group of the pool is not the engine's; imports of a test may keep it
         answer: tuple[bool, Any]
         try:
             answer = (True, function(*args, **kwargs))
