@@ -41,7 +41,7 @@ _VIEW = 1.75
 _FRESH_FROM, _FRESH_BYTES_PER_S = 24 << 20, 2.4e9
 """From which size on a C library asks the system for memory each time, and the rate at which new pages are made, as
 measured on a virtual machine of two cores (torch 2.13, glibc): 2.2 to 2.7 GB/s for 24 to 151 MiB, nothing for 8 MiB."""
-_PER_TENSOR = 0.1
+_PER_TENSOR = 0.07
 """Host time per tensor of an operation on a list of tensors, over that of an operation by itself."""
 _LEAD = 0.7
 """Share of an optimizer's host time before its first kernel, where it steps all parameters together."""

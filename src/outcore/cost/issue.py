@@ -7,8 +7,8 @@ under autocast included, so they are counted there, weighted by what kind of ope
 operation as `outcore machine` times it (`Device.dispatch_s`).
 
 The weights were fitted to calls measured one by one on an H200 (AlexNet, ResNet-18, ViT-B and Swin-T; see
-`benchmarks/step-prediction`), all at one pace of the host. In a step the code of a call is no longer in the processor's
-caches when its turn comes, so that even a simple operation counts more than one that is issued over and over.
+`benchmarks/step-prediction`), all at one pace of the host, at which a simple operation took 9 microseconds, and their
+common factor to the steps of that benchmark.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from typing import Any
 
 __all__ = ["BETWEEN", "CALL", "NODE", "START", "SUM", "issue_of"]
 
-CALL = 0.95
+CALL = 0.63
 """The call of a module or function in Python."""
-NODE = 1.9
+NODE = 1.27
 """A node of backward: taken from the queue, its gradients checked and handed on."""
-BETWEEN = 1.3
+BETWEEN = 0.87
 """What lies between two calls: modules around them, the user's Python, accumulated gradients."""
-START = 12.0
+START = 8.0
 """Starting backward in a thread of its own."""
 
-_VIEW, _KERNEL, _CAST, _PRODUCT = 0.35, 1.65, 2.7, 5.4
+_VIEW, _KERNEL, _CAST, _PRODUCT = 0.23, 1.1, 1.8, 3.6
 SUM = _KERNEL
 """Adding one gradient to another."""
 _LIBRARY = {
-    "convolution": 7.0,
-    "convolution_backward": 14.0,
-    "attention": 7.2,
-    "attention_backward": 20.0,
-    "batch_norm": 7.0,
-    "batch_norm_backward": 6.0,
-    "norm": 4.1,
-    "norm_backward": 8.2,
+    "convolution": 4.67,
+    "convolution_backward": 9.33,
+    "attention": 4.8,
+    "attention_backward": 13.3,
+    "batch_norm": 4.67,
+    "batch_norm_backward": 4.0,
+    "norm": 2.73,
+    "norm_backward": 5.47,
 }
 """Operations that look for an algorithm or launch several kernels, by a part of their name."""
-_BIAS, _BIAS_BACKWARD = 4.0, 9.0
+_BIAS, _BIAS_BACKWARD = 2.67, 6.0
 """A convolution's bias: a kernel that adds it, one that sums its gradient, inside of the operation."""
 _FREE = frozenset("device detach empty empty_like empty_strided alias lift_fresh sym_size sym_stride sym_numel".split())
 _VIEWS = frozenset(
