@@ -168,6 +168,16 @@ def test_a_killed_study_tries_again_what_was_running(job: str, tmp_path: Path) -
     assert len(failed) == 3 and {t.params["lr"] for t in failed} <= set(again)
 
 
+def test_a_study_may_live_in_memory_and_draws_the_same_configurations(job: str, tmp_path: Path) -> None:
+    settings, drawn = parse_settings(["lr=1e-4:1.0:log"]), []
+    for members in (3, 1):
+        tuner = Tuner(settings, tmp_path, trials=4, search="random", steps=4, remember=False)
+        results = Sweep(_options(job, tmp_path / str(members), members=members), tuner).run()
+        drawn.append([r.settings["lr"] for r in sorted(results, key=lambda r: r.number)])
+    assert drawn[0] == drawn[1] and len(set(drawn[0])) == 4
+    assert not (tmp_path / "study.db").exists()
+
+
 def test_the_command_prints_a_row_per_configuration(job: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     arguments = ["sweep", job, "--set", "lr=0.1,0.01", "--steps", "4", "--no-measure", "-o", str(out), "--json"]
