@@ -82,24 +82,24 @@ RANDOM = ("torchvision GoogLeNet",)
 
 
 @cache
-def _register(name: str) -> None:
+def _register(name: str, stages: int) -> None:
     from outcore.planner import split, weights_from_shapes
 
     make, batch, loss = _MODELS[name]
     job = outcore.Job(model=lambda: make().double(), batch=batch, loss=loss, size=8)
-    graph = job.capture()
-    weights = weights_from_shapes(graph)
-    CASES[name] = Case(job, {n: split(graph, weights, stages=n).names for n in (2, 3, 4)})
+    case = CASES.setdefault(name, Case(job, {}))
+    graph = case.job.capture()
+    case.cuts[stages] = split(graph, weights_from_shapes(graph), stages=stages).names
 
 
 def train_library(name: str, plan: dict[str, Any], steps: int, size: int) -> dict[str, Any]:
     """On one rank of a world."""
-    _register(name)
+    _register(name, plan["stages"])
     return train(name, plan, steps, size)
 
 
 @cache
 def library_oracle(name: str, pieces: int, steps: int, size: int) -> dict[str, Any]:
     """The same training without ranks."""
-    _register(name)
+    _register(name, 2)
     return (alone if name in RANDOM else plain)(name, pieces, steps, size)

@@ -8,7 +8,7 @@ from tests.run.library import NAMES, library_oracle, train_library
 from tests.run.pool import Pool
 from tests.run.test_gradients import SCHEDULES, compare
 
-pytestmark = pytest.mark.foreign
+pytestmark = [pytest.mark.foreign, pytest.mark.slow]
 
 
 def _run(ranks: Pool, name: str, stages: int, schedule: str, replicas: int, steps: int) -> None:
@@ -19,11 +19,6 @@ def _run(ranks: Pool, name: str, stages: int, schedule: str, replicas: int, step
     compare(got, library_oracle(name, pieces, steps, size))
 
 
-def test_a_nested_unet_with_a_skip_into_every_stage(ranks: Pool) -> None:
-    _run(ranks, "MONAI UNet++", 3, "gems-2", 1, 2)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_network_under_every_schedule(ranks: Pool, name: str, schedule: str) -> None:
