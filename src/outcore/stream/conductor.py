@@ -159,9 +159,10 @@ class Conductor:
 
     @property
     def beside_bytes(self) -> int:
-        """What is held beside what streaming counts: the optimizer's state, the loss."""
+        """What is held beside what streaming counts: the optimizer's state, the loss, what libraries hold."""
         sizes = {n: p.numel() * p.element_size() for n, p in self.model.named_parameters() if p.requires_grad}
-        return self.wanted.reserved_bytes + self.wanted.optimizer.state_bytes(sizes)
+        libraries = self.costs.library_bytes if self.costs is not None else 0
+        return self.wanted.reserved_bytes + self.wanted.optimizer.state_bytes(sizes) + libraries
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
