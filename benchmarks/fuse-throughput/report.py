@@ -165,9 +165,10 @@ def room(work: Rows, rows: Rows) -> None:
     for r in work.all:
         if "flops" not in r or (one := rows.get((r["workload"], r["precision"]), "graphed serial", 1)) is None:
             continue
-        best = rows.best((r["workload"], r["precision"]))
+        if (best := rows.best((r["workload"], r["precision"]))) is None:
+            continue
         shares = []
-        for per_model in (one["step_s"], best[1]["step_s"] / 16 if best else math.nan):
+        for per_model in (one["step_s"], best[1]["step_s"] / 16):
             rate, moved = r["flops"] / per_model / PEAKS[r["precision"]], r["bytes"] / per_model / BANDWIDTH
             shares += [f"{100 * rate:.0f} %", f"{100 * moved:.0f} %"]
         lines.append([r["workload"], r["precision"], str(r["operations"]), f"{r['flops'] / 1e9:.1f}", *shares])
