@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
+from outcore.cli.main import app
 from outcore.train.config import Config
 from outcore.train.settings import flatten
 from tests.cli.command import outcore_command
@@ -66,3 +68,23 @@ def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
     shown = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True)
     assert shown.returncode == 0, shown.stderr
     assert "open_slide" in (tmp_path / "reference" / "data" / "index.html").read_text()
+
+
+SHOWN = sorted({*ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*/*.md"), *ROOT.glob("examples/*/*.yaml")})
+
+
+@pytest.mark.parametrize("page", SHOWN, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_command_that_is_shown_would_be_understood(page: Path) -> None:
+    """Commands in running text are not executed; their names and options must exist all the same."""
+    command = typer.main.get_command(app)
+    for line in page.read_text().splitlines():
+        found = re.match(r"(?:    |\$ |# |    for .* do |.*-m )(?:\w+=\S+ )*outcore (\w+ .*)", line)
+        if found is None:
+            continue
+        shown = re.split(r"  +#|;| {3,}", re.sub(r"^(\w+) +", r"\1 ", found[1]))[0]  # a word of explanation may follow
+        words = shlex.split(shown.replace("…", "x"), comments=True)
+        if "JOB" in words or "RUN" in words:
+            continue
+        context = typer.Context(command)
+        name, inner, rest = command.resolve_command(context, words)  # type: ignore[attr-defined]
+        inner.make_context(name, rest)
