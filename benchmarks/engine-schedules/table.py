@@ -8,23 +8,45 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
+
+MICRO_BATCHES = 4
+
+
+def law(name: str, ranks: int) -> float | None:
+    """Of a schedule over plain model parallelism, for equal stages with backwards twice as long as forwards."""
+    m, d = MICRO_BATCHES, ranks
+    units = {"model-parallel": 3 * d * m, "gpipe": 3 * (m + d - 1), "1f1b": 3 * (m + d - 1)}
+    units["gems"] = d + 2 * d * m + m - 1
+    return units["model-parallel"] / units[name] if name in units else None
+
+
+def _cells(name: str, row: dict[str, Any], ranks: int) -> list[str]:
+    ideal = law(name, ranks)
+    cells = [name, f"{row['step_s'] * 1e3:.1f} ms", f"{row['speedup_over_model_parallel']:.3f}"]
+    cells.append(f"{ideal:.3f}" if ideal else "")
+    cells.append(f"{row['step_s'] / row['closed_form_s']:.3f}" if "closed_form_s" in row else "")
+    cells.append(f"{row['timeline_s'] / row['predicted_s']:.3f}" if "predicted_s" in row else "")
+    if row.get("copies_s"):
+        cells.append(f"{row['copies_beside_compute_s'] * 1e3:.1f} of {row['copies_s'] * 1e3:.1f} ms")
+    cells.append(f"{max(row['peak_bytes']) / 2**20:.1f} MiB")
+    if "predicted_peak_bytes" in row:
+        planned = max(p / q for p, q in zip(row["peak_bytes"], row["predicted_peak_bytes"], strict=True))
+        cells.append(f"{planned:.2f}")
+    return cells
 
 
 def main() -> None:
     document = json.loads(Path(sys.argv[1]).read_text())
-    table = document["table"]
-    closed = {"model-parallel": 24, "gpipe": 15, "1f1b": 15, "gems": 21}
-    print("| schedule | step | over model parallel | closed form | measured / simulated | peak of a rank | planned |")
-    print("|---|---|---|---|---|---|---|")
+    table, ranks = document["table"], document["arguments"]["ranks"]
+    copies = any(row.get("copies_s") for row in table.values())
+    head = ["schedule", "step", "over model parallel", "ideal", "measured / closed form", "measured / simulated"]
+    head += [*(["copies beside compute"] if copies else []), "peak of a rank", "measured / planned"]
+    print("| " + " | ".join(head) + " |")
+    print("|---" * len(head) + "|")
     for name, row in table.items():
-        law = f"{24 / closed[name]:.3f}" if name in closed else ""
-        simulated = f"{row['timeline_s'] / row['predicted_s']:.3f}" if "predicted_s" in row else ""
-        peak = f"{max(row['peak_bytes']) / 2**20:.1f} MiB"
-        planned = f"{max(row['predicted_peak_bytes']) / 2**20:.1f} MiB" if "predicted_peak_bytes" in row else ""
-        print(
-            f"| {name} | {row['step_s'] * 1e3:.1f} ms | {row['speedup_over_model_parallel']:.3f} | {law} | {simulated} "
-            f"| {peak} | {planned} |"
-        )
+        cells = _cells(name, row, ranks)
+        print("| " + " | ".join(cells + [""] * (len(head) - len(cells))) + " |")
     print()
     for ours, theirs in (("gpipe", "torch gpipe"), ("1f1b", "torch 1f1b")):
         if theirs in table:
