@@ -37,7 +37,9 @@ def everything(module: Any, x: Tensor, state: Any = None, lengths: list[int] | N
     output = output.data if isinstance(output, PackedSequence) else output
     finals = final if isinstance(final, tuple) else (final,)
     torch.manual_seed(2)
-    loss = sum((part * torch.randn_like(part)).sum() for part in (output, *finals))
+    # Drawn in float64, so that a module in another precision gets the same loss.
+    weights = [torch.randn(part.shape, dtype=torch.float64, device=part.device) for part in (output, *finals)]
+    loss = sum((part * weight.to(part.dtype)).sum() for part, weight in zip((output, *finals), weights, strict=True))
     names = ["x", *(f"state{i}" for i in range(len(given))), *(name for name, _ in module.named_parameters())]
     grads = torch.autograd.grad(loss, [x, *given, *module.parameters()])  # type: ignore[arg-type]
     found = {"output": output.detach()} | {f"final{i}": part.detach() for i, part in enumerate(finals)}
