@@ -30,7 +30,8 @@ def show(path: str) -> None:
     for alone in (row for row in found["rows"] if row["members"] == 1):
         together = pairs[alone["seed"]]
         print(f"\nTotal {alone['training_s'] / together['training_s']:.2f}x, with all around it "
-              f"{alone['wall_s'] / together['wall_s']:.2f}x.")  # fmt: skip
+              f"{alone['wall_s'] / together['wall_s']:.2f}x, in CPU time "
+              f"{alone.get('cpu_s', 0) / together.get('cpu_s', 1):.2f}x.")  # fmt: skip
         for row, other in ((together, alone), (alone, together)):
             number = row["best"].get("number")
             trials = other["trials"] if isinstance(other["trials"], list) else []

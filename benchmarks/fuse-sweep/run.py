@@ -130,9 +130,9 @@ def run(given: argparse.Namespace) -> None:
     for seed in map(int, given.seeds.split(",")):
         for members, train in ((given.members, together), (1, one_by_one)):
             with tempfile.TemporaryDirectory() as folder:
-                begun = time.perf_counter()
+                begun, used = time.perf_counter(), time.process_time()
                 row = {"members": members, "seed": seed} | train(Path(folder), given, seed)
-            row["wall_s"] = time.perf_counter() - begun
+            row["wall_s"], row["cpu_s"] = time.perf_counter() - begun, time.process_time() - used
             complete = [t for t in row["trials"] if t["state"] == "complete"]
             row["best"] = min(complete, key=lambda t: t["value"]) if complete else None
             row["states"] = {s: sum(t["state"] == s for t in row["trials"]) for s in ("complete", "pruned", "diverged")}
