@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 import outcore
 from outcore.cost.live import LiveBytes
+from outcore.cost.rough import by_bytes
+from outcore.cost.saved import account
 from outcore.errors import PlanError, StreamError
 from outcore.stream import plan_tiles, stream
+from outcore.stream.planning import plan_by_hand
 from outcore.stream.prediction import predict_bytes
 
 from .oracle import with_statistics
@@ -104,3 +109,13 @@ def test_a_boundary_that_cannot_be_reached_is_refused() -> None:
         stream(net, tile=16, boundary="nothing")(torch.randn(1, 3, 32, 32))
     with pytest.raises(StreamError, match="tile=0"):
         stream(net, tile=0)(torch.randn(1, 3, 32, 32))
+
+
+def test_what_operations_take_for_themselves_counts_by_the_share_of_a_tile() -> None:
+    net = network()
+    graph = outcore.capture(net, [(1, 3, 2000, 2000)])
+    costs = by_bytes(account(graph), 1e10)
+    hungry = {n: replace(c, workspace_backward_bytes=2**30 if n == "3#0" else 0) for n, c in costs.calls.items()}
+    plans = [plan_by_hand(graph, {"tile": 500}, costs=replace(costs, calls=calls)) for calls in (costs.calls, hungry)]
+    more = plans[1].peak_bytes - plans[0].peak_bytes
+    assert 2**30 // 16 <= more <= 1.2 * 2**30 // 16

@@ -70,6 +70,8 @@ class StreamBytes:
     """Peak of what runs untiled, above the maps."""
     read: int
     """Pixels on their way, in host memory."""
+    workspace: int = 0
+    """What the hungriest operation takes for itself."""
 
     @property
     def peak(self) -> int:
@@ -78,7 +80,7 @@ class StreamBytes:
         first = maps + self.tile_forward
         rest = maps + self.tail + self.gradients
         second = maps + self.output + self.kept + self.tile_backward + self.gradients
-        return self.parameters + self.small + max(first, rest, second)
+        return self.parameters + self.small + self.workspace + max(first, rest, second)
 
 
 def largest_tile(network: Network, stage: Stage, cut: Grid) -> TilePlan:

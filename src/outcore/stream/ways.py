@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch import nn
 from outcore.cost.costs import Costs
 from outcore.errors import StreamError
 from outcore.graph.parts import ancestors
+from outcore.ops.region import elements
 from outcore.planner.tiles import Candidate
 from outcore.stream.arguments import device_of
 from outcore.stream.network import Network, Node
@@ -106,13 +107,15 @@ class Ways:
     def bytes(self, candidate: Candidate) -> StreamBytes:
         """The peak of a way, found by running its largest tiles without memory."""
         if candidate not in self._bytes:
-            self._bytes[candidate] = predict_bytes(
-                self.prepared(candidate),
+            prepared = self.prepared(candidate)
+            predicted = predict_bytes(
+                prepared,
                 training=self.allowed.training,
                 dense=self.allowed.dense,
                 on_host=candidate.on_host,
                 rest=self.rest(candidate),
             )
+            self._bytes[candidate] = replace(predicted, workspace=self._workspace(prepared))
         return self._bytes[candidate]
 
     def rest(self, candidate: Candidate) -> Rest | None:
@@ -303,6 +306,20 @@ class Ways:
     @cached_property
     def _weights(self) -> int:
         return 2 * sum(p.numel() * p.element_size() for p in self.network.model.parameters())
+
+    def _workspace(self, prepared: Prepared) -> int:
+        """What an operation takes for itself, by what was measured for the whole image and the share of a tile."""
+        if self.costs is None:
+            return 0
+        most = 0
+        for stage, cut in zip(prepared.streaming.stages, prepared.grids, strict=True):
+            plan = largest_tile(self.network, stage, cut)
+            for node in stage.nodes:
+                costs = [self.costs[call] for call in (node.call, *node.absorbed)]
+                taken = max(max(c.workspace_forward_bytes, c.workspace_backward_bytes) for c in costs)
+                if taken and (region := plan.regions.get(node.output)) is not None:
+                    most = max(most, taken * elements(region) // max(1, math.prod(node.shape)))
+        return most
 
     def _outside(self, candidate: Candidate) -> int:
         """What is held beside the rest while it runs, its own weights and the boundary not counted."""
