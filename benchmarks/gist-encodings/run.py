@@ -29,6 +29,7 @@ import outcore
 from outcore.cost.rough import by_bytes
 from outcore.cost.saved import account
 from outcore.memory.rates import memory_rate
+from outcore.ops.encoding import held_bytes
 from outcore.planner.keeping import Keeping
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -59,6 +60,12 @@ def policy_for(keeping: Keeping, kind: str) -> dict[str, str]:
             if kind != "sparse" or rectified:
                 found[buffer.name] = f"encode:{kind}"
     return found
+
+
+def stashed(keeping: Keeping, policy: dict[str, str]) -> int:
+    """Bytes that are held between forward and backward."""
+    kept = [b for b in keeping.buffers.values() if b.savers and b.kind != "given"]
+    return sum(held_bytes(b, policy[b.name])[0] if b.name in policy else b.bytes for b in kept)
 
 
 def measured(model: nn.Module, images: torch.Tensor) -> dict[str, Any]:
@@ -104,14 +111,15 @@ def case(name: str, batch: int, side: int, kinds: list[str]) -> list[dict[str, A
     rate = memory_rate(images.device)
     costs = by_bytes(account(graph), rate)
     keeping = Keeping(graph, costs, 0.0, None, rate)
-    kept = sum(b.bytes for b in keeping.buffers.values() if b.savers and b.kind != "given")
+    kept = stashed(keeping, {})
     for kind in kinds:
         model = copy.deepcopy(original)
         try:
             plan = policy_for(keeping, kind)
             outcore.within(model, (images,), memory=None, optimizer=0.0, plan=plan, costs=costs, quiet=True)
             codecs = {how: list(plan.values()).count(how) for how in sorted(set(plan.values()))}
-            facts: dict[str, Any] = {"kept_bytes": kept, "predicted_peak": outcore.memory_plan(model).peak_bytes}
+            facts: dict[str, Any] = {"kept_bytes": kept, "stashed_bytes": stashed(keeping, plan)}
+            facts["predicted_peak"] = outcore.memory_plan(model).peak_bytes
             if (effect := outcore.gradient_effect(model)) is not None and effect.whole and effect.worst:
                 facts |= {"off": effect.whole.relative, "cosine": effect.whole.cosine, "median_off": effect.median}
                 facts |= {"worst_off": effect.worst.relative, "worst": effect.worst.name}
@@ -123,6 +131,20 @@ def case(name: str, batch: int, side: int, kinds: list[str]) -> list[dict[str, A
     return rows
 
 
+def sizes(name: str, batch: int, side: int, kinds: list[str]) -> dict[str, Any]:
+    """What is stashed under each kind of encoding: sizes alone, which need no device."""
+    side = max(side, 299) if name == "inception_v3" else side
+    graph = outcore.capture(build(name), [(batch, 3, side, side)])
+    keeping = Keeping(graph, by_bytes(account(graph), 1e12), 0.0, None)
+    plain = sum(  # also what plain training keeps although backward needs no more than its shape
+        b.bytes for b in keeping.buffers.values() if (b.savers or b.shapes) and b.kind != "given"
+    )
+    row = {"model": name, "batch": batch, "side": side, "how": "sizes", "plain": plain}
+    row |= {kind: stashed(keeping, policy_for(keeping, kind)) for kind in kinds}
+    print(json.dumps(row), flush=True)
+    return row
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=Path())
@@ -130,6 +152,7 @@ def main() -> None:
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--side", type=int, default=224)
+    parser.add_argument("--sizes-only", action="store_true", help="train nothing")
     parser.add_argument("--seconds", type=float, default=1e9)
     args = parser.parse_args()
     started = time.time()
@@ -147,10 +170,16 @@ def main() -> None:
         if time.time() - started > args.seconds:
             break
         batch = args.batch if name != "unet" else max(1, args.batch // 4)
+        if args.sizes_only:
+            rows.append(sizes(name, batch, args.side, args.kinds.split(",")))
+            continue
         rows += case(name, batch, args.side, args.kinds.split(","))
         path.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n")
         if DEVICE == "cuda":
             torch.cuda.empty_cache()
+    if args.sizes_only:
+        path = args.out / f"{time.strftime('%Y-%m-%d')}-sizes.json"
+        path.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n")
     print(f"done after {time.time() - started:.0f} s")
 
 

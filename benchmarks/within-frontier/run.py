@@ -60,6 +60,16 @@ def planned(keeping: Keeping, share: float, search_s: float) -> tuple[Assignment
 
 
 @dataclass
+class Ready:
+    """A plan that is there already."""
+
+    value: tuple[Assignment, int]
+
+    def result(self) -> tuple[Assignment, int]:
+        return self.value
+
+
+@dataclass
 class Case:
     """One network at one size in one precision."""
 
@@ -69,7 +79,7 @@ class Case:
     bf16: bool
     costs: Costs | None = None
     keeping: Keeping | None = None
-    plans: dict[str, Future[tuple[Assignment, int]]] = field(default_factory=dict)
+    plans: dict[str, Future[tuple[Assignment, int]] | Ready] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         torch.manual_seed(0)
@@ -255,6 +265,9 @@ def main() -> None:
     parser.add_argument("--measure-s", type=float, default=2.0)
     parser.add_argument("--search-s", type=float, default=4.0)
     parser.add_argument("--keep-costs", action="store_true", help="write what the plans are searched from")
+    parser.add_argument("--costs", type=Path, help="a folder that --keep-costs has written on this device")
+    parser.add_argument("--plans", type=Path, help="plans that were searched for with --costs and --plan-only")
+    parser.add_argument("--plan-only", action="store_true")
     parser.add_argument("--seconds", type=float, default=1e9, help="no further case is begun after this")
     args = parser.parse_args()
     started = time.time()
@@ -272,16 +285,43 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     table = Table(args.out / f"{time.strftime('%Y-%m-%d')}-h200-{args.name}.json")
     for case in cases:
+        if args.costs is not None:
+            case.keeping = pickle.loads(gzip.decompress((args.costs / f"{case.label}.keeping").read_bytes()))
+            case.costs = case.keeping.costs
+            continue
         case.measure(args.measure_s)
         clean()
     print(f"measured after {time.time() - started:.0f} s", flush=True)
     if args.keep_costs:
         for case in cases:
             (args.out / f"{case.label}.keeping").write_bytes(gzip.compress(pickle.dumps(case.keeping)))
+    if args.plans is not None:
+        found = pickle.loads(gzip.decompress(args.plans.read_bytes()))
+        for case in cases:
+            case.plans = {how: Ready(result) for how, result in found[case.label].items()}
+    else:
+        search_all(cases, shares, args)
+    if args.plan_only:
+        found = {case.label: {how: plan.result() for how, plan in case.plans.items()} for case in cases}
+        (args.out / "plans.pickle.gz").write_bytes(gzip.compress(pickle.dumps(found)))
+        for label, plans in found.items():
+            for how, (assignment, budget) in plans.items():
+                print(label, how, f"{assignment.outcome.peak_bytes / 2**30:.2f} of {budget / 2**30:.2f} GiB")
+        return
+    print(f"planned after {time.time() - started:.0f} s", flush=True)
+    for case in cases:
+        if time.time() - started > args.seconds:
+            print("the time is up", flush=True)
+            break
+        run_case(case, table, args)
+    print(f"done after {time.time() - started:.0f} s", flush=True)
+
+
+def search_all(cases: list[Case], shares: list[float], args: argparse.Namespace) -> None:
+    """All plans, side by side on the processor."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the searches need no device
     workers = min(14, os.cpu_count() or 1)
-    pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
-    with pool:
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         for case in cases:
             assert case.keeping is not None
             alone = copy.copy(case.keeping)
@@ -293,13 +333,6 @@ def main() -> None:
                     case.plans[f"{name} without offload"] = pool.submit(planned, alone, share, args.search_s)
                 if "graphs" in args.peers.split(",") and share and case.side <= 512:
                     case.plans[f"{name} graphs"] = pool.submit(planned, alone, share, args.search_s)
-    print(f"planned after {time.time() - started:.0f} s", flush=True)
-    for case in cases:
-        if time.time() - started > args.seconds:
-            print("the time is up", flush=True)
-            break
-        run_case(case, table, args)
-    print(f"done after {time.time() - started:.0f} s", flush=True)
 
 
 def run_case(case: Case, table: Table, args: argparse.Namespace) -> None:

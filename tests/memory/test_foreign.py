@@ -114,11 +114,14 @@ def _differing(want: Numbers, got: Numbers) -> list[str]:
 
 
 def _channels_last(model: nn.Module) -> nn.Module:
-    return model.to(memory_format=torch.channels_last)
+    for parameter in model.parameters():
+        parameter.data = _images_last(parameter.data)
+    return model
 
 
 def _images_last(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return tensor.to(memory_format=formats[tensor.dim()]) if tensor.dim() in formats else tensor
 
 
 @contextmanager
