@@ -278,7 +278,7 @@ class Governor:
         attributes = self.model.__dict__
         here = attributes.pop("forward", None)
         try:
-            with self.keeper.pretending() if self.keeper is not None else contextlib.nullcontext():
+            with self.keeper.gathered() if self.keeper is not None else contextlib.nullcontext():
                 yield
         finally:
             if here is not None:

@@ -15,7 +15,7 @@ from outcore.memory.parcels import FixedStage, LooseStage, Parcel, lay_out, mova
 from outcore.planner.state import StatePolicy
 
 if TYPE_CHECKING:
-    from outcore.memory.state import StateKeeper
+    from outcore.memory.traffic import Traffic
 
 __all__ = ["Borrowed", "Lot", "Use", "make_lots", "uses_of"]
 
@@ -41,7 +41,7 @@ class Borrowed(Handle):
 
     __slots__ = ("keeper", "lot", "member")
 
-    def __init__(self, tensor: torch.Tensor, lot: Lot, keeper: StateKeeper) -> None:
+    def __init__(self, tensor: torch.Tensor, lot: Lot, keeper: Traffic) -> None:
         assert lot.weights is not None
         self.tensor, self.cell, self.device, self.position = None, None, None, 0
         self.geometry, self.lot, self.keeper = Geometry.of(tensor), lot, keeper

@@ -1,0 +1,222 @@
+"""Parameters that come to the device when they are needed, and leave.
+
+If the stage has room for all of them, they come once and stay until they were updated. If not (`stage_bytes`), they
+pass through: a lot leaves when others need the room and comes again for backward, which finds it by the handles that
+autograd holds instead of the weights it saved. The order of use is known, so the next lot is started beside the one in
+use, and what will not be needed for longest leaves first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from outcore.graph.recording import Step, Tape
+from outcore.memory.cell import Handle
+from outcore.memory.lanes import lanes_for
+from outcore.memory.lots import Borrowed, Lot, Use, make_lots
+from outcore.memory.parcels import Parcel
+from outcore.planner.state import StatePolicy
+
+__all__ = ["Stats", "Traffic"]
+
+
+@dataclass
+class Stats:
+    """How many bytes of parameters are on the device, where they pass through it."""
+
+    here_bytes: int = 0
+    peak_bytes: int = 0
+
+    def change(self, size: int) -> None:
+        """Some come or leave."""
+        self.here_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.here_bytes)
+
+
+class Traffic:
+    """The parameters of a model on their way between the device and their home.
+
+    Args:
+        uses: the calls of the model that read parameters, in order (`outcore.memory.lots.uses_of`).
+        policy: what lives where.
+        device: where the model computes.
+    """
+
+    def __init__(self, uses: Sequence[Use], policy: StatePolicy, device: torch.device) -> None:
+        self.policy, self.device, self.lanes = policy, device, lanes_for(device)
+        self.windowed = policy.stage_bytes is not None
+        self.lots, self.home = make_lots((p for _, _, ps in uses for p in ps), policy, device, self.lanes)
+        self.of = {id(p): lot for lot in self.lots for p in lot.parameters}
+        self.calls: dict[str, list[Lot]] = {}
+        """Lots that a call of the model reads."""
+        for call, _, parameters in uses:
+            self.calls.setdefault(call, []).extend(dict.fromkeys(self.of[id(p)] for p in parameters))
+        self.at: dict[int, Lot] = {}
+        """Address of memory -> the lot that is there, where parameters pass through."""
+        self.held: Counter[Lot] = Counter()
+        """Lots that a module needs until its forward is over."""
+        self.stats = Stats()
+        self.asleep = False
+        """The model is looked at, not run: hooks do nothing."""
+
+    @property
+    def parcels(self) -> list[Parcel]:
+        """The parameters, as far as they are not on the device for good."""
+        return [lot.weights for lot in self.lots if lot.weights is not None]
+
+    # Coming
+
+    def begin(self) -> None:
+        """A forward pass begins: what has left comes back, in the order in which it is needed."""
+        leaving = []
+        for parcel in self.parcels:
+            if parcel.here and parcel.leaving:
+                if parcel.touched or parcel.adopt():
+                    parcel.send()
+                leaving.append(parcel)
+            elif not parcel.here:
+                parcel.adopt()
+        if self.windowed:
+            return
+        for parcel in reversed(leaving):  # what left first can be back first, while the rest still leaves
+            parcel.turn()
+        for parcel in self.parcels:
+            self._book(parcel)
+
+    def need(self, *lots: Lot, backward: bool = False) -> None:
+        """The parameters of some lots are about to be used, all at once."""
+        for lot in lots:
+            parcel = lot.weights
+            if parcel is None or (parcel.here and not parcel.arriving):
+                continue
+            if parcel.place is None:
+                self._make_room(parcel.bytes, lots, backward)
+            self._book(parcel)
+            parcel.arrive()
+            if self.windowed:
+                assert parcel.place is not None
+                self.at[parcel.place.memory.untyped_storage().data_ptr()] = lot
+        if self.windowed and lots:
+            self._look_ahead(lots, backward)
+
+    def _book(self, parcel: Parcel) -> None:
+        if parcel.place is None:
+            self.stats.change(parcel.bytes)
+        parcel.book()
+
+    def _look_ahead(self, lots: Sequence[Lot], backward: bool) -> None:
+        """Start to bring the lot that comes next, if there is room for it beside these."""
+        numbers = [lot.number for lot in lots]
+        number = min(numbers) - 1 if backward else max(numbers) + 1
+        if not 0 <= number < len(self.lots) or (parcel := self.lots[number].weights) is None or parcel.place:
+            return
+        assert self.policy.stage_bytes is not None
+        if parcel.bytes + sum(lot.weights.bytes for lot in lots if lot.weights) <= self.policy.stage_bytes:
+            self._make_room(parcel.bytes, lots, backward)
+            self._book(parcel)
+
+    def _make_room(self, size: int, kept: Sequence[Lot], backward: bool) -> None:
+        """Send away what will not be needed for longest, until there is room for so many bytes more."""
+        if self.policy.stage_bytes is None:
+            return
+        there = [(lot, lot.weights) for lot in self.lots if lot.weights is not None and lot.weights.place is not None]
+        taken = sum(parcel.bytes for _, parcel in there)
+        for lot, parcel in reversed(there) if backward else there:
+            if taken + size <= self.policy.stage_bytes:
+                return
+            if lot not in kept and self.held[lot] <= 0:
+                taken -= parcel.bytes
+                self.release(parcel)
+
+    # Leaving
+
+    def release(self, parcel: Parcel) -> None:
+        """A parcel leaves; what it holds is at home, or on its way."""
+        if parcel.here and (parcel.exposed or parcel.touched or parcel.adopt()):
+            parcel.send()
+        self.depart(parcel)
+
+    def depart(self, parcel: Parcel) -> None:
+        """A parcel leaves; its home holds all of it, or will."""
+        if parcel.place is None:
+            return
+        self.stats.change(-parcel.bytes)
+        if self.windowed:
+            self.at.pop(parcel.place.memory.untyped_storage().data_ptr(), None)
+        elif parcel.here:  # a graph that is still alive must notice
+            torch.autograd.graph.increment_version([m.tensor for m in parcel.members])
+        parcel.depart()
+
+    def pause(self) -> None:
+        """A pass is over, and user code runs: what is here may be read and written, what is not is at home."""
+        for parcel in self.parcels:
+            if parcel.here:
+                parcel.arrive()
+                parcel.exposed = True
+            else:
+                self.depart(parcel)  # it was brought here for nothing
+                parcel.settle()
+
+    def go_home(self) -> None:
+        """Everything that is here leaves; the host waits until it has."""
+        for parcel in self.parcels:
+            self.release(parcel)
+        for parcel in self.parcels:
+            parcel.settle()
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        """All parameters are on the device for a moment, because the model is recorded; hooks do nothing."""
+        if not self.windowed:
+            self.need(*self.lots)
+        self.asleep = True
+        away = [m for parcel in self.parcels if not parcel.here for m in parcel.members]
+        before = [m.tensor.data for m in away]
+        try:
+            for member in away if self.device.type != "cpu" else ():
+                member.tensor.data = member.tensor.data.to(self.device)
+            yield
+        finally:
+            self.asleep = False
+            for member, home in zip(away, before, strict=True):
+                member.tensor.data = home
+
+    # What replays a recording asks these
+
+    def perform(self, tape: Tape, step: Step) -> None:
+        """Run a step of a recording."""
+        if (lots := self.calls.get(step.name)) is not None:
+            self.need(*lots)
+        Tape.step(tape, step)
+
+    def summon(self, steps: Iterable[Step]) -> None:
+        """Steps are about to run again in backward."""
+        lots = dict.fromkeys(lot for step in steps for lot in self.calls.get(step.name, ()))
+        self.need(*lots, backward=True)
+
+    def hooked(self) -> contextlib.AbstractContextManager[Any]:
+        """Hold what autograd saves, where parameters pass through; the model runs as it is."""
+        if not self.windowed:
+            return contextlib.nullcontext()
+
+        def pack(tensor: torch.Tensor) -> Any:
+            if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+                return tensor.detach()
+            return self.claim(tensor) or Handle(tensor)
+
+        def unpack(packed: Any) -> torch.Tensor:
+            return packed.unpack() if isinstance(packed, Handle) else packed
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+    def claim(self, tensor: torch.Tensor) -> Handle | None:
+        """What autograd is to hold instead of a tensor that lies in the memory of a lot."""
+        lot = self.at.get(tensor.untyped_storage().data_ptr()) if self.at else None
+        return Borrowed(tensor, lot, self) if lot is not None else None
