@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import outcore
+from tests.foreign.shim import define_torchvision_operators
 from tests.run.networks import CASES, Case
 from tests.run.training import alone, plain, train
 
@@ -85,6 +86,7 @@ RANDOM = ("torchvision GoogLeNet",)
 def _register(name: str, stages: int) -> None:
     from outcore.planner import split, weights_from_shapes
 
+    define_torchvision_operators()
     make, batch, loss = _MODELS[name]
     job = outcore.Job(model=lambda: make().double(), batch=batch, loss=loss, size=8)
     case = CASES.setdefault(name, Case(job, {}))
