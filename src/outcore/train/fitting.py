@@ -117,8 +117,9 @@ def _within(model: nn.Module, job: Job, config: Config, expected: Forecast, budg
 
     optimizer = make_optimizer(config.optimizer, job)
     device = torch.device(device_here(config.train.device)[0]).type
+    beside = _loss_bytes(expected)
     with computing(config.train.precision, device):
-        within(model, list(expected.shapes), memory=budget, optimizer=optimizer, stream=False, quiet=True)
+        within(model, list(expected.shapes), memory=budget - beside, optimizer=optimizer, stream=False, quiet=True)
     plan = memory_plan(model)
     assert isinstance(plan, MemoryPlan)  # tiles are planned for a slide that is read as it goes, below
     kinds: dict[str, int] = {}
@@ -126,9 +127,16 @@ def _within(model: nn.Module, job: Job, config: Config, expected: Forecast, budg
         kind = how.partition(":")[0]
         kinds[kind] = kinds.get(kind, 0) + 1
     shown = ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or "all kept"
-    said = f"{format_bytes(plan.peak_bytes)} at {plan.slowdown:.2f}x the time of a plain step; saved values: {shown}"
+    peak = plan.peak_bytes + beside
+    said = f"{format_bytes(peak)} at {plan.slowdown:.2f}x the time of a plain step; saved values: {shown}"
     step_s = None if expected.step_s is None else expected.step_s * plan.slowdown
-    return Fit(model, False, (("within", said),), step_s, plan.peak_bytes)
+    return Fit(model, False, (("within", said),), step_s, peak)
+
+
+def _loss_bytes(expected: Forecast) -> int:
+    """What a loss holds beside the model's output: about one number for each of it, as cross-entropy does."""
+    graph = expected.graph
+    return 0 if graph is None else sum(4 * torch.Size(graph.values[v].shape).numel() for v in graph.outputs)
 
 
 def _streamed(model: nn.Module, config: Config, expected: Forecast, inputs: Any, budget: int) -> Fit:
