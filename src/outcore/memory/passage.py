@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["Pass"]
 
 _ORDINARY = (torch.Tensor, nn.Parameter)
+_NOTHING = contextlib.nullcontext()
 
 
 class Pass:
@@ -62,8 +63,7 @@ class Pass:
         tape, recording = self._tape, self.holding.recording
         del self._tape
         try:
-            with tape.hooked():
-                tape.run(recording.steps, recording.ambient)
+            tape.run(recording.steps, recording.ambient)
             return fill(recording.result, tape.get)
         finally:
             tape.forget()
@@ -119,7 +119,8 @@ class _Tape(Tape):
         self.at: dict[int, Cell] = {}
         """Address of a storage -> the cell of what is in it."""
         self.pending: list[Handle] = []
-        self.collecting = False
+        self.hooks: contextlib.AbstractContextManager[None] = self.hooked()
+        """Around the calls that there is something to do for; what others save stays with autograd, which is faster."""
 
     def hooked(self) -> contextlib.AbstractContextManager[None]:
         """Hold what autograd saves."""
@@ -131,8 +132,7 @@ class _Tape(Tape):
             if keeper is not None and (borrowed := keeper.claim(tensor)) is not None:
                 return borrowed
             handle = Handle(tensor)
-            if self.collecting:
-                self.pending.append(handle)
+            self.pending.append(handle)
             return handle
 
         return torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
@@ -142,21 +142,24 @@ class _Tape(Tape):
         for table in (self.cells, self.at, self.plans, self.values):
             table.clear()
         self.pending.clear()
+        self.hooks = _NOTHING  # they hold this tape
 
     def step(self, step: Step) -> None:
         """Run one step."""
         holding, name = self.holding, step.name
         step = holding.instead.get(name, step)
-        self.collecting = name in holding.busy
-        if not self.collecting:
-            self.perform(self, step)
+        if name not in holding.busy:
+            with self.hooks if self.owner.keeper is not None else _NOTHING:
+                self.perform(self, step)
+            self.pending.clear()
             return
         if name in holding.random:
             self.owner.states[name] = generator_state(next(iter(self.values.values())).device)
         drop, step_ = step.drop, step
         if name in holding.births:  # its outputs must be seen before they are dropped
             step_ = _without_drops(step)
-        self.perform(self, step_)
+        with self.hooks:
+            self.perform(self, step_)
         if (norm := holding.norms.get(name)) is not None:
             self.note(norm)
         for value, plan in holding.births.get(name, ()):

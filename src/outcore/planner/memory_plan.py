@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from outcore.cost.costs import Costs
 from outcore.cost.optimizer import OptimizerCost
@@ -40,7 +41,7 @@ class MemoryPlan:
     reassociated: bool = False
     """Norms may round in another order."""
 
-    @property
+    @cached_property
     def policy(self) -> dict[str, str]:
         """What is not kept as autograd would, by the first value in each buffer."""
         return self.keeping.resolved(self.assignment.policy)
