@@ -65,6 +65,8 @@ def _deep(output: list[torch.Tensor], target: torch.Tensor) -> torch.Tensor:
 
 
 def _aux(output: Any, target: torch.Tensor) -> torch.Tensor:
+    if isinstance(output, torch.Tensor):  # in eval mode
+        return F.cross_entropy(output, target)
     rest = 0.3 * (F.cross_entropy(output[1], target) + F.cross_entropy(output[2], target))
     return F.cross_entropy(output.logits, target) + rest
 
