@@ -90,7 +90,7 @@ def _register(name: str, stages: int) -> None:
 
     define_torchvision_operators()
     make, batch, loss = _MODELS[name]
-    job = outcore.Job(model=lambda: make().double(), batch=batch, loss=loss, size=8)
+    job = outcore.Job(model=lambda: make().double(), batch=batch, loss=loss, size=32)
     case = CASES.setdefault(name, Case(job, {}))
     graph = case.job.capture()
     case.cuts[stages] = split(graph, weights_from_shapes(graph), stages=stages).names
