@@ -1,4 +1,4 @@
-"""The seeds' table: parameters leave the device and return every step, in six ways (and plain training), in one run.
+"""The table of the source documents: parameters leave the device and return every step, in six ways (and plain training), in one run.
 
     python benchmarks/offload-parameters/run.py --out results/
 
