@@ -33,8 +33,8 @@ def rows() -> dict[tuple[str, str], dict[str, Any]]:
 
 def steps(found: dict[tuple[str, str], dict[str, Any]]) -> list[str]:
     lines = [
-        "| model (parameters) | way | step ms | over plain | over max(plain, link) | V100, source documents | best accuracy "
-        "| weights equal |",
+        "| model (parameters) | way | step ms | over plain | over max(plain, link) | V100, source documents "
+        "| best accuracy | weights equal |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name in MODELS:

@@ -1,4 +1,4 @@
-"""The table of the source documents: parameters leave the device and return every step, in six ways (and plain training), in one run.
+"""Parameters leave the device and return every step, in six ways (and plain training): the source documents' table.
 
     python benchmarks/offload-parameters/run.py --out results/
 
