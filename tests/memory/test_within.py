@@ -1,6 +1,7 @@
 """outcore.within: one call, the loop unchanged, the same gradients, the peak below the number given."""
 
 import copy
+import inspect
 import io
 import threading
 from collections.abc import Callable, Iterator
@@ -413,3 +414,12 @@ def test_a_model_of_one_layer(make: Callable[[], nn.Module]) -> None:
     outcore.within(model, [(2, 3)], memory=None, quiet=True)
     model(torch.randn(2, 3)).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+def test_forward_still_says_which_arguments_it_takes() -> None:
+    class Net(nn.Linear):
+        def forward(self, pixels: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+            return super().forward(pixels) * scale
+
+    model = outcore.within(Net(2, 2), [(3, 2)], memory=None, quiet=True)
+    assert list(inspect.signature(model.forward).parameters) == ["pixels", "scale"]

@@ -12,6 +12,7 @@ are untouched. A copied or pickled model brings its governor along, which record
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 import warnings
 import weakref
@@ -91,6 +92,7 @@ class Governor:
 
     def __init__(self, model: nn.Module, settings: Settings, costs: Costs | None = None) -> None:
         self._model = weakref.ref(model)  # the model holds this object, not the other way round
+        self.__signature__ = inspect.signature(self.original)  # some trainers look up which arguments a model takes
         self.settings = settings
         self.costs = costs
         """Measured for the first key; others are scaled from it."""
