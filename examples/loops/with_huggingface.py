@@ -22,7 +22,6 @@ arguments = TrainingArguments(
     output_dir=tempfile.mkdtemp(),
     per_device_train_batch_size=16,
     max_steps=4,
-    remove_unused_columns=False,  # the Trainer would read their names from forward, where outcore stands now
     logging_steps=1,
     save_strategy="no",
     report_to="none",
