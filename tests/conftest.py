@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import threading
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+if importlib.util.find_spec("hypothesis") is not None:
+    from hypothesis import settings
+
+    # The same examples in every run; HYPOTHESIS_SEARCH=1 looks for new ones.
+    settings.register_profile("repeated", derandomize=not os.environ.get("HYPOTHESIS_SEARCH"))
+    settings.load_profile("repeated")
 
 
 @pytest.fixture(autouse=True)
