@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 import torch
 from torch import nn
 
@@ -13,6 +14,7 @@ from outcore.cost.saved import account
 from outcore.planner.budget import fit, smallest
 from outcore.planner.frontier import frontier
 from outcore.planner.keeping import Keeping
+from outcore.planner.transfers import Tier
 
 
 def step(layers: int = 4) -> Keeping:
@@ -77,3 +79,17 @@ def test_nothing_goes_below_what_one_operation_needs() -> None:
     print(f"floor {floor}, least {least}, {moment.phase} of {moment.call}")
     assert 0.7 * least <= floor <= least
     assert floor < keeping.plain.peak_bytes
+
+
+@pytest.mark.parametrize("rate", [1e7, 4e8, 1.5e9, 5e9])
+def test_a_slower_memory_below_makes_nothing_impossible(rate: float) -> None:
+    layers: list[nn.Module] = []
+    for a, b, stride in [(3, 8, 1), (8, 8, 2), (8, 16, 1), (16, 16, 2), (16, 16, 1)]:
+        layers += [nn.Conv2d(a, b, 3, stride, 1, bias=False), nn.BatchNorm2d(b), nn.ReLU()]
+    graph = outcore.capture(
+        nn.Sequential(*layers).double().eval(), (torch.empty(1, 3, 256, 267, dtype=torch.float64, device="meta"),)
+    )
+    costs = by_bytes(account(graph), 1e10)
+    still = smallest(Keeping(graph, costs, 0.0, None))
+    moving = Keeping(graph, costs, 0.0, Tier(rate, 2 * rate, least_bytes=2**16))
+    assert fit(moving, still.outcome.peak_bytes).fits(still.outcome.peak_bytes)

@@ -50,22 +50,34 @@ class Assignment:
 
 
 def fit(keeping: Keeping, budget_bytes: int, *, time_limit_s: float = 4.0) -> Assignment:
-    """The fastest assignment within a budget; if there is none, the one with the smallest peak."""
-    return _Search(keeping, budget_bytes, time_limit_s).run()
+    """The fastest assignment within a budget; if there is none, the one with the smallest peak.
+
+    A search that may move things can end where it has moved the wrong ones, so if it finds nothing, another may not.
+    """
+    found = _Search(keeping, budget_bytes, time_limit_s).run()
+    if found.fits(budget_bytes) or keeping.tier is None:
+        return found
+    return min(found, _Search(keeping, budget_bytes, time_limit_s, moving=False).run(), key=_peak)
 
 
 def smallest(keeping: Keeping, *, time_limit_s: float = 4.0) -> Assignment:
     """The assignment with the smallest peak."""
-    return _Search(keeping, 0, time_limit_s).run()
+    return fit(keeping, 0, time_limit_s=time_limit_s)
+
+
+def _peak(assignment: Assignment) -> int:
+    return assignment.outcome.peak_bytes
 
 
 class _Search:
     """One search."""
 
-    def __init__(self, keeping: Keeping, budget_bytes: int, time_limit_s: float) -> None:
-        self.keeping, self.budget, self.time_limit_s = keeping, budget_bytes, time_limit_s
+    def __init__(self, keeping: Keeping, budget_bytes: int, time_limit_s: float, *, moving: bool = True) -> None:
+        self.keeping, self.budget, self.time_limit_s, self.moving = keeping, budget_bytes, time_limit_s, moving
         self.end = time.monotonic() + time_limit_s
-        self.choices = {b.name: c for b in keeping.buffers.values() if (c := keeping.choices(b))}
+        known = {b.name: keeping.choices(b) for b in keeping.buffers.values()}
+        allowed = {n: [c for c in choices if moving or not c.startswith("offload")] for n, choices in known.items()}
+        self.choices = {n: choices for n, choices in allowed.items() if choices}
         self.start = {n: "recompute" for n, c in self.choices.items() if "recompute" in c and not self.saved(n)}
         """Buffers that backward does not need are made again on the way unless it is better to hold them."""
         self.alike, self.repeats = self.grouped(), True
@@ -99,7 +111,7 @@ class _Search:
         found.append(self.descend(plain))
         done = [self.take_back(a) for a in found if a.fits(self.budget)]
         if not done and self.budget:  # what goes far below the budget may lead to what is just below it
-            lowest = _Search(self.keeping, 0, self.time_limit_s).run()
+            lowest = _Search(self.keeping, 0, self.time_limit_s, moving=self.moving).run()
             self.end = time.monotonic() + self.time_limit_s
             done = [self.take_back(lowest)] if lowest.fits(self.budget) else []
             found.append(lowest)
