@@ -213,7 +213,7 @@ class _Bench:
 
     def finished(self, cost: CallCost) -> CallCost:
         """A cost as it was counted, without the engine's start, at the median pace of the host."""
-        backward = _less(cost.backward, self.engine) if cost.backward is not None else None
+        backward = cost.backward.less(self.engine) if cost.backward is not None else None
         if self.device.type == "cpu":
             return replace(cost, backward=backward)
         return replace(cost, forward=self.beats.in_seconds(cost.forward), backward=self.beats.in_seconds(backward))
@@ -262,8 +262,8 @@ class _Bench:
         source: Source = "measured" if scale == 1.0 else "scaled"
         return replace(
             cost,
-            forward=_scaled(forward, scale),
-            backward=_scaled(backward, scale) if backward is not None else None,
+            forward=forward.scaled(scale),
+            backward=backward.scaled(scale) if backward is not None else None,
             time_source=source,
         )
 
@@ -285,7 +285,7 @@ class _Bench:
                 def both() -> None:
                     alone.backward(*alone.gradients_for(alone.forward()))
 
-                return _less(self._clocked(both, seconds, gradients), forward)
+                return self._clocked(both, seconds, gradients).less(forward)
 
     def _clocked(self, call: Callable[[], object], seconds: float, warm: list[torch.Tensor]) -> Timing:
         """Time a call as in a step: only what the call before made is in the cache."""
@@ -415,29 +415,6 @@ def clock_for(device: torch.device) -> Callable[[], float]:
     """On a CPU with one thread, the thread's own time: the same on an idle machine, and right on a busy one."""
     alone = device.type == "cpu" and torch.get_num_threads() == 1
     return time.thread_time if alone else time.perf_counter
-
-
-def _less(timing: Timing, other: Timing) -> Timing:
-    """A time without a part of it."""
-    part, issuing = other.median_s, other.dispatch_s
-    return replace(
-        timing,
-        min_s=max(0.0, timing.min_s - part),
-        median_s=max(0.0, timing.median_s - part),
-        max_s=max(0.0, timing.max_s - part),
-        mean_s=max(0.0, timing.mean_s - part),
-        dispatch_s=max(0.0, timing.dispatch_s - issuing),
-    )
-
-
-def _scaled(timing: Timing, scale: float) -> Timing:
-    return replace(
-        timing,
-        min_s=timing.min_s * scale,
-        median_s=timing.median_s * scale,
-        max_s=timing.max_s * scale,
-        mean_s=timing.mean_s * scale,
-    )
 
 
 def _free_bytes(device: torch.device) -> int:

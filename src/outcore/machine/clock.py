@@ -20,7 +20,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -53,6 +53,28 @@ class Timing:
             statistics.fmean(samples),
             len(samples),
             dispatch_s,
+        )
+
+    def less(self, other: Timing) -> Timing:
+        """This time without another that is part of it."""
+        part, issuing = other.median_s, other.dispatch_s
+        return replace(
+            self,
+            min_s=max(0.0, self.min_s - part),
+            median_s=max(0.0, self.median_s - part),
+            max_s=max(0.0, self.max_s - part),
+            mean_s=max(0.0, self.mean_s - part),
+            dispatch_s=max(0.0, self.dispatch_s - issuing),
+        )
+
+    def scaled(self, scale: float) -> Timing:
+        """The time of so many times as much; the host issues it in the same time."""
+        return replace(
+            self,
+            min_s=self.min_s * scale,
+            median_s=self.median_s * scale,
+            max_s=self.max_s * scale,
+            mean_s=self.mean_s * scale,
         )
 
 
