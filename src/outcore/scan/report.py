@@ -46,9 +46,11 @@ class Outcome:
 
     @property
     def known(self) -> bool:
-        """Whether reading it does not have to wait."""
+        """Whether reading it does not have to wait; while a CUDA graph is recorded, nothing may be asked."""
         if self._cells is None or not self._cells.is_cuda:
             return True
+        if torch.cuda.is_current_stream_capturing():
+            return False
         return self._done is not None and self._done.query()
 
     @property
