@@ -23,7 +23,9 @@ from outcore.graph import Graph, Value
 from outcore.graph.recording import Context, Recording, Ref, Step, fill
 from outcore.graph.structure import leaves
 
-__all__ = ["Alone"]
+__all__ = ["Alone", "Stride"]
+
+Stride = tuple[int, ...]
 
 _NOISE = 2**18
 
@@ -53,6 +55,7 @@ class Alone:
         integers: how integer inputs are filled: "index" (valid where we know what reads them), "zero" or
             "one".
         shapes: other shapes for some values, to run a smaller version of the call.
+        arriving: strides of gradients of outputs that come in another layout than the outputs'.
     """
 
     def __init__(
@@ -65,10 +68,12 @@ class Alone:
         fake: FakeTensorMode | None = None,
         integers: str = "index",
         shapes: Mapping[str, tuple[int, ...]] | None = None,
+        arriving: Mapping[str, Stride] | None = None,
     ) -> None:
         self.graph, self.step, self.recording, self.device, self.fake = graph, step, recording, device, fake
         self.call = graph.calls[step.name]
         self._integers, self._shapes = integers, shapes or {}
+        self._arriving = arriving if arriving and not shapes else {}
         self._context = _context_on(step.context, device)
         model = graph.module.model
         self.state: dict[str, torch.Tensor] = {}
@@ -147,10 +152,11 @@ class Alone:
 
     def gradients_for(self, outputs: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The outputs that backward starts from, and random gradients for them."""
-        recorded = outputs if self._context.grad else []
-        roots = list({id(t): t for t in recorded if t.requires_grad}.values())
+        recorded = zip(self.call.outputs, outputs, strict=False) if self._context.grad else ()
+        roots = {id(t): (t, self._arriving.get(name)) for name, t in recorded if t.requires_grad}
         with self._mode():
-            return roots, [_random_like(t, self.fake is not None) for t in roots]
+            gradients = [_random_like(t, stride, self.fake is not None) for t, stride in roots.values()]
+        return [t for t, _ in roots.values()], gradients
 
     def backward(
         self, roots: list[torch.Tensor], gradients: list[torch.Tensor], *, keep: bool = False
@@ -264,8 +270,10 @@ def _context_on(context: Context, device: torch.device) -> Context:
     return replace(context, autocast=(*context.autocast, *moved))
 
 
-def _random_like(tensor: torch.Tensor, fake: bool) -> torch.Tensor:
+def _random_like(tensor: torch.Tensor, stride: Stride | None, fake: bool) -> torch.Tensor:
     made = torch.empty_like(tensor)
+    if stride is not None:
+        made = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
     if not fake:
         _fill_with_noise(made.as_strided((made.untyped_storage().nbytes() // made.element_size(),), (1,), 0))
     return made

@@ -52,6 +52,8 @@ class Gradient:
     """Memory it takes; 0 if it is the gradient of an output, handed on."""
     passes: str | None = None
     """The output whose gradient it is, in the same memory."""
+    stride: tuple[int, ...] | None = None
+    """Its strides, where they are not those of what it belongs to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,8 @@ class CallCost:
     saved: tuple[Saved, ...] = ()
     gradients: tuple[Gradient, ...] = ()
     """In the order of the inputs, then the parameters."""
+    arriving: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Strides of gradients of outputs that arrive in another layout than the outputs'."""
     saved_source: Source = "unknown"
     workspace_forward_bytes: int = 0
     workspace_backward_bytes: int = 0
@@ -280,5 +284,11 @@ def _call(row: Mapping[str, Any]) -> CallCost:
         if known.get(key) is not None:
             known[key] = Timing(**known[key])
     known["saved"] = tuple(Saved(**s) for s in known.get("saved", ()))
-    known["gradients"] = tuple(Gradient(**g) for g in known.get("gradients", ()))
+    known["gradients"] = tuple(_gradient(g) for g in known.get("gradients", ()))
+    known["arriving"] = {name: tuple(stride) for name, stride in known.get("arriving", {}).items()}
     return replace(CallCost("", "", ""), **known)
+
+
+def _gradient(row: Mapping[str, Any]) -> Gradient:
+    stride = row.get("stride")
+    return Gradient(row["of"], row["bytes"], row.get("passes"), tuple(stride) if stride is not None else None)

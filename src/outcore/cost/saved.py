@@ -1,14 +1,15 @@
 """What autograd keeps for backward, exactly, and the rest of a call's bytes and FLOPs: found by trying.
 
 Each call runs once by itself, forward and backward, on fake tensors of the device: no memory, no time, any size of
-image, but the same autograd as in earnest. Hooks see every tensor that is kept and recognise by its storage
-whether it is an input, the output, a weight, or something that only backward knows of (a cast, indices, a mask,
-statistics); a count of the living bytes (`outcore.cost.live`) sees what is needed for a moment. Calls that are
-alike are tried once.
+image, but the same autograd as in earnest (`outcore.cost.trial`). Calls that are alike are tried once.
 
-Where an operation has no fake form it is tried on real tensors if they are small. A device that is not there
-cannot be faked (torch without CUDA knows no CUDA kernels); then the table in `outcore.ops` corrects what the CPU
-keeps.
+Alone, the gradient of an output has the output's strides; in a step it has those in which whoever reads the output
+made it, and where they differ a backward that is free alone copies: the gradient of a view of transposed heads, for
+one. So the layouts are followed from the loss backward, and a call that gets its gradients in another one is tried
+again with them.
+
+A device that is not there cannot be faked (torch without CUDA knows no CUDA kernels); then the table in `outcore.ops`
+corrects what the CPU keeps.
 """
 
 from __future__ import annotations
@@ -21,23 +22,18 @@ from dataclasses import replace
 from operator import attrgetter
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from outcore.cost.alone import Alone
-from outcore.cost.costs import CallCost, Costs, Gradient, Saved, Source
+from outcore.cost.alone import Stride
+from outcore.cost.costs import CallCost, Costs, Saved
 from outcore.cost.kept import keep_on
-from outcore.cost.live import LiveBytes, storage_key
+from outcore.cost.trial import same_layout, try_call
 from outcore.errors import OutcoreError
 from outcore.graph import Call, Graph
-from outcore.graph.preserve import ModelState, preserved, state_tensors
+from outcore.graph.preserve import preserved
 from outcore.graph.recording import Recording, Ref, Step
 from outcore.graph.structure import substitute
 
 __all__ = ["account", "device_name", "device_of", "quietly", "recording_of", "signature"]
-
-_REAL_LIMIT = 256 * 2**20
-_UNFAITHFUL = {"RNN", "LSTM", "GRU"}
-"""Layers whose fake form leaves out what the real one keeps (the workspace of the library that runs them)."""
 
 
 def account(graph: Graph, device: torch.device | str | None = None) -> Costs:
@@ -57,21 +53,10 @@ def account(graph: Graph, device: torch.device | str | None = None) -> Costs:
     recording, model = recording_of(graph), graph.module.model
     target = torch.device(device) if device is not None else device_of(graph)
     here = target if target.type == "cpu" or torch.cuda.is_available() else torch.device("cpu")
-    steps = {step.name: step for step in recording.steps if step.kind != "guard"}
-    tried: dict[Hashable, tuple[CallCost, Call]] = {}
-    found: dict[str, CallCost] = {}
-    sizes = {name: graph.values[name].bytes for name in graph.inputs}
-    failures: dict[str, str] = {}
+    trials = _Trials(graph, recording, here)
     with preserved(model, contents=False), quietly():
-        for call in graph.calls.values():
-            key = signature(graph, steps[call.name])
-            if key not in tried:
-                cost, reason = _try(graph, steps[call.name], recording, here)
-                tried[key] = (cost, call)
-                if reason:
-                    failures[call.name] = reason
-            found[call.name] = cost = _named(graph, *tried[key], call, sizes)
-            sizes |= cost.outputs
+        found = {call.name: trials.cost(call) for call in graph.calls.values()}
+        found |= trials.with_arriving(found)
     if target.type != here.type:
         found = {name: keep_on(graph, cost, target.type) for name, cost in found.items()}
     trained = {name: _bytes(p) for name, p in model.named_parameters() if p.requires_grad}
@@ -84,8 +69,67 @@ def account(graph: Graph, device: torch.device | str | None = None) -> Costs:
         calls=found,
         parameters=trained,
         fixed_bytes=sum(everything.values()) - sum(trained.values()),
-        notes=tuple(f"{name}: bytes unknown: {reason}" for name, reason in failures.items()),
+        notes=tuple(f"{name}: bytes unknown: {reason}" for name, reason in trials.failures.items()),
     )
+
+
+class _Trials:
+    """The calls of a graph on one device, those that are alike tried once."""
+
+    def __init__(self, graph: Graph, recording: Recording, device: torch.device) -> None:
+        self.graph, self.recording, self.device = graph, recording, device
+        self.steps = {step.name: step for step in recording.steps if step.kind != "guard"}
+        self.keys = {name: signature(graph, self.steps[name]) for name in graph.calls}
+        self.tried: dict[Hashable, tuple[CallCost, Call]] = {}
+        self.sizes = {name: graph.values[name].bytes for name in graph.inputs}
+        self.failures: dict[str, str] = {}
+
+    def cost(self, call: Call) -> CallCost:
+        """What a call takes; to be asked in the order of execution."""
+        key = self.keys[call.name]
+        if key not in self.tried:
+            cost, reason = try_call(self.graph, self.steps[call.name], self.recording, self.device)
+            self.tried[key] = (cost, call)
+            if reason:
+                self.failures[call.name] = reason
+        cost = _named(self.graph, *self.tried[key], call, self.sizes)
+        self.sizes |= cost.outputs
+        return cost
+
+    def with_arriving(self, found: Mapping[str, CallCost]) -> dict[str, CallCost]:
+        """The calls that get gradients in another layout than that of their outputs, tried with them."""
+        layouts: dict[str, Stride] = {}
+        again: dict[str, CallCost] = {}
+        for call in reversed(list(self.graph.calls.values())):
+            cost = found[call.name]
+            odd = {name: layouts[name] for name in call.outputs if self._is_odd(name, layouts)}
+            if odd and cost.has_backward:
+                cost = again[call.name] = self._arrived(call, cost, odd)
+            for gradient in cost.gradients:
+                if gradient.of in self.graph.values:
+                    stride = gradient.stride or self.graph.values[gradient.of].stride
+                    if 0 in layouts.get(gradient.of, (0,)):  # the first decides, unless it has no memory of its own
+                        layouts[gradient.of] = stride
+        return again
+
+    def _is_odd(self, name: str, layouts: Mapping[str, Stride]) -> bool:
+        value = self.graph.values[name]
+        known = name in layouts and len(value.stride) == len(value.shape)
+        return known and not same_layout(value.shape, value.stride, layouts[name])
+
+    def _arrived(self, call: Call, cost: CallCost, odd: Mapping[str, Stride]) -> CallCost:
+        key = (self.keys[call.name], tuple((call.outputs.index(name), stride) for name, stride in odd.items()))
+        if key not in self.tried:
+            tried, reason = try_call(self.graph, self.steps[call.name], self.recording, self.device, odd)
+            self.tried[key] = (cost if reason else tried, call)
+        with_odd = _named(self.graph, *self.tried[key], call, self.sizes)
+        return replace(
+            cost,
+            arriving=odd,
+            gradients=with_odd.gradients,
+            issue_backward=with_odd.issue_backward,
+            workspace_backward_bytes=with_odd.workspace_backward_bytes,
+        )
 
 
 def recording_of(graph: Graph) -> Recording:
@@ -128,155 +172,6 @@ def _state_like(graph: Graph, ref: Ref) -> str:
         return f"{ref.kind} {ref.name}"
     tensor = attrgetter(ref.name)(graph.module.model)
     return f"state {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}"
-
-
-def _try(graph: Graph, step: Step, recording: Recording, device: torch.device) -> tuple[CallCost, str]:
-    """The cost of a call tried on fake tensors, else on real ones, else what the graph alone says."""
-    call = graph.calls[step.name]
-    block = graph.blocks[call.block]
-    blank = CallCost(
-        call.name,
-        call.block,
-        block.type,
-        outputs={v: graph.values[v].bytes for v in call.outputs if graph.values[v].alias_of is None},
-    )
-    reason = ""
-    size = sum(graph.values[v].bytes for v in (*call.inputs, *call.outputs))
-    ways = [(True, "index"), (False, "index"), (False, "zero"), (False, "one")]
-    if block.type in _UNFAITHFUL:
-        ways = [*ways[1:], ways[0]]
-    for fake, integers in ways:
-        if not fake and size > _REAL_LIMIT:
-            continue
-        mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
-        try:
-            with _restored(graph.module.model) if not fake or block.kind == "opaque" else contextlib.nullcontext():
-                alone = Alone(graph, step, recording, device, fake=mode, integers=integers)
-                return _weigh(alone, blank, "analytic" if fake else "measured"), ""
-        except Exception as error:
-            first = str(error).strip().splitlines()[0] if str(error).strip() else ""
-            reason = reason or f"{type(error).__name__}: {first}"[:200]
-    return blank, reason
-
-
-@contextlib.contextmanager
-def _restored(model: torch.nn.Module) -> Iterator[None]:
-    """Put back what a run writes into the model: one on real tensors, or of a part that brings its own modules."""
-    state = ModelState(model, state_tensors(model))
-    try:
-        yield
-    finally:
-        state.restore()
-
-
-def _weigh(alone: Alone, blank: CallCost, source: Source) -> CallCost:
-    """Run forward and backward once and write down what was kept and needed."""
-    names = _Names(alone)
-    kept: dict[int, torch.Tensor] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        handle = tensor.detach()
-        if (key := storage_key(handle)) is not None:
-            kept.setdefault(key, handle)
-        return handle
-
-    live = LiveBytes(alone.held)
-    with live:
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda handle: handle):
-            outputs = alone.forward()
-        forward_peak, after = live.peak, live.live
-        flops, issued = live.flops, live.issued
-        names.outputs(outputs)
-        saved = tuple(names.saved(tensor, live) for tensor in kept.values())
-        derived = sum(s.bytes for s in saved if s.kind == "derived")
-        hidden = after - derived - sum(names.sizes.values())
-        kept.clear()
-        roots, gradients = alone.gradients_for(outputs)
-        del outputs
-        made: tuple[Gradient, ...] = ()
-        rise = 0
-        before = live.issued  # making gradients up is no part of it
-        if roots:
-            start = live.restart()
-            found = alone.backward(roots, gradients)
-            rise = live.peak - start
-            made = tuple(names.gradients(found, roots, gradients))
-            del found
-    if hidden > 0 and roots:  # kept by a node itself, where no hook is asked
-        saved = (*saved, Saved("hidden", "derived", hidden, "kept by the operation itself"))
-    return replace(
-        blank,
-        flops_forward=flops,
-        flops_backward=live.flops - flops,
-        issue_forward=issued,
-        issue_backward=live.issued - before,
-        parameter_bytes=sum(_bytes(t) for t in alone.state.values()),
-        output_bytes=sum(names.sizes.values()),
-        outputs=names.sizes,
-        saved=saved,
-        gradients=made,
-        saved_source=source,
-        workspace_forward_bytes=max(0, forward_peak - after),
-        workspace_backward_bytes=max(0, rise - sum(g.bytes for g in made)),
-        workspace_source=source,
-    )
-
-
-class _Names:
-    """Recognises tensors of one call by their memory."""
-
-    def __init__(self, alone: Alone) -> None:
-        self._alone = alone
-        self._of: dict[int | None, tuple[str, str]] = {}
-        for name, tensor in alone.state.items():
-            kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "buffer"
-            self._of.setdefault(storage_key(tensor), (name, kind))
-        for name, tensor in alone.values.items():
-            self._of.setdefault(storage_key(tensor), (name, "value"))
-        self.sizes: dict[str, int] = {}
-        self._outputs: list[tuple[str, torch.Tensor]] = []
-
-    def outputs(self, tensors: list[torch.Tensor]) -> None:
-        """Learn the outputs; those in memory of their own get a size."""
-        for name, tensor in zip(self._alone.call.outputs, tensors, strict=True):
-            key = storage_key(tensor)
-            if key is not None and key not in self._of:
-                self._of[key] = (name, "value")
-                self.sizes[name] = tensor.untyped_storage().nbytes()
-            self._outputs.append((name, tensor))
-
-    def saved(self, tensor: torch.Tensor, live: LiveBytes) -> Saved:
-        """What a kept tensor is."""
-        key, size = storage_key(tensor), tensor.untyped_storage().nbytes()
-        if key in self._of:
-            name, kind = self._of[key]
-            return Saved(name, kind, size)  # type: ignore[arg-type]
-        operation, source = live.made_by.get(key or 0, ("", None))
-        shape = "x".join(map(str, tensor.shape)) or "scalar"
-        what = f"{str(tensor.dtype).removeprefix('torch.')} {shape} of {operation.removeprefix('aten.')}"
-        if source in self._of:
-            what += f" of {self._of[source][0]}"
-        return Saved(str(key), "derived", size, what)
-
-    def gradients(
-        self, found: tuple[torch.Tensor | None, ...], roots: list[torch.Tensor], given: list[torch.Tensor]
-    ) -> Iterator[Gradient]:
-        """What each gradient takes, and whether it is only handed on."""
-        names = {id(t): n for n, t in (*self._alone.state.items(), *self._alone.values.items())}
-        root_names = {id(t): n for n, t in reversed(self._outputs)}
-        origin = {storage_key(g): root_names.get(id(r), "") for r, g in zip(roots, given, strict=True)}
-        seen: dict[int | None, str] = {}
-        for tensor, gradient in zip(self._alone.wanted, found, strict=True):
-            if gradient is None:
-                continue
-            key, name = storage_key(gradient), names[id(tensor)]
-            if key in origin:
-                yield Gradient(name, 0, origin[key])
-            elif key in seen:
-                yield Gradient(name, 0, None)
-            else:
-                seen[key] = name
-                yield Gradient(name, gradient.untyped_storage().nbytes() if key is not None else _bytes(gradient))
 
 
 def _named(graph: Graph, cost: CallCost, of: Call, call: Call, sizes: Mapping[str, int]) -> CallCost:

@@ -30,9 +30,8 @@ from torch import nn
 
 from outcore.cost.beat import beat_s
 from outcore.cost.costs import Costs, Source
-from outcore.cost.measure import clock_for
 from outcore.graph import Graph
-from outcore.machine.clock import Timing, time_calls
+from outcore.machine.clock import Timing, clock_for, time_calls
 
 __all__ = ["StepTime", "measure_optimizer", "predict_step"]
 
