@@ -69,11 +69,15 @@ def captured(network: networks.Network, row: dict[str, Any]) -> outcore.Graph:
 
 
 def with_times(graph: outcore.Graph, costs: Costs, row: dict[str, Any], lines: list[dict[str, Any]]) -> Costs:
-    """Costs with the times that were measured; a line stands for all calls like the one it names."""
-    alike = {_likeness(graph, line["call"]): line for line in lines if line["call"] in graph.calls}
+    """Costs with the times that were measured."""
+    if lines and "calls" in lines[0]:
+        named = {name: line for line in lines for name in line["calls"]}
+    else:  # an older result, which names the first of its kind
+        alike = {_likeness(graph, line["call"]): line for line in lines if line["call"] in graph.calls}
+        named = {name: alike.get(_likeness(graph, name), {}) for name in graph.calls}
     calls = {}
     for name, cost in costs.calls.items():
-        line = alike.get(_likeness(graph, name), {})
+        line = named.get(name, {})
         times = {d: _timing(line[d]) if d in line else None for d in ("forward", "backward")}
         calls[name] = replace(cost, **times, time_source="measured" if line else "unknown")
     return replace(costs, calls=calls, **{name: row[name] for name in HOST if name in row})

@@ -23,8 +23,10 @@ from outcore.cost.step import measure_optimizer, predict_step
 Adam = torch.optim.Adam
 HOST = ("between_s", "start_s", "beat_s", "sum_bytes_per_s", "sum_dispatch_s")
 """What costs say of the host beside the calls."""
-GROUPS = 7
-"""Groups of two to four timed steps among the measurements of a case, beside one at the start."""
+GROUPS = {True: 7, False: 2}
+"""Groups of timed steps among the measurements of a case, beside one at the start: many where steps are so short that
+the host may set their pace."""
+SHORT_S = 0.03
 
 
 class Case:
@@ -40,6 +42,17 @@ class Case:
         captured = time.perf_counter()
         self.accounted = account(self.graph, device)
         self.row: dict[str, Any] = {"capture_s": captured - start, "account_s": time.perf_counter() - captured}
+
+    def warm_up(self) -> None:
+        """Steps as they will be run, and one with backward in this thread, as calls are measured.
+
+        Libraries choose their kernels anew in each thread.
+        """
+        if self.device.type == "cuda":
+            steps = Steps(self.model, self.batch, self.device)
+            with torch.autograd.set_multithreading_enabled(False):
+                steps.step()
+            steps.optimizer.zero_grad()
 
     def run(self, seconds: float) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Measure the calls alone, with real steps in between, and predict; the figures, and what each call took."""
@@ -88,6 +101,7 @@ class Case:
 def distinct(costs: Costs) -> list[dict[str, Any]]:
     """One line per kind of call: a name, how many there are, and what one takes."""
     lines: dict[Any, dict[str, Any]] = {}
+    names: dict[Any, list[str]] = {}
     for cost in costs.calls.values():
         times = {
             name: [getattr(timing, n) for n in ("median_s", "min_s", "dispatch_s")]
@@ -95,7 +109,8 @@ def distinct(costs: Costs) -> list[dict[str, Any]]:
             if timing is not None
         }
         key = (cost.type, str(times))
-        lines.setdefault(key, {"call": cost.call, "type": cost.type, "count": 0, **times})["count"] += 1
+        names.setdefault(key, []).append(cost.call)
+        lines[key] = {"calls": names[key], "type": cost.type, "count": len(names[key]), **times}
     return list(lines.values())
 
 
@@ -108,9 +123,12 @@ class Steps:
         self.wall: list[float] = []
         self.processor: list[float] = []
         self.beats: list[float] = []
-        self.groups, self.spent_s = 0, 0.0
+        self.groups, self.spent_s, self.short = 0, 0.0, False
         if device.type == "cuda":
-            self._group(3, 0)
+            self._group(1, 0)
+            begin = time.perf_counter()
+            self._group(1, 0)
+            self.short = time.perf_counter() - begin < SHORT_S
             self.optimizer.zero_grad()
 
     def step(self) -> None:
@@ -120,9 +138,10 @@ class Steps:
 
     def between(self, done: int, total: int, _: str) -> None:
         """A group whenever a further part of the calls is measured."""
-        if done * GROUPS >= self.groups * total and self.groups <= GROUPS:
+        groups = GROUPS[self.short]
+        if done * groups >= self.groups * total and self.groups <= groups:
             self.groups += 1
-            self._group(1, 4 if min(self.wall, default=0.0) < 0.02 else 2)
+            self._group(1, 3 if self.short else 2)
             self.optimizer.zero_grad()
 
     def result(self, base: int) -> dict[str, Any]:

@@ -8,8 +8,9 @@ Per network, batch size and precision: capture, measure, predict; then train in 
 synchronised steps, peak memory what torch's allocator says (on a CPU, the counted bytes of living storages). torch's
 MemTracker and RuntimeEstimator look at the same step (`peers.py`). A case that fails stays in the file with its error.
 
-On a GPU a process per network prepares its cases (which takes only the host); when all are ready one case after the
-other is timed while nothing else runs. torch's tools come last.
+On a GPU a process per network and precision prepares its cases (which takes only the host); when all are ready one case
+after the other is timed while nothing else runs: first batches at which the device sets the pace, then, with
+`--bound both` or `host`, small ones at which the host does. torch's tools come last.
 """
 
 from __future__ import annotations
@@ -18,16 +19,12 @@ import argparse
 import datetime
 import gzip
 import json
-import multiprocessing
 import os
 import platform
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
-import warnings
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -35,65 +32,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import networks
 import torch
-from case import Case, clean
 from table import table
-
-_lock: Any = None
-_ready: Any = None
-
-
-def prepare(lock: Any, ready: Any) -> None:
-    """Settings of a process."""
-    global _lock, _ready
-    _lock, _ready = lock, ready
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-
-
-def one_network(
-    name: str, which: list[tuple[int, str]], kind: str, seconds: float, end: float, out: Path
-) -> list[dict[str, Any]]:
-    """All cases of a network: prepared together where processes share a device, else one by one."""
-    device, rows = torch.device(kind), []
-    network = (networks.GPU if kind == "cuda" else networks.CPU)[name]
-    cases: list[Case | Exception] = []
-    if kind == "cuda":
-        cases = [_prepared(network, size, precision, device) for size, precision in which]
-        _ready.wait(timeout=max(1.0, end - time.time()))
-    for place, (size, precision) in enumerate(which):
-        row: dict[str, Any] = {"network": name, "batch": size, "precision": precision}
-        rows.append(row)
-        with _lock:
-            try:
-                if time.time() > end:
-                    raise TimeoutError("not begun in time")
-                case = cases[place] if cases else _prepared(network, size, precision, device)
-                if isinstance(case, Exception):
-                    raise case
-                figures, row["distinct"] = case.run(seconds)
-                row |= figures
-                print(_line(row), flush=True)
-            except Exception as error:
-                row["error"] = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:120]}"
-                traceback.print_exc(limit=-2)
-            if cases:
-                cases[place] = TimeoutError()
-            case = None  # type: ignore[assignment]
-            clean(device)
-            with (out / f"rows-{kind}.jsonl").open("a") as file:
-                file.write(json.dumps(row) + "\n")
-    return rows
-
-
-def _prepared(network: networks.Network, size: int, precision: str, device: torch.device) -> Case | Exception:
-    try:
-        return Case(network, size, precision == "bf16", device)
-    except Exception as error:
-        return error
+from worker import SPAWN, Worker
 
 
 def _line(row: dict[str, Any]) -> str:
+    if "error" in row:
+        return f"{row['network']} {row['batch']} {row['precision']}: {row['error']}"
     time_error = row["predicted_s"] / row.get("measured_processor_s", row["measured_s"]) - 1
     bytes_error = row["predicted_bytes"] / row["measured_bytes"] - 1
     return (
@@ -143,28 +88,19 @@ class Peers:
         return {path.stem: json.loads(path.read_text()) for path in self.folder.glob("*.json")}
 
 
-def measure_all(
-    out: Path, device: torch.device, seconds: float, limit: float, only: list[str] | None, *, others: bool
-) -> None:
+def measure_all(out: Path, device: torch.device, given: argparse.Namespace) -> None:
+    """Run the cases, most telling first, and write the result."""
     chosen = networks.GPU if device.type == "cuda" else networks.CPU
-    precisions = ("bf16", "tf32") if device.type == "cuda" else ("fp32",)
     result: dict[str, Any] = {"environment": environment(device)}
     out.mkdir(parents=True, exist_ok=True)
     name = f"{result['environment']['date']}-{device.type}"
-    begin, end = time.time(), time.time() + limit
-    # Those that take longest to prepare come first.
-    names = [n for n in sorted(chosen, key=lambda n: -_WEIGHT.get(n, 0)) if not only or n in only]
-    peers = Peers(names if others else [], 10 if device.type == "cuda" else 1)
-    spawn = multiprocessing.get_context("spawn")
-    workers = len(names) if device.type == "cuda" else 1
-    shared = (spawn.Lock(), spawn.Barrier(workers))
-    with ProcessPoolExecutor(workers, spawn, prepare, shared) as pool:
-        tasks = []
-        for n in names:
-            cases = [(s, p) for s in reversed(chosen[n].sizes) for p in precisions]
-            tasks.append(pool.submit(one_network, n, cases, device.type, seconds, end, out))
-        for task in tasks:
-            task.result()
+    begin, end = time.time(), time.time() + given.limit
+    names = [n for n in sorted(chosen, key=lambda n: -_WEIGHT.get(n, 0)) if not given.only or n in given.only]
+    peers = Peers([] if given.no_peers else names, 10 if device.type == "cuda" else 1)
+    if device.type == "cuda":
+        on_a_gpu(names, out, given, end)
+    else:
+        one_by_one(names, out, given, end)
     seconds = time.time() - begin
     write(out, name, device.type, result | {"seconds": seconds}, {})
     while peers.go_on() and time.time() < end + 60:
@@ -172,6 +108,53 @@ def measure_all(
     peers.stop()
     print(table(write(out, name, device.type, result | {"seconds": seconds}, peers.found())))
     (out / f"rows-{device.type}.jsonl").unlink()
+
+
+def on_a_gpu(names: list[str], out: Path, given: argparse.Namespace, end: float) -> None:
+    """A process for each network and precision; every round has one batch size of each."""
+    slots = SPAWN.Semaphore(4)
+    workers = [Worker(n, p, "cuda", slots) for n in names for p in ("bf16", "tf32")]
+    phases = [("device", [0, 1])] if given.bound != "host" else []
+    phases += [("host", [-1])] if given.bound != "device" else []
+    for bound, rounds in phases:
+        sizes = {w.name: [networks.GPU[w.name].batches[place] for place in rounds] for w in workers}
+        for worker in workers:
+            for size in sizes[worker.name]:
+                worker.ask("prepare", size)
+        for worker in workers:
+            for _ in rounds:
+                worker.answer(end - time.time())
+        print(f"{bound}: prepared {end - time.time():.0f} s before the end", flush=True)
+        for place in range(len(rounds)):
+            for worker in sorted(workers, key=lambda w: _WEIGHT.get(w.name, 0)):
+                note(out, "cuda", timed(worker, sizes[worker.name][place], given.seconds, end) | {"bound": bound})
+    for worker in workers:
+        worker.close()
+
+
+def one_by_one(names: list[str], out: Path, given: argparse.Namespace, end: float) -> None:
+    """On a CPU preparing takes the device: one case after the other."""
+    for name in names:
+        worker = Worker(name, "fp32", "cpu", SPAWN.Semaphore(1))
+        for size in networks.CPU[name].batches:
+            note(out, "cpu", timed(worker, size, given.seconds, end))
+        worker.close()
+
+
+def timed(worker: Worker, size: int, seconds: float, end: float) -> dict[str, Any]:
+    """The row of a case; one that is not begun in time stays in the result too."""
+    row = {"network": worker.name, "batch": size, "precision": worker.precision}
+    if time.time() > end:
+        return row | {"error": "TimeoutError: not begun in time"}
+    worker.ask("run", size, seconds)
+    return row | worker.answer(end + 60 - time.time())
+
+
+def note(out: Path, kind: str, row: dict[str, Any]) -> None:
+    """Print a row and keep it, in case the run ends early."""
+    print(_line(row), flush=True)
+    with (out / f"rows-{kind}.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
 
 
 def write(
@@ -203,6 +186,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0, help="most time for measuring the calls of one case")
     parser.add_argument("--limit", type=float, default=270.0, help="begin no case after this many seconds")
     parser.add_argument("--no-peers", action="store_true", help="leave torch's tools out")
+    parser.add_argument("--bound", default="device", choices=("device", "host", "both"), help="which cases, on a GPU")
     parser.add_argument("--only", nargs="*", help="names of networks")
     given = parser.parse_args()
     if given.table:
@@ -214,9 +198,7 @@ def main() -> None:
     elif given.out is None:
         parser.error("say where to write: --out benchmarks/step-prediction/results")
     else:
-        measure_all(
-            given.out, torch.device(given.device), given.seconds, given.limit, given.only, others=not given.no_peers
-        )
+        measure_all(given.out, torch.device(given.device), given)
 
 
 if __name__ == "__main__":

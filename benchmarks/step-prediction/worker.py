@@ -1,0 +1,98 @@
+"""A process for one network in one precision: it prepares its cases while others do, and times one when it is asked to.
+
+Preparing (capture, bytes, a first step that loads and plans the kernels) takes the host, not the device's time, so all
+workers do it at once. Timing needs the machine alone, so the parent asks one worker at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import traceback
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import networks
+import torch
+from case import Case, clean
+
+SPAWN = multiprocessing.get_context("spawn")
+
+
+class Worker:
+    """The parent's side: `ask` sends, `answer` waits."""
+
+    def __init__(self, name: str, precision: str, kind: str, slots: Any) -> None:
+        self.name, self.precision = name, precision
+        self.pipe, theirs = SPAWN.Pipe()
+        self.process = SPAWN.Process(target=serve, args=(theirs, name, precision, kind, slots), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def ask(self, what: str, size: int, seconds: float = 0.0) -> None:
+        """ "prepare" a batch size, or "run" it."""
+        with contextlib.suppress(OSError):
+            self.pipe.send((what, size, seconds))
+
+    def answer(self, timeout: float) -> dict[str, Any]:
+        """The row of a case, or an empty one for a preparation; a worker that died or is late leaves an error."""
+        try:
+            if self.pipe.poll(max(0.0, timeout)):
+                row: dict[str, Any] = self.pipe.recv()
+                return row
+            return {"error": "TimeoutError: no answer in time"}
+        except (EOFError, OSError):
+            return {"error": "EOFError: the process died"}
+
+    def close(self) -> None:
+        self.ask("end", 0)
+        self.process.join(2)
+        self.process.kill()
+
+
+def serve(pipe: Any, name: str, precision: str, kind: str, slots: Any) -> None:
+    """The worker's side."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    device = torch.device(kind)
+    network = (networks.GPU if kind == "cuda" else networks.CPU)[name]
+    prepared: dict[int, Case | Exception] = {}
+
+    def case_of(size: int) -> Case:
+        try:
+            case = Case(network, size, precision == "bf16", device)
+            with slots:
+                case.warm_up()
+            return case
+        finally:
+            clean(device)
+
+    for what, size, seconds in _asked(pipe):
+        if what == "prepare":
+            try:
+                prepared[size] = case_of(size)
+            except Exception as error:
+                prepared[size] = error
+            pipe.send({})
+            continue
+        row: dict[str, Any] = {"network": name, "batch": size, "precision": precision}
+        try:
+            case = prepared.pop(size, None) or case_of(size)
+            if isinstance(case, Exception):
+                raise case
+            figures, row["distinct"] = case.run(seconds)
+            row |= figures
+        except Exception as error:
+            row["error"] = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:120]}"
+            traceback.print_exc(limit=-2)
+        case = None
+        clean(device)
+        pipe.send(row)
+
+
+def _asked(pipe: Any) -> Iterator[tuple[str, int, float]]:
+    with contextlib.suppress(EOFError):
+        while (message := pipe.recv())[0] != "end":
+            yield message
