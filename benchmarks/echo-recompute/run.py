@@ -2,6 +2,9 @@
 
     python benchmarks/echo-recompute/run.py --out results/
 
+So that the device waits little, costs can be kept (`--keep-costs`), plans searched for elsewhere (`--costs DIR
+--plan-only`) and run (`--plans FILE`).
+
 Echo (Zheng et al., ISCA 2020) recomputes what is cheap and large, above all the scores of attention over an LSTM, which
 grow with the square of the length: 1.89x less memory on average, 3.13x at most. Here the planner is given several
 budgets, and those plans run whose predicted time is at most 5, 10 and 20 % above plain.
@@ -55,19 +58,22 @@ def allocated() -> int:
 class Trial:
     """One model."""
 
-    def __init__(self, workload: Workload, measure_s: float) -> None:
+    def __init__(self, workload: Workload, measure_s: float, known: Keeping | None) -> None:
         self.workload, before = workload, allocated()
         self.model, self.args, self.kwargs = workload.make(DEVICE)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)  # all ways train the same weights
         start = time.time()
         self.graph = capture(self.model, self.args, self.kwargs)
-        self.costs = without_gaps(outcore.measure(self.graph, time_limit_s=measure_s))
-        device = torch.device(DEVICE)
-        tier = measured_tier(torch.device("cuda", 0) if DEVICE == "cuda" else device)
-        self.keeping = Keeping(self.graph, self.costs, 0.0, tier, memory_rate(device))
+        if known is None:
+            costs = without_gaps(outcore.measure(self.graph, time_limit_s=measure_s))
+            device = torch.device(DEVICE)
+            tier = measured_tier(torch.device("cuda", 0) if DEVICE == "cuda" else device)
+            known = Keeping(self.graph, costs, 0.0, tier, memory_rate(device))
+        self.keeping, self.costs = known, known.costs
+        self.weights = [p.detach().clone() for p in self.model.parameters()]
         self.own, self.others = allocated() - before, 0
         """Memory of this model, and of all others that wait for their turn."""
-        self.plans: dict[tuple[bool, float], Future[Assignment]] = {}
+        self.plans: dict[tuple[bool, float], Assignment] = {}
         print(f"{workload.name}: {len(self.graph.calls)} calls, ready in {time.time() - start:.1f} s", flush=True)
 
     def govern(self, assignment: Assignment, graphs: bool) -> Governor:
@@ -134,9 +140,9 @@ class Trial:
             for most in slower:
                 fitting = [
                     a
-                    for (g, share), future in self.plans.items()
+                    for (g, share), a in self.plans.items()
                     if g == graphs
-                    and (a := future.result()).outcome.time_s <= most * self.keeping.plain_s
+                    and a.outcome.time_s <= most * self.keeping.plain_s
                     and a.fits(int(share * self.keeping.plain.peak_bytes))
                 ]
                 best = min(fitting, key=lambda a: a.outcome.peak_bytes, default=None)
@@ -152,10 +158,13 @@ class Trial:
                     for policy in governor.plan.policy.values():
                         kinds[policy] = kinds.get(policy, 0) + 1
                     got = self.gradients()
-                    facts["equal_gradients"] = _equal(want, got)
-                    facts["plain_again"] = _equal(want, again)
+                    facts["equal_gradients"], facts["largest_difference"] = compared(want, got)
+                    facts["plain_again"], facts["plain_again_difference"] = compared(want, again)
                     del got
-                    add(how, **facts, **self.measured(), policies=kinds)
+                    facts |= self.measured()
+                    pairs = zip(self.model.parameters(), self.weights, strict=True)
+                    facts["weights_untouched"] = all(torch.equal(p, w) for p, w in pairs)
+                    add(how, **facts, policies=kinds)
                 except Exception as error:
                     add(how, **facts, error=f"{type(error).__name__}: {str(error)[:200]}")
                 finally:
@@ -163,9 +172,44 @@ class Trial:
         return found
 
 
-def _equal(a: list[torch.Tensor | None], b: list[torch.Tensor | None]) -> str:
-    same = sum(x is y or (x is not None and y is not None and torch.equal(x, y)) for x, y in zip(a, b, strict=True))
-    return f"{same}/{len(a)}"
+def compared(a: list[torch.Tensor | None], b: list[torch.Tensor | None]) -> tuple[str, float]:
+    """How many gradients are equal bit for bit, and the largest difference over the largest gradient."""
+    same, off, most = 0, 0.0, 0.0
+    for x, y in zip(a, b, strict=True):
+        same += x is y or (x is not None and y is not None and torch.equal(x, y))
+        if x is not None and y is not None:
+            off, most = max(off, float((x - y).abs().max())), max(most, float(x.abs().max()))
+    return f"{same}/{len(a)}", off / most if most else off
+
+
+def kept(folder: Path, workload: Workload) -> Path:
+    """Where the costs of a model lie."""
+    return folder / f"{workload.name.replace(' ', '-')}.keeping"
+
+
+Plans = dict[tuple[bool, float], Assignment]
+
+
+def search_all(keepings: dict[str, Keeping], graphs: list[str], seconds: float) -> dict[str, Plans]:
+    """All plans of all models, side by side on the processor."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the searches need no device
+    found: dict[str, dict[tuple[bool, float], Future[Assignment]]] = {name: {} for name in keepings}
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(14, os.cpu_count() or 1), mp_context=context) as pool:
+        for name, keeping in keepings.items():
+            alone = pickle.loads(pickle.dumps(keeping))
+            alone.tier = None
+            for share in SHARES:
+                found[name][False, share] = pool.submit(search, keeping, share, seconds)
+                if name in graphs:
+                    found[name][True, share] = pool.submit(search, alone, share, seconds)
+    return {name: {key: future.result() for key, future in plans.items()} for name, plans in found.items()}
+
+
+def known_costs(folder: Path, workload: Workload) -> Keeping:
+    """What the plans of a model are searched from, as it was measured before."""
+    known: Keeping = pickle.loads(gzip.decompress(kept(folder, workload).read_bytes()))
+    return known
 
 
 def main() -> None:
@@ -178,28 +222,36 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1e9)
     parser.add_argument("--measure-s", type=float, default=2.0)
     parser.add_argument("--search-s", type=float, default=5.0)
-    parser.add_argument("--keep-costs", action="store_true")
+    parser.add_argument("--keep-costs", action="store_true", help="write what the plans are searched from")
+    parser.add_argument("--costs", type=Path, help="a folder that --keep-costs has written on this device")
+    parser.add_argument("--plan-only", action="store_true", help="search from --costs and write plans.pickle.gz")
+    parser.add_argument("--plans", type=Path, help="what --plan-only has written")
+    parser.add_argument("--measure-only", action="store_true", help="no more than --keep-costs")
     args = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     started = time.time()
     chosen = [w for w in (TINY if args.tiny else WORKLOADS) if not args.only or w.name in args.only.split(",")]
-    trials = [Trial(w, args.measure_s) for w in chosen]
     args.out.mkdir(parents=True, exist_ok=True)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(14, os.cpu_count() or 1), mp_context=context) as pool:
-        for trial in trials:
-            keepings = {False: trial.keeping}
-            if trial.workload.name in args.graphs.split(","):
-                alone = pickle.loads(pickle.dumps(trial.keeping))
-                alone.tier = None
-                keepings[True] = alone
-            for graphs, keeping in keepings.items():
-                for share in SHARES:
-                    trial.plans[graphs, share] = pool.submit(search, keeping, share, args.search_s)
-            if args.keep_costs:
-                path = args.out / f"{trial.workload.name.replace(' ', '-')}.keeping"
-                path.write_bytes(gzip.compress(pickle.dumps(trial.keeping)))
+    known = {w.name: known_costs(args.costs, w) for w in chosen} if args.costs is not None else {}
+    if args.plan_only:
+        plans = search_all(known, args.graphs.split(","), args.search_s)
+        (args.out / "plans.pickle.gz").write_bytes(gzip.compress(pickle.dumps(plans)))
+        for name, found in plans.items():
+            for (graphs, share), a in found.items():
+                least = a.outcome.peak_bytes / known[name].plain.peak_bytes
+                print(name, graphs, share, f"{least:.2f} at {a.outcome.time_s / known[name].plain_s:.2f}x")
+        return
+    trials = [Trial(w, args.measure_s, known.get(w.name)) for w in chosen]
+    for trial in trials if args.keep_costs else ():
+        kept(args.out, trial.workload).write_bytes(gzip.compress(pickle.dumps(trial.keeping)))
+    if args.measure_only:
+        return
+    if args.plans is not None:
+        plans = pickle.loads(gzip.decompress(args.plans.read_bytes()))
+    else:
+        plans = search_all({t.workload.name: t.keeping for t in trials}, args.graphs.split(","), args.search_s)
+    for trial in trials:
+        trial.plans = plans.get(trial.workload.name, {})
     print(f"planned after {time.time() - started:.0f} s", flush=True)
     environment = {
         "device": torch.cuda.get_device_name() if DEVICE == "cuda" else platform.processor(),

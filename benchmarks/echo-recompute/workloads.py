@@ -86,8 +86,8 @@ def loss_of(output: Any) -> torch.Tensor:
 
 WORKLOADS = (
     Workload("lstm attention", 1024, 64, 1024),
-    Workload("bert-base", 32, 512, attention="sdpa"),
-    Workload("bert-base eager attention", 32, 512, attention="eager"),
+    Workload("bert-base", 32, 256, attention="sdpa"),
+    Workload("bert-base eager attention", 32, 256, attention="eager"),
     Workload("lstm attention as in Echo", 128, 100, 512),
 )
 TINY = (

@@ -27,7 +27,7 @@ from outcore.cost.costs import Costs
 from outcore.graph import Graph
 from outcore.graph.recording import Ref, Step
 from outcore.machine.clock import Timing
-from outcore.memory.renorm import NORMS, RELUS, Statistics, dense, memory_format, normalised, usual_order
+from outcore.memory.renorm import NORMS, RELUS, dense, memory_format, normalised, usual_order
 
 __all__ = ["norms_of", "replacements", "without_relus"]
 
@@ -124,32 +124,36 @@ class _Norm(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, module: Any, relu: bool
     ) -> torch.Tensor:
         """Statistics, then the rest in one pass."""
-        mean, variance = _moments(x)
-        _follow(module, mean, variance, x.numel() // x.shape[1])
-        precision = torch.float64 if x.dtype is torch.float64 else torch.float32
-        statistics = (mean.to(precision), torch.rsqrt(variance + module.eps).to(precision))
-        ctx.save_for_backward(x, *statistics, weight, bias)
-        ctx.relu = relu
-        return normalised(x, statistics, (weight, bias), usual_order(x), relu=relu)
+        found = _statistics(x, module)
+        ctx.save_for_backward(x, found)
+        ctx.relu, ctx.kind = relu, weight.dtype
+        mean, invstd, *affine = found.view(4, -1).unbind(0)
+        return normalised(x, (mean, invstd), (affine[0], affine[1]), usual_order(x), relu=relu)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         """Two sums per channel, then the gradient of the input, each in one pass."""
-        x, mean, invstd, weight, bias = ctx.saved_tensors
+        x, found = ctx.saved_tensors
         gradient = gradient.contiguous(memory_format=memory_format(x))
-        made = _gradients_on_gpu if x.is_cuda else _gradients
-        return *made(gradient, x, (mean, invstd), weight, bias, ctx.relu), None, None
+        if x.is_cuda:
+            from outcore.memory.norm_gradient_kernels import gradients
+
+            return *gradients(gradient, x, found, ctx.kind, usual_order(x), ctx.relu), None, None
+        return *_gradients(gradient, x, found, ctx.kind, ctx.relu), None, None
 
 
-def _moments(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and variance of every channel, as float64."""
+def _statistics(x: torch.Tensor, module: Any) -> torch.Tensor:
+    """Mean, inverse deviation, weight and bias of every channel; the module's statistics over all batches follow."""
     if x.is_cuda:
-        from outcore.memory.norm_triton_kernels import moments
+        from outcore.memory.norm_triton_kernels import statistics
 
-        return moments(x)
-    mean, variance = torch.batch_norm_update_stats(x, None, None, 0.0)
-    return mean.double(), variance.double()
+        return statistics(x, module)
+    mean, variance = (t.double() for t in torch.batch_norm_update_stats(x, None, None, 0.0))
+    _follow(module, mean, variance, x.numel() // x.shape[1])
+    precision = torch.float64 if x.dtype is torch.float64 else torch.float32
+    rows = (mean, torch.rsqrt(variance + module.eps), module.weight.detach(), module.bias.detach())
+    return torch.cat([row.to(precision) for row in rows])
 
 
 def _follow(module: Any, mean: torch.Tensor, variance: torch.Tensor, count: int) -> None:
@@ -164,37 +168,18 @@ def _follow(module: Any, mean: torch.Tensor, variance: torch.Tensor, count: int)
 
 
 def _gradients(
-    gradient: torch.Tensor,
-    x: torch.Tensor,
-    statistics: Statistics,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    relu: bool,
+    gradient: torch.Tensor, x: torch.Tensor, found: torch.Tensor, kind: torch.dtype, relu: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of input, weight and bias."""
     shape, dims = (1, -1, *(1,) * (x.dim() - 2)), [0, *range(2, x.dim())]
-    mean, invstd = (t.view(shape) for t in statistics)
+    mean, invstd, weight, bias = found.view(4, -1).unbind(0)
     count = x.numel() // x.shape[1]
     g = gradient
     if relu:
-        g = torch.where(normalised(x, statistics, (weight, bias), usual_order(x), relu=False) > 0, g, 0)
-    g = g.to(mean.dtype)
-    centred = x.to(mean.dtype) - mean
+        g = torch.where(normalised(x, (mean, invstd), (weight, bias), usual_order(x), relu=False) > 0, g, 0)
+    g = g.to(found.dtype)
+    centred = x.to(found.dtype) - mean.view(shape)
     total, along = g.sum(dims), (g * centred).sum(dims)
-    back = (g - total.view(shape) / count - centred * (invstd.square() * along.view(shape) / count)) * invstd
-    back *= weight.view(shape)
-    return back.to(x.dtype), (along * statistics[1]).to(weight.dtype), total.to(bias.dtype)
-
-
-def _gradients_on_gpu(
-    gradient: torch.Tensor,
-    x: torch.Tensor,
-    statistics: Statistics,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    relu: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    from outcore.memory.norm_triton_kernels import gradient_sums, input_gradient
-
-    total, along = gradient_sums(gradient, x, *statistics, weight, bias, usual_order(x), relu)
-    back = input_gradient(gradient, x, *statistics, weight, bias, total, along, usual_order(x), relu)
-    return back, (along * statistics[1]).to(weight.dtype), total.to(bias.dtype)
+    slope = invstd.square() * along / count
+    back = (g - total.view(shape) / count - centred * slope.view(shape)) * (invstd * weight).view(shape)
+    return back.to(x.dtype), (along * invstd).to(kind), total.to(kind)

@@ -1,28 +1,40 @@
-"""Triton kernels of batch norm with ReLU: statistics, normalising with them, sums for the gradients, gradients.
+"""Triton kernels of batch norm with ReLU, forward: statistics of every channel, and normalising with them.
 
 One pass over memory each. Every channel of every image is cut into pieces, so that one image of a few channels fills
-the device too; the sums of pieces are added up in one more small step, always in the same order.
+the device too; a third, small kernel adds up the pieces, always in the same order, and does whatever else there is to
+do per channel. That is what keeps the host from being the slowest part: a norm is three launches and no arithmetic on
+small tensors, each of which would cost the interpreter as much as a launch.
+
+Where channels are contiguous, a piece is a run of one channel of one image ("rows"); where the channels of a pixel lie
+side by side (channels last), it is a tile of pixels and channels ("columns").
 """
 
 # mypy: ignore-errors
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 
-__all__ = ["gradient_sums", "input_gradient", "moments", "normalise"]
+__all__ = ["Pieces", "added_up", "columns_of", "normalise", "pieces_of", "rounded", "statistics"]
 
 _BLOCK = 2048
 _PIECE = 16 * _BLOCK
 """Elements of a channel that one program sums up."""
 _COLUMNS = 64
 """Channels of a tile where the channels of a pixel lie side by side."""
+_TILES = 4
+"""Tiles that one program writes."""
+_PROGRAMS = 4096
+"""More than these would only leave more to add up."""
 
 
 @triton.jit
-def _rounded(v, m, s, w, b, ORDER: tl.constexpr, RELU: tl.constexpr):
+def rounded(v, m, s, w, b, ORDER: tl.constexpr, RELU: tl.constexpr):
+    """Normalise, rounding in one of the known orders."""
     if ORDER == 0:
         y = w * (v - m) * s + b
     elif ORDER == 1:
@@ -37,22 +49,7 @@ def _rounded(v, m, s, w, b, ORDER: tl.constexpr, RELU: tl.constexpr):
 
 
 @triton.jit
-def _channel_rows(
-    x, out, mean, invstd, weight, bias, channels, inner, blocks,
-    ORDER: tl.constexpr, RELU: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """A program for a piece of one channel of one image."""
-    row = (tl.program_id(0) // blocks).to(tl.int64)
-    place = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
-    c = row % channels
-    m, s, w, b = tl.load(mean + c), tl.load(invstd + c), tl.load(weight + c), tl.load(bias + c)
-    v = tl.load(x + row * inner + place, mask=place < inner, other=0.0).to(m.dtype)
-    y = _rounded(v, m, s, w.to(m.dtype), b.to(m.dtype), ORDER, RELU)
-    tl.store(out + row * inner + place, y.to(out.dtype.element_ty), mask=place < inner)
-
-
-@triton.jit
-def _columns(mean, invstd, weight, bias, c, inside):
+def columns_of(mean, invstd, weight, bias, c, inside):
     """Statistics and weights of some channels, as a row."""
     m = tl.load(mean + c, mask=inside, other=0.0)
     s = tl.load(invstd + c, mask=inside, other=0.0)
@@ -62,28 +59,40 @@ def _columns(mean, invstd, weight, bias, c, inside):
 
 
 @triton.jit
-def _channel_columns(
+def _normalise_rows(
+    x, out, mean, invstd, weight, bias, channels, inner, blocks,
+    ORDER: tl.constexpr, RELU: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    place = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    c = row % channels
+    m, s, w, b = tl.load(mean + c), tl.load(invstd + c), tl.load(weight + c), tl.load(bias + c)
+    v = tl.load(x + row * inner + place, mask=place < inner, other=0.0).to(m.dtype)
+    y = rounded(v, m, s, w.to(m.dtype), b.to(m.dtype), ORDER, RELU)
+    tl.store(out + row * inner + place, y.to(out.dtype.element_ty), mask=place < inner)
+
+
+@triton.jit
+def _normalise_columns(
     x, out, mean, invstd, weight, bias, channels, rows,
     ORDER: tl.constexpr, RELU: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """A program for some pixels and channels, where the channels of a pixel lie side by side."""
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = c < channels
-    m, s, w, b = _columns(mean, invstd, weight, bias, c, inside)
+    m, s, w, b = columns_of(mean, invstd, weight, bias, c, inside)
     for i in range(TILES):
         r = (tl.program_id(0).to(tl.int64) * TILES + i) * ROWS + tl.arange(0, ROWS)
         place = r[:, None] * channels + c[None, :]
         mask = (r[:, None] < rows) & inside[None, :]
         v = tl.load(x + place, mask=mask, other=0.0).to(m.dtype)
-        tl.store(out + place, _rounded(v, m, s, w, b, ORDER, RELU).to(out.dtype.element_ty), mask=mask)
+        tl.store(out + place, rounded(v, m, s, w, b, ORDER, RELU).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _moments_of_rows(
-    x, sums, squares, channels, images, inner, pieces,
-    ACC: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
-    """Sums over a piece of one channel of one image, less the channel's first number, to [channels, images, pieces]."""
+def _sum_rows(
+    x, sums, plane, channels, images, inner, pieces, ACC: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
+):
+    """Sums and sums of squares of a piece, less the channel's first number."""
     row = (tl.program_id(0) // pieces).to(tl.int64)
     piece = tl.program_id(0) % pieces
     c = row % channels
@@ -98,15 +107,15 @@ def _moments_of_rows(
         square += v * v
     to = (c * images + row // channels) * pieces + piece
     tl.store(sums + to, tl.sum(total, axis=0))
-    tl.store(squares + to, tl.sum(square, axis=0))
+    tl.store(sums + plane + to, tl.sum(square, axis=0))
 
 
 @triton.jit
-def _moments_of_columns(
-    x, sums, squares, channels, rows,
-    ACC: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr,
+def _sum_columns(
+    x, sums, plane, channels, rows,
+    ACC: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES,
 ):  # fmt: skip
-    """The same over some pixels of some channels, to [pieces, channels]."""
+    """The same for a tile."""
     piece = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = c < channels
@@ -121,210 +130,120 @@ def _moments_of_columns(
         total += v
         square += v * v
     tl.store(sums + piece * channels + c, tl.sum(total, axis=0), mask=inside)
-    tl.store(squares + piece * channels + c, tl.sum(square, axis=0), mask=inside)
+    tl.store(sums + plane + piece * channels + c, tl.sum(square, axis=0), mask=inside)
 
 
 @triton.jit
-def _through(g, v, m, s, w, b, ORDER: tl.constexpr, RELU: tl.constexpr):
-    """The gradient where ReLU lets it through."""
-    if RELU:
-        g = tl.where(_rounded(v, m, s, w, b, ORDER, False) > 0, g, 0.0)
-    return g
+def added_up(sums, c, inside, channels, pieces, across, along, PIECES: tl.constexpr, CHANNELS: tl.constexpr):
+    """The pieces of some channels, summed up in double precision."""
+    total = tl.zeros([PIECES, CHANNELS], dtype=tl.float64)
+    for start in range(0, pieces, PIECES):
+        p = start + tl.arange(0, PIECES)
+        mask = (p[:, None] < pieces) & inside[None, :]
+        total += tl.load(sums + p[:, None] * along + c[None, :] * across, mask=mask, other=0.0).to(tl.float64)
+    return tl.sum(total, axis=0)
 
 
 @triton.jit
-def _sums_of_rows(
-    grad, x, mean, invstd, weight, bias, total, along, channels, images, inner, pieces,
-    ORDER: tl.constexpr, RELU: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+def _finish(
+    x, sums, plane, weight, bias, running_mean, running_var, tracked, found,
+    channels, pieces, across, along, step, count,
+    EPS: tl.constexpr, MOMENTUM: tl.constexpr, TRACKED: tl.constexpr, COUNTED: tl.constexpr,
+    PIECES: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Sums over a piece of one channel of one image, to [channels, images, pieces]."""
-    row = (tl.program_id(0) // pieces).to(tl.int64)
-    piece = tl.program_id(0) % pieces
-    c = row % channels
-    m, s, w, b = tl.load(mean + c), tl.load(invstd + c), tl.load(weight + c), tl.load(bias + c)
-    w, b = w.to(m.dtype), b.to(m.dtype)
-    all_ = tl.zeros([BLOCK], dtype=m.dtype)
-    with_x = tl.zeros([BLOCK], dtype=m.dtype)
-    for i in range(BLOCKS):
-        place = (piece * BLOCKS + i) * BLOCK + tl.arange(0, BLOCK)
-        v = tl.load(x + row * inner + place, mask=place < inner, other=0.0).to(m.dtype)
-        g = tl.load(grad + row * inner + place, mask=place < inner, other=0.0).to(m.dtype)
-        g = _through(g, v, m, s, w, b, ORDER, RELU)
-        all_ += g
-        with_x += g * (v - m)
-    to = (c * images + row // channels) * pieces + piece
-    tl.store(total + to, tl.sum(all_, axis=0))
-    tl.store(along + to, tl.sum(with_x, axis=0))
-
-
-@triton.jit
-def _sums_of_columns(
-    grad, x, mean, invstd, weight, bias, total, along, channels, rows,
-    ORDER: tl.constexpr, RELU: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr,
-):  # fmt: skip
-    """Sums over some pixels of some channels, to [pieces, channels]."""
-    piece = tl.program_id(0).to(tl.int64)
-    c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    """Mean, inverse deviation, weight and bias of every channel; the statistics over all batches follow."""
+    c = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     inside = c < channels
-    m, s, w, b = _columns(mean, invstd, weight, bias, c, inside)
-    all_ = tl.zeros([ROWS, COLUMNS], dtype=m.dtype)
-    with_x = tl.zeros([ROWS, COLUMNS], dtype=m.dtype)
-    for i in range(TILES):
-        r = (piece * TILES + i) * ROWS + tl.arange(0, ROWS)
-        place = r[:, None] * channels + c[None, :]
-        mask = (r[:, None] < rows) & inside[None, :]
-        v = tl.load(x + place, mask=mask, other=0.0).to(m.dtype)
-        g = tl.load(grad + place, mask=mask, other=0.0).to(m.dtype)
-        g = _through(g, v, m, s, w, b, ORDER, RELU)
-        all_ += g
-        with_x += g * (v - m)
-    tl.store(total + piece * channels + c, tl.sum(all_, axis=0), mask=inside)
-    tl.store(along + piece * channels + c, tl.sum(with_x, axis=0), mask=inside)
+    shift = added_up(sums, c, inside, channels, pieces, across, along, PIECES, CHANNELS) / count
+    square = added_up(sums + plane, c, inside, channels, pieces, across, along, PIECES, CHANNELS) / count
+    mean = tl.load(x + c.to(tl.int64) * step, mask=inside, other=0.0).to(tl.float64) + shift
+    variance = tl.maximum(square - shift * shift, 0.0)
+    kind = found.dtype.element_ty
+    tl.store(found + c, mean.to(kind), mask=inside)
+    tl.store(found + channels + c, (1.0 / tl.sqrt(variance + EPS)).to(kind), mask=inside)
+    tl.store(found + 2 * channels + c, tl.load(weight + c, mask=inside, other=0.0).to(kind), mask=inside)
+    tl.store(found + 3 * channels + c, tl.load(bias + c, mask=inside, other=0.0).to(kind), mask=inside)
+    if TRACKED:
+        part = tl.full([CHANNELS], MOMENTUM, tl.float64)
+        if COUNTED:  # the mean over all batches there were
+            part /= tl.load(tracked).to(tl.float64)
+        elif tl.program_id(0) == 0:
+            tl.store(tracked, tl.load(tracked) + 1)
+        old = tl.load(running_mean + c, mask=inside, other=0.0).to(tl.float64)
+        new = old + (mean - old) * part
+        tl.store(running_mean + c, new.to(running_mean.dtype.element_ty), mask=inside)
+        old = tl.load(running_var + c, mask=inside, other=0.0).to(tl.float64)
+        new = old + (variance * count / (count - 1) - old) * part
+        tl.store(running_var + c, new.to(running_var.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def _gradient_of_rows(
-    grad, x, mean, invstd, weight, bias, total, along, out, channels, inner, blocks, count,
-    ORDER: tl.constexpr, RELU: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The gradient of a piece of one channel of one image."""
-    row = (tl.program_id(0) // blocks).to(tl.int64)
-    place = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
-    c = row % channels
-    m, s, w, b = tl.load(mean + c), tl.load(invstd + c), tl.load(weight + c), tl.load(bias + c)
-    w, b = w.to(m.dtype), b.to(m.dtype)
-    v = tl.load(x + row * inner + place, mask=place < inner, other=0.0).to(m.dtype)
-    g = tl.load(grad + row * inner + place, mask=place < inner, other=0.0).to(m.dtype)
-    g = _through(g, v, m, s, w, b, ORDER, RELU)
-    back = (g - tl.load(total + c) / count - (v - m) * (s * s * tl.load(along + c) / count)) * (s * w)
-    tl.store(out + row * inner + place, back.to(out.dtype.element_ty), mask=place < inner)
+class Pieces:
+    """How a tensor is cut, and how the sums of the pieces lie in memory: a plane per kind of sum."""
+
+    def __init__(self, shape: tuple[int, ...], contiguous: bool) -> None:
+        self.images, self.channels = shape[0], shape[1]
+        self.inner = 1
+        for size in shape[2:]:
+            self.inner *= size
+        self.count = self.images * self.inner
+        self.contiguous = contiguous
+        if contiguous:
+            block = min(_BLOCK, triton.next_power_of_2(max(1, self.inner)))
+            times = max(1, min(_PIECE // block, triton.cdiv(self.inner, block)))
+            self.each = triton.cdiv(self.inner, block * times)
+            self.grid, self.tile = (self.images * self.channels * self.each,), {"BLOCK": block, "BLOCKS": times}
+            self.pieces, self.across, self.along = self.images * self.each, self.images * self.each, 1
+            self.step, self.blocks = self.inner, triton.cdiv(self.inner, block)
+            self.writers, self.written = (self.images * self.channels * self.blocks,), {"BLOCK": block}
+        else:
+            columns = min(_COLUMNS, triton.next_power_of_2(self.channels))
+            height, wide = _BLOCK // columns, triton.cdiv(self.channels, columns)
+            times = max(16, triton.cdiv(self.count, height * max(1, _PROGRAMS // wide)))
+            self.pieces, self.across, self.along = triton.cdiv(self.count, height * times), 1, self.channels
+            self.grid, self.tile = (self.pieces, wide), {"ROWS": height, "COLUMNS": columns, "TILES": times}
+            self.step = 1
+            self.writers, self.written = (
+                (triton.cdiv(self.count, height * _TILES), wide),
+                {**self.tile, "TILES": _TILES},
+            )
+        self.plane = self.pieces * self.channels
+        # To add them up: a channel per program where its pieces lie side by side.
+        lanes = 1 if contiguous else min(16, triton.next_power_of_2(self.channels))
+        self.adding = {"PIECES": min(1024 // lanes, triton.next_power_of_2(self.pieces)), "CHANNELS": lanes}
+        self.adders = (triton.cdiv(self.channels, lanes),)
 
 
-@triton.jit
-def _gradient_of_columns(
-    grad, x, mean, invstd, weight, bias, total, along, out, channels, rows,
-    ORDER: tl.constexpr, RELU: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr,
-):  # fmt: skip
-    """The gradient of some pixels and channels, where the channels of a pixel lie side by side."""
-    c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = c < channels
-    m, s, w, b = _columns(mean, invstd, weight, bias, c, inside)
-    shift = tl.load(total + c, mask=inside, other=0.0)[None, :] / rows
-    slope = s * s * tl.load(along + c, mask=inside, other=0.0)[None, :] / rows
-    for i in range(TILES):
-        r = (tl.program_id(0).to(tl.int64) * TILES + i) * ROWS + tl.arange(0, ROWS)
-        place = r[:, None] * channels + c[None, :]
-        mask = (r[:, None] < rows) & inside[None, :]
-        v = tl.load(x + place, mask=mask, other=0.0).to(m.dtype)
-        g = tl.load(grad + place, mask=mask, other=0.0).to(m.dtype)
-        g = _through(g, v, m, s, w, b, ORDER, RELU)
-        back = (g - shift - (v - m) * slope) * (s * w)
-        tl.store(out + place, back.to(out.dtype.element_ty), mask=mask)
+@lru_cache(maxsize=4096)
+def _cut(shape: tuple[int, ...], contiguous: bool) -> Pieces:
+    return Pieces(shape, contiguous)
 
 
-def _tiles(rows: int, channels: int, tiles: int) -> tuple[tuple[int, int], dict[str, int]]:
-    """Programs for a matrix of pixels and channels, and what each does."""
-    columns = min(_COLUMNS, triton.next_power_of_2(channels))
-    height = _BLOCK // columns
-    grid = (triton.cdiv(rows, height * tiles), triton.cdiv(channels, columns))
-    return grid, {"ROWS": height, "COLUMNS": columns, "TILES": tiles}
+def pieces_of(x: torch.Tensor) -> Pieces:
+    """How a dense tensor is cut."""
+    return _cut(tuple(x.shape), x.is_contiguous())
 
 
-def moments(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and variance of every channel, as float64."""
-    channels, images, count = x.shape[1], x.shape[0], x.numel() // x.shape[1]
-    precision = torch.float64 if x.dtype is torch.float64 else torch.float32
-    acc = tl.float64 if x.dtype is torch.float64 else tl.float32
-    if x.is_contiguous():
-        inner = count // images
-        block, blocks, pieces = _pieces(inner)
-        sums = torch.empty((2, channels, images * pieces), dtype=precision, device=x.device)
-        _moments_of_rows[(images * channels * pieces,)](
-            x, sums[0], sums[1], channels, images, inner, pieces, ACC=acc, BLOCK=block, BLOCKS=blocks
-        )
-        total, squares = sums.sum(2, dtype=torch.float64)
+def statistics(x: torch.Tensor, module: torch.nn.Module) -> torch.Tensor:
+    """Mean, inverse deviation, weight and bias of every channel, one after the other; the module's own follow."""
+    cut = pieces_of(x)
+    double = x.dtype is torch.float64
+    precision, acc = (torch.float64, tl.float64) if double else (torch.float32, tl.float32)
+    sums = torch.empty(2 * cut.plane, dtype=precision, device=x.device)
+    if cut.contiguous:
+        _sum_rows[cut.grid](x, sums, cut.plane, cut.channels, cut.images, cut.inner, cut.each, ACC=acc, **cut.tile)
     else:
-        grid, tile = _tiles(count, channels, 16)
-        sums = torch.empty((2, grid[0], channels), dtype=precision, device=x.device)
-        _moments_of_columns[grid](x, sums[0], sums[1], channels, count, ACC=acc, **tile)
-        total, squares = sums.sum(1, dtype=torch.float64)
-    shift = total / count
-    return shift + x[(0, slice(None), *(0,) * (x.dim() - 2))], (squares / count - shift * shift).clamp_min_(0)
-
-
-def _pieces(inner: int) -> tuple[int, int, int]:
-    """Elements at a time, times, and programs for one channel of one image."""
-    block = min(_BLOCK, triton.next_power_of_2(max(1, inner)))
-    blocks = max(1, min(_PIECE // block, triton.cdiv(inner, block)))
-    return block, blocks, triton.cdiv(inner, block * blocks)
-
-
-def gradient_sums(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    mean: torch.Tensor,
-    invstd: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    order: int,
-    relu: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per channel, the sum of the gradients that ReLU lets through, and of their products with the centred input."""
-    channels, images = x.shape[1], x.shape[0]
-    given = (grad, x, mean, invstd, weight, bias)
-    if x.is_contiguous():
-        inner = x.numel() // max(1, images * channels)
-        block, blocks, pieces = _pieces(inner)
-        sums = mean.new_empty((2, channels, images * pieces))
-        _sums_of_rows[(images * channels * pieces,)](
-            *given,
-            sums[0],
-            sums[1],
-            channels,
-            images,
-            inner,
-            pieces,
-            ORDER=order,
-            RELU=relu,
-            BLOCK=block,
-            BLOCKS=blocks,
-        )
-        return tuple(sums.sum(2))
-    rows = x.numel() // max(1, channels)
-    grid, tile = _tiles(rows, channels, 16)
-    sums = mean.new_empty((2, grid[0], channels))
-    _sums_of_columns[grid](*given, sums[0], sums[1], channels, rows, ORDER=order, RELU=relu, **tile)
-    return tuple(sums.sum(1))
-
-
-def input_gradient(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    mean: torch.Tensor,
-    invstd: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    total: torch.Tensor,
-    along: torch.Tensor,
-    order: int,
-    relu: bool,
-) -> torch.Tensor:
-    """The gradient of the norm's input."""
-    out = torch.empty_like(x)
-    channels, elements = x.shape[1], x.numel()
-    given = (grad, x, mean, invstd, weight, bias, total, along, out, channels)
-    count = elements // channels
-    if x.is_contiguous():
-        inner = elements // (x.shape[0] * channels)
-        block = min(_BLOCK, triton.next_power_of_2(inner))
-        blocks = triton.cdiv(inner, block)
-        _gradient_of_rows[(x.shape[0] * channels * blocks,)](
-            *given, inner, blocks, count, ORDER=order, RELU=relu, BLOCK=block
-        )
-    else:
-        grid, tile = _tiles(count, channels, 4)
-        _gradient_of_columns[grid](*given, count, ORDER=order, RELU=relu, **tile)
-    return out
+        _sum_columns[cut.grid](x, sums, cut.plane, cut.channels, cut.count, ACC=acc, **cut.tile)
+    found = torch.empty(4 * cut.channels, dtype=precision, device=x.device)
+    follows, counted = module.running_mean is not None, module.momentum is None
+    own = (module.running_mean, module.running_var, module.num_batches_tracked) if follows else (found,) * 3
+    if follows and counted:
+        own[2].add_(1)
+    _finish[cut.adders](
+        x, sums, cut.plane, module.weight, module.bias, *own, found,
+        cut.channels, cut.pieces, cut.across, cut.along, cut.step, cut.count,
+        EPS=module.eps, MOMENTUM=1.0 if counted else module.momentum, TRACKED=follows, COUNTED=counted, **cut.adding,
+    )  # fmt: skip
+    return found
 
 
 def normalise(
@@ -338,16 +257,12 @@ def normalise(
 ) -> torch.Tensor:
     """Normalise a contiguous or channels-last tensor."""
     out = torch.empty_like(x)
-    channels, count = x.shape[1], x.numel()
-    if not count:
+    if not x.numel():
         return out
-    given = (x, out, mean, invstd, weight, bias, channels)
-    if x.is_contiguous():
-        inner = count // (x.shape[0] * channels)
-        block = min(_BLOCK, triton.next_power_of_2(inner))
-        blocks = triton.cdiv(inner, block)
-        _channel_rows[(x.shape[0] * channels * blocks,)](*given, inner, blocks, ORDER=order, RELU=relu, BLOCK=block)
+    cut = pieces_of(x)
+    given = (x, out, mean, invstd, weight, bias, cut.channels)
+    if cut.contiguous:
+        _normalise_rows[cut.writers](*given, cut.inner, cut.blocks, ORDER=order, RELU=relu, **cut.written)
     else:
-        grid, tile = _tiles(count // channels, channels, 4)
-        _channel_columns[grid](*given, count // channels, ORDER=order, RELU=relu, **tile)
+        _normalise_columns[cut.writers](*given, cut.count, ORDER=order, RELU=relu, **cut.written)
     return out

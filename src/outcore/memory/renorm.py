@@ -140,8 +140,11 @@ def _affine(module: nn.Module) -> Affine:
 def _statistics(saved: Iterable[torch.Tensor], size: int, own: Iterable[torch.Tensor]) -> Statistics | None:
     """Mean and inverse deviation among what autograd has kept."""
     others = {t.data_ptr() for t in own}
-    small = [t for t in saved if t.dim() == 1 and len(t) == size and t.is_floating_point()]
-    kept = [t for t in small if t.data_ptr() not in others]
+    flat = [t for t in saved if t.dim() == 1 and t.is_floating_point()]
+    for t in flat:
+        if len(t) == 4 * size:  # of a norm that was fused with its ReLU: weights stand behind the statistics
+            return t[:size], t[size : 2 * size]
+    kept = [t for t in flat if len(t) == size and t.data_ptr() not in others]
     return (kept[0], kept[1]) if len(kept) == 2 else None
 
 
