@@ -32,10 +32,11 @@ def model(width=32):
 
 def batch(size):
     """Ten patterns, anywhere in the image, under as much noise as makes some of them hard to tell."""
-    labels = torch.randint(10, (size,))
-    images = torch.randn(size, 3, 32, 32)
-    for image, label, (top, left) in zip(images, labels, torch.randint(24, (size, 2)).tolist(), strict=True):
-        image[:, top : top + 8, left : left + 8] += 0.8 * _TEMPLATES[label]
+    labels, images = torch.randint(10, (size,)), torch.randn(size, 3, 32, 32)
+    corners = torch.randint(24, (2, size, 1))
+    rows, columns = (corner + torch.arange(8) for corner in corners)
+    which, channels = torch.arange(size).view(-1, 1, 1, 1), torch.arange(3).view(1, -1, 1, 1)
+    images[which, channels, rows[:, None, :, None], columns[:, None, None, :]] += 0.8 * _TEMPLATES[labels]
     return images, labels
 
 

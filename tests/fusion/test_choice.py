@@ -198,11 +198,14 @@ def test_copies_that_are_tried_and_models_that_refill_need_no_new_recording(monk
     array = small_array(4)
     (x, y), *_ = small_batches()
     array.step(x, y)
+    array.evaluate(x, y)
     recorded: list[Any] = []
     monkeypatch.setattr(Program, "record", lambda *a, **k: recorded.append(a))
     choose(array, x, y, seconds=0.001)
-    array.refill(0, small_net(9))
-    array.step(x, y)
+    for slot in (0, 2):
+        array.refill(slot, small_net(9))
+        array.step(x, y)
+        array.evaluate(x, y)
     assert not recorded
     other = small_net(8)
     other[1].eps = 0.5

@@ -120,6 +120,36 @@ def test_every_way_equals_serial_training(net: str, way: str, dtype: torch.dtype
         assert apart < tolerance, f"member {i} differs by {apart:.1e}"
 
 
+@pytest.mark.parametrize("way", ["fused, graphed", "streams", "channels last"])
+def test_a_sweep_in_graphs_evaluates_and_refills_like_serial_training(way: str) -> None:
+    """Training and evaluation take turns; a slot is refilled without a new capture where members are fused."""
+    models, new = [_cnn(i).cuda().double() for i in range(3)], _cnn(40).cuda().double()
+    twins = [*copy.deepcopy(models), copy.deepcopy(new)]
+    array = outcore.fuse(models, loss=F.cross_entropy, optimizer=_adam, way=WAYS[way])
+    torch.manual_seed(1)
+    batches = [tuple(t.cuda().double() if t.is_floating_point() else t.cuda() for t in _images()) for _ in range(12)]
+    *batches, one, other = batches
+    found = []
+    for n, batch in enumerate(batches):
+        if n == 5:
+            before = dict(array.runner._captured)
+            array.refill(0, new)
+            after = set(array.runner._captured.values())
+            assert len(before) == 2 and after == (set() if way == "streams" else set(before.values()))
+        array.step(*batch)
+        found.append([array.evaluate(*judged).tolist() for judged in (one, other)])
+    assert len(array.runner._captured) == 2 and array.runner.refused is None
+    for slot, twin, first, last in ((0, 0, 0, 5), (1, 1, 0, 10), (2, 2, 0, 10), (0, 3, 5, 10)):
+        own = _adam(twins[twin].parameters(), slot)
+        for n in range(first, last):
+            train_serially(twins[twin], batches[n : n + 1], F.cross_entropy, own)
+            twins[twin].eval()
+            with torch.no_grad():
+                expected = [float(F.cross_entropy(twins[twin](x), y)) for x, y in (one, other)]
+            twins[twin].train()
+            assert max(abs(found[n][k][slot] - expected[k]) for k in (0, 1)) < 1e-9, f"member {twin}, step {n}"
+
+
 def test_a_diverged_member_does_not_touch_the_others_in_a_graph() -> None:
     models = [_cnn(i).cuda() for i in range(3)]
     twin = copy.deepcopy(models[2])

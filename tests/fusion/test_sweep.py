@@ -150,6 +150,28 @@ def test_optuna_asks_prunes_and_keeps_ordinary_trials(job: str, tmp_path: Path) 
     assert min(pruned.intermediate_values) == 4
 
 
+@pytest.mark.parametrize("order", [range(8), reversed(range(8))], ids=["forth", "back"])
+def test_members_of_an_array_are_judged_by_one_standard(order: Any, tmp_path: Path) -> None:
+    """Eight report, then all are judged: the best quarter goes on, in whichever order they are asked."""
+    tuner = Tuner(parse_settings(["lr=0:1"]), tmp_path, trials=12, pruner="asha", interval=4, remember=False)
+    values = [0.5, 0.1, 0.8, 0.3, 0.9, 0.2, 0.7, 0.6]
+    for value in values:
+        trial = tuner.ask()
+        assert trial is not None
+        tuner.report(trial.number, 4, value)
+    assert {n for n in order if not tuner.hopeless(n)} == {1, 5}
+    for number in (1, 5):
+        tuner.report(number, 8, 1.0)
+        assert not tuner.hopeless(number)  # eight steps are no rung
+    late = tuner.ask()
+    assert late is not None
+    tuner.report(late.number, 4, 0.25)
+    assert tuner.hopeless(late.number)  # third of nine
+    tuner.report(1, 16, 0.4)
+    tuner.report(5, 16, 0.3)
+    assert tuner.hopeless(1) and not tuner.hopeless(5)  # the best of a rung goes on, however few there are
+
+
 def test_a_killed_study_tries_again_what_was_running(job: str, tmp_path: Path) -> None:
     settings = parse_settings(["lr=1e-4:1.0:log"])
     out = tmp_path / "out"

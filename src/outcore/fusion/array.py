@@ -199,9 +199,8 @@ class FusedArray:
                 slot.trainings[name].eval()
             with torch.no_grad():
                 args = self.arguments(batch, each)
-                _, program = self.program(name, args)
-                alone = self._alone(program)
-                return self._collect([lane.forward(name, program, cut(lane, args), alone=alone) for lane in self.lanes])
+                key, program = self.program(name, args)
+                return self._collect(self.runner.forward(key, name, program, args, self._alone(program)))
         finally:
             for module, mode in modes:
                 module.training = mode

@@ -104,9 +104,14 @@ class Program:
         return any(attributes.get(name, _GONE) != value for attributes, name, value in self.watched)
 
     def rebound(self, members: Sequence[Training]) -> Program:
-        """The same for other members of the very same settings, or for the first of them."""
+        """The same for other members of the very same settings, or for the first of them.
+
+        What is watched is the new members', beside the values of the recording: one of evaluation stays one.
+        """
         others = {slot: recording for slot, recording in self.others.items() if slot < len(members)}
-        return replace(self, others=others, members=tuple(members), watched=tuple(_watched(members)))
+        pairs = zip(_watched(members), self.watched, strict=False)
+        watched = tuple((attributes, name, before) for (attributes, name, _), (_, _, before) in pairs)
+        return replace(self, others=others, members=tuple(members), watched=watched)
 
     @contextlib.contextmanager
     def without_chance(self) -> Iterator[bool]:

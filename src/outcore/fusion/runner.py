@@ -5,13 +5,16 @@ holds all of a lane's step (forward, backward, clip, optimizer) and launches at 
 what one leaves idle. The first steps of a batch shape run eagerly, on the lane's stream, which warms up the
 libraries; then the step is captured and replayed. They are real training steps, so nothing has to be undone.
 
+Evaluation is captured in the same way, without backward and optimizer. All graphs of a stream share its memory: they
+never run at the same time, and none reads what another left behind.
+
 What cannot be captured (a model that asks the GPU for numbers, an optimizer without a fused form, dynamic loss
 scales, members with random streams of their own) runs eagerly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +28,8 @@ from outcore.graph.structure import leaves, substitute
 
 __all__ = ["Runner", "Way"]
 
+_Asked = tuple[str, Hashable]
+"""Train or look, and the key of the recording."""
 _WARM = 2
 """Eager steps before a capture."""
 
@@ -61,48 +66,77 @@ class Runner:
         self.lanes, self.way = list(lanes), way
         self.refused: str | None = None
         """Why steps are not captured, if they were meant to be."""
-        self._seen: dict[Hashable, int] = {}
-        self._captured: dict[Hashable, _Captured] = {}
+        self._seen: dict[_Asked, int] = {}
+        self._captured: dict[_Asked, _Captured] = {}
         self._streams: list[Any] = []
         if lanes and lanes[0].device.type == "cuda" and (way.graphed or way.parallel):
             count = len(lanes) if way.parallel else 1
             made = [torch.cuda.Stream(lanes[0].device) for _ in range(count)]
             self._streams = [made[i % count] for i in range(len(lanes))]
+        self._eager_looks: set[_Asked] = set()
+        """Evaluations that could not be captured."""
+        self._pools: dict[Any, Any] = {}
+        """Memory of the graphs, by stream."""
 
     def step(
         self, key: Hashable, objective: str, program: Program, args: tuple[Any, ...], alone: bool
     ) -> list[Outcome]:
         """A training step of all lanes."""
-        if self._capturable(objective, program, alone):
-            if (captured := self._captured.get(key)) is not None and captured.arrangement == self._arrangement():
+        return self._run(("train", key), objective, program, args, alone)
+
+    def forward(
+        self, key: Hashable, objective: str, program: Program, args: tuple[Any, ...], alone: bool
+    ) -> list[Outcome]:
+        """Losses, metrics and outputs of all lanes, without training."""
+        return self._run(("look", key), objective, program, args, alone)
+
+    def _run(self, key: _Asked, objective: str, program: Program, args: tuple[Any, ...], alone: bool) -> list[Outcome]:
+        trains = key[0] == "train"
+        if key not in self._eager_looks and self._capturable(objective, program, alone):
+            captured = self._captured.get(key)
+            if captured is not None and (not trains or captured.arrangement == self._arrangement()):
                 return captured.replay(args)
             self._seen[key] = self._seen.get(key, 0) + 1
             if self._seen[key] > _WARM:
                 return self._capture(key, objective, program, args, alone)
-        return self._eager(objective, program, args, alone)
+        return self._eager(trains, objective, program, args, alone)
 
     def forget(self) -> None:
         """Something was replaced: capture anew."""
         self._captured.clear()
         self._seen.clear()
+        self._pools.clear()  # they went with the last graph
 
     def rename(self, keys: Mapping[Any, Hashable]) -> None:
         """The same steps are asked for by other keys from here on."""
-        self._captured = {keys.get(key, key): made for key, made in self._captured.items()}
-        self._seen = {keys.get(key, key): count for key, count in self._seen.items()}
+        self._captured = {(how, keys.get(key, key)): made for (how, key), made in self._captured.items()}
+        self._seen = {(how, keys.get(key, key)): count for (how, key), count in self._seen.items()}
+        self._eager_looks = {(how, keys.get(key, key)) for how, key in self._eager_looks}
 
     def _arrangement(self) -> list[int]:
         return [stepper.arrangement for lane in self.lanes for stepper in lane.steppers.values()]
 
-    def _eager(self, objective: str, program: Program, args: tuple[Any, ...], alone: bool) -> list[Outcome]:
+    def pool(self, stream: Any) -> Any:
+        """The memory that the graphs of a stream share."""
+        if stream not in self._pools:
+            self._pools[stream] = torch.cuda.graph_pool_handle()
+        return self._pools[stream]
+
+    def _eager(
+        self, trains: bool, objective: str, program: Program, args: tuple[Any, ...], alone: bool
+    ) -> list[Outcome]:
+        def run(lane: Lane) -> Outcome:
+            do = lane.step if trains else lane.forward
+            return do(objective, program, cut(lane, args), alone=alone)
+
         if not self._streams:
-            return [lane.step(objective, program, cut(lane, args), alone=alone) for lane in self.lanes]
+            return [run(lane) for lane in self.lanes]
         found = []
         here = torch.cuda.current_stream()
         for lane, stream in zip(self.lanes, self._streams, strict=True):
             stream.wait_stream(here)
             with torch.cuda.stream(stream):
-                found.append(lane.step(objective, program, cut(lane, args), alone=alone))
+                found.append(run(lane))
         for stream in self._streams:
             here.wait_stream(stream)
         return found
@@ -121,14 +155,18 @@ class Runner:
         return self.refused is None
 
     def _capture(
-        self, key: Hashable, objective: str, program: Program, args: tuple[Any, ...], alone: bool
+        self, key: _Asked, objective: str, program: Program, args: tuple[Any, ...], alone: bool
     ) -> list[Outcome]:
+        trains = key[0] == "train"
         try:
-            made = _Captured(self, objective, program, args, alone)
+            made = _Captured(self, trains, objective, program, args, alone)
         except (RuntimeError, torch.AcceleratorError) as error:
-            self.refused = f"capture failed: {str(error).splitlines()[0]}"
+            if trains:
+                self.refused = f"capture failed: {str(error).splitlines()[0]}"
+            else:
+                self._eager_looks.add(key)
             torch.cuda.synchronize()
-            return self._eager(objective, program, args, alone)
+            return self._eager(trains, objective, program, args, alone)
         self._captured[key] = made
         return made.replay(args)
 
@@ -136,8 +174,10 @@ class Runner:
 class _Captured:
     """The step of all lanes as CUDA graphs over fixed memory."""
 
-    def __init__(self, runner: Runner, objective: str, program: Program, args: tuple[Any, ...], alone: bool) -> None:
-        self.lanes, self.streams, self.objective = runner.lanes, runner._streams, objective
+    def __init__(
+        self, runner: Runner, trains: bool, objective: str, program: Program, args: tuple[Any, ...], alone: bool
+    ) -> None:
+        self.lanes, self.streams, self.trains, self.objective = runner.lanes, runner._streams, trains, objective
         self.args = substitute(args, (Tensor, Stacked), _fixed)
         self.inputs = [_tensor(t) for _, t in leaves(self.args, (Tensor, Stacked))]
         self.graphs: list[Any] = []
@@ -151,13 +191,12 @@ class _Captured:
         if runner.way.joined:
             self._capture_joined(program, alone)
         else:
-            self._capture_each(program, alone, shared_pool=not runner.way.parallel)
+            self._capture_each(program, alone, runner.pool)
 
-    def _capture_each(self, program: Program, alone: bool, *, shared_pool: bool) -> None:
-        pool = torch.cuda.graph_pool_handle() if shared_pool else None
+    def _capture_each(self, program: Program, alone: bool, pool: Callable[[Any], Any]) -> None:
         for lane, stream in zip(self.lanes, self.streams, strict=True):
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=stream):
+            with torch.cuda.graph(graph, pool=pool(stream), stream=stream):
                 self._record(lane, program, alone)
             self.graphs.append(graph)
 
@@ -173,8 +212,13 @@ class _Captured:
         self.graphs.append(graph)
 
     def _record(self, lane: Lane, program: Program, alone: bool) -> None:
-        outcome, grads = lane.compute(self.objective, program, cut(lane, self.args), alone=alone)
-        lane.update(self.objective, grads)
+        part = cut(lane, self.args)
+        grads: dict[str, Tensor] = {}
+        if self.trains:
+            outcome, grads = lane.compute(self.objective, program, part, alone=alone)
+            lane.update(self.objective, grads)
+        else:
+            outcome = lane.forward(self.objective, program, part, alone=alone)
         self.outcomes.append(outcome)
         self.names.append(list(grads))
 
@@ -182,7 +226,7 @@ class _Captured:
         """Bring the batch and every member's numbers, and run."""
         for target, (_, source) in zip(self.inputs, leaves(args, (Tensor, Stacked)), strict=True):
             target.copy_(_tensor(source), non_blocking=True)
-        for lane, names in zip(self.lanes, self.names, strict=True):
+        for lane, names in zip(self.lanes, self.names if self.trains else (), strict=self.trains):
             lane.steppers[self.objective].prepare(names)
         here = torch.cuda.current_stream()
         if len(self.graphs) == 1:

@@ -28,7 +28,7 @@ from outcore.fusion.choice import Choice
 from outcore.fusion.curves import draw_curves
 from outcore.fusion.fuse import fuse
 from outcore.fusion.runner import Way
-from outcore.fusion.trials import Result, Source, Trial
+from outcore.fusion.trials import Outcome, Result, Source, Trial
 from outcore.job import Job
 
 __all__ = ["Options", "Sweep"]
@@ -165,7 +165,7 @@ class Sweep:
             loss=self._job(trials[0]).loss or _default_loss,
             optimizer=lambda params, i: self._optimizer(slots[i] or trials[i], params),
             autocast=torch.bfloat16 if self.options.amp else None,
-            way=Way(len(members), graphed=self.options.device.startswith("cuda")),
+            way=_usual_way(members[0][1], len(members)),
         )
         judged_on = [self._batch(trials[0], size, -1 - n) for n in range(self.options.held_out)]
         if self.options.measure and len(members) > 1:
@@ -245,11 +245,7 @@ class Sweep:
         values = self._judge(group)
         self.seconds += time.perf_counter() - begun
         self.member_steps += count * sum(t is not None for t in group.slots)
-        status = group.array.status
-        for slot, trial in enumerate(group.slots):
-            if trial is not None:
-                group.done[slot] += count
-                self._settle(group, slot, trial, values[slot], status[slot])
+        self._settle(group, count, values)
         self.write()
         self.on_change(self)
 
@@ -260,25 +256,32 @@ class Sweep:
                 sums[i] += value / len(group.judged_on)
         return sums
 
-    def _settle(self, group: _Group, slot: int, trial: Trial, value: float, status: str) -> None:
-        result = self.results[trial.number]
-        result.steps = group.done[slot]
-        if status == "diverged" or not math.isfinite(value):
-            result.state = "diverged"
-            self.source.tell(trial.number, "diverged", None)
-        else:
-            result.value = value
-            result.curve.append((group.done[slot], value))
-            given_up = self.source.report(trial.number, group.done[slot], value)
-            if group.done[slot] >= self.options.steps:
-                result.state = "complete"
-                self.source.tell(trial.number, "complete", value)
-                self._keep_best(group, slot, result)
-            elif given_up:
-                result.state = "pruned"
-                self.source.tell(trial.number, "pruned", value)
+    def _settle(self, group: _Group, count: int, values: Sequence[float]) -> None:
+        """Report all members, then decide on each: those that trained side by side compete with each other."""
+        status, alive = group.array.status, []
+        for slot, trial in enumerate(group.slots):
+            if trial is None:
+                continue
+            group.done[slot] += count
+            result = self.results[trial.number]
+            result.steps = group.done[slot]
+            if status[slot] == "diverged" or not math.isfinite(values[slot]):
+                self._finish(group, slot, result, "diverged", None)
             else:
-                return
+                result.value = values[slot]
+                result.curve.append((result.steps, values[slot]))
+                self.source.report(trial.number, result.steps, values[slot])
+                alive.append((slot, result))
+        for slot, result in alive:
+            if result.steps >= self.options.steps:
+                self._keep_best(group, slot, result)
+                self._finish(group, slot, result, "complete", result.value)
+            elif self.source.hopeless(result.number):
+                self._finish(group, slot, result, "pruned", result.value)
+
+    def _finish(self, group: _Group, slot: int, result: Result, state: Outcome, value: float | None) -> None:
+        result.state = state
+        self.source.tell(result.number, state, value)
         group.slots[slot] = None
         group.array.stop(slot)
 
@@ -288,6 +291,13 @@ class Sweep:
             aside = self.options.directory / "best.safetensors.part"
             group.array[slot].save(aside)
             aside.replace(self.options.directory / "best.safetensors")
+
+
+def _usual_way(model: nn.Module, members: int) -> Way:
+    """All fused; on a GPU as a CUDA graph, and in the order of memory that its convolutions prefer."""
+    on_gpu = any(p.is_cuda for p in model.parameters())
+    convolves = any(p.dim() == 4 for p in model.parameters())
+    return Way(members, graphed=on_gpu, channels_last=on_gpu and convolves)
 
 
 def _value(result: Result) -> float:

@@ -2,7 +2,7 @@
 
 A source hands out trials, hears of their progress, says which to give up, and keeps all of it on disk, so that a
 sweep that was killed goes on: what was finished stays, what was running begins again. `Listed` is for given
-configurations, with a journal of one JSON line per result; `outcore.fusion.tuner` is Optuna behind the same four
+configurations, with a journal of one JSON line per result; `outcore.fusion.tuner` is Optuna behind the same five
 methods.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-__all__ = ["Listed", "Result", "Source", "Trial"]
+__all__ = ["Listed", "Outcome", "Result", "Source", "Trial"]
 
 Outcome = Literal["complete", "pruned", "diverged"]
 
@@ -47,8 +47,11 @@ class Source(Protocol):
     def ask(self) -> Trial | None:
         """Another trial; none if there is no more to try."""
 
-    def report(self, number: int, step: int, value: float) -> bool:
-        """A trial got this far; returns whether to give it up."""
+    def report(self, number: int, step: int, value: float) -> None:
+        """A trial got this far."""
+
+    def hopeless(self, number: int) -> bool:
+        """Whether to give a trial up, by what was reported of it and of all others."""
 
     def tell(self, number: int, state: Outcome, value: float | None) -> None:
         """A trial is over."""
@@ -74,9 +77,12 @@ class Listed:
                 return Trial(number, self.configurations[number])
         return None
 
-    def report(self, number: int, step: int, value: float) -> bool:
-        """Nothing is given up."""
+    def report(self, number: int, step: int, value: float) -> None:
+        """Remember it for the journal."""
         self._curves.setdefault(number, []).append((step, value))
+
+    def hopeless(self, number: int) -> bool:
+        """Nothing is given up."""
         return False
 
     def tell(self, number: int, state: Outcome, value: float | None) -> None:

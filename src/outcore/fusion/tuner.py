@@ -1,7 +1,8 @@
 """Optuna as the source of a sweep's trials.
 
 Many trials are asked for before the first is told, as members of an array train together, so the samplers that can
-are made to keep concurrent trials apart (TPE's constant liar). Results are ordinary Optuna trials in an SQLite file,
+are made to keep concurrent trials apart (TPE's constant liar). All trials of an interval are reported before one is
+judged, so those that train side by side compete with each other, whichever slot they are in. Results are ordinary Optuna trials in an SQLite file,
 which its own dashboard and functions read. After a kill, trials that were running are marked failed and tried again.
 """
 
@@ -16,14 +17,14 @@ from outcore.errors import FuseError
 from outcore.fusion.space import Setting
 from outcore.fusion.trials import Outcome, Result, Trial
 
-__all__ = ["PRUNERS", "SEARCHES", "Tuner"]
+__all__ = ["PRUNERS", "SEARCHES", "Rungs", "Tuner"]
 
 SEARCHES = ("tpe", "random", "cmaes")
 PRUNERS = ("none", "asha", "hyperband", "median")
 
 
 class Tuner:
-    """An Optuna study behind the four methods of a source."""
+    """An Optuna study behind the methods of a source."""
 
     def __init__(
         self,
@@ -63,11 +64,13 @@ class Tuner:
         self._running[trial.number] = trial
         return Trial(trial.number, {s.name: _suggest(trial, s) for s in self._settings})
 
-    def report(self, number: int, step: int, value: float) -> bool:
-        """Tell Optuna, and ask its pruner."""
-        trial = self._running[number]
-        trial.report(value, step)
-        return bool(trial.should_prune())
+    def report(self, number: int, step: int, value: float) -> None:
+        """Tell Optuna."""
+        self._running[number].report(value, step)
+
+    def hopeless(self, number: int) -> bool:
+        """Ask Optuna's pruner."""
+        return bool(self._running[number].should_prune())
 
     def tell(self, number: int, state: Outcome, value: float | None) -> None:
         """Finish the Optuna trial."""
@@ -100,6 +103,33 @@ class Tuner:
         return found
 
 
+class Rungs:
+    """ASHA's rule, as an Optuna pruner: at 1, 4, 16, … intervals the best quarter goes on (Li et al., MLSys 2020).
+
+    Optuna's own compares a trial with those whose pruner was asked before; this one with all that have been reported at
+    the rung, so the members of an array are judged by one standard. The best of a rung always goes on.
+    """
+
+    def __init__(self, interval: int, factor: int = 4) -> None:
+        self.interval, self.factor = interval, factor
+
+    def prune(self, study: Any, trial: Any) -> bool:
+        """Whether a trial that has just reported is not among the best of its rung."""
+        step = trial.last_step
+        if step is None or not self._is_rung(step):
+            return False
+        seen = sorted(
+            t.intermediate_values[step] for t in study.get_trials(deepcopy=False) if step in t.intermediate_values
+        )
+        return bool(trial.intermediate_values[step] > seen[max(1, len(seen) // self.factor) - 1])
+
+    def _is_rung(self, step: int) -> bool:
+        rung = self.interval
+        while rung < step:
+            rung *= self.factor
+        return rung == step
+
+
 def _suggest(trial: Any, setting: Setting) -> Any:
     if setting.values:
         return trial.suggest_categorical(setting.name, list(setting.values))
@@ -129,7 +159,7 @@ def _sampler(optuna: Any, name: str, seed: int) -> Any:
 
 def _pruner(optuna: Any, name: str, interval: int, steps: int) -> Any:
     if name == "asha":
-        return optuna.pruners.SuccessiveHalvingPruner(min_resource=interval, reduction_factor=4)
+        return Rungs(interval)
     if name == "hyperband":
         return optuna.pruners.HyperbandPruner(min_resource=interval, max_resource=steps)
     if name == "median":
