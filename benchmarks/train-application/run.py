@@ -2,25 +2,27 @@
 
     python benchmarks/train-application/run.py --out results.json [--part slide] [--part overhead] [--small]
 
-slide     examples/pathology: one epoch over one slide, within a budget that the allocator is not let beyond
+slide     examples/pathology: some steps on one slide, within a budget that the allocator is not let beyond
 overhead  steps of `outcore train` beside those of a loop written by hand, in turns: same network, examples, updates
 
-A slide and a plan made before (`--slides`, `--plan`) save time on a device that is lent for seconds.
-
-Weights for the frozen norm come from the example's warm-up (`--weights`), which is run first where none are given.
+The slide, the example's warm-up, which gives the frozen norm its statistics, and the plan lie in a folder (`--folder`);
+what is not there is made. `--only-prepare` makes it and leaves: a device that is lent for seconds need not wait for it.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import itertools
 import json
 import os
 import platform
+import shutil
 import statistics
 import tempfile
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,10 +31,15 @@ import torch
 from rich.console import Console
 
 from outcore.data import write_slides
+from outcore.job import Job
 from outcore.machine.units import parse_bytes
+from outcore.plan_document import Plan
 from outcore.train import application
 from outcore.train.config import Config
 from outcore.train.progress import Show, make_show
+from outcore.train.start import device_here, forecast
+from outcore.train.supply import find_supply
+from outcore.train.tiling import plan_stream
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pathology"
 OVERHEAD_JOB = """
@@ -60,58 +67,97 @@ def optimizer(parameters):
 """
 
 
-def slide(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """One run over one slide; what it said of itself."""
-    side, depth, memory = (256, 11, "40MiB") if arguments.small else (32768, 110, "24GiB")
-    began = time.perf_counter()
-    tile = 64 if arguments.small else 512
-    table = arguments.slides or write_slides(
-        folder / "slides", 1, size=(side, side), share=arguments.share, tile=tile, name="train.csv"
-    )
-    written_s = time.perf_counter() - began
+@dataclass(frozen=True)
+class Prepared:
+    """What the run over a slide starts from."""
+
+    config: Config
+    side: int
+    depth: int
+    times_s: dict[str, float]
+
+
+def prepare(folder: Path, arguments: argparse.Namespace) -> Prepared:
+    """The slide, the weights and the plan, made where they are not there."""
+    side, depth, memory, tile = (256, 11, "40MiB", 64) if arguments.small else (32768, 110, "24GiB", 512)
     os.environ["SIDE"] = str(side)
-    weights = arguments.weights or _warm_up(folder, table, depth, side, arguments.device)
+    table, weights, plan = (
+        folder / "slides" / "train.csv",
+        folder / "warm-up" / "checkpoints" / "last",
+        folder / "plan.json",
+    )
+    times = {}
+    if not table.exists():
+        began = time.perf_counter()
+        write_slides(table.parent, 1, size=(side, side), share=arguments.share, tile=tile, name=table.name)
+        times["slide_s"] = time.perf_counter() - began
+    if not weights.exists():
+        began = time.perf_counter()
+        _warm_up(folder / "warm-up", table, depth, side, arguments.device)
+        times["warm_up_s"] = time.perf_counter() - began
     overrides = [
         f"data.train={table}",
         "data.validation=",
         "watch=loss",
         f"plan.memory={memory}",
-        "train.epochs=1",
+        f"train.epochs={arguments.steps}",
         f"train.device={arguments.device}",
-        f"train.precision={'fp32' if arguments.device == 'cpu' else 'bf16'}",
+        f"train.precision={_precision(arguments)}",
         f"arguments=[norm=frozen, depth={depth}, weights={weights}]",
-        f"out={folder / 'slide'}",
+        f"out={folder / 'run'}",
     ]
-    if arguments.plan:
-        overrides.append(f"plan.file={arguments.plan}")
+    if not plan.exists():
+        began = time.perf_counter()
+        _plan(Config.load(EXAMPLE / "run.yaml", overrides)).save(plan)
+        times["plan_s"] = time.perf_counter() - began
+    config = Config.load(EXAMPLE / "run.yaml", [*overrides, f"plan.file={plan}"])
+    return Prepared(config, side, depth, times)
+
+
+def _plan(config: Config) -> Plan:
+    """The tiles, as the application plans them before its first step."""
+    job = Job.load(config.job, arguments=config.arguments)
+    inputs = find_supply(config, job).first(config, job).inputs
+    model = job.build().to(device_here(config.train.device)[0]).train()
+    assert config.plan.memory is not None
+    return plan_stream(model, config, forecast(job, inputs, config), inputs, parse_bytes(config.plan.memory))
+
+
+def slide(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Some steps on one slide; what the run said of itself."""
+    prepared = prepare(folder, arguments)
+    shutil.rmtree(folder / "run", ignore_errors=True)
     if arguments.device == "cuda":
         whole = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(parse_bytes(memory) / whole)
+        assert prepared.config.plan.memory is not None
+        torch.cuda.set_per_process_memory_fraction(parse_bytes(prepared.config.plan.memory) / whole)
         torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
-    runners = []
+    runners: list[Any] = []
     with mock.patch.object(application, "build_runner", _kept(application.build_runner, runners)):
-        code = application.train(Config.load(EXAMPLE / "run.yaml", overrides), Console(width=120))
+        code = application.train(prepared.config, Console(width=120))
     wall_s = time.perf_counter() - began
-    facts = json.loads((folder / "slide" / "run.json").read_text())
-    measured, forecast = facts["measured"], facts["forecast"]
+    facts = json.loads((folder / "run" / "run.json").read_text())
+    with (folder / "run" / "steps.csv").open() as file:
+        steps = [float(row["time_s"]) for row in csv.DictReader(file)]
+    measured, forecasted = facts["measured"], facts["forecast"]
     counts = runners[0].model.counts
     found = {
         "part": "slide",
-        "example": f"ResNet110V2 depth {depth}, frozen batch norm",
-        "side": side,
+        "example": f"ResNet110V2 depth {prepared.depth}, frozen batch norm",
+        "side": prepared.side,
         "tissue": arguments.share,
-        "precision": "fp32" if arguments.device == "cpu" else "bf16",
+        "precision": _precision(arguments),
         "code": code,
         "budget_bytes": facts["budget_bytes"],
-        "plain": {"peak_bytes": forecast["peak_bytes"], "step_s": forecast["step_s"]},
-        "planned": {"peak_bytes": forecast["planned_peak_bytes"], "step_s": forecast["planned_step_s"]},
-        "measured": {"peak_bytes": measured["peak_bytes"], "step_s": measured["step_s"]},
-        "tiles": {"forward": counts.forward, "backward": counts.backward, "reused": counts.reused},
+        "plain": {"peak_bytes": forecasted["peak_bytes"], "step_s": forecasted["step_s"]},
+        "planned": {"peak_bytes": forecasted["planned_peak_bytes"], "step_s": forecasted["planned_step_s"]},
+        "measured": {"peak_bytes": measured["peak_bytes"], "steps_s": steps},
+        "tiles_of_last_step": {"forward": counts.forward, "backward": counts.backward, "reused": counts.reused},
         "waited_for_pixels_s": counts.waited_s,
         "bookkeeping_s": measured["bookkeeping_s"],
-        "decisions": forecast["decisions"],
-        "slide_written_s": written_s,
+        "decisions": forecasted["decisions"],
+        "prepared": prepared.times_s,
         "wall_s": wall_s,
     }
     if arguments.device == "cuda":
@@ -129,9 +175,8 @@ def _kept(build: Any, runners: list[Any]) -> Any:
     return built
 
 
-def _warm_up(folder: Path, table: Path, depth: int, side: int, device: str) -> Path:
+def _warm_up(out: Path, table: Path, depth: int, side: int, device: str) -> None:
     """Statistics for the norm, from crops."""
-    out = folder / "warm-up"
     overrides = [
         f"data.train={table}",
         f"data.crop={min(256, side // 4)}",
@@ -143,7 +188,6 @@ def _warm_up(folder: Path, table: Path, depth: int, side: int, device: str) -> P
     ]
     if application.train(Config.load(EXAMPLE / "warm_up.yaml", overrides), Console(quiet=True)):
         raise RuntimeError("the warm-up was interrupted")
-    return out / "checkpoints" / "last"
 
 
 class Timed:
@@ -239,21 +283,25 @@ def _by_hand(job: Path, batch: int, device: str) -> list[float]:
 def main() -> None:
     """Run the parts and write what was found."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=Path("results.json"))
     parser.add_argument("--part", action="append", choices=["slide", "overhead"])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--share", type=float, default=0.3, help="of the slide that is tissue")
-    parser.add_argument("--slides", type=Path, help="the table of a slide written before, with that share")
-    parser.add_argument("--plan", type=Path, help="tiles planned before: the plan.json of such a run")
-    parser.add_argument("--weights", type=Path, help="a checkpoint of the warm-up")
+    parser.add_argument("--steps", type=int, default=3, help="on the slide; the first chooses algorithms")
+    parser.add_argument("--folder", type=Path, help="of slide, warm-up and plan; kept")
+    parser.add_argument("--only-prepare", action="store_true")
     parser.add_argument("--small", action="store_true")
     arguments = parser.parse_args()
     name = torch.cuda.get_device_name() if arguments.device == "cuda" else platform.processor() or platform.machine()
     found: dict[str, Any] = {"torch": torch.__version__, "device": name, "parts": []}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as made:
+        folder = arguments.folder or Path(made)
+        if arguments.only_prepare:
+            print(prepare(folder, arguments))
+            return
         for part in arguments.part or ["slide", "overhead"]:
             try:
-                row = {"slide": slide, "overhead": overhead}[part](Path(folder), arguments)
+                row = {"slide": slide, "overhead": overhead}[part](folder, arguments)
             except Exception as error:  # a part that fails stays in the table
                 row = {"part": part, "error": f"{type(error).__name__}: {error}"}
             found["parts"].append(row)

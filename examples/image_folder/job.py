@@ -26,6 +26,9 @@ def model(network="VGG19", pretrained=False, classes=2):
         net.aux_logits, net.AuxLogits = False, None
     else:
         net = getattr(zoo, network)(weights=weights)
+    if not pretrained:
+        for norm in (m for m in net.modules() if isinstance(m, nn.BatchNorm2d)):
+            norm.momentum = None  # average over all steps: after a few, a running mean is still near where it began
     if isinstance(getattr(net, "fc", None), nn.Linear):
         net.fc = nn.Linear(net.fc.in_features, classes)
     else:

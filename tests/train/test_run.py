@@ -260,6 +260,35 @@ def test_a_budget_is_met_by_what_it_takes(tmp_path: Path, memory: str, how: str)
         assert float(one["loss"]) == pytest.approx(float(two["loss"]), abs=1e-5)
 
 
+NORMS = """
+import torch
+from torch import nn
+
+size = 4
+
+def model():
+    blocks = [(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(6)]
+    return nn.Sequential(nn.Conv2d(3, 8, 1), *(m for b in blocks for m in b), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+def batch(size):
+    return torch.randn(size, 3, 32, 32), torch.randint(8, (size,))
+
+def dataset(split):
+    random = torch.Generator().manual_seed(len(split))
+    return [(torch.randn(3, 32, 32, generator=random), k % 8) for k in range(12 if split == "train" else 4)]
+"""
+
+
+def test_after_few_steps_within_a_budget_batch_norm_validates_as_it_does_without_one(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(NORMS)
+    run(tmp_path / "job.py", tmp_path / "plain", "train.batch=4")
+    _, said = run(tmp_path / "job.py", tmp_path / "run", "train.batch=4", "plan.memory=1600KiB")
+    assert "\nwithin " in said
+    one, two = (table(tmp_path / n / "epochs.csv")[-1] for n in ("plain", "run"))
+    assert one["validation_loss"] == two["validation_loss"]
+    assert same(weights(tmp_path / "plain"), weights(tmp_path / "run"))
+
+
 def test_a_budget_that_nothing_can_meet_is_refused_with_the_least_that_would_do(tmp_path: Path) -> None:
     job, data = slide_job(tmp_path)
     with pytest.raises(TrainError, match=r"a plain step needs .*, the budget is 9\.8 KiB; .*the least found is"):
