@@ -140,10 +140,8 @@ class Trial:
             for most in slower:
                 fitting = [
                     a
-                    for (g, share), a in self.plans.items()
-                    if g == graphs
-                    and a.outcome.time_s <= most * self.keeping.plain_s
-                    and a.fits(int(share * self.keeping.plain.peak_bytes))
+                    for (g, _), a in self.plans.items()
+                    if g == graphs and a.outcome.time_s <= most * self.keeping.plain_s
                 ]
                 best = min(fitting, key=lambda a: a.outcome.peak_bytes, default=None)
                 if best is None or best in taken:
