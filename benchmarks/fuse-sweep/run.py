@@ -4,7 +4,7 @@
     python run.py --out results/DATE-cpu.json
 
 With ``--search random`` both see the same 64 configurations, so the best of one can be looked for in the other. Before
-either, one model is trained for a few steps by plain PyTorch: what loading libraries takes is nobody's. All else counts:
+either, one model is trained for a few steps by plain PyTorch, so loading libraries counts for none. All else does:
 recording, checking and compiling the fused step is in its training time.
 """
 

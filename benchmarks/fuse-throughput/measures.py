@@ -232,9 +232,9 @@ def vmapped(bench: Bench, workload: Workload, amp: bool, members: int) -> Measur
 
 
 def prediction(bench: Bench, workload: Workload, amp: bool, members: int) -> Measure:
-    """What `choose` says before training; all of it with the machine for itself."""
+    """What `choose` says before training, and what then happens; all of it with the machine for itself."""
     bench.begin(tuned=True)
-    array = make(bench, workload, members, amp, None)
+    array = make(bench, workload, members, amp, Way(members))
     batch = batch_of(bench, workload)
     for name in array.slots[0].trainings:
         array.program(name, array.arguments(batch, None))
@@ -243,8 +243,11 @@ def prediction(bench: Bench, workload: Workload, amp: bool, members: int) -> Mea
     bench.wait()
     with bench.alone():
         made = choose(array, *batch, ways=ways, seconds=bench.seconds)
+        measured = choice.time_steps(lambda: array.step(*batch), bench.device, bench.seconds, warm=2 * _WARM)
+        again = choice._time_serially(array, batch, None, bench.seconds)
     return {
         "predicted_step_s": made.best.predicted_s, "serial_s": made.serial_s, "way": str(made.best.way),
+        "measured_step_s": measured, "measured_serial_s": again,
         "predicted_bytes": made.memory.peak_bytes() if made.memory else None,
         "trials": [{"way": str(t.way), "times_s": t.times_s, "predicted_s": t.predicted_s} for t in made.trials],
     }  # fmt: skip

@@ -7,9 +7,9 @@
 A task is a workload in a precision and the kinds of rows wanted (`rows_of` has them), by default ``base``: plain and
 graphed serial, fused, streams. Tasks between semicolons run in one process, one after the other. Every row is written
 as soon as it is measured, so that a run that is cut short keeps what it has; what did not fit in the time stands in
-the file as skipped. ``untuned`` keeps cuDNN from trying its algorithms, ``apart`` prepares one row at a time, for those
-that need much memory. A step is forward, backward and Adam, on a batch that lies on the device. Processes side by
-side, with and without MPS, are in processes.py.
+the file as skipped. ``untuned`` keeps cuDNN from trying its algorithms. A row is prepared once there is memory for it
+(`GIB`), so that what other processes have prepared cannot crowd it out. A step is forward, backward and Adam, on a
+batch that lies on the device. Processes side by side, with and without MPS, are in processes.py.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ transformer-b20/tf32:base+predict+vmap; transformer-b20/amp:base+predict+sweep;
 pointnet-cls-b32/tf32:base+predict+vmap+kernels pointnet-cls-b32/amp;
 pointnet-seg-b32/tf32 pointnet-seg-b32/amp
 """
+GIB = {"pointnet": 3.6, "bert": 1.3}
+"""What one member of a workload takes at most, about, in any way of running; others half a GiB."""
 BLOCKS = ("conv1", "bn1", "layer1", "layer2", "layer3", "layer4", "fc")
 """Of a ResNet, for the partially fused network."""
 
@@ -95,6 +97,24 @@ def rows_of(name: str, precision: str, kind: str, given: argparse.Namespace) -> 
         raise SystemExit(f"no kind of rows is called {kind}")
 
 
+def gib(row: Row) -> float:
+    """An upper bound of the memory of a row; to predict, copies are tried beside the array."""
+    each = next((size for name, size in GIB.items() if row["workload"].startswith(name)), 0.5)
+    return each * row["members"] * (2 if row["what"] == "prediction" else 1) + 1
+
+
+def packed(jobs: list[Job], count: int, limit_gib: float = 20) -> Iterator[list[Job]]:
+    """Rows to prepare at once: a few small ones, or one large one."""
+    some: list[Job] = []
+    for job in jobs:
+        if some and (len(some) == count or sum(gib(facts) for facts, _ in [*some, job]) > limit_gib):
+            yield some
+            some = []
+        some.append(job)
+    if some:
+        yield some
+
+
 def work(lane: tuple[str, ...], gate: Any, given: argparse.Namespace, begun: float, rows: Any) -> None:
     """One process: prepare beside others, measure alone."""
     import warnings
@@ -111,19 +131,18 @@ def work(lane: tuple[str, ...], gate: Any, given: argparse.Namespace, begun: flo
             which, _, kinds = task.partition(":")
             asked = (kinds or "base").split("+")
             bench.tuned = "untuned" not in asked
-            kinds = [k for k in asked if k not in ("untuned", "apart")]
-            jobs = [job for kind in kinds for job in rows_of(*which.split("/"), kind, given)]
-            size = 1 if "apart" in asked else given.together
-            for some in (jobs[i : i + size] for i in range(0, len(jobs), size)):
-                if time.time() - begun > given.limit:
-                    found = [{"skipped": "out of time"} for _ in some]
-                else:
-                    found = bench.run([measure(bench) for _, measure in some])
-                for (facts, _), row in zip(some, found, strict=True):
-                    at = {"at_s": round(time.time() - begun, 1)} | ({} if bench.tuned else {"tuned": False})
-                    rows.put(facts | row | at)
-                found.clear()
-                bench.begin(tuned=False)  # gives memory back for the others
+            jobs = [job for kind in asked if kind != "untuned" for job in rows_of(*which.split("/"), kind, given)]
+            for some in packed(jobs, given.together):
+                with gate.room(sum(gib(facts) for facts, _ in some)):
+                    if time.time() - begun > given.limit:
+                        found = [{"skipped": "out of time"} for _ in some]
+                    else:
+                        found = bench.run([measure(bench) for _, measure in some])
+                    for (facts, _), row in zip(some, found, strict=True):
+                        at = {"at_s": round(time.time() - begun, 1)} | ({} if bench.tuned else {"tuned": False})
+                        rows.put(facts | row | at)
+                    found.clear()
+                    bench.begin(tuned=False)  # gives memory back for the others
     rows.put(None)
 
 
@@ -153,7 +172,8 @@ def main() -> None:
     parser.add_argument("--counts", default="2,4,8,32", help="members of the rows of a sweep")
     parser.add_argument("--limit", type=float, default=200, help="seconds after which no row is begun")
     parser.add_argument("--seconds", type=float, default=0.15)
-    parser.add_argument("--together", type=int, default=2, help="rows that a process prepares before it times them")
+    parser.add_argument("--together", type=int, default=2, help="small rows that a process prepares before timing them")
+    parser.add_argument("--gib", type=float, default=100, help="memory that prepared rows may take")
     given = parser.parse_args()
     from gate import Gate
 
@@ -161,7 +181,7 @@ def main() -> None:
     import measures  # noqa: F401  # before the processes are forked from here, so that each need not import it
 
     context = multiprocessing.get_context("fork")
-    gate, rows, begun = Gate(context, len(lanes)), context.Queue(), time.time()
+    gate, rows, begun = Gate(context, len(lanes), given.gib), context.Queue(), time.time()
     workers = [context.Process(target=work, args=(lane, gate, given, begun, rows)) for lane in lanes]
     for worker in workers:
         worker.start()

@@ -10,6 +10,7 @@ one after the other is printed before training starts; what was achieved can be 
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -224,18 +225,23 @@ def _time_serially(array: FusedArray, batch: tuple[Any, ...], each: Any, seconds
 
 
 def time_steps(step: Callable[[], Any], device: torch.device, seconds: float, *, warm: int) -> float:
-    """Seconds per call, after some that are not counted."""
+    """Seconds per call, the median of several rounds, after some calls that are not counted."""
     for _ in range(warm if device.type == "cuda" else 1):
         step()
     _wait(device)
-    begun, count = time.perf_counter(), 0
-    while count < 2 or (time.perf_counter() - begun < seconds and count < 200):
-        step()
-        count += 1
-        if count % 5 == 0:
-            _wait(device)
+    begun = time.perf_counter()
+    step()
     _wait(device)
-    return (time.perf_counter() - begun) / count
+    calls = 5 if (time.perf_counter() - begun) < seconds / 10 else 1
+    rounds: list[float] = []
+    begun = time.perf_counter()
+    while len(rounds) < 2 or (time.perf_counter() - begun < seconds and len(rounds) < 40):
+        start = time.perf_counter()
+        for _ in range(calls):
+            step()
+        _wait(device)
+        rounds.append((time.perf_counter() - start) / calls)
+    return statistics.median(rounds)
 
 
 def _wait(device: torch.device) -> None:
