@@ -15,8 +15,7 @@ from __future__ import annotations
 import gc
 import time
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,75 +23,20 @@ from torch import Tensor, nn
 
 from outcore.errors import FuseError
 from outcore.fusion.batch import arguments
-from outcore.fusion.call import Randomness, settings
+from outcore.fusion.call import Randomness
 from outcore.fusion.choice import Choice, choose
+from outcore.fusion.kind import Kind
 from outcore.fusion.lane import Lane, Outcome, Terms
 from outcore.fusion.member import Member
 from outcore.fusion.program import Program
+from outcore.fusion.recordings import Recordings, same_settings
 from outcore.fusion.runner import Runner, Way, cut
 from outcore.fusion.training import Training
 from outcore.fusion.values import Stacked
 from outcore.fusion.verify import disagreement
-from outcore.graph.keys import key_of
-from outcore.graph.structure import leaves, substitute
+from outcore.graph.structure import substitute
 
-__all__ = ["FusedArray", "Kind", "Objective"]
-
-DEFAULT = "loss"
-_Key = tuple[str, torch.dtype | None, tuple[Any, ...]]
-"""Of a recording: the objective, the precision, and what the model was given."""
-
-
-@dataclass(frozen=True, slots=True)
-class Objective:
-    """One of several losses of a model, each with an optimizer of its own (a GAN has two).
-
-    `loss` takes the model and the batch, `optimizer` the model and the member's index.
-    """
-
-    loss: Callable[..., Tensor]
-    optimizer: Callable[[nn.Module, int], torch.optim.Optimizer]
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """How members are made trainable; the same for all slots."""
-
-    loss: Callable[..., Tensor] | None
-    metrics: Mapping[str, Callable[..., Tensor]]
-    objectives: Mapping[str, Objective]
-    optimizers: Callable[[nn.Module, int], dict[str, torch.optim.Optimizer]]
-    scheduler: Callable[[torch.optim.Optimizer, int], Any] | None
-    outputs: bool = False
-
-    def slot(self, model: nn.Module, index: int) -> Slot:
-        """A member for a slot."""
-        optimizers = self.optimizers(model, index)
-        made = [self.scheduler(o, index) for o in optimizers.values()] if self.scheduler is not None else []
-        flat = [s for m in made for s in (m if isinstance(m, list | tuple) else [m])]
-        return Slot(self._trainings(model), optimizers, flat)
-
-    def _trainings(self, model: nn.Module) -> dict[str, Training]:
-        if self.objectives:
-            return {name: Training(model, None, o.loss) for name, o in self.objectives.items()}
-        return {DEFAULT: Training(model, self.loss, None, self.metrics, outputs=self.outputs)}
-
-
-@dataclass
-class Slot:
-    """What belongs to one member, besides its tensors."""
-
-    trainings: dict[str, Training]
-    optimizers: dict[str, torch.optim.Optimizer]
-    schedulers: list[Any] = field(default_factory=list)
-    status: str = "training"
-    frozen: dict[str, Tensor] = field(default_factory=dict)
-    """Buffers of a stopped member as they were: the others' steps go on updating them."""
-
-    @property
-    def model(self) -> nn.Module:
-        """The user's own module."""
-        return next(iter(self.trainings.values())).model
+__all__ = ["FusedArray"]
 
 
 class FusedArray:
@@ -113,7 +57,7 @@ class FusedArray:
         self.choice: Choice | None = None
         """What was measured to decide how to run; none if it was not."""
         self._randomness = Randomness(seeds)
-        self._programs: dict[_Key, Program] = {}
+        self._recordings = Recordings()
         self.steps = self._counted = 0
         self._begun = 0.0
         self.losses: Tensor | None = None
@@ -248,11 +192,11 @@ class FusedArray:
             lane.trainings[name][place] = after.trainings[name]
         if seed is not None:
             self._randomness.reseed(slot, seed)
-        if not _same_settings(released, model):
-            self._programs.clear()
-        if not self._programs or len(lane) == 1:
+        if not same_settings(released, model):
+            self._recordings = Recordings()
+        if not self._recordings.programs or len(lane) == 1:
             self.runner.forget()  # alone, the captured step is that of the other model's own modules
-        self._rebind(self._programs)
+        self.runner.rename(self._recordings.rebind(self._members()))
         self._mark(slot, "training")
 
     @property
@@ -272,7 +216,7 @@ class FusedArray:
     @property
     def coverage(self) -> dict[str, str]:
         """How each call of the last step was run: fused, vmap, members, shared; members for all in lanes of one."""
-        program = next(reversed(self._programs.values()), None)
+        program = self._recordings.last
         if program is None:
             return {}
         return dict.fromkeys(program.graph.calls, "members") if self._alone(program) else dict(program.ways)
@@ -342,13 +286,13 @@ class FusedArray:
         """The recording that fits a batch, made and checked when it first appears, and its key."""
         members = [slot.trainings[objective] for slot in self.slots]
         shown = substitute(args, Stacked, lambda s: s.tensor[0])
-        key: _Key = (objective, self.terms.autocast, key_of(members[0], shown, {}))  # type: ignore[assignment]
-        if (found := self._programs.get(key)) is not None:
+        key = Recordings.key(objective, self.terms.autocast, members[0], shown)
+        if (found := self._recordings.programs.get(key)) is not None:
             if not found.outdated():
                 return key, found
             self.runner.forget()
         with self.lanes[0].autocast():
-            made = self._programs[key] = Program.record(members, shown, self.unfused)
+            made = self._recordings.programs[key] = Program.record(members, shown, self.unfused)
         if self.device.type == "cuda":
             gc.collect()  # nodes of a recording on real data would tie parameters to the stream it was made on
         if made.obstacle is not None:
@@ -359,14 +303,10 @@ class FusedArray:
 
     def borrow(self, other: FusedArray) -> None:
         """Take over the recordings of an array whose first members these are copies of."""
-        self._rebind({key: replace(p, ways=dict(p.ways), kept={}) for key, p in other._programs.items()})
+        self._recordings = other._recordings.copied(self._members())
 
-    def _rebind(self, programs: Mapping[_Key, Program]) -> None:
-        """Keep recordings of models that were of the very same settings as the members."""
-        members = {name: [slot.trainings[name] for slot in self.slots] for name in self.slots[0].trainings}
-        names = {key: _rekeyed(key, members[key[0]][0]) for key in programs}
-        self._programs = {names[key]: p.rebound(members[key[0]]) for key, p in programs.items()}
-        self.runner.rename(names)
+    def _members(self) -> dict[str, list[Training]]:
+        return {name: [slot.trainings[name] for slot in self.slots] for name in self.slots[0].trainings}
 
     def _verify(self, objective: str, program: Program, args: tuple[Any, ...]) -> None:
         """Do not fuse what gives other gradients than the model itself."""
@@ -394,29 +334,6 @@ class FusedArray:
         return self._collect(self.runner.step(key, objective, program, args, self._alone(program)))
 
     def _collect(self, outcomes: Sequence[Outcome]) -> Tensor:
-        def joined(parts: Sequence[Tensor]) -> Tensor:
-            return parts[0] if len(parts) == 1 else torch.cat(list(parts))
-
-        self.losses = joined([o.losses for o in outcomes])
-        self.metrics = {name: joined([o.metrics[name] for o in outcomes]) for name in outcomes[0].metrics}
-        columns = [[t for _, t in leaves(o.output, Tensor)] for o in outcomes]
-        rows = iter(list(zip(*columns, strict=True)))
-        if len(outcomes) == 1 or self.device.type == "cpu":
-            self.output = substitute(outcomes[0].output, Tensor, lambda _: joined(next(rows)))
-        else:
-            self.output = [o.output for o in outcomes]  # as the lanes left it: joining would copy every step
+        all_of = Outcome.joined(outcomes, outputs=self.device.type == "cpu")
+        self.losses, self.metrics, self.output = all_of.losses, all_of.metrics, all_of.output
         return self.losses
-
-
-def _rekeyed(key: _Key, member: Training) -> _Key:
-    """The key of a recording for another first member: it tells modules by their identity."""
-    objective, low, (seen, flags, *rest) = key
-    own = tuple((id(module), mode) for module, (_, mode) in zip(member.modules(), flags, strict=True))
-    return objective, low, (seen, own, *rest)
-
-
-def _same_settings(a: nn.Module, b: nn.Module) -> bool:
-    """Whether one recording stands for both: no tensor in it that is neither parameter nor buffer."""
-    pairs = zip(a.modules(), b.modules(), strict=False)
-    own = any(isinstance(v, Tensor) for m in b.modules() for v in m.__dict__.values())
-    return not own and all(type(x) is type(y) and settings(x) == settings(y) for x, y in pairs)

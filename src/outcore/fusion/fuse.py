@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from outcore.errors import FuseError
-from outcore.fusion.array import DEFAULT, FusedArray, Kind, Objective
+from outcore.fusion.array import FusedArray
+from outcore.fusion.kind import DEFAULT, Kind, Objective
 from outcore.fusion.lane import Terms
 from outcore.fusion.runner import Way
 from outcore.fusion.scaling import LossScale

@@ -39,6 +39,21 @@ class Outcome:
     metrics: dict[str, Tensor]
     output: Any
 
+    @classmethod
+    def joined(cls, outcomes: Sequence[Outcome], *, outputs: bool) -> Outcome:
+        """Of all lanes as of one; without `outputs` those stay as the lanes left them: joining would copy them."""
+
+        def cat(parts: Sequence[Tensor]) -> Tensor:
+            return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+        metrics = {name: cat([o.metrics[name] for o in outcomes]) for name in outcomes[0].metrics}
+        if outputs or len(outcomes) == 1:
+            rows = iter(list(zip(*([t for _, t in leaves(o.output, Tensor)] for o in outcomes), strict=True)))
+            output = substitute(outcomes[0].output, Tensor, lambda _: cat(next(rows)))
+        else:
+            output = [o.output for o in outcomes]
+        return cls(cat([o.losses for o in outcomes]), metrics, output)
+
 
 @dataclass(frozen=True, slots=True)
 class Terms:
