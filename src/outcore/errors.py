@@ -56,6 +56,9 @@ class ScanError(OutcoreError, ValueError):
 class PlanError(OutcoreError, ValueError):
     """A network cannot be planned as asked, or a plan does not fit its network; names the block or the figure."""
 
+    least_bytes: int | None = None
+    """The smallest budget that would do, where it is known."""
+
 
 class ProgramError(OutcoreError, ValueError):
     """A program, schedule or set of stages breaks a rule; names the rank, the instruction and the reason."""

@@ -81,6 +81,15 @@ def test_a_folder_of_another_run_is_not_touched(tmp_path: Path) -> None:
         run(job, tmp_path / "other", "train.epochs=1")
 
 
+def test_a_first_try_that_made_no_step_is_not_in_the_way(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="the power went out"):
+        run(write_job(tmp_path, stop_at=(0,), how=BREAK), tmp_path / "run", "train.epochs=1")
+    words = ("train.epochs=1", "train.seed=1")
+    assert run(write_job(tmp_path), tmp_path / "run", *words)[0] == 0
+    assert run(write_job(tmp_path), tmp_path / "other", *words)[0] == 0
+    assert same(weights(tmp_path / "run"), weights(tmp_path / "other"))
+
+
 def test_a_torn_checkpoint_is_passed_over(straight: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     run(write_job(tmp_path, stop_at=(22,)), out, *WORDS)

@@ -10,6 +10,7 @@ found for the same kind, promise to fit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
@@ -55,6 +56,7 @@ def choose(
     budget_bytes: int | None,
     exact_bytes: Callable[[Candidate], int],
     *,
+    margin: float = 0.0,
     tries: int = 10,
 ) -> tuple[Candidate, int]:
     """The fastest candidate whose exact bytes are within the budget, and those bytes.
@@ -63,6 +65,7 @@ def choose(
         candidates: all ways to stream.
         budget_bytes: the most a step may hold; none for the fastest whatever it holds.
         exact_bytes: the peak of a candidate, found by trying.
+        margin: share of the budget to leave free.
         tries: how many to ask for it in good hope, and as many again with care, before going on with the smallest.
 
     Raises:
@@ -73,6 +76,7 @@ def choose(
     order = sorted(candidates, key=lambda c: c.time_s)
     if budget_bytes is None:
         return order[0], exact_bytes(order[0])
+    usable = int(budget_bytes * (1 - margin))
     found: dict[Candidate, int] = {}
     factors: dict[Hashable, float] = {}
     """By kind, how far the rough bytes were off when last asked."""
@@ -80,22 +84,25 @@ def choose(
         for candidate in order:
             usual = 1.0 if unknown == "hope" else max(factors.values(), default=1.0)
             rough = candidate.rough_bytes * factors.get(candidate.kind, usual)
-            if candidate in found or rough > 1.05 * budget_bytes:
+            if candidate in found or rough > 1.05 * usable:
                 continue
             if len(found) >= tries * (1 if unknown == "hope" else 2):
                 break
             found[candidate] = exact_bytes(candidate)
-            if found[candidate] <= budget_bytes:
+            if found[candidate] <= usable:
                 return candidate, found[candidate]
             factors[candidate.kind] = found[candidate] / candidate.rough_bytes
     for candidate in sorted(candidates, key=lambda c: c.rough_bytes * factors.get(c.kind, 1.0))[:2]:
         found.setdefault(candidate, exact_bytes(candidate))
-    fitting = [c for c, size in found.items() if size <= budget_bytes]
+    fitting = [c for c, size in found.items() if size <= usable]
     if fitting:
         best = min(fitting, key=lambda c: c.time_s)
         return best, found[best]
     least = min(found, key=lambda c: found[c])
-    raise PlanError(
+    needed = math.ceil(found[least] / (1 - margin))
+    refused = PlanError(
         f"streaming cannot meet a budget of {format_bytes(budget_bytes)}; the least found is "
-        f"{format_bytes(found[least])} ({least}); give at least that"
+        f"{format_bytes(needed)} ({least}); give at least that"
     )
+    refused.least_bytes = needed
+    raise refused

@@ -168,7 +168,7 @@ def plan_tiles(
     usable = None if budget is None else int(budget * (1 - margin))
     ways = Ways(network, costs, Allowed(statistics, training, dense, policies), usable)
     candidates = list(ways.candidates())
-    best, _ = choose(candidates, usable, lambda c: ways.bytes(c).peak)
+    best, _ = choose(candidates, budget, lambda c: ways.bytes(c).peak, margin=margin)
     rivals = [c for c in sorted(candidates, key=lambda c: c.time_s) if c != best][:3]
     return _described(ways, best, tuple(rivals), usable)
 

@@ -87,24 +87,24 @@ class RunFolder:
         return self.path / "plan.json"
 
     def open(self, config: Config) -> bool:
-        """Make or enter the folder; returns whether a run was begun in it before.
+        """Make or enter the folder; returns whether a run was begun in it before: whether it made a step.
 
         Raises:
             TrainError: the folder holds another run, or one that must not be continued.
         """
-        begun = self.config.exists()
-        if begun:
-            if config.resume == "never":
-                raise TrainError(f"{self.path} holds a run already; go on with --resume auto, or say another --out")
-            before = Config.load(self.config)
-            others = {
-                name: pair for name, pair in config.differences(before).items() if not name.startswith(_MAY_CHANGE)
-            }
-            if others:
-                shown = "; ".join(f"{name} was {old!r}, now {new!r}" for name, (new, old) in others.items())
-                raise TrainError(f"{self.path} holds another run: {shown}; say another --out, or the same settings")
-        elif self.path.exists() and any(p.name not in ("plan.json",) for p in self.path.iterdir()):
+        begun = self.steps.exists() or self.last.exists()
+        before = Config.load(self.config) if self.config.exists() else None
+        if before is None and self.path.exists() and any(p.name != self.plan.name for p in self.path.iterdir()):
             raise TrainError(f"{self.path} is a folder with other files in it; say another --out")
+        if begun and config.resume == "never":
+            raise TrainError(f"{self.path} holds a run already; go on with --resume auto, or say another --out")
+        changed = {} if before is None else config.differences(before)
+        others = {name: pair for name, pair in changed.items() if not name.startswith(_MAY_CHANGE)}
+        if begun and others:
+            shown = "; ".join(f"{name} was {old!r}, now {new!r}" for name, (new, old) in others.items())
+            raise TrainError(f"{self.path} holds another run: {shown}; say another --out, or the same settings")
+        if others:  # a first try that never came to a step, with a plan for what it was told
+            self.plan.unlink(missing_ok=True)
         self.path.mkdir(parents=True, exist_ok=True)
         replace(self.config, config.to_yaml())
         return begun

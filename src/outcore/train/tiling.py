@@ -53,7 +53,11 @@ def plan_stream(model: nn.Module, config: Config, expected: Forecast, inputs: An
         try:
             found = plan_tiles(graph, memory=max(1, budget - state), costs=costs, statistics=config.plan.statistics)
         except PlanError as error:
-            raise PlanError(f"{format_bytes(state)} of it are the optimizer's state; beside that, {error}") from None
+            if error.least_bytes is None:
+                raise
+            least, beside = format_bytes(error.least_bytes + state), format_bytes(state)
+            said = f"streaming needs at least {least}, {beside} of it for the optimizer's state; give at least that"
+            raise PlanError(said) from None
     share = computed_share(inputs, found.tile, found.overlap)
     said = str(found)
     if share < 1:
