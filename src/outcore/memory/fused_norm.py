@@ -11,25 +11,23 @@ gradient goes through follows from the norm's input, which is kept anyway.
 And where a batch is one large image, cuDNN gives a channel to one multiprocessor; here a channel is cut into pieces.
 
 Sums are taken in another order than torch's, so this is used only where the user accepts results that are
-*reassociated*. Gradients of gradients do not exist.
+*reassociated*, and where it pays (`outcore.memory.norm_choice`). Gradients of gradients do not exist.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from outcore.cost.costs import Costs
 from outcore.graph import Graph
 from outcore.graph.recording import Ref, Step
-from outcore.machine.clock import Timing
+from outcore.memory.norm_choice import Norms
 from outcore.memory.renorm import NORMS, RELUS, dense, memory_format, normalised, usual_order
 
-__all__ = ["norms_of", "replacements", "without_relus"]
+__all__ = ["norms_of", "replacements"]
 
 
 def norms_of(graph: Graph, model: nn.Module) -> dict[str, str | None]:
@@ -71,31 +69,17 @@ def _hooked(step: Step, model: nn.Module) -> bool:
     )
 
 
-def replacements(graph: Graph, model: nn.Module) -> dict[str, Step]:
-    """The steps to run instead of the recorded ones."""
+def replacements(graph: Graph, model: nn.Module, norms: Norms) -> dict[str, Step]:
+    """The steps to run instead of the recorded ones, where these norms are fused."""
     assert graph.executable is not None
     steps = {s.name: s for s in graph.executable[1].steps if s.kind != "guard"}
     found = {}
-    for norm, relu in norms_of(graph, model).items():
+    for norm, relu in norms.items():
         module = model.get_submodule(steps[norm].target)
         found[norm] = replace(steps[norm], kind="function", target=_Fused(module, relu is not None))
         if relu is not None:
             found[relu] = replace(steps[relu], kind="function", target=_as_it_is)
     return found
-
-
-def without_relus(costs: Costs, norms: Mapping[str, str | None]) -> Costs:
-    """Costs in which the ReLUs of norms take no time and keep nothing."""
-    gone = set(norms.values())
-    nothing = Timing.of([0.0])
-
-    def silent(name: str) -> Any:
-        cost = costs.calls[name]
-        if name not in gone:
-            return cost
-        return replace(cost, forward=nothing, backward=nothing if cost.backward is not None else None, saved=())
-
-    return replace(costs, calls={name: silent(name) for name in costs.calls})
 
 
 def _as_it_is(x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:

@@ -34,9 +34,10 @@ from outcore.graph.preserve import ModelState, state_tensors
 from outcore.graph.recording import Mismatch
 from outcore.graph.structure import leaves
 from outcore.machine.units import format_bytes
-from outcore.memory.fused_norm import norms_of, without_relus
+from outcore.memory.fused_norm import norms_of
 from outcore.memory.graphed import Graphed
 from outcore.memory.holding import Holding, prepare
+from outcore.memory.norm_choice import Norms, as_fused, step_s, worth_fusing
 from outcore.memory.observer import Measured, Observer, meter_for
 from outcore.memory.passage import Pass
 from outcore.memory.rates import measured_tier, memory_rate
@@ -46,6 +47,9 @@ from outcore.planner.memory_plan import MemoryPlan, plan_memory
 from outcore.planner.state import StatePolicy
 
 __all__ = ["Governor", "Settings"]
+
+_SLOWER = 1.05
+"""Fused norms are put to the test if a step takes so much longer than it should with the library's."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,8 @@ class Settings:
     """Where parameters, gradients and optimizer state may live, the first that meets the budget."""
     reassociated: bool = False
     """Results may differ from plain training by rounding."""
+    fuse: bool = True
+    """Then, norms may become one operation with their ReLU."""
     quiet: bool = True
     """Do not say what was measured."""
 
@@ -81,6 +87,8 @@ class Admitted:
     """Looks at the first steps."""
     measured: Measured | None = None
     """What it has seen."""
+    library_s: float = float("inf")
+    """Predicted time of a step in which norms are the library's, where times were measured."""
 
     def __post_init__(self) -> None:
         self.idle = not self.plan.policy and not self.holding.instead
@@ -98,6 +106,8 @@ class Governor:
         """Measured for the first key; others are scaled from it."""
         self.admitted: dict[Hashable, Admitted | None] = {}
         """None for a key under which the model runs as it is."""
+        self.fused: dict[Hashable, tuple[Admitted, float]] = {}
+        """Ways with fused norms, and their time, while the library's norms are watched."""
         self.tier: Tier | None = None
         self.tier_bytes = 0
         self.keeper: StateKeeper | None = None
@@ -129,13 +139,15 @@ class Governor:
         if key not in self.admitted:
             self.admit(key, args, kwargs)
         entry = self.admitted[key]
-        if entry is None or entry.idle:
+        if entry is None or (entry.idle and key not in self.fused):
             return self.plainly(*args, **kwargs)
         tensors = [t for _, t in leaves((args, kwargs), torch.Tensor)]
         if entry.observer is not None and self.keeper is None:  # it counts state as if it were here
             seen = entry.observer.look(self.model.parameters(), tensors)
             if seen is not None and self.corrected(key, entry, seen, args, kwargs):
                 return self.run(*args, **kwargs)
+        if entry.idle:
+            return self.plainly(*args, **kwargs)
         if entry.graphed is not None and (result := entry.graphed(tensors)) is not None:
             return result[0]
         if not entry.holding.recording.uses_data:
@@ -177,7 +189,9 @@ class Governor:
         if recording.volatile or not any(v.requires_grad for v in map(graph.values.get, graph.outputs) if v):
             self.admitted[key] = None
             return
-        plan = self.plan_for(graph)
+        costs = self.costs_of(graph)
+        fused = self.fused_in(graph, costs)
+        plan = self.plan_for(graph, as_fused(costs, fused, memory_rate(self.device)) if fused else costs)
         holding = prepare(
             graph,
             recording,
@@ -186,27 +200,37 @@ class Governor:
             plan.policy,
             plan.outcome.transfers,
             reassociated=self.settings.reassociated,
+            fused=fused,
         )
-        self.admitted[key] = Admitted(plan, holding)
+        entry = self.admitted[key] = Admitted(plan, holding)
         self.make_room(holding.offloaded_bytes)
         if self.settings.graphs and (self.device.type != "cuda" or not Graphed.can(holding)):
             warnings.warn("outcore: this step cannot be a CUDA graph; it runs call by call", stacklevel=3)
         elif self.settings.graphs:
-            self.admitted[key] = Admitted(plan, holding, Graphed(holding, self.model))
+            entry.graphed = Graphed(holding, self.model)
         else:
             state = self.settings.optimizer.state_bytes(plan.keeping.costs.parameters)
-            self.admitted[key] = Admitted(plan, holding, observer=Observer(self.model, state, meter_for(self.device)))
+            entry.observer = Observer(self.model, state, meter_for(self.device))
+            if fused and self.costs is not None:
+                entry.library_s = step_s(costs) + plan.outcome.extra_s
 
-    def plan_for(self, graph: Graph) -> MemoryPlan:
+    def costs_of(self, graph: Graph) -> Costs:
+        """Costs of a graph: those that were measured, or scaled from them, or from bytes alone."""
+        with self.suspended():
+            if self.costs is not None and belong(self.costs, graph):
+                return self.costs
+            found = account(graph)
+            return scaled(found, self.costs) if self.costs is not None else by_bytes(found, memory_rate(self.device))
+
+    def fused_in(self, graph: Graph, costs: Costs) -> Norms:
+        """The norms that become one operation with their ReLU."""
+        if not (self.settings.reassociated and self.settings.fuse):
+            return {}
+        return worth_fusing(norms_of(graph, self.model), costs, memory_rate(self.device))
+
+    def plan_for(self, graph: Graph, costs: Costs) -> MemoryPlan:
         """Policies for a graph: those there are, if they fit it, else new ones."""
         device = self.device
-        with self.suspended():
-            costs = self.costs
-            if costs is None or not belong(costs, graph):
-                costs = account(graph)
-                costs = scaled(costs, self.costs) if self.costs is not None else by_bytes(costs, memory_rate(device))
-        if self.settings.reassociated:
-            costs = without_relus(costs, norms_of(graph, self.model))
         budget = self.settings.budget_bytes
 
         def planned(policy: dict[str, str] | None) -> MemoryPlan:
@@ -245,7 +269,7 @@ class Governor:
             print(f"outcore: {seen.beside(entry.plan)}", file=sys.stderr)
         budget, before = self.settings.budget_bytes, self.settings
         if budget is None or seen.peak_bytes is None or seen.peak_bytes <= budget or before.policy is not None:
-            return False
+            return self.compared(key, entry, seen, args, kwargs)
         missed = seen.peak_bytes - entry.plan.peak_bytes
         self.settings = replace(before, reserved_bytes=before.reserved_bytes + missed)
         del self.admitted[key]
@@ -257,6 +281,26 @@ class Governor:
             return False
         if not before.quiet:
             print(f"outcore: planned again with {format_bytes(missed)} less", file=sys.stderr)
+        return True
+
+    def compared(
+        self, key: Hashable, entry: Admitted, seen: Measured, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
+        """Where fused norms disappoint, watch the library's for as long and keep what is faster; whether it changes."""
+        if (first := self.fused.pop(key, None)) is not None:
+            keep = first[1] < seen.step_s
+            self.settings = replace(self.settings, fuse=keep)
+            self.admitted[key] = first[0] if keep else entry
+            return keep
+        if not entry.holding.instead or seen.step_s <= _SLOWER * entry.library_s:
+            return False
+        before, self.settings = self.settings, replace(self.settings, fuse=False)
+        try:
+            self.admit(key, args, kwargs)
+        except PlanError:
+            self.settings, self.admitted[key] = before, entry
+            return False
+        self.fused[key] = entry, seen.step_s
         return True
 
     def make_room(self, size: int) -> None:

@@ -22,6 +22,7 @@ from outcore.graph.structure import leaves
 from outcore.memory.arena import Arena
 from outcore.memory.codecs import Window, window_of
 from outcore.memory.fused_norm import replacements
+from outcore.memory.norm_choice import Norms
 from outcore.memory.renorm import Norm, Renorm
 from outcore.memory.rerun import Rerun, compile_rerun
 from outcore.ops.encoding import CODECS
@@ -102,6 +103,7 @@ def prepare(
     transfers: Transfers | None = None,
     *,
     reassociated: bool = False,
+    fused: Norms | None = None,
 ) -> Holding:
     """Make policies ready to run.
 
@@ -113,6 +115,7 @@ def prepare(
         policy: buffer -> policy, without what has no effect (`Keeping.resolved`).
         transfers: where copies start and end; without it each is waited for at once.
         reassociated: whether results may differ by rounding.
+        fused: norms that become one operation with their ReLU.
     """
     schedule_drops(recording.steps, [ref.name for _, ref in leaves(recording.result, Ref)])
     recording.dropped = True
@@ -199,7 +202,7 @@ def prepare(
         views=views,
         norms={rerun.norm.call: rerun.norm for rerun in reruns if rerun.norm is not None},
         renorm=Renorm(reassociated),
-        instead=replacements(graph, model) if reassociated else {},
+        instead=replacements(graph, model, fused or {}),
         offloaded_bytes=sum(Arena.rounded(buffers[n].bytes) for n, p in plans.items() if p.policy == "offload"),
     )
 

@@ -1,0 +1,111 @@
+"""Which batch norms become one operation with their ReLU.
+
+Fused, a norm passes over memory eight times in a step instead of thirteen, and its statistics are not left to one
+multiprocessor per channel. But it is issued from Python, which takes the host some four times as long as torch's own.
+A step takes as long as the slower of the two: the host, which issues it, and the device, which computes it. So those
+norms are fused that save the device most, as long as the host keeps ahead:
+
+    norms fused      0 ──────────────▶ all, those that save most first
+    device           ─ falls ─▶
+    host             ─ rises ─▶        take the number at which the slower of the two is fastest
+
+Where the first steps are slower than predicted all the same, the governor tries the library's norms for as many steps
+and keeps what is faster. On a CPU the host is the device, and every norm is fused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from outcore.cost.costs import CallCost, Costs
+from outcore.machine.clock import Timing
+
+__all__ = ["Norms", "as_fused", "step_s", "worth_fusing"]
+
+Norms = Mapping[str, str | None]
+"""Call of a norm -> call of the ReLU that is all that happens to its output, if there is one."""
+
+_FORWARD, _BACKWARD = 3, 5
+"""Passes over memory of a fused norm."""
+_RATE = 0.8
+"""Of the rate of a copy, what its kernels reach."""
+_ISSUE = 4.0
+"""Host time of a fused norm over that of torch's norm and ReLU."""
+
+
+def worth_fusing(norms: Norms, costs: Costs, memory_bytes_per_s: float) -> dict[str, str | None]:
+    """The norms to fuse.
+
+    Args:
+        norms: those that can be.
+        costs: of the graph; where the host's time was not measured, all are worth it.
+        memory_bytes_per_s: of the device.
+    """
+    device_s, host_s = _totals(costs)
+    if not any(_issue_s(name, relu, costs) for name, relu in norms.items()):
+        return dict(norms)
+    rows = sorted(norms, key=lambda name: -_saved_s(name, norms[name], costs, memory_bytes_per_s))
+    best, count = max(device_s, host_s), 0
+    for i, name in enumerate(rows):
+        device_s -= _saved_s(name, norms[name], costs, memory_bytes_per_s)
+        host_s += (_ISSUE - 1) * _issue_s(name, norms[name], costs)
+        if max(device_s, host_s) <= best:
+            best, count = max(device_s, host_s), i + 1
+    taken = set(rows[:count])
+    return {name: relu for name, relu in norms.items() if name in taken}
+
+
+def as_fused(costs: Costs, norms: Norms, memory_bytes_per_s: float) -> Costs:
+    """Costs in which norms are fused: their ReLUs take no time and keep nothing."""
+    nothing = Timing.of([0.0])
+    calls = dict(costs.calls)
+    for name, relu in norms.items():
+        calls[name] = _fused(calls[name], memory_bytes_per_s)
+        if relu is not None:
+            cost = calls[relu]
+            backward = nothing if cost.backward is not None else None
+            calls[relu] = replace(cost, forward=nothing, backward=backward, saved=())
+    return replace(costs, calls=calls)
+
+
+def step_s(costs: Costs) -> float:
+    """Seconds of a step with all norms as they are: the slower of device and host."""
+    return max(_totals(costs))
+
+
+def _totals(costs: Costs) -> tuple[float, float]:
+    """Seconds of a step on the device and on the host."""
+    times = [t for c in costs.calls.values() for t in (c.forward, c.backward) if t is not None]
+    host = sum(t.dispatch_s for t in times) + len(times) * costs.between_s + costs.start_s
+    return sum(t.median_s for t in times), host
+
+
+def _saved_s(name: str, relu: str | None, costs: Costs, rate: float) -> float:
+    """Seconds of the device that fusing saves."""
+    now = sum(t.median_s for t in _times(name, relu, costs))
+    return now - (_FORWARD + _BACKWARD) * costs.calls[name].output_bytes / (_RATE * rate)
+
+
+def _issue_s(name: str, relu: str | None, costs: Costs) -> float:
+    return sum(t.dispatch_s for t in _times(name, relu, costs))
+
+
+def _times(name: str, relu: str | None, costs: Costs) -> list[Timing]:
+    calls = [costs.calls[call] for call in (name, relu) if call is not None]
+    return [t for c in calls for t in (c.forward, c.backward) if t is not None]
+
+
+def _fused(cost: CallCost, rate: float) -> CallCost:
+    """The cost of a norm that is fused; on a CPU it is left as it is."""
+    if cost.forward is None or not cost.forward.dispatch_s:
+        return cost
+    second = cost.output_bytes / (_RATE * rate)
+
+    def timing(now: Timing | None, passes: int) -> Timing | None:
+        if now is None:
+            return None
+        seconds = min(now.median_s, passes * second)
+        return Timing.of([seconds], dispatch_s=_ISSUE * now.dispatch_s)
+
+    return replace(cost, forward=timing(cost.forward, _FORWARD), backward=timing(cost.backward, _BACKWARD))
