@@ -4,7 +4,11 @@ import argparse
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
+
+try:
+    from PIL import Image
+except ImportError:
+    raise SystemExit("pictures need Pillow; type: pip install pillow") from None
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--folder", default="hymenoptera", type=Path)

@@ -3,9 +3,15 @@
 import tempfile
 
 import torch
-from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
 import outcore
+
+try:
+    import accelerate  # noqa: F401 - the Trainer does
+    from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+except ImportError as error:
+    said = f"this example needs transformers and accelerate ({error})"
+    raise SystemExit(f"{said}; type: pip install transformers accelerate") from None
 
 torch.manual_seed(0)
 config = BertConfig(

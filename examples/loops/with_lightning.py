@@ -1,12 +1,16 @@
 """A Lightning module: its network is put within the budget before the Trainer sees it."""
 
-import lightning
 import torch
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import outcore
 from outcore.models import UNet
+
+try:
+    import lightning
+except ImportError:
+    raise SystemExit("this example needs Lightning; type: pip install lightning") from None
 
 
 class Segmenter(lightning.LightningModule):

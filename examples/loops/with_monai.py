@@ -1,13 +1,17 @@
 """A MONAI workflow: its UNet and its SupervisedTrainer, within a budget. Needs monai and pytorch-ignite."""
 
-import monai
 import torch
-from ignite.engine import Events
-from monai.data import DataLoader, Dataset
-from monai.engines import SupervisedTrainer
-from monai.losses import DiceLoss
 
 import outcore
+
+try:
+    import monai
+    from ignite.engine import Events
+    from monai.data import DataLoader, Dataset
+    from monai.engines import SupervisedTrainer
+    from monai.losses import DiceLoss
+except ImportError as error:
+    raise SystemExit(f"this example needs MONAI and Ignite ({error}); type: pip install monai pytorch-ignite") from None
 
 torch.manual_seed(0)
 net = monai.networks.nets.UNet(
