@@ -113,12 +113,7 @@ def within(
     from outcore.stream.conductor import Wanted, bytes_on, conduct, has_lazy, loss_on_output, without_memory
 
     release(model)
-    if "forward" in model.__dict__:
-        raise OutcoreError("this model's forward was replaced by another tool; remove that before calling within")
-    if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
-        raise OutcoreError("this model is sharded already; call outcore.within before fully_shard")
-    if exact not in get_args(Exactness):
-        raise OutcoreError(f"exact is {' or '.join(map(repr, get_args(Exactness)))}, not {exact!r}")
+    _check(model, exact)
     budget = parse_bytes(memory) if isinstance(memory, str) else memory
     if state is None and isinstance(plan, Plan) and plan.state:
         state = plan.state
@@ -163,12 +158,28 @@ def within(
     effect = effect_on_gradients(governor, graph, *call, loss=on_output)
     if effect is not None and not quiet:
         print(f"outcore: {effect}", file=sys.stderr)
-    if not (where := governor.plan.state).idle:
-        governor.settings = replace(governor.settings, states=(where,))
-        calls = [(name, call.block, call.parameters) for name, call in graph.calls.items()]
-        governor.keeper = StateKeeper(in_parts(optimizer), uses_of(model, calls), where, graph_device(graph))
+    _keep_state(governor, graph, optimizer)
     model.__dict__["forward"] = governor
     return _announced(model, governor.plan, budget, assumed=optimizer is None, quiet=quiet)
+
+
+def _check(model: nn.Module, exact: str) -> None:
+    """Refuse what cannot be managed."""
+    if "forward" in model.__dict__:
+        raise OutcoreError("this model's forward was replaced by another tool; remove that before calling within")
+    if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
+        raise OutcoreError("this model is sharded already; call outcore.within before fully_shard")
+    if exact not in get_args(Exactness):
+        raise OutcoreError(f"exact is {' or '.join(map(repr, get_args(Exactness)))}, not {exact!r}")
+
+
+def _keep_state(governor: Governor, graph: Graph, optimizer: Any) -> None:
+    """Where the plan says that state lives below the device, let it."""
+    where = governor.plan.state
+    if not where.idle:
+        governor.settings = replace(governor.settings, states=(where,))
+        calls = [(name, call.block, call.parameters) for name, call in graph.calls.items()]
+        governor.keeper = StateKeeper(in_parts(optimizer), uses_of(governor.model, calls), where, graph_device(graph))
 
 
 def release(model: nn.Module) -> nn.Module:

@@ -17,14 +17,13 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from outcore.cost.costs import Costs
-from outcore.cost.optimizer import OptimizerCost
 from outcore.cost.rough import belong, by_bytes, scaled
 from outcore.cost.saved import account
 from outcore.errors import CaptureError, PlanError
@@ -34,9 +33,10 @@ from outcore.graph.preserve import ModelState, state_tensors
 from outcore.graph.recording import Mismatch
 from outcore.graph.structure import leaves
 from outcore.machine.units import format_bytes
+from outcore.memory.admission import Admitted, Settings
 from outcore.memory.fused_norm import norms_of
 from outcore.memory.graphed import Graphed
-from outcore.memory.holding import Holding, prepare
+from outcore.memory.holding import prepare
 from outcore.memory.norm_choice import Norms, as_fused, step_s, worth_fusing
 from outcore.memory.observer import Measured, Observer, meter_for
 from outcore.memory.passage import Pass
@@ -44,55 +44,11 @@ from outcore.memory.rates import measured_tier, memory_rate
 from outcore.memory.state import StateKeeper
 from outcore.memory.tiers import Tier, tier_for
 from outcore.planner.memory_plan import MemoryPlan, plan_memory
-from outcore.planner.state import StatePolicy
 
 __all__ = ["Governor", "Settings"]
 
 _SLOWER = 1.05
 """Fused norms are put to the test if a step takes so much longer than it should with the library's."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What was asked for."""
-
-    budget_bytes: int | None
-    optimizer: OptimizerCost
-    reserved_bytes: int = 0
-    """To leave free, for the loss and for what predictions miss."""
-    policy: dict[str, str] | None = None
-    """Chosen by hand."""
-    search_s: float = 4.0
-    graphs: bool = False
-    """Run forward and backward as CUDA graphs."""
-    states: tuple[StatePolicy, ...] = (StatePolicy(),)
-    """Where parameters, gradients and optimizer state may live, the first that meets the budget."""
-    reassociated: bool = False
-    """Results may differ from plain training by rounding."""
-    fuse: bool = True
-    """Then, norms may become one operation with their ReLU."""
-    quiet: bool = True
-    """Do not say what was measured."""
-
-
-@dataclass
-class Admitted:
-    """One way of calling the model, ready to run."""
-
-    plan: MemoryPlan
-    holding: Holding
-    graphed: Graphed | None = None
-    """Forward and backward as CUDA graphs, where that was asked for and can be."""
-    observer: Observer | None = None
-    """Looks at the first steps."""
-    measured: Measured | None = None
-    """What it has seen."""
-    library_s: float = float("inf")
-    """Predicted time of a step in which norms are the library's, where times were measured."""
-
-    def __post_init__(self) -> None:
-        self.idle = not self.plan.policy and not self.holding.instead
-        """Whether the model's own forward will do; found once, since resolving policies takes a while."""
 
 
 class Governor:

@@ -1,0 +1,57 @@
+"""What was asked for, and what was made of it for one way of calling a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outcore.cost.optimizer import OptimizerCost
+from outcore.memory.graphed import Graphed
+from outcore.memory.holding import Holding
+from outcore.memory.observer import Measured, Observer
+from outcore.planner.memory_plan import MemoryPlan
+from outcore.planner.state import StatePolicy
+
+__all__ = ["Admitted", "Settings"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What was asked for."""
+
+    budget_bytes: int | None
+    optimizer: OptimizerCost
+    reserved_bytes: int = 0
+    """To leave free, for the loss and for what predictions miss."""
+    policy: dict[str, str] | None = None
+    """Chosen by hand."""
+    search_s: float = 4.0
+    graphs: bool = False
+    """Run forward and backward as CUDA graphs."""
+    states: tuple[StatePolicy, ...] = (StatePolicy(),)
+    """Where parameters, gradients and optimizer state may live, the first that meets the budget."""
+    reassociated: bool = False
+    """Results may differ from plain training by rounding."""
+    fuse: bool = True
+    """Then, norms may become one operation with their ReLU."""
+    quiet: bool = True
+    """Do not say what was measured."""
+
+
+@dataclass
+class Admitted:
+    """One way of calling the model, ready to run."""
+
+    plan: MemoryPlan
+    holding: Holding
+    graphed: Graphed | None = None
+    """Forward and backward as CUDA graphs, where that was asked for and can be."""
+    observer: Observer | None = None
+    """Looks at the first steps."""
+    measured: Measured | None = None
+    """What it has seen."""
+    library_s: float = float("inf")
+    """Predicted time of a step in which norms are the library's, where times were measured."""
+
+    def __post_init__(self) -> None:
+        self.idle = not self.plan.policy and not self.holding.instead
+        """Whether the model's own forward will do; found once, since resolving policies takes a while."""
