@@ -4,7 +4,8 @@
 
 bf16 by autocast, channels_last, batch norms frozen (eval mode, their weights trained), one image, a cross entropy on
 the class scores; the step is forward and backward, gradients of all parameters. Streamed images are read lazily as
-bytes. A slide (``--slides side:tissue:tile,…``) is written as a pyramidal TIFF, and read from it while the step runs.
+bytes. A slide (``--slides side:tissue:tile[:steps],…``) is written as a pyramidal TIFF, and read from it while the
+step runs; of several steps the fastest is noted, and beside it the first, which chooses and compiles kernels.
 """
 
 from __future__ import annotations
@@ -143,12 +144,14 @@ def written(folder: Path, side: int, share: float) -> tuple[Path, float]:
     return path, json.loads(note.read_text())
 
 
-def from_slide(net: torch.nn.Module, side: int, share: float, tile: int, options: argparse.Namespace) -> dict[str, Any]:
+def from_slide(
+    net: torch.nn.Module, side: int, share: float, tile: int, repeats: int, options: argparse.Namespace
+) -> dict[str, Any]:
     """A step on a slide that is read from its file."""
     path, seconds = written(options.folder, side, share)
     row = {"side": side, "how": "streamed from a TIFF", "tissue": share, "written_s": seconds}
     row |= {"file_bytes": path.stat().st_size}
-    return row | streamed(net, open_slide(path), options.device, 1, tile, None, 2 * options.workers)
+    return row | streamed(net, open_slide(path), options.device, repeats, tile, None, 2 * options.workers)
 
 
 def main() -> None:
@@ -160,7 +163,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--workers", type=int, default=6)
     parser.add_argument(
-        "--slides", default="", help="side:tissue:tile of slides written and read as TIFFs, e.g. 100000:1:6250"
+        "--slides", default="", help="side:tissue:tile[:steps] of slides written and read as TIFFs, e.g. 100000:1:6250"
     )
     parser.add_argument("--only-write", action="store_true", help="write the slides and stop")
     parser.add_argument("--folder", type=Path, default=Path(), help="for slides")
@@ -170,9 +173,10 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path, default=Path("results.json"))
     options = parser.parse_args()
-    slides = [(int(n), float(s), int(t)) for n, s, t in (x.split(":") for x in options.slides.split(",") if x)]
+    asked = [(*x.split(":"), "1")[:4] for x in options.slides.split(",") if x]
+    slides = [(int(side), float(share), int(tile), int(repeats)) for side, share, tile, repeats in asked]
     if options.only_write:
-        print([written(options.folder, side, share) for side, share, _ in slides])
+        print([written(options.folder, side, share) for side, share, *_ in slides])
         return
     torch.backends.cudnn.benchmark = options.search
     began = time.perf_counter()
@@ -209,9 +213,9 @@ def main() -> None:
                 if time.perf_counter() - began < options.seconds:
                     args = (repeats, tile, boundary or None, options.workers)
                     note({"side": side, "how": "streamed", **streamed(net, source, options.device, *args)})
-    for side, share, tile in slides:
+    for side, share, tile, repeats in slides:
         if time.perf_counter() - began < options.seconds:
-            note(from_slide(net, side, share, tile, options))
+            note(from_slide(net, side, share, tile, repeats, options))
 
 
 if __name__ == "__main__":

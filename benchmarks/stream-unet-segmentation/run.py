@@ -1,9 +1,10 @@
 """One training step of a U-Net with a loss over pixels: plain, and streamed in one pass; time and memory.
 
-    python benchmarks/stream-unet-segmentation/run.py --sides 4096,8192 --tiles 1024,2048,4096 --output results.json
+    python benchmarks/stream-unet-segmentation/run.py --cases 4096:2048,8192:2048 --output results.json
 
-bf16 by autocast, channels_last, batch norms frozen (eval mode, their weights trained), one image and its mask in host
-memory as bytes, mean cross entropy over all pixels; the step is forward and backward, gradients of all parameters.
+bf16 by autocast, channels_last, batch norms frozen (eval mode, their weights trained), mean cross entropy over all
+pixels; the step is forward and backward, gradients of all parameters. Plain has image and mask on the device before
+the clock starts; streamed reads both from host memory, as bytes, while it runs.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 
 from outcore.data import ArraySource, Batch
 from outcore.models import UNet
-from outcore.stream import stream
+from outcore.stream import Streamed, stream
 
 
 def network(device: str, width: int) -> torch.nn.Module:
@@ -54,10 +55,40 @@ def measured(step: Any, net: torch.nn.Module, device: str, repeats: int) -> dict
     return {**min(found, key=lambda f: f["time_s"]), "first_s": found[0]["time_s"], "gradient_norm": float(norm)}
 
 
+def pixels(side: int) -> tuple[Batch, torch.Tensor]:
+    """An image and its mask, as bytes."""
+    generator = torch.Generator().manual_seed(side)
+    image = torch.randint(0, 256, (3, side, side), dtype=torch.uint8, generator=generator)
+    mask = torch.randint(0, 2, (1, side, side), dtype=torch.uint8, generator=generator)
+    return Batch((ArraySource(image),)), mask
+
+
+def plain(net: torch.nn.Module, image: Batch, mask: torch.Tensor, device: str) -> Any:
+    """A step on what is there already."""
+    whole, target = image.tensor().to(device).to(memory_format=torch.channels_last), mask.to(device)
+    return lambda: cross_entropy(net(whole), target)
+
+
+def one_pass(model: Streamed, image: Batch, mask: torch.Tensor) -> Any:
+    """A step that reads what it needs."""
+    return lambda: model.loss(image, target=mask, loss=cross_entropy)
+
+
+def kernels(step: Any, net: torch.nn.Module, device: str) -> str:
+    """Where the time of one step goes."""
+    measured(step, net, device, 1)
+    with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profile:
+        measured(step, net, device, 1)
+    order = f"self_{device}_time_total"
+    table: str = profile.key_averages().table(sort_by=order, row_limit=22, max_name_column_width=90)
+    return table
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--sides", default="4096,8192")
-    parser.add_argument("--tiles", default="1024,2048,4096")
+    parser.add_argument("--cases", default="4096:2048,8192:2048", help="side:tile, or with both sides: 4096:1024x4096")
+    parser.add_argument("--plain-up-to", type=int, default=8192)
+    parser.add_argument("--profile", type=Path, help="write a table of kernels for the first case")
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--workers", type=int, default=4)
@@ -80,31 +111,30 @@ def main() -> None:
         print(json.dumps(row), flush=True)
         options.output.write_text(json.dumps(document, indent=1) + "\n")
 
-    for side in map(int, options.sides.split(",")):
-        generator = torch.Generator().manual_seed(side)
-        pixels = torch.randint(0, 256, (3, side, side), dtype=torch.uint8, generator=generator)
-        mask = torch.randint(0, 2, (1, side, side), dtype=torch.uint8, generator=generator)
-        image = Batch((ArraySource(pixels),))
-        try:
-
-            def plain(image: Batch = image, mask: torch.Tensor = mask) -> torch.Tensor:
-                whole = image.prepare(image.read([(0, n) for n in image.shape]).to(device))
-                return cross_entropy(net(whole.to(memory_format=torch.channels_last)), mask.to(device))
-
-            note({"side": side, "how": "plain", **measured(plain, net, device, options.repeats)})
-        except torch.cuda.OutOfMemoryError as error:
-            note({"side": side, "how": "plain", "failed": str(error).splitlines()[0][:160]})
-        for tile in (t for t in map(int, options.tiles.split(",")) if t < side):
+    cases: dict[int, list[tuple[int, ...]]] = {}
+    for side, tile in (case.split(":") for case in options.cases.split(",")):
+        sides = tuple(int(n) for n in tile.split("x"))
+        cases.setdefault(int(side), []).append(sides * (2 // len(sides)))
+    for side, tiles in cases.items():
+        image, mask = pixels(side)
+        if side <= options.plain_up_to:
+            try:
+                row = measured(plain(net, image, mask, device), net, device, options.repeats)
+                note({"side": side, "how": "plain", **row})
+            except torch.cuda.OutOfMemoryError as error:
+                note({"side": side, "how": "plain", "failed": str(error).splitlines()[0][:160]})
+        for tile in tiles:
             if device == "cuda":
                 torch.cuda.empty_cache()
             model = stream(net, tile=tile, workers=options.workers)
-
-            def one_pass(model: Any = model, image: Batch = image, mask: torch.Tensor = mask) -> torch.Tensor:
-                made: torch.Tensor = model.loss(image, target=mask, loss=cross_entropy)
-                return made
-
-            row = measured(one_pass, net, device, options.repeats)
+            row = measured(one_pass(model, image, mask), net, device, options.repeats)
             note({"side": side, "how": "streamed", "tile": tile, **row, "waited_s": model.counts.waited_s})
+    if options.profile is not None:
+        side, (tile, *_) = next(iter(cases.items()))
+        image, mask = pixels(side)
+        steps = {"streamed": one_pass(stream(net, tile=tile, workers=options.workers), image, mask)}
+        steps["plain"] = plain(net, image, mask, device)
+        options.profile.write_text("\n".join(f"{name}\n{kernels(step, net, device)}" for name, step in steps.items()))
 
 
 if __name__ == "__main__":

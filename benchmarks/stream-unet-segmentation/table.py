@@ -5,6 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
+
+
+def _tile(row: dict[str, Any]) -> str:
+    sides = row.get("tile", "")
+    return " x ".join(map(str, sides)) if isinstance(sides, list) else str(sides)
 
 
 def main() -> None:
@@ -19,7 +25,7 @@ def main() -> None:
         base = plain.get(row["side"]) if row["how"] != "plain" else None
         ratio = f"{row['time_s'] / base['time_s']:.2f}x" if base else ""
         share = f"{row['peak_bytes'] / base['peak_bytes']:.2f}x" if base else ""
-        cells = [f"{row['side']:,}", row["how"], row.get("tile", ""), f"{row['time_s']:.3g} s", ratio]
+        cells = [f"{row['side']:,}", row["how"], _tile(row), f"{row['time_s']:.3g} s", ratio]
         print("| " + " | ".join(map(str, [*cells, f"{row['peak_bytes'] / 2**30:.1f} GiB", share])) + " |")
 
 

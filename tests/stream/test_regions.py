@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -20,6 +22,14 @@ from outcore.stream.rules.border import sliced
 from outcore.stream.stages import divide
 from outcore.stream.tile_run import run_tile
 from outcore.stream.tiles import trace
+
+from .oracle import any_overhang
+
+
+@pytest.fixture(autouse=True, scope="module", params=[1.0, math.inf], ids=["no overhang", "any overhang"])
+def most(request) -> Iterator[None]:
+    with any_overhang(request.param):
+        yield
 
 
 class Function(nn.Module):
@@ -59,7 +69,7 @@ def check(module: nn.Module, *shapes: tuple[int, ...], exact: bool = True, first
             region = plan.regions[name]
             assert all(0 <= lo < hi <= n for (lo, hi), n in zip(region, tensor.shape, strict=True)), (out, region)
             crops[name] = sliced(tensor, tuple((0, n) for n in tensor.shape), region)
-        got = run_tile(network, stage, plan, crops, state, Given())[output]
+        got = sliced(run_tile(network, stage, plan, crops, state, Given())[output], plan.regions[output], out)
         expected = sliced(whole, tuple((0, n) for n in whole.shape), out)
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
         for name, x in zip(network.graph.inputs, inputs, strict=True) if exact else ():

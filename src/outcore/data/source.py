@@ -133,7 +133,8 @@ class Batch:
         (first, last), *rest = spans(region, self.shape)
         if first == last:
             return torch.empty((0, *(b - a for a, b in rest)), dtype=self.sources[0].dtype)
-        return torch.stack([source.read(rest) for source in self.sources[first:last]])
+        boxes = [source.read(rest) for source in self.sources[first:last]]
+        return torch.stack(boxes) if len(boxes) > 1 else boxes[0].unsqueeze(0)
 
     def prepare(self, crop: Tensor) -> Tensor:
         """A box of all channels, on any device, as the network sees it."""

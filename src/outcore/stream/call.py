@@ -9,9 +9,10 @@ function; what has no rule is *opaque* and never tiled.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import nn
@@ -19,8 +20,9 @@ from torch import nn
 from outcore.graph.recording import Ref
 from outcore.graph.structure import leaves, substitute
 from outcore.ops.region import Region
+from outcore.stream.overhang import Widened
 
-__all__ = ["RULES", "Call", "Given", "Opaque", "Reduction", "Rule", "rule"]
+__all__ = ["RULES", "Call", "Given", "Opaque", "Overhanging", "Reduction", "Rule", "overhanging", "rule"]
 
 
 class Opaque(Exception):  # noqa: N818 - a signal to whoever binds, who turns it into a reason
@@ -53,6 +55,28 @@ class Rule(Protocol):
 
     def place(self, out: Region) -> Any:
         """What of its absolute position the result depends on, beside the contents of the operands."""
+
+
+@runtime_checkable
+class Overhanging(Protocol):
+    """A rule that can also run on more of its first operand than it needs, and then gives more than is wanted."""
+
+    def widened(self, held: Region, out: Region) -> Widened | None:
+        """How it runs on all that is held; none if what is wanted would be wrong, or not worth what comes with it."""
+
+    def run_widened(self, crops: Sequence[torch.Tensor], widened: Widened) -> torch.Tensor:
+        """All of it, the first operand as it is held."""
+
+
+def overhanging(rule: object) -> Overhanging | None:
+    """The rule, if it can run on more than it needs."""
+    kind: type = type(rule)
+    return cast(Overhanging, rule) if _can_overhang(kind) else None
+
+
+@functools.cache
+def _can_overhang(kind: type) -> bool:
+    return issubclass(kind, Overhanging)
 
 
 class Reduction(Protocol):

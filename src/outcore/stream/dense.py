@@ -65,15 +65,13 @@ class _Pass:
         (name,) = run.streaming.boundary
         state = run.state_of(stage)
         waiting: dict[Hashable, tuple[TilePlan, Mapping[str, torch.Tensor], int]] = {}
-        for plan, crops in run.read(stage, run.plans(index)):
-            region = self._region(plan.targets[name])
-            target = self.target.read(region)
-            key = self._key(index, plan, crops, target)
+        for plan, crops in run.read(stage, run.plans(index), lambda p: self.target.read(self._region(p.targets[name]))):
+            key = self._key(index, plan, {k: v for k, v in crops.items() if k}, crops[""])
             if key is None:
-                self._tile(index, plan, {**crops, "": target}, state, 1)
+                self._tile(index, plan, crops, state, 1)
             else:
                 times = waiting[key][2] if key in waiting else 0
-                waiting[key] = (plan, {**crops, "": target}, times + 1)
+                waiting[key] = (plan, crops, times + 1)
         for plan, held, times in waiting.values():
             run.counts.reused += times - 1
             self._tile(index, plan, held, state, times)

@@ -10,6 +10,7 @@ for it).
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -20,13 +21,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from outcore.cost.live import LiveBytes
 from outcore.graph.recording import Ref, Tape
 from outcore.graph.structure import leaves
-from outcore.ops.region import sizes
+from outcore.ops.region import elements, sizes
 from outcore.stream.arguments import device_of
 from outcore.stream.call import Given
 from outcore.stream.network import Network
 from outcore.stream.prepared import Prepared
 from outcore.stream.rest import Rest
 from outcore.stream.rules.border import sliced
+from outcore.stream.rules.convolve import Convolution
+from outcore.stream.rules.pool import MaxPool
 from outcore.stream.stages import Stage
 from outcore.stream.tile_run import run_tile
 from outcore.stream.tiles import Grid, TilePlan, plan_tile
@@ -85,20 +88,29 @@ class StreamBytes:
 
 def largest_tile(network: Network, stage: Stage, cut: Grid) -> TilePlan:
     """The tile with the most numbers: one in the middle, or the first where there is no middle."""
-    corners = [sorted({0, min(1, c - 1), c // 2}) for c in cut.counts]
-    numbers = [()]  # type: list[tuple[int, ...]]
-    for choices in corners:
-        numbers = [(*n, c) for n in numbers for c in choices]
-    plans = [p for n in numbers if (p := plan_tile(network, stage, cut, n)) is not None]
-    return max(plans, key=lambda p: p.elements())
+    return max(_kinds(network, stage, cut), key=lambda p: p.elements())
+
+
+def _kinds(network: Network, stage: Stage, cut: Grid) -> list[TilePlan]:
+    """Tiles of every kind: corners, edges, the middle."""
+    places = (sorted({0, c // 2, c - 1}) for c in cut.counts)
+    return [p for n in itertools.product(*places) if (p := plan_tile(network, stage, cut, n)) is not None]
 
 
 def _extremes(network: Network, stage: Stage, cut: Grid) -> list[TilePlan]:
-    """The tiles that may take the most: the largest, and the corners, where padding makes copies."""
-    largest = largest_tile(network, stage, cut)
-    ends = [tuple(0 for _ in cut.counts), tuple(c - 1 for c in cut.counts)]
-    corners = [plan_tile(network, stage, cut, n) for n in dict.fromkeys(ends) if n != largest.number]
-    return [largest, *(p for p in corners if p is not None and p.elements() > largest.elements() // 3)]
+    """The tiles that may take the most: those with the most numbers, copies that padding makes among them."""
+
+    def numbers(plan: TilePlan) -> int:
+        copied = (n for n in stage.nodes if n.output in plan.needs and n.output not in plan.widened)
+        padded = (
+            n for n in copied if isinstance(n.rule, (Convolution, MaxPool)) and n.rule.pads(plan.regions[n.output])
+        )
+        return plan.elements() + sum(elements(plan.needs[n.output][0]) for n in padded)
+
+    kinds = _kinds(network, stage, cut)
+    first, last = min(kinds, key=lambda p: p.number), max(kinds, key=lambda p: p.number)
+    most = sorted(kinds, key=numbers, reverse=True)[:2]
+    return [*most, *(p for p in (first, last) if p not in most and p.elements() > most[0].elements() // 3)]
 
 
 def tile_bytes(network: Network, stage: Stage, plan: TilePlan, *, training: bool = True) -> TileBytes:

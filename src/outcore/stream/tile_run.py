@@ -9,11 +9,12 @@ import torch
 
 from outcore.graph.recording import Context, Ref
 from outcore.ops.region import Region
-from outcore.stream.call import Given
+from outcore.stream.call import Given, overhanging
 from outcore.stream.fork import fork
 from outcore.stream.network import Network, Node
 from outcore.stream.rules.border import sliced
 from outcore.stream.rules.convolve import Convolution
+from outcore.stream.rules.pool import MaxPool
 from outcore.stream.stages import Stage
 from outcore.stream.tiles import TilePlan
 
@@ -59,7 +60,11 @@ def run_tile(
                 operands.append(handed.pop((node.output, i)))
         assert node.rule is not None
         with _modes(network, node):
-            held[node.output] = node.rule.run(operands, plan.regions[node.output], given)
+            widened, wide = plan.widened.get(node.output), overhanging(node.rule)
+            if widened is not None and wide is not None:
+                held[node.output] = wide.run_widened(operands, widened)
+            else:
+                held[node.output] = node.rule.run(operands, plan.regions[node.output], given)
         del operands
         for value in node.values:
             if last[value] == node.output and value not in wanted:
@@ -77,7 +82,7 @@ def _readers(stage: Stage, plan: TilePlan) -> dict[str, list[_Reader]]:
     for node in stage.nodes:
         for i, (ref, region) in enumerate(zip(node.operands, plan.needs.get(node.output, ()), strict=False)):
             if ref.kind == "value":
-                fresh = i == 0 and isinstance(node.rule, Convolution)
+                fresh = i == 0 and isinstance(node.rule, (Convolution, MaxPool))
                 found.setdefault(ref.name, []).append((node.output, i, region, fresh))
     return found
 

@@ -10,11 +10,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from outcore.ops.region import Region, cover, elements
+from outcore.stream.call import overhanging
 from outcore.stream.network import Network, Node
+from outcore.stream.overhang import Widened, contains
 from outcore.stream.stages import Stage
 
 __all__ = ["Grid", "TilePlan", "grid", "plan_tile", "trace"]
@@ -82,11 +84,13 @@ class TilePlan:
     targets: Mapping[str, Region]
     """By target: the part of the map, or of what a reduction is over."""
     regions: Mapping[str, Region]
-    """By value: what of it is computed or read."""
+    """By value: what of it is computed or read, overhang included."""
     needs: Mapping[str, tuple[Region, ...]]
     """By node: what of its operands it takes."""
     place: Any = None
     """Equal for tiles that do the same with equal pixels."""
+    widened: Mapping[str, Widened] = field(default_factory=dict)
+    """By node: how it runs on all that is held of its first operand."""
 
     def elements(self) -> int:
         """Numbers in all values of the tile."""
@@ -121,4 +125,24 @@ def trace(
         for ref, region in zip(node.operands, found, strict=True):
             if ref.kind == "value":
                 regions[ref.name] = cover(regions.get(ref.name), region)
-    return TilePlan(number, targets, regions, needs, tuple(places))
+    return TilePlan(number, targets, regions, needs, tuple(places), _widen(nodes, regions, needs))
+
+
+def _widen(
+    nodes: Sequence[Node], regions: dict[str, Region], needs: dict[str, tuple[Region, ...]]
+) -> dict[str, Widened]:
+    """Let nodes run on all that is held where that saves copies; what they need and give is changed in place."""
+    found: dict[str, Widened] = {}
+    for node in nodes:
+        rule, wanted = overhanging(node.rule), needs.get(node.output)
+        if wanted is None or rule is None or node.operands[0].kind != "value":
+            continue
+        out, held = regions[node.output], regions[node.operands[0].name]
+        if (widened := rule.widened(held, out)) is None:
+            continue
+        added = [i for i, r in enumerate(node.operands) if i and r.kind == "value" and wanted[i] == out]
+        if all(contains(regions[node.operands[i].name], widened.out) for i in added):
+            rest = [widened.out if i in added else region for i, region in enumerate(wanted)]
+            needs[node.output] = (held, *rest[1:])
+            regions[node.output], found[node.output] = widened.out, widened
+    return found

@@ -16,10 +16,17 @@ import triton.language as tl
 
 __all__ = ["backward", "forward"]
 
-_ROWS = 32
+_NUMBERS = 2048
+"""Of one block, rows times columns."""
 _COLUMNS = 64
 _CHUNK = 16
 """Blocks of rows that one program works through, so that few partial sums are left."""
+
+
+def _block(channels: int) -> tuple[int, int]:
+    """Rows and columns of a block: no more columns than there are channels, or lanes would have nothing to do."""
+    columns = min(_COLUMNS, triton.next_power_of_2(channels))
+    return _NUMBERS // columns, columns
 
 
 @triton.jit
@@ -70,10 +77,11 @@ def forward(y: torch.Tensor, shift: torch.Tensor, residual: torch.Tensor | None,
     strides: tuple[Any, ...] = (0, 0, 0)
     if residual is not None:
         strides = (residual.stride(0), residual.stride(2), residual.stride(3))
-    grid = (triton.cdiv(pixels, _ROWS), triton.cdiv(channels, _COLUMNS))
+    rows, columns = _block(channels)
+    grid = (triton.cdiv(pixels, rows), triton.cdiv(channels, columns))
     _forward[grid](
         y, shift, residual if residual is not None else y, pixels, channels, height, width, *strides,
-        HAS_RESIDUAL=residual is not None, RELU=relu, ROWS=_ROWS, COLUMNS=_COLUMNS,
+        HAS_RESIDUAL=residual is not None, RELU=relu, ROWS=rows, COLUMNS=columns,
     )  # fmt: skip
 
 
@@ -81,11 +89,12 @@ def backward(z: torch.Tensor, gradient: torch.Tensor, relu: bool) -> tuple[torch
     """The gradient of what was added up, and its sum per channel."""
     pixels, channels = z.numel() // z.shape[1], z.shape[1]
     result = torch.empty_like(gradient) if relu else gradient
-    programs = triton.cdiv(pixels, _ROWS * _CHUNK)
+    rows, columns = _block(channels)
+    programs = triton.cdiv(pixels, rows * _CHUNK)
     partial = torch.empty(programs, channels, dtype=torch.float32, device=z.device)
-    grid = (programs, triton.cdiv(channels, _COLUMNS))
+    grid = (programs, triton.cdiv(channels, columns))
     _backward[grid](
         z, gradient, result, partial, pixels, channels,
-        RELU=relu, ROWS=_ROWS, COLUMNS=_COLUMNS, CHUNK=_CHUNK,
+        RELU=relu, ROWS=rows, COLUMNS=columns, CHUNK=_CHUNK,
     )  # fmt: skip
     return result, partial.sum(0)

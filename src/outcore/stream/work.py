@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,17 +90,26 @@ class Work:
             if plan is not None:
                 yield plan
 
-    def read(self, stage: Stage, plans: Iterator[TilePlan]) -> Iterator[Tile]:
-        """Each tile with what its images hold there, read ahead; the waiting is counted."""
+    def read(
+        self, stage: Stage, plans: Iterator[TilePlan], beside: Callable[[TilePlan], torch.Tensor] | None = None
+    ) -> Iterator[Tile]:
+        """Each tile with what its images hold there, read ahead; the waiting is counted.
+
+        Args:
+            stage: whose images.
+            plans: its tiles.
+            beside: something else that a tile takes, read ahead as well; it has no name.
+        """
         images = [name for name in stage.sources if name in self.images]
 
         def read(plan: TilePlan) -> dict[str, torch.Tensor]:
+            return pixels(plan) if beside is None else {**pixels(plan), "": self._ready(beside(plan))}
+
+        def pixels(plan: TilePlan) -> dict[str, torch.Tensor]:
             place = tuple((name, plan.regions[name]) for name in images if name in plan.regions)
             if (held := self.cached.get(place)) is not None:
                 return held
-            crops = {name: self.images[name].read(region) for name, region in place}
-            if self.device.type == "cuda" and self.options.workers:  # so that copying need not wait
-                crops = {n: c.contiguous().pin_memory() if c.device.type == "cpu" else c for n, c in crops.items()}
+            crops = {name: self._ready(self.images[name].read(region)) for name, region in place}
             size = sum(c.numel() * c.element_size() for c in crops.values())
             with self.lock:
                 if self.cached_bytes + size <= self.options.cache_bytes:
@@ -117,6 +126,11 @@ class Work:
                 return
             yield tile
             del tile
+
+    def _ready(self, crop: torch.Tensor) -> torch.Tensor:
+        """What was read ahead, in memory from which the device copies without being waited for."""
+        there = self.device.type == "cuda" and self.options.workers and crop.device.type == "cpu"
+        return crop.contiguous().pin_memory() if there else crop
 
     def twin_key(self, stage: Stage, plan: TilePlan, crops: Mapping[str, torch.Tensor]) -> Any:
         """What tiles must have in common to be twins; none for a tile that has no twin."""

@@ -13,6 +13,7 @@ from outcore.graph.recording import Ref
 from outcore.ops.region import Region, Spread, Window, whole
 from outcore.stream.call import Call, Given, Opaque, rule
 from outcore.stream.epilogue import finish
+from outcore.stream.overhang import Widened, windows_overhang, worthwhile
 from outcore.stream.rules.border import Reading
 
 __all__ = ["Convolution", "Finished", "TransposedConvolution"]
@@ -47,6 +48,10 @@ class Kernel:
         channels = (0, self.shapes[0][-self.dims - 1])
         return ((*out[: -self.dims - 1], channels, *pixels), *(whole(s) for s in self.shapes[1:]))
 
+    def holds(self, held: Region, out: Region) -> bool:
+        """Whether samples and channels are held as they are needed, no more."""
+        return held[: -self.dims] == (*out[: -self.dims - 1], (0, self.shapes[0][-self.dims - 1]))
+
     def follow(self, operand: int, dim: int) -> int | None:
         """Pixels become pixels and samples samples; weights are needed whole."""
         return dim if operand == 0 and dim != len(self.shapes[0]) - self.dims - 1 else None
@@ -67,26 +72,31 @@ class Convolution(Kernel):
         return self.beside(out, self.reading.needs(self._reach(out)))
 
     def run(self, crops: Sequence[torch.Tensor], out: Region, given: Given) -> torch.Tensor:
-        """Convolve the crop without padding, or with the padding of this border."""
-        x, weight, *bias = crops
-        reach = self._reach(out)
-        beyond = self.reading.beyond(reach)
-        padding: tuple[int, ...] = (0,) * len(beyond)
-        exact = all(
-            (b - a) == n + low + high for (a, b), n, (low, high) in zip(reach, x.shape[2:], beyond, strict=False)
-        )
-        if self.reading.border == "zeros" and exact and x.dim() > len(beyond) and all(a == b for a, b in beyond):
-            padding = tuple(a for a, _ in beyond)
-        else:
-            x = self.reading.read(x, reach)
-        made: torch.Tensor = _CONVOLVE[self.dims](
-            x, weight, bias[0] if bias else None, self.stride, padding, self.dilation, self.groups
-        )
+        """Convolve the crop, copied into one with the padding of this border."""
+        return self._convolve(self.reading.read(crops[0], self._reach(out)), *crops[1:], padding=(0,) * self.dims)
+
+    def widened(self, held: Region, out: Region) -> Widened | None:
+        """How to run on all that is held, if zeros on both sides do."""
+        found = windows_overhang(self.windows, held, out) if self.holds(held, out) else None
+        return found if found is not None and (self.reading.border == "zeros" or not any(found.padding)) else None
+
+    def run_widened(self, crops: Sequence[torch.Tensor], widened: Widened) -> torch.Tensor:
+        """Convolve all of the crop, padded on both sides."""
+        return self._convolve(*crops, padding=widened.padding)
+
+    def _convolve(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, padding: tuple[int, ...]
+    ) -> torch.Tensor:
+        made: torch.Tensor = _CONVOLVE[self.dims](x, weight, bias, self.stride, padding, self.dilation, self.groups)
         return made
 
     def place(self, out: Region) -> Any:
         """The padding."""
         return self.reading.beyond(self._reach(out))
+
+    def pads(self, out: Region) -> bool:
+        """Whether this region reaches beyond the image."""
+        return any(low or high for low, high in self.reading.beyond(self._reach(out)))
 
     def _reach(self, out: Region) -> tuple[tuple[int, int], ...]:
         return tuple(w.reach(i) for w, i in zip(self.windows, self.pixels(out), strict=True))
@@ -110,6 +120,12 @@ class Finished(Convolution):
         """Convolve, then finish in one pass."""
         x, weight, shift, *residual = crops
         return finish(super().run((x, weight), out, given), shift, residual[0] if residual else None, self.relu)
+
+    def run_widened(self, crops: Sequence[torch.Tensor], widened: Widened) -> torch.Tensor:
+        """The same, padded on both sides."""
+        x, weight, shift, *residual = crops
+        made = super().run_widened((x, weight), widened)
+        return finish(made, shift, residual[0] if residual else None, self.relu)
 
     def follow(self, operand: int, dim: int) -> int | None:
         """The skip's dimensions stay."""
@@ -136,21 +152,37 @@ class TransposedConvolution(Kernel):
         more = []
         for s, (_, hi), start, (a, b) in zip(self.spreads, wanted, starts, given_pixels, strict=True):
             more.append(max(0, hi - start - ((b - a - 1) * s.stride + s.dilation * (s.kernel - 1) + 1)))
-        spread: torch.Tensor = _TRANSPOSE[self.dims](
-            x,
-            weight,
-            bias[0] if bias else None,
-            tuple(s.stride for s in self.spreads),
-            0,
-            tuple(more),
-            self.groups,
-            tuple(s.dilation for s in self.spreads),
-        )
+        spread = self._spread(x, weight, *bias, more=tuple(more))
         first = spread.dim() - self.dims
         for i, ((lo, hi), start) in enumerate(zip(wanted, starts, strict=True)):
             if lo != start or spread.shape[first + i] != hi - lo:
                 spread = spread.narrow(first + i, lo - start, hi - lo)
         return spread
+
+    def widened(self, held: Region, out: Region) -> Widened | None:
+        """All that is held, spread without cutting."""
+        sides = []
+        if not self.holds(held, out):
+            return None
+        for s, given, wanted in zip(self.spreads, self.pixels(held), self.pixels(out), strict=True):
+            start = s.start(given)
+            stop = start + (given[1] - given[0] - 1) * s.stride + s.dilation * (s.kernel - 1) + 1
+            if wanted[0] < start or stop < wanted[1]:
+                return None
+            sides.append((start, stop))
+        made = (*out[: -self.dims], *sides)
+        return Widened((0,) * self.dims, made) if worthwhile(made, out) else None
+
+    def run_widened(self, crops: Sequence[torch.Tensor], widened: Widened) -> torch.Tensor:
+        """Spread all of the crop."""
+        return self._spread(*crops, more=(0,) * self.dims)
+
+    def _spread(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, more: tuple[int, ...]
+    ) -> torch.Tensor:
+        stride, dilation = tuple(s.stride for s in self.spreads), tuple(s.dilation for s in self.spreads)
+        made: torch.Tensor = _TRANSPOSE[self.dims](x, weight, bias, stride, 0, more, self.groups, dilation)
+        return made
 
     def place(self, out: Region) -> Any:
         """Where the wanted outputs lie among the windows, and which inputs there are."""

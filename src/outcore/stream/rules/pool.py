@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from outcore.graph.recording import Ref
 from outcore.ops.region import Bins, Interval, Region, Window
 from outcore.stream.call import Call, Given, Opaque, Reduction, Rule, rule
+from outcore.stream.overhang import Widened, windows_overhang
 from outcore.stream.rules.border import Reading
 from outcore.stream.rules.convolve import each
 from outcore.stream.rules.reduce import Largest, Mean
@@ -41,6 +42,10 @@ class _Sliding:
         """The padding."""
         return self.reading.beyond(self._reach(out))
 
+    def pads(self, out: Region) -> bool:
+        """Whether this region reaches beyond the image."""
+        return any(low or high for low, high in self.reading.beyond(self._reach(out)))
+
     def _reach(self, out: Region) -> tuple[Interval, ...]:
         return tuple(w.reach(i) for w, i in zip(self.windows, out[-len(self.windows) :], strict=True))
 
@@ -51,10 +56,22 @@ class MaxPool(_Sliding):
 
     def run(self, crops: Sequence[torch.Tensor], out: Region, given: Given) -> torch.Tensor:
         """Pool the crop, padded with minus infinity where the image ends."""
-        x = self.reading.read(crops[0], self._reach(out))
+        return self._pool(self.reading.read(crops[0], self._reach(out)), (0,) * len(self.windows))
+
+    def widened(self, held: Region, out: Region) -> Widened | None:
+        """How to run on all that is held, if the pool's own padding does."""
+        count = len(self.windows)
+        found = windows_overhang(self.windows, held, out) if held[:-count] == out[:-count] else None
+        fits = found is not None and all(2 * p <= w.kernel for p, w in zip(found.padding, self.windows, strict=True))
+        return found if fits else None
+
+    def run_widened(self, crops: Sequence[torch.Tensor], widened: Widened) -> torch.Tensor:
+        """Pool all of the crop, padded on both sides."""
+        return self._pool(crops[0], widened.padding)
+
+    def _pool(self, x: torch.Tensor, padding: tuple[int, ...]) -> torch.Tensor:
         kernel, stride = [w.kernel for w in self.windows], [w.stride for w in self.windows]
-        dilation = [w.dilation for w in self.windows]
-        made: torch.Tensor = _MAX[len(kernel)](x, kernel, stride, 0, dilation)
+        made: torch.Tensor = _MAX[len(kernel)](x, kernel, stride, padding, [w.dilation for w in self.windows])
         return made
 
 
