@@ -19,14 +19,14 @@ through torch (``p.mul_``) and not behind its back (``p.data.mul_``); `outcore.m
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
 
 from outcore.errors import OutcoreError
+from outcore.memory.arrivals import hook_modules
 from outcore.memory.gradients import GradientHomes
 from outcore.memory.lots import Lot, Use
 from outcore.memory.stepping import Stepper, Visits
@@ -39,35 +39,6 @@ __all__ = ["StateKeeper"]
 
 def _nothing() -> None:
     pass
-
-
-class _Arrival:
-    """A hook before a module's forward: what it computes with must be here."""
-
-    def __init__(self, keeper: StateKeeper | None = None, lots: Sequence[Lot] = (), *, holds: bool = False) -> None:
-        self.keeper = weakref.ref(keeper) if keeper is not None else None
-        self.lots, self.holds = tuple(lots), holds
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        """Before forward."""
-        keeper = self.keeper() if self.keeper is not None else None
-        if keeper is not None and not keeper.asleep:
-            keeper.need(*self.lots)
-            if self.holds:
-                keeper.held.update(self.lots)
-
-    def __reduce__(self) -> tuple[type[_Arrival], tuple[()]]:
-        return type(self), ()  # a copied or saved model has no state elsewhere
-
-
-class _Departure(_Arrival):
-    """A hook after the forward of a module that called others in between."""
-
-    def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
-        """After forward."""
-        keeper = self.keeper() if self.keeper is not None else None
-        if keeper is not None and not keeper.asleep:
-            keeper.held.subtract(self.lots)
 
 
 class StateKeeper(Traffic):
@@ -109,7 +80,8 @@ class StateKeeper(Traffic):
     def _take_over(self, uses: Sequence[Use]) -> None:
         """From now on state comes and goes by the policy."""
         optimizer = self.optimizer
-        self._hook_modules(uses)
+        if self.policy.parameters == "offload":
+            self.handles += hook_modules(self, uses)
         self._hook_gradients()
         optimizer.step = self._stepped()  # type: ignore[method-assign]
         if self.visits is not None:
@@ -122,17 +94,6 @@ class StateKeeper(Traffic):
     def fast(self) -> bool:
         """Whether parameters are updated in backward."""
         return self.watch is not None and self.watch.verdict is True
-
-    def _hook_modules(self, uses: Iterable[Use]) -> None:
-        lots: dict[nn.Module, dict[Lot, None]] = {}
-        for _, module, parameters in uses:
-            lots.setdefault(module, {}).update(dict.fromkeys(self.of[id(p)] for p in parameters))
-        for module, needed in lots.items() if self.policy.parameters == "offload" else ():
-            holds = self.windowed and any(True for _ in module.children())
-            self.handles.append(module.register_forward_pre_hook(_Arrival(self, list(needed), holds=holds)))
-            if holds:
-                left = _Departure(self, list(needed))
-                self.handles.append(module.register_forward_hook(left, always_call=True))
 
     def _hook_gradients(self) -> None:
         reference = weakref.ref(self)
