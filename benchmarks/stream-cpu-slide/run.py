@@ -68,6 +68,8 @@ def step(path: Path, memory: str, workers: int) -> dict[str, Any]:
         "predicted_bytes": plan.peak_bytes,
         "tile": plan.tile,
         "tiles": {"forward": counts.forward, "backward": counts.backward, "reused": counts.reused},
+        "waits": [[round(a - begin, 3), round(b - begin, 3)] for a, b in counts.waits],
+        "reads": [[name, round(a - begin, 3), round(b - begin, 3)] for name, a, b in counts.reads],
     }
 
 
@@ -130,7 +132,8 @@ def main() -> None:
         if options.side:
             slide = write_slide(folder / "slide.tif", Scene(size=(options.side, options.side), share=0.2))
             document["rows"].append({"what": "step", "share": 0.2, **alone(slide, options.memory, options.workers)})
-            print(document["rows"][-1], flush=True)
+            print({k: v for k, v in document["rows"][-1].items() if k not in ("waits", "reads")}, flush=True)
+            options.output.write_text(json.dumps(document) + "\n")
             document["rows"].append({"what": "infer", **infer(slide, folder, options.memory)})
             print(document["rows"][-1], flush=True)
         for share in [float(s) for s in options.shares.split(",") if s]:
@@ -138,9 +141,10 @@ def main() -> None:
                 folder / "part.tif", Scene(size=(options.share_side, options.share_side), share=share, tile=128)
             )
             row = alone(part, "100MiB", options.workers)
+            del row["waits"], row["reads"]
             document["rows"].append({"what": "share", "side": options.share_side, "share": share, **row})
             print(document["rows"][-1], flush=True)
-    options.output.write_text(json.dumps(document, indent=1) + "\n")
+    options.output.write_text(json.dumps(document) + "\n")
 
 
 if __name__ == "__main__":

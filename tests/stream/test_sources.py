@@ -99,6 +99,23 @@ def test_a_source_that_fails_says_so_and_leaves_no_thread() -> None:
         stream(classifier(), tile=16, workers=2)(image)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_timeline_of_a_step_shows_every_read_and_every_wait(workers: int) -> None:
+    image = FunctionSource(
+        (1, 3, 64, 64), lambda r: torch.rand([b - a for a, b in r], dtype=torch.float64), torch.float64
+    )
+    streamed = stream(classifier(), tile=32, workers=workers)
+    streamed(image).sum().backward()
+    counts = streamed.counts
+    assert len(counts.reads) == counts.forward + counts.backward == 8
+    assert len(counts.waits) == 8 + 2  # and one at the end of each pass
+    assert sum(b - a for a, b in counts.waits) == pytest.approx(counts.waited_s)
+    ends = sorted(b for _, _, b in counts.reads)
+    tiles = [b for i, (_, b) in enumerate(counts.waits) if i not in (4, 9)]
+    assert all(read <= there for read, there in zip(ends, tiles, strict=True))
+    assert ({name for name, _, _ in counts.reads} == {threading.main_thread().name}) == (workers == 0)
+
+
 def test_glass_is_computed_once_in_both_passes() -> None:
     x = torch.full((1, 3, 256, 224), 0.92, dtype=torch.float64)
     x[:, :, 100:130, 60:100] = torch.rand(1, 3, 30, 40, dtype=torch.float64)

@@ -52,6 +52,10 @@ class Counts:
     """Tiles that equal one computed before, forward and backward."""
     waited_s: float = 0.0
     """Time in which a tile was to be computed and its pixels were not there."""
+    waits: list[tuple[float, float]] = field(default_factory=list)
+    """When that was, on the clock of `time.perf_counter`: between two of them, a tile is computed."""
+    reads: list[tuple[str, float, float]] = field(default_factory=list)
+    """Which thread read a tile's pixels, from when to when."""
 
 
 @dataclass
@@ -109,7 +113,9 @@ class Work:
             place = tuple((name, plan.regions[name]) for name in images if name in plan.regions)
             if (held := self.cached.get(place)) is not None:
                 return held
+            start = time.perf_counter()
             crops = {name: self._ready(self.images[name].read(region)) for name, region in place}
+            self.counts.reads.append((threading.current_thread().name, start, time.perf_counter()))
             size = sum(c.numel() * c.element_size() for c in crops.values())
             with self.lock:
                 if self.cached_bytes + size <= self.options.cache_bytes:
@@ -121,7 +127,8 @@ class Work:
         while True:
             start = time.perf_counter()
             tile = next(tiles, None)
-            self.counts.waited_s += time.perf_counter() - start
+            self.counts.waits.append((start, time.perf_counter()))
+            self.counts.waited_s += self.counts.waits[-1][1] - start
             if tile is None:
                 return
             yield tile
