@@ -37,6 +37,9 @@ __all__ = ["Program"]
 
 _PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.memory_format)
 
+_Attribute = tuple[dict[str, Any], str, Any]
+"""Of a module: its dictionary, the name in it, the value that was there."""
+
 
 @dataclass
 class Program:
@@ -56,8 +59,8 @@ class Program:
     kept: dict[str, torch.Tensor] = field(default_factory=dict)
     differing: frozenset[str] = frozenset()
     """Steps whose arguments differ from member to member."""
-    watched: tuple[tuple[dict[str, Any], str, Any], ...] = ()
-    """Attributes of modules, as they were."""
+    watched: tuple[tuple[_Attribute, ...], ...] = ()
+    """Attributes of each member's modules, as they were."""
     written: frozenset[str] = frozenset()
     state_values: frozenset[str] = frozenset()
     """Values that are parameters or buffers themselves, and are written as such."""
@@ -93,7 +96,7 @@ class Program:
             obstacle,
             members=tuple(members),
             unfused=tuple(unfused),
-            watched=tuple(_watched(members)),
+            watched=tuple(tuple(_watched(member)) for member in members),
             differing=differing,
             written=written_values(graph),
             state_values=state_in_place(recording),
@@ -101,7 +104,7 @@ class Program:
 
     def outdated(self) -> bool:
         """Whether a number that a member's forward may have looked at has changed since."""
-        return any(attributes.get(name, _GONE) != value for attributes, name, value in self.watched)
+        return any(attributes.get(name, _GONE) != value for own in self.watched for attributes, name, value in own)
 
     def rebound(self, members: Sequence[Training]) -> Program:
         """The same for other members of the very same settings, or for the first of them.
@@ -109,8 +112,8 @@ class Program:
         What is watched is the new members', beside the values of the recording: one of evaluation stays one.
         """
         others = {slot: recording for slot, recording in self.others.items() if slot < len(members)}
-        pairs = zip(_watched(members), self.watched, strict=False)
-        watched = tuple((attributes, name, before) for (attributes, name, _), (_, _, before) in pairs)
+        before = zip(members, self.members, self.watched, strict=False)
+        watched = tuple(seen if new is old else _seen_on(new, seen) for new, old, seen in before)
         return replace(self, others=others, members=tuple(members), watched=watched)
 
     @contextlib.contextmanager
@@ -253,15 +256,19 @@ class _FusedTape(Tape):
 _GONE = object()
 
 
-def _watched(members: Sequence[Training]) -> Iterator[tuple[dict[str, Any], str, Any]]:
+def _watched(member: Training) -> Iterator[_Attribute]:
     """What users change between steps: numbers on modules of their own, modes, rates of dropout."""
-    for member in members:
-        for module in member.modules():
-            own = not type(module).__module__.startswith("torch.nn.")
-            for name, value in module.__dict__.items():
-                plain = isinstance(value, bool | int | float | str)
-                if plain and (own or name in ("training", "p")) and name != "call_super_init":
-                    yield module.__dict__, name, value
+    for module in member.modules():
+        own = not type(module).__module__.startswith("torch.nn.")
+        for name, value in module.__dict__.items():
+            plain = isinstance(value, bool | int | float | str)
+            if plain and (own or name in ("training", "p")) and name != "call_super_init":
+                yield module.__dict__, name, value
+
+
+def _seen_on(member: Training, before: Sequence[_Attribute]) -> tuple[_Attribute, ...]:
+    """The attributes of another member, with the values that were seen."""
+    return tuple((now[0], now[1], seen[2]) for now, seen in zip(_watched(member), before, strict=False))
 
 
 def _signature(member: Training) -> list[Any]:
