@@ -30,6 +30,19 @@ def samples_of(directory: Path, name: str) -> list[Sample]:
     return []
 
 
+def training(directory: Path, dtype: str) -> list[Sample]:
+    """What a calibration is fitted to.
+
+    Batch norms of the sweep had weights of the small type, which nobody's have: where there are norms from networks
+    (`benchmarks/step-prediction/norms.py`) they stand in their place.
+    """
+    norms = samples_of(directory, f"norms-{dtype}")
+    swept = [s for name in ("sweep", "family", "parts") for s in samples_of(directory, f"{name}-{dtype}")]
+    if norms and dtype == "bf16":
+        swept = [s for s in swept if (s.operation.kind, s.operation.variant) != ("norm", "batch")]
+    return swept + norms
+
+
 def score(predicted: Any, measured: Any) -> dict[str, float]:
     error = np.abs(np.asarray(predicted) / np.asarray(measured) - 1)
     return {
@@ -168,7 +181,7 @@ def main() -> None:
     result: dict[str, Any] = {"date": date, "environment": environment, "machine": machine.to_json(), "precisions": {}}
     slug = "-".join("".join(c if c.isalnum() else " " for c in device.name.lower()).split())
     for dtype in ("fp32", "tf32", "bf16"):
-        train = [s for name in ("sweep", "family", "parts") for s in samples_of(options.samples, f"{name}-{dtype}")]
+        train = training(options.samples, dtype)
         if not train:
             continue
         path = options.calibrations / file_name(device.name, dtype)

@@ -121,3 +121,51 @@ def test_inputs_that_cannot_be_folded_are_copied_before_a_product() -> None:
     both = 2 * 2 * 512 * 64 * 64 * 4
     assert copied(turned=True) == both
     assert copied(turned=False) == 0
+
+
+def moved(net: nn.Module, shape: tuple[int, ...], kind: str) -> tuple[int, int]:
+    """Bytes that the first call of a kind moves beside its work, forward and backward."""
+    graph = outcore.capture(net, (torch.randn(shape, requires_grad=True),))
+    moves = Movement(graph, account(graph, "cuda"), {s.name: s for s in recording_of(graph).steps})
+    return moves.bytes_of(next(n for n, c in graph.calls.items() if graph.blocks[c.block].type == kind))
+
+
+def test_a_gradient_that_arrives_turned_is_copied_by_what_cannot_use_it_so() -> None:
+    class Turned(nn.Module):
+        def __init__(self, turned: bool) -> None:
+            super().__init__()
+            self.norm, self.turned = nn.LayerNorm(16), turned
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.norm(x.view(8, 4, 16))
+            y = y.transpose(0, 1).contiguous() if self.turned else y
+            return torch.square(y)
+
+    assert moved(Turned(True), (32, 16), "LayerNorm") == (0, 2 * 32 * 16 * 4)
+    assert moved(Turned(False), (32, 16), "LayerNorm") == (0, 0)
+
+
+def test_a_roll_is_a_slow_copy_for_every_dimension() -> None:
+    class Rolled(nn.Module):
+        def __init__(self, *dims: int) -> None:
+            super().__init__()
+            self.dims = dims
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.roll(x, [1] * len(self.dims), list(self.dims)).square()
+
+    once, twice = (moved(Rolled(*dims), (8, 8, 4), "roll")[0] for dims in ((0,), (0, 1)))
+    assert twice == 3 * once == 6 * 8 * 8 * 4 * 4
+
+
+def test_a_bias_is_added_by_itself_where_the_rows_cannot_be_folded() -> None:
+    class Turned(nn.Module):
+        def __init__(self, bias: bool) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 24, bias=bias)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x.transpose(0, 1))
+
+    with_bias, without = (moved(Turned(bias), (8, 4, 16), "Linear")[0] for bias in (True, False))
+    assert with_bias - without == 2 * 8 * 4 * 24 * 4

@@ -1,6 +1,6 @@
 """Bytes a GPU moves beside the operations themselves.
 
-Four things cost time on a GPU that no description of a layer shows:
+Five things cost time on a GPU that no description of a layer shows:
 
 - *casts*: under autocast the weights of a matrix product are cast to the small type in forward and their gradients back
   in backward, and so is an input that is float32; norms, softmax and losses are computed in float32 instead, and
@@ -8,8 +8,11 @@ Four things cost time on a GPU that no description of a layer shows:
   recorded on one says little about the other);
 - *views*: taking a part of a tensor is free, but its gradient is a tensor of zeros with that part written into it;
 - *foldings*: a matrix product of many dimensions is done as one of two or three; where the strides of an input do not
-  allow that, as after a transposition of heads and positions, it is copied first;
-- *rearranging copies*: rolling, padding and resizing cost in backward what they cost in forward.
+  allow that, as after a transposition of heads and positions, it is copied first, and a bias is added by itself;
+- *rearranging copies*: rolling, padding and resizing cost in backward what they cost in forward, and rolling several
+  dimensions is a slow copy for each;
+- *turned gradients*: one that arrives in another layout than its tensor's (`CallCost.arriving`) is copied by what
+  cannot use it so: views, products, norms, convolutions.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from collections.abc import Mapping
 from outcore.cost.costs import Costs
 from outcore.graph import Graph, Value
 from outcore.graph.recording import Step
+from outcore.ops.rearranging import WITHOUT_WORK
 
 __all__ = ["Movement"]
 
@@ -40,6 +44,8 @@ _DOWN = frozenset(
 )
 _ROWS = frozenset("Linear linear NonDynamicallyQuantizableLinear Conv1D".split())
 _PRODUCTS = _ROWS | frozenset(("matmul",))
+_WHOLE = _DOWN | frozenset("LayerNorm layer_norm BatchNorm2d BatchNorm3d GroupNorm group_norm".split())
+"""Operations whose backward needs gradients without gaps, in one order."""
 _PARTS = frozenset("getitem select narrow unbind diagonal".split())
 _BACK_AGAIN = frozenset("roll pad flip repeat interpolate Upsample ZeroPad2d".split())
 _JOINED = frozenset("chunk split unbind".split())
@@ -70,7 +76,13 @@ class Movement:
         if kind in _PRODUCTS:
             copied = sum(2 * v.bytes for v in inputs if not _folds(v, keep=1 if kind in _ROWS else 2))
             forward += copied
+            if copied and kind in _ROWS and len(call.parameters) > 1:
+                forward += 2 * sum(self.graph.values[v].bytes for v in call.outputs)
             backward += copied
+        if kind == "roll" and inputs:
+            more = 2 * inputs[0].bytes * (2 * self._rolled(name) - 1)
+            forward += more
+            backward += more
         if self.promoted(name):
             narrow = sum(_elements(v) for v in inputs if v.dtype in _HALVES and not self._is_wide(v))
             forward += 6 * narrow
@@ -80,7 +92,24 @@ class Movement:
             backward += whole + 2 * part if kind not in _JOINED else 2 * whole
         if cost.has_backward and kind in _BACK_AGAIN and call.outputs:
             backward += 2 * max(self.graph.values[call.outputs[0]].bytes, *(v.bytes for v in inputs[:1]))
+        backward += self._turned(name, kind)
         return forward, backward if cost.has_backward else 0
+
+    def _rolled(self, name: str) -> int:
+        """How many dimensions a roll moves along."""
+        step = self.steps[name]
+        dims = step.kwargs.get("dims", step.args[2] if len(step.args) > 2 else 0)
+        return len(dims) if isinstance(dims, tuple | list) else 1
+
+    def _turned(self, name: str, kind: str) -> int:
+        """Bytes of copies of gradients that do not arrive as they are needed."""
+        cost = self.costs.calls[name]
+        whole = [of for of, stride in cost.arriving.items() if 0 not in stride]
+        if kind in _PARTS or not whole:
+            return 0
+        if kind in WITHOUT_WORK:
+            return sum(2 * gradient.bytes for gradient in cost.gradients)
+        return sum(2 * self.graph.values[of].bytes for of in whole) if kind in _WHOLE else 0
 
     def _is_wide(self, value: Value) -> bool:
         """Whether a value is float32 on a GPU: by its type, or because what makes it is promoted there."""
