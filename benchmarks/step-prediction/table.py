@@ -23,7 +23,7 @@ def table(rows: list[Row]) -> str:
         chosen = [row for row in rows if bound_of(row) == bound]
         if chosen:
             columns = COLUMNS + (DRIFT if bound == "host" else [])
-            columns = [c for c in columns if any(c[1](row) for row in chosen if "error" not in row)]
+            columns = [c for c in columns if any(c[1](row) for row in chosen if "error" not in row)] or COLUMNS[:1]
             summary = _summary([row for row in chosen if row in good])
             parts += [f"**{title}** ({len(chosen)} cases)", "", *_lines(chosen, columns), "", *summary, ""]
     return "\n".join(parts)

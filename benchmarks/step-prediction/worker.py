@@ -25,6 +25,7 @@ class Worker:
 
     def __init__(self, name: str, precision: str, kind: str, slots: Any) -> None:
         self.name, self.precision = name, precision
+        self.slots = slots  # must live until the process has opened it
         self.pipe, theirs = SPAWN.Pipe()
         self.process = SPAWN.Process(target=serve, args=(theirs, name, precision, kind, slots), daemon=True)
         self.process.start()
