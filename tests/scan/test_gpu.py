@@ -132,10 +132,10 @@ def test_a_busy_device_is_not_waited_for() -> None:
     reference, ours = pair("LSTM", 5, 20, Options(backward="scan", forward=Newton(tolerance=1e-12)), device="cuda")
     x = torch.randn(1500, 3, 5, dtype=torch.float64, device="cuda")
     expected = everything(reference, x)
-    everything(ours, x)  # compiles the kernels
-    torch.cuda.synchronize()
-    torch.cuda._sleep(2_000_000_000)
-    found = everything(ours, x)
+    for _ in range(2):  # the first compiles the kernels that are launched unseen
+        torch.cuda.synchronize()
+        torch.cuda._sleep(2_000_000_000)
+        found = everything(ours, x)
     assert not ours.report.layers[0].outcomes[0].known
     assert largest_error(expected, found) < 1e-9
     assert ours.report.layers[0].solvers == ["relaxation"]

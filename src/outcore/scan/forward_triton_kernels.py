@@ -44,7 +44,7 @@ def _on(
 ):  # fmt: skip
     """One step of the cell."""
     x0, x1, x2, x3 = now
-    p0 = _dot(h, w0, PRECISION, KIND == 0) + u0
+    p0 = _dot(h, w0, PRECISION) + u0
     if KIND == 0:
         if RELU:
             h = tl.maximum(p0 + x0, 0.0)

@@ -56,23 +56,24 @@ def _pieces(x):
 
 
 @triton.jit
-def _dot(x, w, PRECISION: tl.constexpr, APART: tl.constexpr = False):
+def _dot(x, w, PRECISION: tl.constexpr):
     """Product of two tiles.
 
     "full" is what float32 would give, from six products of bfloat16 pieces; those left out are below rounding.
     (Three TF32 products are as many operations, but TF32 operands take four times as long to load from shared
-    memory.) float64 is "ieee". APART: three sums that do not wait for each other, for a step of one product, which
-    waits for its longest chain; several products do so for each other anyway, and need the registers.
+    memory.) float64 is "ieee".
     """
     if PRECISION == "bf16":
         return tl.dot(x.to(tl.bfloat16), w.to(tl.bfloat16))
     elif PRECISION == "full":
         x0, x1, x2 = _pieces(x)
         w0, w1, w2 = _pieces(w)
-        total = tl.dot(x2, w0, tl.dot(x0, w2, tl.dot(x1, w1)))
-        if APART:
-            return tl.dot(x0, w0) + (tl.dot(x1, w0, tl.dot(x0, w1)) + total)
-        return tl.dot(x0, w0, tl.dot(x1, w0, tl.dot(x0, w1, total)))
+        total = tl.dot(x1, w1)
+        total = tl.dot(x0, w2, total)
+        total = tl.dot(x2, w0, total)
+        total = tl.dot(x0, w1, total)
+        total = tl.dot(x1, w0, total)
+        return tl.dot(x0, w0, total)
     else:
         return tl.dot(x, w, input_precision=PRECISION, out_dtype=x.dtype)
 
@@ -110,7 +111,7 @@ def _back(
             g = tl.where(a0 > 0, g, 0.0)
         else:
             g = g * (1 - a0 * a0)
-        c = _dot(g, w0, PRECISION, True)
+        c = _dot(g, w0, PRECISION)
     if KIND == 1:
         c = _dot(g * a1, w0, PRECISION) + _dot(g * a2, w1, PRECISION) + _dot(g * a3, w2, PRECISION) + g * a4
     if KIND == 2:
