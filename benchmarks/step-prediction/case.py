@@ -25,7 +25,7 @@ HOST = ("between_s", "start_s", "beat_s", "sum_bytes_per_s", "sum_dispatch_s")
 """What costs say of the host beside the calls."""
 GROUPS = {True: 7, False: 2}
 """Groups of timed steps among the measurements of a case, beside one at the start: many where steps are so short that
-the host may set their pace."""
+the host may set their pace (`SHORT_S`)."""
 SHORT_S = 0.03
 
 
@@ -41,6 +41,7 @@ class Case:
         self.graph = outcore.capture(self.model, self.batch)
         captured = time.perf_counter()
         self.accounted = account(self.graph, device)
+        self.short = False
         self.row: dict[str, Any] = {"capture_s": captured - start, "account_s": time.perf_counter() - captured}
 
     def warm_up(self) -> None:
@@ -48,23 +49,33 @@ class Case:
 
         Libraries choose their kernels anew in each thread.
         """
-        if self.device.type == "cuda":
-            steps = Steps(self.model, self.batch, self.device)
+        if self.device.type != "cuda":
+            return
+        steps = Steps(self.model, self.batch, self.device, short=False)
+        try:
+            steps.step()
             with torch.autograd.set_multithreading_enabled(False):
                 steps.step()
-            steps.optimizer.zero_grad()
+            synchronise(self.device)
+            start = time.perf_counter()
+            steps.step()
+            synchronise(self.device)
+            self.short = time.perf_counter() - start < SHORT_S
+        except torch.OutOfMemoryError:  # others prepare at the same time; then it is planned when its turn comes
+            pass
+        steps.optimizer.zero_grad()
 
     def run(self, seconds: float) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Measure the calls alone, with real steps in between, and predict; the figures, and what each call took."""
         start = time.perf_counter()
         clean(self.device)
         others = allocated(self.device) - self.own_bytes()
-        steps = Steps(self.model, self.batch, self.device)
+        steps = Steps(self.model, self.batch, self.device, short=self.short)
         costs = measure(
             self.graph,
             self.device,
             time_limit_s=seconds,
-            runs=10,
+            runs=6,
             accounted=self.accounted,
             progress=steps.between if self.device.type == "cuda" else None,
         )
@@ -117,19 +128,13 @@ def distinct(costs: Costs) -> list[dict[str, Any]]:
 class Steps:
     """Real training steps, timed in small groups while the calls are measured: the host does not keep its pace."""
 
-    def __init__(self, model: Training, batch: tuple[torch.Tensor, ...], device: torch.device) -> None:
-        self.model, self.batch, self.device = model, batch, device
+    def __init__(self, model: Training, batch: tuple[torch.Tensor, ...], device: torch.device, *, short: bool) -> None:
+        self.model, self.batch, self.device, self.short = model, batch, device, short
         self.optimizer = Adam(model.parameters())
         self.wall: list[float] = []
         self.processor: list[float] = []
         self.beats: list[float] = []
-        self.groups, self.spent_s, self.short = 0, 0.0, False
-        if device.type == "cuda":
-            self._group(1, 0)
-            begin = time.perf_counter()
-            self._group(1, 0)
-            self.short = time.perf_counter() - begin < SHORT_S
-            self.optimizer.zero_grad()
+        self.groups, self.spent_s = 0, 0.0
 
     def step(self) -> None:
         self.optimizer.zero_grad()
@@ -141,13 +146,13 @@ class Steps:
         groups = GROUPS[self.short]
         if done * groups >= self.groups * total and self.groups <= groups:
             self.groups += 1
-            self._group(1, 3 if self.short else 2)
+            first = self.groups == 1
+            self._group(2 if first else 1, 3 if self.short else 2 if first else 1)
             self.optimizer.zero_grad()
 
     def result(self, base: int) -> dict[str, Any]:
         """Median time of the steps, and the peak of one more; `base` is what was allocated before them."""
         if self.device.type == "cuda":
-            self._group(1, 0)
             torch.cuda.reset_peak_memory_stats(self.device)
             self.step()
             memory = {

@@ -112,7 +112,7 @@ def measure_all(out: Path, device: torch.device, given: argparse.Namespace) -> N
 
 def on_a_gpu(names: list[str], out: Path, given: argparse.Namespace, end: float) -> None:
     """A process for each network and precision; every round has one batch size of each."""
-    slots = SPAWN.Semaphore(4)
+    slots = SPAWN.Semaphore(8)  # full batches in the memory of the device
     workers = [Worker(n, p, "cuda", slots) for n in names for p in ("bf16", "tf32")]
     phases = [("device", [0, 1])] if given.bound != "host" else []
     phases += [("host", [-1])] if given.bound != "device" else []

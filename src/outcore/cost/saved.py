@@ -121,7 +121,9 @@ class _Trials:
         key = (self.keys[call.name], tuple((call.outputs.index(name), stride) for name, stride in odd.items()))
         if key not in self.tried:
             tried, reason = try_call(self.graph, self.steps[call.name], self.recording, self.device, odd)
-            self.tried[key] = (cost if reason else tried, call)
+            self.tried[key] = (replace(tried, reason=reason), call)
+        if self.tried[key][0].reason:
+            return cost
         with_odd = _named(self.graph, *self.tried[key], call, self.sizes)
         return replace(
             cost,
