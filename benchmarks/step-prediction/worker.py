@@ -60,7 +60,7 @@ def serve(pipe: Any, name: str, precision: str, kind: str, slots: Any) -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     device = torch.device(kind)
     network = (networks.GPU if kind == "cuda" else networks.CPU)[name]
-    prepared: dict[int, Case | Exception] = {}
+    prepared: dict[int, Case] = {}
 
     def case_of(size: int) -> Case:
         case = Case(network, size, precision == "bf16", device)
@@ -72,17 +72,13 @@ def serve(pipe: Any, name: str, precision: str, kind: str, slots: Any) -> None:
 
     for what, size, seconds in _asked(pipe):
         if what == "prepare":
-            try:
+            with contextlib.suppress(Exception):  # the memory may be full of others: again when its turn comes
                 prepared[size] = case_of(size)
-            except Exception as error:
-                prepared[size] = error
             pipe.send({})
             continue
         row: dict[str, Any] = {"network": name, "batch": size, "precision": precision}
         try:
-            case = prepared.pop(size, None)
-            if not isinstance(case, Case):  # it may have failed because the memory was full of others
-                case = case_of(size)
+            case = prepared.pop(size, None) or case_of(size)
             figures, row["distinct"] = case.run(seconds)
             row |= figures
         except Exception as error:
