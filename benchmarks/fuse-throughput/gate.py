@@ -1,46 +1,49 @@
 """Processes that prepare side by side and measure alone.
 
-Building models, recording them and letting cuDNN pick its algorithms takes seconds of CPU per row; the row itself a
-fraction of one. So several processes prepare at the same time, and whoever measures has the machine for itself: all
-others stand still, on the CPU too. What is prepared lies on the device until it is measured: rows are admitted by the
-memory they will take, and one that must wait for it holds nobody up.
+Building models, recording them and letting cuDNN pick its algorithms takes seconds of CPU per row, for some workloads a
+minute; the row itself a fraction of a second. So several processes prepare at the same time, and whoever measures has
+the machine for itself: it stops all others where they are (SIGSTOP), waits until the device has done what they had
+asked for, and lets them go on afterwards. Nobody has to wait until others are ready.
+
+What is prepared lies on the device until it is measured, so rows are admitted by the memory they will take.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
+import time
 from collections.abc import Iterator
 from multiprocessing.context import BaseContext
 
-_PATIENCE_S = 90.0
-"""How long to wait for a process that may have died."""
+_SETTLED_S = 0.25
+"""What stopped processes have put in the device's queue is done by then."""
 
 
 class Gate:
     """Shared by `count` processes."""
 
     def __init__(self, context: BaseContext, count: int, gib: float) -> None:
-        self.count, self.permits, self.turnstile = count, context.Semaphore(count), context.Lock()
+        self.turn, self.pids = context.Lock(), context.Array("i", count, lock=False)
         self.gib, self.free, self.changed = gib, context.Value("d", gib, lock=False), context.Condition()
 
     @contextlib.contextmanager
-    def prepare(self) -> Iterator[None]:
-        """Inside, others may prepare too."""
-        self._take(1)
+    def inside(self, index: int) -> Iterator[None]:
+        """A process takes part, as number `index`."""
+        self.pids[index] = os.getpid()
         try:
             yield
         finally:
-            self.permits.release()
+            self.pids[index] = 0
 
     @contextlib.contextmanager
     def room(self, gib: float) -> Iterator[None]:
-        """Inside `prepare`: wait until there is so much memory, and have it; never twice at a time."""
+        """Wait until there is so much memory, and have it; never twice at a time."""
         wanted = min(gib, self.gib)
-        self.permits.release()  # who waits does not prepare
         with self.changed:
             self.changed.wait_for(lambda: self.free.value >= wanted)
             self.free.value -= wanted
-        self._take(1)
         try:
             yield
         finally:
@@ -50,19 +53,17 @@ class Gate:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Inside `prepare`: wait until nobody prepares, and have the machine."""
-        self.permits.release()
-        taken = self._take(self.count)
-        try:
-            yield
-        finally:
-            for _ in range(taken):
-                self.permits.release()
-            self._take(1)
+        """Have the machine."""
+        with self.turn:
+            try:
+                self._send(signal.SIGSTOP)
+                time.sleep(_SETTLED_S)
+                yield
+            finally:
+                self._send(signal.SIGCONT)
 
-    def _take(self, count: int) -> int:
-        taken = 0
-        with self.turnstile:
-            for _ in range(count):
-                taken += self.permits.acquire(timeout=_PATIENCE_S)
-        return taken
+    def _send(self, what: signal.Signals) -> None:
+        for pid in self.pids:
+            if pid not in (0, os.getpid()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, what)

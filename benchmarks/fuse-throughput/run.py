@@ -115,7 +115,7 @@ def packed(jobs: list[Job], count: int, limit_gib: float = 20) -> Iterator[list[
         yield some
 
 
-def work(lane: tuple[str, ...], gate: Any, given: argparse.Namespace, begun: float, rows: Any) -> None:
+def work(index: int, lane: tuple[str, ...], gate: Any, given: argparse.Namespace, begun: float, rows: Any) -> None:
     """One process: prepare beside others, measure alone."""
     import warnings
 
@@ -126,7 +126,7 @@ def work(lane: tuple[str, ...], gate: Any, given: argparse.Namespace, begun: flo
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     torch.set_num_threads(1)
     bench = measures.Bench(torch.device(given.device), given.seconds, gate.alone)
-    with gate.prepare():
+    with gate.inside(index):
         for task in lane:
             which, _, kinds = task.partition(":")
             asked = (kinds or "base").split("+")
@@ -171,6 +171,7 @@ def main() -> None:
     parser.add_argument("--tasks", default=TASKS)
     parser.add_argument("--counts", default="2,4,8,32", help="members of the rows of a sweep")
     parser.add_argument("--limit", type=float, default=200, help="seconds after which no row is begun")
+    parser.add_argument("--grace", type=float, default=10, help="seconds that rows begun before may take after")
     parser.add_argument("--seconds", type=float, default=0.15)
     parser.add_argument("--together", type=int, default=2, help="small rows that a process prepares before timing them")
     parser.add_argument("--gib", type=float, default=100, help="memory that prepared rows may take")
@@ -182,13 +183,13 @@ def main() -> None:
 
     context = multiprocessing.get_context("fork")
     gate, rows, begun = Gate(context, len(lanes), given.gib), context.Queue(), time.time()
-    workers = [context.Process(target=work, args=(lane, gate, given, begun, rows)) for lane in lanes]
+    workers = [context.Process(target=work, args=(i, lane, gate, given, begun, rows)) for i, lane in enumerate(lanes)]
     for worker in workers:
         worker.start()
     facts, found, running = environment(given.device), [], len(workers)
-    while running and any(w.is_alive() for w in workers):
+    while running and any(w.is_alive() for w in workers) and time.time() - begun < given.limit + given.grace:
         try:
-            row = rows.get(timeout=5)
+            row = rows.get(timeout=1)
         except Exception:
             continue
         if row is None:
@@ -200,6 +201,8 @@ def main() -> None:
         told = f"{row['step_s'] * 1e3:.2f} ms" if "step_s" in row else {k: row[k] for k in row if k in shown}
         named = (row[k] for k in ("workload", "precision", "what", "members"))
         print(*named, told, row.get("refused") or "", row.get("at_s", ""), flush=True)
+    for worker in workers:
+        worker.kill()  # whoever is late, or stopped
     print(f"{len(found)} rows in {time.time() - begun:.0f} s", flush=True)
 
 
