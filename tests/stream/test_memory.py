@@ -63,6 +63,15 @@ def test_memory_does_not_grow_with_the_image() -> None:
     assert plain[1] > 3 * plain[0]
 
 
+def test_nor_do_copies_of_weights_in_half_precision_pile_up_from_tile_to_tile() -> None:
+    layers = [nn.Conv2d(3, 96, 3), nn.BatchNorm2d(96), nn.Conv2d(96, 96, 3), nn.BatchNorm2d(96)]
+    net = with_statistics(nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())).eval()
+    streamed = stream(net, tile=12)
+    with torch.autocast("cpu", torch.bfloat16):
+        peaks = [counted(net, streamed, torch.randn(1, 3, side, side)) for side in (48, 144)]
+    assert peaks[1] <= 1.01 * peaks[0]
+
+
 def test_the_planned_budget_is_kept_and_a_larger_one_is_not_slower() -> None:
     net, x = network(), torch.randn(1, 3, 512, 512)
     graph = outcore.capture(net, [tuple(x.shape)])

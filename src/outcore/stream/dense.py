@@ -106,6 +106,7 @@ class _Pass:
                 if gradient is not None:
                     run.store.add_gradient(source, run.network.shapes[source], plan.regions[source], gradient)
             self.sums.add(parameters, found[len(wanted) :])
+            torch.clear_autocast_cache()
 
     def _region(self, out: Region) -> Region:
         """The target's region: batch and pixels of the output; its channels, if it has any."""

@@ -162,6 +162,7 @@ class Execution(Work):
                     self.store.add_gradient(name, self.network.shapes[name], plan.regions[name], part)
             sums.add(parameters, found[len(leaves) :])
             del found, leaves, wanted
+            torch.clear_autocast_cache()  # else it keeps what every tile's global weights were cast to
 
     def _received(
         self, stage: Stage, family: Family, made: Mapping[str, torch.Tensor]
