@@ -28,7 +28,7 @@ def model(network="VGG19", pretrained=False, classes=2):
         net = getattr(zoo, network)(weights=weights)
     if not pretrained:
         for norm in (m for m in net.modules() if isinstance(m, nn.BatchNorm2d)):
-            norm.momentum = None  # average over all steps: after a few, a running mean is still near where it began
+            norm.momentum = 0.5  # at 0.1, the statistics of a few steps are still near where they began
     if isinstance(getattr(net, "fc", None), nn.Linear):
         net.fc = nn.Linear(net.fc.in_features, classes)
     else:

@@ -77,3 +77,23 @@ def test_tiles_written_by_hand_are_a_plan(job: Path, tmp_path: Path) -> None:
     words = (f"data.train={tmp_path}/slides/slides.csv", f"plan.file={tmp_path}/plan.json")
     code, said = run(job, tmp_path / "run", *words)
     assert code == 0 and "by the plan that was given" in said
+
+
+def test_with_channels_last_as_on_a_gpu_a_run_goes_on_bitwise(job: Path, tmp_path: Path) -> None:
+    words = (f"data.train={tmp_path / 'slides' / 'slides.csv'}", "plan.tile=256")
+    with mock.patch.object(tiling, "arranged", lambda model: model.to(memory_format=torch.channels_last)):
+        run(job, tmp_path / "run", *words, "train.epochs=1")
+        run(job, tmp_path / "run", *words, "train.epochs=2")
+        run(job, tmp_path / "straight", *words, "train.epochs=2")
+    run(job, tmp_path / "plain", *words, "train.epochs=2")
+    assert same(weights(tmp_path / "run"), weights(tmp_path / "straight"))
+    for name, tensor in weights(tmp_path / "plain").items():
+        torch.testing.assert_close(tensor, weights(tmp_path / "run")[name], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_weights_of_images_have_their_channels_last() -> None:
+    net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Flatten()).cuda()
+    assert tiling.arranged(net) is net
+    assert net[0].weight.is_contiguous(memory_format=torch.channels_last)

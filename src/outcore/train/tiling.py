@@ -5,6 +5,9 @@ what it would have done, so it takes the tiles it had. The same document may be 
 
 Much of a slide is glass, and tiles of one colour are computed once. How many there are is seen on the coarsest level of
 the first slide, so that the time that is expected is that of the tissue.
+
+On a GPU the channels of images come last. With pixels last cuDNN turns tiles around in a workspace of its own: on an
+H200, 9.9 GiB for one convolution of 16 channels over 1511 x 1511 pixels in bf16, which no prediction knows of.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from outcore.train.config import Config
 from outcore.train.precision import computing
 from outcore.train.start import Forecast, device_here
 
-__all__ = ["READERS", "apply_tiles", "computed_share", "plan_stream"]
+__all__ = ["READERS", "apply_tiles", "arranged", "computed_share", "plan_stream"]
 
 READERS = 2
 """Threads that read the tiles of a slide ahead."""
@@ -45,6 +48,7 @@ def plan_stream(model: nn.Module, config: Config, expected: Forecast, inputs: An
         StreamError: nothing can be streamed.
     """
     name, device = device_here(config.train.device)
+    model = arranged(model)
     # The optimizer's state is not the plan's to know.
     state = 2 * sum(p.numel() * p.element_size() for p in model.parameters())
     with computing(config.train.precision, torch.device(name).type):
@@ -79,12 +83,18 @@ def apply_tiles(model: nn.Module, plan: Plan) -> Streamed:
     assert plan.stream is not None
     boundary = plan.stream.get("boundary")
     return stream(
-        model,
+        arranged(model),
         tile=tuple(plan.stream["tile"]),
         boundary=None if boundary is None else tuple(boundary),
         statistics=bool(plan.stream.get("statistics", False)),
         workers=READERS,
     )
+
+
+def arranged(model: nn.Module) -> nn.Module:
+    """The model itself, its weights in the layout in which its device convolves images."""
+    on_gpu = any(p.is_cuda for p in model.parameters())
+    return model.to(memory_format=torch.channels_last) if on_gpu else model  # type: ignore[call-overload]
 
 
 def computed_share(inputs: Any, tile: tuple[int, ...], overlap: float = 1.0) -> float:
