@@ -117,15 +117,18 @@ class CudaLanes:
 
     def copy(self, copies: Sequence[Copy], *, out: bool, express: bool = False) -> list[Mark]:
         """Book copies on a stream."""
-        stream = self.streams[out, express]
+        stream, before = self.streams[out, express], torch.cuda.current_stream()
         marks: list[Mark] = []
-        with torch.cuda.stream(stream):
+        torch.cuda.set_stream(stream)  # half the host time of the context manager
+        try:
             for to, source, after in copies:
                 for mark in after:
                     assert isinstance(mark, _Event)
                     stream.wait_event(mark.event)
                 to.copy_(source, non_blocking=True)
                 marks.append(_Event(stream, self.device))
+        finally:
+            torch.cuda.set_stream(before)
         return marks
 
     def close(self) -> None:

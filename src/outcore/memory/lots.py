@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Borrowed", "Lot", "Use", "make_lots", "uses_of"]
 
-_FIRST_BYTES = 2 * 2**20
+_FIRST_BYTES = 12 * 2**20
+"""What leaves last and must be back first: small, because the device waits for it, but every lot takes the host the
+better part of a millisecond."""
 Use = tuple[str, nn.Module, Sequence[nn.Parameter]]
 """A call, the module in whose forward it happens, and the parameters it reads."""
 

@@ -15,6 +15,7 @@ two directions of the link work at the same time. Who comes next into a place wa
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -147,7 +148,7 @@ class Parcel:
     def __init__(self, name: str, members: Sequence[Member], home: torch.Tensor, stage: Stage, lanes: Lanes) -> None:
         self.name, self.members, self.home, self.stage, self.lanes = name, tuple(members), home, stage, lanes
         self.bytes = home.numel()
-        self.pieces: list[Piece] = [(i, min(i + _PIECE_BYTES, self.bytes)) for i in range(0, self.bytes, _PIECE_BYTES)]
+        self.pieces = _pieces(self.bytes)
         self.express = self.bytes <= _PIECE_BYTES
         self.place: Place | None = None
         """Where it is on the stage, or will be."""
@@ -162,6 +163,7 @@ class Parcel:
         self._homes = [m.over(home) for m in self.members]
         self._views: list[torch.Tensor] = []
         self._lasting: list[torch.Tensor] = []
+        self._ends: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     # Coming
 
@@ -176,10 +178,9 @@ class Parcel:
         self._copy_in([()] * len(self.pieces))
 
     def _copy_in(self, before: Sequence[Sequence[Mark]]) -> None:
-        assert self.place is not None
-        memory, leaving = self.place.memory, self.leaving
+        leaving = self.leaving
         copies = [
-            (memory[a:b], self.home[a:b], (*before[i], *leaving[i : i + 1])) for i, (a, b) in enumerate(self.pieces)
+            (here, home, (*before[i], *leaving[i : i + 1])) for i, (here, home) in enumerate(self._ends_of_copies())
         ]
         self.arriving = self.lanes.copy(copies, out=False, express=self.express)
         self.leaving = []
@@ -206,6 +207,17 @@ class Parcel:
             self._lasting = found
         return found
 
+    def _ends_of_copies(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Every piece here and at home, made once if it is always in the same place."""
+        assert self.place is not None
+        if self.place.lasting and self._ends:
+            return self._ends
+        memory = self.place.memory
+        found = [(memory[a:b], self.home[a:b]) for a, b in self.pieces]
+        if self.place.lasting:
+            self._ends = found
+        return found
+
     def _versions(self) -> tuple[int, ...]:
         return tuple(m.tensor._version for m in self.members)
 
@@ -215,8 +227,8 @@ class Parcel:
         """Start to copy it home; it stays here."""
         assert self.place is not None
         self.adopt()
-        ready, memory = self.lanes.now(), self.place.memory
-        copies = [(self.home[a:b], memory[a:b], (ready,)) for a, b in self.pieces]
+        ready = self.lanes.now()
+        copies = [(home, here, (ready,)) for here, home in self._ends_of_copies()]
         self.leaving = self.lanes.copy(copies, out=True, express=self.express)
         self.versions, self.exposed = self._versions(), False
 
@@ -262,6 +274,13 @@ class Parcel:
             tensor.data = view
             found = True
         return found
+
+
+def _pieces(size: int) -> list[Piece]:
+    """Equal pieces, none of them small: each costs the host as much as a kernel."""
+    count = max(1, size // _PIECE_BYTES)
+    ends = [i * size // count // _ALIGN * _ALIGN for i in range(count)] + [size]
+    return list(itertools.pairwise(ends))
 
 
 def movable(tensor: torch.Tensor) -> bool:

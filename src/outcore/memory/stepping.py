@@ -8,7 +8,7 @@ it is; its state for them can be brought to the device just before, and taken aw
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -46,31 +46,42 @@ class Stepper:
     def __init__(self, optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> None:
         self.optimizer, self.step = optimizer, step
         """The optimizer's own step, whatever it was wrapped in."""
+        self._parts: dict[tuple[nn.Parameter, ...], list[list[nn.Parameter]]] = {}
+        self._parted: list[list[nn.Parameter]] = []
+        """By group, the parameters of those who were updated before, as long as the groups are the same."""
 
-    def run(self, parameters: Collection[nn.Parameter]) -> None:
+    def run(self, parameters: tuple[nn.Parameter, ...]) -> None:
         """Update these parameters, as far as they have gradients."""
-        with self.narrowed({id(p) for p in parameters}):
+        whole = [group["params"] for group in self.optimizer.param_groups]
+        if [*map(len, whole)] != [*map(len, self._parted)] or any(
+            p is not q for now, then in zip(whole, self._parted, strict=True) for p, q in zip(now, then, strict=True)
+        ):
+            self._parts, self._parted = {}, [list(params) for params in whole]
+        if (parts := self._parts.get(parameters)) is None:
+            wanted = {id(p) for p in parameters}
+            parts = self._parts[parameters] = [[p for p in params if id(p) in wanted] for params in whole]
+        with self.narrowed(parts):
             if self.optimizer.param_groups:
                 self.step()
 
     def rest(self, done: Collection[int]) -> None:
         """Update all parameters but these (ids)."""
         every = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        if every - set(done):
-            with self.narrowed(every - set(done)):
+        if left := every - set(done):
+            with self.narrowed([[p for p in g["params"] if id(p) in left] for g in self.optimizer.param_groups]):
                 self.step()
 
     @contextlib.contextmanager
-    def narrowed(self, wanted: Collection[int]) -> Iterator[None]:
-        """The optimizer with some of its parameters."""
+    def narrowed(self, parts: Sequence[list[nn.Parameter]]) -> Iterator[None]:
+        """The optimizer with some of the parameters of each group."""
         optimizer: Any = self.optimizer
         groups = optimizer.param_groups
         whole = [group["params"] for group in groups]
         hooks = {name: optimizer.__dict__[name] for name in _HOOKS}
         try:
             optimizer.__dict__.update({name: {} for name in _HOOKS})  # `hooked` calls them, once for the whole step
-            for group in groups:
-                group["params"] = [p for p in group["params"] if id(p) in wanted]
+            for group, params in zip(groups, parts, strict=True):
+                group["params"] = params
             optimizer.param_groups = [group for group in groups if group["params"]]
             yield
         finally:
