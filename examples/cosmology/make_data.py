@@ -1,4 +1,7 @@
-"""Volumes of a Gaussian random field with the power spectrum k^-n; n is what is to be learned."""
+"""Volumes of a Gaussian random field with the power spectrum k^-n; n is what is to be learned.
+
+CosmoFlow's outputs reach a little beyond -1 and 1: n, between 0.5 and 3, is written as (n - 1.75) / 1.25.
+"""
 
 import argparse
 from pathlib import Path
@@ -31,6 +34,6 @@ for name, count in (("train", arguments.train), ("validation", arguments.validat
     for number in range(count):
         slope = random.uniform(0.5, 3.0)
         np.save(arguments.folder / f"{name}-{number:03}.npy", volume(slope))
-        rows.append(f"{name}-{number:03}.npy,{slope:.4f}")
+        rows.append(f"{name}-{number:03}.npy,{(slope - 1.75) / 1.25:.4f}")
     (arguments.folder / f"{name}.csv").write_text("\n".join(rows) + "\n")
     print(arguments.folder / f"{name}.csv")
