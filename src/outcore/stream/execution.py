@@ -58,11 +58,11 @@ class Execution(Work):
         state = self.state_of(stage)
         (name,) = stage.maps
         twins: dict[Hashable, torch.Tensor] = {}
-        for plan, crops in self.read(stage, self.plans(last)):
-            key = self.twin_key(stage, plan, crops)
+        for plan, pixels in self.read(stage, self.plans(last)):
+            key = self.twin_key(stage, plan, pixels)
             part = twins.get(key)
             if part is None:
-                loaded = self.load(stage, plan, crops)
+                loaded = self.load(stage, plan, pixels)
                 part = self.compute(stage, plan, loaded, state)[name]
                 self.counts.forward += 1
             else:
@@ -87,14 +87,14 @@ class Execution(Work):
         state = self.state_of(stage)
         twins = self.twins[index]
         sums = {r.output: r.reduction.start() for r in stage.reductions if r.reduction is not None}
-        for plan, crops in self.read(stage, self.plans(index)):
-            key = self.twin_key(stage, plan, crops)
+        for plan, pixels in self.read(stage, self.plans(index)):
+            key = self.twin_key(stage, plan, pixels)
             if (family := twins.find(key)) is not None and family.made is not None:
                 made = family.made
                 family.plans.append(plan)
                 self.counts.reused += 1
             else:
-                loaded = self.load(stage, plan, crops)
+                loaded = self.load(stage, plan, pixels)
                 made = self.compute(stage, plan, loaded, state)
                 del loaded
                 twins.found(key, plan, made)
@@ -104,7 +104,7 @@ class Execution(Work):
                     self.store.write(name, self.network.shapes[name], region, made[name])
                 elif (reduction := self.network.nodes[name].reduction) is not None:
                     sums[name] = reduction.add(sums[name], made[name], region, 1)
-            del made, crops, family  # a tile must be gone when the next one begins
+            del made, pixels, family  # a tile must be gone when the next one begins
         twins.forget()
         self.states.update(sums)
         for node in stage.reductions:
@@ -143,15 +143,15 @@ class Execution(Work):
         state = self.state_of(stage)
         parameters = list({id(t): t for t in state.values() if t.requires_grad}.values())
         families = {id(f.plans[0]): f for f in self.twins[index].families}
-        for plan, crops in self.read(stage, (f.plans[0] for f in self.twins[index].families)):
+        for plan, pixels in self.read(stage, (f.plans[0] for f in self.twins[index].families)):
             family = families[id(plan)]
-            loaded = self.load(stage, plan, crops)
+            loaded = self.load(stage, plan, pixels)
             leaves = {name: crop.requires_grad_() for name, crop in loaded.items() if self.is_wanted(name)}
             made = self.compute(stage, plan, loaded, state)
             outputs, received = self._received(stage, family, made)
             self.counts.backward += 1
             self.counts.reused += len(family.plans) - 1
-            del made, loaded, crops
+            del made, loaded, pixels
             wanted = [*leaves.values(), *parameters]
             if not outputs or not wanted:
                 continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,10 +22,28 @@ from outcore.stream.tile_run import run_tile
 from outcore.stream.tiles import Grid, TilePlan, plan_tile
 from outcore.stream.twins import colour, signature
 
-__all__ = ["Counts", "Options", "Work"]
+__all__ = ["Counts", "Options", "Pixels", "Work"]
 
-Tile = tuple[TilePlan, dict[str, torch.Tensor]]
-"""A tile with the pixels of its images, as they were read."""
+
+@dataclass(frozen=True)
+class Pixels:
+    """What was read for a tile, by a thread that reads ahead."""
+
+    crops: Mapping[str, torch.Tensor]
+    """Of the images, as they are stored."""
+    colours: Hashable | None = None
+    """Of images that are each of one colour; none if one is not. Looked for by the thread that read them, so that the
+    one that issues kernels need not."""
+    beside: torch.Tensor | None = None
+    """What else the tile takes."""
+
+    @property
+    def bytes(self) -> int:
+        """Of the images."""
+        return sum(c.numel() * c.element_size() for c in self.crops.values())
+
+
+Tile = tuple[TilePlan, Pixels]
 
 
 @dataclass(frozen=True)
@@ -83,7 +101,7 @@ class Work:
             homes = {m: torch.device("cpu") for m in self.streaming.kept}
         self.store = Store(self.device, homes, dict(self.others))
         self.given = Given(self.seed)
-        self.cached: dict[Hashable, dict[str, torch.Tensor]] = {}
+        self.cached: dict[Hashable, Pixels] = {}
         self.cached_bytes = 0
         self.lock = threading.Lock()
 
@@ -102,26 +120,26 @@ class Work:
         Args:
             stage: whose images.
             plans: its tiles.
-            beside: something else that a tile takes, read ahead as well; it has no name.
+            beside: something else that a tile takes, read ahead as well.
         """
         images = [name for name in stage.sources if name in self.images]
 
-        def read(plan: TilePlan) -> dict[str, torch.Tensor]:
-            return pixels(plan) if beside is None else {**pixels(plan), "": self._ready(beside(plan))}
+        def read(plan: TilePlan) -> Pixels:
+            return pixels(plan) if beside is None else replace(pixels(plan), beside=self._ready(beside(plan)))
 
-        def pixels(plan: TilePlan) -> dict[str, torch.Tensor]:
+        def pixels(plan: TilePlan) -> Pixels:
             place = tuple((name, plan.regions[name]) for name in images if name in plan.regions)
             if (held := self.cached.get(place)) is not None:
                 return held
             start = time.perf_counter()
             crops = {name: self._ready(self.images[name].read(region)) for name, region in place}
+            found = Pixels(crops, self._colours(crops))
             self.counts.reads.append((threading.current_thread().name, start, time.perf_counter()))
-            size = sum(c.numel() * c.element_size() for c in crops.values())
             with self.lock:
-                if self.cached_bytes + size <= self.options.cache_bytes:
-                    self.cached[place] = crops
-                    self.cached_bytes += size
-            return crops
+                if self.cached_bytes + found.bytes <= self.options.cache_bytes:
+                    self.cached[place] = found
+                    self.cached_bytes += found.bytes
+            return found
 
         tiles = read_ahead(plans, read, self.options.workers)
         while True:
@@ -139,19 +157,21 @@ class Work:
         there = self.device.type == "cuda" and self.options.workers and crop.device.type == "cpu"
         return crop.contiguous().pin_memory() if there else crop
 
-    def twin_key(self, stage: Stage, plan: TilePlan, crops: Mapping[str, torch.Tensor]) -> Any:
-        """What tiles must have in common to be twins; none for a tile that has no twin."""
-        if not self.options.twins or set(stage.sources) - set(self.images) or self.wants:
+    def _colours(self, crops: Mapping[str, torch.Tensor]) -> Hashable | None:
+        if not self.options.twins or self.wants:
             return None
-        colours = []
-        for name, crop in crops.items():
-            if (found := colour(crop)) is None:
-                return None
-            colours.append((name, found))
-        return tuple(colours), signature(stage, plan)
+        found = {name: colour(crop) for name, crop in crops.items()}
+        return None if None in found.values() else tuple(found.items())
 
-    def load(self, stage: Stage, plan: TilePlan, crops: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def twin_key(self, stage: Stage, plan: TilePlan, pixels: Pixels) -> Any:
+        """What tiles must have in common to be twins; none for a tile that has no twin."""
+        if pixels.colours is None or set(stage.sources) - set(self.images):
+            return None
+        return pixels.colours, signature(stage, plan)
+
+    def load(self, stage: Stage, plan: TilePlan, pixels: Pixels) -> dict[str, torch.Tensor]:
         """All that a tile takes, on the device: images prepared, regions of maps, global values."""
+        crops = pixels.crops
         found = {}
         for name in (*stage.sources, *stage.smalls):
             if (region := plan.regions.get(name)) is None:
