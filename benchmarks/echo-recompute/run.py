@@ -239,9 +239,11 @@ def main() -> None:
                 least = a.outcome.peak_bytes / known[name].plain.peak_bytes
                 print(name, graphs, share, f"{least:.2f} at {a.outcome.time_s / known[name].plain_s:.2f}x")
         return
-    trials = [Trial(w, args.measure_s, known.get(w.name)) for w in chosen]
-    for trial in trials if args.keep_costs else ():
-        kept(args.out, trial.workload).write_bytes(gzip.compress(pickle.dumps(trial.keeping)))
+    trials = []
+    for w in chosen:
+        trials.append(Trial(w, args.measure_s, known.get(w.name)))
+        if args.keep_costs:
+            kept(args.out, w).write_bytes(gzip.compress(pickle.dumps(trials[-1].keeping)))
     if args.measure_only:
         return
     if args.plans is not None:

@@ -286,6 +286,8 @@ def main() -> None:
     table = Table(args.out / f"{time.strftime('%Y-%m-%d')}-h200-{args.name}.json")
     for case in cases:
         if args.costs is not None:
+            if not (args.costs / f"{case.label}.keeping").exists():
+                continue  # plain and peers alone
             case.keeping = pickle.loads(gzip.decompress((args.costs / f"{case.label}.keeping").read_bytes()))
             case.costs = case.keeping.costs
             continue
@@ -298,7 +300,7 @@ def main() -> None:
     if args.plans is not None:
         found = pickle.loads(gzip.decompress(args.plans.read_bytes()))
         for case in cases:
-            case.plans = {how: Ready(result) for how, result in found[case.label].items()}
+            case.plans = {how: Ready(result) for how, result in found.get(case.label, {}).items()}
     else:
         search_all(cases, shares, args)
     if args.plan_only:

@@ -32,7 +32,7 @@ from outcore.graph.keys import key_of
 from outcore.graph.preserve import ModelState, state_tensors
 from outcore.graph.recording import Mismatch
 from outcore.graph.structure import leaves
-from outcore.machine.units import format_bytes
+from outcore.machine.units import format_bytes, format_time
 from outcore.memory.admission import Admitted, Settings
 from outcore.memory.fused_norm import norms_of
 from outcore.memory.graphed import Graphed
@@ -64,6 +64,8 @@ class Governor:
         """None for a key under which the model runs as it is."""
         self.fused: dict[Hashable, tuple[Admitted, float]] = {}
         """Ways with fused norms, and their time, while the library's norms are watched."""
+        self.contests: dict[Hashable, tuple[float, float]] = {}
+        """Seconds of a step with fused norms and with the library's, where both were watched."""
         self.tier: Tier | None = None
         self.tier_bytes = 0
         self.keeper: StateKeeper | None = None
@@ -245,6 +247,10 @@ class Governor:
         """Where fused norms disappoint, watch the library's for as long and keep what is faster; whether it changes."""
         if (first := self.fused.pop(key, None)) is not None:
             keep = first[1] < seen.step_s
+            self.contests[key] = first[1], seen.step_s
+            if not self.settings.quiet:
+                times = f"{format_time(first[1])} a step, the library's {format_time(seen.step_s)}"
+                print(f"outcore: fused norms take {times}; the faster ones stay", file=sys.stderr)
             self.settings = replace(self.settings, fuse=keep)
             self.admitted[key] = first[0] if keep else entry
             return keep
