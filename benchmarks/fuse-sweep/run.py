@@ -1,6 +1,6 @@
 """64 trials with ASHA, sixteen at a time and one by one in plain PyTorch: training time, and the best trial of each.
 
-    python run.py --out results/DATE-h200.json --job images.py --device cuda --steps 192 --every 12 --search random
+    python run.py --out results/DATE-h200.json --job images.py --device cuda --steps 128 --every 16 --search random
     python run.py --out results/DATE-cpu.json
 
 With ``--search random`` both see the same 64 configurations, so the best of one can be looked for in the other. Before
