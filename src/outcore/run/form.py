@@ -28,7 +28,7 @@ from outcore.run.draws import random_calls
 from outcore.run.part import Part
 from outcore.run.wire import Layout
 
-__all__ = ["Form", "Forms", "edges_of", "flags_of", "place_like"]
+__all__ = ["Form", "Forms", "edges_of", "place_like"]
 
 
 class Form:
@@ -84,6 +84,7 @@ class Forms:
         self.plan, self.device, self.autocast = plan, device, autocast
         self.own: tuple[int, ...] = ()
         self._known: dict[tuple[Any, ...], Form] = {}
+        self._modules: list[nn.Module] | None = None  # in order; none is added while an engine runs
         self._stage_of: dict[str, int] = {}
 
     def first(self, graph: Graph) -> Stages:
@@ -132,10 +133,17 @@ class Forms:
 
     def keep(self, form: Form, inputs: Any) -> None:
         """Use a form for micro-batches like these, in the modes the model is in."""
-        self._known[fingerprint(describe(inputs)), True, flags_of(self.model)] = form
+        self._known[fingerprint(describe(inputs)), True, self.flags()] = form
+
+    def flags(self) -> tuple[Any, ...]:
+        """What Python code of the model may look at and a recording depends on: asked at every step."""
+        if self._modules is None:
+            self._modules = list(self.model.modules())
+        trained = (p.requires_grad for m in self._modules for p in m._parameters.values() if p is not None)
+        return tuple(module.training for module in self._modules), tuple(trained)
 
     def find(self, inputs: Any, flags: tuple[Any, ...], *, training: bool) -> Form:
-        """The form for a micro-batch in the modes the model is in (`flags_of`); recorded now if it is new."""
+        """The form for a micro-batch in the modes the model is in (`flags`); recorded now if it is new."""
         key = (fingerprint(describe(inputs)), training, flags)
         form = self._known.get(key)
         if form is None:
@@ -163,12 +171,6 @@ def edges_of(graph: Graph, stage_of: Mapping[str, int], depth: int) -> tuple[Edg
         if targets := tuple(sorted(places - {home})):
             edges.append(Edge(name, home, targets, value.bytes, value.requires_grad))
     return tuple(edges)
-
-
-def flags_of(model: nn.Module) -> tuple[Any, ...]:
-    """What Python code of a model may look at and a recording depends on."""
-    training = tuple(module.training for module in model.modules())
-    return training, tuple(parameter.requires_grad for parameter in model.parameters())
 
 
 def _copy_flags(model: nn.Module, skeleton: nn.Module) -> None:

@@ -13,7 +13,7 @@ from outcore.errors import EngineError
 from outcore.plan_document import Plan
 from outcore.run import batch as batches
 from outcore.run.blueprint import Blueprint, Script
-from outcore.run.form import Form, Forms, flags_of
+from outcore.run.form import Form, Forms
 from outcore.run.setup import tensors_of
 from outcore.run.worker import Pass, Piece
 from outcore.run.world import World
@@ -55,7 +55,7 @@ class Intake:
         cut_inputs = batches.cut(whole, mine, sizes)
         cut_targets = batches.cut(targets, mine, sizes)
         found: list[Piece] = []
-        flags, by_size = flags_of(self.forms.model), dict[int, Form]()
+        flags, by_size = self.forms.flags(), dict[int, Form]()
         for i, (part, target) in enumerate(zip(cut_inputs, cut_targets, strict=True)):
             if sizes[i] not in by_size:
                 by_size[sizes[i]] = self.forms.find(part, flags, training=training)
