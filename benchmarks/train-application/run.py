@@ -120,7 +120,7 @@ def _plan(config: Config) -> Plan:
     inputs = find_supply(config, job).first(config, job).inputs
     model = job.build().to(device_here(config.train.device)[0]).train()
     assert config.plan.memory is not None
-    return plan_stream(model, config, forecast(job, inputs, config), inputs, parse_bytes(config.plan.memory))
+    return plan_stream(model, job, config, forecast(job, inputs, config), inputs, parse_bytes(config.plan.memory))
 
 
 def slide(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:

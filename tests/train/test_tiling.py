@@ -62,6 +62,21 @@ def test_a_forecast_is_made_in_the_precision_of_the_run(job: Path) -> None:
     assert half.peak_bytes < single.peak_bytes
 
 
+def test_a_plan_counts_the_optimizer_that_is_used_and_the_tiles_of_glass(job: Path, tmp_path: Path) -> None:
+    found = {}
+    for name, share in (("SGD", 1.0), ("Adam", 1.0), ("Adam", 0.0)):
+        words = (f"optimizer.name={name}", "optimizer.lr=0.1", "train.device=cpu")
+        config, made = Config.read({"job": str(job)}, words), Job.load(str(job))
+        inputs, net = torch.empty(1, 3, 512, 512), made.build().train()
+        with mock.patch.object(tiling, "computed_share", return_value=share):
+            plan = tiling.plan_stream(net, made, config, forecast(made, inputs, config), inputs, 1 << 30)
+        assert plan.predicted is not None
+        found[name, share] = plan.predicted
+    weights = sum(4 * p.numel() for p in net.parameters())
+    assert found["Adam", 1.0].peak_bytes[0] - found["SGD", 1.0].peak_bytes[0] == pytest.approx(2 * weights, rel=0.01)
+    assert 0 < found["Adam", 0.0].time_s < found["Adam", 1.0].time_s
+
+
 def test_a_run_that_goes_on_takes_the_tiles_it_had(job: Path, tmp_path: Path) -> None:
     words = (f"data.train={tmp_path}/slides/slides.csv", "plan.memory=6MiB")
     assert run(job, tmp_path / "straight", *words, "train.epochs=2")[0] == 0

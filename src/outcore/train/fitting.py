@@ -104,7 +104,7 @@ def _within_or_streamed(
         except (PlanError, CaptureError) as error:
             refused.append(str(error).splitlines()[0])
     try:
-        return _streamed(model, config, expected, inputs, budget)
+        return _streamed(model, job, config, expected, inputs, budget)
     except (PlanError, StreamError, CaptureError) as error:
         refused.append(str(error).splitlines()[0])
     needs = "?" if expected.peak_bytes is None else format_bytes(expected.peak_bytes)
@@ -139,10 +139,10 @@ def _loss_bytes(expected: Forecast) -> int:
     return 0 if graph is None else sum(4 * torch.Size(graph.values[v].shape).numel() for v in graph.outputs)
 
 
-def _streamed(model: nn.Module, config: Config, expected: Forecast, inputs: Any, budget: int) -> Fit:
+def _streamed(model: nn.Module, job: Job, config: Config, expected: Forecast, inputs: Any, budget: int) -> Fit:
     from outcore.train.tiling import plan_stream
 
-    return _by_plan(model, plan_stream(model, config, expected, inputs, budget))
+    return _by_plan(model, plan_stream(model, job, config, expected, inputs, budget))
 
 
 def _by_plan(model: nn.Module, plan: Plan) -> Fit:
