@@ -41,7 +41,6 @@ from outcore.planner.budget import Assignment, fit
 from outcore.planner.keeping import Keeping
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SHARES = (0.65, 0.55, 0.5, 0.45, 0.4, 0.35, 0.3)
 
 
 def search(keeping: Keeping, share: float, seconds: float) -> Assignment:
@@ -188,7 +187,9 @@ def kept(folder: Path, workload: Workload) -> Path:
 Plans = dict[tuple[bool, float], Assignment]
 
 
-def search_all(keepings: dict[str, Keeping], graphs: list[str], seconds: float) -> dict[str, Plans]:
+def search_all(
+    keepings: dict[str, Keeping], shares: list[float], graphs: list[str], seconds: float
+) -> dict[str, Plans]:
     """All plans of all models, side by side on the processor."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the searches need no device
     found: dict[str, dict[tuple[bool, float], Future[Assignment]]] = {name: {} for name in keepings}
@@ -197,7 +198,7 @@ def search_all(keepings: dict[str, Keeping], graphs: list[str], seconds: float) 
         for name, keeping in keepings.items():
             alone = pickle.loads(pickle.dumps(keeping))
             alone.tier = None
-            for share in SHARES:
+            for share in shares:
                 found[name][False, share] = pool.submit(search, keeping, share, seconds)
                 if name in graphs:
                     found[name][True, share] = pool.submit(search, alone, share, seconds)
@@ -217,6 +218,7 @@ def main() -> None:
     parser.add_argument("--only", default="")
     parser.add_argument("--graphs", default="lstm attention as in Echo", help="also as CUDA graphs")
     parser.add_argument("--slower", default="1.05,1.10,1.20", help="the most a plan may be predicted to take")
+    parser.add_argument("--shares", default="0.65,0.55,0.5,0.45,0.4,0.35,0.3", help="of the plain peak, to search for")
     parser.add_argument("--seconds", type=float, default=1e9)
     parser.add_argument("--measure-s", type=float, default=2.0)
     parser.add_argument("--search-s", type=float, default=5.0)
@@ -227,12 +229,12 @@ def main() -> None:
     parser.add_argument("--measure-only", action="store_true", help="no more than --keep-costs")
     args = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    started = time.time()
+    started, shares = time.time(), [float(s) for s in args.shares.split(",")]
     chosen = [w for w in (TINY if args.tiny else WORKLOADS) if not args.only or w.name in args.only.split(",")]
     args.out.mkdir(parents=True, exist_ok=True)
     known = {w.name: known_costs(args.costs, w) for w in chosen} if args.costs is not None else {}
     if args.plan_only:
-        plans = search_all(known, args.graphs.split(","), args.search_s)
+        plans = search_all(known, shares, args.graphs.split(","), args.search_s)
         (args.out / "plans.pickle.gz").write_bytes(gzip.compress(pickle.dumps(plans)))
         for name, found in plans.items():
             for (graphs, share), a in found.items():
@@ -249,7 +251,7 @@ def main() -> None:
     if args.plans is not None:
         plans = pickle.loads(gzip.decompress(args.plans.read_bytes()))
     else:
-        plans = search_all({t.workload.name: t.keeping for t in trials}, args.graphs.split(","), args.search_s)
+        plans = search_all({t.workload.name: t.keeping for t in trials}, shares, args.graphs.split(","), args.search_s)
     for trial in trials:
         trial.plans = plans.get(trial.workload.name, {})
     print(f"planned after {time.time() - started:.0f} s", flush=True)
