@@ -22,6 +22,7 @@ import os
 import pickle
 import platform
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -122,14 +123,13 @@ class Trial:
         loss_of(self.model(*self.args, **self.kwargs)).backward()
         return [p.grad.cpu() if p.grad is not None else None for p in self.model.parameters()]
 
-    def rows(self, slower: list[float]) -> list[dict[str, Any]]:
+    def run(self, slower: list[float], save: Callable[[dict[str, Any]], None]) -> None:
         """Plain, and the plans that are predicted to be fast enough."""
-        found: list[dict[str, Any]] = []
 
         def add(how: str, **facts: Any) -> None:
             row = {"model": self.workload.name, **asdict(self.workload), "how": how, **facts}
-            found.append(row)
             print(json.dumps(row), flush=True)
+            save(row)
 
         plain = self.measured()
         add("plain", **plain, predicted_peak=self.keeping.plain.peak_bytes, predicted_ms=1e3 * self.keeping.plain_s)
@@ -166,7 +166,6 @@ class Trial:
                     add(how, **facts, error=f"{type(error).__name__}: {str(error)[:200]}")
                 finally:
                     self.model.__dict__.pop("forward", None)
-        return found
 
 
 def compared(a: list[torch.Tensor | None], b: list[torch.Tensor | None]) -> tuple[str, float]:
@@ -263,12 +262,16 @@ def main() -> None:
     }
     rows: list[dict[str, Any]] = []
     path = args.out / f"{time.strftime('%Y-%m-%d')}-h200.json"
+
+    def save(row: dict[str, Any]) -> None:
+        rows.append(row)
+        path.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n")
+
     for trial in trials:
         trial.others = sum(t.own for t in trials if t is not trial)
         if time.time() - started > args.seconds:
             break
-        rows += trial.rows([float(s) for s in args.slower.split(",")])
-        path.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n")
+        trial.run([float(s) for s in args.slower.split(",")], save)
     print(f"done after {time.time() - started:.0f} s", flush=True)
 
 
