@@ -46,10 +46,15 @@ def panel(
         out += [f'<path d="M{left} {y:.0f}h340" stroke="#e5e5e5"/>']
         out += [f'<text x="{left - 6}" y="{y + 4:.0f}" text-anchor="end">{tick:g}</text>']
     for name, colour in SHOWN.items():
-        points = [at(row["side"], value(row)) for row in line(rows, name)]
+        shown = line(rows, name)
+        points = [at(row["side"], value(row)) for row in shown]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         out.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        out += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour}"/>' for x, y in points]
+        for (x, y), row in zip(points, shown, strict=True):
+            fill = "white" if row.get("first_s") == row["time_s"] else colour
+            out.append(
+                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{fill}" stroke="{colour}" stroke-width="1.5"/>'
+            )
     dead = [row["side"] for row in rows if row["how"] == "plain" and "failed" in row]
     if dead:
         x, y = at(min(dead), ticks[-1] * 0.8)
@@ -65,9 +70,11 @@ def draw(rows: list[dict[str, Any]]) -> str:
     out += panel(rows, 60, "seconds of a step", [0.1, 1, 10, 100], lambda r: float(r["time_s"]))
     out += panel(rows, 500, "peak memory, GiB", [1, 4, 16, 64, 256], lambda r: r["peak_bytes"] / 2**30)
     out.append('<text x="440" y="382" text-anchor="middle">side of the image, pixels</text>')
+    hollow = "hollow: a first step, which also chooses and compiles kernels"
+    out.append(f'<text x="440" y="434" text-anchor="middle" fill="#666">{hollow}</text>')
     for i, (name, colour) in enumerate(SHOWN.items()):
-        out.append(f'<path d="M{90 + 260 * i} 412h28" stroke="{colour}" stroke-width="2"/>')
-        out.append(f'<text x="{126 + 260 * i}" y="416">{name}</text>')
+        out.append(f'<path d="M{90 + 260 * i} 406h28" stroke="{colour}" stroke-width="2"/>')
+        out.append(f'<text x="{126 + 260 * i}" y="410">{name}</text>')
     return "\n".join([*out, "</svg>"]) + "\n"
 
 

@@ -172,6 +172,7 @@ def main() -> None:
     parser.add_argument(
         "--slides", default="", help="side:tissue:tile[:steps] of slides written and read as TIFFs, e.g. 100000:1:6250"
     )
+    parser.add_argument("--slides-first", action="store_true", help="before images that are made up in memory")
     parser.add_argument("--only-write", action="store_true", help="write the slides and stop")
     parser.add_argument("--folder", type=Path, default=Path(), help="for slides")
     parser.add_argument("--cap", help="the most the allocator may reserve, e.g. 40GiB")
@@ -206,23 +207,30 @@ def main() -> None:
         torch.cuda.set_per_process_memory_fraction(
             parse_bytes(options.cap) / torch.cuda.get_device_properties(0).total_memory
         )
-    for side in [int(s) for s in options.sides.split(",") if s]:
-        source = Tissue(side)
-        repeats = options.repeats if side <= 16384 else 1
-        if side <= options.plain_up_to:  # 12,288 px is the first that plain cannot hold
-            note({"side": side, "how": "plain", **plain(net, source, options.device, repeats)})
-            if options.device == "cuda":
-                torch.cuda.empty_cache()
-        for tile in [int(t) for t in options.tiles.split(",") if t] or [max(2048, side // 4)]:
-            for boundary in options.boundaries.split(","):
-                if boundary and side > 8192:  # the map, and what runs untiled after it, grow with the image
-                    continue
-                if time.perf_counter() - began < options.seconds:
-                    args = (repeats, tile, boundary or None, options.workers)
-                    note({"side": side, "how": "streamed", **streamed(net, source, options.device, *args)})
-    for side, share, tile, repeats in slides:
-        if time.perf_counter() - began < options.seconds:
-            note(from_slide(net, side, share, tile, repeats, options))
+
+    def images() -> None:
+        for side in [int(s) for s in options.sides.split(",") if s]:
+            source = Tissue(side)
+            repeats = options.repeats if side <= 16384 else 1
+            if side <= options.plain_up_to:  # 12,288 px is the first that plain cannot hold
+                note({"side": side, "how": "plain", **plain(net, source, options.device, repeats)})
+                if options.device == "cuda":
+                    torch.cuda.empty_cache()
+            for tile in [int(t) for t in options.tiles.split(",") if t] or [max(2048, side // 4)]:
+                for boundary in options.boundaries.split(","):
+                    if boundary and side > 8192:  # the map, and what runs untiled after it, grow with the image
+                        continue
+                    if time.perf_counter() - began < options.seconds:
+                        args = (repeats, tile, boundary or None, options.workers)
+                        note({"side": side, "how": "streamed", **streamed(net, source, options.device, *args)})
+
+    def files() -> None:
+        for side, share, tile, repeats in slides:
+            if time.perf_counter() - began < options.seconds:
+                note(from_slide(net, side, share, tile, repeats, options))
+
+    for part in (files, images) if options.slides_first else (images, files):
+        part()
 
 
 if __name__ == "__main__":

@@ -48,10 +48,12 @@ def window_overhang(window: Window, held: Interval, wanted: Interval) -> tuple[i
     low, high = max(0, -start), max(0, stop - window.size)
     if (low and a != 0) or (high and b != window.size):
         return None  # overhang where zeros should be
-    padding = max(low, high)
-    padding += (a - padding - start) % window.stride  # so that windows lie where they should
+    needed, span = max(low, high), window.dilation * (window.kernel - 1) + 1
+    padding = needed + (a - needed - start) % window.stride  # so that windows lie where they should
+    if padding > needed and padding >= span:
+        return None  # a window would lie in padding alone, for which libraries have only slow kernels
     before = start - (a - padding)
-    count = (b - a + 2 * padding - window.dilation * (window.kernel - 1) - 1) // window.stride + 1
+    count = (b - a + 2 * padding - span) // window.stride + 1
     first = wanted[0] - before // window.stride
     return padding, (first, first + count)
 
