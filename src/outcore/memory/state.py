@@ -225,6 +225,8 @@ class StateKeeper(Traffic):
             lot.weights.send()
             if self.windowed:
                 self.depart(lot.weights)
+            elif self.fast:  # back at once, behind itself: later, the link would stand still in between
+                lot.weights.turn()
         if home is not None:
             assert self.gradients is not None
             self.gradients.stay(lot, home)
@@ -270,6 +272,8 @@ class StateKeeper(Traffic):
         if not fast or self.windowed:
             self.go_home()
             self.settle()
+        else:
+            self.pause()  # what is still coming must not meet what user code writes
         if self.watch is not None and not fast:
             self.watch.after_step(self.lots)
             if self.fast:  # from now on only the last gradient of each lot is of interest

@@ -75,19 +75,9 @@ class Traffic:
 
     def begin(self) -> None:
         """A forward pass begins: what has left comes back, in the order in which it is needed."""
-        leaving = []
         for parcel in self.parcels:
-            if parcel.here and parcel.leaving:
-                if parcel.touched or parcel.adopt():
-                    parcel.send()
-                leaving.append(parcel)
-            elif not parcel.here:
-                parcel.adopt()
-        if self.windowed:
-            return
-        for parcel in reversed(leaving):  # what left first can be back first, while the rest still leaves
-            parcel.turn()
-        for parcel in self.parcels:
+            parcel.adopt()
+        for parcel in self.parcels if not self.windowed else ():
             self._book(parcel)
 
     def need(self, *lots: Lot, backward: bool = False) -> None:
