@@ -143,6 +143,23 @@ def test_weights_written_through_torch_between_steps(way: str) -> None:
     assert same(model, plain)
 
 
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_what_is_written_after_a_step_is_what_the_next_one_reads(evaluated: bool) -> None:
+    """Parameters turn round in backward; by the end of the step they are back, and whoever writes to them is heard."""
+    model, optimizer, plain, twin = pair(SGD, update="backward")
+    for net, opt in ((model, optimizer), (plain, twin)):
+        train(net, opt, 4)
+        for write in (lambda p: p.data.mul_(0.5), lambda p: p.detach().add_(0.01)):
+            for p in net.parameters():
+                write(p)
+            if evaluated:
+                with torch.no_grad():
+                    net(batch(3))
+            train(net, opt, 2)
+    assert keeper(model).fast
+    assert same(model, plain)
+
+
 def test_a_second_backward_is_refused_when_the_first_was_applied() -> None:
     model, optimizer, _, _ = pair(SGD, update="backward")
     train(model, optimizer, 3)
