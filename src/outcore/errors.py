@@ -68,6 +68,10 @@ class DataError(OutcoreError, ValueError):
     """A slide, volume or table cannot be read as given; names the file, and the tile or row."""
 
 
+class MissingPackageError(DataError):
+    """A file cannot be read because a package is not installed; the file is not to blame."""
+
+
 class EngineError(OutcoreError, RuntimeError):
     """A run cannot begin or go on; names the rank, the stage, the block and the cause."""
 

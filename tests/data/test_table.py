@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -74,3 +75,14 @@ def test_bad_slides_stop_the_run_or_are_skipped_and_listed(folder: Path) -> None
     for _ in range(2):
         assert [example.row.path.stem for example in skipping.examples([2, 1, 0])] == ["c", "a"]
     assert [bad.path.name for bad in skipping.bad] == ["b.npy"]
+
+
+def test_a_missing_package_is_said_and_never_taken_for_a_bad_slide(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "d.png").write_bytes(b"")
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    skipping = read_table(table(folder, "path,label\na.npy,0\nd.png,1\n"), on_bad="skip")
+    with pytest.raises(DataError, match=r"d\.png needs Pillow; install it with: pip install 'outcore\[slides\]'$"):
+        list(skipping.examples())
+    assert not skipping.bad

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from outcore.data.reader import Layout, Level, Pixels
-from outcore.errors import DataError
+from outcore.errors import DataError, MissingPackageError
 
 __all__ = ["ArrayReader", "load_array", "load_image"]
 
@@ -47,7 +47,9 @@ def load_image(path: Path) -> Pixels:
     try:
         from PIL import Image
     except ImportError:
-        raise DataError(f"reading {path} needs Pillow; install it with: pip install 'outcore[slides]'") from None
+        raise MissingPackageError(
+            f"reading {path} needs Pillow; install it with: pip install 'outcore[slides]'"
+        ) from None
     try:
         with Image.open(path) as image:
             mode = "L" if image.mode in ("1", "L") else "RGB"

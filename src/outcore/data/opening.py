@@ -14,7 +14,7 @@ from torch import Tensor
 from outcore.data.array_reader import ArrayReader, load_array, load_image
 from outcore.data.reader import Reader
 from outcore.data.slide import OnDamage, Slide
-from outcore.errors import DataError
+from outcore.errors import DataError, MissingPackageError
 
 __all__ = ["open_slide"]
 
@@ -78,7 +78,7 @@ def _vendor(path: Path) -> str | None:
 
 def _need(package: str, path: Path) -> None:
     if find_spec(package) is None:
-        raise DataError(f"reading {path} needs {package}; install it with: pip install 'outcore[slides]'")
+        raise MissingPackageError(f"reading {path} needs {package}; install it with: pip install 'outcore[slides]'")
 
 
 def _zarr(path: Path) -> Reader:

@@ -20,7 +20,7 @@ from typing import Literal
 
 from outcore.data.opening import open_slide
 from outcore.data.slide import DamagedTile, OnDamage, Slide
-from outcore.errors import DataError
+from outcore.errors import DataError, MissingPackageError
 
 __all__ = ["BadSlide", "Example", "OnBad", "SlideRow", "SlideTable", "read_table"]
 
@@ -89,6 +89,8 @@ class SlideTable:
         try:
             image = self._opened(row.path)
             mask = None if row.mask is None else self._opened(row.mask)
+        except MissingPackageError:
+            raise
         except DataError as error:
             raise DataError(f"{self.name}, line {row.number}: {error}") from error
         if mask is not None and mask.levels[0].size != image.levels[0].size:
@@ -110,7 +112,9 @@ class SlideTable:
                 self.skip(index, str(error), error)
 
     def skip(self, index: int, reason: str, cause: Exception | None = None) -> None:
-        """Note a slide as bad; raises unless the table was told to skip such slides."""
+        """Note a slide as bad; raises unless the table was told to skip such slides, or a package is missing."""
+        if isinstance(cause, MissingPackageError):
+            raise cause
         if self.on_bad == "raise":
             raise DataError(f"{reason}; to go on without such slides: on_bad=skip") from cause
         path = self.rows[index].path
