@@ -81,6 +81,11 @@ def test_a_folder_of_another_run_is_not_touched(tmp_path: Path) -> None:
         run(job, tmp_path / "other", "train.epochs=1")
 
 
+def test_a_signal_is_acknowledged_at_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run(write_job(tmp_path, stop_at=(3,)), tmp_path / "run", *WORDS)
+    assert capfd.readouterr().err.count("stopping when this step is done") == 1
+
+
 def test_a_first_try_that_made_no_step_is_not_in_the_way(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="the power went out"):
         run(write_job(tmp_path, stop_at=(0,), how=BREAK), tmp_path / "run", "train.epochs=1")

@@ -46,7 +46,7 @@ def train(config: Config, console: Console) -> int:
     if config.plan.ranks > 1 and identify(os.environ) is None:
         return _launch(config, console)
     wish = Wish()
-    with listening(wish):
+    with listening(wish, speaks=first_rank()):
         return _train(config, console, wish)
 
 

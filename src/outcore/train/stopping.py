@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing import Any
 __all__ = ["Wish", "listening"]
 
 _SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
+_HEARD = b"\nstopping when this step is done and saved; Ctrl-C again stops at once, without saving\n"
 
 
 @dataclass
@@ -26,8 +28,13 @@ class Wish:
 
 
 @contextlib.contextmanager
-def listening(wish: Wish) -> Iterator[None]:
-    """Take SIGTERM, SIGUSR1 and Ctrl-C as wishes; a second Ctrl-C ends the program as it always does."""
+def listening(wish: Wish, *, speaks: bool = False) -> Iterator[None]:
+    """Take SIGTERM, SIGUSR1 and Ctrl-C as wishes; a second Ctrl-C ends the program as it always does.
+
+    Args:
+        wish: to be noted in.
+        speaks: whether this process says that it heard: a step may take minutes.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -36,6 +43,8 @@ def listening(wish: Wish) -> Iterator[None]:
     def heard(number: int, frame: FrameType | None) -> None:
         if wish.signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
+        if wish.signal is None and speaks:
+            os.write(2, _HEARD)  # a handler must not enter a print that it interrupted
         wish.signal = number
 
     before: dict[int, Any] = {number: signal.signal(number, heard) for number in numbers}
