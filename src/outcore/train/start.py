@@ -24,7 +24,7 @@ from outcore.report.run import thin
 from outcore.train.config import Config
 from outcore.train.precision import computing
 
-__all__ = ["Forecast", "device_here", "forecast", "start_table"]
+__all__ = ["Forecast", "device_here", "duration", "forecast", "start_table"]
 
 
 @dataclass(frozen=True)
@@ -131,14 +131,16 @@ def start_table(config: Config, job: Job, found: Forecast, *, steps: int, exampl
         "data", f"{examples:,} examples, {steps:,} steps an epoch, {config.train.epochs} epochs, {_batch(config)}"
     )
     if found.peak_bytes is not None and found.capacity_bytes is not None:
-        table.add_row("plain step", f"{_time(found.step_s)}, {format_bytes(found.peak_bytes)} at its peak (estimated)")
+        table.add_row(
+            "plain step", f"{duration(found.step_s)}, {format_bytes(found.peak_bytes)} at its peak (estimated)"
+        )
     for name, text in found.decisions:
         table.add_row(name, text)
     step_s = found.planned_step_s or found.step_s
     if step_s is not None:
         whole = step_s * config.train.accumulate * steps
         rate = examples / whole if whole else 0.0
-        table.add_row("expected", f"{_time(whole)} an epoch, {rate:.3g} examples/s")
+        table.add_row("expected", f"{duration(whole)} an epoch, {rate:.3g} examples/s")
     for note in found.notes:
         table.add_row("note", note)
     table.add_row("run", f"{config.out} (settings, log, checkpoints, report)")
@@ -150,7 +152,8 @@ def _batch(config: Config) -> str:
     return size + (f" x {config.train.accumulate}" if config.train.accumulate > 1 else "")
 
 
-def _time(seconds: float | None) -> str:
+def duration(seconds: float | None) -> str:
+    """A time in words: seconds, then minutes, then hours."""
     if seconds is None:
         return "?"
     if seconds < 120:

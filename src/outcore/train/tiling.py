@@ -26,14 +26,14 @@ from outcore.data.slide import SlideLevel
 from outcore.errors import PlanError
 from outcore.graph import capture
 from outcore.job import Job
-from outcore.machine.units import format_bytes, format_time
+from outcore.machine.units import format_bytes
 from outcore.plan_document import Plan, Predicted
 from outcore.stream import plan_tiles, stream
 from outcore.stream.streamed import Streamed
 from outcore.train.config import Config
 from outcore.train.precision import computing
 from outcore.train.schedules import make_optimizer
-from outcore.train.start import Forecast, device_here
+from outcore.train.start import Forecast, device_here, duration
 
 __all__ = ["READERS", "apply_tiles", "arranged", "computed_share", "plan_stream"]
 
@@ -81,7 +81,7 @@ def plan_stream(model: nn.Module, job: Job, config: Config, expected: Forecast, 
         stream=found.document(),
         memory_bytes=budget,
         predicted=Predicted(step_s, (found.peak_bytes + state,), 0.0, "estimate"),
-        why=(f"{said}, {format_time(step_s)} a step",),
+        why=(f"{said}, {duration(step_s)} a step",),
     )
 
 
