@@ -88,9 +88,10 @@ class Bench:
         """The cost of a call with its time, measured, scaled from a smaller one, or with the reason why not."""
         cost, reason = self.costs.calls[name], ""
         fits = self.need(name) <= self.limit
-        for integers in ("index", "zero", "one") if fits else ():
+        ways = [("index", True), ("zero", True), ("one", True), *([("index", False)] if cost.arriving else [])]
+        for integers, turned in ways if fits else ():
             try:
-                return self._time(name, seconds, {}, 1.0, integers)
+                return self._time(name, seconds, {}, 1.0, integers, turned=turned)
             except torch.OutOfMemoryError as error:
                 reason, fits = _first_line(error), False
                 torch.cuda.empty_cache()
@@ -147,7 +148,14 @@ class Bench:
         return max(0, torch.cuda.memory_allocated(self.device) - self.before)
 
     def _time(
-        self, name: str, seconds: float, shapes: Mapping[str, tuple[int, ...]], scale: float, integers: str
+        self,
+        name: str,
+        seconds: float,
+        shapes: Mapping[str, tuple[int, ...]],
+        scale: float,
+        integers: str,
+        *,
+        turned: bool = True,
     ) -> CallCost:
         cost = self.costs.calls[name]
         alone = Alone(
@@ -157,7 +165,7 @@ class Bench:
             self.device,
             integers=integers,
             shapes=shapes,
-            arriving=cost.arriving,
+            arriving=cost.arriving if turned else None,
         )
         if self.device.type == "cuda" and scale == 1.0:
             cost = self._weigh(alone, cost)
