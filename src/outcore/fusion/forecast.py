@@ -92,24 +92,15 @@ def forecast(array: FusedArray, *batch: Any, each: Sequence[tuple[Any, ...]] | N
                 needed = -(-rehearse(lane, name, program, cut(lane, args)) // len(lane))
         running = max(running, needed)
         shared = max(shared, peak.inputs)
-    besides = 0
-    if array.device.type == "cuda":
-        recurrent = any(isinstance(m, torch.nn.RNNBase) for m in array.models[0].modules())
-        besides = _LIBRARY_BYTES + (_RECURRENT_BYTES if recurrent and len(lane) == 1 else 0)
-        if array.way.parallel:
-            besides += _GRAPH_BYTES
-            running += round(_SCATTERED * running)
+    on_gpu = array.device.type == "cuda"
+    besides = (_GRAPH_BYTES if array.way.parallel else _LIBRARY_BYTES) if on_gpu else 0
     return Forecast(len(array), resting, running, shared, besides, len(array.lanes) if array.way.parallel else 1)
 
 
 _LIBRARY_BYTES = 64 * 2**20
 """Workspace of cuBLAS and cuDNN for one stream of an H200, about."""
-_RECURRENT_BYTES = 40 * 2**20
-"""What cuDNN's recurrent layers take besides."""
-_GRAPH_BYTES = 26 * 2**20
-"""What the memory of a stream's graphs takes in addition, because it comes in large pieces, about."""
-_SCATTERED = 0.2
-"""Share of a graph's memory that lies between values, where none fits; nothing to a third was measured."""
+_GRAPH_BYTES = 100 * 2**20
+"""With memory of its own for the graphs of each stream, which is taken in large pieces; 70 to 200 MiB were measured."""
 _LONG = 256
 """Time steps of recurrent layers beyond which a rehearsal takes too long."""
 
