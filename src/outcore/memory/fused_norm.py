@@ -121,7 +121,7 @@ class _Norm(torch.autograd.Function):
         x, found = ctx.saved_tensors
         gradient = gradient.contiguous(memory_format=memory_format(x))
         if x.is_cuda:
-            from outcore.memory.norm_gradient_kernels import gradients
+            from outcore.memory.norm_gradient_triton_kernels import gradients
 
             return *gradients(gradient, x, found, ctx.kind, usual_order(x), ctx.relu), None, None
         return *_gradients(gradient, x, found, ctx.kind, ctx.relu), None, None
