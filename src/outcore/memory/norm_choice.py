@@ -1,7 +1,7 @@
 """Which batch norms become one operation with their ReLU.
 
 Fused, a norm passes over memory eight times in a step instead of thirteen, and its statistics are not left to one
-multiprocessor per channel. But it is issued from Python, which takes the host some four times as long as torch's own.
+multiprocessor per channel. But it is issued from Python, which takes the host several times as long as torch's own.
 A step takes as long as the slower of the two: the host, which issues it, and the device, which computes it. So those
 norms are fused that save the device most, as long as the host keeps ahead:
 
@@ -31,7 +31,7 @@ _FORWARD, _BACKWARD = 3, 5
 _RATE = 0.8
 """Of the rate of a copy, what its kernels reach."""
 _ISSUE = 4.0
-"""Host time of a fused norm over that of torch's norm and ReLU."""
+"""Host time of a fused norm over that of torch's norm and ReLU: an estimate; the first steps show where it is wrong."""
 
 
 def worth_fusing(norms: Norms, costs: Costs, memory_bytes_per_s: float) -> dict[str, str | None]:

@@ -6,8 +6,8 @@ what it would have done, so it takes the tiles it had. The same document may be 
 Much of a slide is glass, and tiles of one colour are computed once. How many there are is seen on the coarsest level of
 the first slide, so that the time that is expected is that of the tissue.
 
-On a GPU the channels of images come last. With pixels last cuDNN turns tiles around in a workspace of its own: on an
-H200, 9.9 GiB for one convolution of 16 channels over 1511 x 1511 pixels in bf16, which no prediction knows of.
+On a GPU the channels of images come last. With pixels last an H200 took 9.9 GiB at once in the backward of one tile, by the
+sizes beside it cuDNN's workspace for a convolution of 16 channels, which it turns around; no prediction knows of that.
 """
 
 from __future__ import annotations
