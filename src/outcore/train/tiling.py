@@ -6,8 +6,8 @@ what it would have done, so it takes the tiles it had. The same document may be 
 Much of a slide is glass, and tiles of one colour are computed once. How many there are is seen on the coarsest level of
 the first slide, so that the time that is expected is that of the tissue.
 
-On a GPU the channels of images come last. With pixels last an H200 took 9.9 GiB at once in the backward of one tile, by the
-sizes beside it cuDNN's workspace for a convolution of 16 channels, which it turns around; no prediction knows of that.
+On a GPU the channels of images come last. With pixels last an H200 took 9.9 GiB at once in the backward of one tile: by
+the sizes beside it cuDNN's workspace for a convolution of 16 channels, which it turns around; no prediction knows it.
 """
 
 from __future__ import annotations
