@@ -158,7 +158,8 @@ class Work:
         return crop.contiguous().pin_memory() if there else crop
 
     def _colours(self, crops: Mapping[str, torch.Tensor]) -> Hashable | None:
-        if not self.options.twins or self.wants:
+        """The colours of a tile of glass; pixels that lie on a GPU are not asked, which would wait for all it does."""
+        if not self.options.twins or self.wants or any(crop.is_cuda for crop in crops.values()):
             return None
         found = {name: colour(crop) for name, crop in crops.items()}
         return None if None in found.values() else tuple(found.items())
