@@ -45,6 +45,34 @@ class UNet(nn.Module):
         return self.head(torch.cat([self.dec(torch.cat([up, skip], 1)).relu(), x], 1))
 
 
+class _Up(nn.Module):
+    """One step of a decoder; there need not be a skip."""
+
+    def __init__(self, skips: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4 + skips, 4, 3, padding=1)
+
+    def forward(self, x: torch.Tensor, skip: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self.conv(x if skip is None else torch.cat([x, skip], 1)).relu(), skip
+
+
+class MissingSkips(nn.Module):
+    """None goes from block to block, and across every cut, where there is no skip."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.mid = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.first, self.second, self.third = _Up(4), _Up(0), _Up(4)
+        self.head = nn.Conv2d(4, 2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        skip = self.stem(x).relu()
+        deep, kept = self.first(self.mid(skip), skip)
+        deep, missing = self.second(deep, None)
+        deep, _ = self.third(deep, kept if missing is None else missing)
+        return self.head(deep)
+
+
 class Residual(nn.Module):
     """Residual blocks with batch normalisation and in-place ReLU."""
 
@@ -181,6 +209,13 @@ CASES = {
             2: (("enc1", "enc2", "norm"), ("pool", "mid", "low", "up", "dec", "head")),
             3: (("enc1", "enc2", "norm"), ("pool", "mid", "low"), ("up", "dec", "head")),
             4: (("enc1", "enc2", "norm", "pool"), ("mid",), ("low", "up"), ("dec", "head")),
+        },
+    ),
+    "missing-skips": Case(
+        _job(MissingSkips, images, F.mse_loss),
+        {
+            2: (("stem", "mid", "first"), ("second", "third", "head")),
+            4: (("stem",), ("mid", "first"), ("second",), ("third", "head")),
         },
     ),
     "chain": Case(

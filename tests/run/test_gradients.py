@@ -81,7 +81,7 @@ def test_two_stages_on_two_replicas(ranks: Pool, schedule: str) -> None:
         _run(ranks, case, 2, schedule, 2)
 
 
-@pytest.mark.parametrize("case", ["unet", "inception", "densenet", "transformer"])
+@pytest.mark.parametrize("case", ["unet", "missing-skips", "inception", "densenet", "transformer"])
 def test_four_stages(ranks: Pool, case: str) -> None:
     for schedule in ("1f1b", "gems-4"):
         _run(ranks, case, 4, schedule, 1)
@@ -94,7 +94,9 @@ def test_three_stages_under_gems_share_the_middle_one(ranks: Pool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("case", ["unet", "unet-bn", "resnet", "inception", "densenet", "transformer", "indices"])
+@pytest.mark.parametrize(
+    "case", ["unet", "unet-bn", "missing-skips", "resnet", "inception", "densenet", "transformer", "indices"]
+)
 def test_everything(ranks: Pool, case: str, schedule: str) -> None:
     """Every network under every schedule, alone and with two replicas, weights after twenty steps."""
     for stages, replicas in ((2, 1), (2, 2), (4, 1)):
