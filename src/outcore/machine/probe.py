@@ -152,7 +152,7 @@ def _steps(names: tuple[str, ...], directory: Path) -> Iterator[Step]:
 
 
 def _assemble(facts: Mapping[str, Mapping[str, Any]], measures: Mapping[str, Any]) -> Machine:
-    """The machine from what is known and what was measured; a placeholder of 1 stands for what was not."""
+    """The machine from what is known and what was measured; 1 stands for what was not."""
     found: dict[str, Device] = {}
     for name, known in facts.items():
         prefix = f"{name}/rate/"

@@ -82,7 +82,7 @@ def _heading(machine: Machine, device: Device) -> str:
 
 
 def _bandwidth(device: Device) -> str:
-    # A probe that was interrupted before this step leaves a placeholder of one byte per second.
+    # A probe that was interrupted before this step leaves one byte per second.
     return format_rate(device.bandwidth_bytes_per_s, "B/s") if device.bandwidth_bytes_per_s > 1 else "–"
 
 
