@@ -6,6 +6,9 @@
 With ``--search random`` both see the same 64 configurations, so the best of one can be looked for in the other. Before
 either, one model is trained for a few steps by plain PyTorch, so loading libraries counts for none. All else does:
 recording, checking and compiling the fused step is in its training time.
+
+Both are chaotic, so the best trials need not be the same. ``--again 3`` trains every configuration to the end, without
+pruning, from three other first weights on other batches: how good a configuration is, and by how much that varies.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ import runpy
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,42 +33,81 @@ sys.path[:0] = [str(ROOT / "src")]
 
 from outcore.fusion.space import parse_settings  # noqa: E402
 from outcore.fusion.sweep import Options, Sweep  # noqa: E402
+from outcore.fusion.trials import Trial  # noqa: E402
 from outcore.fusion.tuner import Tuner  # noqa: E402
 
 SPACE = ("lr=1e-4:3e-1:log", "weight_decay=1e-6:1e-1:log", "beta1=0.5:0.99")
 HELD_OUT = 4
 
 
-def tuner(directory: Path, given: argparse.Namespace, seed: int) -> Tuner:
+def tuner(directory: Path, given: argparse.Namespace, seed: int, pruner: str = "asha") -> Tuner:
     settings = parse_settings(list(SPACE))
     return Tuner(
-        settings, directory, trials=given.trials, search=given.search, pruner="asha", interval=given.every,
+        settings, directory, trials=given.trials, search=given.search, pruner=pruner, interval=given.every,
         steps=given.steps, seed=seed, remember=not given.forget,
     )  # fmt: skip
 
 
-def together(directory: Path, given: argparse.Namespace, seed: int) -> dict[str, Any]:
+def together(
+    directory: Path, given: argparse.Namespace, seed: int, *, pruner: str = "asha", weights: int = 0
+) -> dict[str, Any]:
     """Sixteen trials at a time, fused."""
     options = Options(
         given.job, directory, steps=given.steps, interval=given.every, members=given.members, held_out=HELD_OUT,
-        device=given.device, measure=given.measure,
+        device=given.device, measure=given.measure, seed=weights,
     )  # fmt: skip
-    marks: list[float] = []
-    running = Sweep(options, tuner(directory, given, seed), on_change=lambda sweep: marks.append(sweep.seconds))
+    marks: list[tuple[float, int]] = []
+
+    def mark(sweep: Sweep) -> None:
+        marks.append((round(sweep.seconds, 4), sweep.member_steps))
+
+    running = Sweep(options, tuner(directory, given, seed, pruner), on_change=mark)
     results = running.run()
     return {
         "training_s": running.seconds, "member_steps": running.member_steps,
-        "first_interval_s": marks[0], "intervals": len(marks),
+        "first_interval_s": marks[0][0], "intervals": len(marks), "marks": marks,
         "ways": [str(choice.way) for choice in running.choices],
         "predicted_speedup": [choice.speedup for choice in running.choices], "achieved_speedup": running.achieved(),
         "trials": [{"number": r.number, "state": r.state, "value": r.value, **r.settings} for r in results],
     }  # fmt: skip
 
 
+class Plain:
+    """One trial in plain PyTorch."""
+
+    def __init__(self, job: dict[str, Any], trial: Trial, device: str) -> None:
+        torch.manual_seed(0)
+        self.loss, self.trial, self.done = job["loss"], trial, 0
+        self.model = job["model"]().to(device).train()
+        self.optimizer = job["optimizer"](self.model.parameters())
+        for group in self.optimizer.param_groups:
+            group["lr"], group["weight_decay"] = trial.settings["lr"], trial.settings["weight_decay"]
+            group["betas"] = (trial.settings["beta1"], group["betas"][1])
+
+    def train(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        """One step."""
+        self.optimizer.zero_grad()
+        self.loss(self.model(x), y).backward()
+        self.optimizer.step()
+
+    def judge(self, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
+        """The mean loss in eval mode."""
+        self.model.eval()
+        with torch.no_grad():
+            value = sum(float(self.loss(self.model(x), y)) for x, y in batches) / len(batches)
+        self.model.train()
+        return value
+
+
 def one_by_one(directory: Path, given: argparse.Namespace, seed: int) -> dict[str, Any]:
-    """What one writes without outcore: a loop over trials around a loop over steps."""
+    """What one writes without outcore: a loop over trials around a loop over steps.
+
+    By default trials take turns, as many as are trained at a time otherwise and on the same batches, so that ASHA has
+    the same to compare; with ``--order alone`` each is trained until it is given up, and the next begins.
+    """
     job, source = runpy.run_path(given.job), tuner(directory, given, seed)
     wait = torch.cuda.synchronize if given.device == "cuda" else lambda: None
+    at_once = given.members if given.order == "turns" else 1
 
     def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
         torch.manual_seed(number + 100_000)
@@ -71,41 +115,41 @@ def one_by_one(directory: Path, given: argparse.Namespace, seed: int) -> dict[st
         return x.to(given.device), y.to(given.device)
 
     judged_on = [batch(-1 - n) for n in range(HELD_OUT)]
-    trials, steps, spent = [], 0, 0.0
-    while (trial := source.ask()) is not None:
-        torch.manual_seed(0)
-        model = job["model"]().to(given.device).train()
-        optimizer = job["optimizer"](model.parameters())
-        for group in optimizer.param_groups:
-            group["lr"], group["weight_decay"] = trial.settings["lr"], trial.settings["weight_decay"]
-            group["betas"] = (trial.settings["beta1"], group["betas"][1])
-        done, state, value = 0, "running", math.inf
-        while state == "running":
-            begun = time.perf_counter()
-            for number in range(done, done + given.every):
-                x, y = batch(number)
-                optimizer.zero_grad()
-                job["loss"](model(x), y).backward()
-                optimizer.step()
-            done += given.every
-            model.eval()
-            with torch.no_grad():
-                value = sum(float(job["loss"](model(x), y)) for x, y in judged_on) / HELD_OUT
-            model.train()
-            wait()
-            spent += time.perf_counter() - begun
-            steps += given.every
+    trials, steps, spent, step, marks = [], 0, 0.0, 0, []
+    running: list[Plain] = []
+    while True:
+        while len(running) < at_once and (trial := source.ask()) is not None:
+            running.append(Plain(job, trial, given.device))
+        if not running:
+            break
+        first, values = (step if at_once > 1 else running[0].done), {}
+        begun = time.perf_counter()
+        for one in running:
+            for number in range(first, first + given.every):
+                one.train(*batch(number))
+            values[one.trial.number] = one.judge(judged_on)
+        wait()
+        spent += time.perf_counter() - begun
+        step, steps = step + given.every, steps + given.every * len(running)
+        marks.append((round(spent, 4), steps))
+        for one in running:
+            one.done += given.every
+            if math.isfinite(values[one.trial.number]):
+                source.report(one.trial.number, one.done, values[one.trial.number])
+        for one in list(running):
+            number, value = one.trial.number, values[one.trial.number]
             if not math.isfinite(value):
                 state = "diverged"
+            elif one.done >= given.steps:
+                state = "complete"
+            elif source.hopeless(number):
+                state = "pruned"
             else:
-                source.report(trial.number, done, value)
-                if done >= given.steps:
-                    state = "complete"
-                elif source.hopeless(trial.number):
-                    state = "pruned"
-        source.tell(trial.number, state, value if state != "diverged" else None)
-        trials.append({"number": trial.number, "state": state, "value": value, **trial.settings})
-    return {"training_s": spent, "member_steps": steps, "trials": trials}
+                continue
+            source.tell(number, state, value if state != "diverged" else None)
+            trials.append({"number": number, "state": state, "value": value, **one.trial.settings})
+            running.remove(one)
+    return {"training_s": spent, "member_steps": steps, "order": given.order, "marks": marks, "trials": trials}
 
 
 def warm(given: argparse.Namespace) -> None:
@@ -131,6 +175,9 @@ def main() -> None:
     parser.add_argument("--search", default="tpe")
     parser.add_argument("--measure", action="store_true", help="choose the way of running by trying")
     parser.add_argument("--forget", action="store_true", help="keep the studies in memory, not in SQLite")
+    parser.add_argument("--ways", default="together,one-by-one", help="of the two sweeps, which to run")
+    parser.add_argument("--again", type=int, default=0, help="how often to train all to the end, to know the noise")
+    parser.add_argument("--order", default="turns", choices=("turns", "alone"), help="of trials one by one")
     run(parser.parse_args())
 
 
@@ -142,20 +189,29 @@ def run(given: argparse.Namespace) -> None:
         "torch": torch.__version__, "steps": given.steps, "every": given.every, "search": given.search,
         "job": Path(given.job).name, "date": time.strftime("%Y-%m-%d"),
     }  # fmt: skip
-    rows = []
+    rows: list[dict[str, Any]] = []
     warm(given)
+
+    def add(row: dict[str, Any], train: Callable[[Path], dict[str, Any]]) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            begun, used = time.perf_counter(), time.process_time()
+            row |= train(Path(folder))
+        row["wall_s"], row["cpu_s"] = time.perf_counter() - begun, time.process_time() - used
+        complete = [t for t in row["trials"] if t["state"] == "complete"]
+        row["best"] = min(complete, key=lambda t: t["value"]) if complete else None
+        row["states"] = {s: sum(t["state"] == s for t in row["trials"]) for s in ("complete", "pruned", "diverged")}
+        rows.append(row)
+        print({k: v for k, v in row.items() if k not in ("trials", "marks")}, flush=True)
+        given.out.write_text(json.dumps({"environment": facts, "rows": rows}, indent=1))
+
     for seed in map(int, given.seeds.split(",")):
-        for members, train in ((given.members, together), (1, one_by_one)):
-            with tempfile.TemporaryDirectory() as folder:
-                begun, used = time.perf_counter(), time.process_time()
-                row = {"members": members, "seed": seed} | train(Path(folder), given, seed)
-            row["wall_s"], row["cpu_s"] = time.perf_counter() - begun, time.process_time() - used
-            complete = [t for t in row["trials"] if t["state"] == "complete"]
-            row["best"] = min(complete, key=lambda t: t["value"]) if complete else None
-            row["states"] = {s: sum(t["state"] == s for t in row["trials"]) for s in ("complete", "pruned", "diverged")}
-            rows.append(row)
-            print({k: v for k, v in row.items() if k != "trials"}, flush=True)
-            given.out.write_text(json.dumps({"environment": facts, "rows": rows}, indent=1))
+        if "together" in given.ways:
+            add({"seed": seed, "members": given.members}, partial(together, given=given, seed=seed))
+        if "one-by-one" in given.ways:
+            add({"seed": seed, "members": 1}, partial(one_by_one, given=given, seed=seed))
+        for weights in range(1, 1 + given.again):
+            more = {"seed": seed, "members": given.members, "pruner": "none", "weights": weights}
+            add(more, partial(together, given=given, seed=seed, pruner="none", weights=weights))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ minute; the row itself a fraction of a second. So several processes prepare at t
 the machine for itself: it stops all others where they are (SIGSTOP), waits until the device has done what they had
 asked for, and lets them go on afterwards. Nobody has to wait until others are ready.
 
-What is prepared lies on the device until it is measured, so rows are admitted by the memory they will take.
+What is prepared lies on the device until it is measured, so rows are admitted by the memory they will take, in the
+order in which they asked: a large one is not kept waiting by small ones.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class Gate:
     def __init__(self, context: BaseContext, count: int, gib: float) -> None:
         self.turn, self.pids = context.Lock(), context.Array("i", count, lock=False)
         self.gib, self.free, self.changed = gib, context.Value("d", gib, lock=False), context.Condition()
+        self.asked, self.served = context.Value("i", 0, lock=False), context.Value("i", 0, lock=False)
 
     @contextlib.contextmanager
     def inside(self, index: int) -> Iterator[None]:
@@ -42,8 +44,11 @@ class Gate:
         """Wait until there is so much memory, and have it; never twice at a time."""
         wanted = min(gib, self.gib)
         with self.changed:
-            self.changed.wait_for(lambda: self.free.value >= wanted)
+            ticket, self.asked.value = self.asked.value, self.asked.value + 1
+            self.changed.wait_for(lambda: self.served.value == ticket and self.free.value >= wanted)
             self.free.value -= wanted
+            self.served.value += 1
+            self.changed.notify_all()
         try:
             yield
         finally:

@@ -9,8 +9,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import json
+import tempfile
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,6 +72,8 @@ class Bench:
                 measures[i].send(seconds)
             except StopIteration as done:
                 rows[i] = done.value
+            except Exception as error:
+                rows[i] = _failed(error)
         return rows
 
     def wait(self) -> None:
@@ -112,11 +117,11 @@ def batch_of(bench: Bench, workload: Workload) -> tuple[torch.Tensor, ...]:
     return tuple(t.to(bench.device) for t in workload.batch())
 
 
-def eager(bench: Bench, workload: Workload, amp: bool) -> Measure:
-    """Plain PyTorch, one model."""
-    used = bench.begin(tuned=False)
-    model = workload.build(0).to(bench.device)
-    batch = batch_of(bench, workload)
+def plain(device: torch.device, workload: Workload, amp: bool) -> Step:
+    """A step of one model in plain PyTorch."""
+    model = workload.build(0).to(device)
+    torch.manual_seed(0)
+    batch = tuple(t.to(device) for t in workload.batch())
     if workload.adversarial:
         pairs = [(o.loss, o.optimizer(model, 0)) for o in workload.objectives(adam).values()]
     else:
@@ -126,11 +131,18 @@ def eager(bench: Bench, workload: Workload, amp: bool) -> Measure:
         torch.backends.cudnn.benchmark = False
         for loss, optimizer in pairs:
             optimizer.zero_grad()
-            with torch.autocast(bench.device.type, torch.bfloat16, enabled=amp):
+            with torch.autocast(device.type, torch.bfloat16, enabled=amp):
                 found = loss(model, *batch)
             found.backward()
             optimizer.step()
 
+    return step
+
+
+def eager(bench: Bench, workload: Workload, amp: bool) -> Measure:
+    """Plain PyTorch, one model."""
+    used = bench.begin(tuned=False)
+    step = plain(bench.device, workload, amp)
     for _ in range(5):
         step()
     taken = used()
@@ -270,3 +282,42 @@ def kernels(bench: Bench, workload: Workload, amp: bool, members: int, way: Way,
     top = sorted(seen.key_averages(), key=lambda e: -e.self_device_time_total)[:count]
     return {"kernels": [(e.key[:110], e.count, round(e.self_device_time_total / 1e3, 3)) for e in top]}
     yield  # never: the profiler has its own clock
+
+
+def use(bench: Bench, workload: Workload, amp: bool, members: int, way: Way, steps: int = 4) -> Measure:
+    """How much of the GPU replayed steps keep at work, by the profiler's account of their kernels."""
+    bench.begin(tuned=True)
+    array = make(bench, workload, members, amp, way)
+    batch = batch_of(bench, workload)
+    for _ in range(2 * _WARM):
+        array.step(*batch)
+    step_s = yield lambda: array.step(*batch)
+    if not bench.on_gpu:
+        return {"step_s": step_s}
+    with bench.alone():
+        return {"step_s": step_s} | occupied(lambda: array.step(*batch), steps, step_s)
+
+
+def occupied(step: Step, steps: int, step_s: float) -> Row:
+    """Shares of the step's time: kernels at work, on every multiprocessor, and what they fill of its threads."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        seen.export_chrome_trace(f"{folder}/trace.json")
+        events = json.loads(Path(f"{folder}/trace.json").read_text())["traceEvents"]
+    kernels = [(e["ts"], e["dur"], e["args"]) for e in events if e.get("cat") == "kernel"]
+    kernels.sort(key=lambda k: k[:2])
+    busy, filled, threads, until = 0.0, 0.0, 0.0, 0.0
+    for begin, lasts, facts in kernels:
+        alone = max(0.0, begin + lasts - max(begin, until))
+        until = max(until, begin + lasts)
+        busy += alone
+        filled += alone * min(1.0, float(facts.get("blocks per SM", 0)))
+        threads += alone * float(facts.get("est. achieved occupancy %", 0)) / 100
+    whole = steps * step_s * 1e6
+    shares = {"busy": busy / whole, "filled": filled / whole, "occupancy": threads / whole}
+    return {"kernels": len(kernels) // steps} | shares

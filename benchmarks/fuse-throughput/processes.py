@@ -1,21 +1,22 @@
 """What people do without fusing: plain PyTorch in as many processes on one GPU, without and with NVIDIA MPS.
 
-    python processes.py --out results.json [--count 16] [--only resnet18-b32,transformer-b20]
+    python processes.py --out results.json [--counts 4,16] [--only resnet18-b32/tf32,transformer-b20/amp]
 
-All processes of both kinds start at the beginning, build every model, and wait; then some or all of them train one
-workload for a second, at the same time, while the others stand still.
+The processes of both kinds start at the beginning. For each workload, those of one kind build their models and wait;
+then some or all of them train for a second, at the same time, while the others stand still. Every row is written as
+soon as it is there.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import multiprocessing
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,55 +25,55 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "src"), str(Path(__file__).resolve().parent)]
 
+Row = dict[str, Any]
 MPS = {"CUDA_MPS_PIPE_DIRECTORY": "/tmp/fuse-mps", "CUDA_MPS_LOG_DIRECTORY": "/tmp/fuse-mps-log"}
-_START_S = 0.2
+_START_S = 0.1
 
 
-def child(names: list[str], device: str, tiny: bool, env: dict[str, str], told: Connection) -> None:
-    """One process: says that it is ready, then trains what it is told, when it is told."""
+def child(device: str, tiny: bool, env: dict[str, str], told: Connection) -> None:
+    """One process: builds what it is told, and trains it when it is told; answers each time."""
     os.environ |= env
     import measures
     import torch
-    import torch.nn.functional as F
     from tests.fusion.workloads import TINY, USUAL
 
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    step: Any = None
 
-    def training(name: str) -> Any:
-        workload = (TINY if tiny else USUAL)[name]
-        model = workload.build(0).to(device)
-        x, y = (t.to(device) for t in workload.batch())
-        optimizer = measures.adam(model.parameters())
-
-        def step() -> None:
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-
-        for _ in range(4):
+    def build(name: str) -> None:
+        nonlocal step
+        step = None
+        gc.collect()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+        workload, precision = name.split("/")
+        step = measures.plain(torch.device(device), (TINY if tiny else USUAL)[workload], precision == "amp")
+        for _ in range(3):
             step()
         wait()
-        return step
 
-    try:
-        steps = {name: training(name) for name in names}
-    except Exception as error:
-        told.send(f"{type(error).__name__}: {error}"[:300])
-        return
-    told.send("ready")
-    while True:
-        name, begin, seconds = told.recv()
-        count, late = 0, max(0.0, time.time() - begin)
+    def train(begin: float, seconds: float) -> float:
+        count = 0
         time.sleep(max(0.0, begin - time.time()))
         while time.time() < begin + seconds:
-            steps[name]()
+            step()
             count += 1
             if count % 4 == 0:
                 wait()
         wait()
-        told.send((count / (time.time() - begin), late))
+        return count / (time.time() - begin)
+
+    if device == "cuda":
+        torch.zeros(1, device=device)
+    told.send("ready")
+    while True:
+        name, *when = told.recv()
+        try:
+            told.send(train(*when) if when else build(name) or "ready")
+        except Exception as error:
+            told.send(f"{type(error).__name__}: {error}"[:300])
 
 
 @dataclass
@@ -84,41 +85,46 @@ class Crew:
     lines: list[Connection]
 
     @classmethod
-    def start(cls, what: str, count: int, names: list[str], device: str, tiny: bool, env: dict[str, str]) -> Crew:
+    def start(cls, what: str, count: int, device: str, tiny: bool, env: dict[str, str]) -> Crew:
         """Processes that are getting ready."""
-        import measures  # noqa: F401  # before they are forked from here, so that each need not import it
-
         context = multiprocessing.get_context("fork")
         pairs = [context.Pipe() for _ in range(count)]
-        made = [
-            context.Process(target=child, args=(names, device, tiny, env, end), daemon=True) for _, end in pairs
-        ]  # fmt: skip
+        made = [context.Process(target=child, args=(device, tiny, env, end), daemon=True) for _, end in pairs]
         for process in made:
             process.start()
         return cls(what, made, [line for line, _ in pairs])
 
-    def wait(self, until: float) -> str:
-        """Until all are ready; those that are not in time are given up. Returns what went wrong."""
-        problem, ready = "", []
+    def ready(self, until: float) -> str:
+        """Wait until all have answered; those that are not in time are given up. Returns what went wrong."""
+        problem, there = "", []
         for process, line in zip(self.processes, self.lines, strict=True):
             answer = line.recv() if line.poll(max(0.0, until - time.time())) else "not ready in time"
             if answer == "ready":
-                ready.append((process, line))
+                there.append((process, line))
             else:
                 problem = answer
                 process.kill()
-        self.processes, self.lines = [p for p, _ in ready], [line for _, line in ready]
+        self.processes, self.lines = [p for p, _ in there], [line for _, line in there]
         return problem
 
-    def together(self, name: str, count: int, seconds: float) -> dict[str, Any]:
+    def build(self, name: str, until: float) -> str:
+        """Let all build a workload; returns what went wrong."""
+        for line in self.lines:
+            line.send((name,))
+        return self.ready(until)
+
+    def together(self, name: str, count: int, seconds: float) -> Row:
         """Steps per second of some of them."""
         begin = time.time() + _START_S
         lines = self.lines[:count]
         for line in lines:
             line.send((name, begin, seconds))
-        rates, late = zip(*(line.recv() for line in lines), strict=True)
-        found = {"steps_per_s": sum(rates), "slowest_per_s": min(rates), "latest_start_s": max(late)}
-        return {"workload": name, "precision": "tf32", "what": self.what, "members": len(lines)} | found
+        workload, precision = name.split("/")
+        facts = {"workload": workload, "precision": precision, "what": self.what, "members": len(lines)}
+        rates = [line.recv() for line in lines]
+        if failed := [rate for rate in rates if isinstance(rate, str)]:
+            return facts | {"error": failed[0]}
+        return facts | {"steps_per_s": sum(rates), "slowest_per_s": min(rates)}
 
     def stop(self) -> None:
         """End them."""
@@ -144,20 +150,30 @@ def dismiss() -> None:
     subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", env=os.environ | MPS, text=True, timeout=20)
 
 
-def crews(count: int, names: list[str], device: str, tiny: bool) -> tuple[list[Crew], str]:
-    """Both kinds, getting ready; and why the second is missing, if it is."""
-    plain = Crew.start("processes", count, names, device, tiny, {})
-    if problem := serve():
-        return [plain], problem
-    return [plain, Crew.start("processes with MPS", count, names, device, tiny, MPS)], ""
+class Table:
+    """Rows, on disk as they come."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.rows, self.begun = path, list[Row](), time.time()
+
+    def add(self, row: Row) -> None:
+        """Print it and write all."""
+        self.rows.append(row | {"at_s": round(time.time() - self.begun, 1)})
+        self.path.write_text(json.dumps({"rows": self.rows}, indent=1))
+        print(self.rows[-1], flush=True)
 
 
-def compare(made: list[Crew], names: list[str], seconds: float) -> Iterator[dict[str, Any]]:
-    """Rows of both kinds, for all and for four processes of each."""
+def compare(crews: list[Crew], names: list[str], counts: list[int], given: argparse.Namespace, table: Table) -> None:
+    """Rows of both kinds, workload by workload, until the time is over."""
     for name in names:
-        for crew in made:
-            for count in sorted({min(4, len(crew.lines)), len(crew.lines)} - {0}):
-                yield crew.together(name, count, seconds)
+        for crew in crews:
+            if (now := time.time()) - table.begun > given.limit:
+                table.add({"what": crew.what, "workload": name, "skipped": "out of time"})
+                continue
+            if trouble := crew.build(name, now + given.patience):
+                table.add({"what": crew.what, "workload": name, "error": trouble})
+            for count in sorted({min(n, len(crew.lines)) for n in counts} - {0}):
+                table.add(crew.together(name, count, given.seconds))
 
 
 def main() -> None:
@@ -165,28 +181,31 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--count", type=int, default=16)
+    parser.add_argument("--counts", default="2,4,8,16")
     parser.add_argument("--seconds", type=float, default=1.0)
-    parser.add_argument("--patience", type=float, default=60.0)
-    parser.add_argument("--only", default="resnet18-b32,transformer-b20")
+    parser.add_argument("--patience", type=float, default=30.0)
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds after which no workload is begun")
+    parser.add_argument("--only", default="resnet18-b32/tf32,transformer-b20/tf32")
     given = parser.parse_args()
-    names = given.only.split(",")
-    made, problem = crews(given.count, names, given.device, given.tiny)
-    rows: list[dict[str, Any]] = [{"what": "processes with MPS", "error": problem}] if problem else []
+    from run import preload
+
+    table, counts = Table(given.out), sorted(map(int, given.counts.split(",")))
+    preload(given.device)
+    crews = [Crew.start("processes", counts[-1], given.device, given.tiny, {})]
+    if problem := serve():
+        table.add({"what": "processes with MPS", "error": problem})
+    else:
+        crews.append(Crew.start("processes with MPS", counts[-1], given.device, given.tiny, MPS))
     try:
-        until = time.time() + given.patience
-        for crew in made:
-            if trouble := crew.wait(until):
-                rows.append({"what": crew.what, "error": trouble})
-        for row in compare(made, names, given.seconds):
-            rows.append(row)
-            print(row, flush=True)
+        for crew in crews:
+            if trouble := crew.ready(time.time() + given.patience):
+                table.add({"what": crew.what, "error": trouble})
+        compare(crews, given.only.split(","), counts, given, table)
     finally:
-        for crew in made:
+        for crew in crews:
             crew.stop()
         if not problem:
             dismiss()
-        given.out.write_text(json.dumps({"rows": rows}, indent=1))
 
 
 if __name__ == "__main__":

@@ -40,8 +40,8 @@ transformer-b20/tf32:base+predict+vmap; transformer-b20/amp:base+predict+sweep;
 pointnet-cls-b32/tf32:base+predict+vmap+kernels pointnet-cls-b32/amp;
 pointnet-seg-b32/tf32 pointnet-seg-b32/amp
 """
-GIB = {"pointnet": 3.6, "bert": 1.3}
-"""What one member of a workload takes at most, about, in any way of running; others half a GiB."""
+GIB = {"pointnet-seg-b32/tf32": 4.0, "pointnet-cls-b32/tf32": 3.3, "pointnet": 2.2, "bert": 1.3, "": 0.35}
+"""What one member of a workload takes at most, about, in any way of running; the first that fits counts."""
 BLOCKS = ("conv1", "bn1", "layer1", "layer2", "layer3", "layer4", "fc")
 """Of a ResNet, for the partially fused network."""
 
@@ -88,6 +88,10 @@ def rows_of(name: str, precision: str, kind: str, given: argparse.Namespace) -> 
         for kept in (0, 7, 3, 5, 4, 6, 2):
             more = {"what": "partial", "fused_blocks": kept, "unfused": " ".join(BLOCKS[kept:])}
             yield facts | more, ours(members, fused, unfused=BLOCKS[kept:], predicted=False)
+    elif kind == "use":
+        way = Way(1, True, False, channels_last=last)
+        yield facts | {"what": "use, serial", "members": 1}, lambda b: measures.use(b, workload, amp, 1, way)
+        yield facts | {"what": "use, fused"}, lambda b: measures.use(b, workload, amp, members, fused)
     elif kind == "kernels":
         for what, count in (("kernels fused", members), ("kernels serial", 1)):
             way = Way(count, channels_last=last)
@@ -99,7 +103,8 @@ def rows_of(name: str, precision: str, kind: str, given: argparse.Namespace) -> 
 
 def gib(row: Row) -> float:
     """An upper bound of the memory of a row; to predict, copies are tried beside the array."""
-    each = next((size for name, size in GIB.items() if row["workload"].startswith(name)), 0.5)
+    named = f"{row['workload']}/{row['precision']}"
+    each = next(size for name, size in GIB.items() if named.startswith(name))
     return each * row["members"] * (2 if row["what"] == "prediction" else 1) + 1
 
 
@@ -134,16 +139,32 @@ def work(index: int, lane: tuple[str, ...], gate: Any, given: argparse.Namespace
             jobs = [job for kind in asked if kind != "untuned" for job in rows_of(*which.split("/"), kind, given)]
             for some in packed(jobs, given.together):
                 with gate.room(sum(gib(facts) for facts, _ in some)):
-                    if time.time() - begun > given.limit:
+                    started = time.time()
+                    if started - begun > given.limit:
                         found = [{"skipped": "out of time"} for _ in some]
                     else:
                         found = bench.run([measure(bench) for _, measure in some])
                     for (facts, _), row in zip(some, found, strict=True):
-                        at = {"at_s": round(time.time() - begun, 1)} | ({} if bench.tuned else {"tuned": False})
+                        took = {"begun_s": round(started - begun, 1), "at_s": round(time.time() - begun, 1)}
+                        at = took | ({} if bench.tuned else {"tuned": False})
                         rows.put(facts | row | at)
                     found.clear()
                     bench.begin(tuned=False)  # gives memory back for the others
     rows.put(None)
+
+
+def preload(device: str) -> None:
+    """Import, before processes are forked from here, what each of them would import: seconds of it."""
+    import measures  # noqa: F401
+    import sympy  # noqa: F401
+    import torch.fx.experimental.symbolic_shapes  # noqa: F401
+    from tests.foreign.shim import define_torchvision_operators
+
+    define_torchvision_operators()
+    import torchvision  # noqa: F401
+
+    if device == "cuda":
+        import triton  # noqa: F401
 
 
 def environment(device: str) -> Row:
@@ -178,11 +199,12 @@ def main() -> None:
     given = parser.parse_args()
     from gate import Gate
 
+    begun = time.time()
     lanes = [tuple(lane.split()) for lane in given.tasks.split(";") if lane.split()]
-    import measures  # noqa: F401  # before the processes are forked from here, so that each need not import it
-
+    preload(given.device)
+    print(f"imported {time.time() - begun:.1f}", flush=True)
     context = multiprocessing.get_context("fork")
-    gate, rows, begun = Gate(context, len(lanes), given.gib), context.Queue(), time.time()
+    gate, rows = Gate(context, len(lanes), given.gib), context.Queue()
     workers = [context.Process(target=work, args=(i, lane, gate, given, begun, rows)) for i, lane in enumerate(lanes)]
     for worker in workers:
         worker.start()
@@ -197,10 +219,10 @@ def main() -> None:
             continue
         found.append(row)
         given.out.write_text(json.dumps({"environment": facts, "rows": found}, indent=1))
-        shown = ("error", "skipped", "way", "predicted_step_s")
+        shown = ("error", "skipped", "way", "predicted_step_s", "busy", "filled", "occupancy")
         told = f"{row['step_s'] * 1e3:.2f} ms" if "step_s" in row else {k: row[k] for k in row if k in shown}
         named = (row[k] for k in ("workload", "precision", "what", "members"))
-        print(*named, told, row.get("refused") or "", row.get("at_s", ""), flush=True)
+        print(*named, told, row.get("refused") or "", row.get("begun_s", ""), row.get("at_s", ""), flush=True)
     for worker in workers:
         worker.kill()  # whoever is late, or stopped
     print(f"{len(found)} rows in {time.time() - begun:.0f} s", flush=True)
