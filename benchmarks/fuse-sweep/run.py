@@ -54,7 +54,7 @@ def together(
     """Sixteen trials at a time, fused."""
     options = Options(
         given.job, directory, steps=given.steps, interval=given.every, members=given.members, held_out=HELD_OUT,
-        device=given.device, measure=given.measure, seed=weights,
+        device=given.device, measure=given.measure, seed=weights, narrow=not given.wide,
     )  # fmt: skip
     marks: list[tuple[float, int]] = []
 
@@ -177,6 +177,7 @@ def main() -> None:
     parser.add_argument("--forget", action="store_true", help="keep the studies in memory, not in SQLite")
     parser.add_argument("--ways", default="together,one-by-one", help="of the two sweeps, which to run")
     parser.add_argument("--again", type=int, default=0, help="how often to train all to the end, to know the noise")
+    parser.add_argument("--wide", action="store_true", help="keep empty slots to the end")
     parser.add_argument("--order", default="turns", choices=("turns", "alone"), help="of trials one by one")
     run(parser.parse_args())
 

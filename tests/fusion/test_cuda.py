@@ -150,6 +150,24 @@ def test_a_sweep_in_graphs_evaluates_and_refills_like_serial_training(way: str) 
             assert max(abs(found[n][k][slot] - expected[k]) for k in (0, 1)) < 1e-9, f"member {twin}, step {n}"
 
 
+@pytest.mark.parametrize("way", ["fused, graphed", "streams", "channels last"])
+def test_an_array_in_graphs_that_keeps_some_goes_on_like_serial_training(way: str) -> None:
+    models = [_cnn(i).cuda().double() for i in range(3)]
+    twins = copy.deepcopy(models)
+    array = outcore.fuse(models, loss=F.cross_entropy, optimizer=_adam, way=WAYS[way])
+    torch.manual_seed(1)
+    batches = [tuple(t.cuda().double() if t.is_floating_point() else t.cuda() for t in _images()) for _ in range(12)]
+    for n, batch in enumerate(batches):
+        if n == 5:
+            array.keep([2, 1])
+        if n == 10:
+            array.keep([1])
+        array.step(*batch)
+    assert array.runner.refused is None and len(array) == 1
+    train_serially(twins[1], batches, F.cross_entropy, _adam(twins[1].parameters(), 1))
+    assert distance(dict(twins[1].state_dict()), array[0].state_dict()) < 1e-10
+
+
 def test_a_diverged_member_does_not_touch_the_others_in_a_graph() -> None:
     models = [_cnn(i).cuda() for i in range(3)]
     twin = copy.deepcopy(models[2])

@@ -94,6 +94,38 @@ def test_an_array_rearranged_in_the_middle_goes_on_as_if_not() -> None:
     assert distance(dict(twin.state_dict()), array[1].state_dict()) < 1e-10
 
 
+@pytest.mark.parametrize("way", [Way(4), Way(2), Way(1)], ids=str)
+def test_members_that_are_kept_go_on_as_if_the_others_had_never_been(way: Way) -> None:
+    batches, dropped = small_batches(9), nn.Dropout(0.3)
+
+    def build(i: int) -> nn.Module:
+        return nn.Sequential(*small_net(i)[:4], copy.deepcopy(dropped), small_net(i)[4])
+
+    def optimizer(params: Any, i: int) -> optim.Optimizer:
+        return optim.Adam(params, float("inf") if i == 1 else 0.01 * (i + 1))
+
+    clips, seeds = [9.0, 9.0, 0.1, 0.2], [3, 4, 5, 6]
+    array = outcore.fuse(
+        map(build, range(4)), loss=F.cross_entropy, optimizer=optimizer, clip=clips, seeds=seeds, way=way
+    )
+    for x, y in batches[:4]:
+        array.step(x, y)
+    array[0].stop()
+    left = array.models[0]
+    stopped = copy.deepcopy(array[0].state_dict())
+    array.keep([3, 1, 2])
+    assert array.status == ["training", "diverged", "training"] and len(array) == 3
+    for x, y in batches[4:]:
+        array.step(x, y)
+    assert distance(stopped, dict(left.state_dict())) == 0
+    for slot, i in ((0, 3), (2, 2)):
+        twin = build(i)
+        train_serially(twin, batches, F.cross_entropy, optimizer(twin.parameters(), i), clip=clips[i], seed=seeds[i])
+        assert distance(dict(twin.state_dict()), array[slot].state_dict()) < 1e-10
+    with pytest.raises(outcore.OutcoreError, match="none twice"):
+        array.keep([1, 1])
+
+
 def test_loss_weights_scale_each_members_gradient() -> None:
     array = small_array(2, loss_weight=[1.0, 0.25], optimizer=lambda p, i: optim.SGD(p, 0.1))
     (x, y), *_ = small_batches()

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from outcore.cli.main import app
 from outcore.errors import FuseError
+from outcore.fusion.array import FusedArray
 from outcore.fusion.space import Setting, grid, parse_settings
 from outcore.fusion.sweep import Options, Sweep
 from outcore.fusion.trials import Listed, Result, Trial
@@ -105,6 +106,32 @@ def test_a_slot_is_refilled_while_the_others_train_on(job: str, tmp_path: Path) 
     assert len(results) == 6
     assert results.pop(float("inf")).state == "diverged"
     assert all(r.state == "complete" and r.steps == 12 for r in results.values())
+
+
+def test_an_array_that_shrinks_with_its_trials_gives_the_same(
+    job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four of six are given up after the first interval, and there is nothing to refill their slots with."""
+
+    class Some(Listed):
+        def hopeless(self, number: int) -> bool:
+            return number not in (3, 5)
+
+    kept: list[list[int]] = []
+    keep = FusedArray.keep
+    monkeypatch.setattr(FusedArray, "keep", lambda array, slots: (kept.append(list(slots)), keep(array, slots)))
+    configurations = grid(parse_settings(["lr=0.3,0.1,0.05,0.03,0.02,0.01"]))
+
+    def sweep(narrow: bool) -> list[Result]:
+        options = _options(job, tmp_path / f"{narrow}", members=6, narrow=narrow)
+        return sorted(Sweep(options, Some(configurations, tmp_path / f"{narrow}.jsonl")).run(), key=lambda r: r.number)
+
+    wide, narrow = sweep(False), sweep(True)
+    assert kept == [[3, 5]]
+    assert [r.state for r in wide] == [r.state for r in narrow]
+    assert [r.number for r in narrow if r.state == "complete"] == [3, 5]
+    for one, other in zip(wide, narrow, strict=True):
+        assert one.value == pytest.approx(other.value, abs=1e-12) and len(one.curve) == len(other.curve)
 
 
 class _KilledError(Exception):

@@ -16,6 +16,7 @@ import gc
 import time
 import warnings
 from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -199,13 +200,22 @@ class FusedArray:
         self.runner.rename(self._recordings.rebind(self._members()))
         self._mark(slot, "training")
 
+    def keep(self, slots: Sequence[int]) -> None:
+        """Go on with these members alone, in this order; the others leave, their models with memory of their own."""
+        if not slots or len(set(slots)) < len(slots):
+            raise FuseError(f"an array keeps at least one member, and none twice; given were {list(slots)}")
+        self.release()
+        self.slots = [self.slots[slot] for slot in slots]
+        self.terms, self._randomness = self.terms.only(slots), self._randomness.only(slots)
+        if any(program.others for program in self._recordings.programs.values()):
+            self._recordings = Recordings()  # what some members do otherwise is known by their slots
+        self._recordings = self._recordings.copied(self._members())
+        self.arrange(replace(self.way, width=min(self.way.width, len(self))))
+
     @property
     def status(self) -> list[str]:
         """Of each member: training, stopped, or diverged."""
-        living = [alive for lane in self.lanes for alive in lane.alive.tolist()]
-        for slot, alive in zip(self.slots, living, strict=True):
-            if not alive and slot.status == "training":
-                slot.status = "diverged"
+        self._look()
         return [slot.status for slot in self.slots]
 
     @property
@@ -223,6 +233,7 @@ class FusedArray:
 
     def release(self) -> list[nn.Module]:
         """Give every model memory of its own again; the array must not be used afterwards."""
+        self._look()
         for slot in range(len(self)):
             self.settle(slot)
         for lane in self.lanes:
@@ -232,7 +243,7 @@ class FusedArray:
 
     def arrange(self, way: Way) -> None:
         """Run in another way from the next step on; what the members have learned goes with them."""
-        statuses = [slot.status for slot in self.slots] if not self.lanes else self.status
+        self._look()
         for i in range(len(self) if self.lanes else 0):
             self.settle(i)
         self.way, self.lanes = way, []
@@ -246,8 +257,8 @@ class FusedArray:
             trainings = {name: [s.trainings[name] for s in slots] for name in slots[0].trainings}
             optimizers = {name: [s.optimizers[name] for s in slots] for name in slots[0].optimizers}
             self.lanes.append(Lane(first, trainings, optimizers, self._randomness, self.terms))
-        for i, status in enumerate(statuses):
-            if status != "training":
+        for i, slot in enumerate(self.slots):
+            if slot.status != "training":
                 lane, place = self._place(i)
                 lane.alive[place] = False
         self.runner = Runner(self.lanes, way)
@@ -263,6 +274,13 @@ class FusedArray:
         if not 0 <= slot < len(self):
             raise FuseError(f"no slot {slot}; there are {len(self)}")
         return self.lanes[slot // self.way.width], slot % self.way.width
+
+    def _look(self) -> None:
+        """Notice who has diverged; lanes know it first."""
+        living = [alive for lane in self.lanes for alive in lane.alive.tolist()]
+        for slot, alive in zip(self.slots, living, strict=bool(self.lanes)):
+            if not alive and slot.status == "training":
+                slot.status = "diverged"
 
     def _mark(self, slot: int, status: str) -> None:
         lane, place = self._place(slot)

@@ -40,6 +40,13 @@ class Randomness:
                 made = [[torch.Generator(f"cuda:{d}").manual_seed(s).get_state() for d in devices] for s in seeds]
                 self.cuda_states = made
 
+    def only(self, slots: Sequence[int]) -> Randomness:
+        """For some of the members, each where it is in its stream."""
+        made = Randomness(None)
+        made.states = None if self.states is None else [self.states[slot] for slot in slots]
+        made.cuda_states = None if self.cuda_states is None else [self.cuda_states[slot] for slot in slots]
+        return made
+
     def reseed(self, slot: int, seed: int) -> None:
         """Begin a member's stream anew."""
         fresh = Randomness([seed])

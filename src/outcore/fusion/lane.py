@@ -64,6 +64,11 @@ class Terms:
     scale: LossScale | None = None
     autocast: torch.dtype | None = None
 
+    def only(self, slots: Sequence[int]) -> Terms:
+        """For some of the members."""
+        clip, weights = (None if t is None else t[list(slots)] for t in (self.clip, self.weights))
+        return Terms(clip, weights, None if self.scale is None else self.scale.only(slots), self.autocast)
+
 
 class Lane:
     """Consecutive members of an array that run as one."""

@@ -7,8 +7,8 @@ notice.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -32,6 +32,12 @@ class LossScale:
         self.scales = self.scales or [self.initial] * members
         self._good = [0] * members
         return self
+
+    def only(self, members: Sequence[int]) -> LossScale:
+        """For some of the members, as they are now."""
+        kept = replace(self, scales=[self.scales[i] for i in members])
+        kept._good = [self._good[i] for i in members]
+        return kept
 
     def of(self, first: int, count: int, device: torch.device) -> Tensor:
         """The scales of consecutive members."""

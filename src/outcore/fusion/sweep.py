@@ -58,6 +58,8 @@ class Options:
     measure: bool = True
     """Try which way of running is fastest."""
     seed: int = 0
+    narrow: bool = True
+    """Let an array shrink once there is nothing left to refill its slots with."""
 
 
 @dataclass
@@ -86,6 +88,8 @@ class Sweep:
     member_steps: int = 0
     seconds: float = 0.0
     """Spent training, without building models."""
+    _exhausted: bool = False
+    """The source has no more."""
 
     def run(self) -> list[Result]:
         """Train everything the source has; returns a result per configuration."""
@@ -101,6 +105,8 @@ class Sweep:
             if not groups:
                 break
             for key, group in list(groups.items()):
+                if self.options.narrow and self._exhausted and key not in waiting:
+                    self._narrow(group)
                 self._train(group)
                 if not any(group.slots) and key not in waiting:
                     del groups[key]
@@ -142,6 +148,7 @@ class Sweep:
         while running + sum(map(len, waiting.values())) < self.options.members:
             trial = self.source.ask()
             if trial is None:
+                self._exhausted = True
                 return
             self.results[trial.number] = Result(trial.number, trial.settings)
             model = self._model(trial)
@@ -179,6 +186,16 @@ class Sweep:
                 group.slots[slot] = trial
                 group.array.refill(slot, model)
                 group.done[slot] = 0
+
+    def _narrow(self, group: _Group) -> None:
+        """Let empty slots go once they are half of all: the last trials need not wait for what nobody uses."""
+        kept = [slot for slot, trial in enumerate(group.slots) if trial is not None]
+        if kept and 2 * len(kept) <= len(group.slots):
+            begun = time.perf_counter()
+            group.array.keep(kept)
+            group.slots[:] = [group.slots[slot] for slot in kept]
+            group.done[:] = [group.done[slot] for slot in kept]
+            self.seconds += time.perf_counter() - begun
 
     def _key(self, trial: Trial, model: nn.Module) -> Hashable:
         shapes = tuple(
