@@ -3,6 +3,9 @@
 autograd would make, for every region, a gradient of the whole value filled with zeros, and add them up: three passes
 over memory for a skip connection that is one pixel narrower than the value. Here the regions are handed out together,
 and in backward the smaller gradients are added into the one that covers the whole.
+
+Regions keep the value's order in memory, which is not a matter of course: of a batch of one that is stored channels
+last, `view_as` makes a view whose strides are no longer taken for channels last, and pools and joins would turn it.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import torch
 
 from outcore.ops.region import Region
 from outcore.stream.rules.border import sliced
+from outcore.stream.store import memory_format
 
 __all__ = ["fork"]
 
@@ -39,9 +43,10 @@ class _Fork(torch.autograd.Function):
         ctx: Any, value: torch.Tensor, held: Region, regions: tuple[Region, ...], fresh: tuple[bool, ...]
     ) -> tuple[torch.Tensor, ...]:
         ctx.held, ctx.regions, ctx.fresh = held, regions, fresh
-        ctx.shape = value.shape
+        ctx.shape, ctx.format = value.shape, memory_format(value)
         ctx.set_materialize_grads(False)
-        return tuple(sliced(value, held, region).view_as(sliced(value, held, region)) for region in regions)
+        parts = (sliced(value, held, region) for region in regions)
+        return tuple(part.narrow(0, 0, part.shape[0]) for part in parts)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -51,9 +56,11 @@ class _Fork(torch.autograd.Function):
         wholes = [i for i in there if ctx.regions[i] == ctx.held]
         first = next((i for i in wholes if ctx.fresh[i]), wholes[0] if wholes else None)
         if first is None:
-            some = gradients[there[0]]
+            first = there[0]
+            some = gradients[first]
             assert some is not None
-            total = some.new_zeros(ctx.shape)
+            total = torch.empty(ctx.shape, dtype=some.dtype, device=some.device, memory_format=ctx.format).zero_()
+            sliced(total, ctx.held, ctx.regions[first]).copy_(some)
         else:
             chosen = gradients[first]
             assert chosen is not None

@@ -9,7 +9,7 @@ import torch
 
 from outcore.ops.region import Region
 
-__all__ = ["Store", "cut"]
+__all__ = ["Store", "cut", "memory_format"]
 
 
 def cut(tensor: torch.Tensor, region: Region) -> torch.Tensor:
@@ -36,7 +36,7 @@ class Store:
             self.values[name] = part
             return
         if name not in self.values:
-            form = _memory_format(part)
+            form = memory_format(part)
             pinned = home.type == "cpu" and part.is_cuda
             self.values[name] = torch.empty(shape, dtype=part.dtype, device=home, memory_format=form, pin_memory=pinned)
         cut(self.values[name], region).copy_(part)
@@ -58,7 +58,7 @@ class Store:
                 self.gradients[name] = part.clone()
                 return
             home = self.homes.get(name, self.device)
-            form = _memory_format(part)
+            form = memory_format(part)
             pinned = home.type == "cpu" and part.is_cuda
             self.gradients[name] = torch.empty(
                 shape, dtype=part.dtype, device=home, memory_format=form, pin_memory=pinned
@@ -74,9 +74,12 @@ class Store:
         return part if part.device == self.device else part.to(self.device, non_blocking=True)
 
 
-def _memory_format(tensor: torch.Tensor) -> torch.memory_format:
-    if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous():
-        return torch.channels_last
-    if tensor.dim() == 5 and tensor.is_contiguous(memory_format=torch.channels_last_3d) and not tensor.is_contiguous():
-        return torch.channels_last_3d
+def memory_format(tensor: torch.Tensor) -> torch.memory_format:
+    """The order in which a tensor, which may be a region of another, is stored."""
+    last = tensor.shape[1:2] > (1,) and tensor.stride(1) == 1 and tensor.stride(-1) > 1
+    if last and tensor.dim() in _CHANNELS_LAST:
+        return _CHANNELS_LAST[tensor.dim()]
     return torch.contiguous_format
+
+
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}

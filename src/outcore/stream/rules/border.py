@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from outcore.ops.region import Border, Interval, Region, inside
+from outcore.stream.store import memory_format
 
 __all__ = ["Reading", "sliced"]
 
@@ -43,16 +45,37 @@ class Reading:
                 crop = F.pad(crop, amounts, value=self.value)
             else:
                 crop = F.pad(crop, amounts, mode=self.border)
-        first = crop.dim() - len(self.shape)
-        for i, ((a, b), (low, _), (start, _)) in enumerate(zip(reach, beyond, needed, strict=True)):
-            offset = a - (start - low)
-            if offset or crop.shape[first + i] != b - a:
-                crop = crop.narrow(first + i, offset, b - a)
-        return crop
+        whole = tuple((0, n) for n in crop.shape[: crop.dim() - len(self.shape)])
+        starts = (start - low for (start, _), (low, _) in zip(needed, beyond, strict=True))
+        held = zip(starts, crop.shape[len(whole) :], strict=True)
+        return sliced(crop, (*whole, *((a, a + n) for a, n in held)), (*whole, *reach))
 
 
 def sliced(crop: torch.Tensor, held: Region, wanted: Region) -> torch.Tensor:
-    """A region of a tensor of which another region is held."""
+    """A region of a tensor of which another region is held; its gradient is stored in the tensor's own order."""
+    if held != wanted and crop.requires_grad and torch.is_grad_enabled():
+        made: torch.Tensor = _Sliced.apply(crop, held, wanted)  # type: ignore[no-untyped-call]
+        return made
+    return _narrowed(crop, held, wanted)
+
+
+class _Sliced(torch.autograd.Function):
+    """autograd's own backward fills one tensor with zeros per dimension, all of them stored channels first."""
+
+    @staticmethod
+    def forward(ctx: Any, crop: torch.Tensor, held: Region, wanted: Region) -> torch.Tensor:
+        ctx.held, ctx.wanted, ctx.shape, ctx.format = held, wanted, crop.shape, memory_format(crop)
+        return _narrowed(crop, held, wanted)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (part,) = gradients
+        whole = torch.empty(ctx.shape, dtype=part.dtype, device=part.device, memory_format=ctx.format).zero_()
+        _narrowed(whole, ctx.held, ctx.wanted).copy_(part)
+        return whole, None, None
+
+
+def _narrowed(crop: torch.Tensor, held: Region, wanted: Region) -> torch.Tensor:
     for dim, ((a, b), (lo, hi)) in enumerate(zip(held, wanted, strict=True)):
         if (a, b) != (lo, hi):
             crop = crop.narrow(dim, lo - a, hi - lo)

@@ -14,7 +14,7 @@ from outcore.ops.region import Region, Spread, Window, whole
 from outcore.stream.call import Call, Given, Opaque, rule
 from outcore.stream.epilogue import finish
 from outcore.stream.overhang import Widened, windows_overhang, worthwhile
-from outcore.stream.rules.border import Reading
+from outcore.stream.rules.border import Reading, sliced
 
 __all__ = ["Convolution", "Finished", "TransposedConvolution"]
 
@@ -153,11 +153,9 @@ class TransposedConvolution(Kernel):
         for s, (_, hi), start, (a, b) in zip(self.spreads, wanted, starts, given_pixels, strict=True):
             more.append(max(0, hi - start - ((b - a - 1) * s.stride + s.dilation * (s.kernel - 1) + 1)))
         spread = self._spread(x, weight, *bias, more=tuple(more))
-        first = spread.dim() - self.dims
-        for i, ((lo, hi), start) in enumerate(zip(wanted, starts, strict=True)):
-            if lo != start or spread.shape[first + i] != hi - lo:
-                spread = spread.narrow(first + i, lo - start, hi - lo)
-        return spread
+        whole = tuple((0, n) for n in spread.shape[: -self.dims])
+        held = zip(starts, spread.shape[-self.dims :], strict=True)
+        return sliced(spread, (*whole, *((a, a + n) for a, n in held)), (*whole, *wanted))
 
     def widened(self, held: Region, out: Region) -> Widened | None:
         """All that is held, spread without cutting."""
