@@ -34,6 +34,7 @@ from outcore.data import write_slides
 from outcore.job import Job
 from outcore.machine.units import parse_bytes
 from outcore.plan_document import Plan
+from outcore.stream.execution import Execution
 from outcore.train import application
 from outcore.train.config import Config
 from outcore.train.progress import Show, make_show
@@ -134,7 +135,12 @@ def slide(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
     runners: list[Any] = []
-    with mock.patch.object(application, "build_runner", _kept(application.build_runner, runners)):
+    passes: list[dict[str, float]] = []
+    with (
+        mock.patch.object(application, "build_runner", _kept(application.build_runner, runners)),
+        mock.patch.object(Execution, "forward", _timed(Execution.forward, passes, "forward_s")),
+        mock.patch.object(Execution, "backward", _timed(Execution.backward, passes, "backward_s")),
+    ):
         code = application.train(prepared.config, Console(width=120))
     wall_s = time.perf_counter() - began
     facts = json.loads((folder / "run" / "run.json").read_text())
@@ -155,6 +161,7 @@ def slide(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         "measured": {"peak_bytes": measured["peak_bytes"], "steps_s": steps},
         "tiles_of_last_step": {"forward": counts.forward, "backward": counts.backward, "reused": counts.reused},
         "waited_for_pixels_s": counts.waited_s,
+        "passes": passes,
         "bookkeeping_s": measured["bookkeeping_s"],
         "decisions": forecasted["decisions"],
         "prepared": prepared.times_s,
@@ -173,6 +180,25 @@ def _kept(build: Any, runners: list[Any]) -> Any:
         return made
 
     return built
+
+
+def _timed(run: Any, found: list[dict[str, float]], name: str) -> Any:
+    """A pass over the tiles, and how long it took until the device was done with it."""
+
+    def timed(execution: Execution, *given: Any) -> Any:
+        _wait(execution.device)
+        began = time.perf_counter()
+        made = run(execution, *given)
+        _wait(execution.device)
+        found.append({name: time.perf_counter() - began, "waited_s": execution.counts.waited_s})
+        return made
+
+    return timed
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _warm_up(out: Path, table: Path, depth: int, side: int, device: str) -> None:

@@ -176,9 +176,33 @@ def test_the_cache_is_bounded_and_used(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(tile_cache, "limit_bytes", 10 * 64 * 64 * 3)
     everything(slide)
     assert 0 < tile_cache.held_bytes <= tile_cache.limit_bytes
-    hits = tile_cache.hits
-    slide.read([(0, 3), (1000, 1024), (1000, 1024)])
+    boxes = [[(0, 3), (row, row + 64), (column, column + 64)] for row in range(0, 1024, 64) for column in (64, 128)]
+    tissue = next(box for box in boxes if slide.colour(box) is None)  # of glass, the colour is remembered
+    for _ in range(2):
+        hits = tile_cache.hits
+        slide.read(tissue)
     assert tile_cache.hits == hits + 1
+
+
+def test_the_colour_of_glass_is_known_once_it_was_read(tmp_path: Path) -> None:
+    slide = open_slide(write_slide(tmp_path / "s.tif", Scene((1024, 1024), share=0.3, tile=64)))
+    pixels = everything(slide)
+    glass = [(0, 3), (0, 130), (3, 64)]
+    again = open_slide(tmp_path / "s.tif")
+    assert again.colour(glass) is None  # nobody has looked
+    np.testing.assert_array_equal(again.read(glass).numpy(), pixels[:, 0:130, 3:64])
+    for side in (64, 100):
+        for row in range(0, 1024 - side, 61):
+            for column in range(0, 1024 - side, 61):
+                box = pixels[:, row : row + side, column : column + side].reshape(3, -1)
+                found = slide.colour([(0, 3), (row, row + side), (column, column + side)])
+                assert found is None or box.min(1).tolist() == list(found) == box.max(1).tolist()
+    assert slide.colour(glass) == again.colour(glass) == tuple(pixels[:, 0, 3].tolist())
+    assert slide.colour([(1, 2), *glass[1:]]) == (int(pixels[1, 0, 3]),)
+    assert slide.colour([(0, 3), (0, 1024), (0, 1024)]) is None
+    misses = tile_cache.misses
+    np.testing.assert_array_equal(slide.read(glass).numpy(), pixels[:, 0:130, 3:64])
+    assert tile_cache.misses == misses
 
 
 def test_few_files_are_open_and_the_oldest_is_let_go() -> None:

@@ -7,6 +7,8 @@ microns per pixel.
 
 A tile that cannot be decoded is named with its file, level and place. What happens then was chosen when the slide
 was opened: ``"raise"`` stops there; ``"white"`` reads it as glass, and counts it in `Slide.damage`.
+
+A tile of one colour is decoded once; from then on its colour is known (`outcore.data.colours`).
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import torch
 from torch import Tensor
 
 from outcore.data.cache import handles, tile_cache
+from outcore.data.colours import Colour, Colours
 from outcore.data.reader import Layout, Level, Pixels, Reader
 from outcore.data.resample import Resampled
 from outcore.data.source import Region, Source, Span, spans
@@ -66,6 +69,7 @@ class Slide:
         self.damage: list[DamagedTile] = []
         self._opened = opened
         self._layout: Layout | None = None
+        self._colours: Colours | None = None
         self._begin()
 
     def _begin(self) -> None:
@@ -74,10 +78,11 @@ class Slide:
         self._token = next(_tokens)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in vars(self).items() if key not in ("_lock", "_token")}
+        return {key: value for key, value in vars(self).items() if key not in ("_lock", "_token", "_colours")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
+        self._colours = None
         self._begin()
 
     def __repr__(self) -> str:
@@ -116,6 +121,10 @@ class Slide:
     def read(self, region: Region) -> Tensor:
         """One box of the finest level."""
         return self.at(level=0).read(region)
+
+    def colour(self, region: Region) -> Colour | None:
+        """The one colour of a box of the finest level, where that is known without reading it."""
+        return SlideLevel(self, 0).colour(region)
 
     def at(self, *, level: int | None = None, microns_per_pixel: float | None = None) -> Source:
         """One magnification as a source: a level of the file, or the nearest finer one resampled.
@@ -169,13 +178,31 @@ class Slide:
         reader = self._reader()
         if not reader.decoded:
             return reader.tile(level, index)
+        if (known := self.colours.of(level, [range(i, i + 1) for i in index])) is not None:
+            return self._plain(known, level)
         key = (self._token, level, index)
         pixels = tile_cache.get(key)
         if pixels is None:
             pixels = self._decode(reader, level, index)
-            if pixels is not None:
+            plain = self._plain((self.blank,) * self.layout.channels, level) if pixels is None else pixels
+            if self.colours.note(level, index, plain) is None and pixels is not None:
                 tile_cache.put(key, pixels)
         return pixels
+
+    @property
+    def colours(self) -> Colours:
+        """Which of its tiles are of one colour, as far as they were decoded."""
+        if self._colours is None:
+            layout = self.layout
+            with self._lock:
+                self._colours = self._colours or Colours(layout)
+        return self._colours
+
+    def _plain(self, colour: Colour, level: int) -> Pixels:
+        """A tile of one colour, which takes no memory."""
+        pixels = np.array(colour, self.layout.dtype)
+        size = self.levels[level].tile
+        return np.broadcast_to(pixels.reshape(-1, *(1 for _ in size)), (len(colour), *size))
 
     def _decode(self, reader: Reader, level: int, index: tuple[int, ...]) -> Pixels | None:
         try:
@@ -218,12 +245,20 @@ class SlideLevel:
     def read(self, region: Region) -> Tensor:
         """One box, put together from the tiles it touches."""
         channels, *box = spans(region, self.shape)
-        here = self.slide.levels[self.level]
         out = np.empty([b - a for a, b in (channels, *box)], self.slide.layout.dtype)
-        touched = [range(a // tile, -(-b // tile)) for (a, b), tile in zip(box, here.tile, strict=True)]
-        for index in itertools.product(*touched):
+        for index in itertools.product(*self._touched(box)):
             self._paste(out, self.slide.tile(self.level, index), index, channels, box)
         return torch.from_numpy(out)
+
+    def colour(self, region: Region) -> Colour | None:
+        """The one colour of a box, where that is known without reading it; none where it is not."""
+        channels, *box = spans(region, self.shape)
+        found = self.slide.colours.of(self.level, self._touched(box))
+        return None if found is None else found[slice(*channels)]
+
+    def _touched(self, box: Sequence[Span]) -> list[range]:
+        tiles = self.slide.levels[self.level].tile
+        return [range(a // tile, -(-b // tile)) for (a, b), tile in zip(box, tiles, strict=True)]
 
     def _paste(
         self, out: Pixels, tile: Pixels | None, index: tuple[int, ...], channels: Span, box: Sequence[Span]

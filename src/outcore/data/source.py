@@ -9,7 +9,8 @@ its tiles depend on; a slide, a memory map, a volume in chunks and a tensor in m
 
 A region is one ``(start, stop)`` pair or one slice without step for each dimension. Invariants: what is read does not
 depend on how the reads were cut (two reads that overlap agree bitwise on the overlap), the tensor is the caller's own,
-and reads may come from many threads at once.
+and reads may come from many threads at once. A source may also have ``colour(region)``: the one number of each
+channel all over a box, where it knows that without reading; None where it does not.
 """
 
 from __future__ import annotations
@@ -135,6 +136,17 @@ class Batch:
             return torch.empty((0, *(b - a for a, b in rest)), dtype=self.sources[0].dtype)
         boxes = [source.read(rest) for source in self.sources[first:last]]
         return torch.stack(boxes) if len(boxes) > 1 else boxes[0].unsqueeze(0)
+
+    def colour(self, region: Region) -> tuple[int | float, ...] | None:
+        """The numbers that each channel of each image has all over a box, where sources know that without reading."""
+        (first, last), *rest = spans(region, self.shape)
+        found: list[int | float] = []
+        for source in self.sources[first:last]:
+            known = getattr(source, "colour", None)
+            if known is None or (colour := known(rest)) is None:
+                return None
+            found += colour
+        return tuple(found)
 
     def prepare(self, crop: Tensor) -> Tensor:
         """A box of all channels, on any device, as the network sees it."""

@@ -80,6 +80,7 @@ class SlideTable:
     name: str = "table"
     bad: list[BadSlide] = field(default_factory=list)
     damage: list[DamagedTile] = field(default_factory=list)
+    _slides: dict[Path, Slide] = field(default_factory=dict, repr=False, compare=False)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -99,9 +100,12 @@ class SlideTable:
         return Example(row, image, mask)
 
     def _opened(self, path: Path) -> Slide:
-        slide = open_slide(path, on_damage=self.on_damage)
-        slide.damage = self.damage
-        return slide
+        """A slide stays: what is known of its glass is not found out again in every epoch."""
+        if path not in self._slides:
+            slide = open_slide(path, on_damage=self.on_damage)
+            slide.damage = self.damage
+            self._slides[path] = slide
+        return self._slides[path]
 
     def examples(self, order: Sequence[int] | None = None) -> Iterator[Example]:
         """The examples in an order; bad ones stop it or are skipped, as told."""

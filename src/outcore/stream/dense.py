@@ -18,9 +18,9 @@ import torch
 from outcore.errors import StreamError
 from outcore.ops.region import Region, elements
 from outcore.stream.execution import Execution
+from outcore.stream.kinds import Tile
 from outcore.stream.source import Image
 from outcore.stream.sums import Sums
-from outcore.stream.tiles import TilePlan
 from outcore.stream.work import Pixels
 
 __all__ = ["PixelLoss", "one_pass"]
@@ -64,7 +64,7 @@ class _Pass:
         run, stage = self.execution, self.execution.streaming.stages[index]
         (name,) = run.streaming.boundary
         state = run.state_of(stage)
-        waiting: dict[Hashable, tuple[TilePlan, Pixels, int]] = {}
+        waiting: dict[Hashable, tuple[Tile, Pixels, int]] = {}
         for plan, pixels in run.read(
             stage, run.plans(index), lambda p: self.target.read(self._region(p.targets[name]))
         ):
@@ -81,7 +81,7 @@ class _Pass:
     def _tile(
         self,
         index: int,
-        plan: TilePlan,
+        plan: Tile,
         pixels: Pixels,
         state: Mapping[Any, torch.Tensor],
         times: int,
@@ -118,7 +118,7 @@ class _Pass:
         middle = [(0, n) for n in shape[1 : len(shape) - pixels]]
         return (out[0], *middle, *out[2:])
 
-    def _key(self, index: int, plan: TilePlan, pixels: Pixels) -> Any:
+    def _key(self, index: int, plan: Tile, pixels: Pixels) -> Any:
         run = self.execution
         key = run.twin_key(run.streaming.stages[index], plan, pixels)
         if key is None or pixels.beside is None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from outcore.errors import StreamError
 from outcore.graph import Graph
 from outcore.graph.recording import Ref, Step, schedule_drops
 from outcore.graph.structure import leaves
 from outcore.stream.fold import finish, fold
+from outcore.stream.kinds import Kinds
 from outcore.stream.network import Network
 from outcore.stream.stages import Streaming, divide
 from outcore.stream.tiles import Grid, grid
@@ -27,6 +29,11 @@ class Prepared:
     grids: tuple[Grid, ...]
     tail: tuple[Step, ...]
     """What runs untiled."""
+
+    @cached_property
+    def kinds(self) -> tuple[Kinds, ...]:
+        """The tiles of every pass, planned when they are first asked for."""
+        return tuple(Kinds(self.network, s, g) for s, g in zip(self.streaming.stages, self.grids, strict=True))
 
     @property
     def tiles(self) -> int:

@@ -8,7 +8,7 @@ there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -35,6 +35,9 @@ class Image(Protocol):
 
     def read(self, region: Region) -> torch.Tensor:
         """A region as it is stored; called from any thread."""
+
+    def colour(self, region: Region) -> Hashable | None:
+        """The numbers of a region that is the same at every pixel, where that is known without reading."""
 
     def prepare(self, crop: torch.Tensor) -> torch.Tensor:
         """What was read, now on the device, as the model sees it."""
@@ -78,6 +81,9 @@ class _Tensor:
     def read(self, region: Region) -> torch.Tensor:
         return cut(self.tensor, region)
 
+    def colour(self, region: Region) -> Hashable | None:
+        return None
+
     def prepare(self, crop: torch.Tensor) -> torch.Tensor:
         return crop
 
@@ -98,6 +104,11 @@ class _Lazy:
 
     def read(self, region: Region) -> torch.Tensor:
         return self.source.read(region)
+
+    def colour(self, region: Region) -> Hashable | None:
+        known = getattr(self.source, "colour", None)
+        found: Hashable | None = None if known is None else known(region)
+        return found
 
     def prepare(self, crop: torch.Tensor) -> torch.Tensor:
         prepare = getattr(self.source, "prepare", None)

@@ -168,7 +168,7 @@ class Streamed(nn.Module):
         execution = Execution(
             prepared.network,
             prepared.streaming,
-            prepared.grids,
+            prepared.kinds,
             {name: image_of(x) for name, x in given.items() if name in streamed},
             {name: x for name, x in given.items() if name not in streamed and isinstance(x, torch.Tensor)},
             frozenset(name for name, x in given.items() if isinstance(x, torch.Tensor) and x.requires_grad),

@@ -97,7 +97,9 @@ class TilePlan:
         return sum(elements(r) for r in self.regions.values())
 
 
-def plan_tile(network: Network, stage: Stage, cut: Grid, number: tuple[int, ...]) -> TilePlan | None:
+def plan_tile(
+    network: Network, stage: Stage, cut: Grid, number: tuple[int, ...], *, overhang: bool = True
+) -> TilePlan | None:
     """What a tile takes, found backwards from its targets; none if it has no part in any of them."""
     targets: dict[str, Region] = {}
     regions: dict[str, Region] = {}
@@ -107,11 +109,16 @@ def plan_tile(network: Network, stage: Stage, cut: Grid, number: tuple[int, ...]
             regions[value] = cover(regions.get(value), region)
     if not targets:
         return None
-    return trace(stage.nodes, targets, regions, number)
+    return trace(stage.nodes, targets, regions, number, overhang=overhang)
 
 
 def trace(
-    nodes: Sequence[Node], targets: Mapping[str, Region], wanted: Mapping[str, Region], number: tuple[int, ...] = ()
+    nodes: Sequence[Node],
+    targets: Mapping[str, Region],
+    wanted: Mapping[str, Region],
+    number: tuple[int, ...] = (),
+    *,
+    overhang: bool = True,
 ) -> TilePlan:
     """All regions that wanted ones depend on; where several nodes need parts of a value, what covers them."""
     regions = dict(wanted)
@@ -125,7 +132,8 @@ def trace(
         for ref, region in zip(node.operands, found, strict=True):
             if ref.kind == "value":
                 regions[ref.name] = cover(regions.get(ref.name), region)
-    return TilePlan(number, targets, regions, needs, tuple(places), _widen(nodes, regions, needs))
+    widened = _widen(nodes, regions, needs) if overhang else {}
+    return TilePlan(number, targets, regions, needs, tuple(places), widened)
 
 
 def _widen(

@@ -11,12 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
 from outcore.ops.region import Region, sizes
 from outcore.stream.stages import Stage
 from outcore.stream.tiles import TilePlan
+
+if TYPE_CHECKING:
+    from outcore.stream.kinds import Tile
 
 __all__ = ["Family", "Twins", "colour", "signature"]
 
@@ -25,7 +29,7 @@ __all__ = ["Family", "Twins", "colour", "signature"]
 class Family:
     """Tiles that are the same."""
 
-    plans: list[TilePlan]
+    plans: list[Tile]
     made: Mapping[str, torch.Tensor] | None
     """What the first of them gave; dropped after the pass."""
 
@@ -41,7 +45,7 @@ class Twins:
         """The family of a key, if there is one."""
         return None if key is None else self.by_key.get(key)
 
-    def found(self, key: Hashable | None, plan: TilePlan, made: Mapping[str, torch.Tensor]) -> None:
+    def found(self, key: Hashable | None, plan: Tile, made: Mapping[str, torch.Tensor]) -> None:
         """The first of its kind."""
         family = Family([plan], made if key is not None else None)
         self.families.append(family)
@@ -83,13 +87,12 @@ def _offset(plan: TilePlan, stage: Stage, value: str) -> Region | None:
 
 
 def _cuts(stage: Stage, plan: TilePlan) -> Hashable:
-    """Where in what is held each node reads."""
+    """Where in what is held each node reads; of parameters, where it is."""
     return tuple(
-        _relative(plan.regions[ref.name], region)
+        _relative(plan.regions[ref.name], region) if ref.kind == "value" else region
         for node in stage.nodes
         if node.output in plan.needs
         for ref, region in zip(node.operands, plan.needs[node.output], strict=True)
-        if ref.kind == "value"
     )
 
 

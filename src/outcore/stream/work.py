@@ -11,16 +11,17 @@ from typing import Any
 import torch
 
 from outcore.graph.recording import Context, Ref
+from outcore.ops.region import Region, sizes
 from outcore.stream.ahead import read_ahead
 from outcore.stream.call import Given
+from outcore.stream.kinds import Kinds, Tile
 from outcore.stream.network import Network
 from outcore.stream.rules.border import sliced
 from outcore.stream.source import Image
 from outcore.stream.stages import Stage, Streaming
 from outcore.stream.store import Store
 from outcore.stream.tile_run import run_tile
-from outcore.stream.tiles import Grid, TilePlan, plan_tile
-from outcore.stream.twins import colour, signature
+from outcore.stream.twins import colour
 
 __all__ = ["Counts", "Options", "Pixels", "Work"]
 
@@ -30,7 +31,7 @@ class Pixels:
     """What was read for a tile, by a thread that reads ahead."""
 
     crops: Mapping[str, torch.Tensor]
-    """Of the images, as they are stored."""
+    """Of the images, as they are stored; none of a tile whose colours were known."""
     colours: Hashable | None = None
     """Of images that are each of one colour; none if one is not. Looked for by the thread that read them, so that the
     one that issues kernels need not."""
@@ -41,9 +42,6 @@ class Pixels:
     def bytes(self) -> int:
         """Of the images."""
         return sum(c.numel() * c.element_size() for c in self.crops.values())
-
-
-Tile = tuple[TilePlan, Pixels]
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,8 @@ class Work:
 
     network: Network
     streaming: Streaming
-    grids: Sequence[Grid]
+    kinds: Sequence[Kinds]
+    """The tiles of every stage."""
     images: Mapping[str, Image]
     """Streamed inputs."""
     others: Mapping[str, torch.Tensor]
@@ -105,16 +104,13 @@ class Work:
         self.cached_bytes = 0
         self.lock = threading.Lock()
 
-    def plans(self, index: int) -> Iterator[TilePlan]:
+    def plans(self, index: int) -> Iterator[Tile]:
         """The tiles of a stage."""
-        for number in self.grids[index].tiles():
-            plan = plan_tile(self.network, self.streaming.stages[index], self.grids[index], number)
-            if plan is not None:
-                yield plan
+        return iter(self.kinds[index])
 
     def read(
-        self, stage: Stage, plans: Iterator[TilePlan], beside: Callable[[TilePlan], torch.Tensor] | None = None
-    ) -> Iterator[Tile]:
+        self, stage: Stage, plans: Iterator[Tile], beside: Callable[[Tile], torch.Tensor] | None = None
+    ) -> Iterator[tuple[Tile, Pixels]]:
         """Each tile with what its images hold there, read ahead; the waiting is counted.
 
         Args:
@@ -124,16 +120,20 @@ class Work:
         """
         images = [name for name in stage.sources if name in self.images]
 
-        def read(plan: TilePlan) -> Pixels:
+        def read(plan: Tile) -> Pixels:
             return pixels(plan) if beside is None else replace(pixels(plan), beside=self._ready(beside(plan)))
 
-        def pixels(plan: TilePlan) -> Pixels:
+        def pixels(plan: Tile) -> Pixels:
             place = tuple((name, plan.regions[name]) for name in images if name in plan.regions)
             if (held := self.cached.get(place)) is not None:
                 return held
+            if self._alike and None not in (known := {n: self.images[n].colour(r) for n, r in place}).values():
+                return Pixels({}, tuple(known.items()))
             start = time.perf_counter()
-            crops = {name: self._ready(self.images[name].read(region)) for name, region in place}
-            found = Pixels(crops, self._colours(crops))
+            crops = {name: self.images[name].read(region) for name, region in place}
+            if (colours := self._colours(crops)) is None:
+                crops = {name: self._ready(crop) for name, crop in crops.items()}
+            found = Pixels(crops, colours)
             self.counts.reads.append((threading.current_thread().name, start, time.perf_counter()))
             with self.lock:
                 if self.cached_bytes + found.bytes <= self.options.cache_bytes:
@@ -157,42 +157,52 @@ class Work:
         there = self.device.type == "cuda" and self.options.workers and crop.device.type == "cpu"
         return crop.contiguous().pin_memory() if there else crop
 
+    @property
+    def _alike(self) -> bool:
+        """Whether tiles of equal pixels are computed once."""
+        return self.options.twins and not self.wants
+
     def _colours(self, crops: Mapping[str, torch.Tensor]) -> Hashable | None:
         """The colours of a tile of glass; pixels that lie on a GPU are not asked, which would wait for all it does."""
-        if not self.options.twins or self.wants or any(crop.is_cuda for crop in crops.values()):
+        if not self._alike or any(crop.is_cuda for crop in crops.values()):
             return None
         found = {name: colour(crop) for name, crop in crops.items()}
         return None if None in found.values() else tuple(found.items())
 
-    def twin_key(self, stage: Stage, plan: TilePlan, pixels: Pixels) -> Any:
+    def twin_key(self, stage: Stage, plan: Tile, pixels: Pixels) -> Any:
         """What tiles must have in common to be twins; none for a tile that has no twin."""
         if pixels.colours is None or set(stage.sources) - set(self.images):
             return None
-        return pixels.colours, signature(stage, plan)
+        return pixels.colours, plan.kind
 
-    def load(self, stage: Stage, plan: TilePlan, pixels: Pixels) -> dict[str, torch.Tensor]:
+    def load(self, stage: Stage, plan: Tile, pixels: Pixels) -> dict[str, torch.Tensor]:
         """All that a tile takes, on the device: images prepared, regions of maps, global values."""
-        crops = pixels.crops
         found = {}
         for name in (*stage.sources, *stage.smalls):
             if (region := plan.regions.get(name)) is None:
                 continue
-            if name in crops:
-                crop = crops[name]
+            if name in self.images:
+                crop = pixels.crops[name] if name in pixels.crops else self._plain(name, region)
                 moved = crop.to(self.device, non_blocking=True) if crop.device != self.device else crop
                 found[name] = self.images[name].prepare(moved).detach()
             else:
                 found[name] = self.store.read(name, region).detach()
         return found
 
+    def _plain(self, name: str, region: Region) -> torch.Tensor:
+        """A crop that is known to be the same at every pixel, from one of them."""
+        corner = (*region[:2], *((a, a + 1) for a, _ in region[2:]))
+        return self.images[name].read(corner).to(self.device).expand(sizes(region)).contiguous()
+
     def compute(
         self,
         stage: Stage,
-        plan: TilePlan,
+        tile: Tile,
         loaded: Mapping[str, torch.Tensor],
         state: Mapping[Ref, torch.Tensor],
     ) -> dict[str, torch.Tensor]:
         """Each target's part of one tile."""
+        plan = tile.plan
         made = run_tile(self.network, stage, plan, loaded, state, self.given)
         return {
             name: sliced(made[stage.targets[name]], plan.regions[stage.targets[name]], region)

@@ -58,8 +58,16 @@ class Cropped:
     def read(self, region: Region) -> Tensor:
         """A box of the window."""
         channels, *inside = spans(region, self.shape)
-        moved = [(a + start, b + start) for (a, b), (start, _) in zip(inside, self.box, strict=True)]
-        return self.source.read([channels, *moved])
+        return self.source.read([channels, *self._moved(inside)])
+
+    def colour(self, region: Region) -> Any:
+        """What the source knows of a box."""
+        channels, *inside = spans(region, self.shape)
+        known = getattr(self.source, "colour", None)
+        return None if known is None else known([channels, *self._moved(inside)])
+
+    def _moved(self, inside: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        return [(a + start, b + start) for (a, b), (start, _) in zip(inside, self.box, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,67 @@
+"""Which tiles of a file are of one colour, as far as they were looked at.
+
+Most of a slide is glass, or was never scanned. A tile of one colour need be decoded once: its colour says all of it.
+What is known is one small number for each tile of the file, two bytes, so it can be kept for all slides of a data set:
+an epoch later nobody reads the glass again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+
+from outcore.data.reader import Layout, Pixels
+
+__all__ = ["Colour", "Colours"]
+
+Colour = tuple[int | float, ...]
+"""One number for each channel."""
+
+_MIXED = -1
+_MOST = 32_000
+"""Colours that are told apart; tiles of further ones count as mixed."""
+
+
+class Colours:
+    """The colours of a file's tiles.
+
+    >>> from outcore.data.reader import Level
+    >>> colours = Colours(Layout((Level((8, 8), (4, 4)),), 1, np.dtype(np.uint8)))
+    >>> for place in ((0, 0), (0, 1)):
+    ...     _ = colours.note(0, place, np.full((1, 4, 4), 7, np.uint8))
+    >>> colours.of(0, [range(1), range(2)]), colours.of(0, [range(2), range(2)])
+    ((7,), None)
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self._numbers = [np.zeros(level.grid, np.int16) for level in layout.levels]
+        """For each tile the number of its colour; 0 where it was not looked at."""
+        self._known: list[Colour] = []
+        self._by_colour: dict[Colour, int] = {}
+        self._lock = threading.Lock()
+
+    def note(self, level: int, index: tuple[int, ...], pixels: Pixels) -> Colour | None:
+        """Look at a tile; its colour, or none."""
+        flat = pixels.reshape(pixels.shape[0], -1)
+        first = flat[:, 0]
+        if not np.array_equal(first, flat[:, -1]) or not (flat == first[:, None]).all():
+            self._numbers[level][index] = _MIXED
+            return None
+        colour: Colour = tuple(first.tolist())
+        self._numbers[level][index] = self._number(colour)
+        return colour
+
+    def of(self, level: int, places: Sequence[range]) -> Colour | None:
+        """The one colour of a box of tiles; none if there are several, or one of the tiles was not looked at."""
+        numbers = self._numbers[level][tuple(slice(p.start, p.stop) for p in places)]
+        first = int(numbers.flat[0]) if numbers.size else 0
+        return self._known[first - 1] if first > 0 and bool((numbers == first).all()) else None
+
+    def _number(self, colour: Colour) -> int:
+        with self._lock:
+            if colour not in self._by_colour and len(self._known) < _MOST:
+                self._known.append(colour)
+                self._by_colour[colour] = len(self._known)
+            return self._by_colour.get(colour, _MIXED)
