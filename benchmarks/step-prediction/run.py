@@ -21,6 +21,7 @@ import gzip
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -33,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import networks
 import torch
 from table import table
-from worker import SPAWN, Worker
+from worker import Room, Worker
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -112,10 +113,11 @@ def measure_all(out: Path, device: torch.device, given: argparse.Namespace) -> N
 
 def on_a_gpu(names: list[str], out: Path, given: argparse.Namespace, end: float) -> None:
     """A process for each network and precision; every round has one batch size of each."""
-    slots = SPAWN.Semaphore(8)  # full batches in the memory of the device
-    workers = [Worker(n, p, "cuda", slots) for n in names for p in ("bf16", "tf32")]
+    room = Room(ROOM_GIB)
+    workers = [Worker(n, p, "cuda", room, given.accounts) for n in names for p in ("bf16", "tf32")]
     phases = [("device", [0, 1])] if given.bound != "host" else []
     phases += [("host", [-1])] if given.bound != "device" else []
+    pauses: list[float] = []
     for bound, rounds in phases:
         sizes = {w.name: [networks.GPU[w.name].batches[place] for place in rounds] for w in workers}
         for worker in workers:
@@ -127,26 +129,55 @@ def on_a_gpu(names: list[str], out: Path, given: argparse.Namespace, end: float)
         print(f"{bound}: prepared {end - time.time():.0f} s before the end", flush=True)
         for place in range(len(rounds)):
             for worker in sorted(workers, key=lambda w: _WEIGHT.get(w.name, 0)):
-                note(out, "cuda", timed(worker, sizes[worker.name][place], given.seconds, end) | {"bound": bound})
+                row = timed(worker, sizes[worker.name][place], given.seconds, end, _middle(pauses))
+                pauses += [row["between_s"] / row["beat_s"]] if row.get("beat_s") else []
+                note(out, "cuda", row | {"bound": bound})
     for worker in workers:
         worker.close()
+
+
+def _middle(pauses: list[float]) -> float | None:
+    """What lies between calls, in beats of the host: of three processes that measured it, for all that follow."""
+    return statistics.median(pauses[:3]) if len(pauses) > 2 else None
+
+
+def account_all(given: argparse.Namespace) -> None:
+    """Only the bytes of every case, kept for a later run: takes the host, not the device."""
+    given.accounts.mkdir(parents=True, exist_ok=True)
+    waiting = [(n, p) for n in sorted(networks.GPU, key=lambda n: -_WEIGHT.get(n, 0)) for p in ("bf16", "tf32")]
+    room, running, end = Room(1), list[tuple[Worker, int]](), time.time() + given.limit
+    while (waiting or running) and time.time() < end:
+        while waiting and len(running) < given.at_once:
+            name, precision = waiting.pop(0)
+            worker, sizes = Worker(name, precision, "cuda", room, given.accounts), networks.GPU[name].batches[:2]
+            for size in sizes:
+                worker.ask("account", size)
+            running.append((worker, len(sizes)))
+        worker, left = running.pop(0)
+        worker.answer(end - time.time())
+        if left > 1:
+            running.append((worker, left - 1))
+        else:
+            worker.close()
+    for worker, _ in running:
+        worker.process.kill()
 
 
 def one_by_one(names: list[str], out: Path, given: argparse.Namespace, end: float) -> None:
     """On a CPU preparing takes the device: one case after the other."""
     for name in names:
-        worker = Worker(name, "fp32", "cpu", SPAWN.Semaphore(1))
+        worker = Worker(name, "fp32", "cpu", Room(1))
         for size in networks.CPU[name].batches:
             note(out, "cpu", timed(worker, size, given.seconds, end))
         worker.close()
 
 
-def timed(worker: Worker, size: int, seconds: float, end: float) -> dict[str, Any]:
+def timed(worker: Worker, size: int, seconds: float, end: float, between: float | None = None) -> dict[str, Any]:
     """The row of a case; one that is not begun in time stays in the result too."""
     row = {"network": worker.name, "batch": size, "precision": worker.precision}
     if time.time() > end:
         return row | {"error": "TimeoutError: not begun in time"}
-    worker.ask("run", size, seconds)
+    worker.ask("run", size, seconds, between)
     return row | worker.answer(end + 60 - time.time())
 
 
@@ -174,6 +205,8 @@ def write(
     return rows
 
 
+ROOM_GIB = 96
+"""Of the device's memory for those who prepare at the same time; contexts and weights of all take some too."""
 _WEIGHT = {"Swin-T": 9, "DenseNet-121": 8, "Inception-v3": 7, "ViT-B": 6, "ConvNeXt-T": 5, "MobileNet-v3": 4}
 
 
@@ -188,6 +221,9 @@ def main() -> None:
     parser.add_argument("--no-peers", action="store_true", help="leave torch's tools out")
     parser.add_argument("--bound", default="device", choices=("device", "host", "both"), help="which cases, on a GPU")
     parser.add_argument("--only", nargs="*", help="names of networks")
+    parser.add_argument("--accounts", type=Path, help="directory in which the bytes of cases are kept between runs")
+    parser.add_argument("--account", action="store_true", help="only make what --accounts keeps, and stop")
+    parser.add_argument("--at-once", type=int, default=12, help="processes of --account")
     given = parser.parse_args()
     if given.table:
         print(table(json.loads(given.table.read_text())["rows"]))
@@ -195,6 +231,8 @@ def main() -> None:
         from analytic import add_estimates
 
         add_estimates(given.estimate, given.only)
+    elif given.account:
+        account_all(given)
     elif given.out is None:
         parser.error("say where to write: --out benchmarks/step-prediction/results")
     else:

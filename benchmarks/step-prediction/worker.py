@@ -8,34 +8,60 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import multiprocessing
 import traceback
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import networks
 import torch
 from case import Case, clean
 
+from outcore.cost import pace
+
 SPAWN = multiprocessing.get_context("spawn")
+
+
+class Room:
+    """The device's memory, shared out in GiB among those who prepare at the same time."""
+
+    def __init__(self, gib: int) -> None:
+        self.gib = gib
+        self.turn, self.free = SPAWN.Lock(), SPAWN.Semaphore(gib)
+
+    @contextlib.contextmanager
+    def taken(self, nbytes: int) -> Iterator[None]:
+        """Wait until so much is free."""
+        share = min(self.gib, math.ceil(nbytes / 2**30))
+        with self.turn:  # one at a time, else two may each hold half of what they need
+            for _ in range(share):
+                self.free.acquire()
+        try:
+            yield
+        finally:
+            for _ in range(share):
+                self.free.release()
 
 
 class Worker:
     """The parent's side: `ask` sends, `answer` waits."""
 
-    def __init__(self, name: str, precision: str, kind: str, slots: Any) -> None:
+    def __init__(self, name: str, precision: str, kind: str, room: Room, accounts: Path | None = None) -> None:
         self.name, self.precision = name, precision
-        self.slots = slots  # must live until the process has opened it
+        self.room = room  # must live until the process has opened it
         self.pipe, theirs = SPAWN.Pipe()
-        self.process = SPAWN.Process(target=serve, args=(theirs, name, precision, kind, slots), daemon=True)
+        arguments = (theirs, name, precision, kind, room, accounts)
+        self.process = SPAWN.Process(target=serve, args=arguments, daemon=True)
         self.process.start()
         theirs.close()
 
-    def ask(self, what: str, size: int, seconds: float = 0.0) -> None:
-        """ "prepare" a batch size, or "run" it."""
+    def ask(self, what: str, size: int, seconds: float = 0.0, between: float | None = None) -> None:
+        """ "account" for a batch size, "prepare" it, or "run" it."""
         with contextlib.suppress(OSError):
-            self.pipe.send((what, size, seconds))
+            self.pipe.send((what, size, seconds, between))
 
     def answer(self, timeout: float) -> dict[str, Any]:
         """The row of a case, or an empty one for a preparation; a worker that died or is late leaves an error."""
@@ -53,7 +79,7 @@ class Worker:
         self.process.kill()
 
 
-def serve(pipe: Any, name: str, precision: str, kind: str, slots: Any) -> None:
+def serve(pipe: Any, name: str, precision: str, kind: str, room: Room, accounts: Path | None) -> None:
     """The worker's side."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -63,22 +89,31 @@ def serve(pipe: Any, name: str, precision: str, kind: str, slots: Any) -> None:
     prepared: dict[int, Case] = {}
 
     def case_of(size: int) -> Case:
-        case = Case(network, size, precision == "bf16", device)
-        with slots:
+        known = accounts / f"{name}-{size}-{precision}.json" if accounts is not None else None
+        return Case(network, size, precision == "bf16", device, known)
+
+    def warmed(size: int) -> Case:
+        case = case_of(size)
+        with room.taken(case.room_bytes):
             case.warm_up()
             clean(device)
         gc.freeze()  # looking through a captured network for garbage takes a tenth of a second
         return case
 
-    for what, size, seconds in _asked(pipe):
-        if what == "prepare":
+    for what, size, seconds, between in _asked(pipe):
+        if what in ("account", "prepare"):
             with contextlib.suppress(Exception):  # the memory may be full of others: again when its turn comes
-                prepared[size] = case_of(size)
+                if what == "prepare":
+                    prepared[size] = warmed(size)
+                else:
+                    case_of(size)
             pipe.send({})
             continue
         row: dict[str, Any] = {"network": name, "batch": size, "precision": precision}
+        if between is not None:
+            pace.remember(device, between)
         try:
-            case = prepared.pop(size, None) or case_of(size)
+            case = prepared.pop(size, None) or warmed(size)
             figures, row["distinct"] = case.run(seconds)
             row |= figures
         except Exception as error:
@@ -89,7 +124,7 @@ def serve(pipe: Any, name: str, precision: str, kind: str, slots: Any) -> None:
         pipe.send(row)
 
 
-def _asked(pipe: Any) -> Iterator[tuple[str, int, float]]:
+def _asked(pipe: Any) -> Iterator[tuple[str, int, float, float | None]]:
     with contextlib.suppress(EOFError):
         while (message := pipe.recv())[0] != "end":
             yield message
