@@ -85,6 +85,21 @@ def test_the_planned_budget_is_kept_and_a_larger_one_is_not_slower() -> None:
     assert times == sorted(times, reverse=True)
 
 
+def test_strips_are_chosen_where_they_are_the_fastest_that_fits() -> None:
+    net = nn.Sequential(*(nn.Conv2d(c, 8, 3, padding=1) for c in (3, 8, 8, 8, 8, 8)))
+    graph = outcore.capture(net, [(1, 3, 384, 384)])
+
+    def by_hand(*tile: int):
+        return plan_by_hand(graph, {"tile": tile}, dense=True)
+
+    strips, squares = [by_hand(-(-384 // n), 384) for n in (2, 3)], [by_hand(384, 384), by_hand(192, 192)]
+    budget = strips[0].peak_bytes
+    fitting = [plan for plan in (*strips, *squares) if plan.peak_bytes <= budget]
+    chosen = plan_tiles(graph, memory=budget, dense=True)
+    assert chosen.tile == min(fitting, key=lambda plan: plan.time_s).tile == (192, 384)
+    assert chosen.overlap < by_hand(192, 192).overlap
+
+
 def test_a_budget_too_small_names_the_least_that_works() -> None:
     graph = outcore.capture(network(), [(1, 3, 512, 512)])
     with pytest.raises(PlanError, match="give at least that") as refused:

@@ -35,6 +35,8 @@ from outcore.stream.tiles import Grid, plan_tile
 __all__ = ["Allowed", "Ways"]
 
 _SMALLEST_TILE = 32
+_STRIPS = 8
+"""More of them than this, and squares always have less halo."""
 _HOST_BYTES_PER_S = 1e10
 _CROSSINGS = 5
 """A map on the host is written, read in two passes, and its gradient is added to and read."""
@@ -73,8 +75,7 @@ class Ways:
             for keep in self._keeps(boundary):
                 streaming = self.streaming(boundary, keep)
                 seen = set()
-                for parts in _counts(max(self.pixels)):
-                    tile = tuple(max(-(-n // parts), 1) for n in self.pixels)
+                for tile in self._tiles():
                     grids = cut_up(self.network, streaming, tile)
                     if (shape := tuple(g.counts for g in grids)) not in seen:
                         seen.add(shape)
@@ -164,6 +165,14 @@ class Ways:
             if len(streaming.boundary) <= 3:
                 found.setdefault(streaming.calls, (block,))
         return list(found.values())
+
+    def _tiles(self) -> Iterator[tuple[int, ...]]:
+        """Cut into as many parts along every axis; where all runs in one pass, also into a few strips."""
+        for parts in _counts(max(self.pixels)):
+            tile = tuple(max(-(-n // parts), 1) for n in self.pixels)
+            yield tile
+            if self.allowed.dense and 1 < parts <= _STRIPS and len(tile) > 1:
+                yield tile[0], *self.pixels[1:]
 
     def _keeps(self, boundary: tuple[str, ...] | None) -> list[tuple[str, ...]]:
         """None; with several passes also what statistics are taken of: all, and all up to some sizes."""
