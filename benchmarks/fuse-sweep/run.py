@@ -49,12 +49,18 @@ def tuner(directory: Path, given: argparse.Namespace, seed: int, pruner: str = "
 
 
 def together(
-    directory: Path, given: argparse.Namespace, seed: int, *, pruner: str = "asha", weights: int = 0
+    directory: Path,
+    given: argparse.Namespace,
+    seed: int,
+    *,
+    pruner: str = "asha",
+    weights: int = 0,
+    narrow: bool = True,
 ) -> dict[str, Any]:
     """Sixteen trials at a time, fused."""
     options = Options(
         given.job, directory, steps=given.steps, interval=given.every, members=given.members, held_out=HELD_OUT,
-        device=given.device, measure=given.measure, seed=weights, narrow=not given.wide,
+        device=given.device, measure=given.measure, seed=weights, narrow=narrow,
     )  # fmt: skip
     marks: list[tuple[float, int]] = []
 
@@ -175,9 +181,10 @@ def main() -> None:
     parser.add_argument("--search", default="tpe")
     parser.add_argument("--measure", action="store_true", help="choose the way of running by trying")
     parser.add_argument("--forget", action="store_true", help="keep the studies in memory, not in SQLite")
-    parser.add_argument("--ways", default="together,one-by-one", help="of the two sweeps, which to run")
+    parser.add_argument(
+        "--ways", default="together,one-by-one", help="sweeps to run; wide keeps empty slots to the end"
+    )
     parser.add_argument("--again", type=int, default=0, help="how often to train all to the end, to know the noise")
-    parser.add_argument("--wide", action="store_true", help="keep empty slots to the end")
     parser.add_argument("--order", default="turns", choices=("turns", "alone"), help="of trials one by one")
     run(parser.parse_args())
 
@@ -208,6 +215,9 @@ def run(given: argparse.Namespace) -> None:
     for seed in map(int, given.seeds.split(",")):
         if "together" in given.ways:
             add({"seed": seed, "members": given.members}, partial(together, given=given, seed=seed))
+        if "wide" in given.ways:
+            more = {"seed": seed, "members": given.members, "wide": True}
+            add(more, partial(together, given=given, seed=seed, narrow=False))
         if "one-by-one" in given.ways:
             add({"seed": seed, "members": 1}, partial(one_by_one, given=given, seed=seed))
         for weights in range(1, 1 + given.again):

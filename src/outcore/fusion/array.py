@@ -16,7 +16,6 @@ import gc
 import time
 import warnings
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,15 +23,14 @@ from torch import Tensor, nn
 
 from outcore.errors import FuseError
 from outcore.fusion.batch import arguments
-from outcore.fusion.call import Randomness
 from outcore.fusion.choice import Choice, choose
 from outcore.fusion.kind import Kind
-from outcore.fusion.lane import Lane, Outcome, Terms
+from outcore.fusion.lane import Outcome, Terms
 from outcore.fusion.member import Member
 from outcore.fusion.program import Program
 from outcore.fusion.recordings import Recordings, same_settings
-from outcore.fusion.runner import Runner, Way, cut
-from outcore.fusion.training import Training
+from outcore.fusion.roster import Roster
+from outcore.fusion.runner import Way, cut
 from outcore.fusion.values import Stacked
 from outcore.fusion.verify import disagreement
 from outcore.graph.structure import substitute
@@ -40,7 +38,7 @@ from outcore.graph.structure import substitute
 __all__ = ["FusedArray"]
 
 
-class FusedArray:
+class FusedArray(Roster):
     """Members of one architecture that train together; made by `outcore.fuse`."""
 
     def __init__(
@@ -54,10 +52,10 @@ class FusedArray:
         check: bool = True,
         unfused: Sequence[str] = (),
     ) -> None:
-        self.kind, self.terms, self._check, self.unfused = kind, terms, check, tuple(unfused)
+        super().__init__(models, kind, terms, seeds=seeds, way=way or Way(len(models)))
+        self._way_given, self._check, self.unfused = way is not None, check, tuple(unfused)
         self.choice: Choice | None = None
         """What was measured to decide how to run; none if it was not."""
-        self._randomness = Randomness(seeds)
         self._recordings = Recordings()
         self.steps = self._counted = 0
         self._begun = 0.0
@@ -68,16 +66,6 @@ class FusedArray:
         """What the models returned in the last step, if asked for, members first; on a GPU valid until the next."""
         self.notes: list[str] = []
         """What a reader should know about how it runs."""
-        self.slots = [kind.slot(model, i) for i, model in enumerate(models)]
-        self.lanes: list[Lane] = []
-        self._way_given = way is not None
-        self.way = way or Way(len(models))
-        self.arrange(self.way)
-
-    # The public face
-
-    def __len__(self) -> int:
-        return len(self.slots)
 
     def __getitem__(self, slot: int) -> Member:
         """One member: its model, optimizer, state_dict, status."""
@@ -162,66 +150,22 @@ class FusedArray:
                 else:
                     scheduler.step()
 
-    def stop(self, slot: int) -> None:
-        """Train a member no further; its weights stay as they are."""
-        lane, place = self._place(slot)
-        if self.slots[slot].status == "training":
-            self.slots[slot].frozen = {name: t[place].clone() for name, t in lane.stack.buffers.items()}
-        self._mark(slot, "stopped")
-
-    def resume(self, slot: int) -> None:
-        """Train a stopped member on."""
-        self.settle(slot)
-        self._mark(slot, "training")
-
-    def settle(self, slot: int) -> None:
-        """Put a stopped member's buffers back as they were when it was stopped."""
-        lane, place = self._place(slot)
-        for name, content in self.slots[slot].frozen.items():
-            lane.stack.buffers[name][place].copy_(content)
-
     def refill(self, slot: int, model: nn.Module, *, seed: int | None = None) -> None:
         """Give a slot to another model of the same architecture; it starts with a fresh optimizer and schedule."""
-        lane, place = self._place(slot)
-        released = self.slots[slot].model
-        if self.way.channels_last:
-            model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        lane.stack.put(place, model)
-        after = self.slots[slot] = self.kind.slot(model, slot)
-        for name, stepper in lane.steppers.items():
-            stepper.replace(place, after.optimizers[name])
-            lane.trainings[name][place] = after.trainings[name]
-        if seed is not None:
-            self._randomness.reseed(slot, seed)
+        released = self.slots[slot].model if 0 <= slot < len(self) else model
+        super().refill(slot, model, seed=seed)
         if not same_settings(released, model):
             self._recordings = Recordings()
-        if not self._recordings.programs or len(lane) == 1:
+        if not self._recordings.programs or len(self._place(slot)[0]) == 1:
             self.runner.forget()  # alone, the captured step is that of the other model's own modules
         self.runner.rename(self._recordings.rebind(self._members()))
-        self._mark(slot, "training")
 
     def keep(self, slots: Sequence[int]) -> None:
         """Go on with these members alone, in this order; the others leave, their models with memory of their own."""
-        if not slots or len(set(slots)) < len(slots):
-            raise FuseError(f"an array keeps at least one member, and none twice; given were {list(slots)}")
-        self.release()
-        self.slots = [self.slots[slot] for slot in slots]
-        self.terms, self._randomness = self.terms.only(slots), self._randomness.only(slots)
+        super().keep(slots)
         if any(program.others for program in self._recordings.programs.values()):
             self._recordings = Recordings()  # what some members do otherwise is known by their slots
         self._recordings = self._recordings.copied(self._members())
-        self.arrange(replace(self.way, width=min(self.way.width, len(self))))
-
-    @property
-    def status(self) -> list[str]:
-        """Of each member: training, stopped, or diverged."""
-        self._look()
-        return [slot.status for slot in self.slots]
-
-    @property
-    def models(self) -> list[nn.Module]:
-        """The members' models: the user's own, their tensors views of the stacks."""
-        return [slot.model for slot in self.slots]
 
     @property
     def coverage(self) -> dict[str, str]:
@@ -231,63 +175,7 @@ class FusedArray:
             return {}
         return dict.fromkeys(program.graph.calls, "members") if self._alone(program) else dict(program.ways)
 
-    def release(self) -> list[nn.Module]:
-        """Give every model memory of its own again; the array must not be used afterwards."""
-        self._look()
-        for slot in range(len(self)):
-            self.settle(slot)
-        for lane in self.lanes:
-            lane.stack.release()
-        self.lanes = []
-        return self.models
-
-    def arrange(self, way: Way) -> None:
-        """Run in another way from the next step on; what the members have learned goes with them."""
-        self._look()
-        for i in range(len(self) if self.lanes else 0):
-            self.settle(i)
-        self.way, self.lanes = way, []
-        for slot in self.slots:
-            form = torch.channels_last if way.channels_last else torch.contiguous_format
-            for p in slot.model.parameters():
-                if p.dim() == 4:
-                    p.data = p.data.contiguous(memory_format=form)
-        for first in range(0, len(self), way.width):
-            slots = self.slots[first : first + way.width]
-            trainings = {name: [s.trainings[name] for s in slots] for name in slots[0].trainings}
-            optimizers = {name: [s.optimizers[name] for s in slots] for name in slots[0].optimizers}
-            self.lanes.append(Lane(first, trainings, optimizers, self._randomness, self.terms))
-        for i, slot in enumerate(self.slots):
-            if slot.status != "training":
-                lane, place = self._place(i)
-                lane.alive[place] = False
-        self.runner = Runner(self.lanes, way)
-
     # Inside
-
-    @property
-    def device(self) -> torch.device:
-        """Where the members are."""
-        return self.lanes[0].device
-
-    def _place(self, slot: int) -> tuple[Lane, int]:
-        if not 0 <= slot < len(self):
-            raise FuseError(f"no slot {slot}; there are {len(self)}")
-        return self.lanes[slot // self.way.width], slot % self.way.width
-
-    def _look(self) -> None:
-        """Notice who has diverged; lanes know it first."""
-        living = [alive for lane in self.lanes for alive in lane.alive.tolist()]
-        for slot, alive in zip(self.slots, living, strict=bool(self.lanes)):
-            if not alive and slot.status == "training":
-                slot.status = "diverged"
-
-    def _mark(self, slot: int, status: str) -> None:
-        lane, place = self._place(slot)
-        lane.alive[place] = status == "training"
-        self.slots[slot].status = status
-        if status == "training":
-            self.slots[slot].frozen = {}
 
     def arguments(self, batch: tuple[Any, ...], each: Sequence[tuple[Any, ...]] | None) -> tuple[Any, ...]:
         """A batch as the members' training takes it, on their device."""
@@ -322,9 +210,6 @@ class FusedArray:
     def borrow(self, other: FusedArray) -> None:
         """Take over the recordings of an array whose first members these are copies of."""
         self._recordings = other._recordings.copied(self._members())
-
-    def _members(self) -> dict[str, list[Training]]:
-        return {name: [slot.trainings[name] for slot in self.slots] for name in self.slots[0].trainings}
 
     def _verify(self, objective: str, program: Program, args: tuple[Any, ...]) -> None:
         """Do not fuse what gives other gradients than the model itself."""

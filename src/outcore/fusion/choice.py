@@ -4,8 +4,9 @@ Fused operations win where kernels are small matrix products, and lose to one CU
 where they are convolutions that a grouped form runs badly. So both are tried on copies of a few members, for a
 fraction of a second each, with nothing of the array touched. From the times for two and for four members follows the
 time for all of them; on a GPU, which small numbers of members do not fill, the ways that lead are tried again with up
-to sixteen, because a line through two and four was off by a third where kernels overlap. The speed-up over training
-one after the other is printed before training starts; what was achieved can be printed beside it afterwards.
+to sixteen, because a line through two and four was off by a third where kernels overlap, and each convolution of fused
+ones in its faster form, so that what is timed is what will run. The speed-up over training one after the other is
+printed before training starts; what was achieved can be printed beside it afterwards.
 """
 
 from __future__ import annotations
@@ -116,13 +117,13 @@ def choose(
         fastest = min(t.predicted_s for t in trials)
         for i, trial in enumerate(trials):
             if trial.predicted_s <= _CLOSE * fastest:
-                times = trial.times_s | {many: _time(array, many, trial.way, batch, each, seconds)}
+                times = trial.times_s | {many: _time(array, many, trial.way, batch, each, seconds, True)}
                 trials[i] = Trial(trial.way, times, _extrapolated(times, len(array), trial.way, at_once))
     made = Choice(len(array), serial_s, tuple(trials), predicted)
     array.arrange(made.way)
     if made.way.width == 1 and len(array) > 1:
         made = replace(made, memory=_forecast(array, batch, each))
-    if array.device.type == "cuda" and made.way.width > 1 and each is None:
+    if array.device.type == "cuda" and 1 < made.way.width != many and each is None:
         measure_convolutions(array, *batch)
     return made
 
@@ -193,9 +194,20 @@ def _copy(array: FusedArray, count: int, way: Way) -> FusedArray:
     return made
 
 
-def _time(array: FusedArray, count: int, way: Way, batch: tuple[Any, ...], each: Any, seconds: float) -> float:
+def _time(
+    array: FusedArray,
+    count: int,
+    way: Way,
+    batch: tuple[Any, ...],
+    each: Any,
+    seconds: float,
+    layers: bool = False,
+) -> float:
+    """A step of copies of some members; with `layers`, each convolution of fused ones in its faster form."""
     tried = _copy(array, count, way)
     share = None if each is None else each[:count]
+    if layers and each is None and tried.way.width > 1:
+        measure_convolutions(tried, *batch)
     found = time_steps(lambda: tried.step(*batch, each=share), array.device, seconds, warm=4)
     if array.device.type == "cuda":
         torch.cuda.empty_cache()
