@@ -18,7 +18,7 @@ import functools
 import gzip
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -31,6 +31,7 @@ from outcore.cost.features import NAMES
 from outcore.cost.opmodel import KINDS, Operation
 from outcore.cost.regression import METHODS
 from outcore.cost.samples import Sample
+from outcore.cost.usage import Usage
 from outcore.errors import MachineError
 from outcore.machine.clock import Timing
 from outcore.machine.device import ELEMENT_BYTES, Device, precision_of
@@ -74,6 +75,8 @@ class Calibration:
     about: Mapping[str, Any]
     """Where it was measured: torch, date, threads."""
     scaled_to: str = ""
+    usage: Mapping[str, Usage] = field(default_factory=dict)
+    """By kind and direction: what calls of networks take over what was learned from the sweep."""
 
     def predict(self, operations: Sequence[Operation]) -> list[Prediction]:
         """The expected time of each operation.
@@ -170,6 +173,7 @@ class Calibration:
             "features": list(NAMES),
             "base": [base.flops_per_s, base.bytes_per_s, base.floor_s, base.sms],
             "models": {name: model.to_json() for name, model in self.models.items()},
+            "usage": {name: usage.to_json() for name, usage in self.usage.items()},
         }
 
     @classmethod
@@ -182,8 +186,9 @@ class Calibration:
             raise MachineError("a calibration with other features was given; calibrate the device again")
         try:
             models = {name: Efficiency.from_json(model) for name, model in document["models"].items()}
+            usage = {name: Usage.from_json(one) for name, one in document.get("usage", {}).items()}
             base = Ceiling(*document["base"])
-            return cls(document["device"], document["dtype"], base, models, document["about"])
+            return cls(document["device"], document["dtype"], base, models, document["about"], usage=usage)
         except (KeyError, TypeError, IndexError) as error:
             raise MachineError(f"not a calibration: {error!r}") from error
 

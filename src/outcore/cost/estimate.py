@@ -8,7 +8,7 @@ its own borrows the shape of the nearest one's under its own rates, and says so.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 import torch
@@ -23,6 +23,7 @@ from outcore.cost.movement import Movement
 from outcore.cost.opmodel import Operation
 from outcore.cost.optimizer import OptimizerCost
 from outcore.cost.saved import account, recording_of
+from outcore.cost.usage import STREAMED, inside_a_network
 from outcore.errors import MachineError
 from outcore.graph import Graph
 from outcore.machine import Device, Machine
@@ -34,8 +35,6 @@ _LENDERS = {"cuda": "NVIDIA H200"}
 _SAME_SIZE = {"fp32": "tf32", "fp16": "bf16"}
 """A precision whose elements are as large: its efficiencies are the next best guess."""
 _UNFITTED_EFFICIENCY = 0.5
-_STREAMED = 0.85
-"""Share of the memory's rate that long element-wise kernels reach."""
 _VIEW = 1.75
 """Host time of a call that makes a view or a cast in Python, over that of starting an operation in C++."""
 _FRESH_FROM, _FRESH_BYTES_PER_S = 24 << 20, 2.4e9
@@ -45,12 +44,16 @@ _PER_TENSOR = 0.07
 """Host time per tensor of an operation on a list of tensors, over that of an operation by itself."""
 _LEAD = 0.7
 """Share of an optimizer's host time before its first kernel, where it steps all parameters together."""
-_CACHED = 25_000_000
-"""Bytes that a call finds in the cache: half of what recent GPUs have, most of what cores share."""
 _PRECISIONS = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
-def estimate(graph: Graph, machine: Machine | Device, *, tf32: bool = True) -> Costs:
+def estimate(
+    graph: Graph,
+    machine: Machine | Device,
+    *,
+    tf32: bool = True,
+    calibrations: Mapping[str, Calibration] | None = None,
+) -> Costs:
     """The costs of every call on a machine, by shapes alone.
 
     >>> import outcore, torch
@@ -64,6 +67,7 @@ def estimate(graph: Graph, machine: Machine | Device, *, tf32: bool = True) -> C
         graph: as captured, with its model (on any device, also ``meta``).
         machine: what it would run on; its first device counts.
         tf32: whether float32 matrix products may use TF32 where the device has it.
+        calibrations: by precision, instead of those that are kept for the device.
     """
     device = machine.devices[0] if isinstance(machine, Machine) else machine
     costs = account(graph, "cuda" if device.kind == "cuda" else "cpu")
@@ -91,12 +95,12 @@ def estimate(graph: Graph, machine: Machine | Device, *, tf32: bool = True) -> C
 
     predicted: dict[tuple[str, str], Prediction] = {}
     for dtype, pairs in wanted.items():
-        calibration = _calibration(device, dtype)
-        answers = calibration.predict([operation for _, operation in pairs])
+        calibration = (calibrations or {}).get(dtype) or _calibration(device, dtype)
+        answers = inside_a_network(calibration, [operation for _, operation in pairs], device)
         for (name, operation), answer in zip(pairs, answers, strict=True):
-            predicted[name, operation.direction] = _not_below(answer, operation, device)
+            predicted[name, operation.direction] = answer
     calls = {name: _timed(cost, device, predicted, name in idle) for name, cost in costs.calls.items()}
-    rate = _STREAMED * device.bandwidth_bytes_per_s
+    rate = STREAMED * device.bandwidth_bytes_per_s
     if moves is not None:
         calls = {name: _moving(cost, moves.bytes_of(name), rate, device) for name, cost in calls.items()}
     if device.kind == "cpu":
@@ -139,9 +143,8 @@ def estimate_optimizer(
         return Timing.of([0.0])
     adds = [_sheet(size // 4) for size in sizes]
     dtype = "tf32" if device.kind == "cuda" and "tf32" in device.rates else "fp32"
-    answers = _calibration(device, dtype).predict([replace(add, dtype=dtype) for add in adds])
-    known = [_not_below(p, add, device).time_s for p, add in zip(answers, adds, strict=True)]
-    moved_s = sum(known) * cost.traffic_per_parameter / 3
+    answers = inside_a_network(_calibration(device, dtype), [replace(add, dtype=dtype) for add in adds], device)
+    moved_s = sum(answer.time_s for answer in answers) * cost.traffic_per_parameter / 3
     issued = cost.operations * len(sizes)
     on_host = device.dispatch_s * (issued + cost.operations * len(costs.parameters) * _PER_TENSOR * cost.together)
     if device.kind == "cpu":
@@ -156,15 +159,6 @@ def _sheet(elements: int) -> Operation:
     channels = min(64, elements)
     side = max(1, round(math.sqrt(elements / channels)))
     return Operation("elementwise", in_channels=channels, size=(side, side), variant="add")
-
-
-def _not_below(prediction: Prediction, operation: Operation, device: Device) -> Prediction:
-    """Operations were sampled with everything in the cache; in a step most of what they read is not."""
-    if not operation.nbytes:
-        return prediction
-    cold_s = (operation.nbytes - _CACHED) / (_STREAMED * device.bandwidth_bytes_per_s)
-    time_s = max(prediction.time_s, cold_s)
-    return replace(prediction, time_s=time_s, high_s=max(prediction.high_s, time_s))
 
 
 def _fresh_bytes(cost: CallCost) -> tuple[int, int]:

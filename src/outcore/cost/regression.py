@@ -22,7 +22,16 @@ import numpy as np
 
 from outcore.cost.features import Matrix
 
-__all__ = ["METHODS", "Lengths", "Regression", "find_lengths", "fit_regression", "regression_from_json"]
+__all__ = [
+    "METHODS",
+    "Gaussian",
+    "Lengths",
+    "Regression",
+    "find_lengths",
+    "fit_regression",
+    "gaussian_process",
+    "regression_from_json",
+]
 
 METHODS = ("polynomial", "gaussian", "trees", "blend")
 """From the smallest to the largest when stored."""
@@ -285,13 +294,22 @@ def _noises(gram: Matrix, targets: Matrix, noise: float, apart: float) -> Matrix
 
 def _fit_gaussian(rows: Matrix, targets: Matrix, lengths: Lengths, seed: int) -> Regression:
     kept = np.sort(np.random.default_rng(seed).permutation(len(rows))[:_MOST_POINTS])
+    return gaussian_process(rows[kept], targets[kept], lengths, centre=float(np.median(targets)), doubted=_DOUBTED)
+
+
+def gaussian_process(
+    rows: Matrix, targets: Matrix, lengths: Lengths, *, centre: float, doubted: float | None = None
+) -> Gaussian:
+    """The process through all rows, which is `centre` far from them; with `doubted`, not through those that the others
+    contradict by so many standard deviations."""
     columns = np.flatnonzero(np.isfinite(lengths.lengths))
     mean, scale = _rounded(rows[:, columns].mean(0)), _rounded(lengths.lengths[columns])
-    centre = float(np.median(targets))
-    points = _rounded((rows[kept][:, columns] - mean) / scale, 4)
+    points = _rounded((rows[:, columns] - mean) / scale, 4)
     gram = _matern(points, points)
-    noises = _noises(gram, targets[kept] - centre, lengths.noise, _DOUBTED)
-    weights = _rounded(np.linalg.solve(gram + np.diag(noises), targets[kept] - centre))
+    noises = np.full(len(rows), lengths.noise)
+    if doubted is not None:
+        noises = _noises(gram, targets - centre, lengths.noise, doubted)
+    weights = _rounded(np.linalg.solve(gram + np.diag(noises), targets - centre))
     return Gaussian(columns.astype(np.float64), mean, scale, points, weights, centre)
 
 
