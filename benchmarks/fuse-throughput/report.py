@@ -65,10 +65,16 @@ def mean(values: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
 
 
-def speed(rows: Rows) -> None:
+def speed(files: list[Rows], joined: Rows) -> None:
+    """Each workload from the last run that has all of it; where none has, joined from several and marked."""
     lines, plain, graphed = [], [], []
-    for key in rows.keys:
-        eager, serial, best = rows.get(key, "eager serial", 1), rows.get(key, "graphed serial", 1), rows.best(key)
+    for key in joined.keys:
+
+        def asked(run: Rows, key: tuple[str, str] = key) -> tuple[Row | None, Row | None, tuple[str, Row] | None]:
+            return run.get(key, "eager serial", 1), run.get(key, "graphed serial", 1), run.best(key)
+
+        rows, mark = next(((run, "") for run in reversed(files) if all(asked(run))), (joined, " *"))
+        eager, serial, best = asked(rows)
         if not eager or not serial or not best:
             continue
         over = [16 * r["step_s"] / best[1]["step_s"] for r in (eager, serial)]
@@ -77,7 +83,7 @@ def speed(rows: Rows) -> None:
         others = [rows.get(key, what, 16) for what in ("vmap", "fused", "streams")]
         wanted = f"{STREAMS_TO_REACH[key]:.2f}x" if key in STREAMS_TO_REACH else "–"
         times = [ms(eager, 16), ms(serial, 16), *map(ms, others)]
-        lines.append([*key, *times, f"{over[0]:.1f}x", f"**{over[1]:.2f}x**", wanted])
+        lines.append([key[0] + mark, key[1], *times, f"{over[0]:.1f}x", f"**{over[1]:.2f}x**", wanted])
     head = ("workload", "precision", "serial, plain", "serial, graphed", "vmap", "fused", "streams", "best over plain")
     table((*head, "over graphed", "to reach"), lines)
     print(
@@ -152,14 +158,27 @@ def partial(rows: Rows) -> None:
     table(("blocks fused", "left member by member", "ms a step of 16", "model-steps per second"), lines)
 
 
+def use(rows: Rows) -> None:
+    """What the profiler saw of replayed steps: shares of their time."""
+    lines = []
+    for r in rows.all:
+        if "busy" in r:
+            shares = [f"{100 * r[k]:.0f} %" for k in ("busy", "filled", "occupancy")]
+            lines.append([r["workload"], r["precision"], r["what"].split(", ")[1], str(r["kernels"]), *shares])
+    table(
+        ("workload", "precision", "way", "kernels", "a kernel runs", "on all multiprocessors", "threads"), lines, left=3
+    )
+
+
 def processes(rows: Rows, ours: Rows) -> None:
     lines = []
     for r in rows.all:
         if "steps_per_s" in r:
             best = ours.best((r["workload"], r["precision"]), r["members"])
             gain = f"{r['members'] / best[1]['step_s'] / r['steps_per_s']:.1f}x" if best else "–"
-            lines.append([r["workload"], r["what"], str(r["members"]), f"{r['steps_per_s']:,.0f}", gain])
-    table(("workload", "how", "B", "model-steps per second", "ours over it"), lines)
+            facts = [r["workload"], r["precision"], r["what"], str(r["members"])]
+            lines.append([*facts, f"{r['steps_per_s']:,.0f}", gain])
+    table(("workload", "precision", "how", "B", "model-steps per second", "ours over it"), lines, left=3)
 
 
 def room(work: Rows, rows: Rows) -> None:
@@ -181,7 +200,8 @@ def room(work: Rows, rows: Rows) -> None:
 def main() -> None:
     files = [Rows(json.loads(Path(path).read_text())["rows"]) for path in sys.argv[1:]]
     timed = Rows([r for f in files for r in f.all if "steps_per_s" not in r and "flops" not in r])
-    for show in (speed, members, memory, predictions, lines_to_more, partial):
+    speed(files, timed)
+    for show in (members, memory, predictions, lines_to_more, partial, use):
         show(timed)
     for file in files:
         if any("steps_per_s" in r for r in file.all):
