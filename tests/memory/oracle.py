@@ -68,6 +68,7 @@ def compare(
     mode: str = "mixture",
     seed: int = 0,
     loss: Callable[[Any], torch.Tensor] = total,
+    link: Tier = LINK,
 ) -> Result | None:
     """Train one step both ways; none if the model cannot be replayed as it is."""
     kwargs = dict(kwargs or {})
@@ -77,7 +78,7 @@ def compare(
     recording = graph.executable[1]
     if recording.uses_data or recording.volatile:
         return None
-    keeping = Keeping(graph, by_bytes(account(graph), 1e9), 0.0, LINK)
+    keeping = Keeping(graph, by_bytes(account(graph), 1e9), 0.0, link)
     policy = policies(keeping, mode, seed)
     outcome = keeping.evaluate(policy)
     holding = prepare(graph, recording, model, keeping.buffers, keeping.resolved(policy), outcome.transfers)

@@ -10,6 +10,7 @@ from outcore.cost.saved import account
 from outcore.errors import PlanError
 from outcore.memory import prepare
 from outcore.planner.keeping import Keeping
+from outcore.planner.transfers import Tier
 
 from ..foreign.zoo import QUICK, by_name
 from .oracle import LINK, compare
@@ -116,6 +117,22 @@ def test_predicted_peak(mode: str) -> None:
     result = compare(model, (torch.randn(2, 4, 96, 96),), mode=mode)
     assert result is not None and result.equal
     assert abs(result.bytes / result.predicted_bytes - 1) < 0.05, result
+
+
+@pytest.mark.parametrize("rate", [1e11, 1e8])
+@pytest.mark.parametrize("seed", [3, 4])
+def test_predicted_peak_of_mixtures_however_slow_the_link_is(seed: int, rate: float) -> None:
+    torch.manual_seed(0)
+
+    def block(channels: int) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(channels, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU(True))
+
+    layers = [block(3), block(32), nn.MaxPool2d(3, 2, 1), block(32), nn.Dropout(0.2), *(block(32) for _ in range(8))]
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 4))
+    link = Tier(rate, rate, least_bytes=2**14)
+    result = compare(model, (torch.randn(2, 3, 48, 48),), seed=seed, link=link)
+    assert result is not None and result.equal
+    assert abs(result.bytes / result.predicted_bytes - 1) < 0.02, result
 
 
 class Overwrites(nn.Module):

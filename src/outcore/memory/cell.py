@@ -12,6 +12,7 @@ these of the cells they are made from. A graph that is never differentiated take
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -57,7 +58,7 @@ def raw(tensor: torch.Tensor, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
 class Handle:
     """What autograd holds instead of a tensor."""
 
-    __slots__ = ("cell", "device", "geometry", "position", "tensor", "version")
+    __slots__ = ("cell", "device", "geometry", "like", "position", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor: torch.Tensor | None = tensor.detach()
@@ -65,6 +66,7 @@ class Handle:
         self.cell: Cell | None = None
         self.geometry: Geometry | None = None
         self.device: torch.device | None = None
+        self.like: weakref.ref[Cell] | None = None
         self.position = 0
 
     def point_to(self, cell: Cell, position: int) -> None:
@@ -76,15 +78,18 @@ class Handle:
         cell.uses += 1
         self.tensor = None
 
-    def keep_shape(self) -> None:
-        """Backward needs to know no more than how the tensor lay in memory."""
+    def keep_shape(self, cell: Cell) -> None:
+        """Backward needs to know no more than how the tensor lay in memory: its own if that is there, or any."""
         assert self.tensor is not None
         self.geometry, self.device, self.tensor = Geometry.of(self.tensor), self.tensor.device, None
+        self.like = weakref.ref(cell)
 
     def unpack(self) -> torch.Tensor:
         """The saved tensor."""
         if self.device is not None:
-            assert self.geometry is not None
+            assert self.geometry is not None and self.like is not None
+            if (cell := self.like()) is not None and cell.memory is not None and cell.dtype is None:
+                return over(cell.memory, self.geometry)
             return torch.empty_strided(
                 self.geometry.size, self.geometry.stride, dtype=self.geometry.dtype, device=self.device
             )

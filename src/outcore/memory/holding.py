@@ -67,6 +67,8 @@ class Holding:
     """Position -> the same before its backward."""
     fetched: Mapping[int, tuple[str, ...]]
     """Position -> buffers that start to come back before its backward."""
+    stops: frozenset[str]
+    """Calls before whose backward something is released or fetched."""
     shape_only: Mapping[str, set[str]]
     """Call -> buffers of which its backward needs only the shape."""
     noted: frozenset[str]
@@ -184,6 +186,7 @@ def prepare(
     noted = frozenset({*(v for names in reads.values() for v in names), *views})
     random = frozenset(name for rerun in reruns for name in rerun.random)
     saving = {order[i] for name in plans for i in (*buffers[name].savers, *buffers[name].shapes)}
+    stops = frozenset(order[place] for place in (*late, *fetched))
     makers = {maker for v in noted if (maker := graph.values[v].producer) is not None}
     return Holding(
         recording=recording,
@@ -194,10 +197,11 @@ def prepare(
         released={k: tuple(v) for k, v in released.items()},
         released_late={k: tuple(v) for k, v in late.items()},
         fetched={k: tuple(v) for k, v in fetched.items()},
+        stops=stops,
         shape_only=shape_only,
         noted=noted,
         random=random,
-        busy=frozenset({*births, *derived, *leaving, *released, *shape_only, *random, *saving, *makers}),
+        busy=frozenset({*births, *derived, *leaving, *released, *stops, *shape_only, *random, *saving, *makers}),
         inputs=frozenset(given.values()),
         views=views,
         norms={rerun.norm.call: rerun.norm for rerun in reruns if rerun.norm is not None},

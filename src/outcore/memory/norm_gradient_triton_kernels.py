@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from outcore.memory.norm_triton_kernels import added_up, columns_of, pieces_of, rounded
+from outcore.memory.norm_triton_kernels import added_up, columns_of, pieces_of, rounded, row_of
 
 __all__ = ["gradients"]
 
@@ -88,8 +88,8 @@ def _finish(
     kind = shift.dtype.element_ty
     tl.store(shift + c, (total / count).to(kind), mask=inside)
     tl.store(slope + c, (s * s * with_x / count).to(kind), mask=inside)
-    tl.store(of_weight + c, (with_x * s).to(of_weight.dtype.element_ty), mask=inside)
-    tl.store(of_bias + c, total.to(of_bias.dtype.element_ty), mask=inside)
+    tl.store(of_weight + c, (with_x * s).to(kind).to(of_weight.dtype.element_ty), mask=inside)
+    tl.store(of_bias + c, total.to(kind).to(of_bias.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -97,10 +97,7 @@ def _gradient_of_rows(
     grad, x, mean, invstd, weight, bias, shift, slope, out, channels, inner, blocks,
     ORDER: tl.constexpr, RELU: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = (tl.program_id(0) // blocks).to(tl.int64)
-    place = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
-    c = row % channels
-    m, s, w, b = tl.load(mean + c), tl.load(invstd + c), tl.load(weight + c), tl.load(bias + c)
+    row, c, place, m, s, w, b = row_of(mean, invstd, weight, bias, channels, blocks, BLOCK)
     v = tl.load(x + row * inner + place, mask=place < inner, other=0.0).to(m.dtype)
     g = tl.load(grad + row * inner + place, mask=place < inner, other=0.0).to(m.dtype)
     g = _through(g, v, m, s, w, b, ORDER, RELU)

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["Pieces", "added_up", "columns_of", "normalise", "pieces_of", "rounded", "statistics"]
+__all__ = ["Pieces", "added_up", "columns_of", "normalise", "pieces_of", "rounded", "row_of", "statistics"]
 
 _BLOCK = 2048
 _PIECE = 16 * _BLOCK
@@ -49,6 +49,16 @@ def rounded(v, m, s, w, b, ORDER: tl.constexpr, RELU: tl.constexpr):
 
 
 @triton.jit
+def row_of(mean, invstd, weight, bias, channels, blocks, BLOCK: tl.constexpr):
+    """The row a program works on, its channel, the places in the row, and the channel's statistics and weights."""
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    place = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    c = row % channels
+    m, s = tl.load(mean + c), tl.load(invstd + c)
+    return row, c, place, m, s, tl.load(weight + c).to(m.dtype), tl.load(bias + c).to(m.dtype)
+
+
+@triton.jit
 def columns_of(mean, invstd, weight, bias, c, inside):
     """Statistics and weights of some channels, as a row."""
     m = tl.load(mean + c, mask=inside, other=0.0)
@@ -63,12 +73,9 @@ def _normalise_rows(
     x, out, mean, invstd, weight, bias, channels, inner, blocks,
     ORDER: tl.constexpr, RELU: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = (tl.program_id(0) // blocks).to(tl.int64)
-    place = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
-    c = row % channels
-    m, s, w, b = tl.load(mean + c), tl.load(invstd + c), tl.load(weight + c), tl.load(bias + c)
+    row, _, place, m, s, w, b = row_of(mean, invstd, weight, bias, channels, blocks, BLOCK)
     v = tl.load(x + row * inner + place, mask=place < inner, other=0.0).to(m.dtype)
-    y = rounded(v, m, s, w.to(m.dtype), b.to(m.dtype), ORDER, RELU)
+    y = rounded(v, m, s, w, b, ORDER, RELU)
     tl.store(out + row * inner + place, y.to(out.dtype.element_ty), mask=place < inner)
 
 
@@ -171,10 +178,10 @@ def _finish(
             tl.store(tracked, tl.load(tracked) + 1)
         old = tl.load(running_mean + c, mask=inside, other=0.0).to(tl.float64)
         new = old + (mean - old) * part
-        tl.store(running_mean + c, new.to(running_mean.dtype.element_ty), mask=inside)
+        tl.store(running_mean + c, new.to(kind).to(running_mean.dtype.element_ty), mask=inside)
         old = tl.load(running_var + c, mask=inside, other=0.0).to(tl.float64)
         new = old + (variance * count / (count - 1) - old) * part
-        tl.store(running_var + c, new.to(running_var.dtype.element_ty), mask=inside)
+        tl.store(running_var + c, new.to(kind).to(running_var.dtype.element_ty), mask=inside)
 
 
 class Pieces:

@@ -164,6 +164,8 @@ class _Tape(Tape):
             self.note(norm)
         for value, plan in holding.births.get(name, ()):
             self.bear(value, plan)
+        if name in holding.stops:
+            self.stop(step)
         if step_ is not step:
             for value in drop:
                 del self.values[value]
@@ -184,6 +186,18 @@ class _Tape(Tape):
         found = self.holding.renorm.statistics(norm, self.values[norm.input], self.values[norm.output], saved)
         if found is not None:
             self.owner.statistics[norm.call] = found
+
+    def stop(self, step: Step) -> None:
+        """Backward is to stop before a call, whether or not that asks for something it saved."""
+        owner, position = weakref.ref(self.owner), self.holding.positions[step.name]
+
+        def reached(_: Any) -> None:
+            if (passed := owner()) is not None:  # else nothing of it is waiting any more
+                passed.reached(position)
+
+        for value in (*step.outputs, *(new for new, _ in step.rebinds)):
+            if value in self.values and (node := self.values[value].grad_fn) is not None:
+                node.register_prehook(reached)
 
     def bear(self, value: str, plan: CellPlan) -> None:
         """A buffer is made: its cell takes responsibility."""
@@ -220,7 +234,7 @@ class _Tape(Tape):
             address = tensor.untyped_storage().data_ptr()
             if (cell := self.at.get(address)) is not None:
                 if cell.name in shapes:
-                    handle.keep_shape()
+                    handle.keep_shape(cell)
                 else:
                     handle.point_to(cell, position)
             if plans is not None:
