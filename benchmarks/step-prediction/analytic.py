@@ -1,27 +1,31 @@
 """Adds to a result what `outcore.estimate` says of its cases: no device is needed, and nothing is run.
 
-The steps that follow from the measured calls are predicted again too, so that a result keeps up with `predict_step`.
+On the GPU the factors of a network's operations (`outcore.cost.usage`) come from the calls of all other networks: no
+network is predicted by what was measured of it. The steps that follow from the measured calls are predicted again too,
+so that a result keeps up with `predict_step`.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import networks
 import torch
+import usage
 from case import HOST
-from networks import Training
+from networks import captured
 
 import outcore
+from outcore.cost import Calibration
 from outcore.cost.costs import Costs
 from outcore.cost.estimate import estimate_optimizer
 from outcore.cost.step import predict_step
-from outcore.machine import parse, remembered
+from outcore.machine import Device, parse, remembered
 from outcore.machine.clock import Timing
 
 
@@ -36,12 +40,14 @@ def add_estimates(path: Path, only: list[str] | None = None) -> None:
         rows = json.loads(gzip.decompress(calls.read_bytes()))
         known = {(r["network"], r["batch"], r["precision"]): r["calls"] for r in rows}
     chosen = networks.GPU if cuda else networks.CPU
+    calibrations = _calibrations(path, device) if cuda else {}
     for row in result["rows"]:
         if "error" in row or (only and row["network"] not in only):
             continue
         key = (row["network"], row["batch"], row["precision"])
         graph = captured(chosen[row["network"]], row)
-        costs = outcore.estimate(graph, device)
+        known_to = {dtype: without(row["network"]) for dtype, without in calibrations.items()}
+        costs = outcore.estimate(graph, device, calibrations=known_to)
         optimizer = estimate_optimizer(costs, device, torch.optim.Adam)
         row["estimated_s"] = predict_step(graph, costs, optimizer=optimizer).step_s
         if key in known and "beat_s" in row:  # else it was measured in an older way, and keeps what was predicted then
@@ -56,16 +62,12 @@ def add_estimates(path: Path, only: list[str] | None = None) -> None:
     path.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def captured(network: networks.Network, row: dict[str, Any]) -> outcore.Graph:
-    """The graph of a case; the weights are never filled in. Autocast needs a device that computes, even on shapes."""
-    try:
-        with torch.device("meta"):
-            built = network.build()
-        built = built.to_empty(device="cpu")
-    except (RuntimeError, NotImplementedError):
-        built = network.build()
-    model = Training(built, network.loss, row["precision"] == "bf16").train()
-    return outcore.capture(model, network.batch(row["batch"]))
+def _calibrations(path: Path, device: Device) -> dict[str, Callable[[str], Calibration]]:
+    """By precision: for each network a calibration whose factors know all networks but this one."""
+    results = [other for other in sorted(path.parent.glob("*-cuda*.json")) if usage.operations_path(other).exists()]
+    calls = usage.used(results)
+    shipped = {dtype: Calibration.shipped("NVIDIA H200", dtype) for dtype in ("bf16", "tf32")}
+    return {dtype: usage.left_out(found, calls, device) for dtype, found in shipped.items() if found is not None}
 
 
 def with_times(graph: outcore.Graph, costs: Costs, row: dict[str, Any], lines: list[dict[str, Any]]) -> Costs:

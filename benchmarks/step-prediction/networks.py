@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from tests.foreign.shim import define_torchvision_operators
 from torch import Tensor, nn
 
+import outcore
+
 define_torchvision_operators()
 
 
@@ -40,6 +42,18 @@ class Network:
     loss: Callable[[Any, Tensor], Tensor]
     batches: tuple[int, ...]
     """Batch sizes: on a GPU two at which the device sets the pace, and one at which the host does."""
+
+
+def captured(network: Network, row: dict[str, Any]) -> outcore.Graph:
+    """The graph of a case; the weights are never filled in. Autocast needs a device that computes, even on shapes."""
+    try:
+        with torch.device("meta"):
+            built = network.build()
+        built = built.to_empty(device="cpu")
+    except (RuntimeError, NotImplementedError):
+        built = network.build()
+    model = Training(built, network.loss, row["precision"] == "bf16").train()
+    return outcore.capture(model, network.batch(row["batch"]))
 
 
 def images(name: str, side: int, batches: tuple[int, ...], **options: Any) -> Network:

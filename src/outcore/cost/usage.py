@@ -29,7 +29,7 @@ from outcore.machine.device import Device
 if TYPE_CHECKING:
     from outcore.cost.calibration import Calibration, Prediction
 
-__all__ = ["STREAMED", "Usage", "Used", "fit_usage", "inside_a_network"]
+__all__ = ["STREAMED", "Usage", "Used", "fit_usage", "inside_a_network", "predicted_alone"]
 
 STREAMED = 0.85
 """Share of the memory's rate that long element-wise kernels reach."""
@@ -61,6 +61,8 @@ class Used:
     time_s: float
     """Without what is moved beside it (`outcore.cost.movement`)."""
     network: str
+    alone_s: float = 0.0
+    """What the calibration says of it; 0 as long as it was not asked."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,19 +105,24 @@ def inside_a_network(calibration: Calibration, operations: Sequence[Operation], 
     return cold
 
 
-def fit_usage(used: Sequence[Used], calibration: Calibration, device: Device) -> dict[str, Usage]:
-    """Factors for every kind and direction that networks ran often enough, for a calibration."""
+def predicted_alone(used: Sequence[Used], calibration: Calibration, device: Device) -> list[Used]:
+    """Those of the calibration's precision that are long enough to learn from, with what it says of them."""
+    chosen = [call for call in used if call.time_s > _LEAST_S and call.operation.dtype == calibration.dtype]
+    predicted = _cold(calibration, [call.operation for call in chosen], device)
+    return [replace(call, alone_s=p.time_s) for call, p in zip(chosen, predicted, strict=True)]
+
+
+def fit_usage(used: Sequence[Used], calibration: Calibration) -> dict[str, Usage]:
+    """Factors for every kind and direction that networks ran often enough; `used` comes from `predicted_alone`."""
     groups: dict[str, list[Used]] = {}
     for call in used:
-        if call.time_s > _LEAST_S and call.operation.dtype == calibration.dtype:
-            groups.setdefault(_name(call.operation), []).append(call)
-    return {n: _fit(calls, calibration, device) for n, calls in groups.items() if len(calls) >= _LEAST_SAMPLES}
+        groups.setdefault(_name(call.operation), []).append(call)
+    return {name: _fit(calls, calibration) for name, calls in groups.items() if len(calls) >= _LEAST_SAMPLES}
 
 
-def _fit(calls: Sequence[Used], calibration: Calibration, device: Device) -> Usage:
+def _fit(calls: Sequence[Used], calibration: Calibration) -> Usage:
     rows = features([call.operation for call in calls], calibration.base)
-    alone = [p.time_s for p in _cold(calibration, [call.operation for call in calls], device)]
-    targets = np.log(np.array([call.time_s for call in calls]) / np.array(alone))
+    targets = np.log(np.array([call.time_s / call.alone_s for call in calls]))
     lengths = np.full(rows.shape[1], np.inf)
     lengths[_COLUMNS] = _LENGTH * np.maximum(rows[:, _COLUMNS].std(0), _LEAST_SPREAD)
     shape = Lengths(lengths, _NOISE)
