@@ -6,18 +6,26 @@ Deep boundaries hold little but pay for wide halos twice; shallow ones leave mor
 on halos and hold more. A kept map saves running what is before it in every later pass. Candidates are tried from the
 fastest on; exact bytes, which take a second each to find, are asked for only where rough ones, corrected by what was
 found for the same kind, promise to fit.
+
+Finding a candidate's time walks the network, too; what it takes *at least* is known at once. `Ordered` gives candidates
+from the fastest on and works out only those whose least time has come up, so most never are.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from outcore.errors import PlanError
 from outcore.machine.units import format_bytes
 
-__all__ = ["Candidate", "choose"]
+__all__ = ["Candidate", "Ordered", "Outline", "choose", "worth"]
+
+_HOPE = 1.05
+"""Rough bytes may be so many times the budget for a candidate to be tried."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +59,66 @@ class Candidate:
         return f"{where} in tiles of {' x '.join(map(str, self.tile))} px{kept}{rest}: {self.time_s:.3g} s"
 
 
+@dataclass(frozen=True)
+class Outline:
+    """Candidates that are not worked out yet."""
+
+    least_s: float
+    """None of them takes less time,"""
+    least_bytes: int
+    """nor fewer bytes, roughly."""
+    candidates: Callable[[], Iterable[Candidate]]
+
+
+class Ordered:
+    """Candidates from the fastest on, worked out as late as can be.
+
+    >>> slow = Outline(3.0, 0, lambda: [Candidate(None, (8,), 4.0, 9)])
+    >>> fast = Outline(1.0, 0, lambda: [Candidate(None, (16,), 2.0, 9)])
+    >>> next(iter(Ordered([slow, fast]))).tile
+    (16,)
+    """
+
+    def __init__(self, outlines: Iterable[Outline]) -> None:
+        self._order = itertools.count()  # of equal ones, the first
+        self._waiting: list[tuple[float, int, Outline | Candidate]] = []
+        self._found: list[Candidate] = []
+        for outline in outlines:
+            self._push(outline.least_s, outline)
+
+    def __iter__(self) -> Iterator[Candidate]:
+        for number in itertools.count():
+            while number >= len(self._found):
+                if not self._waiting:
+                    return
+                _, _, first = heapq.heappop(self._waiting)
+                if isinstance(first, Candidate):
+                    self._found.append(first)
+                else:
+                    for candidate in first.candidates():
+                        self._push(candidate.time_s, candidate)
+            yield self._found[number]
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting or self._found)
+
+    def _push(self, time_s: float, what: Outline | Candidate) -> None:
+        heapq.heappush(self._waiting, (time_s, next(self._order), what))
+
+
+def worth(outlines: Sequence[Outline], budget_bytes: int | None) -> list[Outline]:
+    """Those that `choose` may try for a budget; all if there is none.
+
+    It tries rough bytes of up to `_HOPE` budgets, times a factor of candidates that did not fit, which is no less than
+    one over that.
+    """
+    if budget_bytes is None:
+        return list(outlines)
+    return [o for o in outlines if o.least_bytes <= _HOPE**2 * budget_bytes] or list(outlines)
+
+
 def choose(
-    candidates: Sequence[Candidate],
+    candidates: Sequence[Candidate] | Ordered,
     budget_bytes: int | None,
     exact_bytes: Callable[[Candidate], int],
     *,
@@ -73,9 +139,10 @@ def choose(
     """
     if not candidates:
         raise PlanError("there is no way to stream this network; its first operation needs the whole image")
-    order = sorted(candidates, key=lambda c: c.time_s)
+    order = candidates if isinstance(candidates, Ordered) else sorted(candidates, key=lambda c: c.time_s)
     if budget_bytes is None:
-        return order[0], exact_bytes(order[0])
+        first = next(iter(order))
+        return first, exact_bytes(first)
     usable = int(budget_bytes * (1 - margin))
     found: dict[Candidate, int] = {}
     factors: dict[Hashable, float] = {}
@@ -84,7 +151,7 @@ def choose(
         for candidate in order:
             usual = 1.0 if unknown == "hope" else max(factors.values(), default=1.0)
             rough = candidate.rough_bytes * factors.get(candidate.kind, usual)
-            if candidate in found or rough > 1.05 * usable:
+            if candidate in found or rough > _HOPE * usable:
                 continue
             if len(found) >= tries * (1 if unknown == "hope" else 2):
                 break
@@ -92,7 +159,7 @@ def choose(
             if found[candidate] <= usable:
                 return candidate, found[candidate]
             factors[candidate.kind] = found[candidate] / candidate.rough_bytes
-    for candidate in sorted(candidates, key=lambda c: c.rough_bytes * factors.get(c.kind, 1.0))[:2]:
+    for candidate in sorted(order, key=lambda c: c.rough_bytes * factors.get(c.kind, 1.0))[:2]:
         found.setdefault(candidate, exact_bytes(candidate))
     fitting = [c for c, size in found.items() if size <= usable]
     if fitting:

@@ -13,6 +13,7 @@ would take at another size is a proportion, so images of one size class share a 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -24,7 +25,7 @@ from outcore.cost.costs import Costs
 from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.machine.units import format_bytes, parse_bytes
-from outcore.planner.tiles import Candidate, choose
+from outcore.planner.tiles import Candidate, Ordered, choose, worth
 from outcore.stream.arguments import device_of
 from outcore.stream.prediction import StreamBytes
 from outcore.stream.prepared import bound
@@ -58,7 +59,7 @@ class StreamPlan:
     passes: int
     """Forward passes over the image."""
     rivals: tuple[Candidate, ...] = ()
-    """The next best."""
+    """The next best that may fit."""
     keep: tuple[str, ...] = ()
     """Maps between passes that later ones start from."""
     on_host: bool = False
@@ -167,9 +168,9 @@ def plan_tiles(
     margin = _MARGIN.get(device_of(network.model).type, 0.0)
     usable = None if budget is None else int(budget * (1 - margin))
     ways = Ways(network, costs, Allowed(statistics, training, dense, policies), usable)
-    candidates = list(ways.candidates())
+    candidates = Ordered(worth(list(ways.outlines()), usable))
     best, _ = choose(candidates, budget, lambda c: ways.bytes(c).peak, margin=margin)
-    rivals = [c for c in sorted(candidates, key=lambda c: c.time_s) if c != best][:3]
+    rivals = itertools.islice((c for c in candidates if c != best and c.time_s >= best.time_s), 3)
     return _described(ways, best, tuple(rivals), usable)
 
 

@@ -12,9 +12,9 @@ saves running all that is before it again, and maps get small with depth: so it 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from torch import nn
@@ -23,7 +23,7 @@ from outcore.cost.costs import Costs
 from outcore.errors import StreamError
 from outcore.graph.parts import ancestors
 from outcore.ops.region import elements
-from outcore.planner.tiles import Candidate
+from outcore.planner.tiles import Candidate, Outline
 from outcore.stream.arguments import device_of
 from outcore.stream.network import Network, Node
 from outcore.stream.prediction import StreamBytes, largest_tile, predict_bytes, tile_bytes
@@ -37,6 +37,8 @@ __all__ = ["Allowed", "Ways"]
 _SMALLEST_TILE = 32
 _STRIPS = 8
 """More of them than this, and squares always have less halo."""
+_SURELY = 0.9
+"""Tiles take at least this share of what an equal part of the whole would."""
 _HOST_BYTES_PER_S = 1e10
 _CROSSINGS = 5
 """A map on the host is written, read in two passes, and its gradient is added to and read."""
@@ -71,15 +73,21 @@ class Ways:
 
     def candidates(self) -> Iterator[Candidate]:
         """Each boundary with each choice of kept maps and each tile size."""
+        for outline in self.outlines():
+            yield from outline.candidates()
+
+    def outlines(self) -> Iterator[Outline]:
+        """The same, before times are found, with the least they can be."""
         for boundary in self._boundaries():
             for keep in self._keeps(boundary):
                 streaming = self.streaming(boundary, keep)
-                seen = set()
+                least, seen = self._least(streaming), set()
                 for tile in self._tiles():
                     grids = cut_up(self.network, streaming, tile)
                     if (shape := tuple(g.counts for g in grids)) not in seen:
                         seen.add(shape)
-                        yield from self._variants(boundary, keep, tile, streaming, grids)
+                        variants = partial(self._variants, boundary, keep, tile, streaming, grids)
+                        yield Outline(*least(grids), variants)
 
     def by_hand(self, how: Mapping[str, Any]) -> Candidate:
         """One way, as `stream` takes it."""
@@ -210,23 +218,49 @@ class Ways:
             most = self._rough(streaming, tile_bytes, kept, tail // 4)
             yield Candidate(boundary, tile, time_s + _MANAGED * tail_s, most, keep, managed=True)
 
+    def _least(self, streaming: Streaming) -> Callable[[tuple[Grid, ...]], tuple[float, int]]:
+        """The least seconds and rough bytes of all variants, by their grids: without halos, and with equal tiles."""
+        wholes = [
+            self._streamed_stage(streaming, stage, cut)
+            for stage, cut in zip(streaming.stages, cut_up(self.network, streaming, self.pixels), strict=True)
+        ]
+        tail_s, tail = self._tail_s(streaming), self._tail_bytes(streaming)
+        kept = sum(map(self._map_bytes, streaming.kept))
+        if self.allowed.policies:
+            kept, tail = 0, tail // 4
+
+        def least(grids: tuple[Grid, ...]) -> tuple[float, int]:
+            seconds, numbers = tail_s, 0.0
+            for (computing_s, issuing_s, most), cut in zip(wholes, grids, strict=True):
+                seconds += _SURELY * computing_s + issuing_s * len(cut)
+                numbers = max(numbers, _SURELY * most / len(cut))
+            return seconds, self._rough(streaming, int(self._bytes_per_number * numbers), kept, tail)
+
+        return least
+
     # Time
 
     def _streamed(self, streaming: Streaming, grids: tuple[Grid, ...]) -> tuple[float, int]:
         """Seconds of all passes, and the numbers in the largest tile."""
         total, largest = 0.0, 0
         for stage, cut in zip(streaming.stages, grids, strict=True):
-            once = self.allowed.dense and stage is streaming.stages[-1]
-            training = self.allowed.training
-            forwards = 1 if once or not training else 2
-            computed, most = self.computed(stage, cut)
+            computing_s, issuing_s, most = self._streamed_stage(streaming, stage, cut)
+            total += computing_s + issuing_s * len(cut)
             largest = max(largest, most)
-            total += _CALL_S * len(cut) * len(stage.nodes) * (forwards + training)
-            for node in stage.nodes:
-                forward, backward = self._cost(node)
-                share = computed.get(node.output, 0) / max(1, math.prod(node.shape))
-                total += share * (forwards * forward + (backward if training else 0.0))
         return total, largest
+
+    def _streamed_stage(self, streaming: Streaming, stage: Stage, cut: Grid) -> tuple[float, float, int]:
+        """Seconds of a pass, those to issue one of its tiles, and the numbers in the largest."""
+        once = self.allowed.dense and stage is streaming.stages[-1]
+        training = self.allowed.training
+        forwards = 1 if once or not training else 2
+        computed, largest = self.computed(stage, cut)
+        total = 0.0
+        for node in stage.nodes:
+            forward, backward = self._cost(node)
+            share = computed.get(node.output, 0) / max(1, math.prod(node.shape))
+            total += share * (forwards * forward + (backward if training else 0.0))
+        return total, _CALL_S * len(stage.nodes) * (forwards + training), largest
 
     def computed(self, stage: Stage, cut: Grid) -> tuple[dict[str, float], int]:
         """How many numbers of each node all tiles compute, and how many numbers the largest tile has."""
