@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn, optim
 
 import outcore
+from outcore.fusion.rules.loss import cross_entropy
+from outcore.fusion.values import Stacked
 from tests.fusion.layers import CASES, NOT_LAYERS, RANDOM, Probe
 
 MEMBERS = 3
@@ -79,3 +82,35 @@ def test_what_has_a_rule_is_run_by_it(name: str) -> None:
         warnings.filterwarnings("ignore", category=UserWarning)
         _, way, note = run_case(name)
     assert way == "fused" and note is None
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("own_targets", [True, False])
+@pytest.mark.parametrize("shape", [(4, 5), (4, 5, 3), (4, 5, 2, 3), (4, 3, 5), (4, 2, 3, 5)], ids=str)
+def test_cross_entropy_is_that_of_each_member(shape: tuple[int, ...], own_targets: bool, reduction: str) -> None:
+    """Five classes, second in memory as in name, or last in memory as a linear layer leaves them."""
+    torch.manual_seed(0)
+    leaf = torch.randn(3, *shape, dtype=torch.float64, requires_grad=True)
+    scores = leaf if shape[1] == 5 else leaf.movedim(-1, 2)
+    goals = torch.randint(5, (3, shape[0], *scores.shape[3:]))
+    if not own_targets:
+        goals = goals[:1].expand_as(goals)
+    given = Stacked(goals) if own_targets else goals[0]
+    made = cross_entropy(Stacked(scores), given, ignore_index=2, reduction=reduction).tensor
+    expected = torch.stack(
+        [F.cross_entropy(s, g, ignore_index=2, reduction=reduction) for s, g in zip(scores, goals, strict=True)]
+    )
+    assert torch.allclose(made, expected, rtol=1e-13)
+    weights = torch.arange(1.0, 4.0, dtype=torch.float64)
+    (found,), (wanted,) = (torch.autograd.grad(loss @ weights, leaf) for loss in (made, expected))
+    assert torch.allclose(found, wanted, rtol=1e-13, atol=1e-16)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"weight": torch.ones(4)}, {"label_smoothing": 0.1}, {"reduction": "none"}, {"target": torch.rand(3, 5, 4)}],
+    ids=["weighted", "smoothed", "not reduced", "probabilities"],
+)
+def test_cross_entropy_that_has_no_rule_is_left_to_others(settings: dict[str, Any]) -> None:
+    goals = Stacked(settings.pop("target", torch.randint(4, (3, 5))))
+    assert cross_entropy(Stacked(torch.randn(3, 5, 4)), goals, **settings) is NotImplemented

@@ -17,6 +17,7 @@ from outcore.fusion.rules import attention as attend
 from outcore.fusion.rules import elementwise
 from outcore.fusion.rules.convolution import Convolution
 from outcore.fusion.rules.extremes import extreme
+from outcore.fusion.rules.loss import cross_entropy
 from outcore.fusion.rules.matmul import linear
 from outcore.fusion.rules.normalisation import batch_norm, group_norm, last_dims_norm
 from outcore.fusion.values import Stacked
@@ -156,6 +157,7 @@ _FUNCTIONS: dict[str, Callable[[FusedCall], Any]] = {
     "layer_norm": _bound(_layer_norm),
     "group_norm": _bound(_group_norm),
     "embedding": _bound(embedding),
+    "cross_entropy": _bound(cross_entropy),
     "scaled_dot_product_attention": _attend,
     "max": extreme,
     "min": extreme,

@@ -17,6 +17,7 @@ from outcore.fusion.call import FusedCall, has_hooks
 from outcore.fusion.rules import elementwise, recurrent
 from outcore.fusion.rules.convolution import Convolution
 from outcore.fusion.rules.functions import embedding
+from outcore.fusion.rules.loss import cross_entropy
 from outcore.fusion.rules.matmul import linear
 from outcore.fusion.rules.normalisation import batch_norm, group_norm, instance_norm, last_dims_norm
 from outcore.fusion.values import Stacked
@@ -75,6 +76,14 @@ def _batch_norm_module(call: FusedCall) -> Any:
         mean = var = None
     weight, bias = _of(call, "weight", "bias")
     return batch_norm(_input(call), mean, var, weight, bias, training, m.momentum, m.eps)
+
+
+def _cross_entropy_module(call: FusedCall) -> Any:
+    m: Any = call.module
+    if not call.same("ignore_index", "reduction", "label_smoothing") or len(call.args) != 2:
+        return NotImplemented
+    given = {"ignore_index": m.ignore_index, "reduction": m.reduction, "label_smoothing": m.label_smoothing}
+    return cross_entropy(*call.args, call.state.get("weight"), **given)
 
 
 def _instance_norm_module(call: FusedCall) -> Any:
@@ -170,6 +179,7 @@ MODULES: dict[type[nn.Module], Callable[[FusedCall], Any]] = {
     nn.LayerNorm: _last_dims_module(F.layer_norm),
     nn.RMSNorm: _last_dims_module(F.rms_norm),
     nn.Embedding: _embedding_module,
+    nn.CrossEntropyLoss: _cross_entropy_module,
     nn.PReLU: _prelu,
     nn.Identity: _identity,
     **{getattr(nn, name): _activation for name in _ACTIVATIONS},
