@@ -1,8 +1,9 @@
 """One exact training step of ResNet-50 on images up to 100,000 x 100,000 px: plain and streamed, time and memory.
 
-    python benchmarks/stream-resnet50-slide/run.py --sides 4096,8192,16384 --slides 100000:1:6250 --output out.json
+    python benchmarks/stream-resnet50-slide/run.py --sides 4096,8192,16384:4096:1 --slides 100000:1:7693 --output o.json
 
-bf16 by autocast, channels_last, batch norms frozen (eval mode, their weights trained), one image, a cross entropy on
+A side may say its tile and how many steps are taken, streamed and plain (``side[:tile[:steps[:plain steps]]]``). bf16
+by autocast, channels_last, batch norms frozen (eval mode, their weights trained), one image, a cross entropy on
 the class scores; the step is forward and backward, gradients of all parameters. Streamed images are read lazily as
 bytes. A slide (``--slides side:tissue:tile[:steps],…``) is written as a pyramidal TIFF, and read from it while the
 step runs; of several steps the fastest is noted, and beside it the first, which chooses and compiles kernels.
@@ -11,10 +12,12 @@ step runs; of several steps the fastest is noted, and beside it the first, which
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import json
 import platform
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +111,21 @@ def ours(net: torch.nn.Module, tile: int, boundary: str | None, workers: int) ->
     return stream(net, tile=tile, boundary=boundary, workers=workers)
 
 
+@contextlib.contextmanager
+def held_to(cap: str | None, device: str) -> Iterator[None]:
+    """While it lasts, the allocator may reserve no more than this."""
+    if device != "cuda":
+        yield
+        return
+    torch.cuda.empty_cache()
+    most = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, parse_bytes(cap) / most if cap else 1.0))
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
 def streamed(
     net: torch.nn.Module,
     source: Any,
@@ -116,16 +134,16 @@ def streamed(
     tile: int,
     boundary: str | None,
     workers: int,
+    cap: str | None = None,
 ) -> dict[str, Any]:
     model = ours(net, tile, boundary, workers)
     image = batch(source)
-    if device == "cuda":
-        torch.cuda.empty_cache()
     try:
-        begin = time.perf_counter()
-        model.prepare(torch.empty(image.shape, device="meta"))
-        prepared = time.perf_counter() - begin
-        found = [step(lambda: model(image), net, device) for _ in range(repeats)]
+        with held_to(cap, device):
+            begin = time.perf_counter()
+            model.prepare(torch.empty(image.shape, device="meta"))
+            prepared = time.perf_counter() - begin
+            found = [step(lambda: model(image), net, device) for _ in range(repeats)]
     except torch.cuda.OutOfMemoryError as error:
         return {"failed": str(error).splitlines()[0][:160]}
     best = min(found, key=lambda f: f["time_s"])
@@ -158,13 +176,15 @@ def from_slide(
     path, seconds = written(options.folder, side, share)
     row = {"side": side, "how": "streamed from a TIFF", "tissue": share, "written_s": seconds}
     row |= {"file_bytes": path.stat().st_size}
-    return row | streamed(net, open_slide(path), options.device, repeats, tile, None, 2 * options.workers)
+    how = (repeats, tile, None, 2 * options.workers, options.cap)
+    return row | streamed(net, open_slide(path), options.device, *how)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--sides", default="4096,8192")
-    parser.add_argument("--tiles", default="", help="pixels; by default a quarter of the side, at least 2048")
+    parser.add_argument(
+        "--sides", default="4096,8192", help="side[:tile[:steps[:plain steps]]]; a tile is a quarter, at least 2048"
+    )
     parser.add_argument("--boundaries", default="", help="blocks, or empty for as far as it goes")
     parser.add_argument("--plain-up-to", type=int, default=12288)
     parser.add_argument("--repeats", type=int, default=2)
@@ -175,7 +195,7 @@ def main() -> None:
     parser.add_argument("--slides-first", action="store_true", help="before images that are made up in memory")
     parser.add_argument("--only-write", action="store_true", help="write the slides and stop")
     parser.add_argument("--folder", type=Path, default=Path(), help="for slides")
-    parser.add_argument("--cap", help="the most the allocator may reserve, e.g. 40GiB")
+    parser.add_argument("--cap", help="the most the allocator may reserve while streaming, e.g. 40GiB")
     parser.add_argument("--search", action="store_true", help="let cuDNN try its algorithms for every shape")
     parser.add_argument("--seconds", type=float, default=600, help="no case is begun after this")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -203,26 +223,19 @@ def main() -> None:
         print(json.dumps(row), flush=True)
         options.output.write_text(json.dumps(document, indent=1) + "\n")
 
-    if options.cap and options.device == "cuda":
-        torch.cuda.set_per_process_memory_fraction(
-            parse_bytes(options.cap) / torch.cuda.get_device_properties(0).total_memory
-        )
-
     def images() -> None:
-        for side in [int(s) for s in options.sides.split(",") if s]:
+        for asked in filter(None, options.sides.split(",")):
+            side, *given = map(int, asked.split(":"))
+            tile, repeats, plainly = (*given, *(max(2048, side // 4), options.repeats, options.repeats)[len(given) :])
             source = Tissue(side)
-            repeats = options.repeats if side <= 16384 else 1
-            if side <= options.plain_up_to:  # 12,288 px is the first that plain cannot hold
-                note({"side": side, "how": "plain", **plain(net, source, options.device, repeats)})
-                if options.device == "cuda":
-                    torch.cuda.empty_cache()
-            for tile in [int(t) for t in options.tiles.split(",") if t] or [max(2048, side // 4)]:
-                for boundary in options.boundaries.split(","):
-                    if boundary and side > 8192:  # the map, and what runs untiled after it, grow with the image
-                        continue
-                    if time.perf_counter() - began < options.seconds:
-                        args = (repeats, tile, boundary or None, options.workers)
-                        note({"side": side, "how": "streamed", **streamed(net, source, options.device, *args)})
+            if plainly and side <= options.plain_up_to:
+                note({"side": side, "how": "plain", **plain(net, source, options.device, plainly)})
+            for boundary in options.boundaries.split(","):
+                if boundary and side > 8192:  # the map, and what runs untiled after it, grow with the image
+                    continue
+                if time.perf_counter() - began < options.seconds:
+                    how = (repeats, tile, boundary or None, options.workers, options.cap)
+                    note({"side": side, "how": "streamed", **streamed(net, source, options.device, *how)})
 
     def files() -> None:
         for side, share, tile, repeats in slides:
