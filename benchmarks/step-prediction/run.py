@@ -114,7 +114,7 @@ def measure_all(out: Path, device: torch.device, given: argparse.Namespace) -> N
 def on_a_gpu(names: list[str], out: Path, given: argparse.Namespace, end: float) -> None:
     """A process for each network and precision; every round has one batch size of each."""
     room = Room(ROOM_GIB)
-    workers = [Worker(n, p, "cuda", room, given.accounts) for n in names for p in ("bf16", "tf32")]
+    workers = [Worker(n, p, "cuda", room) for n in names for p in ("bf16", "tf32")]
     phases = [("device", [0, 1])] if given.bound != "host" else []
     phases += [("host", [-1])] if given.bound != "device" else []
     pauses: list[float] = []
@@ -139,28 +139,6 @@ def on_a_gpu(names: list[str], out: Path, given: argparse.Namespace, end: float)
 def _middle(pauses: list[float]) -> float | None:
     """What lies between calls, in beats of the host: of three processes that measured it, for all that follow."""
     return statistics.median(pauses[:3]) if len(pauses) > 2 else None
-
-
-def account_all(given: argparse.Namespace) -> None:
-    """Only the bytes of every case, kept for a later run: takes the host, not the device."""
-    given.accounts.mkdir(parents=True, exist_ok=True)
-    waiting = [(n, p) for n in sorted(networks.GPU, key=lambda n: -_WEIGHT.get(n, 0)) for p in ("bf16", "tf32")]
-    room, running, end = Room(1), list[tuple[Worker, int]](), time.time() + given.limit
-    while (waiting or running) and time.time() < end:
-        while waiting and len(running) < given.at_once:
-            name, precision = waiting.pop(0)
-            worker, sizes = Worker(name, precision, "cuda", room, given.accounts), networks.GPU[name].batches[:2]
-            for size in sizes:
-                worker.ask("account", size)
-            running.append((worker, len(sizes)))
-        worker, left = running.pop(0)
-        worker.answer(end - time.time())
-        if left > 1:
-            running.append((worker, left - 1))
-        else:
-            worker.close()
-    for worker, _ in running:
-        worker.process.kill()
 
 
 def one_by_one(names: list[str], out: Path, given: argparse.Namespace, end: float) -> None:
@@ -221,9 +199,6 @@ def main() -> None:
     parser.add_argument("--no-peers", action="store_true", help="leave torch's tools out")
     parser.add_argument("--bound", default="device", choices=("device", "host", "both"), help="which cases, on a GPU")
     parser.add_argument("--only", nargs="*", help="names of networks")
-    parser.add_argument("--accounts", type=Path, help="directory in which the bytes of cases are kept between runs")
-    parser.add_argument("--account", action="store_true", help="only make what --accounts keeps, and stop")
-    parser.add_argument("--at-once", type=int, default=12, help="processes of --account")
     given = parser.parse_args()
     if given.table:
         print(table(json.loads(given.table.read_text())["rows"]))
@@ -231,8 +206,6 @@ def main() -> None:
         from analytic import add_estimates
 
         add_estimates(given.estimate, given.only)
-    elif given.account:
-        account_all(given)
     elif given.out is None:
         parser.error("say where to write: --out benchmarks/step-prediction/results")
     else:

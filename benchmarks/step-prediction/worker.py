@@ -13,7 +13,6 @@ import multiprocessing
 import traceback
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import networks
@@ -49,17 +48,16 @@ class Room:
 class Worker:
     """The parent's side: `ask` sends, `answer` waits."""
 
-    def __init__(self, name: str, precision: str, kind: str, room: Room, accounts: Path | None = None) -> None:
+    def __init__(self, name: str, precision: str, kind: str, room: Room) -> None:
         self.name, self.precision = name, precision
         self.room = room  # must live until the process has opened it
         self.pipe, theirs = SPAWN.Pipe()
-        arguments = (theirs, name, precision, kind, room, accounts)
-        self.process = SPAWN.Process(target=serve, args=arguments, daemon=True)
+        self.process = SPAWN.Process(target=serve, args=(theirs, name, precision, kind, room), daemon=True)
         self.process.start()
         theirs.close()
 
     def ask(self, what: str, size: int, seconds: float = 0.0, between: float | None = None) -> None:
-        """ "account" for a batch size, "prepare" it, or "run" it."""
+        """ "prepare" a batch size, or "run" it; `between` is what lies between calls, if it is known."""
         with contextlib.suppress(OSError):
             self.pipe.send((what, size, seconds, between))
 
@@ -79,7 +77,7 @@ class Worker:
         self.process.kill()
 
 
-def serve(pipe: Any, name: str, precision: str, kind: str, room: Room, accounts: Path | None) -> None:
+def serve(pipe: Any, name: str, precision: str, kind: str, room: Room) -> None:
     """The worker's side."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -89,11 +87,7 @@ def serve(pipe: Any, name: str, precision: str, kind: str, room: Room, accounts:
     prepared: dict[int, Case] = {}
 
     def case_of(size: int) -> Case:
-        known = accounts / f"{name}-{size}-{precision}.json" if accounts is not None else None
-        return Case(network, size, precision == "bf16", device, known)
-
-    def warmed(size: int) -> Case:
-        case = case_of(size)
+        case = Case(network, size, precision == "bf16", device)
         with room.taken(case.room_bytes):
             case.warm_up()
             clean(device)
@@ -101,19 +95,16 @@ def serve(pipe: Any, name: str, precision: str, kind: str, room: Room, accounts:
         return case
 
     for what, size, seconds, between in _asked(pipe):
-        if what in ("account", "prepare"):
+        if what == "prepare":
             with contextlib.suppress(Exception):  # the memory may be full of others: again when its turn comes
-                if what == "prepare":
-                    prepared[size] = warmed(size)
-                else:
-                    case_of(size)
+                prepared[size] = case_of(size)
             pipe.send({})
             continue
         row: dict[str, Any] = {"network": name, "batch": size, "precision": precision}
         if between is not None:
             pace.remember(device, between)
         try:
-            case = prepared.pop(size, None) or warmed(size)
+            case = prepared.pop(size, None) or case_of(size)
             figures, row["distinct"] = case.run(seconds)
             row |= figures
         except Exception as error:

@@ -69,6 +69,11 @@ def test_too_few_calls_give_no_factor(alone: Calibration) -> None:
     assert fit_usage(_used(alone, 2.0)[:5], alone) == {}
 
 
+def test_factors_of_one_network_alone_are_not_kept(alone: Calibration) -> None:
+    calls = [replace(call, network="the only one") for call in _used(alone, 2.0)]
+    assert fit_usage(calls, alone) == {}  # whether they carry over to another is not known
+
+
 def test_a_calibration_keeps_its_usage_in_its_file(alone: Calibration, tmp_path: Path) -> None:
     with_factors = replace(alone, usage=fit_usage(_used(alone, 2.0), alone))
     with_factors.save(tmp_path / "one.json.gz")

@@ -113,11 +113,15 @@ def predicted_alone(used: Sequence[Used], calibration: Calibration, device: Devi
 
 
 def fit_usage(used: Sequence[Used], calibration: Calibration) -> dict[str, Usage]:
-    """Factors for every kind and direction that networks ran often enough; `used` comes from `predicted_alone`."""
+    """Factors for every kind and direction that networks ran often enough, where they help with networks left out.
+
+    `used` comes from `predicted_alone`.
+    """
     groups: dict[str, list[Used]] = {}
     for call in used:
         groups.setdefault(_name(call.operation), []).append(call)
-    return {name: _fit(calls, calibration) for name, calls in groups.items() if len(calls) >= _LEAST_SAMPLES}
+    fitted = {name: _fit(calls, calibration) for name, calls in groups.items() if len(calls) >= _LEAST_SAMPLES}
+    return {name: usage for name, usage in fitted.items() if usage.errors["inside"] < usage.errors["alone"]}
 
 
 def _fit(calls: Sequence[Used], calibration: Calibration) -> Usage:
