@@ -106,9 +106,9 @@ def plain(net: torch.nn.Module, source: Any, device: str, repeats: int) -> dict[
 
 
 @functools.cache
-def ours(net: torch.nn.Module, tile: int, boundary: str | None, workers: int) -> Streamed:
+def ours(net: torch.nn.Module, tile: int, boundary: str | None, workers: int, cache: str) -> Streamed:
     """One model for all images, as in training: images of one size are prepared for once."""
-    return stream(net, tile=tile, boundary=boundary, workers=workers)
+    return stream(net, tile=tile, boundary=boundary, workers=workers, cache=cache)
 
 
 @contextlib.contextmanager
@@ -134,12 +134,12 @@ def streamed(
     tile: int,
     boundary: str | None,
     workers: int,
-    cap: str | None = None,
+    options: argparse.Namespace,
 ) -> dict[str, Any]:
-    model = ours(net, tile, boundary, workers)
+    model = ours(net, tile, boundary, workers, options.cache)
     image = batch(source)
     try:
-        with held_to(cap, device):
+        with held_to(options.cap, device):
             begin = time.perf_counter()
             model.prepare(torch.empty(image.shape, device="meta"))
             prepared = time.perf_counter() - begin
@@ -176,7 +176,7 @@ def from_slide(
     path, seconds = written(options.folder, side, share)
     row = {"side": side, "how": "streamed from a TIFF", "tissue": share, "written_s": seconds}
     row |= {"file_bytes": path.stat().st_size}
-    how = (repeats, tile, None, 2 * options.workers, options.cap)
+    how = (repeats, tile, None, 2 * options.workers, options)
     return row | streamed(net, open_slide(path), options.device, *how)
 
 
@@ -196,6 +196,9 @@ def main() -> None:
     parser.add_argument("--only-write", action="store_true", help="write the slides and stop")
     parser.add_argument("--folder", type=Path, default=Path(), help="for slides")
     parser.add_argument("--cap", help="the most the allocator may reserve while streaming, e.g. 40GiB")
+    parser.add_argument(
+        "--cache", default="0", help="host memory for pixels that the second pass reads again, e.g. 4GiB"
+    )
     parser.add_argument("--search", action="store_true", help="let cuDNN try its algorithms for every shape")
     parser.add_argument("--seconds", type=float, default=600, help="no case is begun after this")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -215,6 +218,7 @@ def main() -> None:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "cap": options.cap,
+        "cache": options.cache,
         "rows": rows,
     }
 
@@ -234,7 +238,7 @@ def main() -> None:
                 if boundary and side > 8192:  # the map, and what runs untiled after it, grow with the image
                     continue
                 if time.perf_counter() - began < options.seconds:
-                    how = (repeats, tile, boundary or None, options.workers, options.cap)
+                    how = (repeats, tile, boundary or None, options.workers, options)
                     note({"side": side, "how": "streamed", **streamed(net, source, options.device, *how)})
 
     def files() -> None:
