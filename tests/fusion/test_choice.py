@@ -12,9 +12,9 @@ import torch.utils.checkpoint
 from torch import nn, optim
 
 import outcore
-from outcore.cost.live import LiveBytes
 from outcore.errors import FuseError
 from outcore.fusion import Way, choice, choose, forecast
+from outcore.fusion.allocator import Reserved
 from outcore.fusion.program import Program
 from outcore.fusion.rehearsal import rehearse
 from tests.fusion.serial import assert_as_if_alone, distance, train_serially
@@ -177,21 +177,26 @@ def test_missing_and_wrong_arguments_are_refused() -> None:
 
 
 @pytest.mark.parametrize("low", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("members", [3, 1])
 @pytest.mark.parametrize("workload", ["lstm-b32", "pointnet-cls-b32", "transformer-b20"])
-def test_a_rehearsal_counts_what_a_step_makes(workload: str, low: torch.dtype | None) -> None:
-    made = TINY[workload]
-    models = [made.build(0) for _ in range(3)]
+def test_a_rehearsal_counts_what_a_step_makes(workload: str, members: int, low: torch.dtype | None) -> None:
+    made, alone = TINY[workload], members == 1
+    if alone and workload == "lstm-b32":
+        pytest.skip("a CPU's own recurrent layer takes other steps on fake tensors; a GPU's is one operation")
+    models = [made.build(0) for _ in range(members)]
     array = outcore.fuse(models, loss=F.cross_entropy, optimizer=momentum, autocast=low, check=False)
     args = array.arguments(made.batch(), None)
     _, program = array.program("loss", args)
     (lane,) = array.lanes
     before = copy.deepcopy(lane.stack.buffers)
-    expected = rehearse(lane, "loss", program, args)
+    expected = rehearse(lane, "loss", program, args, alone=alone)
     assert all(torch.equal(before[name], t) for name, t in lane.stack.buffers.items())
-    with LiveBytes([*lane.stack.parameters.values(), *lane.stack.buffers.values(), *made.batch()]) as live:
-        outcome = lane.forward("loss", program, args, alone=False)
-        grads = lane.gradients("loss", outcome.losses, alone=False)
-    assert grads and live.peak == pytest.approx(expected, rel=0.02)
+    there = [*lane.stack.parameters.values(), *lane.stack.buffers.values(), *made.batch()]
+    with Reserved([*there, *models[0].parameters(), *models[0].buffers()]) as live:
+        outcome = lane.forward("loss", program, args, alone=alone)
+        grads = lane.gradients("loss", outcome.losses, alone=alone)
+    assert grads and live.peak == pytest.approx(expected.peak, rel=0.02)
+    assert live.allocator.reserved == pytest.approx(expected.reserved, rel=0.02)
 
 
 def test_copies_that_are_tried_and_models_that_refill_need_no_new_recording(monkeypatch: pytest.MonkeyPatch) -> None:

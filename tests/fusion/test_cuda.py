@@ -168,6 +168,28 @@ def test_an_array_in_graphs_that_keeps_some_goes_on_like_serial_training(way: st
     assert distance(dict(twins[1].state_dict()), array[0].state_dict()) < 1e-10
 
 
+@pytest.mark.parametrize("kind", [optim.Adam, optim.SGD])
+def test_groups_of_parameters_are_stepped_by_one_kernel_each_with_state_for_no_others(kind: type[optim.Adam]) -> None:
+    def optimizer(params: Any, i: int) -> optim.Optimizer:
+        first, *others = params
+        more = {"momentum": 0.9} if kind is optim.SGD else {}
+        return kind([{"params": [first], "weight_decay": 0.1}, {"params": others}], lr=1e-3 * (i + 1), **more)
+
+    models = [_cnn(i).cuda() for i in range(3)]
+    twin = copy.deepcopy(models[2])
+    array = outcore.fuse(models, loss=F.cross_entropy, optimizer=optimizer, way=Way(3, graphed=True))
+    torch.manual_seed(1)
+    batches = [tuple(t.cuda() for t in _images()) for _ in range(8)]
+    for batch in batches:
+        array.step(*batch)
+    train_serially(twin, batches, F.cross_entropy, optimizer(twin.parameters(), 2))
+    assert distance(dict(twin.state_dict()), array[2].state_dict()) < 1e-4
+    bundles = [bundle.fast for lane in array.lanes for bundle in lane.steppers["loss"].bundles]
+    assert len(bundles) == 2 and all(bundles)
+    counted = sum(p.numel() for p in twin.parameters()) * 3
+    assert all(sum(b.state[k].numel() for b in bundles) == counted for k in range(len(bundles[0].state)))
+
+
 def test_a_diverged_member_does_not_touch_the_others_in_a_graph() -> None:
     models = [_cnn(i).cuda() for i in range(3)]
     twin = copy.deepcopy(models[2])

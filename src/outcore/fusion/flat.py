@@ -35,7 +35,8 @@ class FlatUpdate:
     grads: Tensor
     state: tuple[Tensor, ...]
     table: Tensor
-    """``[4, programs]``: where in parameters and gradients a program begins, how far it goes, whose it is."""
+    """``[4, programs]``: where in the parameters and where in gradients and state, which have only these parameters
+    in them, a program begins, how far it goes, and whose it is."""
 
     @classmethod
     def find(
@@ -53,13 +54,15 @@ class FlatUpdate:
         if not known or not there or not _has_triton():
             return False
         keys = list(state[names[0]])
-        parameters = stack.flat[torch.float32]
-        pieces = [torch.zeros_like(parameters) for _ in keys]
+        parameters, size = stack.flat[torch.float32], sum(t.numel() for t in tensors)
+        pieces = [torch.empty(size, device=parameters.device) for _ in keys]
+        begin = 0
         for name, tensor in zip(names, tensors, strict=True):
             for key, piece in zip(keys, pieces, strict=True):
-                moved = piece.as_strided(tensor.shape, tensor.stride(), stack.places[name])
+                moved = piece.as_strided(tensor.shape, tensor.stride(), begin)
                 moved.copy_(state[name][key])
                 state[name][key] = moved
+            begin += tensor.numel()
         table = _table(stack, names, tensors)
         return cls(
             "sgd" if optimizer is torch.optim.SGD else "adam",
@@ -68,7 +71,7 @@ class FlatUpdate:
             tuple(names),
             tuple((t.shape, t.stride()) for t in tensors),
             parameters,
-            torch.empty(sum(t.numel() for t in tensors), device=parameters.device),
+            torch.empty(size, device=parameters.device),
             tuple(pieces),
             table.to(parameters.device),
         )

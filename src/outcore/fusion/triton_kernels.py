@@ -19,10 +19,10 @@ def _place(table, programs, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
     at = tl.load(table + row) + lanes
-    grad_at = tl.load(table + programs + row) + lanes
+    own_at = tl.load(table + programs + row) + lanes
     inside = lanes < tl.load(table + 2 * programs + row)
     slot = tl.load(table + 3 * programs + row)
-    return at, grad_at, inside, slot
+    return at, own_at, inside, slot
 
 
 @triton.jit
@@ -30,12 +30,12 @@ def _sgd(
     weights, grads, buffers, numbers, alive, table, programs, members,
     MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, MAXIMIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    at, grad_at, inside, slot = _place(table, programs, BLOCK)
+    at, own_at, inside, slot = _place(table, programs, BLOCK)
     inside = inside & (tl.load(alive + slot) != 0)
     lr = tl.load(numbers + slot)
     decay = tl.load(numbers + members + slot)
     p = tl.load(weights + at, mask=inside, other=0.0)
-    g = tl.load(grads + grad_at, mask=inside, other=0.0)
+    g = tl.load(grads + own_at, mask=inside, other=0.0)
     if MAXIMIZE:
         g = -g
     g += decay * p
@@ -43,8 +43,8 @@ def _sgd(
         momentum = tl.load(numbers + 2 * members + slot)
         keep = tl.load(numbers + 3 * members + slot)
         take = tl.load(numbers + 4 * members + slot)
-        buffer = keep * tl.load(buffers + at, mask=inside, other=0.0) + take * g
-        tl.store(buffers + at, buffer, mask=inside)
+        buffer = keep * tl.load(buffers + own_at, mask=inside, other=0.0) + take * g
+        tl.store(buffers + own_at, buffer, mask=inside)
         g = g + momentum * buffer if NESTEROV else buffer
     tl.store(weights + at, p - lr * g, mask=inside)
 
@@ -54,7 +54,7 @@ def _adam(
     weights, grads, firsts, seconds, numbers, alive, table, programs, members,
     MAXIMIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    at, grad_at, inside, slot = _place(table, programs, BLOCK)
+    at, own_at, inside, slot = _place(table, programs, BLOCK)
     inside = inside & (tl.load(alive + slot) != 0)
     b1 = tl.load(numbers + slot)
     b2 = tl.load(numbers + members + slot)
@@ -64,14 +64,14 @@ def _adam(
     decay = tl.load(numbers + 5 * members + slot)
     shrink = tl.load(numbers + 6 * members + slot)
     p = tl.load(weights + at, mask=inside, other=0.0)
-    g = tl.load(grads + grad_at, mask=inside, other=0.0)
+    g = tl.load(grads + own_at, mask=inside, other=0.0)
     if MAXIMIZE:
         g = -g
     g += decay * p
-    first = b1 * tl.load(firsts + at, mask=inside, other=0.0) + (1 - b1) * g
-    second = b2 * tl.load(seconds + at, mask=inside, other=0.0) + (1 - b2) * g * g
-    tl.store(firsts + at, first, mask=inside)
-    tl.store(seconds + at, second, mask=inside)
+    first = b1 * tl.load(firsts + own_at, mask=inside, other=0.0) + (1 - b1) * g
+    second = b2 * tl.load(seconds + own_at, mask=inside, other=0.0) + (1 - b2) * g * g
+    tl.store(firsts + own_at, first, mask=inside)
+    tl.store(seconds + own_at, second, mask=inside)
     tl.store(weights + at, p * shrink - size * first / (tl.sqrt(second) / root + eps), mask=inside)
 
 
