@@ -3,9 +3,9 @@
 Fused operations win where kernels are small matrix products, and lose to one CUDA graph per member on its own stream
 where they are convolutions that a grouped form runs badly. So both are tried on copies of a few members, for a
 fraction of a second each, with nothing of the array touched. From the times for two and for four members follows the
-time for all of them; on a GPU, which small numbers of members do not fill, the ways that lead are tried again with up
-to sixteen, because a line through two and four was off by a third where kernels overlap, and each convolution of fused
-ones in its faster form, so that what is timed is what will run. The speed-up over training one after the other is
+time for all of them. A GPU is not filled by so few, and a line through two and four was off by a third where kernels
+overlap; so there the ways that lead with four are tried again with up to sixteen, each convolution of fused ones in its
+faster form: what is timed is what will run. The speed-up over training one after the other is
 printed before training starts; what was achieved can be printed beside it afterwards.
 """
 
@@ -106,14 +106,15 @@ def choose(
     limit = memory_bytes if memory_bytes is not None else _free(array.device)
     at_once = len(array) if predicted is None or limit is None else predicted.at_once(limit)
     candidates = list(ways) if ways is not None else _candidates(array, at_once)
-    counts = sorted({min(n, len(array)) for n in _PROBES})
+    many = _affordable(array, at_once, predicted, limit)
+    again = _tries_again(array.device) and many > _PROBES[-1]
+    counts = sorted({min(n, len(array)) for n in (_PROBES[-1:] if again else _PROBES)})
     serial_s = _time_serially(array, batch, each, seconds)
     trials = []
     for way in candidates:
         times = {n: _time(array, n, way, batch, each, seconds) for n in counts}
         trials.append(Trial(way, times, _extrapolated(times, len(array), way, at_once)))
-    many = _affordable(array, at_once, predicted, limit)
-    if _tries_again(array.device) and many > counts[-1]:
+    if again:
         fastest = min(t.predicted_s for t in trials)
         for i, trial in enumerate(trials):
             if trial.predicted_s <= _CLOSE * fastest:
@@ -167,11 +168,12 @@ def _candidates(array: FusedArray, at_once: int) -> list[Way]:
 
 
 def _extrapolated(times: dict[int, float], members: int, way: Way, at_once: int) -> float:
-    """A line through the two largest counts that were tried; lanes one after the other add up."""
+    """A line through the two largest counts that were tried, or through none; lanes one after the other add up."""
     if members in times and at_once >= members:
         return times[members]
     if len(times) == 1:
-        return next(iter(times.values()))
+        ((count, found),) = times.items()
+        return found * max(1.0, members / count)
     (few, short), (more, long) = sorted(times.items())[-2:]
 
     def line(count: int) -> float:
