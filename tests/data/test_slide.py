@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from outcore.data import DataError, Scene, Slide, open_slide, tile_cache, write_
 from outcore.data.cache import Handles, TileCache
 from outcore.data.resample import Resampled
 from outcore.data.source import ArraySource
+from outcore.data.tiff_reader import inflated
 
 
 def colours(height: int, width: int, channels: int = 3) -> np.ndarray:
@@ -40,11 +42,20 @@ def everything(slide: Slide, level: int = 0) -> np.ndarray:
     ],
     ids=["tiles", "deflate", "strips", "planes", "predictor"],
 )
-def test_any_tiff_layout(tmp_path: Path, options: dict[str, object]) -> None:
+@pytest.mark.parametrize("alone", [False, True])
+def test_any_tiff_layout(tmp_path: Path, options: dict[str, object], alone: bool) -> None:
     image = colours(150, 210)
     written = image.transpose(2, 0, 1) if "planarconfig" in options else image
     tifffile.imwrite(tmp_path / "a.tif", written, photometric="rgb", **options)
-    assert np.array_equal(everything(open_slide(tmp_path / "a.tif")), image.transpose(2, 0, 1))
+    slide = open_slide(tmp_path / "a.tif")
+    slide._reader()._inflates = alone  # type: ignore[attr-defined]  # as without imagecodecs
+    assert np.array_equal(everything(slide), image.transpose(2, 0, 1))
+
+
+def test_a_tile_that_inflates_to_too_little_is_said() -> None:
+    assert inflated(zlib.compress(b"12345678"), (2, 2, 2))[1, 0].tobytes() == b"56"
+    with pytest.raises(DataError, match="4 of its 8 bytes"):
+        inflated(zlib.compress(b"1234"), (2, 2, 2))
 
 
 def test_an_ome_tiff_with_channels_and_levels_below_its_first_image(tmp_path: Path) -> None:

@@ -2,7 +2,11 @@
 
 tifffile reads the directories; the tiles are fetched with ``pread`` and decoded here one at a time, because that needs
 no lock: many threads can read one file at once, and the codecs let go of the interpreter. Without the package
-imagecodecs, tifffile decodes uncompressed and deflate tiles; JPEG, LZW and JPEG 2000 need it.
+imagecodecs, tifffile decodes uncompressed and deflate tiles; JPEG, LZW and JPEG 2000 need it. Plain deflate is then
+inflated here, into a buffer of the right size from the start: growing one takes longer than the rest.
+
+Most tiles of a slide are glass, and encoders give equal bytes for equal pixels: a tile whose few bytes were met before
+is not decoded again.
 
 A pyramid is either in the sub-directories of its first image (OME-TIFF, SVS by tifffile) or in the images that follow
 it (generic pyramids): smaller ones of the same kind, all sides reduced by the same factor.
@@ -10,9 +14,12 @@ it (generic pyramids): smaller ones of the same kind, all sides reduced by the s
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
+import threading
 import weakref
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +28,19 @@ import numpy as np
 from outcore.data.reader import Layout, Level, Pixels
 from outcore.errors import DataError
 
-__all__ = ["TiffReader"]
+__all__ = ["TiffReader", "inflated"]
 
+_Stored = tuple[bytes, ...] | None
+
+_FEW_BYTES = 4096
+"""Tiles of no more are remembered by their bytes,"""
+_MET = 16
+"""so many of them."""
 _LARGEST_STRIP = 4096
 _MICRONS = {2: 25400.0, 3: 10000.0}
 """Microns in the unit of a resolution tag: inch, centimetre."""
+_DEFLATE = (8, 32946)
+"""Numbers of the compression: Adobe's, and the older one."""
 
 
 class TiffReader:
@@ -47,12 +62,30 @@ class TiffReader:
         except Exception as error:
             raise DataError(f"{path} is not a readable TIFF: {error}; is it complete?") from error
         self._descriptor = os.open(path, os.O_RDONLY)
+        self._inflates = importlib.util.find_spec("imagecodecs") is None
+        self._met: dict[Any, Pixels] = {}
+        self._lock = threading.Lock()
         weakref.finalize(self, _close, self._file, self._descriptor)
 
     def tile(self, level: int, index: tuple[int, ...]) -> Pixels | None:
         """The pixels of a tile, channels first; None for one that was never written."""
         pages = self._pages(level, index[0] if self._volume else 0)
-        parts = [self._decode(page, index[-2:]) for page in pages]
+        stored = [self._stored(page, index[-2:]) for page in pages]
+        if all(data is None for data in stored):
+            return None
+        if sum(len(plane) for data in stored for plane in data or ()) > _FEW_BYTES:
+            return self._decoded(pages, stored, index)
+        down, across = self._grid(pages[0].keyframe)
+        met = (level, index[-2] == down - 1, index[-1] == across - 1, *stored)  # tiles at the end are cut
+        if (pixels := self._met.get(met)) is None and (pixels := self._decoded(pages, stored, index)) is not None:
+            with self._lock:
+                while len(self._met) >= _MET:
+                    del self._met[next(iter(self._met))]
+                self._met[met] = pixels
+        return pixels
+
+    def _decoded(self, pages: list[Any], stored: list[_Stored], index: tuple[int, ...]) -> Pixels | None:
+        parts = [self._decode(page, data, index[-2:]) for page, data in zip(pages, stored, strict=True)]
         if all(part is None for part in parts):
             return None
         shape = next(part.shape for part in parts if part is not None)
@@ -94,30 +127,60 @@ class TiffReader:
             numbers.append(number)
         return [series.pages[number] for number in numbers]
 
-    def _decode(self, page: Any, index: tuple[int, ...]) -> Pixels | None:
-        keyframe = page.keyframe
-        down, across = self._grid(keyframe)
-        planes = keyframe.samplesperpixel if keyframe.planarconfig == 2 else 1
-        parts = []
-        for plane in range(planes):
-            number = (plane * down + index[0]) * across + index[1]
+    def _stored(self, page: Any, index: tuple[int, ...]) -> _Stored:
+        """The bytes of each plane of a tile; None if one was never written."""
+        planes = []
+        for number in self._segments(page.keyframe, index):
             count = page.databytecounts[number]
             if not count:
                 return None
             data = os.pread(self._descriptor, count, page.dataoffsets[number])
             if len(data) < count:
                 raise DataError(f"{len(data)} of its {count} bytes are there; the file is truncated")
+            planes.append(data)
+        return tuple(planes)
+
+    def _decode(self, page: Any, stored: _Stored, index: tuple[int, ...]) -> Pixels | None:
+        keyframe, parts = page.keyframe, []
+        if self._inflates and stored and len(stored) == 1 and (size := _plain_deflate(keyframe)) is not None:
+            return inflated(stored[0], size)
+        for number, data in zip(self._segments(keyframe, index), stored or (), strict=bool(stored)):
             made, _, shape = keyframe.decode(data, number, jpegtables=keyframe.jpegtables)
             if made is None:
                 return None
             parts.append(made.reshape(-1, *made.shape[-3:])[0][: shape[-3], : shape[-2]])
-        return parts[0] if planes == 1 else np.concatenate(parts, axis=2)
+        if not parts:
+            return None
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=2)
+
+    def _segments(self, keyframe: Any, index: tuple[int, ...]) -> list[int]:
+        """The numbers under which the planes of a tile are stored."""
+        down, across = self._grid(keyframe)
+        planes = keyframe.samplesperpixel if keyframe.planarconfig == 2 else 1
+        return [(plane * down + index[0]) * across + index[1] for plane in range(planes)]
 
     @staticmethod
     def _grid(page: Any) -> tuple[int, int]:
         if page.is_tiled:
             return math.ceil(page.imagelength / page.tilelength), math.ceil(page.imagewidth / page.tilewidth)
         return math.ceil(page.imagelength / page.rowsperstrip), 1
+
+
+def _plain_deflate(page: Any) -> tuple[int, int, int] | None:
+    """The size of a page's tiles where they are bytes, compressed by deflate and nothing else; none where not."""
+    whole = page.is_tiled and page.dtype == np.uint8 and page.bitspersample == 8 and page.tiledepth == 1
+    if not whole or page.compression not in _DEFLATE or page.predictor != 1 or page.fillorder != 1:
+        return None
+    return page.tilelength, page.tilewidth, page.samplesperpixel
+
+
+def inflated(data: bytes, size: tuple[int, int, int]) -> Pixels:
+    """A tile of bytes from its compressed form."""
+    wanted = math.prod(size)
+    raw = zlib.decompress(data, bufsize=wanted)
+    if len(raw) < wanted:
+        raise DataError(f"it holds {len(raw)} of its {wanted} bytes")
+    return np.frombuffer(raw, np.uint8, wanted).reshape(size)
 
 
 def _pyramid(file: Any) -> list[Any]:
