@@ -103,4 +103,4 @@ def test_the_first_steps_decide(
     (entry,) = governor.admitted.values()
     assert entry is not None and bool(entry.holding.instead) is stays
     assert watched == ([True] if library_s is None else [True, False])
-    assert list(governor.contests.values()) == ([] if library_s is None else [(fused_s, library_s)])
+    assert list(governor.contest.times.values()) == ([] if library_s is None else [(fused_s, library_s)])

@@ -32,23 +32,20 @@ from outcore.graph.keys import key_of
 from outcore.graph.preserve import ModelState, state_tensors
 from outcore.graph.recording import Mismatch
 from outcore.graph.structure import leaves
-from outcore.machine.units import format_bytes, format_time
+from outcore.machine.units import format_bytes
 from outcore.memory.admission import Admitted, Settings
-from outcore.memory.fused_norm import norms_of
+from outcore.memory.contest import Contest
 from outcore.memory.graphed import Graphed
 from outcore.memory.holding import prepare
-from outcore.memory.norm_choice import Norms, as_fused, step_s, worth_fusing
 from outcore.memory.observer import Measured, Observer, meter_for
 from outcore.memory.passage import Pass
-from outcore.memory.rates import measured_tier, memory_rate
+from outcore.memory.proposal import propose
+from outcore.memory.rates import memory_rate
 from outcore.memory.state import StateKeeper
 from outcore.memory.tiers import Tier, tier_for
-from outcore.planner.memory_plan import MemoryPlan, plan_memory
+from outcore.planner.memory_plan import MemoryPlan
 
 __all__ = ["Governor", "Settings"]
-
-_SLOWER = 1.05
-"""Fused norms are put to the test if a step takes so much longer than it should with the library's."""
 
 
 class Governor:
@@ -62,10 +59,7 @@ class Governor:
         """Measured for the first key; others are scaled from it."""
         self.admitted: dict[Hashable, Admitted | None] = {}
         """None for a key under which the model runs as it is."""
-        self.fused: dict[Hashable, tuple[Admitted, float]] = {}
-        """Ways with fused norms, and their time, while the library's norms are watched."""
-        self.contests: dict[Hashable, tuple[float, float]] = {}
-        """Seconds of a step with fused norms and with the library's, where both were watched."""
+        self.contest = Contest()
         self.tier: Tier | None = None
         self.tier_bytes = 0
         self.keeper: StateKeeper | None = None
@@ -97,7 +91,7 @@ class Governor:
         if key not in self.admitted:
             self.admit(key, args, kwargs)
         entry = self.admitted[key]
-        if entry is None or (entry.idle and key not in self.fused):
+        if entry is None or (entry.idle and key not in self.contest.waiting):
             return self.plainly(*args, **kwargs)
         tensors = [t for _, t in leaves((args, kwargs), torch.Tensor)]
         if entry.observer is not None and self.keeper is None:  # it counts state as if it were here
@@ -147,9 +141,9 @@ class Governor:
         if recording.volatile or not any(v.requires_grad for v in map(graph.values.get, graph.outputs) if v):
             self.admitted[key] = None
             return
-        costs = self.costs_of(graph)
-        fused = self.fused_in(graph, costs)
-        plan = self.plan_for(graph, as_fused(costs, fused, memory_rate(self.device)) if fused else costs)
+        first = self.plan if any(self.admitted.values()) else None
+        found = propose(graph, self.model, self.costs_of(graph), self.settings, self.device, first)
+        plan = found.plan
         holding = prepare(
             graph,
             recording,
@@ -158,7 +152,7 @@ class Governor:
             plan.policy,
             plan.outcome.transfers,
             reassociated=self.settings.reassociated,
-            fused=fused,
+            fused=found.fused,
         )
         entry = self.admitted[key] = Admitted(plan, holding)
         self.make_room(holding.offloaded_bytes)
@@ -169,8 +163,8 @@ class Governor:
         else:
             state = self.settings.optimizer.state_bytes(plan.keeping.costs.parameters)
             entry.observer = Observer(self.model, state, meter_for(self.device))
-            if fused and self.costs is not None:
-                entry.library_s = step_s(costs) + plan.outcome.extra_s
+            if found.fused and self.costs is not None:
+                entry.library_s = found.library_s
 
     def costs_of(self, graph: Graph) -> Costs:
         """Costs of a graph: those that were measured, or scaled from them, or from bytes alone."""
@@ -179,44 +173,6 @@ class Governor:
                 return self.costs
             found = account(graph)
             return scaled(found, self.costs) if self.costs is not None else by_bytes(found, memory_rate(self.device))
-
-    def fused_in(self, graph: Graph, costs: Costs) -> Norms:
-        """The norms that become one operation with their ReLU."""
-        if not (self.settings.reassociated and self.settings.fuse):
-            return {}
-        return worth_fusing(norms_of(graph, self.model), costs, memory_rate(self.device))
-
-    def plan_for(self, graph: Graph, costs: Costs) -> MemoryPlan:
-        """Policies for a graph: those there are, if they fit it, else new ones."""
-        device = self.device
-        budget = self.settings.budget_bytes
-
-        def planned(policy: dict[str, str] | None) -> MemoryPlan:
-            found = plan_memory(
-                graph,
-                costs,
-                budget_bytes=budget,
-                optimizer=self.settings.optimizer,
-                tier=measured_tier(device) if not self.settings.graphs else None,
-                memory_bytes_per_s=memory_rate(device),
-                reserved_bytes=self.settings.reserved_bytes,
-                policy=policy,
-                time_limit_s=self.settings.search_s,
-                states=self.settings.states,
-            )
-            return replace(found, reassociated=self.settings.reassociated)
-
-        known = self.settings.policy
-        if known is not None and not any(self.admitted.values()):
-            return planned(known)  # what was given by hand is done or refused, never replaced
-        if known is None and any(self.admitted.values()):
-            known = dict(self.plan.assignment.policy)
-        if known is not None:
-            with contextlib.suppress(PlanError):
-                same = planned(_applicable(known, graph))
-                if self.settings.policy is not None or budget is None or same.peak_bytes <= budget:
-                    return same
-        return planned(None)
 
     def corrected(
         self, key: Hashable, entry: Admitted, seen: Measured, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -245,16 +201,13 @@ class Governor:
         self, key: Hashable, entry: Admitted, seen: Measured, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
         """Where fused norms disappoint, watch the library's for as long and keep what is faster; whether it changes."""
-        if (first := self.fused.pop(key, None)) is not None:
-            keep = first[1] < seen.step_s
-            self.contests[key] = first[1], seen.step_s
+        if key in self.contest.waiting:
+            stays = self.admitted[key] = self.contest.end(key, entry, seen)
             if not self.settings.quiet:
-                times = f"{format_time(first[1])} a step, the library's {format_time(seen.step_s)}"
-                print(f"outcore: fused norms take {times}; the faster ones stay", file=sys.stderr)
-            self.settings = replace(self.settings, fuse=keep)
-            self.admitted[key] = first[0] if keep else entry
-            return keep
-        if not entry.holding.instead or seen.step_s <= _SLOWER * entry.library_s:
+                print(f"outcore: {self.contest.told(key)}", file=sys.stderr)
+            self.settings = replace(self.settings, fuse=stays is not entry)
+            return stays is not entry
+        if not self.contest.wanted(entry, seen):
             return False
         before, self.settings = self.settings, replace(self.settings, fuse=False)
         try:
@@ -262,7 +215,7 @@ class Governor:
         except PlanError:
             self.settings, self.admitted[key] = before, entry
             return False
-        self.fused[key] = entry, seen.step_s
+        self.contest.begin(key, entry, seen)
         return True
 
     def make_room(self, size: int) -> None:
@@ -300,8 +253,3 @@ class Governor:
         elsewhere = state.pop("elsewhere", None)
         self.__init__(**state)  # type: ignore[misc]
         self.elsewhere = elsewhere
-
-
-def _applicable(policy: dict[str, str], graph: Graph) -> dict[str, str]:
-    """The policies of values that the graph has too."""
-    return {name: how for name, how in policy.items() if name.partition("~")[0] in {*graph.values, *graph.calls}}

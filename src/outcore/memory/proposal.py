@@ -1,0 +1,91 @@
+"""What is proposed for one way of calling a model: which norms are fused, and a policy for every piece of memory.
+
+A model is called in several ways (a smaller last batch, another image size). What was chosen by hand is done or
+refused, never replaced. What was planned for the first way is taken over by the next where it fits the budget there;
+only then is there a new search.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from outcore.cost.costs import Costs
+from outcore.errors import PlanError
+from outcore.graph import Graph
+from outcore.memory.admission import Settings
+from outcore.memory.fused_norm import norms_of
+from outcore.memory.norm_choice import Norms, as_fused, step_s, worth_fusing
+from outcore.memory.rates import measured_tier, memory_rate
+from outcore.planner.memory_plan import MemoryPlan, plan_memory
+
+__all__ = ["Proposal", "propose"]
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A plan, with the norms that it expects to be fused."""
+
+    plan: MemoryPlan
+    fused: Norms
+    library_s: float
+    """Predicted time of a step in which norms are the library's."""
+
+
+def propose(
+    graph: Graph, model: nn.Module, costs: Costs, settings: Settings, device: torch.device, first: MemoryPlan | None
+) -> Proposal:
+    """Plan a way of calling a model.
+
+    Args:
+        graph: of that way.
+        model: the user's.
+        costs: of the graph.
+        settings: what was asked for.
+        device: where the model computes.
+        first: the plan of another way, if there is one.
+
+    Raises:
+        PlanError: the budget is too small, or policies chosen by hand do not meet it.
+    """
+    rate = memory_rate(device)
+    fusible = norms_of(graph, model) if settings.reassociated and settings.fuse else {}
+    fused = worth_fusing(fusible, costs, rate) if fusible else {}
+    plan = _plan(graph, as_fused(costs, fused, rate) if fused else costs, settings, device, first)
+    return Proposal(replace(plan, reassociated=settings.reassociated), fused, step_s(costs) + plan.outcome.extra_s)
+
+
+def _plan(graph: Graph, costs: Costs, settings: Settings, device: torch.device, first: MemoryPlan | None) -> MemoryPlan:
+    """Policies for a graph: those there are, if they fit it, else new ones."""
+    budget, by_hand = settings.budget_bytes, settings.policy
+
+    def planned(policy: dict[str, str] | None) -> MemoryPlan:
+        return plan_memory(
+            graph,
+            costs,
+            budget_bytes=budget,
+            optimizer=settings.optimizer,
+            tier=measured_tier(device) if not settings.graphs else None,
+            memory_bytes_per_s=memory_rate(device),
+            reserved_bytes=settings.reserved_bytes,
+            policy=policy,
+            time_limit_s=settings.search_s,
+            states=settings.states,
+        )
+
+    if first is None:
+        return planned(by_hand)
+    known = by_hand if by_hand is not None else dict(first.assignment.policy)
+    with contextlib.suppress(PlanError):
+        same = planned(_applicable(known, graph))
+        if by_hand is not None or budget is None or same.peak_bytes <= budget:
+            return same
+    return planned(None)
+
+
+def _applicable(policy: dict[str, str], graph: Graph) -> dict[str, str]:
+    """The policies of values that the graph has too."""
+    return {name: how for name, how in policy.items() if name.partition("~")[0] in {*graph.values, *graph.calls}}
