@@ -139,3 +139,21 @@ def test_a_busy_device_is_not_waited_for() -> None:
     assert not ours.report.layers[0].outcomes[0].known
     assert largest_error(expected, found) < 1e-9
     assert ours.report.layers[0].solvers == ["relaxation"]
+
+
+@pytest.mark.parametrize(("kind", "inputs"), [("RNN", 1), ("RNN", 20), ("GRU", 20), ("LSTM", 20)])
+def test_peak_is_as_predicted(kind: str, inputs: int) -> None:
+    options = Options(backward="scan", solver="products")
+    _, ours = pair(kind, inputs, 20, options, dtype=torch.float32, device="cuda")
+    x = torch.randn(10000, 16, inputs, device="cuda", requires_grad=True)
+    for _ in range(2):  # the first takes what cuBLAS keeps
+        output, _ = ours(x)
+        ones = torch.ones_like(output)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+        torch.autograd.grad(output, [x, *ours.parameters()], ones)
+        peak = torch.cuda.max_memory_allocated() - held
+    predicted = ours.report.layers[0].predicted_bytes
+    print(f"predicted {predicted:,}, counted {peak:,}, {predicted / peak - 1:+.1%}")
+    assert peak <= predicted <= 1.35 * peak

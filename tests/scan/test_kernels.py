@@ -42,3 +42,17 @@ def test_what_does_not_fade_is_multiplied_out_and_run_sequentially(
     layer = ours.report.layers[0]
     assert (layer.solvers, layer.sweeps) == (["products"], 3)
     assert ("longest warm-up" in layer.fell_back) == (not looking)
+
+
+@pytest.mark.parametrize(("inputs", "hidden"), [(1, 20), (20, 20), (3, 40)])
+@pytest.mark.parametrize("solver", [None, "products"])
+def test_weights_gradients_are_summed_up_where_the_inputs_are_not_asked_for(
+    inputs: int, hidden: int, solver: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sweep_kernels.PROGRAMS, "tanh", 4)
+    reference, ours = pair("RNN", inputs, hidden, Options(backward="scan", solver=solver, chunk=20))
+    x, weight = torch.randn(50, 17, inputs, dtype=torch.float64), torch.randn(50, 17, hidden, dtype=torch.float64)
+    grads = [torch.autograd.grad((m(x)[0] * weight).sum(), list(m.parameters())) for m in (reference, ours)]
+    for expected, found in zip(*grads, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    assert ours.report.layers[0].engine == "triton"

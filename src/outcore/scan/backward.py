@@ -37,8 +37,22 @@ from outcore.scan.affine import states
 from outcore.scan.cells import Cell, step_back
 from outcore.scan.options import Precision, Solver
 from outcore.scan.report import Outcome
+from outcore.scan.weight_kernels import Summed
 
-__all__ = ["Adjoint", "Solution", "chunk_products", "solve", "will_settle"]
+__all__ = ["Adjoint", "Inputs", "Solution", "chunk_products", "solve", "will_settle"]
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What the gradients of the weights are made from beside those of the states."""
+
+    x: Tensor
+    """``[D, T, N, I]``."""
+    before: Tensor
+    """States before the first step ``[D, N, P]``."""
+    bias: bool
+    totals: bool
+    """Whether the gradients of the states are wanted too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +70,8 @@ class Adjoint:
     """Gradients of the final states ``[D, N, S]``."""
     lengths: Tensor | None
     """Steps of each sequence ``[N]``, where they differ."""
+    inputs: Inputs | None = None
+    """Given where the gradients of the weights may be returned as well."""
 
     def valid(self) -> Tensor | None:
         """Which steps exist, ``[T, N]``."""
@@ -69,12 +85,15 @@ class Adjoint:
 class Solution:
     """Gradients of all states, and how they were found."""
 
-    totals: Tensor
-    """``[D, T, N, S]``; of an LSTM's memory q, of an RNN d·g (see `outcore.scan.cells`)."""
+    totals: Tensor | None
+    """``[D, T, N, S]``; of an LSTM's memory q, of an RNN d·g (see `outcore.scan.cells`). None where only those of the
+    weights are wanted, and found."""
     start: Tensor
     """Gradients of the initial states ``[D, N, S]``."""
     outcome: Outcome
-    engine: str
+    summed: Summed | None = None
+    """Gradients of the weights, where they came along."""
+    engine: str = "torch"
 
 
 def solve(adjoint: Adjoint, chunk: int, solver: Solver | None = None, precision: Precision = "full") -> Solution:
@@ -87,12 +106,12 @@ def solve(adjoint: Adjoint, chunk: int, solver: Solver | None = None, precision:
         precision: of the products on a GPU.
     """
     if (fused := sweep_kernels.solve(adjoint, chunk, solver, precision)) is not None:
-        return Solution(*fused, "triton")
+        return Solution(*fused, engine="triton")
     steps = adjoint.values.shape[1]
     count = -(-steps // chunk)
     if count == 1:
         totals, out = _sweep(adjoint, chunk, adjoint.grad_state.unsqueeze(1))
-        return Solution(totals, out[:, 0], Outcome("sequential", 1), "torch")
+        return Solution(totals, out[:, 0], Outcome("sequential", 1))
     sweeps = 0
     recording = adjoint.values.is_cuda and torch.cuda.is_current_stream_capturing()
     if solver != "products" and not recording:  # a CUDA graph cannot look at results; products need no look
@@ -103,7 +122,7 @@ def solve(adjoint: Adjoint, chunk: int, solver: Solver | None = None, precision:
             totals, out, change = _relax(adjoint, chunk, previous)
             sweeps += 1
             if change <= 1:
-                return Solution(totals, out[:, 0], Outcome("relaxation", sweeps), "torch")
+                return Solution(totals, out[:, 0], Outcome("relaxation", sweeps))
             if not will_settle(before, change, 1, limit - sweeps):
                 break
             before, previous = change, out
@@ -113,10 +132,10 @@ def solve(adjoint: Adjoint, chunk: int, solver: Solver | None = None, precision:
     if not recording and not bool(torch.isfinite(carries).all()):
         # The product of a chunk may overflow although the gradients do not; one chunk has no products.
         totals, out = _sweep(adjoint, steps, adjoint.grad_state.unsqueeze(1).contiguous())
-        return Solution(totals, out[:, 0], Outcome("sequential", sweeps + 1), "torch")
+        return Solution(totals, out[:, 0], Outcome("sequential", sweeps + 1))
     del rows
     totals, out = _sweep(adjoint, chunk, carries)
-    return Solution(totals, out[:, 0], Outcome("products", sweeps + 1), "torch")
+    return Solution(totals, out[:, 0], Outcome("products", sweeps + 1))
 
 
 def _relax(adjoint: Adjoint, chunk: int, previous: Tensor | None) -> tuple[Tensor, Tensor, float]:

@@ -13,6 +13,7 @@ quicker way pays, a layer goes back to torch when that stops working, and tries 
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Callable
@@ -21,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from outcore.errors import ScanError
 from outcore.scan.cells import Cell
@@ -34,7 +34,8 @@ MARGIN = 0.85
 """The scan must be faster by this factor: what is measured varies, and torch's way is the known one."""
 RETRY = 64
 """Calls after which a layer whose gradients did not fade is given another try."""
-_REPEATS = 3
+_REPEATS, _SHORT_REPEATS, _SHORT_S = 3, 7, 0.02
+"""Runs of each that are timed, and of those that take less than so many seconds, which vary with the host."""
 Run = Callable[[], Any]
 
 
@@ -54,13 +55,11 @@ class Timing:
         Args:
             settled: whether relaxation was enough in the last scanned call.
         """
-        if self.products_s < MARGIN * self.torch_s:
-            return "scan", f"measured {self}"
-        if self.scan_s < MARGIN * self.torch_s:
-            if settled:
-                return "scan", f"measured {self}"
+        if self.scan_s >= MARGIN * self.torch_s:
+            return "torch", f"measured {self}"
+        if not settled and self.products_s >= MARGIN * self.torch_s:
             return "torch", f"gradients no longer fade within a chunk, and products are slower: measured {self}"
-        return "torch", f"measured {self}"
+        return "scan", f"measured {self}"
 
     def __str__(self) -> str:
         scan, products, plain = (f"{1e3 * s:.3g} ms" for s in (self.scan_s, self.products_s, self.torch_s))
@@ -79,7 +78,7 @@ class Choices:
 
     def measure(self, key: str, scan: Run, products: Run, plain: Run, device: torch.device) -> Timing:
         """Time a shape; each argument runs one forward and backward pass."""
-        self.timings[key] = Timing(*(_seconds(run, device) for run in (scan, products, plain)))
+        self.timings[key] = Timing(*_seconds((scan, products, plain), device))
         return self.timings[key]
 
     def save(self, path: str | Path) -> None:
@@ -104,25 +103,29 @@ choices = Choices()
 """The timings of this process."""
 
 
-def key_of(cell: Cell, directions: int, steps: int, batch: int, x: Tensor) -> str:
+@functools.cache
+def key_of(cell: Cell, directions: int, steps: int, batch: int, at: torch.device, precision: torch.dtype) -> str:
     """Device and shape in words; lengths are rounded down to a power of two."""
-    device = torch.cuda.get_device_name(x.device) if x.is_cuda else x.device.type
+    device = torch.cuda.get_device_name(at) if at.type == "cuda" else at.type
     sizes = f"input {cell.input}, hidden {cell.hidden}, projection {cell.projection}, directions {directions}"
     rounded = 1 << (steps.bit_length() - 1)
-    dtype = str(x.dtype).removeprefix("torch.")
+    dtype = str(precision).removeprefix("torch.")
     return f"{device}, {dtype}, {cell.kind}, {sizes}, batch {batch}, steps {rounded}"
 
 
-def _seconds(run: Callable[[], Any], device: torch.device) -> float:
-    """Shortest of a few runs after one that warms up."""
-    run()
-    best = float("inf")
-    for _ in range(_REPEATS):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        began = time.perf_counter()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - began)
+def _seconds(runs: tuple[Run, ...], device: torch.device) -> list[float]:
+    """The shortest time of each, after one run that warms up; in turns, so that a slow moment meets all of them."""
+    best = [min(_clock(run, device), _clock(run, device)) for run in runs]
+    for _ in range((_SHORT_REPEATS if max(best) < _SHORT_S else _REPEATS) - 1):
+        best = [min(least, _clock(run, device)) for least, run in zip(best, runs, strict=True)]
     return best
+
+
+def _clock(run: Run, device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - began

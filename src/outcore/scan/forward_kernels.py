@@ -21,6 +21,7 @@ from outcore.scan.sweep_kernels import (
     device_waits,
     open_guard,
     sweep_chunk,
+    sweep_stages,
     sweep_warps,
     warm_ups,
 )
@@ -129,5 +130,5 @@ def _run(
         WRITTEN=states.shape[-1], PACKED=lengths is not None, BIAS=bias is not None, GIVEN=given,
         WATCHED=found is not None, LIBRARY=not interpreted(),
         PRECISION=dot_precision(starts.dtype), HP=power_of_two(cell.hidden), ROWS=ROWS,
-        num_warps=sweep_warps(cell, starts.dtype),
+        STAGES=sweep_stages(cell, starts.dtype), num_warps=sweep_warps(cell, starts.dtype),
     )  # fmt: skip

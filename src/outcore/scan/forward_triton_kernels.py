@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from outcore.scan.gates_triton_kernels import _sigmoid, _tanh
-from outcore.scan.sweep_triton_kernels import _dot
+from outcore.scan.product_triton_kernels import _dot
 
 __all__ = ["sweep_on"]
 
@@ -71,7 +71,7 @@ def sweep_on(
     T, N, L, WARM, K, tiles,
     H: tl.constexpr, KIND: tl.constexpr, RELU: tl.constexpr, G: tl.constexpr, S: tl.constexpr, WRITTEN: tl.constexpr,
     PACKED: tl.constexpr, BIAS: tl.constexpr, GIVEN: tl.constexpr, WATCHED: tl.constexpr, LIBRARY: tl.constexpr,
-    PRECISION: tl.constexpr, HP: tl.constexpr, ROWS: tl.constexpr,
+    PRECISION: tl.constexpr, HP: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """All states, from what the inputs contribute to the gates, `inputs` [D, T, N, G, H].
 
@@ -115,28 +115,22 @@ def sweep_on(
     m = h
     if KIND == 2:
         m = tl.load(at + H, mask=known, other=0.0)
-    row = (d * T + begin) * N + n
-    now = _gates(inputs + row * (G * H) + i, inside, H, KIND)
-    soon = _gates(inputs + (row + N) * (G * H) + i, inside & (begin + 1 < last), H, KIND)
-    later = _gates(inputs + (row + 2 * N) * (G * H) + i, inside & (begin + 2 < last), H, KIND)
-    for t in range(begin, first):
-        row = (d * T + t + 3) * N + n
-        ahead = _gates(inputs + row * (G * H) + i, inside & (t + 3 < last), H, KIND)
+    for t in tl.range(begin, first, num_stages=STAGES):
+        now = _gates(inputs + ((d * T + t) * N + n) * (G * H) + i, inside, H, KIND)
         new, kept = _on(h, m, now, w0, w1, w2, w3, u0, u1, u2, u3, KIND, RELU, LIBRARY, PRECISION)
         if PACKED:
             new, kept = tl.where(t < length, new, h), tl.where(t < length, kept, m)
         h, m = new, kept
-        now, soon, later = soon, later, ahead
     if WATCHED:
         at = guesses + ((d * K + k) * N + n) * S + i
         tl.store(at, h, mask=inside)
         if KIND == 2:
             tl.store(at + H, m, mask=inside)
-    for t in range(first, last):
-        row = (d * T + t + 3) * N + n
-        ahead = _gates(inputs + row * (G * H) + i, inside & (t + 3 < last), H, KIND)
+    for t in tl.range(first, last, num_stages=STAGES):
+        row = (d * T + t) * N + n
+        now = _gates(inputs + row * (G * H) + i, inside, H, KIND)
         new, kept = _on(h, m, now, w0, w1, w2, w3, u0, u1, u2, u3, KIND, RELU, LIBRARY, PRECISION)
-        to = states + ((d * T + t) * N + n) * WRITTEN + i
+        to = states + row * WRITTEN + i
         if PACKED:
             alive = t < length
             tl.store(to, tl.where(alive, new, 0.0), mask=inside)
@@ -148,7 +142,6 @@ def sweep_on(
             if WRITTEN > H:
                 tl.store(to + H, kept, mask=inside)
         h, m = new, kept
-        now, soon, later = soon, later, ahead
     if WATCHED:
         at = ends + ((d * K + k) * N + n) * S + i
         tl.store(at, h, mask=inside)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from outcore.scan.sweep_triton_kernels import _dot
+from outcore.scan.product_triton_kernels import _dot
 
 __all__ = ["gru_values", "lstm_gates", "lstm_values"]
 

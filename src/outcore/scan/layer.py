@@ -18,13 +18,15 @@ from torch import Tensor
 from torch._VF import gru, lstm, rnn_relu, rnn_tanh
 
 from outcore.errors import ScanError
-from outcore.scan.backward import Adjoint, solve
-from outcore.scan.cells import Cell, Weights, coefficients, gate_gradients, memories
+from outcore.scan.backward import Adjoint, Inputs, solve
+from outcore.scan.cells import Cell, Weights, gate_gradients
+from outcore.scan.coefficients import coefficients, memories, shifted
 from outcore.scan.newton import parallel_forward
 from outcore.scan.options import Newton, Precision, Solver
 from outcore.scan.packing import Packing, flip
 from outcore.scan.report import LayerReport
-from outcore.scan.weight_kernels import Summed, weight_sums
+from outcore.scan.weight_gradients import WeightGradients, summed_weights
+from outcore.scan.weight_kernels import weight_sums
 from outcore.scan.workspace import Cut
 
 __all__ = ["Layer", "run_layer", "working_dtype"]
@@ -35,9 +37,6 @@ _FORWARD: dict[str, Callable[..., tuple[Tensor, ...]]] = {
     "gru": gru,
     "lstm": lstm,
 }
-_SPLIT_ROWS = 2048
-"""Rows per partial sum of a weight gradient on a GPU: a product with millions of rows and few columns fills
-few multiprocessors unless it is split."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +206,7 @@ def _backward(
     start, memory = h0.to(dtype), None if c0 is None else c0.to(dtype)
     T, segment = ys.shape[1], layer.cut.segment
     grad_x = torch.empty_like(xs) if input_grad else None
-    sums = _WeightGradients()
+    sums = WeightGradients()
 
     starts = range(0, T, segment)
     memories_at = _memories(cell, xs, ys, start, memory, weights, starts, segment)
@@ -223,7 +222,7 @@ def _backward(
     of_x = None if grad_x is None else layer.restore(grad_x, split=False).to(x.dtype)
     of_h0 = carried[..., : cell.output].to(h0.dtype)
     of_c0 = None if c0 is None else carried[..., cell.output :].to(c0.dtype)
-    return of_x, of_h0, of_c0, *sums.flat(layer, flat)
+    return of_x, of_h0, of_c0, *sums.flat(layer.directions, flat)
 
 
 def _segment(
@@ -236,25 +235,28 @@ def _segment(
     grad_y: Tensor,
     carried: Tensor,
     first: int,
-    sums: _WeightGradients,
+    sums: WeightGradients,
     grad_x: Tensor | None,
 ) -> Tensor:
     """Back through the steps of one segment; returns what is carried into the one before it."""
     cell = layer.cell
     found = coefficients(cell, x, just_before, after, memory, weights)
     lengths = None if layer.lengths is None else (layer.lengths - first).clamp(min=0)
-    adjoint = Adjoint(cell, found.values, weights.hidden, weights.projection, grad_y, carried, lengths)
+    inputs = Inputs(x, just_before, layer.bias, totals=grad_x is not None)
+    adjoint = Adjoint(cell, found.values, weights.hidden, weights.projection, grad_y, carried, lengths, inputs)
     solution = solve(adjoint, layer.cut.chunk, layer.solver, layer.precision)
     layer.report.outcomes.append(solution.outcome)
     layer.report.engine = solution.engine
-    fused = weight_sums(cell, solution.totals, found.values, x, just_before, after, layer.bias)
-    if fused is not None:
-        sums.add(fused)
-        if grad_x is None:
-            return solution.start
-    to_input, to_hidden, of_output = gate_gradients(cell, solution.totals, found.values, weights.projection)
-    if fused is None:
-        sums.add(_summed_weights(x, just_before, after, to_input, to_hidden, layer.bias))
+    totals, summed = solution.totals, solution.summed
+    if summed is None and totals is not None:
+        summed = weight_sums(cell, totals, found.values, x, just_before, after, layer.bias)
+    if summed is not None:
+        sums.add(summed)
+    if totals is None or (summed is not None and grad_x is None):
+        return solution.start
+    to_input, to_hidden, of_output = gate_gradients(cell, totals, found.values, weights.projection)
+    if summed is None:
+        sums.add(summed_weights(x, just_before, after, to_input, to_hidden, layer.bias))
     if of_output is not None and found.unprojected is not None:
         sums.add_projection(of_output, found.unprojected)
     if grad_x is not None:
@@ -264,13 +266,6 @@ def _segment(
         else:
             grad_x.copy_(torch.bmm(rows, weights.input).view(grad_x.shape))
     return solution.start
-
-
-def _before(ys: Tensor, start: Tensor, here: slice) -> Tensor:
-    """Hidden states before each step of a segment."""
-    if here.start == 0:
-        return torch.cat((start.unsqueeze(1), ys[:, : here.stop - 1]), dim=1)
-    return ys[:, here.start - 1 : here.stop - 1].contiguous()
 
 
 def _memories(
@@ -291,68 +286,6 @@ def _memories(
             found.append(None)
             continue
         here = slice(first, first + segment)
-        found.append(memories(cell, xs[:, here], _before(ys, start, here), found[-1], weights)[:, -1].clone())
+        before = shifted(start if first == 0 else ys[:, first - 1], ys[:, here])
+        found.append(memories(cell, xs[:, here], before, found[-1], weights)[:, -1].clone())
     return found
-
-
-class _WeightGradients:
-    """Sums over segments."""
-
-    def __init__(self) -> None:
-        self.input: Tensor | None = None
-        self.hidden: Tensor | None = None
-        self.input_bias: Tensor | None = None
-        self.hidden_bias: Tensor | None = None
-        self.projection: Tensor | None = None
-
-    def add(self, summed: Summed) -> None:
-        of_input, of_hidden, of_input_bias, of_hidden_bias = summed
-        self.input = _plus(self.input, of_input)
-        self.hidden = _plus(self.hidden, of_hidden)
-        if of_input_bias is not None and of_hidden_bias is not None:
-            self.input_bias = _plus(self.input_bias, of_input_bias)
-            self.hidden_bias = _plus(self.hidden_bias, of_hidden_bias)
-
-    def add_projection(self, of_output: Tensor, unprojected: Tensor) -> None:
-        self.projection = _plus(self.projection, _summed_products(of_output, unprojected))
-
-    def flat(self, layer: Layer, flat: tuple[Tensor, ...]) -> list[Tensor]:
-        """In torch's order, one set per direction."""
-        kinds = [self.input, self.hidden]
-        if layer.bias:
-            kinds += [self.input_bias, self.hidden_bias]
-        if layer.cell.projection:
-            kinds.append(self.projection)
-        grads = [kind[d] for d in range(layer.directions) for kind in kinds if kind is not None]
-        return [grad.to(weight.dtype) for grad, weight in zip(grads, flat, strict=True)]
-
-
-def _plus(total: Tensor | None, more: Tensor) -> Tensor:
-    return more if total is None else total + more
-
-
-def _summed_weights(
-    x: Tensor, just_before: Tensor, after: Tensor, to_input: Tensor, to_hidden: Tensor, bias: bool
-) -> Summed:
-    """Gradients of the weights from those of the gates."""
-    # Each step meets the state before it: the first one's, and the states but the last.
-    hidden = torch.bmm(to_hidden[:, 0].mT, just_before)
-    if to_hidden.shape[1] > 1:
-        hidden += _summed_products(to_hidden[:, 1:], after[:, :-1])
-    of_input = to_input.sum((1, 2)) if bias else None
-    of_hidden = to_hidden.sum((1, 2)) if bias and to_hidden is not to_input else of_input
-    return _summed_products(to_input, x), hidden, of_input, of_hidden
-
-
-def _summed_products(left: Tensor, right: Tensor) -> Tensor:
-    """Sum over steps and sequences of the outer products: ``[D, T, N, a]``, ``[D, T, N, b]`` to ``[D, a, b]``."""
-    return torch.stack([_summed(a.flatten(0, 1), b.flatten(0, 1)) for a, b in zip(left, right, strict=True)])
-
-
-def _summed(left: Tensor, right: Tensor) -> Tensor:
-    parts = len(left) // _SPLIT_ROWS
-    if not left.is_cuda or parts < 4:
-        return left.mT @ right
-    whole = parts * _SPLIT_ROWS
-    total = torch.bmm(left[:whole].view(parts, _SPLIT_ROWS, -1).mT, right[:whole].view(parts, _SPLIT_ROWS, -1)).sum(0)
-    return total if whole == len(left) else total.addmm_(left[whole:].mT, right[whole:])

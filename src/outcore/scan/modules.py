@@ -23,6 +23,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from outcore.errors import ScanError
 from outcore.scan import kernels
+from outcore.scan.arguments import Arguments, extent, working
 from outcore.scan.cells import Cell, CellKind
 from outcore.scan.choice import RETRY, SHORTEST, choices, key_of
 from outcore.scan.layer import Layer, run_layer, working_dtype
@@ -34,7 +35,6 @@ from outcore.scan.workspace import Shape, cut, free_bytes
 __all__ = ["GRU", "LSTM", "RNN", "convert"]
 
 _KINDS: dict[str, CellKind] = {"RNN_TANH": "tanh", "RNN_RELU": "relu", "GRU": "gru", "LSTM": "lstm"}
-Hidden = Tensor | tuple[Tensor, Tensor]
 
 
 class _Scanned(torch.nn.RNNBase):
@@ -58,17 +58,15 @@ class _Scanned(torch.nn.RNNBase):
             self.report = Report("torch", why_not)
             return super().forward(input, hx)
         self._update_flat_weights()
-        x, packing, state, batched = self._prepared(input, hx)
-        steps, batch = (packing.steps, len(packing.lengths)) if packing else x.shape[:2]
         if self.report is not None and any(_ran_on(layer) for layer in self.report.layers):
             self._paused = RETRY
-        backward, reason = self._choose(x if packing is None else packing.pad(x), steps, batch)
+        backward, reason = self._choose(input, hx)
         if backward == "torch":
             self.report = Report("torch", reason)
             return super().forward(input, hx)
+        given = Arguments.of(self, input, hx)
         self.report = Report("scan", reason)
-        y, final = self._layers(x, packing, state, steps, batch)
-        return self._finished(input, y, final, batched)
+        return given.results(self, *self._layers(given.x, given.packing, given.state, *extent(self, input)))
 
     def _why_not(self, tensor: Tensor, hx: Any) -> str | None:
         """Why this call has no use for a scan."""
@@ -84,17 +82,20 @@ class _Scanned(torch.nn.RNNBase):
             return f"no scan under autocast on {tensor.device.type}"
         return None
 
-    def _choose(self, x: Tensor, steps: int, batch: int) -> tuple[str, str]:
-        """Which backward pass, and why."""
+    def _choose(self, input: Any, hx: Any) -> tuple[str, str]:
+        """Which backward pass, and why; as little work as can be, for where torch's is taken that is all there is."""
         if self.options.backward == "scan" or self.options.forward is not None:
             return "scan", "asked for"
+        steps, batch = extent(self, input)
         if steps < SHORTEST:
             return "torch", f"{steps} steps; a scan needs at least {SHORTEST} to pay"
-        key = key_of(self._cell(0), 1 + self.bidirectional, steps, batch, x)
+        tensor = input.data if isinstance(input, PackedSequence) else input
+        key = key_of(self._cell(0), 1 + self.bidirectional, steps, batch, tensor.device, working(tensor))
         if key not in choices.timings:
-            if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
                 return "torch", "nothing can be measured while a CUDA graph is recorded; run the layer once before"
-            self._measure(key, x.detach())
+            given = Arguments.of(self, input, hx)
+            self._measure(key, (given.x if given.packing is None else given.packing.pad(given.x)).detach())
         return choices.timings[key].choose(self._settled())
 
     def _settled(self) -> bool:
@@ -143,55 +144,6 @@ class _Scanned(torch.nn.RNNBase):
         size = self.input_size if layer == 0 else (self.proj_size or self.hidden_size) * (1 + self.bidirectional)
         return Cell(_KINDS[self.mode], size, self.hidden_size, self.proj_size)
 
-    def _prepared(self, input: Any, hx: Any) -> tuple[Tensor, Packing | None, tuple[Tensor, ...], bool]:
-        """Input with time first, its packing, the initial states sorted like it, and whether there was a
-        batch."""
-        if isinstance(input, PackedSequence):
-            x, batch_sizes, order, _ = input
-            packing = Packing.of(batch_sizes, x.device)
-            state = self._initial(x, len(packing.lengths), hx, order)
-            self._check(x, state, batch_sizes)
-            return self._cast(x), packing, tuple(self._cast(s) for s in state), True
-        name = type(self).__name__
-        if input.dim() not in (2, 3):
-            raise ValueError(f"{name}: Expected input to be 2D or 3D, got {input.dim()}D instead")
-        batched = input.dim() == 3
-        given = () if hx is None else hx if isinstance(hx, tuple) else (hx,)
-        if any(part.dim() != (3 if batched else 2) for part in given):
-            raise RuntimeError(
-                f"For {'batched 3-D' if batched else 'unbatched 2-D'} input, hx should also be "
-                f"{3 if batched else 2}-D but got {', '.join(f'{part.dim()}-D' for part in given)}"
-            )
-        if not batched:
-            input = input.unsqueeze(0 if self.batch_first else 1)
-            hx = None if hx is None else tuple(part.unsqueeze(1) for part in given)
-        batch = input.shape[0 if self.batch_first else 1]
-        state = self._initial(input, batch, hx, None)
-        self._check(input, state, None)
-        if input.numel() == 0 and input.shape[1 if self.batch_first else 0] == 0:
-            raise RuntimeError(f"{name}: Expected sequence length to be larger than 0")
-        x = input.transpose(0, 1) if self.batch_first else input
-        return self._cast(x).contiguous(), None, tuple(self._cast(s) for s in state), batched
-
-    def _check(self, x: Tensor, state: tuple[Tensor, ...], batch_sizes: Tensor | None) -> None:
-        """Torch's own checks and messages."""
-        hx: Any = state if self.mode == "LSTM" else state[0]
-        self.check_forward_args(x, hx, batch_sizes)
-
-    def _initial(self, x: Tensor, batch: int, hx: Any, order: Tensor | None) -> tuple[Tensor, ...]:
-        if hx is not None:
-            parts = hx if isinstance(hx, tuple) else (hx,)
-            return tuple(part if order is None else part.index_select(1, order) for part in parts)
-        count = self.num_layers * (1 + self.bidirectional)
-        sizes = (self.proj_size or self.hidden_size, self.hidden_size)
-        return tuple(x.new_zeros((count, batch, size)) for size in sizes[: 2 if self.mode == "LSTM" else 1])
-
-    def _cast(self, x: Tensor) -> Tensor:
-        """Autocast as torch's recurrent functions do it on a GPU: everything in the lower precision."""
-        if torch.is_autocast_enabled(x.device.type):
-            return x.to(torch.get_autocast_dtype(x.device.type))
-        return x
-
     def _layers(
         self, x: Tensor, packing: Packing | None, state: tuple[Tensor, ...], steps: int, batch: int
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -225,7 +177,7 @@ class _Scanned(torch.nn.RNNBase):
             )
         finals = []
         for i, layer in enumerate(layers):
-            flat = [self._cast(w) for w in self._flat_weights[i * D * per : (i + 1) * D * per] if w is not None]
+            flat = [w.to(working(w)) for w in self._flat_weights[i * D * per : (i + 1) * D * per] if w is not None]
             with torch.autocast(x.device.type, enabled=False):
                 x, *final = run_layer(layer, x, tuple(s[i * D : (i + 1) * D] for s in state), flat)
             finals.append(final)
@@ -243,19 +195,6 @@ class _Scanned(torch.nn.RNNBase):
         self._paused -= 1
         self.report.reason += f"; the parallel forward pass failed and is tried again in {self._paused + 1} calls"
         return None
-
-    def _finished(self, given: Any, y: Tensor, final: tuple[Tensor, ...], batched: bool) -> tuple[Any, Hidden]:
-        if isinstance(given, PackedSequence):
-            order = given.unsorted_indices
-            packed = PackedSequence(y, given.batch_sizes, given.sorted_indices, order)
-            final = tuple(part if order is None else part.index_select(1, order) for part in final)
-            return packed, (final[0], final[1]) if self.mode == "LSTM" else final[0]
-        if self.batch_first:
-            y = y.transpose(0, 1)
-        if not batched:
-            y = y.squeeze(0 if self.batch_first else 1)
-            final = tuple(part.squeeze(1) for part in final)
-        return y, (final[0], final[1]) if self.mode == "LSTM" else final[0]
 
 
 @functools.cache

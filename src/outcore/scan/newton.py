@@ -35,7 +35,8 @@ from outcore.errors import ScanError
 from outcore.scan import forward_kernels, kernels
 from outcore.scan.affine import states as affine_states
 from outcore.scan.backward import Adjoint, chunk_products, will_settle
-from outcore.scan.cells import Cell, Weights, coefficients_from, diagonal, inputs_of, step_on
+from outcore.scan.cells import Cell, Weights, diagonal, inputs_of, step_on
+from outcore.scan.coefficients import coefficients_from
 from outcore.scan.linear import linear_recurrence
 from outcore.scan.options import Jacobian, Newton
 from outcore.scan.report import Outcome

@@ -14,7 +14,6 @@ looked at instead, to spare the launches.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from outcore.scan.kernels import KIND, available, dot_precision, fits, or_none, power_of_two, register_warps
 from outcore.scan.report import Outcome
+from outcore.scan.weight_kernels import Summed, added_up, columns
 
 if TYPE_CHECKING:
     from outcore.scan.backward import Adjoint
@@ -36,7 +36,9 @@ __all__ = [
     "open_guard",
     "products",
     "solve",
+    "sums",
     "sweep_chunk",
+    "sweep_stages",
     "sweep_warps",
     "warm_ups",
 ]
@@ -52,13 +54,20 @@ WARPS = {"tanh": 4, "relu": 4, "gru": 4, "lstm": 4}
 """Warps of a program up to hidden 32, as measured on an H200."""
 ROWS = 16
 """Sequences per program."""
+STAGES = {"tanh": 4, "relu": 4, "gru": 4, "lstm": 4}
+"""Steps whose numbers are in shared memory or on their way there at a time, and one."""
+_STAGED_BYTES = 2**16
+"""Most shared memory they may take, of the 227 KiB that a program has and keeps its weights in as well."""
+_WIDEST_SUM = 64
+"""States, inputs and one of an RNN whose weights' gradients are summed up in the sweeps."""
 _SHORTEST = 16
 
 
 def solve(
     adjoint: Adjoint, chunk: int, solver: Solver | None, precision: Precision
-) -> tuple[Tensor, Tensor, Outcome] | None:
-    """Gradients of all states and of the initial ones, and how they were found; see `outcore.scan.backward`."""
+) -> tuple[Tensor | None, Tensor, Outcome, Summed | None] | None:
+    """Gradients of all states and of the initial ones, how they were found, and the gradients of the weights where
+    they came with them; see `outcore.scan.backward`."""
     x = adjoint.values
     if not available(x) or not fits(adjoint.cell, x.dtype):
         return None
@@ -66,12 +75,14 @@ def solve(
 
 
 @or_none("the backward pass")
-def _solve(adjoint: Adjoint, chunk: int, solver: Solver | None, precision: Precision) -> tuple[Tensor, Tensor, Outcome]:
+def _solve(
+    adjoint: Adjoint, chunk: int, solver: Solver | None, precision: Precision
+) -> tuple[Tensor | None, Tensor, Outcome, Summed | None]:
     steps = adjoint.values.shape[1]
-    sweeps = _Sweeps(adjoint)
+    sweeps = _Sweeps.of(adjoint, chunk)
     if chunk >= steps:
         sweeps.run(steps, open_guard(adjoint.values.device))
-        return sweeps.totals, sweeps.start, Outcome("sequential", 1)
+        return sweeps.found(Outcome("sequential", 1))
     looking = device_waits(adjoint.values)
     cells = torch.zeros(4, dtype=torch.int32, device=adjoint.values.device)
     tried = 0
@@ -81,26 +92,27 @@ def _solve(adjoint: Adjoint, chunk: int, solver: Solver | None, precision: Preci
             sweeps.overlapped(chunk, warm, guard, cells[tried])
             tried += 1
             if looking and not int(cells[tried - 1]):
-                return sweeps.totals, sweeps.start, Outcome("relaxation", tried)
+                return sweeps.found(Outcome("relaxation", tried))
             guard = always if looking else cells[tried - 1]
     rows = _multiply(adjoint, chunk, precision, guard)
     carries = _pass(adjoint, rows, guard, cells[-1])
     sweeps.run(chunk, guard, carries=carries)
     # The product of a chunk may overflow although the gradients do not; one chunk has no products.
     sweeps.run(steps, cells[-1])
-    return sweeps.totals, sweeps.start, Outcome.on_device(cells, tried, looked=looking)
+    return sweeps.found(Outcome.on_device(cells, tried, looked=looking))
+
+
+_open: dict[torch.device, Tensor] = {}
 
 
 def open_guard(device: torch.device) -> Tensor:
     """A cell that lets everything pass."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return torch.ones((), dtype=torch.int32, device=device)  # what is made in a graph belongs to it
-    return _kept(device)
-
-
-@functools.cache
-def _kept(device: torch.device) -> Tensor:
-    return torch.ones((), dtype=torch.int32, device=device)
+    if device not in _open:
+        cell = torch.ones((), dtype=torch.int32, device=device)
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return cell  # what is made in a graph belongs to it
+        _open[device] = cell
+    return _open[device]
 
 
 def device_waits(x: Tensor) -> bool:
@@ -135,6 +147,11 @@ def sweep_chunk(cell: Cell, directions: int, steps: int, batch: int, longest: in
     """Steps per chunk: sweeps want more chunks than products do, which have to be passed through one by one."""
     count = max(1, PROGRAMS[cell.kind] // (directions * -(-batch // ROWS)))
     return min(longest, max(_SHORTEST, -(-steps // count)))
+
+
+def sums(cell: Cell) -> bool:
+    """Whether sweeps sum up the weights' gradients."""
+    return cell.gates == 1 and columns(cell) <= _WIDEST_SUM
 
 
 def compare(
@@ -176,15 +193,31 @@ class _Sweeps:
     """Sweeps of one backward pass; a later one overwrites what the one before it found."""
 
     adjoint: Adjoint
-    totals: Tensor
+    totals: Tensor | None
     start: Tensor
+    parts: Tensor | None
+    """Shares of the sums that the weights' gradients are."""
 
-    def __init__(self, adjoint: Adjoint) -> None:
-        D, T, N = adjoint.values.shape[:3]
-        S = adjoint.cell.state
-        object.__setattr__(self, "adjoint", adjoint)
-        object.__setattr__(self, "totals", adjoint.values.new_empty((D, T, N, S)))
-        object.__setattr__(self, "start", adjoint.values.new_empty((D, N, S)))
+    @classmethod
+    def of(cls, adjoint: Adjoint, chunk: int) -> _Sweeps:
+        """Sweeps over chunks of at most so many steps."""
+        cell, x = adjoint.cell, adjoint.values
+        D, T, N = x.shape[:3]
+        summed = adjoint.inputs is not None and sums(cell)
+        stored = adjoint.inputs is None or adjoint.inputs.totals or not summed
+        shares = -(-T // sweep_chunk(cell, D, T, N, chunk)) * -(-N // ROWS)
+        return cls(
+            adjoint,
+            x.new_empty((D, T, N, cell.state)) if stored else None,
+            x.new_empty((D, N, cell.state)),
+            x.new_empty((D, shares, cell.hidden, columns(cell))) if summed else None,
+        )
+
+    def found(self, outcome: Outcome) -> tuple[Tensor | None, Tensor, Outcome, Summed | None]:
+        """What `solve` returns."""
+        inputs, parts = self.adjoint.inputs, self.parts
+        summed = None if inputs is None or parts is None else added_up(self.adjoint.cell, parts, inputs.bias)
+        return self.totals, self.start, outcome, summed
 
     def overlapped(self, chunk: int, warm: int, guard: Tensor, unsettled: Tensor) -> None:
         """A sweep that guesses the carries, and whether they were right."""
@@ -192,8 +225,8 @@ class _Sweeps:
         S = self.adjoint.cell.state
         chunk = sweep_chunk(self.adjoint.cell, D, T, N, chunk)
         count, tiles = -(-T // chunk), -(-N // ROWS)
-        guesses, out = (self.totals.new_empty((D, count, N, S)) for _ in range(2))
-        sizes = self.totals.new_empty((D * count * tiles,))
+        guesses, out = (self.start.new_empty((D, count, N, S)) for _ in range(2))
+        sizes = self.start.new_empty((D * count * tiles,))
         self.run(chunk, guard, warm=warm, found=(guesses, out, sizes))
         eps = torch.finfo(out.dtype).eps
         compare(guesses, out, sizes, guard, unsettled, near=4 * eps, far=eps * eps)
@@ -215,14 +248,19 @@ class _Sweeps:
         D, T, N = adjoint.values.shape[:3]
         count, tiles = -(-T // chunk), -(-N // ROWS)
         guesses, out, sizes = found or (unused, unused, unused)
+        inputs, parts = adjoint.inputs, self.parts
+        x, before = (unused, unused) if inputs is None else (inputs.x.contiguous(), inputs.before.contiguous())
         sweep_triton_kernels.sweep_back[(D * count * tiles,)](
             adjoint.values.contiguous(), adjoint.hidden.contiguous(), adjoint.grad_output.contiguous(),
             unused if carries is None else carries, adjoint.grad_state.contiguous(),
             unused if adjoint.lengths is None else adjoint.lengths,
-            self.totals, guesses, out, self.start, sizes, guard,
-            T, N, chunk, warm, count, tiles, **_sizes(cell), PACKED=adjoint.lengths is not None,
-            GIVEN=carries is not None, WATCHED=found is not None,
-            PRECISION=_precision("full", adjoint.values), ROWS=ROWS, num_warps=sweep_warps(cell, adjoint.values.dtype),
+            x, before, unused if self.totals is None else self.totals, guesses, out, self.start, sizes,
+            unused if parts is None else parts, guard,
+            T, N, chunk, warm, count, tiles, 0 if parts is None else parts.shape[1], **_sizes(cell), IN=cell.input,
+            PACKED=adjoint.lengths is not None, GIVEN=carries is not None, WATCHED=found is not None,
+            STORED=self.totals is not None, SUMMED=parts is not None, RIGHT=columns(cell),
+            PRECISION=_precision("full", adjoint.values), ROWS=ROWS, STAGES=sweep_stages(cell, adjoint.values.dtype),
+            num_warps=sweep_warps(cell, adjoint.values.dtype),
         )  # fmt: skip
 
 
@@ -250,6 +288,12 @@ def sweep_warps(cell: Cell, dtype: torch.dtype) -> int:
     return 4 if cell.gates * size * size * dtype.itemsize <= 2**14 else 8
 
 
+def sweep_stages(cell: Cell, dtype: torch.dtype) -> int:
+    """How far numbers are copied ahead; see `STAGES`."""
+    step = (1 + cell.coefficients) * ROWS * power_of_two(cell.hidden) * dtype.itemsize
+    return 1 + max(1, min(STAGES[cell.kind] - 1, _STAGED_BYTES // step))
+
+
 def _product_tile(cell: Cell, dtype: torch.dtype) -> tuple[int, int]:
     """Rows of a product per program, and its warps."""
     size = power_of_two(cell.hidden)
@@ -271,7 +315,7 @@ def _multiply(adjoint: Adjoint, chunk: int, precision: Precision, guard: Tensor)
         x.contiguous(), adjoint.hidden.contiguous(), adjoint.grad_output.contiguous(),
         out if adjoint.lengths is None else adjoint.lengths, out, guard,
         T, N, chunk, count, **_sizes(cell), PACKED=adjoint.lengths is not None,
-        PRECISION=_precision(precision, x), ROWS=tile, num_warps=warps,
+        PRECISION=_precision(precision, x), ROWS=tile, STAGES=STAGES[cell.kind], num_warps=warps,
     )  # fmt: skip
     return out
 

@@ -1,8 +1,9 @@
 """Triton kernels of the backward pass: a program takes 16 sequences through one chunk, state in registers.
 
 The steps of a chunk depend on each other, so what counts is the time of one step: no launch, no trip to
-memory for the state, the recurrent weights in registers, what the next step needs loaded before it. A tile of
-sequences fills a tensor core; float32 numbers are multiplied as six products of bfloat16 pieces, float64 plainly.
+memory for the state, and what later steps need copied to shared memory STAGES - 1 steps before. (A load into
+registers that is handed on from step to step is waited for when it is handed on.) A tile of sequences fills a
+tensor core.
 
     sweep_back      gradients back through every chunk, each from a warm-up over the steps after it
     compare         whether every chunk began with what left the next one
@@ -22,6 +23,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from outcore.scan.product_triton_kernels import _columns, _dot, _inputs, _split, _turned_product
 
 __all__ = ["compare", "multiply_back", "pass_back", "sweep_back"]
 
@@ -47,39 +50,7 @@ def _weights(weights, d, i, H: tl.constexpr, G: tl.constexpr, KIND: tl.constexpr
 
 
 @triton.jit
-def _pieces(x):
-    """Three bfloat16 numbers that together are a float32 number: its leading eight bits, the next, the rest."""
-    x0 = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
-    rest = x - x0
-    x1 = (rest.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
-    return x0.to(tl.bfloat16), x1.to(tl.bfloat16), (rest - x1).to(tl.bfloat16)
-
-
-@triton.jit
-def _dot(x, w, PRECISION: tl.constexpr):
-    """Product of two tiles.
-
-    "full" is what float32 would give, from six products of bfloat16 pieces; those left out are below rounding.
-    (Three TF32 products are as many operations, but TF32 operands take four times as long to load from shared
-    memory.) float64 is "ieee".
-    """
-    if PRECISION == "bf16":
-        return tl.dot(x.to(tl.bfloat16), w.to(tl.bfloat16))
-    elif PRECISION == "full":
-        x0, x1, x2 = _pieces(x)
-        w0, w1, w2 = _pieces(w)
-        total = tl.dot(x1, w1)
-        total = tl.dot(x0, w2, total)
-        total = tl.dot(x2, w0, total)
-        total = tl.dot(x0, w1, total)
-        total = tl.dot(x1, w0, total)
-        return tl.dot(x0, w0, total)
-    else:
-        return tl.dot(x, w, input_precision=PRECISION, out_dtype=x.dtype)
-
-
-@triton.jit
-def _step(values, grads, at, mask, i, H: tl.constexpr, M: tl.constexpr, KIND: tl.constexpr, RELU: tl.constexpr):
+def _step(values, grads, at, mask, i, H: tl.constexpr, M: tl.constexpr, KIND: tl.constexpr):
     """The output gradient and up to six coefficients at places `at` [R, 1]; what a kind has not is a copy of the
     first."""
     g = tl.load(grads + at * H + i, mask=mask, other=0.0)
@@ -122,20 +93,22 @@ def _back(
     return c, m, g, q
 
 
-@triton.jit(do_not_specialize=["T", "N", "L", "WARM", "K", "tiles"])
+@triton.jit(do_not_specialize=["T", "N", "L", "WARM", "K", "tiles", "shares"])
 def sweep_back(
-    values, weights, grads, carries, last_carry, lengths, totals, guesses, out, start, sizes, guard,
-    T, N, L, WARM, K, tiles,
+    values, weights, grads, carries, last_carry, lengths, x, before, totals, guesses, out, start, sizes, parts, guard,
+    T, N, L, WARM, K, tiles, shares,
     H: tl.constexpr, KIND: tl.constexpr, RELU: tl.constexpr, M: tl.constexpr, G: tl.constexpr, S: tl.constexpr,
-    PACKED: tl.constexpr, GIVEN: tl.constexpr, WATCHED: tl.constexpr,
-    PRECISION: tl.constexpr, HP: tl.constexpr, ROWS: tl.constexpr,
+    IN: tl.constexpr, PACKED: tl.constexpr, GIVEN: tl.constexpr, WATCHED: tl.constexpr, STORED: tl.constexpr,
+    SUMMED: tl.constexpr, PRECISION: tl.constexpr, HP: tl.constexpr, RIGHT: tl.constexpr, ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of all states: `totals` [D, T, N, S], of the first `start` [D, N, S].
+    """Gradients of all states: `totals` [D, T, N, S] (where STORED), of the first `start` [D, N, S].
 
     A chunk's carry is given (`carries` [D, K, N, S]), or comes from WARM steps after it, which start from zero,
     or from `last_carry` [D, N, S] where the sequence ends among them. WATCHED: what each chunk began with is
     written to `guesses` [D, K, N, S], what left it to `out`, and the largest number of the latter to `sizes`,
-    one per program.
+    one per program. SUMMED: the gradients of the weights of an RNN, whose values are its states, from inputs `x` [D,
+    T, N, I] and the states `before` [D, N, H], to `parts` [D, shares, H, RIGHT]; see `weights_triton_kernels`.
     """
     if tl.load(guard) == 0:
         return
@@ -155,49 +128,52 @@ def sweep_back(
         length = tl.load(lengths + n, mask=n < N, other=0).to(tl.int32)
     if GIVEN:
         at = carries + ((d * K + k) * N + n) * S + i
-        c = tl.load(at, mask=inside, other=0.0)
-        m = c
-        if KIND == 2:
-            m = tl.load(at + H, mask=inside, other=0.0)
+        known = inside
     else:
         begin = tl.minimum(T, last + WARM)
         at = last_carry + (d * N + n) * S + i
-        ended = inside & (length <= begin)
-        c = tl.load(at, mask=ended, other=0.0)
-        m = c
-        if KIND == 2:
-            m = tl.load(at + H, mask=ended, other=0.0)
-    row = (d * T + begin - 1) * N + n
-    now = _step(values, grads, row, inside, i, H, M, KIND, RELU)
-    soon = _step(values, grads, row - N, inside & (begin - 1 > first), i, H, M, KIND, RELU)
-    later = _step(values, grads, row - 2 * N, inside & (begin - 2 > first), i, H, M, KIND, RELU)
-    for t in range(begin - 1, last - 1, -1):
-        row = (d * T + t - 3) * N + n
-        ahead = _step(values, grads, row, inside & (t - 2 > first), i, H, M, KIND, RELU)
+        known = inside & (length <= begin)
+    c = tl.load(at, mask=known, other=0.0)
+    m = c
+    if KIND == 2:
+        m = tl.load(at + H, mask=known, other=0.0)
+    for s in tl.range(0, begin - last, num_stages=STAGES):
+        t = begin - 1 - s
+        now = _step(values, grads, (d * T + t) * N + n, inside, i, H, M, KIND)
         new, kept, _, _ = _back(c, m, 1.0, now, w0, w1, w2, w3, KIND, RELU, PRECISION)
         if PACKED:
             new, kept = tl.where(t < length, new, c), tl.where(t < length, kept, m)
         c, m = new, kept
-        now, soon, later = soon, later, ahead
     if WATCHED:
         at = guesses + ((d * K + k) * N + n) * S + i
         tl.store(at, c, mask=inside)
         if KIND == 2:
             tl.store(at + H, m, mask=inside)
-    for t in range(last - 1, first - 1, -1):
-        row = (d * T + t - 3) * N + n
-        ahead = _step(values, grads, row, inside & (t - 2 > first), i, H, M, KIND, RELU)
+    col = tl.arange(0, RIGHT)[None, :]
+    total = tl.zeros([HP, RIGHT], dtype=w0.dtype)
+    later = _split(tl.zeros([ROWS, HP], dtype=w0.dtype), PRECISION)
+    for s in tl.range(0, last - first, num_stages=STAGES):
+        t = last - 1 - s
+        row = (d * T + t) * N + n
+        now = _step(values, grads, row, inside, i, H, M, KIND)
+        if SUMMED:  # the gradient of the step after this one and the state before it, which is this one's
+            h = now[1]
+            if RIGHT != HP:
+                h = tl.load(values + row * H + col, mask=(n < N) & (col < H), other=0.0)
+            u = _inputs(x + (row + N) * IN, (n < N) & (s > 0), col, H, IN)
+            total += _turned_product(later, _split(_columns(h, u, col, H, IN), PRECISION), PRECISION)
         new, kept, g, q = _back(c, m, 1.0, now, w0, w1, w2, w3, KIND, RELU, PRECISION)
         if PACKED:
             alive = t < length
             new, kept = tl.where(alive, new, c), tl.where(alive, kept, m)
             g, q = tl.where(alive, g, 0.0), tl.where(alive, q, 0.0)
-        to = totals + ((d * T + t) * N + n) * S + i
-        tl.store(to, g, mask=inside)
-        if KIND == 2:
-            tl.store(to + H, q, mask=inside)
+        if STORED:
+            to = totals + row * S + i
+            tl.store(to, g, mask=inside)
+            if KIND == 2:
+                tl.store(to + H, q, mask=inside)
         c, m = new, kept
-        now, soon, later = soon, later, ahead
+        later = _split(g, PRECISION)
     if k == 0:
         to = start + (d * N + n) * S + i
         tl.store(to, c, mask=inside)
@@ -211,6 +187,17 @@ def sweep_back(
             tl.store(at + H, m, mask=inside)
             size = tl.maximum(size, tl.max(tl.abs(m)))
         tl.store(sizes + pid, tl.where(k > 0, size, 0.0))  # nothing starts from what leaves the first chunk
+    if SUMMED:
+        states = before + (d * N + n) * H
+        if k > 0:
+            states = values + ((d * T + first - 1) * N + n) * H
+        h = tl.load(states + col, mask=(n < N) & (col < H), other=0.0)
+        u = _inputs(x + ((d * T + first) * N + n) * IN, n < N, col, H, IN)
+        total += _turned_product(later, _split(_columns(h, u, col, H, IN), PRECISION), PRECISION)
+        j = tl.arange(0, HP)[:, None]
+        for share in range(k * tiles + tile, shares, K * tiles):  # shares that no program has are zero
+            tl.store(parts + ((d * shares + share) * H + j) * RIGHT + col, total, mask=j < H)
+            total = tl.zeros_like(total)
 
 
 @triton.jit(do_not_specialize=["programs", "N", "K"])
@@ -249,7 +236,7 @@ def multiply_back(
     values, weights, grads, lengths, out, guard,
     T, N, L, K,
     H: tl.constexpr, KIND: tl.constexpr, RELU: tl.constexpr, M: tl.constexpr, G: tl.constexpr, S: tl.constexpr,
-    PACKED: tl.constexpr, PRECISION: tl.constexpr, HP: tl.constexpr, ROWS: tl.constexpr,
+    PACKED: tl.constexpr, PRECISION: tl.constexpr, HP: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """What a chunk does to a carried gradient: row r of `out` [D, K, N, S + 1, S] for the r-th unit vector, the
     last row for zero; only that one adds the gradients of the outputs."""
@@ -270,14 +257,9 @@ def multiply_back(
     c = tl.where((i == r) & inside, 1.0, 0.0).to(w0.dtype)
     m = tl.where((i + H == r) & inside, 1.0, 0.0).to(w0.dtype)
     keep = tl.where(r == S, 1.0, 0.0).to(w0.dtype)
-    at = (d * T + last - 1) * N + n
-    now = _step(values, grads, at, inside & (last > first), i, H, M, KIND, RELU)
-    for j in range(last - first):
-        t = last - 1 - j
-        at = (d * T + t - 1) * N + n
-        soon = _step(values, grads, at, inside & (t > first), i, H, M, KIND, RELU)
+    for s in tl.range(0, last - first, num_stages=STAGES):
+        now = _step(values, grads, (d * T + last - 1 - s) * N + n, inside, i, H, M, KIND)
         c, m, _, _ = _back(c, m, keep, now, w0, w1, w2, w3, KIND, RELU, PRECISION)
-        now = soon
     to = out + (place * (S + 1) + r) * S + i
     mask = (r <= S) & inside
     tl.store(to, c, mask=mask)

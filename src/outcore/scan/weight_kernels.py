@@ -12,7 +12,7 @@ from outcore.scan.kernels import KIND, available, dot_precision, or_none, power_
 if TYPE_CHECKING:
     from outcore.scan.cells import Cell
 
-__all__ = ["Summed", "partial_sums", "weight_sums"]
+__all__ = ["Summed", "added_up", "columns", "partial_sums", "weight_sums"]
 
 _MOST_COLUMNS = 128
 """States and inputs together; above, a matrix product of cuBLAS has enough to do."""
@@ -58,8 +58,7 @@ def _takes(cell: Cell) -> bool:
 
 def _tiles(cell: Cell, directions: int, rows: int) -> tuple[int, int, int]:
     """Rows and columns of the product, and how many of the rows summed over a program takes."""
-    left = cell.hidden * (1 if cell.gates == 1 else 4)
-    right = power_of_two(cell.hidden + cell.input + 1, 32)
+    left, right = cell.hidden * (1 if cell.gates == 1 else 4), columns(cell)
     programs, block = max(1, _SHARES // (directions * -(-left // _COLUMNS))), _TILES[right][0]
     return left, right, max(4, -(-rows // (block * programs))) * block
 
@@ -71,7 +70,7 @@ def _weight_sums(
     from outcore.scan import weights_triton_kernels
 
     D, T, N, size = x.shape
-    H, G, rows = cell.hidden, cell.gates, T * N
+    H, rows = cell.hidden, T * N
     left, right, share = _tiles(cell, D, rows)
     columns, shares = -(-left // _COLUMNS), max(1, -(-(rows - N) // share))
     parts = x.new_empty((D, shares, left, right))
@@ -83,10 +82,24 @@ def _weight_sums(
         PRECISION=dot_precision(x.dtype), COLS=_COLUMNS, RIGHT=right,
         BLOCK=_TILES[right][0], num_warps=_TILES[right][1], num_stages=1,
     )  # fmt: skip
-    of_input, of_hidden = x.new_empty((D, G * H, size)), x.new_empty((D, G * H, H))
-    biases = x.new_empty((2, D, G * H))
+    return added_up(cell, parts, bias)
+
+
+def columns(cell: Cell) -> int:
+    """Columns of the product: states, inputs and one, padded."""
+    return power_of_two(cell.hidden + cell.input + 1, 32)
+
+
+def added_up(cell: Cell, parts: Tensor, bias: bool) -> Summed:
+    """The gradients from the shares of the product ``[D, shares, rows, columns]``."""
+    from outcore.scan import weights_triton_kernels
+
+    D, shares, left, right = parts.shape
+    H, G, size = cell.hidden, cell.gates, cell.input
+    of_input, of_hidden = parts.new_empty((D, G * H, size)), parts.new_empty((D, G * H, H))
+    biases = parts.new_empty((2, D, G * H))
     weights_triton_kernels.add_up[(left, D)](
         parts, of_input, of_hidden, biases[0], biases[1], shares,
-        H=H, IN=size, KIND=kind, LEFT=left, G=G, BIAS=bias, RIGHT=right, BLOCK=128,
+        H=H, IN=size, KIND=KIND[cell.kind], LEFT=left, G=G, BIAS=bias, RIGHT=right, BLOCK=256, num_warps=8,
     )  # fmt: skip
     return of_input, of_hidden, biases[0] if bias else None, biases[1] if bias else None

@@ -16,26 +16,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from outcore.scan.sweep_triton_kernels import _pieces
+from outcore.scan.product_triton_kernels import _columns, _inputs, _split, _turned_product
 
 __all__ = ["add_up", "sum_up"]
-
-
-@triton.jit
-def _turned_dot(x, w, PRECISION: tl.constexpr):
-    """``xᵀ w``, as `_dot`; the pieces are turned on their way through shared memory."""
-    if PRECISION == "full":
-        x0, x1, x2 = _pieces(x)
-        w0, w1, w2 = _pieces(w)
-        x0, x1, x2 = tl.trans(x0), tl.trans(x1), tl.trans(x2)
-        total = tl.dot(x1, w1)
-        total = tl.dot(x0, w2, total)
-        total = tl.dot(x2, w0, total)
-        total = tl.dot(x0, w1, total)
-        total = tl.dot(x1, w0, total)
-        return tl.dot(x0, w0, total)
-    else:
-        return tl.dot(tl.trans(x), w, input_precision=PRECISION, out_dtype=x.dtype)
 
 
 @triton.jit
@@ -58,11 +41,7 @@ def _block(
         g = tl.load(totals + at * S + (r * S + place), mask=left, other=0.0)
         v = tl.load(values + at * (M * H) + (r * (M * H) + 2 * H + j), mask=left, other=0.0)
     h = tl.load(states + at * H + (r * H + q), mask=some & (q < H), other=0.0)
-    if IN == 1:
-        u = tl.load(x + at + r, mask=some, other=0.0)
-    else:
-        u = tl.load(x + at * IN + (r * IN + q - H), mask=some & (q >= H) & (q < H + IN), other=0.0)
-    return g, v, h, u
+    return g, v, h, _inputs(x + at * IN + r * IN, some, q, H, IN)
 
 
 @triton.jit
@@ -79,12 +58,8 @@ def _rows(
         g, v, h, u = now
         if KIND >= 1:
             g = g * v
-        if IN == 1:
-            h = tl.where(q == H, u, h)
-        else:
-            h += u
-        h = tl.where(q == H + IN, 1.0, h).to(h.dtype)  # where there is no row, g is zero
-        total += _turned_dot(g, h, PRECISION)
+        h = _columns(h, u, q, H, IN)  # where there is no row, g is zero
+        total += _turned_product(_split(g, PRECISION), _split(h, PRECISION), PRECISION)
         now = soon
     return total
 

@@ -16,8 +16,8 @@ import torch
 from outcore.errors import ScanError
 from outcore.scan import gate_kernels
 from outcore.scan.cells import Cell
-from outcore.scan.sweep_kernels import sweep_chunk
-from outcore.scan.weight_kernels import partial_sums
+from outcore.scan.sweep_kernels import ROWS, sums, sweep_chunk
+from outcore.scan.weight_kernels import columns, partial_sums
 
 __all__ = ["Cut", "Shape", "best_chunk", "cut", "free_bytes", "peak_bytes"]
 
@@ -77,8 +77,13 @@ def peak_bytes(shape: Shape, segment: int, chunk: int, *, fused: bool) -> int:
     carries = 4 * count * D * shape.batch * S
     products = carries + count * D * shape.batch * _numbers_per_chunk(cell, fused=fused) if count > 1 else 0
     if fused:
-        guesses = 2 * -(-steps // sweep_chunk(cell, D, steps, shape.batch, chunk)) * D * shape.batch * S
-        products = max(products + guesses, partial_sums(cell, D, steps * shape.batch))
+        most = -(-steps // sweep_chunk(cell, D, steps, shape.batch, chunk))
+        guesses = 2 * most * D * shape.batch * S
+        shares = partial_sums(cell, D, steps * shape.batch)
+        if sums(cell):
+            guesses += most * D * -(-shape.batch // ROWS) * H * columns(cell)
+            shares = 0
+        products = max(products + guesses, shares)
     solving = base + rows * S + products
     gates = base + rows * (S + (_GATE_TENSORS[cell.kind] + projected) * H) + apart
     restoring = 2 * of_input // D if shape.copied else 0

@@ -1,0 +1,111 @@
+"""What a recurrent layer of torch.nn is called with, and what it returns: sorted out once, checked as torch does.
+
+Time first, a batch always, the initial states there and sorted like a packed sequence, everything in the precision that
+autocast asks for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from outcore.scan.packing import Packing
+
+__all__ = ["Arguments", "extent", "working"]
+
+Hidden = Tensor | tuple[Tensor, Tensor]
+
+
+def extent(module: torch.nn.RNNBase, input: Any) -> tuple[int, int]:
+    """Steps and sequences.
+
+    Raises:
+        ValueError: the input has other dimensions than torch takes.
+    """
+    if isinstance(input, PackedSequence):
+        return len(input.batch_sizes), int(input.batch_sizes[0])
+    if input.dim() not in (2, 3):
+        raise ValueError(f"{type(module).__name__}: Expected input to be 2D or 3D, got {input.dim()}D instead")
+    if input.dim() == 2:
+        return input.shape[0], 1
+    return (input.shape[1], input.shape[0]) if module.batch_first else (input.shape[0], input.shape[1])
+
+
+def working(x: Tensor) -> torch.dtype:
+    """Autocast as torch's recurrent functions do it on a GPU: everything in the lower precision."""
+    return torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """The arguments of one call."""
+
+    given: Any
+    """The input as it was given."""
+    x: Tensor
+    """``[T, N, I]``, or the data of a packed sequence."""
+    packing: Packing | None
+    state: tuple[Tensor, ...]
+    """``(h0,)`` or ``(h0, c0)``."""
+
+    @classmethod
+    def of(cls, module: torch.nn.RNNBase, input: Any, hx: Any) -> Arguments:
+        """Sort out what a module was called with; torch's own checks and messages."""
+        steps, batch = extent(module, input)
+        if isinstance(input, PackedSequence):
+            x, batch_sizes, order, _ = input
+            state = _initial(module, x, batch, hx, order)
+            _check(module, x, state, batch_sizes)
+            return cls._cast(input, x, Packing.of(batch_sizes, x.device), state)
+        name, batched = type(module).__name__, input.dim() == 3
+        parts = () if hx is None else hx if isinstance(hx, tuple) else (hx,)
+        if any(part.dim() != (3 if batched else 2) for part in parts):
+            raise RuntimeError(
+                f"For {'batched 3-D' if batched else 'unbatched 2-D'} input, hx should also be "
+                f"{3 if batched else 2}-D but got {', '.join(f'{part.dim()}-D' for part in parts)}"
+            )
+        x = input
+        if not batched:
+            x = input.unsqueeze(0 if module.batch_first else 1)
+            hx = None if hx is None else tuple(part.unsqueeze(1) for part in parts)
+        state = _initial(module, x, batch, hx, None)
+        _check(module, x, state, None)
+        if steps == 0:
+            raise RuntimeError(f"{name}: Expected sequence length to be larger than 0")
+        return cls._cast(input, (x.transpose(0, 1) if module.batch_first else x).contiguous(), None, state)
+
+    @classmethod
+    def _cast(cls, given: Any, x: Tensor, packing: Packing | None, state: tuple[Tensor, ...]) -> Arguments:
+        return cls(given, x.to(working(x)), packing, tuple(part.to(working(part)) for part in state))
+
+    def results(self, module: torch.nn.RNNBase, y: Tensor, final: tuple[Tensor, ...]) -> tuple[Any, Hidden]:
+        """Output and final states as torch returns them."""
+        if isinstance(self.given, PackedSequence):
+            order = self.given.unsorted_indices
+            packed = PackedSequence(y, self.given.batch_sizes, self.given.sorted_indices, order)
+            final = tuple(part if order is None else part.index_select(1, order) for part in final)
+            return packed, (final[0], final[1]) if module.mode == "LSTM" else final[0]
+        if module.batch_first:
+            y = y.transpose(0, 1)
+        if self.given.dim() == 2:
+            y = y.squeeze(0 if module.batch_first else 1)
+            final = tuple(part.squeeze(1) for part in final)
+        return y, (final[0], final[1]) if module.mode == "LSTM" else final[0]
+
+
+def _check(module: torch.nn.RNNBase, x: Tensor, state: tuple[Tensor, ...], batch_sizes: Tensor | None) -> None:
+    hx: Any = state if module.mode == "LSTM" else state[0]
+    module.check_forward_args(x, hx, batch_sizes)
+
+
+def _initial(module: torch.nn.RNNBase, x: Tensor, batch: int, hx: Any, order: Tensor | None) -> tuple[Tensor, ...]:
+    if hx is not None:
+        parts = hx if isinstance(hx, tuple) else (hx,)
+        return tuple(part if order is None else part.index_select(1, order) for part in parts)
+    count = module.num_layers * (1 + module.bidirectional)
+    sizes = (module.proj_size or module.hidden_size, module.hidden_size)
+    return tuple(x.new_zeros((count, batch, size)) for size in sizes[: 2 if module.mode == "LSTM" else 1])
