@@ -7,8 +7,8 @@ With ``--search random`` both see the same 64 configurations, so the best of one
 either, one model is trained for a few steps by plain PyTorch, so loading libraries counts for none. All else does:
 recording, checking and compiling the fused step is in its training time.
 
-Both are chaotic, so the best trials need not be the same. ``--again 3`` trains every configuration to the end, without
-pruning, from three other first weights on other batches: how good a configuration is, and by how much that varies.
+Both are chaotic, so the best trials need not be the same. ``--again 1,2,3`` trains every configuration to the end,
+without pruning, from three other first weights on other batches: how good a configuration is, and how much that varies.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def main() -> None:
     parser.add_argument(
         "--ways", default="together,one-by-one", help="sweeps to run; wide keeps empty slots to the end"
     )
-    parser.add_argument("--again", type=int, default=0, help="how often to train all to the end, to know the noise")
+    parser.add_argument("--again", default="", help="train all to the end from other weights and batches: 1,2,3")
     parser.add_argument("--order", default="turns", choices=("turns", "alone"), help="of trials one by one")
     run(parser.parse_args())
 
@@ -220,7 +220,7 @@ def run(given: argparse.Namespace) -> None:
             add(more, partial(together, given=given, seed=seed, narrow=False))
         if "one-by-one" in given.ways:
             add({"seed": seed, "members": 1}, partial(one_by_one, given=given, seed=seed))
-        for weights in range(1, 1 + given.again):
+        for weights in map(int, filter(None, given.again.split(","))):
             more = {"seed": seed, "members": given.members, "pruner": "none", "weights": weights}
             add(more, partial(together, given=given, seed=seed, pruner="none", weights=weights))
 

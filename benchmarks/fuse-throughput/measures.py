@@ -22,6 +22,7 @@ from tests.fusion.workloads import Workload
 
 import outcore
 from outcore.fusion import Way, choice, choose, forecast
+from outcore.fusion.choice import lane_width
 from outcore.fusion.layerwise import measure_convolutions
 from outcore.fusion.verify import disagreement
 
@@ -251,7 +252,7 @@ def prediction(bench: Bench, workload: Workload, amp: bool, members: int) -> Mea
     for name in array.slots[0].trainings:
         array.program(name, array.arguments(batch, None))
     last = workload.images
-    ways = [Way(members, True, channels_last=last), Way(1, True, True, channels_last=last)]
+    ways = [Way(lane_width(members), True, channels_last=last), Way(1, True, True, channels_last=last)]
     bench.wait()
     with bench.alone():
         made = choose(array, *batch, ways=ways, seconds=bench.seconds)

@@ -75,6 +75,9 @@ def rows_of(name: str, precision: str, kind: str, given: argparse.Namespace) -> 
         yield facts | {"what": "fused, layers measured"}, ours(members, fused, layers=True)
     elif kind == "predict":
         yield facts | {"what": "prediction"}, lambda b: measures.prediction(b, workload, amp, members)
+    elif kind == "predict-more":
+        more = facts | {"what": "prediction", "members": 2 * members}
+        yield more, lambda b: measures.prediction(b, workload, amp, 2 * members)
     elif kind == "vmap":
         yield facts | {"what": "vmap"}, lambda b: measures.vmapped(b, workload, amp, members)
     elif kind in ("sweep", "sweep-fused", "sweep-streams"):

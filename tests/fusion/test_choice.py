@@ -235,3 +235,26 @@ def test_ways_that_lead_are_tried_again_with_more_members(monkeypatch: pytest.Mo
     assert made.best.way == ways[1] and made.best.predicted_s == 4.5
     assert [sorted(t.times_s) for t in made.trials] == [[4, 8], [4, 8], [4]]
     assert made.trials[2].predicted_s == 36.0
+
+
+def test_more_members_than_a_lane_holds_are_fused_in_equal_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twenty take two lanes of ten on a GPU, and twice as long as one of ten: that is measured, not guessed."""
+    array = small_array(20)
+    (x, y), *_ = small_batches()
+    width = choice.lane_width(20)
+    tried: list[tuple[int, Way]] = []
+
+    def time(array: Any, count: int, way: Way, *_: Any) -> float:
+        tried.append((count, way))
+        return 1.0 + 0.1 * count if way.width > 1 else 1.0 * count
+
+    monkeypatch.setattr(choice, "_time_serially", lambda *_: 1.0)
+    monkeypatch.setattr(choice, "_time", time)
+    monkeypatch.setattr(choice, "_tries_again", lambda device: True)
+    made = choose(array, x, y, ways=[Way(width), Way(1, parallel=True)])
+    assert width == 10 and tried[-1] == (10, Way(10))
+    assert made.best.predicted_s == pytest.approx(4.0) and array.way == Way(10) and len(array.lanes) == 2
+    assert made.memory is not None
+    whole = forecast(small_array(20), x, y)
+    assert made.memory.peak_bytes() < whole.peak_bytes()
+    assert [choice.lane_width(n) for n in (1, 15, 16, 17, 33, 64)] == [1, 15, 16, 9, 11, 16]

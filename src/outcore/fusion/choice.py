@@ -4,16 +4,17 @@ Fused operations win where kernels are small matrix products, and lose to one CU
 where they are convolutions that a grouped form runs badly. So both are tried on copies of a few members, for a
 fraction of a second each, with nothing of the array touched. From the times for two and for four members follows the
 time for all of them. A GPU is not filled by so few, and a line through two and four was off by a third where kernels
-overlap; so there the ways that lead with four are tried again with up to sixteen, each convolution of fused ones in its
-faster form: what is timed is what will run. The speed-up over training one after the other is
-printed before training starts; what was achieved can be printed beside it afterwards.
+overlap; so there the ways that lead with four are tried again with as many as will run at once, each convolution of
+fused ones in its faster form: what is timed is what will run. More than sixteen members are fused in equal lanes of up
+to sixteen, one after the other: on an H200 thirty-two in one lane were no faster, and took more memory. The speed-up
+over training one after the other is printed before training starts; what was achieved can be printed beside it.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,11 +29,13 @@ from outcore.fusion.runner import Way
 if TYPE_CHECKING:
     from outcore.fusion.array import FusedArray
 
-__all__ = ["Choice", "Trial", "choose"]
+__all__ = ["Choice", "Trial", "choose", "lane_width"]
 
 _PROBES = (2, 4)
-_MANY = 16
-"""Members of the second trial."""
+_WIDEST = 16
+"""Members of a fused lane on a GPU, at most."""
+_STREAMS = 32
+"""Streams that torch has; more lanes share them."""
 _CLOSE = 1.5
 """How many times slower than the best a way may look to be tried again."""
 
@@ -106,25 +109,29 @@ def choose(
     limit = memory_bytes if memory_bytes is not None else _free(array.device)
     at_once = len(array) if predicted is None or limit is None else predicted.at_once(limit)
     candidates = list(ways) if ways is not None else _candidates(array, at_once)
-    many = _affordable(array, at_once, predicted, limit)
-    again = _tries_again(array.device) and many > _PROBES[-1]
-    counts = sorted({min(n, len(array)) for n in (_PROBES[-1:] if again else _PROBES)})
     serial_s = _time_serially(array, batch, each, seconds)
-    trials = []
-    for way in candidates:
-        times = {n: _time(array, n, way, batch, each, seconds) for n in counts}
-        trials.append(Trial(way, times, _extrapolated(times, len(array), way, at_once)))
+    lane, streams = lane_width(len(array), min(_WIDEST, at_once)), min(len(array), at_once, _STREAMS)
+    lane, streams = (_affordable(count, predicted, limit) for count in (lane, streams))
+    again = _tries_again(array.device) and min(lane, streams) > _PROBES[-1]
+
+    def tried(way: Way, counts: Iterable[int], before: Trial | None = None) -> Trial:
+        times = dict(before.times_s) if before is not None else {}
+        for n in counts:
+            times[n] = _time(array, n, way, batch, each, seconds, before is not None)
+        return Trial(way, times, _extrapolated(times, len(array), way, at_once))
+
+    few = sorted({min(n, len(array)) for n in (_PROBES[-1:] if again else _PROBES)})
+    trials = [tried(way, few) for way in candidates]
     if again:
-        fastest = min(t.predicted_s for t in trials)
-        for i, trial in enumerate(trials):
-            if trial.predicted_s <= _CLOSE * fastest:
-                times = trial.times_s | {many: _time(array, many, trial.way, batch, each, seconds, True)}
-                trials[i] = Trial(trial.way, times, _extrapolated(times, len(array), trial.way, at_once))
+        near = _CLOSE * min(t.predicted_s for t in trials)
+        trials = [
+            t if t.predicted_s > near else tried(t.way, [lane if t.way.width > 1 else streams], t) for t in trials
+        ]
     made = Choice(len(array), serial_s, tuple(trials), predicted)
     array.arrange(made.way)
-    if made.way.width == 1 and len(array) > 1:
+    if made.way.width < len(array):
         made = replace(made, memory=_forecast(array, batch, each))
-    if array.device.type == "cuda" and 1 < made.way.width != many and each is None:
+    if array.device.type == "cuda" and 1 < made.way.width != lane and each is None:
         measure_convolutions(array, *batch)
     return made
 
@@ -138,9 +145,8 @@ def _forecast(array: FusedArray, batch: tuple[Any, ...], each: Any) -> Forecast 
         return None
 
 
-def _affordable(array: FusedArray, at_once: int, predicted: Forecast | None, limit: int | None) -> int:
-    """With how many members the best ways can be tried again, beside the array itself."""
-    count = min(_MANY, at_once, len(array))
+def _affordable(count: int, predicted: Forecast | None, limit: int | None) -> int:
+    """With how many members, so many at most, the best ways can be tried again beside the array itself."""
     while count > 1 and predicted is not None and limit is not None and predicted.peak_bytes(count) > limit:
         count //= 2
     return count
@@ -160,17 +166,26 @@ def _candidates(array: FusedArray, at_once: int) -> list[Way]:
     if on_gpu and any(p.dim() == 4 and max(p.shape[2:]) > 1 for p in array.models[0].parameters()):
         formats = {False, True}
     found = []
+    width = lane_width(len(array), min(_WIDEST, at_once)) if on_gpu else at_once
     for channels_last in sorted(formats):
-        found.append(Way(at_once, on_gpu, channels_last=channels_last))
+        found.append(Way(width, on_gpu, channels_last=channels_last))
         together = on_gpu and at_once == len(array)
         found.append(Way(1, on_gpu, together, channels_last=channels_last))
     return found
+
+
+def lane_width(members: int, most: int = _WIDEST) -> int:
+    """How many members to fuse in a lane, so that lanes of at most so many are about equal."""
+    lanes = -(-members // most)
+    return -(-members // lanes)
 
 
 def _extrapolated(times: dict[int, float], members: int, way: Way, at_once: int) -> float:
     """A line through the two largest counts that were tried, or through none; lanes one after the other add up."""
     if members in times and at_once >= members:
         return times[members]
+    if 1 < way.width < members and way.width in times:
+        return -(-members // way.width) * times[way.width]
     if len(times) == 1:
         ((count, found),) = times.items()
         return found * max(1.0, members / count)
@@ -179,7 +194,7 @@ def _extrapolated(times: dict[int, float], members: int, way: Way, at_once: int)
     def line(count: int) -> float:
         return max(long * count / more * 0.25, short + (long - short) * (count - few) / (more - few))
 
-    if way.width > 1 and at_once < members:
+    if 1 < way.width < members:
         return -(-members // way.width) * line(way.width)
     return line(members)
 

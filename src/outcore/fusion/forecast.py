@@ -42,11 +42,13 @@ class Forecast:
     """What a lane takes besides, for libraries and for its graph."""
     lanes: int = 1
     """How many run at once."""
+    width: int | None = None
+    """Members that run at once, where it is not all."""
 
     def peak_bytes(self, members: int | None = None, at_once: int | None = None) -> int:
         """The peak of an array, some or all of whose members run at once."""
         count = self.members if members is None else members
-        running = min(at_once or count, count)
+        running = min(at_once or self.width or count, count)
         lanes = -(-running * self.lanes // self.members)
         return count * self.resting_bytes + running * self.running_bytes + lanes * self.lane_bytes + self.batch_bytes
 
@@ -95,7 +97,9 @@ def forecast(array: FusedArray, *batch: Any, each: Sequence[tuple[Any, ...]] | N
         running = max(running, needed)
         shared = max(shared, peak.inputs)
     besides = (_LIBRARY_BYTES + (_STREAM_BYTES if array.way.parallel else 0)) if on_gpu else 0
-    return Forecast(len(array), resting, running, shared, besides, len(array.lanes) if array.way.parallel else 1)
+    if array.way.parallel:
+        return Forecast(len(array), resting, running, shared, besides, len(array.lanes))
+    return Forecast(len(array), resting, running, shared, besides, width=len(lane))
 
 
 _LIBRARY_BYTES = 64 * 2**20

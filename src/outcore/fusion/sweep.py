@@ -24,7 +24,7 @@ from torch import nn
 
 from outcore.errors import FuseError
 from outcore.fusion.array import FusedArray
-from outcore.fusion.choice import Choice
+from outcore.fusion.choice import Choice, lane_width
 from outcore.fusion.curves import draw_curves
 from outcore.fusion.fuse import fuse
 from outcore.fusion.runner import Way
@@ -314,7 +314,7 @@ def _usual_way(model: nn.Module, members: int) -> Way:
     """All fused; on a GPU as a CUDA graph, and in the order of memory that its convolutions prefer."""
     on_gpu = any(p.is_cuda for p in model.parameters())
     convolves = any(p.dim() == 4 for p in model.parameters())
-    return Way(members, graphed=on_gpu, channels_last=on_gpu and convolves)
+    return Way(lane_width(members) if on_gpu else members, graphed=on_gpu, channels_last=on_gpu and convolves)
 
 
 def _value(result: Result) -> float:
