@@ -238,6 +238,7 @@ def test_a_module_is_trained_in_place_and_keeps_its_modes() -> None:
         ("different plans", "another plan than rank"),
         ("different code", "another network than rank"),
         ("different shapes", "given batches of different shapes"),
+        ("shapes known before", "given batches of different shapes"),
         ("no data", "no rank of replica 0 was given inputs"),
         ("synchronised", "PlanError: synchronised batch normalisation needs"),
         ("no gpu", 'EngineError: device "cuda" was asked for'),

@@ -21,7 +21,7 @@ import torch
 from outcore.errors import EngineError
 from outcore.graph.structure import leaves, substitute
 
-__all__ = ["arguments", "cut", "describe", "fingerprint", "parts", "rows", "stand_in"]
+__all__ = ["arguments", "cut", "describe", "fingerprint", "joined", "parts", "rows", "stand_in"]
 
 _PLAIN = (int, float, bool, str, type(None))
 
@@ -54,6 +54,13 @@ def cut(batch: Any, count: int, sizes: Sequence[int]) -> list[Any]:
         substitute(batch, torch.Tensor, partial(rows_of, end=end, size=size))
         for end, size in zip(ends, sizes, strict=True)
     ]
+
+
+def joined(outputs: Sequence[Any]) -> Any:
+    """Outputs of micro-batches as one: tensors are put together along the first dimension."""
+    columns = [[t for _, t in leaves(output, torch.Tensor)] for output in outputs]
+    whole = iter([torch.cat(row) if row[0].ndim else torch.stack(row) for row in zip(*columns, strict=True)])
+    return substitute(outputs[0], torch.Tensor, lambda _: next(whole))
 
 
 def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

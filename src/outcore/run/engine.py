@@ -25,10 +25,10 @@ import torch
 from torch import nn
 
 from outcore.errors import CheckpointError, EngineError
-from outcore.graph.structure import leaves, substitute
 from outcore.job import Job
 from outcore.plan_document import Plan
 from outcore.program import Program, Timeline
+from outcore.run import batch as batches
 from outcore.run.assembly import Assembly
 from outcore.run.blueprint import Script
 from outcore.run.faults import Watch
@@ -261,15 +261,7 @@ class Engine:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """All weights and buffers of the model, on the host of every rank; collective."""
-        mine = self.assembly.local_state()
-        found: dict[str, torch.Tensor] = {}
-        told = self.world.share({n: [list(t.shape), str(t.dtype).removeprefix("torch.")] for n, t in mine.items()})
-        for rank, row in enumerate(told):
-            for name, (shape, dtype) in row.items():
-                if name not in found:
-                    empty = torch.empty(shape, dtype=getattr(torch, dtype))
-                    found[name] = mine[name].detach().cpu().clone() if rank == self.rank else empty
-                    self.world.broadcast_(found[name], rank)
+        found = self.world.gather(self.assembly.local_state())
         return {name: found[name] for name in self.model.state_dict() if name in found}
 
     def loader(
@@ -370,7 +362,7 @@ class Engine:
                 self._run(run, script, update=False)
             finally:
                 self.worker.keep_outputs = False
-        return _joined([run.outputs[i] for i in sorted(run.outputs)]) if run.outputs else None
+        return batches.joined([run.outputs[i] for i in sorted(run.outputs)]) if run.outputs else None
 
     def timeline(self) -> Timeline:
         """What happened in the last step on every rank; collective."""
@@ -458,10 +450,3 @@ class Engine:
         if kind is None:
             self.keeper.finish()
         self.close()
-
-
-def _joined(outputs: list[Any]) -> Any:
-    """Outputs of micro-batches as one: tensors are put together along the first dimension."""
-    columns = [[t for _, t in leaves(output, torch.Tensor)] for output in outputs]
-    whole = iter([torch.cat(row) if row[0].ndim else torch.stack(row) for row in zip(*columns, strict=True)])
-    return substitute(outputs[0], torch.Tensor, lambda _: next(whole))

@@ -3,6 +3,9 @@
 One exchange of a few numbers per step tells every rank how many samples each replica has and of which shape. A shape
 that a rank without data meets for the first time is described to it once. Refused here, on all ranks at once: batches
 of one replica that differ between its ranks, replicas without samples, and data missing where a stage reads it.
+
+Where there is one replica, and a batch has a shape that was agreed on before, a rank knows what the others will say
+unless somebody erred: it begins to compute, and hears them before it sends or uses anything (`Pass.agree`).
 """
 
 from __future__ import annotations
@@ -41,12 +44,19 @@ class Intake:
         self.wishes: list[int] = []
         """What every rank asked for in the last exchange, as `take` was told."""
         self._described: dict[int, Any] = {}
+        self._agreed: set[int] = set()
 
     def take(
         self, inputs: Any, targets: Any, *, training: bool, step: int, scale: float = 1.0, wish: int = 0
     ) -> tuple[Pass, Script]:
         """Agree on a batch with all ranks; returns what is to be run, and the program."""
-        counts, description = self._agree(inputs, step, wish)
+        description = batches.describe(inputs) if inputs is not None else None
+        count = batches.rows(inputs) if inputs is not None else -1
+        mark = batches.fingerprint(description) if description is not None else 0
+        answers = self.world.start_numbers([count, mark, step, wish])
+        later = self.plan.replicas == 1 and mark in self._agreed
+        counts, description = ([count], description) if later else self._agree(answers(), step, description)
+        self._agreed |= {mark} if inputs is not None else set()
         mine = counts[self.replica]
         pieces = min(self.blueprint.pieces, *counts)
         sizes = batches.parts(mine, pieces)
@@ -68,14 +78,12 @@ class Intake:
         self._refuse_missing(found[0].form, has_data, targets)
         script = self.blueprint.script(found[0].form.edges, pieces, training=training)
         every = [n / sum(counts) if self.reduction == "mean" else 1.0 for c in counts for n in batches.parts(c, pieces)]
-        return Pass(found, training, self.seed, step, scale, every, sum(counts)), script
+        run = Pass(found, training, self.seed, step, scale, every, sum(counts))
+        run.agree = (lambda: self._agree(answers(), step, description)) if later else None
+        return run, script
 
-    def _agree(self, inputs: Any, step: int, wish: int) -> tuple[list[int], Any]:
+    def _agree(self, table: list[list[int]], step: int, description: Any) -> tuple[list[int], Any]:
         """Samples of every replica, and what this replica's batch looks like."""
-        description = batches.describe(inputs) if inputs is not None else None
-        count = batches.rows(inputs) if inputs is not None else -1
-        mark = batches.fingerprint(description) if description is not None else 0
-        table = self.world.numbers([count, mark, step, wish])
         self.wishes = [row[3] for row in table]
         if any(row[2] != step for row in table):
             steps = ", ".join(f"rank {r}: {row[2]}" for r, row in enumerate(table))

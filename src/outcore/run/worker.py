@@ -66,6 +66,8 @@ class Pass:
     """Share of every micro-batch of the step in its loss, over all replicas."""
     samples: int
     """Over all replicas."""
+    agree: Callable[[], object] | None = None
+    """Hears from all ranks whether they were given the same batch; called before anything is exchanged."""
     after_forwards: Callable[[], None] | None = None
     """Called when the last forward of this rank is over."""
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -139,11 +141,13 @@ class Worker:
                     self._forward(instruction, incoming, outgoing)
                     forwards -= 1
                     if not forwards and run.after_forwards is not None:
+                        self._agree()
                         run.after_forwards()
                 case Backward():
                     self._at("backward", instruction)
                     self._backward(instruction, incoming, outgoing)
                 case Reduce() if update:
+                    self._agree()
                     self.place.stage, self.place.doing = instruction.stage, "reduce"
                     if self.parking is not None:
                         self.parking.leave()
@@ -151,6 +155,7 @@ class Worker:
                 case OptimizerStep() if update:
                     steps -= 1
                     if not steps:
+                        self._agree()
                         self.place.stage, self.place.doing = instruction.stage, "optimizer step"
                         self.update.settle()
                         began = self.clock.now()
@@ -158,6 +163,7 @@ class Worker:
                         self.record(COMPUTE, "step", str(instruction), began, self.clock.now(), instruction.stage)
                         self.gauge.sample()
                         stepped = True
+        self._agree()
         if update and not stepped:
             self.update.settle()
             self.update.step()  # nothing to train here, but norms and overflows concern all ranks
@@ -298,6 +304,11 @@ class Worker:
 
     # Moving
 
+    def _agree(self) -> None:
+        agree, self._run.agree = self._run.agree, None
+        if agree is not None:
+            agree()
+
     def _here(self, data: Any) -> Any:
         """What the user gave, on this rank's device; a micro-batch at a time."""
         device = self.forms.device
@@ -307,6 +318,7 @@ class Worker:
         """A value or gradient that a compute uses: made here, or received."""
         if key in self._made:
             return self._made.pop(key)
+        self._agree()
         with self.place.talking():
             return self._coming.pop(key).wait()
 
@@ -326,6 +338,7 @@ class Worker:
 
     def _send(self, of: Send) -> None:
         assert self.wire is not None
+        self._agree()
         layout = self._layout(of)
         labels = (of.stage, of.micro_batch, of.replica, layout.nbytes)
         kind, name = "gradient" if of.gradient else "value", str(of)

@@ -123,13 +123,23 @@ class World:
 
     def numbers(self, row: Sequence[int]) -> list[list[int]]:
         """One row of whole numbers from every rank, by rank."""
+        return self.start_numbers(row)()
+
+    def start_numbers(self, row: Sequence[int]) -> Callable[[], list[list[int]]]:
+        """Tell all ranks a row of whole numbers; what is returned waits for theirs, by rank."""
         if self.size == 1:
-            return [list(row)]
+            return lambda: [list(row)]
         table = torch.zeros(self.size, len(row), dtype=torch.int64)
         mine = torch.tensor(row, dtype=torch.int64)
-        with self.place.talking():
-            dist.all_gather(list(table), mine, group=self.group)
-        return [[int(n) for n in line] for line in table.tolist()]
+        work: Any = dist.all_gather(list(table), mine, group=self.group, async_op=True)
+
+        def wait() -> list[list[int]]:
+            with self.place.talking():
+                work.wait()
+            rows: list[list[int]] = table.tolist()
+            return rows
+
+        return wait
 
     def share(self, value: Any) -> list[Any]:
         """One JSON value from every rank, by rank."""
@@ -170,6 +180,18 @@ class World:
             with self.place.talking():
                 dist.broadcast(tensor, src=source, group=self.group)
         return tensor
+
+    def gather(self, mine: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Tensors of all ranks by name, on the host of every rank; of equal names, the first rank's."""
+        found: dict[str, torch.Tensor] = {}
+        told = self.share({n: [list(t.shape), str(t.dtype).removeprefix("torch.")] for n, t in mine.items()})
+        for rank, row in enumerate(told):
+            for name, (shape, dtype) in row.items():
+                if name not in found:
+                    empty = torch.empty(shape, dtype=getattr(torch, dtype))
+                    found[name] = mine[name].detach().cpu().clone() if rank == self.rank else empty
+                    self.broadcast_(found[name], rank)
+        return found
 
     def barrier(self) -> None:
         """Wait for all ranks."""
