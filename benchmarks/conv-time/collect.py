@@ -14,6 +14,7 @@ from pathlib import Path
 
 import convolutions
 import torch
+from as_networks import as_networks_have
 
 from outcore.cost.calibrate import collect, collect_listed
 from outcore.machine import Machine, probe
@@ -31,9 +32,7 @@ def main() -> None:
     parser.add_argument("--held-out", type=int, default=120, help="held-out measurements per precision")
     parser.add_argument("--family-seconds", type=float, default=60, help="time for convolutions like the talks'")
     parser.add_argument("--parts-seconds", type=float, default=60, help="time for single products of backward")
-    parser.add_argument(
-        "--networks-seconds", type=float, default=40, help="time for convolutions as networks have them"
-    )
+    parser.add_argument("--networks-seconds", type=float, default=40, help="time for operations as networks have them")
     parser.add_argument("--machine", type=Path, help="a machine that was probed before")
     parser.add_argument("--threads", type=int, help="threads of a CPU run")
     options = parser.parse_args()
@@ -85,9 +84,9 @@ def main() -> None:
             each_s=0.005 if place != "cpu" else 0.05,
         )
         print(f"{dtype}: {len(samples)} of the parts after {time.monotonic() - started:.0f} s", flush=True)
-    for dtype in dtypes if options.networks_seconds else ():
+    for dtype in dtypes if options.networks_seconds and place != "cpu" else ():
         samples = collect_listed(
-            convolutions.as_networks_have(device, dtype=dtype),
+            as_networks_have(device, dtype=dtype),
             device,
             place,
             dtype=dtype,

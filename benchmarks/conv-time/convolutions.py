@@ -107,68 +107,6 @@ def parts(device: Device, *, dtype: str, seed: int = 2) -> Iterator[Operation]:
         yield from (norm, norm.backward())
 
 
-_WIDTHS = (
-    *(16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 480, 512, 576, 640),
-    *(768, 832, 960, 1024, 1152, 1280, 1536, 2048),
-)
-
-
-def as_networks_have(device: Device, *, dtype: str, seed: int = 3) -> Iterator[Operation]:
-    """An endless list of random convolutions as networks have them: large batches, images that halve while channels
-    double, no bias, mostly channels first. Every second is a first layer, which sees three channels."""
-    source = random.Random(f"{seed}/{dtype}/networks")
-    longest_s = 0.003
-    for place in itertools.count():
-        drawn = _first(source, dtype) if place % 2 else _inner(source, dtype)
-        if drawn is not None and device.roofline_s(flops=drawn.flops, nbytes=drawn.nbytes, dtype=dtype) < longest_s:
-            yield drawn
-            yield drawn.backward()
-
-
-def _first(source: random.Random, dtype: str) -> Operation:
-    """Three channels in, at full size: small kernels with a small stride, long ones with a longer, or patches."""
-    side = source.choice((96, 128, 160, 192, 224, 224, 240, 256, 288, 299, 320, 384))
-    kernel = source.choice((3, 3, 3, 4, 5, 7, 7, 8, 11, 11, 14, 16, 16, 32))
-    patches = kernel in (4, 8, 14, 16, 32)
-    stride = kernel if patches else 1 if kernel == 3 and source.random() < 0.4 else source.choice((2, 2, 4))
-    wide = source.choice((192, 256, 384, 512, 768, 1024) if kernel > 11 else (16, 24, 32, 48, 64, 64, 80, 96, 128))
-    padding = 0 if patches else source.choice((kernel // 2, kernel // 2, kernel // 2, 0, 2))
-    return Operation(
-        "conv",
-        batch=source.choice((8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)),
-        in_channels=3,
-        out_channels=wide,
-        size=(side, side),
-        kernel=(kernel, kernel),
-        stride=(stride, stride),
-        padding=(padding, padding),
-        dtype=dtype,
-        bias=patches or source.random() < 0.4,
-        input_grad=False,
-    )
-
-
-def _inner(source: random.Random, dtype: str) -> Operation | None:
-    side = source.choice((7, 8, 12, 14, 17, 24, 27, 28, 35, 48, 56, 64, 73, 96, 112, 128))
-    kernel = source.choice(((1, 1),) * 5 + ((3, 3),) * 3 + ((5, 5), (1, 7), (7, 1), (1, 3), (3, 1)))
-    most = max(32, 16 * 2048 // side)
-    widths = [n for n in _WIDTHS if n <= most]
-    drawn = Operation(
-        "conv",
-        batch=source.choice((8, 16, 32, 48, 64, 96, 128, 192, 256, 384)),
-        in_channels=source.choice(widths),
-        out_channels=source.choice(widths),
-        size=(side, side),
-        kernel=kernel,
-        stride=(source.choice((1, 1, 1, 1, 1, 2)),) * 2,
-        padding=tuple(k // 2 for k in kernel),
-        dtype=dtype,
-        bias=source.random() < 0.15,
-        channels_last=source.random() < 0.1,
-    )
-    return drawn if drawn.nbytes < 4 << 30 else None
-
-
 def _depthwise(device: Device, dtype: str, source: random.Random) -> Operation:
     while True:
         side, kernel = source.choice((7, 14, 16, 28, 32, 56, 64, 112, 128)), source.choice((3, 3, 5, 5, 7, 7, 9))

@@ -155,6 +155,8 @@ def _norm(op: Operation, device: torch.device) -> tuple[Call, list[Tensor]]:
         return lambda: F.group_norm(x, op.groups, weight, bias), [x, weight, bias]
     if op.variant == "instance":
         return lambda: F.instance_norm(x, weight=weight, bias=bias), [x, weight, bias]
+    # Under autocast, where small types are used, its weights stay float32, and libraries take other kernels for that.
+    weight, bias = (t.float() if t.dtype in (torch.bfloat16, torch.float16) else t for t in (weight, bias))
     mean, variance = torch.zeros_like(weight), torch.ones_like(weight)
     return lambda: F.batch_norm(x, mean, variance, weight, bias, training=True), [x, weight, bias]
 
