@@ -274,3 +274,14 @@ def test_what_is_no_slide_is_refused_by_name(tmp_path: Path, name: str) -> None:
         (tmp_path / name).write_text("these are words")
     with pytest.raises(DataError, match=name.replace(".", r"\.")):
         open_slide(tmp_path / name)
+
+
+def test_equal_bytes_of_tiles_are_decoded_once_and_what_lies_beyond_the_end_does_not_count(tmp_path: Path) -> None:
+    pixels = np.full((300, 420, 3), 200, np.uint8)
+    pixels[130:150, 10:20] = 7
+    tifffile.imwrite(tmp_path / "s.tif", pixels, tile=(64, 64), compression="zlib", photometric="rgb")
+    slide = open_slide(tmp_path / "s.tif")
+    np.testing.assert_array_equal(everything(slide), pixels.transpose(2, 0, 1))
+    assert 1 < len(slide._reader()._met) <= 8  # glass inside, at both ends and in the corner; the mark
+    assert slide.colour([(0, 3), (192, 300), (0, 420)]) == (200, 200, 200)  # whatever lies beyond the end
+    assert slide.colour([(0, 3), (100, 300), (0, 420)]) is None

@@ -39,7 +39,7 @@ def test_a_class_with_its_input(tmp_path: Path) -> None:
 def test_refusals_are_one_message(tmp_path: Path) -> None:
     write_job(tmp_path)
     for words, said in (
-        (("job.py", "plan.memroy=1GiB"), "no setting plan.memroy; did you mean memory"),
+        (("job.py", "plan.memroy=1GiB"), "no setting plan.memroy; did you mean plan.memory"),
         (("job.py", "--data", "absent.csv"), "no table absent.csv"),
         (("absent.yaml",), "absent.yaml"),
         (("absent.py",), "no file absent.py"),

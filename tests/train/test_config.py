@@ -33,7 +33,7 @@ def test_arguments_of_an_optimizer_are_free() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["plan.memroy=8GiB"], "no setting plan.memroy; did you mean memory"),
+        (["plan.memroy=8GiB"], "no setting plan.memroy; did you mean plan.memory"),
         (["traim.epochs=3"], "no setting traim; did you mean train"),
         (["train.epochs=many"], "train.epochs='many' was given; it must be a whole number"),
         (["train.epochs=0"], "train.epochs=0 was given; it is 1 or more"),

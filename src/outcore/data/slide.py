@@ -184,8 +184,8 @@ class Slide:
         pixels = tile_cache.get(key)
         if pixels is None:
             pixels = self._decode(reader, level, index)
-            plain = self._plain((self.blank,) * self.layout.channels, level) if pixels is None else pixels
-            if self.colours.note(level, index, plain) is None and pixels is not None:
+            looked = self._plain((self.blank,) * self.layout.channels, level) if pixels is None else pixels
+            if self.colours.note(level, index, self._inside(looked, level, index)) is None and pixels is not None:
                 tile_cache.put(key, pixels)
         return pixels
 
@@ -197,6 +197,14 @@ class Slide:
             with self._lock:
                 self._colours = self._colours or Colours(layout)
         return self._colours
+
+    def _inside(self, pixels: Pixels, level: int, index: tuple[int, ...]) -> Pixels:
+        """What of a tile lies inside of the image."""
+        here = self.levels[level]
+        ends = [n - i * tile for n, i, tile in zip(here.size, index, here.tile, strict=True)]
+        if all(end >= n for end, n in zip(ends, pixels.shape[1:], strict=True)):
+            return pixels
+        return pixels[(slice(None), *(slice(end) for end in ends))]
 
     def _plain(self, colour: Colour, level: int) -> Pixels:
         """A tile of one colour, which takes no memory."""

@@ -96,8 +96,10 @@ def _train(config: Config, console: Console, wish: Wish) -> int:
         wish=wish,
     )
     if loop.resume() and runner.rank == 0:
-        where = loop.position
-        console.print(f"going on at epoch {where.epoch + 1}, step {where.step + 1}", highlight=False)
+        where, epochs = loop.position, config.train.epochs
+        said = f"going on at epoch {where.epoch + 1}, step {where.step + 1}"
+        done = f"{where.epoch} epochs are done, {epochs} were asked for; for more: --epochs {where.epoch + 1}"
+        console.print(done if where.epoch >= epochs else said, highlight=False)
     if runner.rank == 0:
         write_beginning(loop, expected)
     return _run(loop, supply, console)

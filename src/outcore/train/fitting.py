@@ -163,10 +163,10 @@ def _by_plan(model: nn.Module, plan: Plan) -> Fit:
 
 def _tiled(model: nn.Module, tile: int) -> Fit:
     from outcore.stream import stream
-    from outcore.train.tiling import READERS, arranged
+    from outcore.train.tiling import arranged, readers
 
     said = f"the early part of the network in tiles of {tile} pixels"
-    return Fit(stream(arranged(model), tile=tile, workers=READERS), True, (("streamed", said),))
+    return Fit(stream(arranged(model), tile=tile, workers=readers(model)), True, (("streamed", said),))
 
 
 def _released(model: nn.Module) -> nn.Module:

@@ -29,7 +29,8 @@ def make(kind: Any, given: Any, where: str) -> Any:
         dotted = f"{where}.{name}".strip(".")
         if name not in hints:
             near = difflib.get_close_matches(str(name), _names(kind), n=2)
-            known = f"did you mean {' or '.join(near)}" if near else f"known are {', '.join(_names(kind))}"
+            meant = [f"{where}.{n}".strip(".") for n in near]
+            known = f"did you mean {' or '.join(meant)}" if near else f"known are {', '.join(_names(kind))}"
             raise ConfigError(f"no setting {dotted}; {known}")
         if dataclasses.is_dataclass(hints[name]):
             values[name] = make(hints[name], {} if value is None else value, dotted)

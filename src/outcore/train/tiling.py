@@ -35,10 +35,8 @@ from outcore.train.precision import computing
 from outcore.train.schedules import make_optimizer
 from outcore.train.start import Forecast, device_here, duration
 
-__all__ = ["READERS", "apply_tiles", "arranged", "computed_share", "plan_stream"]
+__all__ = ["apply_tiles", "arranged", "computed_share", "plan_stream", "readers"]
 
-READERS = 2
-"""Threads that read the tiles of a slide ahead."""
 _FOUND_S = 1.5e-4
 """Host time to find a tile and to tell that it is glass and was computed before: 0.08 s for 576 of them."""
 _KINDS_OF_GLASS = 9
@@ -93,8 +91,13 @@ def apply_tiles(model: nn.Module, plan: Plan) -> Streamed:
         tile=tuple(plan.stream["tile"]),
         boundary=None if boundary is None else tuple(boundary),
         statistics=bool(plan.stream.get("statistics", False)),
-        workers=READERS,
+        workers=readers(model),
     )
+
+
+def readers(model: nn.Module) -> int:
+    """Threads that read the tiles of a slide ahead: a GPU leaves the host's cores free for it."""
+    return 4 if any(p.is_cuda for p in model.parameters()) else 2
 
 
 def arranged(model: nn.Module) -> nn.Module:
