@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-SIDES = (4096, 8192, 16384, 32768, 100000)
+SIDES = (4096, 8192, 16384, 32768, 65536, 100000)
 SHOWN = {"plain PyTorch": "#d95f02", "streamed, pixels in host memory": "#1b9e77", "streamed from a TIFF": "#7570b3"}
 
 
@@ -40,7 +40,7 @@ def panel(
     for side in SIDES:
         x = at(side, ticks[0])[0]
         out += [f'<path d="M{x:.0f} 50V340" stroke="#e5e5e5"/>']
-        out += [f'<text x="{x:.0f}" y="358" text-anchor="middle">{side:,}</text>']
+        out += [f'<text x="{x:.0f}" y="358" text-anchor="middle" font-size="10">{side:,}</text>']
     for tick in ticks:
         y = at(4096, tick)[1]
         out += [f'<path d="M{left} {y:.0f}h340" stroke="#e5e5e5"/>']

@@ -159,6 +159,17 @@ def streamed(
     }
 
 
+def kernels(net: torch.nn.Module, source: Any, device: str, model: Streamed) -> str:
+    """Where the time of one step goes, on the device."""
+    image = batch(source)
+    with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profile:
+        step(lambda: model(image), net, device)
+    table: str = profile.key_averages().table(
+        sort_by=f"self_{device}_time_total", row_limit=40, max_name_column_width=100
+    )
+    return table
+
+
 def written(folder: Path, side: int, share: float) -> tuple[Path, float]:
     """A slide as a file, and how long writing it took; one that is there already is used."""
     path, note = folder / f"slide-{side}-{share}.tif", folder / f"slide-{side}-{share}.json"
@@ -199,6 +210,7 @@ def main() -> None:
     parser.add_argument(
         "--cache", default="0", help="host memory for pixels that the second pass reads again, e.g. 4GiB"
     )
+    parser.add_argument("--profile", type=Path, help="write a table of kernels for the first case")
     parser.add_argument("--search", action="store_true", help="let cuDNN try its algorithms for every shape")
     parser.add_argument("--seconds", type=float, default=600, help="no case is begun after this")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -240,6 +252,9 @@ def main() -> None:
                 if time.perf_counter() - began < options.seconds:
                     how = (repeats, tile, boundary or None, options.workers, options)
                     note({"side": side, "how": "streamed", **streamed(net, source, options.device, *how)})
+                if options.profile is not None and not options.profile.exists():
+                    model = ours(net, tile, boundary or None, options.workers, options.cache)
+                    options.profile.write_text(kernels(net, source, options.device, model))
 
     def files() -> None:
         for side, share, tile, repeats in slides:
