@@ -21,6 +21,7 @@ import torch
 from outcore.data import ArraySource, Batch
 from outcore.models import UNet
 from outcore.stream import Streamed, stream
+from outcore.stream.planning import StreamPlan
 
 
 def network(device: str, width: int) -> torch.nn.Module:
@@ -84,9 +85,24 @@ def kernels(step: Any, net: torch.nn.Module, device: str) -> str:
     return table
 
 
+def asked(how: str) -> dict[str, Any]:
+    """What `stream` is told: a tile, or the memory for which it chooses one."""
+    if how.endswith("iB"):
+        return {"memory": how}
+    sides = tuple(int(n) for n in how.split("x"))
+    return {"tile": sides * (2 // len(sides))}
+
+
+def planned(model: Streamed) -> StreamPlan | None:
+    """What was chosen, if that was asked for."""
+    return model.plans[-1][1] if model.plans else None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--cases", default="4096:2048,8192:2048", help="side:tile, or with both sides: 4096:1024x4096")
+    parser.add_argument(
+        "--cases", default="4096:2048,8192:2048", help="side:tile, both sides of one: 4096:1024x4096, or 4096:6.5GiB"
+    )
     parser.add_argument("--plain-up-to", type=int, default=8192)
     parser.add_argument("--profile", type=Path, help="write a table of kernels for the first case")
     parser.add_argument("--width", type=int, default=32)
@@ -111,11 +127,10 @@ def main() -> None:
         print(json.dumps(row), flush=True)
         options.output.write_text(json.dumps(document, indent=1) + "\n")
 
-    cases: dict[int, list[tuple[int, ...]]] = {}
-    for side, tile in (case.split(":") for case in options.cases.split(",")):
-        sides = tuple(int(n) for n in tile.split("x"))
-        cases.setdefault(int(side), []).append(sides * (2 // len(sides)))
-    for side, tiles in cases.items():
+    cases: dict[int, list[dict[str, Any]]] = {}
+    for side, how in (case.split(":") for case in options.cases.split(",")):
+        cases.setdefault(int(side), []).append(asked(how))
+    for side, ways in cases.items():
         image, mask = pixels(side)
         if side <= options.plain_up_to:
             try:
@@ -123,16 +138,17 @@ def main() -> None:
                 note({"side": side, "how": "plain", **row})
             except torch.cuda.OutOfMemoryError as error:
                 note({"side": side, "how": "plain", "failed": str(error).splitlines()[0][:160]})
-        for tile in tiles:
+        for way in ways:
             if device == "cuda":
                 torch.cuda.empty_cache()
-            model = stream(net, tile=tile, workers=options.workers)
+            model = stream(net, **way, workers=options.workers)
             row = measured(one_pass(model, image, mask), net, device, options.repeats)
-            note({"side": side, "how": "streamed", "tile": tile, **row, "waited_s": model.counts.waited_s})
+            chosen = {"tile": plan.tile, "predicted_bytes": plan.peak_bytes} if (plan := planned(model)) else {}
+            note({"side": side, "how": "streamed", **way, **chosen, **row, "waited_s": model.counts.waited_s})
     if options.profile is not None:
-        side, (tile, *_) = next(iter(cases.items()))
+        side, (way, *_) = next(iter(cases.items()))
         image, mask = pixels(side)
-        steps = {"streamed": one_pass(stream(net, tile=tile, workers=options.workers), image, mask)}
+        steps = {"streamed": one_pass(stream(net, **way, workers=options.workers), image, mask)}
         steps["plain"] = plain(net, image, mask, device)
         options.profile.write_text("\n".join(f"{name}\n{kernels(step, net, device)}" for name, step in steps.items()))
 

@@ -25,7 +25,8 @@ def main() -> None:
         base = plain.get(row["side"]) if row["how"] != "plain" else None
         ratio = f"{row['time_s'] / base['time_s']:.2f}x" if base else ""
         share = f"{row['peak_bytes'] / base['peak_bytes']:.2f}x" if base else ""
-        cells = [f"{row['side']:,}", row["how"], _tile(row), f"{row['time_s']:.3g} s", ratio]
+        how = f"{row['how']}, chosen for {row['memory']}" if "memory" in row else row["how"]
+        cells = [f"{row['side']:,}", how, _tile(row), f"{row['time_s']:.3g} s", ratio]
         print("| " + " | ".join(map(str, [*cells, f"{row['peak_bytes'] / 2**30:.1f} GiB", share])) + " |")
 
 
