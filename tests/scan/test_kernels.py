@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from outcore.scan import Newton, Options, forward_kernels, kernels, sweep_kernels
+from outcore.scan import Newton, Options, forward_kernels, kernels, sweep_kernels, sweep_sizes
 from tests.scan.oracle import everything, initial, largest_error, pair
 
 pytestmark = [
@@ -35,7 +35,7 @@ def test_what_does_not_fade_is_multiplied_out_and_run_sequentially(
 ) -> None:
     for module in (sweep_kernels, forward_kernels):
         monkeypatch.setattr(module, "device_waits", lambda x: looking)
-    monkeypatch.setitem(sweep_kernels.WARM_UPS, "gru", (4, 8))
+    monkeypatch.setitem(sweep_sizes.WARM_UPS, "gru", (4, 8))
     reference, ours = pair("GRU", 4, 5, Options(backward="scan", chunk=20, forward=Newton(tolerance=1e-12)))
     x, state = torch.randn(60, 2, 4, dtype=torch.float64), initial(ours, 2)
     assert largest_error(everything(reference, x, state), everything(ours, x, state)) < 1e-9
@@ -49,7 +49,7 @@ def test_what_does_not_fade_is_multiplied_out_and_run_sequentially(
 def test_weights_gradients_are_summed_up_where_the_inputs_are_not_asked_for(
     inputs: int, hidden: int, solver: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sweep_kernels.PROGRAMS, "tanh", 4)
+    monkeypatch.setitem(sweep_sizes.PROGRAMS, "tanh", 4)
     reference, ours = pair("RNN", inputs, hidden, Options(backward="scan", solver=solver, chunk=20))
     x, weight = torch.randn(50, 17, inputs, dtype=torch.float64), torch.randn(50, 17, hidden, dtype=torch.float64)
     grads = [torch.autograd.grad((m(x)[0] * weight).sum(), list(m.parameters())) for m in (reference, ours)]

@@ -15,16 +15,8 @@ from torch import Tensor
 
 from outcore.scan.kernels import KIND, available, dot_precision, fits, interpreted, or_none, power_of_two
 from outcore.scan.report import Outcome
-from outcore.scan.sweep_kernels import (
-    ROWS,
-    compare,
-    device_waits,
-    open_guard,
-    sweep_chunk,
-    sweep_stages,
-    sweep_warps,
-    warm_ups,
-)
+from outcore.scan.sweep_kernels import compare, device_waits, open_guard
+from outcore.scan.sweep_sizes import ROWS, sweep_chunk, sweep_stages, sweep_warps, warm_ups
 
 if TYPE_CHECKING:
     from outcore.scan.cells import Cell, Weights

@@ -13,15 +13,9 @@ import triton.language as tl
 
 from outcore.scan.gates_triton_kernels import _sigmoid, _tanh
 from outcore.scan.product_triton_kernels import _dot
+from outcore.scan.sweep_triton_kernels import _load, _store, _weights
 
 __all__ = ["sweep_on"]
-
-
-@triton.jit
-def _turned(weights, d, gate, i, H: tl.constexpr, G: tl.constexpr):
-    """The recurrent weights of one gate, [hidden unit, unit of the gate]."""
-    place = (d * G + gate) * H * H + i[None, :] * H + i[:, None]
-    return tl.load(weights + place, mask=(i[:, None] < H) & (i[None, :] < H), other=0.0)
 
 
 @triton.jit
@@ -86,17 +80,10 @@ def sweep_on(
     tile = pid % tiles
     k = (pid // tiles) % K
     d = (pid // (tiles * K)).to(tl.int64)
-    j = tl.arange(0, HP)
-    i = j[None, :]
+    i = tl.arange(0, HP)[None, :]
     n = (tile * ROWS + tl.arange(0, ROWS))[:, None]
     inside = (n < N) & (i < H)
-    w0 = _turned(weights, d, 0, j, H, G)
-    w1, w2, w3 = w0, w0, w0
-    if KIND >= 1:
-        w1 = _turned(weights, d, 1, j, H, G)
-        w2 = _turned(weights, d, 2, j, H, G)
-    if KIND == 2:
-        w3 = _turned(weights, d, 3, j, H, G)
+    w0, w1, w2, w3 = _weights(weights, d, i, tl.arange(0, HP)[:, None], H, G, KIND)
     u0, u1, u2, u3 = _gates(bias + d * (G * H) + i, (i < H) & BIAS, H, KIND)
     first = k * L
     last = tl.minimum(T, first + L)
@@ -111,10 +98,7 @@ def sweep_on(
         begin = tl.maximum(0, first - WARM)
         at = starts + (d * N + n) * S + i
         known = inside & (begin == 0)
-    h = tl.load(at, mask=known, other=0.0)
-    m = h
-    if KIND == 2:
-        m = tl.load(at + H, mask=known, other=0.0)
+    h, m = _load(at, known, H, KIND)
     for t in tl.range(begin, first, num_stages=STAGES):
         now = _gates(inputs + ((d * T + t) * N + n) * (G * H) + i, inside, H, KIND)
         new, kept = _on(h, m, now, w0, w1, w2, w3, u0, u1, u2, u3, KIND, RELU, LIBRARY, PRECISION)
@@ -122,10 +106,7 @@ def sweep_on(
             new, kept = tl.where(t < length, new, h), tl.where(t < length, kept, m)
         h, m = new, kept
     if WATCHED:
-        at = guesses + ((d * K + k) * N + n) * S + i
-        tl.store(at, h, mask=inside)
-        if KIND == 2:
-            tl.store(at + H, m, mask=inside)
+        _store(guesses + ((d * K + k) * N + n) * S + i, h, m, inside, H, KIND)
     for t in tl.range(first, last, num_stages=STAGES):
         row = (d * T + t) * N + n
         now = _gates(inputs + row * (G * H) + i, inside, H, KIND)
@@ -143,12 +124,6 @@ def sweep_on(
                 tl.store(to + H, kept, mask=inside)
         h, m = new, kept
     if WATCHED:
-        at = ends + ((d * K + k) * N + n) * S + i
-        tl.store(at, h, mask=inside)
-        if KIND == 2:
-            tl.store(at + H, m, mask=inside)
+        _store(ends + ((d * K + k) * N + n) * S + i, h, m, inside, H, KIND)
     if k == K - 1:
-        to = final + (d * N + n) * S + i
-        tl.store(to, h, mask=inside)
-        if KIND == 2:
-            tl.store(to + H, m, mask=inside)
+        _store(final + (d * N + n) * S + i, h, m, inside, H, KIND)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from outcore.scan.kernels import KIND, available, dot_precision, fits, or_none, power_of_two, register_warps
 from outcore.scan.report import Outcome
+from outcore.scan.sweep_sizes import ROWS, STAGES, product_tile, sums, sweep_chunk, sweep_stages, sweep_warps, warm_ups
 from outcore.scan.weight_kernels import Summed, added_up, columns
 
 if TYPE_CHECKING:
@@ -29,38 +30,7 @@ if TYPE_CHECKING:
     from outcore.scan.cells import Cell
     from outcore.scan.options import Precision, Solver
 
-__all__ = [
-    "ROWS",
-    "compare",
-    "device_waits",
-    "open_guard",
-    "products",
-    "solve",
-    "sums",
-    "sweep_chunk",
-    "sweep_stages",
-    "sweep_warps",
-    "warm_ups",
-]
-
-WARM_UPS = {"tanh": (64, 256, 1024), "relu": (64, 256, 1024), "gru": (128, 512, 2048), "lstm": (128, 512, 2048)}
-"""Steps that a guess comes from, as many as a wrong start usually takes to fade and more; the last only where the
-device waits for the host."""
-WARM_UPS_UNSEEN = 2
-"""Warm-ups launched when nothing is looked at."""
-PROGRAMS = {"tanh": 132 * 4, "relu": 132 * 4, "gru": 132 * 2, "lstm": 132 * 2}
-"""Programs that fill a large GPU of 132 multiprocessors; more make the chunks short beside their warm-up."""
-WARPS = {"tanh": 4, "relu": 4, "gru": 4, "lstm": 4}
-"""Warps of a program up to hidden 32, as measured on an H200."""
-ROWS = 16
-"""Sequences per program."""
-STAGES = {"tanh": 4, "relu": 4, "gru": 4, "lstm": 4}
-"""Steps whose numbers are in shared memory or on their way there at a time, and one."""
-_STAGED_BYTES = 2**16
-"""Most shared memory they may take, of the 227 KiB that a program has and keeps its weights in as well."""
-_WIDEST_SUM = 64
-"""States, inputs and one of an RNN whose weights' gradients are summed up in the sweeps."""
-_SHORTEST = 16
+__all__ = ["compare", "device_waits", "open_guard", "products", "solve"]
 
 
 def solve(
@@ -135,23 +105,6 @@ def products(adjoint: Adjoint, chunk: int, precision: Precision) -> Tensor | Non
 @or_none("products")
 def _products(adjoint: Adjoint, chunk: int, precision: Precision) -> Tensor:
     return _multiply(adjoint, chunk, precision, open_guard(adjoint.values.device))
-
-
-def warm_ups(cell: Cell, steps: int, looking: bool) -> tuple[int, ...]:
-    """Warm-ups worth a try: the first, and of the others those much shorter than the sequence."""
-    first, *more = WARM_UPS[cell.kind] if looking else WARM_UPS[cell.kind][:WARM_UPS_UNSEEN]
-    return first, *(warm for warm in more if warm < steps // 4)
-
-
-def sweep_chunk(cell: Cell, directions: int, steps: int, batch: int, longest: int) -> int:
-    """Steps per chunk: sweeps want more chunks than products do, which have to be passed through one by one."""
-    count = max(1, PROGRAMS[cell.kind] // (directions * -(-batch // ROWS)))
-    return min(longest, max(_SHORTEST, -(-steps // count)))
-
-
-def sums(cell: Cell) -> bool:
-    """Whether sweeps sum up the weights' gradients."""
-    return cell.gates == 1 and columns(cell) <= _WIDEST_SUM
 
 
 def compare(
@@ -280,29 +233,6 @@ def _precision(asked: Precision, x: Tensor) -> str:
     return asked if asked != "full" and x.dtype == torch.float32 else dot_precision(x.dtype)
 
 
-def sweep_warps(cell: Cell, dtype: torch.dtype) -> int:
-    """Warps of a program: few, so that they wait for each other little, but enough to hold the weights."""
-    size = power_of_two(cell.hidden)
-    if size <= 32:
-        return WARPS[cell.kind]
-    return 4 if cell.gates * size * size * dtype.itemsize <= 2**14 else 8
-
-
-def sweep_stages(cell: Cell, dtype: torch.dtype) -> int:
-    """How far numbers are copied ahead; see `STAGES`."""
-    step = (1 + cell.coefficients) * ROWS * power_of_two(cell.hidden) * dtype.itemsize
-    return 1 + max(1, min(STAGES[cell.kind] - 1, _STAGED_BYTES // step))
-
-
-def _product_tile(cell: Cell, dtype: torch.dtype) -> tuple[int, int]:
-    """Rows of a product per program, and its warps."""
-    size = power_of_two(cell.hidden)
-    if size <= 32:
-        rows = 16 if cell.kind == "lstm" or cell.state < 16 else 32
-        return rows, 1 if dtype == torch.float32 else 4
-    return (32, 2) if size == 64 and dtype == torch.float32 else (32, 8)
-
-
 def _multiply(adjoint: Adjoint, chunk: int, precision: Precision, guard: Tensor) -> Tensor:
     from outcore.scan import sweep_triton_kernels
 
@@ -310,7 +240,7 @@ def _multiply(adjoint: Adjoint, chunk: int, precision: Precision, guard: Tensor)
     D, T, N = x.shape[:3]
     count = -(-T // chunk)
     out = x.new_empty((D, count, N, cell.state + 1, cell.state))
-    tile, warps = _product_tile(cell, x.dtype)
+    tile, warps = product_tile(cell, x.dtype)
     sweep_triton_kernels.multiply_back[(D * count * N, -(-(cell.state + 1) // tile))](
         x.contiguous(), adjoint.hidden.contiguous(), adjoint.grad_output.contiguous(),
         out if adjoint.lengths is None else adjoint.lengths, out, guard,

@@ -30,23 +30,39 @@ __all__ = ["compare", "multiply_back", "pass_back", "sweep_back"]
 
 
 @triton.jit
-def _weight(weights, d, gate, i, H: tl.constexpr, G: tl.constexpr):
-    """The recurrent weights of one gate, [unit of the gate, hidden unit]."""
-    place = (d * G + gate) * H * H + i[:, None] * H + i[None, :]
-    return tl.load(weights + place, mask=(i[:, None] < H) & (i[None, :] < H), other=0.0)
+def _weight(weights, d, gate, row, col, H: tl.constexpr, G: tl.constexpr):
+    """The recurrent weights of one gate, of its units `row` for hidden units `col`."""
+    return tl.load(weights + (d * G + gate) * H * H + row * H + col, mask=(row < H) & (col < H), other=0.0)
 
 
 @triton.jit
-def _weights(weights, d, i, H: tl.constexpr, G: tl.constexpr, KIND: tl.constexpr):
+def _weights(weights, d, row, col, H: tl.constexpr, G: tl.constexpr, KIND: tl.constexpr):
     """Those of up to four gates; what a kind has not is a copy of the first."""
-    w0 = _weight(weights, d, 0, i, H, G)
+    w0 = _weight(weights, d, 0, row, col, H, G)
     w1, w2, w3 = w0, w0, w0
     if KIND >= 1:
-        w1 = _weight(weights, d, 1, i, H, G)
-        w2 = _weight(weights, d, 2, i, H, G)
+        w1 = _weight(weights, d, 1, row, col, H, G)
+        w2 = _weight(weights, d, 2, row, col, H, G)
     if KIND == 2:
-        w3 = _weight(weights, d, 3, i, H, G)
+        w3 = _weight(weights, d, 3, row, col, H, G)
     return w0, w1, w2, w3
+
+
+@triton.jit
+def _load(at, mask, H: tl.constexpr, KIND: tl.constexpr):
+    """A state: h, and an LSTM's memory, else a copy."""
+    h = tl.load(at, mask=mask, other=0.0)
+    m = h
+    if KIND == 2:
+        m = tl.load(at + H, mask=mask, other=0.0)
+    return h, m
+
+
+@triton.jit
+def _store(at, h, m, mask, H: tl.constexpr, KIND: tl.constexpr):
+    tl.store(at, h, mask=mask)
+    if KIND == 2:
+        tl.store(at + H, m, mask=mask)
 
 
 @triton.jit
@@ -118,7 +134,7 @@ def sweep_back(
     d = (pid // (tiles * K)).to(tl.int64)
     i = tl.arange(0, HP)[None, :]
     n = (tile * ROWS + tl.arange(0, ROWS))[:, None]
-    w0, w1, w2, w3 = _weights(weights, d, tl.arange(0, HP), H, G, KIND)
+    w0, w1, w2, w3 = _weights(weights, d, tl.arange(0, HP)[:, None], i, H, G, KIND)
     inside = (n < N) & (i < H)
     first = k * L
     last = tl.minimum(T, first + L)
@@ -133,10 +149,7 @@ def sweep_back(
         begin = tl.minimum(T, last + WARM)
         at = last_carry + (d * N + n) * S + i
         known = inside & (length <= begin)
-    c = tl.load(at, mask=known, other=0.0)
-    m = c
-    if KIND == 2:
-        m = tl.load(at + H, mask=known, other=0.0)
+    c, m = _load(at, known, H, KIND)
     for s in tl.range(0, begin - last, num_stages=STAGES):
         t = begin - 1 - s
         now = _step(values, grads, (d * T + t) * N + n, inside, i, H, M, KIND)
@@ -145,10 +158,7 @@ def sweep_back(
             new, kept = tl.where(t < length, new, c), tl.where(t < length, kept, m)
         c, m = new, kept
     if WATCHED:
-        at = guesses + ((d * K + k) * N + n) * S + i
-        tl.store(at, c, mask=inside)
-        if KIND == 2:
-            tl.store(at + H, m, mask=inside)
+        _store(guesses + ((d * K + k) * N + n) * S + i, c, m, inside, H, KIND)
     col = tl.arange(0, RIGHT)[None, :]
     total = tl.zeros([HP, RIGHT], dtype=w0.dtype)
     later = _split(tl.zeros([ROWS, HP], dtype=w0.dtype), PRECISION)
@@ -168,23 +178,15 @@ def sweep_back(
             new, kept = tl.where(alive, new, c), tl.where(alive, kept, m)
             g, q = tl.where(alive, g, 0.0), tl.where(alive, q, 0.0)
         if STORED:
-            to = totals + row * S + i
-            tl.store(to, g, mask=inside)
-            if KIND == 2:
-                tl.store(to + H, q, mask=inside)
+            _store(totals + row * S + i, g, q, inside, H, KIND)
         c, m = new, kept
         later = _split(g, PRECISION)
     if k == 0:
-        to = start + (d * N + n) * S + i
-        tl.store(to, c, mask=inside)
-        if KIND == 2:
-            tl.store(to + H, m, mask=inside)
+        _store(start + (d * N + n) * S + i, c, m, inside, H, KIND)
     if WATCHED:
-        at = out + ((d * K + k) * N + n) * S + i
-        tl.store(at, c, mask=inside)
+        _store(out + ((d * K + k) * N + n) * S + i, c, m, inside, H, KIND)
         size = tl.max(tl.abs(c))
         if KIND == 2:
-            tl.store(at + H, m, mask=inside)
             size = tl.maximum(size, tl.max(tl.abs(m)))
         tl.store(sizes + pid, tl.where(k > 0, size, 0.0))  # nothing starts from what leaves the first chunk
     if SUMMED:
@@ -248,7 +250,7 @@ def multiply_back(
     k = (place // N) % K
     d = place // (N * K)
     i = tl.arange(0, HP)[None, :]
-    w0, w1, w2, w3 = _weights(weights, d, tl.arange(0, HP), H, G, KIND)
+    w0, w1, w2, w3 = _weights(weights, d, tl.arange(0, HP)[:, None], i, H, G, KIND)
     first = k * L
     last = tl.minimum(T, first + L)
     if PACKED:
@@ -260,11 +262,7 @@ def multiply_back(
     for s in tl.range(0, last - first, num_stages=STAGES):
         now = _step(values, grads, (d * T + last - 1 - s) * N + n, inside, i, H, M, KIND)
         c, m, _, _ = _back(c, m, keep, now, w0, w1, w2, w3, KIND, RELU, PRECISION)
-    to = out + (place * (S + 1) + r) * S + i
-    mask = (r <= S) & inside
-    tl.store(to, c, mask=mask)
-    if KIND == 2:
-        tl.store(to + H, m, mask=mask)
+    _store(out + (place * (S + 1) + r) * S + i, c, m, (r <= S) & inside, H, KIND)
 
 
 @triton.jit(do_not_specialize=["N", "K"])

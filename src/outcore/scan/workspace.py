@@ -16,7 +16,7 @@ import torch
 from outcore.errors import ScanError
 from outcore.scan import gate_kernels
 from outcore.scan.cells import Cell
-from outcore.scan.sweep_kernels import ROWS, sums, sweep_chunk
+from outcore.scan.sweep_sizes import ROWS, sums, sweep_chunk
 from outcore.scan.weight_kernels import columns, partial_sums
 
 __all__ = ["Cut", "Shape", "best_chunk", "cut", "free_bytes", "peak_bytes"]
