@@ -104,6 +104,7 @@ class Case:
             "predicted_parts_bytes": {k: getattr(curve.at_peak, k) for k in curve.at_peak.__dataclass_fields__},
             "peak_in": [curve.peak.phase, curve.peak.call],
             "library_bytes": costs.library_bytes,
+            "state_first": True,
         }  # fmt: skip
         return row, distinct(costs)
 

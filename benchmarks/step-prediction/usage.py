@@ -63,7 +63,7 @@ def _operations(case: dict[str, Any], device: Device) -> Iterator[dict[str, Any]
         name = line["calls"][0] if "calls" in line else line["call"]
         if name not in steps:
             continue
-        as_float32 = moves.promoted(name)
+        as_float32 = moves.in_float32(name)
         forward = describe(graph, steps[name], lambda t, up=as_float32: "tf32" if up else PRECISIONS.get(t, "fp32"))
         if forward is None:
             continue

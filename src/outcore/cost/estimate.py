@@ -81,7 +81,7 @@ def estimate(
     idle: set[str] = set()
     moves = Movement(graph, costs, steps) if device.kind == "cuda" else None
     for name, step in steps.items():
-        if moves is not None and moves.promoted(name):
+        if moves is not None and moves.in_float32(name):
             operation = describe(graph, step, lambda _: precision("float32"))
         else:
             operation = describe(graph, step, precision)
