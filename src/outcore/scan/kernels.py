@@ -58,6 +58,7 @@ def dot_precision(dtype: torch.dtype) -> str:
     return "full" if dtype == torch.float32 and not interpreted() else "ieee"
 
 
+@functools.cache
 def power_of_two(n: int, least: int = 16) -> int:
     """The next power of two, at least the side of the smallest tile."""
     return max(least, 1 << (n - 1).bit_length())

@@ -7,6 +7,7 @@ the other from the end of the sequence, so a smaller bound costs depth, not exac
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from dataclasses import dataclass
@@ -101,6 +102,7 @@ def _numbers_per_chunk(cell: Cell, *, fused: bool) -> int:
     return math.ceil((S + 1) * S * wide)
 
 
+@functools.lru_cache(maxsize=256)
 def cut(shape: Shape, limit: int | None, chunk: int | None, *, fused: bool) -> Cut:
     """Segments and chunks that stay within `limit` bytes, as few segments as that allows.
 
