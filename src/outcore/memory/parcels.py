@@ -36,6 +36,8 @@ Piece = tuple[int, int]
 _ALIGN = 512
 """As allocators align: kernels choose by alignment, and must choose what they choose in plain training."""
 _PIECE_BYTES = 32 * 2**20
+_LAST_BYTES = 8 * 2**20
+"""A parcel that turns round is back as long after it has left as its last piece takes, so that is small."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,9 +279,11 @@ class Parcel:
 
 
 def _pieces(size: int) -> list[Piece]:
-    """Equal pieces, none of them small: each costs the host as much as a kernel."""
+    """Equal pieces, few of them small: each costs the host as much as a kernel."""
     count = max(1, size // _PIECE_BYTES)
     ends = [i * size // count // _ALIGN * _ALIGN for i in range(count)] + [size]
+    while ends[-1] - ends[-2] > _LAST_BYTES:
+        ends.insert(-1, (ends[-2] + ends[-1]) // 2 // _ALIGN * _ALIGN)
     return list(itertools.pairwise(ends))
 
 
