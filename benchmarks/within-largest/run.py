@@ -65,14 +65,13 @@ class Basis:
     keeping: Keeping
     search_s: float
 
-    def __post_init__(self) -> None:
-        alone = copy.copy(self.keeping)
-        alone.tier = None
-        self.least: dict[bool, Assignment] = {
-            offload: smallest(keeping, time_limit_s=self.search_s)
-            for offload, keeping in ((True, self.keeping), (False, alone))
-        }
-        """With and without offloading (pinning as much host memory as a large GPU has takes minutes)."""
+    def least(self, *, offload: bool) -> Assignment:
+        """The smallest peak; without offloading where pinning as much host memory as a large GPU has takes minutes."""
+        keeping = self.keeping
+        if not offload:
+            keeping = copy.copy(keeping)
+            keeping.tier = None
+        return smallest(keeping, time_limit_s=self.search_s)
 
     @classmethod
     def measure(cls, name: str, grows: str, size: int, measure_s: float, search_s: float) -> Basis:
@@ -188,7 +187,7 @@ def main() -> None:
                 clean()
                 if DEVICE == "cuda":
                     torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total))
-                for how, least in (("plain", None), ("outcore", basis.least[limit_name != "all"])):
+                for how, least in (("plain", None), ("outcore", basis.least(offload=limit_name != "all"))):
                     if time.time() - started > args.seconds:
                         continue
                     print(name, limit_name, grows, how, flush=True)
