@@ -1,14 +1,18 @@
-"""The tables of the README, from the result files.
+"""The tables of the README, from the result files, put between their marks.
 
-python report.py results/DATE-h200.json [results/DATE-processes.json] [results/DATE-work.json]
+    python report.py README.md results/DATE-h200-first.json results/DATE-h200-second.json results/DATE-processes.json
+
+Of equal rows the last counts. Memory is shown of the last run alone: what is predicted depends on the code.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -137,19 +141,6 @@ def predictions(rows: Rows) -> None:
     print(f"Within 15 %: {within[0]} of {len(errors)} times, {within[1]} of {len(errors)} speed-ups.\n")
 
 
-def lines_to_more(rows: Rows) -> None:
-    """What `choose` says for 32 members: it tries up to sixteen, and takes the line through the largest two counts."""
-    found = []
-    for key in rows.keys:
-        for what in ("fused", "streams"):
-            four, sixteen, many = (rows.get(key, what, n) for n in (4, 16, 32))
-            if four and sixteen and many:
-                guess = sixteen["step_s"] + (sixteen["step_s"] - four["step_s"]) / 12 * 16
-                error = 100 * (guess / many["step_s"] - 1)
-                found.append([*key, what, f"{1e3 * guess:.2f}", f"{1e3 * many['step_s']:.2f}", f"{error:+.0f} %"])
-    table(("workload", "precision", "way", "ms for 32, from 4 and 16", "measured", "error"), found, left=3)
-
-
 def partial(rows: Rows) -> None:
     found = sorted((r for r in rows.all if r["what"] == "partial" and "step_s" in r), key=lambda r: r["fused_blocks"])
     lines = [
@@ -197,21 +188,39 @@ def room(work: Rows, rows: Rows) -> None:
     table((*head, "bandwidth"), lines)
 
 
-def main() -> None:
-    files = [Rows(json.loads(Path(path).read_text())["rows"]) for path in sys.argv[1:]]
-    timed = Rows([r for f in files for r in f.all if "steps_per_s" not in r and "flops" not in r])
-    speed(files, timed)
-    for show in (members, memory, predictions, lines_to_more, partial, use):
-        show(timed)
-    for file in files:
-        if any("steps_per_s" in r for r in file.all):
-            processes(file, timed)
-        if any("flops" in r for r in file.all):
-            room(file, timed)
-    for r in timed.all:
+def missing(rows: Rows) -> None:
+    """What failed or found no time, and is in no run."""
+    told = set()
+    for r in rows.all:
         name = tuple(r.get(k) for k in ("workload", "precision", "what", "members"))
-        if ("error" in r or "skipped" in r) and name not in timed.found:
-            print("-", r.get("workload"), r.get("precision"), r["what"], r.get("error") or r.get("skipped"))
+        if ("error" in r or "skipped" in r) and name not in rows.found and name not in told:
+            told.add(name)
+            print("-", r.get("workload"), r.get("precision"), r["what"], (r.get("error") or r.get("skipped"))[:90])
+
+
+def main() -> None:
+    readme, *paths = map(Path, sys.argv[1:])
+    files = [Rows(json.loads(path.read_text())["rows"]) for path in paths]
+    runs = [f for f in files if any("step_s" in r for r in f.all)]
+    timed = Rows([r for f in runs for r in f.all])
+    beside, work = (Rows([r for f in files for r in f.all if key in r]) for key in ("steps_per_s", "flops"))
+    sections: dict[str, Callable[[], None]] = {
+        "speed": lambda: speed(runs, timed), "members": lambda: members(timed), "memory": lambda: memory(runs[-1]),
+        "predictions": lambda: predictions(timed), "partial": lambda: partial(timed), "use": lambda: use(timed),
+        "processes": lambda: processes(beside, timed), "room": lambda: room(work, timed),
+    }  # fmt: skip
+    text = readme.read_text()
+    for name, show in sections.items():
+        begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+        with contextlib.redirect_stdout(io.StringIO()) as shown:
+            show()
+        if begin in text:
+            head, rest = text.split(begin)
+            text = f"{head}{begin}\n{shown.getvalue()}{end}{rest.split(end)[1]}"
+        else:
+            print(shown.getvalue())
+    readme.write_text(text)
+    missing(timed)
 
 
 if __name__ == "__main__":
