@@ -185,7 +185,7 @@ class _Scanned(torch.nn.RNNBase):
                 x = F.dropout(x, self.dropout)
         if any(layer.report.failure for layer in layers):
             self._paused = RETRY
-        return x, tuple(torch.cat(parts) for parts in zip(*finals, strict=True))
+        return x, tuple(parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*finals, strict=True))
 
     def _newton(self) -> Newton | None:
         """The parallel forward pass, unless it failed a short while ago."""
