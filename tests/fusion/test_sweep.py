@@ -58,16 +58,16 @@ def _options(job: str, directory: Path, **settings: Any) -> Options:
 def _alone(sweep: Sweep, number: int) -> float:
     """A configuration trained by plain PyTorch on the sweep's own batches."""
     trial = Trial(number, sweep.results[number].settings)
-    model = sweep._model(trial)
-    optimizer = sweep._optimizer(trial, model.parameters())
-    size = sweep._batch_size(trial)
+    model = sweep.recipe.model(trial)
+    optimizer = sweep.recipe.optimizer(trial, model.parameters())
+    size = sweep.recipe.batch_size(trial)
     for step in range(sweep.options.steps):
-        (x,), y = sweep._batch(trial, size, step)
+        (x,), y = sweep.recipe.batch(trial, size, step)
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
     model.eval()
-    judged = [sweep._batch(trial, size, -1 - n) for n in range(sweep.options.held_out)]
+    judged = [sweep.recipe.batch(trial, size, -1 - n) for n in range(sweep.options.held_out)]
     with torch.no_grad():
         return sum(float(F.cross_entropy(model(*x), y)) for x, y in judged) / len(judged)
 

@@ -9,32 +9,26 @@ with their weights and optimizers as they are.
 from __future__ import annotations
 
 import csv
-import inspect
 import math
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from outcore.errors import FuseError
 from outcore.fusion.array import FusedArray
 from outcore.fusion.choice import Choice, lane_width
 from outcore.fusion.curves import draw_curves
 from outcore.fusion.fuse import fuse
+from outcore.fusion.recipe import Recipe
 from outcore.fusion.runner import Way
 from outcore.fusion.trials import Outcome, Result, Source, Trial
-from outcore.job import Job
 
 __all__ = ["Options", "Sweep"]
-
-_ALIASES = {"wd": "weight_decay"}
-_OWN = ("batch", "seed")
 
 
 @dataclass(frozen=True)
@@ -90,6 +84,12 @@ class Sweep:
     """Spent training, without building models."""
     _exhausted: bool = False
     """The source has no more."""
+
+    @cached_property
+    def recipe(self) -> Recipe:
+        """How trials become models, optimizers and batches."""
+        o = self.options
+        return Recipe(o.job, o.inputs, o.arguments, o.batch, o.device, o.seed)
 
     def run(self) -> list[Result]:
         """Train everything the source has; returns a result per configuration."""
@@ -151,8 +151,8 @@ class Sweep:
                 self._exhausted = True
                 return
             self.results[trial.number] = Result(trial.number, trial.settings)
-            model = self._model(trial)
-            waiting.setdefault(self._key(trial, model), []).append((trial, model))
+            model = self.recipe.model(trial)
+            waiting.setdefault(self.recipe.key(trial, model), []).append((trial, model))
 
     def _place(self, waiting: dict[Hashable, list[tuple[Trial, nn.Module]]], groups: dict[Hashable, _Group]) -> None:
         for key in list(waiting):
@@ -165,18 +165,18 @@ class Sweep:
 
     def _start(self, members: Sequence[tuple[Trial, nn.Module]]) -> _Group:
         trials = [trial for trial, _ in members]
-        size = self._batch_size(trials[0])
+        size = self.recipe.batch_size(trials[0])
         slots: list[Trial | None] = list(trials)
         array = fuse(
             [model for _, model in members],
-            loss=self._job(trials[0]).loss or _default_loss,
-            optimizer=lambda params, i: self._optimizer(slots[i] or trials[i], params),
+            loss=self.recipe.loss(trials[0]),
+            optimizer=lambda params, i: self.recipe.optimizer(slots[i] or trials[i], params),
             autocast=torch.bfloat16 if self.options.amp else None,
             way=_usual_way(members[0][1], len(members)),
         )
-        judged_on = [self._batch(trials[0], size, -1 - n) for n in range(self.options.held_out)]
+        judged_on = [self.recipe.batch(trials[0], size, -1 - n) for n in range(self.options.held_out)]
         if self.options.measure and len(members) > 1:
-            self.choices.append(array.tune(*self._batch(trials[0], size, 0), seconds=0.1))
+            self.choices.append(array.tune(*self.recipe.batch(trials[0], size, 0), seconds=0.1))
         return _Group(size, array, slots, [0] * len(slots), judged_on)
 
     def _fill(self, group: _Group, members: list[tuple[Trial, nn.Module]]) -> None:
@@ -197,52 +197,6 @@ class Sweep:
             group.done[:] = [group.done[slot] for slot in kept]
             self.seconds += time.perf_counter() - begun
 
-    def _key(self, trial: Trial, model: nn.Module) -> Hashable:
-        shapes = tuple(
-            (n, tuple(t.shape), t.dtype) for n, t in model.state_dict().items() if isinstance(t, torch.Tensor)
-        )
-        kinds = tuple((n, type(m).__qualname__) for n, m in model.named_modules())
-        return self._batch_size(trial), shapes, kinds, type(self._optimizer(trial, model.parameters())).__name__
-
-    def _job(self, trial: Trial) -> Job:
-        own = self._model_arguments(trial)
-        return _loaded(self.options.job, self.options.inputs, (*self.options.arguments, *own))
-
-    def _model(self, trial: Trial) -> nn.Module:
-        torch.manual_seed(int(trial.settings.get("seed", self.options.seed)))
-        return self._job(trial).build().to(self.options.device).train()
-
-    def _model_arguments(self, trial: Trial) -> tuple[str, ...]:
-        wanted = _arguments_of_model(self.options.job)
-        return tuple(f"{n}={v!r}" for n, v in trial.settings.items() if n in wanted and n not in _OWN)
-
-    def _batch_size(self, trial: Trial) -> int:
-        job = _loaded(self.options.job, self.options.inputs, self.options.arguments)
-        return int(trial.settings.get("batch", self.options.batch or job.size))
-
-    def _batch(self, trial: Trial, size: int, step: int) -> tuple[Any, Any]:
-        """The batch of a step: the same for all, and the same if the sweep is run again."""
-        torch.manual_seed(self.options.seed * 1_000_003 + step + 100_000)
-        args, kwargs, targets = self._job(trial).example(size)
-        return (kwargs or args), targets
-
-    def _optimizer(self, trial: Trial, params: Any) -> torch.optim.Optimizer:
-        """The job's optimizer with the trial's settings in it."""
-        job, settings = self._job(trial), dict(trial.settings)
-        for name in (*_OWN, *_arguments_of_model(self.options.job)):
-            settings.pop(name, None)
-        if job.optimizer is None:
-            made: torch.optim.Optimizer = torch.optim.Adam(params, lr=1e-3)
-        else:
-            own = {n: settings.pop(n) for n in list(settings) if n in inspect.signature(job.optimizer).parameters}
-            made = job.optimizer(params, **own)
-        for group in made.param_groups:
-            for name, value in settings.items():
-                _set(group, name, value, self.options.job)
-        for group in made.param_groups:
-            group.pop("initial_lr", None)
-        return made
-
     # Training
 
     def _train(self, group: _Group) -> None:
@@ -257,7 +211,7 @@ class Sweep:
         count = min(self.options.interval, left)
         begun = time.perf_counter()
         for _ in range(count):
-            group.array.step(*self._batch(some, group.size, group.step))
+            group.array.step(*self.recipe.batch(some, group.size, group.step))
             group.step += 1
         values = self._judge(group)
         self.seconds += time.perf_counter() - begun
@@ -319,47 +273,3 @@ def _usual_way(model: nn.Module, members: int) -> Way:
 
 def _value(result: Result) -> float:
     return math.inf if result.value is None else result.value
-
-
-def _default_loss(output: Any, target: Any) -> torch.Tensor:
-    if isinstance(target, torch.Tensor) and not target.is_floating_point():
-        return F.cross_entropy(output, target)
-    return F.mse_loss(output, target)
-
-
-def _set(group: dict[str, Any], name: str, value: Any, job: str) -> None:
-    name = _ALIASES.get(name, name)
-    if name in ("beta1", "beta2") and "betas" in group:
-        first, second = group["betas"]
-        group["betas"] = (value, second) if name == "beta1" else (first, value)
-    elif name in group and name != "params":
-        group[name] = value
-    else:
-        known = [k for k in group if k != "params"]
-        raise FuseError(
-            f"--set {name}: neither model() nor optimizer() of {job} takes it, and the optimizer has no such setting; "
-            f"it has {', '.join(known)}; beside these, batch and seed can be set"
-        )
-
-
-@cache
-def _loaded(job: str, inputs: tuple[str, ...], arguments: tuple[str, ...]) -> Job:
-    return Job.load(job, inputs=inputs, arguments=arguments)
-
-
-@cache
-def _arguments_of_model(job: str) -> tuple[str, ...]:
-    """Names that the job's ``model()`` takes."""
-    import importlib
-    import runpy
-
-    if job.endswith(".py") or "/" in job or Path(job).is_file():
-        make = runpy.run_path(job).get("model")
-    else:
-        package, _, name = job.partition(":")
-        make = getattr(importlib.import_module(package), name, None)
-    if make is None:
-        return ()
-    return tuple(
-        p.name for p in inspect.signature(make).parameters.values() if p.kind <= p.KEYWORD_ONLY and p.kind != 2
-    )
