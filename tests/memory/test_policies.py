@@ -135,6 +135,14 @@ def test_predicted_peak_of_mixtures_however_slow_the_link_is(seed: int, rate: fl
     assert abs(result.bytes / result.predicted_bytes - 1) < 0.02, result
 
 
+def test_what_is_made_beside_a_value_is_made_again_with_it() -> None:
+    """A pool that runs again finds its indices again, which nobody needs then."""
+    layers = [nn.Conv2d(3, 16, 3, padding=1), nn.MaxPool2d(2, 1), nn.Conv2d(16, 4, 1)]
+    graph = outcore.capture(nn.Sequential(*layers), [(1, 3, 32, 32)])
+    buffers = Keeping(graph, account(graph), 0.0, LINK).buffers
+    assert buffers["1#0:out"].workspace_bytes >= buffers["1#0~1"].bytes == 8 * 16 * 31 * 31
+
+
 class Overwrites(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = x * 2

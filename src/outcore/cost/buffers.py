@@ -181,7 +181,7 @@ class _Survey:
             opaque=any(self.graph.blocks[self.graph.calls[self.order[i]].block].kind == "opaque" for i in saved_by),
             obstacle=self.obstacle(name, writers) if born >= 0 else "an input",
             again_s=self.again_s(rows) if rows else 0.0,
-            workspace_bytes=max((c.workspace_forward_bytes for c in rows), default=0),
+            workspace_bytes=max((c.workspace_forward_bytes + _derived_bytes(c) for c in rows), default=0),
         )
 
     def again_s(self, writers: list[CallCost]) -> float:
@@ -242,3 +242,8 @@ _ITEM_BYTES = {
     **dict.fromkeys(("float16", "bfloat16", "int16"), 2),
     "complex128": 16,
 }
+
+
+def _derived_bytes(cost: CallCost) -> int:
+    """What a call makes for its backward beside its outputs (indices, masks, cast copies): again when it runs again."""
+    return sum(saved.bytes for saved in cost.saved if saved.kind == "derived")
