@@ -76,7 +76,7 @@ def _forward(
     looking = device_waits(start)
     cells = torch.zeros(4, dtype=torch.int32, device=start.device)
     guard = always = open_guard(start.device)
-    chunk = sweep_chunk(cell, D, T, N, chunk)
+    chunk = sweep_chunk(cell, D, T, N, chunk, forward=True)
     count, tried = -(-T // chunk), 0
     guesses, ends = (start.new_empty((D, count, N, S)) for _ in range(2))
     one, changes = start.new_ones((1,)), None
@@ -122,5 +122,5 @@ def _run(
         WRITTEN=states.shape[-1], PACKED=lengths is not None, BIAS=bias is not None, GIVEN=given,
         WATCHED=found is not None, LIBRARY=not interpreted(),
         PRECISION=dot_precision(starts.dtype), HP=power_of_two(cell.hidden), ROWS=ROWS,
-        STAGES=sweep_stages(cell, starts.dtype), num_warps=sweep_warps(cell, starts.dtype),
+        STAGES=sweep_stages(cell, starts.dtype), num_warps=sweep_warps(cell, starts.dtype, forward=True),
     )  # fmt: skip

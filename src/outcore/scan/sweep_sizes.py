@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from outcore.scan.cells import Cell
 
 __all__ = [
+    "FORWARD_PROGRAMS",
+    "FORWARD_WARPS",
     "PROGRAMS",
     "ROWS",
     "STAGES",
@@ -35,6 +37,9 @@ PROGRAMS = {"tanh": 132 * 4, "relu": 132 * 4, "gru": 132 * 2, "lstm": 132 * 2}
 """Programs that fill a large GPU of 132 multiprocessors; more make the chunks short beside their warm-up."""
 WARPS = {"tanh": 4, "relu": 4, "gru": 4, "lstm": 4}
 """Warps of a program up to hidden 32, as measured on an H200."""
+FORWARD_PROGRAMS = {"tanh": 132 * 4, "relu": 132 * 4, "gru": 132 * 2, "lstm": 132 * 2}
+FORWARD_WARPS = {"tanh": 4, "relu": 4, "gru": 4, "lstm": 4}
+"""The same of a parallel forward pass."""
 ROWS = 16
 """Sequences per program."""
 STAGES = {"tanh": 4, "relu": 4, "gru": 4, "lstm": 4}
@@ -52,9 +57,10 @@ def warm_ups(cell: Cell, steps: int, looking: bool) -> tuple[int, ...]:
     return first, *(warm for warm in more if warm < steps // 4)
 
 
-def sweep_chunk(cell: Cell, directions: int, steps: int, batch: int, longest: int) -> int:
+def sweep_chunk(cell: Cell, directions: int, steps: int, batch: int, longest: int, *, forward: bool = False) -> int:
     """Steps per chunk: sweeps want more chunks than products do, which have to be passed through one by one."""
-    count = max(1, PROGRAMS[cell.kind] // (directions * -(-batch // ROWS)))
+    programs = (FORWARD_PROGRAMS if forward else PROGRAMS)[cell.kind]
+    count = max(1, programs // (directions * -(-batch // ROWS)))
     return min(longest, max(_SHORTEST, -(-steps // count)))
 
 
@@ -63,11 +69,11 @@ def sums(cell: Cell) -> bool:
     return cell.gates == 1 and columns(cell) <= _WIDEST_SUM
 
 
-def sweep_warps(cell: Cell, dtype: torch.dtype) -> int:
+def sweep_warps(cell: Cell, dtype: torch.dtype, *, forward: bool = False) -> int:
     """Warps of a program: few, so that they wait for each other little, but enough to hold the weights."""
     size = power_of_two(cell.hidden)
     if size <= 32:
-        return WARPS[cell.kind] if dtype == torch.float32 else 4
+        return (FORWARD_WARPS if forward else WARPS)[cell.kind] if dtype == torch.float32 else 4
     return 4 if cell.gates * size * size * dtype.itemsize <= 2**14 else 8
 
 
