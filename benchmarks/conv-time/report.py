@@ -33,14 +33,13 @@ def samples_of(directory: Path, name: str) -> list[Sample]:
 def training(directory: Path, dtype: str) -> list[Sample]:
     """What a calibration is fitted to.
 
-    Batch norms of the sweep had weights of the small type, which nobody's have: where there are norms from networks
-    (`benchmarks/step-prediction/norms.py`) they stand in their place.
+    Batch norms of the first sweep had weights of the small type, which nobody's have: others count, if there are some.
     """
-    norms = samples_of(directory, f"norms-{dtype}")
     swept = [s for name in ("sweep", "family", "parts") for s in samples_of(directory, f"{name}-{dtype}")]
-    if norms and dtype == "bf16":
+    of_networks = samples_of(directory, f"networks-{dtype}")
+    if of_networks and dtype == "bf16":
         swept = [s for s in swept if (s.operation.kind, s.operation.variant) != ("norm", "batch")]
-    return swept + norms
+    return swept + of_networks
 
 
 def score(predicted: Any, measured: Any) -> dict[str, float]:
@@ -155,7 +154,7 @@ def refitted(calibration: Calibration, samples: list[Sample], families: list[str
     """A calibration with some families fitted again by the Gaussian process, where that errs less."""
     models = dict(calibration.models)
     for family in families:
-        for part in ("forward", "backward"):
+        for part in ("forward", "weight" if family == "first" else "backward"):
             chosen = training_samples(samples, calibration.base, family, part)
             model, before = (
                 fit_efficiency(chosen, calibration.base, methods=("gaussian",)),

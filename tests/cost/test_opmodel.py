@@ -160,5 +160,6 @@ def test_backward_is_the_sum_of_its_two_products() -> None:
     depthwise = Operation("conv", batch=2, in_channels=4, groups=4, **image)
     grouped = Operation("conv", batch=2, in_channels=4, groups=2, **image)
     line = Operation("conv", batch=2, in_channels=4, size=(14,), kernel=(3,))
-    found = [operation.family for operation in (conv, depthwise, grouped, line)]
-    assert found == ["dense", "depthwise", "conv", "conv"]
+    wide = Operation("conv", batch=2, in_channels=8, **image)
+    found = [operation.family for operation in (conv, wide, depthwise, grouped, line)]
+    assert found == ["first", "dense", "depthwise", "conv", "conv"]

@@ -99,8 +99,8 @@ class Calibration:
 
     def _model_of(self, operation: Operation) -> str:
         """The nearest model there is: of the family and the product, of the kind and the product, of the direction."""
-        pairs = ((operation.family, operation.part), (operation.kind, operation.part))
-        names = [f"{family}/{part}" for family, part in pairs]
+        near = (operation.family, *(("dense",) if operation.family == "first" else ()), operation.kind)
+        names = [f"{family}/{operation.part}" for family in near]
         return next((n for n in names if n in self.models), f"{operation.kind}/{operation.direction}")
 
     def _of(self, name: str, operations: Sequence[Operation]) -> list[Prediction]:
@@ -304,7 +304,7 @@ def training_samples(samples: Sequence[Sample], base: Ceiling, family: str, part
     """The samples that a family in one direction is fitted to; odd convolutions, which are few, learn from all."""
 
     def fits(operation: Operation) -> bool:
-        alike = operation.family == family or (family == operation.kind and operation.family == "dense")
+        alike = operation.family == family or (family == operation.kind and operation.family in ("dense", "first"))
         return alike and operation.part == part
 
     # Faster than any cache: the operation turned out to be a view, and nothing was moved.
@@ -323,7 +323,7 @@ def fit_calibration(
     """Fit every kind and direction that was sampled."""
     base = Ceiling.of(device, dtype)
     models: dict[str, Efficiency] = {}
-    for family in ("depthwise", "dense", *KINDS):
+    for family in ("depthwise", "first", "dense", *KINDS):
         for part in ("forward", "backward", "weight", "input"):
             chosen = training_samples(samples, base, family, part)
             if len(chosen) >= (1 if part in ("forward", "backward") else _LEAST_OF_A_PART):

@@ -51,6 +51,8 @@ Kind = Literal[
 Direction = Literal["forward", "backward"]
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
+_FEW = 4
+"""Channels of an image that a first layer sees, at most."""
 MATRIX_KINDS: frozenset[str] = frozenset({"conv", "conv_transpose", "linear", "matmul", "attention"})
 VARIANTS: Mapping[str, tuple[str, ...]] = {
     "attention": ("", "causal"),
@@ -226,11 +228,13 @@ class Operation:
 
     @property
     def family(self) -> str:
-        """Operations that share kernels: the kind, and of convolutions those of single channels, and ordinary ones of
-        images, by themselves."""
+        """Operations that share kernels: the kind, and of convolutions those of single channels, first layers, which
+        see a few, and ordinary ones of images, by themselves."""
         if self.kind == "conv" and self.groups > 1 and self.groups == self.in_channels:
             return "depthwise"
-        return "dense" if self.kind == "conv" and self.groups == 1 and len(self.size) == 2 else self.kind
+        if self.kind != "conv" or self.groups > 1 or len(self.size) != 2:
+            return self.kind
+        return "first" if self.in_channels <= _FEW else "dense"
 
     @property
     def part(self) -> str:
