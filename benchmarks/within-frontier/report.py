@@ -1,4 +1,4 @@
-"""Write the table of README.md from the results."""
+"""Write the tables of README.md from the results."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 HERE = Path(__file__).parent
-BEGIN, END = "<!-- table -->", "<!-- end -->"
+NORMS = "2026-11-15-h200-norms-three-launches.json"
 
 
 def rows() -> list[str]:
@@ -15,7 +15,7 @@ def rows() -> list[str]:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for path in sorted((HERE / "results").glob("*-h200-*.json")):
-        if "first" in path.name:
+        if "first" in path.name or "norms" in path.name:
             continue
         found = json.loads(path.read_text())["rows"]
         plain = {(r["model"], r["side"], r["precision"]): r for r in found if r["how"] == "plain"}
@@ -39,12 +39,34 @@ def rows() -> list[str]:
     return out
 
 
+def norms() -> list[str]:
+    out = [
+        "| precision | exact | share asked | step ms | over plain | host ms | peak of plain | predicted peak |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    found = json.loads((HERE / "results" / NORMS).read_text())["rows"]
+    plain = {r["precision"]: r for r in found if r["how"] == "plain"}
+    for r in found:
+        base = plain[r["precision"]]
+        predicted = f"{r['predicted_peak_bytes'] / base['peak_bytes']:.3f}" if "predicted_peak_bytes" in r else ""
+        out.append(
+            f"| {r['precision']} | {r['how']} | {r.get('share') or '–'} | {r['ms']:.1f} | "
+            f"{r['ms'] / base['ms']:.3f}x | {r['host_ms']:.1f} | {r['peak_bytes'] / base['peak_bytes']:.3f} | {predicted} |"
+        )
+    return out
+
+
+def replaced(text: str, mark: str, lines: list[str]) -> str:
+    """The text with these lines between the mark and its end."""
+    begin, end = f"<!-- {mark} -->", "<!-- end -->"
+    head, _, rest = text.partition(begin)
+    _, _, tail = rest.partition(end)
+    return f"{head}{begin}\n\n" + "\n".join(lines) + f"\n\n{end}{tail}"
+
+
 def main() -> None:
     readme = HERE / "README.md"
-    text = readme.read_text()
-    head, _, rest = text.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    readme.write_text(f"{head}{BEGIN}\n\n" + "\n".join(rows()) + f"\n\n{END}{tail}")
+    readme.write_text(replaced(replaced(readme.read_text(), "table", rows()), "norms", norms()))
 
 
 if __name__ == "__main__":
