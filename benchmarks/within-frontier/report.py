@@ -48,10 +48,11 @@ def norms() -> list[str]:
     plain = {r["precision"]: r for r in found if r["how"] == "plain"}
     for r in found:
         base = plain[r["precision"]]
+        share = r["peak_bytes"] / base["peak_bytes"]
         predicted = f"{r['predicted_peak_bytes'] / base['peak_bytes']:.3f}" if "predicted_peak_bytes" in r else ""
         out.append(
             f"| {r['precision']} | {r['how']} | {r.get('share') or '–'} | {r['ms']:.1f} | "
-            f"{r['ms'] / base['ms']:.3f}x | {r['host_ms']:.1f} | {r['peak_bytes'] / base['peak_bytes']:.3f} | {predicted} |"
+            f"{r['ms'] / base['ms']:.3f}x | {r['host_ms']:.1f} | {share:.3f} | {predicted} |"
         )
     return out
 
