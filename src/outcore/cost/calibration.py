@@ -99,8 +99,7 @@ class Calibration:
 
     def _model_of(self, operation: Operation) -> str:
         """The nearest model there is: of the family and the product, of the kind and the product, of the direction."""
-        near = (operation.family, *(("dense",) if operation.family == "first" else ()), operation.kind)
-        names = [f"{family}/{operation.part}" for family in near]
+        names = [f"{family}/{operation.part}" for family in (operation.family, *_near(operation), operation.kind)]
         return next((n for n in names if n in self.models), f"{operation.kind}/{operation.direction}")
 
     def _of(self, name: str, operations: Sequence[Operation]) -> list[Prediction]:
@@ -300,12 +299,16 @@ def _summed(first: Timing, second: Timing) -> Timing:
     )
 
 
+def _near(operation: Operation) -> tuple[str, ...]:
+    """Families that also learn from an operation, and stand in for its own: first layers are convolutions too."""
+    return {"first": ("dense", "conv"), "dense": ("conv",)}.get(operation.family, ())
+
+
 def training_samples(samples: Sequence[Sample], base: Ceiling, family: str, part: str) -> list[Sample]:
     """The samples that a family in one direction is fitted to; odd convolutions, which are few, learn from all."""
 
     def fits(operation: Operation) -> bool:
-        alike = operation.family == family or (family == operation.kind and operation.family in ("dense", "first"))
-        return alike and operation.part == part
+        return family in (operation.family, *_near(operation)) and operation.part == part
 
     # Faster than any cache: the operation turned out to be a view, and nothing was moved.
     found = [s for s in (*samples, *_joined(samples)) if fits(s.operation)]
