@@ -1,22 +1,26 @@
-"""Hooks on modules: what a forward computes with must be on the device when it begins.
+"""Hooks on modules and on gradients.
 
-A module that calls others in between keeps its own parameters there until it is over, where they pass through a window.
+What a forward computes with must be on the device when it begins. A module that calls others in between keeps its own
+parameters there until it is over, where they pass through a window. And in backward a gradient that arrives may be the
+last that an update waits for.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from outcore.memory.lots import Lot, Use
 
 if TYPE_CHECKING:
+    from outcore.memory.state import StateKeeper
     from outcore.memory.traffic import Traffic
 
-__all__ = ["hook_modules"]
+__all__ = ["hook_gradients", "hook_modules"]
 
 
 class _Arrival:
@@ -60,3 +64,23 @@ def hook_modules(traffic: Traffic, uses: Iterable[Use]) -> list[Any]:
         if holds:
             handles.append(module.register_forward_hook(_Departure(traffic, list(needed)), always_call=True))
     return handles
+
+
+def hook_gradients(keeper: StateKeeper, *, both: bool) -> tuple[dict[int, Any], list[Any]]:
+    """Tell a keeper of gradients that have arrived, by parameter (id), and on request of those about to."""
+    reference = weakref.ref(keeper)
+
+    def arrived(p: torch.Tensor) -> None:
+        if (found := reference()) is not None and not found.asleep:
+            found.arrived(p)
+
+    def before(number: int) -> Callable[[torch.Tensor], None]:
+        def hook(_: torch.Tensor) -> None:
+            if (found := reference()) is not None and not found.asleep:
+                found.arriving(found.lots[number])
+
+        return hook
+
+    after = {id(p): p.register_post_accumulate_grad_hook(arrived) for lot in keeper.lots for p in lot.trained}
+    handles = [p.register_hook(before(lot.number)) for lot in keeper.lots for p in lot.trained if both]
+    return after, handles

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from outcore.errors import OutcoreError
-from outcore.memory.arrivals import hook_modules
+from outcore.memory.arrivals import hook_gradients, hook_modules
 from outcore.memory.gradients import GradientHomes
 from outcore.memory.lots import Lot, Use
 from outcore.memory.stepping import Stepper, Visits
@@ -82,7 +82,9 @@ class StateKeeper(Traffic):
         optimizer = self.optimizer
         if self.policy.parameters == "offload":
             self.handles += hook_modules(self, uses)
-        self._hook_gradients()
+        if self.watch is not None or self.windowed:
+            self.hooks, before = hook_gradients(self, both=self.gradients is not None)
+            self.handles += before
         optimizer.step = self._stepped()  # type: ignore[method-assign]
         if self.visits is not None:
             settle = weakref.WeakMethod(self.settle)
@@ -94,26 +96,6 @@ class StateKeeper(Traffic):
     def fast(self) -> bool:
         """Whether parameters are updated in backward."""
         return self.watch is not None and self.watch.verdict is True
-
-    def _hook_gradients(self) -> None:
-        reference = weakref.ref(self)
-
-        def arrived(p: torch.Tensor) -> None:
-            if (keeper := reference()) is not None and not keeper.asleep:
-                keeper.arrived(p)
-
-        def before(number: int) -> Callable[[torch.Tensor], None]:
-            def hook(_: torch.Tensor) -> None:
-                if (keeper := reference()) is not None and not keeper.asleep:
-                    keeper.arriving(keeper.lots[number])
-
-            return hook
-
-        for lot in self.lots if self.watch is not None or self.windowed else ():
-            for p in lot.trained:
-                self.hooks[id(p)] = p.register_post_accumulate_grad_hook(arrived)
-                if self.gradients is not None:
-                    self.handles.append(p.register_hook(before(lot.number)))
 
     # Forward
 
