@@ -127,6 +127,8 @@ def choose(
         trials = [
             t if t.predicted_s > near else tried(t.way, [lane if t.way.width > 1 else streams], t) for t in trials
         ]
+    # Plain steps are bound by the host, which is slower in a process that has only begun.
+    serial_s = min(serial_s, _time_serially(array, batch, each, seconds))
     made = Choice(len(array), serial_s, tuple(trials), predicted)
     array.arrange(made.way)
     if made.way.width < len(array):
