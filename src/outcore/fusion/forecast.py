@@ -105,7 +105,8 @@ def forecast(array: FusedArray, *batch: Any, each: Sequence[tuple[Any, ...]] | N
 _LIBRARY_BYTES = 64 * 2**20
 """Workspace of cuBLAS for a stream of an H200: 32 MiB each for the threads of forward and backward."""
 _STREAM_BYTES = 20 * 2**20
-"""What the first steps of a stream, before its graph was captured, leave in pieces; 10 to 60 MiB were measured."""
+"""What the first steps of a stream, before its graph was captured, leave in pieces: 10 to 60 MiB were measured, above
+200 where feature maps are of hundreds."""
 _RECURRENT_BYTES = 43 * 2**20
 """Workspace of cuDNN's recurrent layers; 38 and 43 MiB were measured."""
 _LONG = 256
