@@ -18,6 +18,7 @@ import torch
 from exactness import correctness, memory, training_curve
 from graphs import graph_table, graphed
 from setting import settings
+from sizes import sizes
 from speed import measure, table
 
 from outcore.scan.choice import choices
@@ -42,8 +43,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument(
         "--part",
-        choices=["long", "rest", "graphs", "memory"],
-        help="only the longest sequences and small layers, all but correctness, CUDA graphs, or memory and training",
+        choices=["long", "rest", "graphs", "memory", "sizes"],
+        help="only the longest sequences and small layers, all but correctness, CUDA graphs, memory and training, "
+        "or how sweeps are cut up",
     )
     parser.add_argument("--seconds", type=float, default=360, help="stop starting new rows after this long")
     parser.add_argument("--table", nargs="+", type=Path, metavar="JSON", help="only print the table of result files")
@@ -70,6 +72,10 @@ def main() -> None:
         path.write_text(json.dumps(result, indent=1) + "\n")
 
     log(str(result["environment"]))
+    if args.part == "sizes":
+        result["sizes"] = {}
+        sizes(log, save, result["sizes"])
+        return
     if args.part == "graphs":
         result["graphs"] = []
         for setting in settings(False):

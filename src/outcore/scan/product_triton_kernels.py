@@ -32,14 +32,17 @@ def _split(x, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _product(x, w, PRECISION: tl.constexpr):
-    """Product of two split tiles. A product waits for the one that it is added to, so there are two chains of three."""
+def _product(x, w, PRECISION: tl.constexpr, CHAINS: tl.constexpr):
+    """Product of two split tiles. Two chains of three products wait less for each other than one of six, but have to be
+    added up: in the kernels of gates, which have other work meanwhile, one is faster; in sweeps it matters little."""
     x0, x1, x2 = x
     w0, w1, w2 = w
     if PRECISION == "full":
         small = tl.dot(x2, w0, tl.dot(x0, w2, tl.dot(x1, w1)))
-        large = tl.dot(x0, w0, tl.dot(x1, w0, tl.dot(x0, w1)))
-        return small + large
+        if CHAINS == 1:
+            return tl.dot(x0, w0, tl.dot(x1, w0, tl.dot(x0, w1, small)))
+        else:
+            return small + tl.dot(x0, w0, tl.dot(x1, w0, tl.dot(x0, w1)))
     elif PRECISION == "bf16":
         return tl.dot(x0, w0)
     else:
@@ -47,16 +50,16 @@ def _product(x, w, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _dot(x, w, PRECISION: tl.constexpr):
+def _dot(x, w, PRECISION: tl.constexpr, CHAINS: tl.constexpr = 2):
     """Product of two tiles."""
-    return _product(_split(x, PRECISION), _split(w, PRECISION), PRECISION)
+    return _product(_split(x, PRECISION), _split(w, PRECISION), PRECISION, CHAINS)
 
 
 @triton.jit
 def _turned_product(x, w, PRECISION: tl.constexpr):
     """``xᵀ w`` of split tiles; they are turned on their way through shared memory."""
     x0, x1, x2 = x
-    return _product((tl.trans(x0), tl.trans(x1), tl.trans(x2)), w, PRECISION)
+    return _product((tl.trans(x0), tl.trans(x1), tl.trans(x2)), w, PRECISION, 2)
 
 
 @triton.jit

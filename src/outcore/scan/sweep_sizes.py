@@ -35,7 +35,7 @@ WARM_UPS_UNSEEN = 2
 """Warm-ups launched when nothing is looked at."""
 PROGRAMS = {"tanh": 132 * 4, "relu": 132 * 4, "gru": 132 * 2, "lstm": 132 * 2}
 """Programs that fill a large GPU of 132 multiprocessors; more make the chunks short beside their warm-up."""
-WARPS = {"tanh": 4, "relu": 4, "gru": 4, "lstm": 4}
+WARPS = {"tanh": 2, "relu": 4, "gru": 2, "lstm": 2}
 """Warps of a program up to hidden 32, as measured on an H200."""
 FORWARD_PROGRAMS = {"tanh": 132 * 4, "relu": 132 * 4, "gru": 132 * 2, "lstm": 132 * 2}
 FORWARD_WARPS = {"tanh": 4, "relu": 4, "gru": 4, "lstm": 4}
