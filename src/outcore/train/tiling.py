@@ -3,8 +3,8 @@
 Planning for a large slide takes a while and depends on what is known of the device; a run that goes on must do bitwise
 what it would have done, so it takes the tiles it had. The same document may be given by hand (``plan.file``).
 
-Much of a slide is glass, and tiles of one colour are computed once. How many there are is seen on the coarsest level of
-the first slide, so that the time that is expected is that of the tissue.
+Much of a slide is glass, and tiles of one colour are computed once. How many there are is seen on a coarse level of the
+first slide, where each tile's own region of it lies, so that the time that is expected is that of the tissue.
 
 On a GPU the channels of images come last. With pixels last an H200 took 9.9 GiB at once in the backward of one tile: by
 the sizes beside it cuDNN's workspace for a convolution of 16 channels, which it turns around; no prediction knows it.
@@ -16,20 +16,22 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
 from outcore.cost.estimate import estimate
 from outcore.cost.optimizer import OptimizerCost
-from outcore.data import Batch
+from outcore.data import Batch, Source
 from outcore.data.slide import SlideLevel
 from outcore.errors import PlanError
-from outcore.graph import capture
+from outcore.graph import Graph, capture
 from outcore.job import Job
 from outcore.machine.units import format_bytes
 from outcore.plan_document import Plan, Predicted
 from outcore.stream import plan_tiles, stream
+from outcore.stream.planning import StreamPlan
+from outcore.stream.prepared import bound, divided
 from outcore.stream.streamed import Streamed
+from outcore.stream.twins import colour
 from outcore.train.config import Config
 from outcore.train.precision import computing
 from outcore.train.schedules import make_optimizer
@@ -39,8 +41,8 @@ __all__ = ["apply_tiles", "arranged", "computed_share", "plan_stream", "readers"
 
 _FOUND_S = 1.5e-4
 """Host time to find a tile and to tell that it is glass and was computed before: 0.08 s for 576 of them."""
-_KINDS_OF_GLASS = 9
-"""Tiles of one colour that are computed nevertheless: one in the middle, at each edge and in each corner."""
+_LOOKED_THROUGH = 2**23
+"""Pixels."""
 
 
 def plan_stream(model: nn.Module, job: Job, config: Config, expected: Forecast, inputs: Any, budget: int) -> Plan:
@@ -65,7 +67,7 @@ def plan_stream(model: nn.Module, job: Job, config: Config, expected: Forecast, 
             least, beside = format_bytes(error.least_bytes + state), format_bytes(state)
             said = f"streaming needs at least {least}, {beside} of it for the optimizer's state; give at least that"
             raise PlanError(said) from None
-    share = computed_share(inputs, found.tile, found.overlap)
+        share = computed_share(inputs, graph, found)
     step_s = found.time_s * share + found.passes * found.tiles * _FOUND_S
     said = str(found)
     if share < 1:
@@ -106,39 +108,43 @@ def arranged(model: nn.Module) -> nn.Module:
     return model.to(memory_format=torch.channels_last) if on_gpu else model  # type: ignore[call-overload]
 
 
-def computed_share(inputs: Any, tile: tuple[int, ...], overlap: float = 1.0) -> float:
-    """The share of a slide's tiles that are not of one colour, by its coarsest level; 1 where there is none.
+def computed_share(inputs: Any, graph: Graph, plan: StreamPlan) -> float:
+    """The share of a slide's tiles that will be computed, by a coarse level of it; 1 where there is none.
 
     Args:
         inputs: what a step is given.
-        tile: pixels of a tile along each dimension.
-        overlap: numbers that all tiles compute over those of the whole: how far tiles reach beyond themselves.
+        graph: of the network, at the slide's size.
+        plan: its tiles.
     """
     given = inputs[0] if isinstance(inputs, (tuple, list)) and inputs else inputs
     if not isinstance(given, Batch) or len(given.sources) != 1 or not isinstance(given.sources[0], SlideLevel):
         return 1.0
     here = given.sources[0]
-    coarse = here.slide.at(level=len(here.slide.levels) - 1)
-    if len(tile) != 2 or coarse.shape == here.shape:
+    if len(plan.tile) != 2 or (coarse := _coarse(here)) is None:
         return 1.0
-    pixels = coarse.read([(0, n) for n in coarse.shape]).float()
+    pixels = coarse.read([(0, n) for n in coarse.shape])
     by = [large / small for large, small in zip(here.shape[1:], coarse.shape[1:], strict=True)]
-    changes = _changes(pixels)
-    reach = math.sqrt(overlap) - 1  # layers reach ever less far; the first, twice what they do on average
-    counts = [-(-n // t) for n, t in zip(here.shape[1:], tile, strict=True)]
-    drawn = 0
-    for row in range(counts[0]):
-        for column in range(counts[1]):
-            window = [
-                slice(max(0, math.floor((k - reach) * t / b)), math.ceil((k + 1 + reach) * t / b))
-                for k, t, b in zip((row, column), tile, by, strict=True)
-            ]
-            drawn += bool(changes[window[0], window[1]].any())
-    whole = counts[0] * counts[1]
-    return min(1.0, (drawn + min(_KINDS_OF_GLASS, whole - drawn)) / whole)
+    network = bound(graph, folded=True)
+    how = {"boundary": plan.boundary, "statistics": plan.statistics, "keep": plan.keep}
+    kinds = divided(network, tile=plan.tile, **how).kinds[-1]  # type: ignore[arg-type]
+    images = [name for name in kinds.stage.sources if name in network.inputs]
+    if len(images) != 1:
+        return 1.0
+    drawn, glass, tiles = 0, set(), 0
+    for tile in kinds:
+        sides = zip(tile.regions[images[0]][-2:], by, strict=True)
+        rows, columns = (slice(math.floor(a / b), math.ceil(z / b)) for (a, z), b in sides)
+        tiles += 1
+        if (found := colour(pixels[None, :, rows, columns])) is None:
+            drawn += 1
+        else:
+            glass.add((found, tile.kind))
+    return (drawn + len(glass)) / tiles
 
 
-def _changes(pixels: Tensor) -> Tensor:
-    """Where a pixel differs from a neighbour."""
-    around = F.max_pool2d(pixels[None], 3, 1, 1)[0] != -F.max_pool2d(-pixels[None], 3, 1, 1)[0]
-    return around.any(0)
+def _coarse(here: SlideLevel) -> Source | None:
+    """The finest level that is looked through in no time, coarser than the one that is trained on."""
+    slide = here.slide
+    levels = range(here.level + 1, len(slide.levels))
+    small = [level for level in levels if math.prod(slide.levels[level].size) <= _LOOKED_THROUGH]
+    return slide.at(level=small[0]) if small else None
