@@ -5,8 +5,9 @@
 
 Each rank on the GPU gets an equal share of its multiprocessors; the daemon of MPS must be running.
 
-All variants run in one process per rank, in turn, round after round, on the same stages, micro-batches and optimizer.
-Ratios are of the fastest step of each variant, which other load on the machine disturbs least.
+All variants run in one process per rank, round after round, on the same stages, micro-batches and optimizer, in another
+order in every round: on a CPU a step gets the heap that the one before left, and pages that were given back to the
+system cost a tenth of it. Ratios are of the fastest step of each variant, which other load disturbs least.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import multiprocessing as mp
 import os
 import platform
+import random
 import socket
 import statistics
 import time
@@ -179,8 +181,10 @@ def rank_main(rank: int, args: argparse.Namespace, port: int, queue: Any) -> Non
     computing: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
         run.step()
+    order = random.Random(0)  # the same on all ranks
     for _ in range(args.rounds):
-        for name, run in runs.items():
+        for name in order.sample(list(runs), len(runs)):
+            run = runs[name]
             for _ in range(args.steps):
                 dist.barrier()
                 _synchronise(args)
