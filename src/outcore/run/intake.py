@@ -56,7 +56,8 @@ class Intake:
         answers = self.world.start_numbers([count, mark, step, wish])
         later = self.plan.replicas == 1 and mark in self._agreed
         counts, description = ([count], description) if later else self._agree(answers(), step, description)
-        self._agreed |= {mark} if inputs is not None else set()
+        if inputs is not None:
+            self._agreed.add(mark)
         mine = counts[self.replica]
         pieces = min(self.blueprint.pieces, *counts)
         sizes = batches.parts(mine, pieces)
