@@ -7,6 +7,7 @@ to files under --output as it is made: stop it at any time, start it again to go
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import time
 from dataclasses import replace
@@ -18,6 +19,9 @@ from as_networks import as_networks_have
 
 from outcore.cost.calibrate import collect, collect_listed
 from outcore.machine import Machine, probe
+
+LONG_KERNELS = (1, 3, 3, 5, 5, 5, 7, 7, 7)
+TURNS = 6
 
 
 def _probe(cache: Path) -> Machine:
@@ -31,6 +35,7 @@ def main() -> None:
     parser.add_argument("--dtypes", default="tf32,bf16" if torch.cuda.is_available() else "fp32")
     parser.add_argument("--held-out", type=int, default=120, help="held-out measurements per precision")
     parser.add_argument("--family-seconds", type=float, default=60, help="time for convolutions like the talks'")
+    parser.add_argument("--long-seconds", type=float, default=30, help="time for more of them, most with long kernels")
     parser.add_argument("--parts-seconds", type=float, default=60, help="time for single products of backward")
     parser.add_argument("--networks-seconds", type=float, default=40, help="time for operations as networks have them")
     parser.add_argument("--machine", type=Path, help="a machine that was probed before")
@@ -73,6 +78,18 @@ def main() -> None:
                 **run,
             )
             print(f"{dtype}: {len(samples)} of the {name} after {time.monotonic() - started:.0f} s", flush=True)
+    # Long kernels err most in cross-validation. In turns, so that a run that is cut off has both precisions.
+    for share in itertools.chain.from_iterable([dtypes] * TURNS if options.long_seconds and place != "cpu" else []):
+        samples = collect_listed(
+            itertools.islice(convolutions.family(device, dtype=share, seed=4, kernels=LONG_KERNELS), 20_000),
+            device,
+            place,
+            dtype=share,
+            path=options.output / f"long-{share}.jsonl",
+            seconds=options.long_seconds / len(dtypes) / TURNS,
+            each_s=0.003,
+        )
+        print(f"{share}: {len(samples)} with long kernels after {time.monotonic() - started:.0f} s", flush=True)
     for dtype in dtypes if options.parts_seconds else ():
         samples = collect_listed(
             convolutions.parts(device, dtype=dtype),

@@ -63,12 +63,12 @@ def two(*, batch: int = 64, dtype: str = "fp32") -> list[Operation]:
     ]
 
 
-def family(device: Device, *, dtype: str, seed: int) -> Iterator[Operation]:
+def family(device: Device, *, dtype: str, seed: int, kernels: tuple[int, ...] = (1, 3, 3, 5, 7)) -> Iterator[Operation]:
     """An endless list of random convolutions like the talks': dense, two-dimensional, kernels up to 7."""
     source = random.Random(f"{seed}/{dtype}")
     longest_s = 0.002 if device.kind == "cuda" else 0.02
     while True:
-        kernel, first = source.choice((1, 3, 3, 5, 7)), source.random() < 0.1
+        kernel, first = source.choice(kernels), source.random() < 0.1
         side = source.choice((26, 28, 32, 48, 56, 64, 96, 112, 128, 160, 192, 224, 256, 320, 384))
         drawn = Operation(
             "conv",

@@ -35,7 +35,7 @@ def training(directory: Path, dtype: str) -> list[Sample]:
 
     Batch norms of the first sweep had weights of the small type, which nobody's have: others count, if there are some.
     """
-    swept = [s for name in ("sweep", "family", "parts") for s in samples_of(directory, f"{name}-{dtype}")]
+    swept = [s for name in ("sweep", "family", "long", "parts") for s in samples_of(directory, f"{name}-{dtype}")]
     of_networks = samples_of(directory, f"networks-{dtype}")
     if of_networks and dtype == "bf16":
         swept = [s for s in swept if (s.operation.kind, s.operation.variant) != ("norm", "batch")]

@@ -46,22 +46,11 @@ def add_estimates(path: Path, only: list[str] | None = None) -> None:
         costs = outcore.estimate(graph, device, calibrations=known_to)
         optimizer = estimate_optimizer(costs, device, torch.optim.Adam)
         row["estimated_s"] = predict_step(graph, costs, optimizer=optimizer).step_s
-        if cuda and "bound" in row and "state_first" not in row:
-            row["counted_twice_bytes"] = _state_bytes(costs)
         real = row.get("measured_processor_s", row["measured_s"])
         errors = [f"{row[name] / real - 1:+.1%}" for name in ("predicted_s", "estimated_s")]
         print(f"{' '.join(map(str, key))}: {' '.join(errors)} of {real * 1e3:.1f} ms")
         print(_by_kind(costs, known.get(key, [])), flush=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
-
-
-def _state_bytes(costs: Costs) -> int:
-    """Adam's state as the allocator rounds it.
-
-    In one run it was made between two looks at what is allocated, whose difference is what libraries hold, so that the
-    predicted peaks of that run have it twice.
-    """
-    return 2 * sum(-(-size // 512) * 512 for size in costs.parameters.values())
 
 
 def _calibrations(path: Path, device: Device) -> dict[str, Callable[[str], Calibration]]:

@@ -24,8 +24,8 @@ Adam = torch.optim.Adam
 HOST = ("between_s", "start_s", "beat_s", "sum_bytes_per_s", "sum_dispatch_s")
 """What costs say of the host beside the calls."""
 GROUPS = {True: 5, False: 1}
-"""Groups of timed steps among the measurements of a case, beside one at the start: many where steps are so short that
-the host may set their pace (`SHORT_S`)."""
+"""Groups of timed steps among the measurements of a case, beside one at the start: many where the host may set the
+pace, which it does not keep: on a CPU, and where steps of a GPU are short (`SHORT_S`)."""
 SHORT_S = 0.03
 
 
@@ -43,7 +43,7 @@ class Case:
         captured = time.perf_counter()
         self.accounted = account(self.graph, device)
         self.room_bytes = int(1.2 * memory_curve(self.graph, self.accounted, optimizer=Adam).peak_bytes) + 2**30
-        self.short = False
+        self.by_host = device.type == "cpu"
         self.row: dict[str, Any] = {"capture_s": captured - start, "account_s": time.perf_counter() - captured}
 
     def warm_up(self) -> None:
@@ -53,7 +53,7 @@ class Case:
         """
         if self.device.type != "cuda":
             return
-        steps = Steps(self.model, self.batch, self.device, short=False)
+        steps = Steps(self.model, self.batch, self.device, by_host=False)
         try:
             steps.step()
             with torch.autograd.set_multithreading_enabled(False):
@@ -62,7 +62,7 @@ class Case:
             start = time.perf_counter()
             steps.step()
             synchronise(self.device)
-            self.short = time.perf_counter() - start < SHORT_S
+            self.by_host = time.perf_counter() - start < SHORT_S
         except torch.OutOfMemoryError:  # others prepare at the same time; then it is planned when its turn comes
             pass
         steps.optimizer.zero_grad()
@@ -72,7 +72,7 @@ class Case:
         start = time.perf_counter()
         clean(self.device)
         others = allocated(self.device) - self.own_bytes()
-        steps = Steps(self.model, self.batch, self.device, short=self.short)
+        steps = Steps(self.model, self.batch, self.device, by_host=self.by_host)
         if self.device.type == "cuda":  # the optimizer's state is there before, and not taken for the libraries'
             steps.step()
             steps.optimizer.zero_grad()
@@ -82,7 +82,7 @@ class Case:
             time_limit_s=seconds,
             runs=5,
             accounted=self.accounted,
-            progress=steps.between if self.device.type == "cuda" else None,
+            progress=steps.between,
         )
         optimizer = measure_optimizer(self.model, Adam, self.device, beat=costs.beat_s)
         measured_s = time.perf_counter() - start - steps.spent_s
@@ -104,7 +104,6 @@ class Case:
             "predicted_parts_bytes": {k: getattr(curve.at_peak, k) for k in curve.at_peak.__dataclass_fields__},
             "peak_in": [curve.peak.phase, curve.peak.call],
             "library_bytes": costs.library_bytes,
-            "state_first": True,
         }  # fmt: skip
         return row, distinct(costs)
 
@@ -134,8 +133,10 @@ def distinct(costs: Costs) -> list[dict[str, Any]]:
 class Steps:
     """Real training steps, timed in small groups while the calls are measured: the host does not keep its pace."""
 
-    def __init__(self, model: Training, batch: tuple[torch.Tensor, ...], device: torch.device, *, short: bool) -> None:
-        self.model, self.batch, self.device, self.short = model, batch, device, short
+    def __init__(
+        self, model: Training, batch: tuple[torch.Tensor, ...], device: torch.device, *, by_host: bool
+    ) -> None:
+        self.model, self.batch, self.device, self.by_host = model, batch, device, by_host
         self.optimizer = Adam(model.parameters())
         self.wall: list[float] = []
         self.processor: list[float] = []
@@ -149,10 +150,10 @@ class Steps:
 
     def between(self, done: int, total: int, _: str) -> None:
         """A group whenever a further part of the calls is measured."""
-        groups = GROUPS[self.short]
+        groups = GROUPS[self.by_host]
         if done * groups >= self.groups * total and self.groups <= groups:
             self.groups += 1
-            self._group(1, 3 if self.short else 2)
+            self._group(1, 3 if self.by_host and self.device.type == "cuda" else 2)
             self.optimizer.zero_grad()
 
     def result(self, base: int) -> dict[str, Any]:
@@ -165,7 +166,6 @@ class Steps:
                 "reserved_bytes": torch.cuda.max_memory_reserved(self.device),
             }
         else:
-            self._group(3, 9)
             memory = {"measured_bytes": self._living()}
         self.optimizer.zero_grad()
         found: dict[str, Any] = {"measured_s": statistics.median(self.wall), "fastest_s": min(self.wall)}

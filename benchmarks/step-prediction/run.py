@@ -2,6 +2,7 @@
 
     python benchmarks/step-prediction/run.py --out DIRECTORY               (on a GPU if there is one, else on the CPU)
     python benchmarks/step-prediction/run.py --estimate DIRECTORY/FILE.json  (adds `outcore.estimate`; no device)
+    python benchmarks/step-prediction/run.py --gather DIRECTORY/FILE.json FOLDER ...  (adds what was left in folders)
     python benchmarks/step-prediction/run.py --table DIRECTORY/FILE.json   (the tables of the README)
 
 Per network, batch size and precision: capture, measure, predict; then train in earnest with Adam. Time is the median of
@@ -10,7 +11,8 @@ MemTracker and RuntimeEstimator look at the same step (`peers.py`). A case that 
 
 On a GPU a process per network and precision prepares its cases (which takes only the host); when all are ready one case
 after the other is timed while nothing else runs: first batches at which the device sets the pace, then, with
-`--bound both` or `host`, small ones at which the host does. torch's tools come last.
+`--bound both` or `host`, small ones at which the host does. torch's tools come last. A case is kept as soon as it is
+timed: `--gather` makes the result of a run that was cut off, and adds cases and answers of torch's tools from others.
 """
 
 from __future__ import annotations
@@ -84,17 +86,13 @@ class Peers:
         for process in self.running:
             process.kill()
 
-    def found(self) -> dict[str, dict[str, Any]]:
-        """What there is, by network and case."""
-        return {path.stem: json.loads(path.read_text()) for path in self.folder.glob("*.json")}
-
 
 def measure_all(out: Path, device: torch.device, given: argparse.Namespace) -> None:
     """Run the cases, most telling first, and write the result."""
     chosen = networks.GPU if device.type == "cuda" else networks.CPU
-    result: dict[str, Any] = {"environment": environment(device)}
     out.mkdir(parents=True, exist_ok=True)
-    name = f"{result['environment']['date']}-{device.type}"
+    path = out / f"{datetime.date.today().isoformat()}-{device.type}.json"
+    path.write_text(json.dumps({"environment": environment(device), "rows": []}))
     begin, end = time.time(), time.time() + given.limit
     names = [n for n in sorted(chosen, key=lambda n: -_WEIGHT.get(n, 0)) if not given.only or n in given.only]
     peers = Peers([] if given.no_peers else names, 10 if device.type == "cuda" else 1)
@@ -102,21 +100,20 @@ def measure_all(out: Path, device: torch.device, given: argparse.Namespace) -> N
         on_a_gpu(names, out, given, end)
     else:
         one_by_one(names, out, given, end)
-    seconds = time.time() - begin
-    write(out, name, device.type, result | {"seconds": seconds}, {})
+    gather(path, [out], seconds=time.time() - begin)
+    (out / ROWS).unlink()
     while peers.go_on() and time.time() < end + 60:
         time.sleep(0.2)
     peers.stop()
-    print(table(write(out, name, device.type, result | {"seconds": seconds}, peers.found())))
-    (out / f"rows-{device.type}.jsonl").unlink()
+    print(table(gather(path, [peers.folder])))
 
 
 def on_a_gpu(names: list[str], out: Path, given: argparse.Namespace, end: float) -> None:
     """A process for each network and precision; every round has one batch size of each."""
     room = Room(ROOM_GIB)
     workers = [Worker(n, p, "cuda", room) for n in names for p in ("bf16", "tf32")]
-    phases = [("device", [0, 1])] if given.bound != "host" else []
-    phases += [("host", [-1])] if given.bound != "device" else []
+    phases = [("device", given.places or [0, 1])] if given.bound != "host" else []
+    phases += [("host", [2])] if given.bound != "device" else []
     pauses: list[float] = []
     for bound, rounds in phases:
         sizes = {w.name: [networks.GPU[w.name].batches[place] for place in rounds] for w in workers}
@@ -131,7 +128,7 @@ def on_a_gpu(names: list[str], out: Path, given: argparse.Namespace, end: float)
             for worker in sorted(workers, key=lambda w: _WEIGHT.get(w.name, 0)):
                 row = timed(worker, sizes[worker.name][place], given.seconds, end, _middle(pauses))
                 pauses += [row["between_s"] / row["beat_s"]] if row.get("beat_s") else []
-                note(out, "cuda", row | {"bound": bound})
+                note(out, row | {"bound": bound})
     for worker in workers:
         worker.close()
 
@@ -146,7 +143,7 @@ def one_by_one(names: list[str], out: Path, given: argparse.Namespace, end: floa
     for name in names:
         worker = Worker(name, "fp32", "cpu", Room(1))
         for size in networks.CPU[name].batches:
-            note(out, "cpu", timed(worker, size, given.seconds, end))
+            note(out, timed(worker, size, given.seconds, end))
         worker.close()
 
 
@@ -159,30 +156,47 @@ def timed(worker: Worker, size: int, seconds: float, end: float, between: float 
     return row | worker.answer(end + 60 - time.time())
 
 
-def note(out: Path, kind: str, row: dict[str, Any]) -> None:
+def note(out: Path, row: dict[str, Any]) -> None:
     """Print a row and keep it, in case the run ends early."""
     print(_line(row), flush=True)
-    with (out / f"rows-{kind}.jsonl").open("a") as file:
+    with (out / ROWS).open("a") as file:
         file.write(json.dumps(row) + "\n")
 
 
-def write(
-    out: Path, name: str, kind: str, result: dict[str, Any], peers: dict[str, dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """Write the dated result and the file of calls from the rows that cases left behind; returns the rows."""
-    order = list(networks.GPU if kind == "cuda" else networks.CPU)
-    rows = [json.loads(line) for line in (out / f"rows-{kind}.jsonl").read_text().splitlines()]
-    rows.sort(key=lambda r: (-r["batch"], r["precision"], order.index(r["network"])))
-    for row in rows:
-        row |= peers.get(row["network"], {}).get(f"{row['batch']} {row['precision']}", {})
-    calls = [
-        {k: row.get(k) for k in ("network", "batch", "precision")} | {"calls": row.pop("distinct", [])} for row in rows
-    ]
-    (out / f"{name}-calls.json.gz").write_bytes(gzip.compress(json.dumps(calls).encode(), mtime=0))
-    (out / f"{name}.json").write_text(json.dumps(result | {"rows": rows}, indent=1) + "\n")
-    return rows
+def gather(path: Path, folders: list[Path], **about: Any) -> list[dict[str, Any]]:
+    """Add the rows and the answers of torch's tools that lie in folders to a result and its file of calls."""
+    result = json.loads(path.read_text()) | about
+    calls_path = path.with_name(f"{path.stem}-calls.json.gz")
+    known = json.loads(gzip.decompress(calls_path.read_bytes())) if calls_path.exists() else []
+    rows = {_case(row): row for row in result["rows"]}
+    calls = {_case(line): line for line in known}
+    for folder in folders:
+        for row in _rows(folder / ROWS):
+            if "error" in rows.get(_case(row), {"error": ""}) or "error" not in row:
+                calls[_case(row)] = dict(zip(CASE, _case(row), strict=True)) | {"calls": row.pop("distinct", [])}
+                rows[_case(row)] = row
+        for key, row in rows.items():
+            said = folder / f"{key[0]}.json"
+            row |= json.loads(said.read_text()).get(f"{key[1]} {key[2]}", {}) if said.exists() else {}
+    order = list(networks.GPU | networks.CPU)
+    result["rows"] = sorted(rows.values(), key=lambda r: (order.index(r["network"]), r["batch"], r["precision"]))
+    kept = sorted(calls.values(), key=lambda line: (order.index(line["network"]), line["batch"], line["precision"]))
+    calls_path.write_bytes(gzip.compress(json.dumps(kept).encode(), mtime=0))
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    return list(result["rows"])
 
 
+def _rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _case(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[name] for name in CASE)
+
+
+CASE = ("network", "batch", "precision")
+ROWS = "rows.jsonl"
+"""Where a run keeps its cases until it ends."""
 ROOM_GIB = 96
 """Of the device's memory for those who prepare at the same time; contexts and weights of all take some too."""
 _WEIGHT = {"Swin-T": 9, "DenseNet-121": 8, "Inception-v3": 7, "ViT-B": 6, "ConvNeXt-T": 5, "MobileNet-v3": 4}
@@ -193,12 +207,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="directory for the dated JSON")
     parser.add_argument("--table", type=Path, help="print the tables of a result and stop")
     parser.add_argument("--estimate", type=Path, help="add what outcore.estimate says to a result and stop")
+    parser.add_argument("--gather", type=Path, help="add what lies in folders to a result and stop")
+    parser.add_argument("folders", type=Path, nargs="*", help="of --gather: where runs and torch's tools wrote")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seconds", type=float, default=10.0, help="most time for measuring the calls of one case")
     parser.add_argument("--limit", type=float, default=270.0, help="begin no case after this many seconds")
     parser.add_argument("--no-peers", action="store_true", help="leave torch's tools out")
     parser.add_argument("--bound", default="device", choices=("device", "host", "both"), help="which cases, on a GPU")
     parser.add_argument("--only", nargs="*", help="names of networks")
+    parser.add_argument("--places", type=int, nargs="*", help="which of a network's batch sizes, counted from 0")
     given = parser.parse_args()
     if given.table:
         print(table(json.loads(given.table.read_text())["rows"]))
@@ -206,6 +223,8 @@ def main() -> None:
         from analytic import add_estimates
 
         add_estimates(given.estimate, given.only)
+    elif given.gather:
+        print(table(gather(given.gather, given.folders)))
     elif given.out is None:
         parser.error("say where to write: --out benchmarks/step-prediction/results")
     else:
