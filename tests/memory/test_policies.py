@@ -135,6 +135,15 @@ def test_predicted_peak_of_mixtures_however_slow_the_link_is(seed: int, rate: fl
     assert abs(result.bytes / result.predicted_bytes - 1) < 0.02, result
 
 
+def test_what_was_encoded_is_not_held_in_both_forms() -> None:
+    """The peak is in the pool's backward, which needs indices of eight bytes that wait as one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 16, 1), nn.MaxPool2d(2, 1), nn.Conv2d(16, 1, 1))
+    result = compare(model, (torch.randn(1, 3, 512, 512),), mode="encode")
+    assert result is not None and result.equal
+    assert abs(result.bytes / result.predicted_bytes - 1) < 0.02, result
+
+
 def test_what_is_made_beside_a_value_is_made_again_with_it() -> None:
     """A pool that runs again finds its indices again, which nobody needs then."""
     layers = [nn.Conv2d(3, 16, 3, padding=1), nn.MaxPool2d(2, 1), nn.Conv2d(16, 4, 1)]

@@ -204,6 +204,8 @@ class Cell:
                 self.trip = None
         elif self.coded is not None:
             self.memory = self.coded.decoded()
+            if not _graph_is_kept():
+                self.coded = None
         else:
             self.remake_chain()
         assert self.memory is not None

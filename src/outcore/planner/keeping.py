@@ -170,8 +170,9 @@ class Keeping:
                 _add(moment, gone, ends, size)
             else:
                 small, whole = held_bytes(buffer, how)
-                _add(moment, gone, begins - 1, small)
+                _add(moment, gone - 1, begins - 1, small)  # from when it is encoded
                 _add(moment, begins, ends, whole)
+                room[begins] = max(room[begins], small)  # both forms, while it is decoded
                 extra_s += self._coding_s(buffer)
             for i in buffer.shapes:
                 if begins <= backward_at[i] <= ends:  # it is there anyway
