@@ -192,13 +192,18 @@ def test_what_one_process_saved_goes_on_on_two_ranks_and_back(tmp_path: Path) ->
         assert torch.allclose(tensor, two[name], atol=1e-6), name
 
 
+KEYS = "os.environ['RANK'] == '1' and os.killpg(os.getpgid(os.getppid()), signal.SIGINT)"  # Ctrl-C in a terminal
+
+
 @pytest.mark.slow
-def test_two_ranks_asked_to_stop_save_together_and_go_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["os.kill(os.getppid(), signal.SIGTERM)", KEYS], ids=["asked", "keys"])
+def test_two_ranks_asked_to_stop_save_together_and_go_on(tmp_path: Path, how: str) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "outcore", "train", "job.py", "--ranks", "2", "--device", "cpu", "--epochs", "2"]
 
     def go(out: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*command, "--out", out], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        told: dict[str, Any] = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
+        return subprocess.run([*command, "--out", out], start_new_session=True, **told)
 
     def write(**options: Any) -> None:
         job = write_job(tmp_path, **options)  # one sample a micro-batch is too few for batch norm
@@ -206,9 +211,9 @@ def test_two_ranks_asked_to_stop_save_together_and_go_on(tmp_path: Path) -> None
 
     write()
     assert go("straight").returncode == 0
-    write(stop_at=(5,), how="os.kill(os.getppid(), signal.SIGTERM)")
+    write(stop_at=(5,), how=how)
     stopped = go("stopped")
-    assert stopped.returncode == 128 + signal.SIGTERM, stopped.stderr
+    assert stopped.returncode == 128 + (signal.SIGINT if how == KEYS else signal.SIGTERM), stopped.stderr
     write()
     assert go("stopped").returncode == 0
     assert same(weights(tmp_path / "straight"), weights(tmp_path / "stopped"))

@@ -1,8 +1,9 @@
 """Several ranks from one command, on this computer: the same program started once for each, as torchrun would.
 
-Each process gets the variables that torchrun sets and finds its rank in them. Signals go to all of them; each finishes
-its step, saves and leaves. If one ends with an error the others are asked to end too, and after a while made to; the
-first error is the one that is reported.
+Each process gets the variables that torchrun sets and finds its rank in them. Signals are passed on to all of them;
+each finishes its step, saves and leaves. A terminal sends Ctrl-C to a whole process group, so the ranks have groups of
+their own: heard twice it would mean to stop at once, without saving. If one ends with an error the others are asked to
+end too, and after a while made to; the first error is the one that is reported.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ __all__ = ["launch", "rank_environment"]
 
 _GRACE_S = 20.0
 _LOOK_S = 0.05
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
@@ -44,14 +46,15 @@ def launch(config: Path, ranks: int) -> int:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "outcore", "train", str(config)]
-    processes = [subprocess.Popen(command, env=rank_environment(rank, ranks, port)) for rank in range(ranks)]
+    environments = (rank_environment(rank, ranks, port) for rank in range(ranks))
+    processes = [subprocess.Popen(command, env=environment, process_group=0) for environment in environments]
 
     def pass_on(number: int, frame: Any) -> None:
         for process in processes:
             if process.poll() is None:
                 process.send_signal(number)
 
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+    before = {number: signal.signal(number, pass_on) for number in _PASSED_ON}
     try:
         return _wait(processes)
     finally:

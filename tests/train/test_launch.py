@@ -1,0 +1,46 @@
+"""Ranks started by one command: what they are told, and what becomes of a signal."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+from outcore.train.launch import rank_environment
+
+COUNTING = f"""#!{sys.executable}
+import os, signal, sys, time
+from pathlib import Path
+
+heard, hears = os.pipe()  # a byte for every signal, however close they come
+os.set_blocking(hears, False)
+signal.set_wakeup_fd(hears)
+signal.signal(signal.SIGINT, lambda number, frame: None)
+here = Path(sys.argv[-1]).parent
+(here / f"ready-{{os.environ['RANK']}}").touch()
+while len(list(here.glob("ready-*"))) < int(os.environ["WORLD_SIZE"]):
+    time.sleep(0.01)
+if os.environ["RANK"] == "0":
+    os.killpg(os.getpgid(os.getppid()), signal.SIGINT)
+time.sleep(0.5)
+(here / f"heard-{{os.environ['RANK']}}").write_text(str(len(os.read(heard, 9))))
+"""
+
+
+def test_keys_pressed_once_are_heard_once_by_every_rank(tmp_path: Path) -> None:
+    rank = tmp_path / "rank"
+    rank.write_text(COUNTING)
+    rank.chmod(rank.stat().st_mode | stat.S_IXUSR)
+    program = f"import sys\nfrom outcore.train.launch import launch\nsys.executable = {str(rank)!r}\n"
+    program += f"sys.exit(launch({str(tmp_path / 'run.yaml')!r}, 2))"
+    done = subprocess.run([sys.executable, "-c", program], start_new_session=True, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [(tmp_path / f"heard-{k}").read_text() for k in range(2)] == ["1", "1"]
+
+
+def test_a_rank_is_told_what_torchrun_would_tell_it() -> None:
+    told = rank_environment(1, 2, 4711)
+    assert (told["RANK"], told["WORLD_SIZE"], told["MASTER_PORT"]) == ("1", "2", "4711")
+    assert told["PATH"] == os.environ["PATH"]
