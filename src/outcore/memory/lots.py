@@ -11,7 +11,8 @@ from torch import nn
 
 from outcore.memory.cell import Geometry, Handle
 from outcore.memory.lanes import Home, Lanes, home_for
-from outcore.memory.parcels import FixedStage, LooseStage, Parcel, lay_out, movable
+from outcore.memory.parcels import Parcel, lay_out, movable
+from outcore.memory.stages import FixedStage, LooseStage
 from outcore.planner.state import StatePolicy
 
 if TYPE_CHECKING:

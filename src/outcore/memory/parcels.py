@@ -4,7 +4,7 @@ A copy costs some microseconds before the first byte moves, so hundreds of small
 network) must not travel one by one. A *parcel* is a run of tensors that are used one after the other, laid out in one
 piece of memory below the device: their *home*. The tensors stay the objects they are. At home a tensor is a view of
 its home, which everybody may read and write: saving, loading, printing need to know nothing. When the parcel is *here*,
-the tensor is a view of its place on the *stage*, device memory that parcels share.
+the tensor is a view of its place on the *stage* (`outcore.memory.stages`), device memory that parcels share.
 
     home      | conv1 bn1 conv2 bn2 ...  |  fc1  |  fc2  |        pinned host memory, or a mapped file
     stage             | fc1  | conv1 bn1 conv2 ... |              the device
@@ -18,20 +18,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Protocol
 
 import torch
 
 from outcore.errors import OutcoreError
 from outcore.memory.cell import Geometry
 from outcore.memory.lanes import Lanes, Mark
+from outcore.memory.stages import Piece, Place, Stage
 from outcore.planner.state import is_full
 
-__all__ = ["FixedStage", "LooseStage", "Member", "Parcel", "Part", "Stage", "lay_out", "movable"]
-
-Piece = tuple[int, int]
-"""Bytes from and to."""
+__all__ = ["Member", "Parcel", "lay_out", "movable"]
 
 _ALIGN = 512
 """As allocators align: kernels choose by alignment, and must choose what they choose in plain training."""
@@ -55,93 +51,6 @@ class Member:
         start = int(memory.storage_offset()) + self.offset
         empty = torch.empty(0, dtype=dtype, device=memory.device)
         return empty.set_(memory.untyped_storage(), start // dtype.itemsize, size, stride)
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a parcel is on the device."""
-
-    memory: torch.Tensor
-    before: Sequence[Sequence[Mark]]
-    """By piece, what must be over before it may be written."""
-    lasting: bool = False
-    """Whether the parcel is always put there."""
-
-
-class Stage(Protocol):
-    """Device memory that parcels share."""
-
-    def take(self, pieces: Sequence[Piece]) -> Place:
-        """A place."""
-
-    def give(self, place: Place, pieces: Sequence[Piece], marks: Sequence[Mark]) -> None:
-        """Give a place back, whose pieces may be written again after these marks; without marks, after what was
-        computed so far."""
-
-
-class FixedStage:
-    """One piece of memory with room for all: what comes waits for nothing but what was in its place."""
-
-    def __init__(self, device: torch.device, size: int, lanes: Lanes) -> None:
-        self.device, self.size, self.lanes = device, size, lanes
-
-    @cached_property
-    def memory(self) -> torch.Tensor:
-        """Taken when the first parcel comes, and kept."""
-        found = torch.empty(self.size, dtype=torch.uint8, device=self.device)
-        if self.device.type == "cuda":  # other streams will write to what this one may still be using
-            torch.cuda.current_stream(self.device).synchronize()
-        return found
-
-    def part(self, offset: int) -> Part:
-        """The stage of one parcel."""
-        return Part(self, offset)
-
-
-class Part:
-    """The place of one parcel on a fixed stage."""
-
-    def __init__(self, stage: FixedStage, offset: int) -> None:
-        self.stage, self.offset = stage, offset
-        self.before: Sequence[Mark] = ()
-        """By piece, when what was here may be overwritten."""
-
-    def take(self, pieces: Sequence[Piece]) -> Place:
-        """Its place."""
-        before = [[mark] for mark in self.before] or [[] for _ in pieces]
-        return Place(self.stage.memory[self.offset : self.offset + pieces[-1][1]], before, lasting=True)
-
-    def give(self, place: Place, pieces: Sequence[Piece], marks: Sequence[Mark]) -> None:
-        """Its pieces are free one by one."""
-        self.before = list(marks) or [self.stage.lanes.now()] * len(pieces)
-
-
-class LooseStage:
-    """Memory from the allocator: a place lives as long as anybody holds a view of it, autograd for instance."""
-
-    def __init__(self, device: torch.device, lanes: Lanes, most_leaving: int) -> None:
-        self.device, self.lanes, self.most_leaving = device, lanes, most_leaving
-        self.leaving: list[tuple[torch.Tensor, Sequence[Mark]]] = []
-        """Memory that is still being copied from."""
-
-    def take(self, pieces: Sequence[Piece]) -> Place:
-        """New memory."""
-        self.tidy(self.most_leaving)
-        memory = torch.empty(pieces[-1][1], dtype=torch.uint8, device=self.device)
-        return Place(memory, [[self.lanes.now()]] * len(pieces))
-
-    def give(self, place: Place, pieces: Sequence[Piece], marks: Sequence[Mark]) -> None:
-        """Let go of the memory when the copies are over."""
-        if marks:
-            self.leaving.append((place.memory, marks))
-        self.tidy(self.most_leaving)
-
-    def tidy(self, most_bytes: int) -> None:
-        """Let go of what was copied; if more than so much is still being copied, the computing waits for it."""
-        self.leaving = [row for row in self.leaving if not all(mark.done() for mark in row[1])]
-        while sum(memory.numel() for memory, _ in self.leaving) > most_bytes:
-            for mark in self.leaving.pop(0)[1]:
-                mark.wait()
 
 
 class Parcel:

@@ -16,7 +16,8 @@ from torch import nn
 
 from outcore.errors import OutcoreError
 from outcore.memory.lanes import Home, Lanes, home_for
-from outcore.memory.parcels import LooseStage, Parcel, lay_out, movable
+from outcore.memory.parcels import Parcel, lay_out, movable
+from outcore.memory.stages import LooseStage
 
 __all__ = ["Stepper", "Visits", "can_be_parted", "in_parts"]
 
