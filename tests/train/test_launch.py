@@ -14,18 +14,22 @@ COUNTING = f"""#!{sys.executable}
 import os, signal, sys, time
 from pathlib import Path
 
-heard, hears = os.pipe()  # a byte for every signal, however close they come
-os.set_blocking(hears, False)
-signal.set_wakeup_fd(hears)
-signal.signal(signal.SIGINT, lambda number, frame: None)
+heard = []
+signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
 here = Path(sys.argv[-1]).parent
 (here / f"ready-{{os.environ['RANK']}}").touch()
 while len(list(here.glob("ready-*"))) < int(os.environ["WORLD_SIZE"]):
     time.sleep(0.01)
 if os.environ["RANK"] == "0":
-    os.killpg(os.getpgid(os.getppid()), signal.SIGINT)
-time.sleep(0.5)
-(here / f"heard-{{os.environ['RANK']}}").write_text(str(len(os.read(heard, 9))))
+    launcher = os.getppid()
+    os.kill(launcher, signal.SIGSTOP)  # two signals that come together are one; so it passes them on later
+    os.killpg(os.getpgid(launcher), signal.SIGINT)
+    time.sleep(0.2)
+    os.kill(launcher, signal.SIGCONT)
+while not heard:
+    time.sleep(0.01)
+time.sleep(0.5)  # for one too many
+(here / f"heard-{{os.environ['RANK']}}").write_text(str(len(heard)))
 """
 
 
