@@ -6,6 +6,9 @@ A limit is set on the process (`torch.cuda.set_per_process_memory_fraction`), so
 GPU would. Where memory should run out is predicted from costs measured once at a moderate size; then sizes are tried
 from a little above that downwards until one trains for two steps. Ours runs by the policies of the smallest peak found
 at the moderate size, which go by name and fit every size.
+
+Policies can be searched for elsewhere, from sizes and estimated times (`--prepare FILE`), and taken from there
+(`--prepared FILE`): then the device does nothing but train.
 """
 
 from __future__ import annotations
@@ -13,10 +16,12 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
+import gzip
 import json
+import pickle
 import platform
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +31,12 @@ from torch import nn
 import outcore
 from outcore.cost.costs import Costs
 from outcore.cost.rough import without_gaps
+from outcore.machine import parse
 from outcore.machine.units import parse_bytes
 from outcore.memory.rates import measured_tier, memory_rate
 from outcore.planner.budget import Assignment, smallest
 from outcore.planner.keeping import Keeping
+from outcore.planner.transfers import Tier
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STEPS = {"image": 32, "batch": 4}
@@ -64,14 +71,19 @@ class Basis:
     costs: Costs
     keeping: Keeping
     search_s: float
+    found: dict[bool, Assignment] = field(default_factory=dict)
+    """The smallest peaks, with and without offloading."""
 
     def least(self, *, offload: bool) -> Assignment:
         """The smallest peak; without offloading where pinning as much host memory as a large GPU has takes minutes."""
+        if offload in self.found:
+            return self.found[offload]
         keeping = self.keeping
         if not offload:
             keeping = copy.copy(keeping)
             keeping.tier = None
-        return smallest(keeping, time_limit_s=self.search_s)
+        self.found[offload] = smallest(keeping, time_limit_s=self.search_s)
+        return self.found[offload]
 
     @classmethod
     def measure(cls, name: str, grows: str, size: int, measure_s: float, search_s: float) -> Basis:
@@ -82,6 +94,14 @@ class Basis:
         device = images.device
         keeping = Keeping(graph, costs, 0.0, measured_tier(device), memory_rate(device))
         return cls(name, grows, size, costs, keeping, search_s)
+
+    @classmethod
+    def estimate(cls, name: str, grows: str, size: int, search_s: float) -> Basis:
+        """Without a device: an H200's, by shapes alone."""
+        graph = outcore.capture(build(name), [shape(grows, size)])
+        costs = without_gaps(outcore.estimate(graph, parse("h200")))
+        tier = Tier(45e9, 45e9, least_bytes=2**20)
+        return cls(name, grows, size, costs, Keeping(graph, costs, 0.0, tier, 3.6e12), search_s)
 
     def largest(self, limit: int, peak: int) -> int:
         """The size at which a peak, in proportion but for the weights, reaches a limit."""
@@ -163,8 +183,30 @@ def main() -> None:
     parser.add_argument("--search-s", type=float, default=4.0)
     parser.add_argument("--tries", type=int, default=6)
     parser.add_argument("--seconds", type=float, default=1e9)
+    parser.add_argument("--name", default="h200")
+    parser.add_argument("--prepare", type=Path, help="search for policies without a device, and write them here")
+    parser.add_argument("--prepared", type=Path, help="what --prepare has written")
     args = parser.parse_args()
     started = time.time()
+    bases: dict[tuple[str, str], Basis] = {}
+    if args.prepare is not None:
+        for name in args.networks.split(","):
+            for base in args.bases.split(","):
+                grows, _, size = base.partition(":")
+                basis = bases[name, base] = Basis.estimate(name, grows, int(size), args.search_s)
+                for offload in (True, False):
+                    share = basis.least(offload=offload).outcome.peak_bytes / basis.keeping.plain.peak_bytes
+                    print(
+                        name,
+                        base,
+                        "with offload" if offload else "without offload",
+                        f"{share:.3f} of plain",
+                        flush=True,
+                    )
+        args.prepare.write_bytes(gzip.compress(pickle.dumps(bases)))
+        return
+    if args.prepared is not None:
+        bases = pickle.loads(gzip.decompress(args.prepared.read_bytes()))
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     total = torch.cuda.get_device_properties(0).total_memory if DEVICE == "cuda" else 16 * 2**30
     rows: list[dict[str, Any]] = []
@@ -176,11 +218,11 @@ def main() -> None:
         "outcore": outcore.__version__,
     }
     args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"{time.strftime('%Y-%m-%d')}-h200.json"
+    path = args.out / f"{time.strftime('%Y-%m-%d')}-{args.name}.json"
     for name in args.networks.split(","):
         for base in args.bases.split(","):
             grows, _, size = base.partition(":")
-            basis = Basis.measure(name, grows, int(size), args.measure_s, args.search_s)
+            basis = bases.get((name, base)) or Basis.measure(name, grows, int(size), args.measure_s, args.search_s)
             print(f"{name} {base} ready after {time.time() - started:.0f} s", flush=True)
             for limit_name in args.limits.split(","):
                 limit = int(0.985 * total) if limit_name == "all" else parse_bytes(limit_name)

@@ -31,8 +31,10 @@ from outcore.errors import OutcoreError, PlanError
 from outcore.graph import Graph, capture
 from outcore.graph.capture import arguments_as_called
 from outcore.graph.keys import key_of
+from outcore.graph.structure import leaves
 from outcore.machine.units import format_bytes, parse_bytes
 from outcore.memory.governor import Governor, Settings
+from outcore.memory.graphed import Graphed
 from outcore.memory.lossy import effect_on_gradients
 from outcore.memory.lots import uses_of
 from outcore.memory.state import StateKeeper
@@ -135,6 +137,8 @@ def within(
         step = conduct(model, graph, wanted, without_gaps(costs))
         return _announced(model, step, budget, assumed=optimizer is None, quiet=quiet)
     reserved = loss_bytes + int(_MARGIN.get(costs.device_kind, 0.0) * (budget or 0))
+    if graphs:
+        reserved += Graphed.copied_bytes(model, [t for _, t in leaves((args, kwargs), torch.Tensor)])
     policy = dict(plan.policy if isinstance(plan, Plan) else plan) if plan is not None else None
     movable = state is None and budget is not None and plan is None and can_be_parted(optimizer) and not graphs
     states = ladder(costs.parameters) if movable else (StatePolicy.of(state),)

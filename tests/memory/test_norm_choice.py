@@ -55,6 +55,15 @@ def test_none_is_fused_where_the_host_is_the_slower_one() -> None:
     assert worth_fusing(norms_of(graph, model), costs, RATE) == {}
 
 
+def test_in_a_cuda_graph_the_host_does_not_count() -> None:
+    model, images = network(), torch.randn(2, 3, 12, 12)
+    graph, costs = measured(model, images, device_s=1e-4, host_s=1e-3)
+    norms = norms_of(graph, model)
+    assert worth_fusing(norms, costs, RATE, issued=False) == norms
+    calls = {n: replace(c, forward=Timing.of([1e-9]), backward=Timing.of([1e-9])) for n, c in costs.calls.items()}
+    assert worth_fusing(norms, replace(costs, calls=calls), RATE, issued=False) == {}
+
+
 def test_those_that_save_most_are_fused_as_long_as_the_host_keeps_ahead() -> None:
     model, images = network(), torch.randn(2, 3, 12, 12)
     graph, costs = measured(model, images, device_s=1.0, host_s=0.5)

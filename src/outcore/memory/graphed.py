@@ -4,10 +4,15 @@ A small step is bound by the interpreter: the device waits for the next call. A 
 The pass is captured as it is, policies and all; what autograd would have saved lies in the graphs' own memory, where
 the backward graph finds it. One forward can be under way at a time: a second one before the first backward, or one
 whose inputs need gradients, runs call by call.
+
+A graph has memory of its own, which stays reserved, so what the allocator cannot reuse counts for good. Taken piece by
+piece in the order in which a step first asks, it falls into segments that fit nothing else later; so the planned peak
+is taken as one piece first, from which everything is then cut.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,10 +30,16 @@ _WARM_UPS = 2
 
 
 class Graphed:
-    """A holding, captured when it is first called."""
+    """A holding, captured when it is first called.
 
-    def __init__(self, holding: Holding, model: nn.Module) -> None:
-        self.holding, self.model = holding, model
+    Args:
+        holding: the policies.
+        model: the user's.
+        room_bytes: what the plan expects forward and backward to hold beside parameters and inputs.
+    """
+
+    def __init__(self, holding: Holding, model: nn.Module, room_bytes: int = 0) -> None:
+        self.holding, self.model, self.room_bytes = holding, model, room_bytes
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.under_way = False
         self.graphs: tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph] | None = None
@@ -37,6 +48,11 @@ class Graphed:
     def can(holding: Holding) -> bool:
         """Whether a step can be captured: nothing is copied to the host, drawn again, or read by Python."""
         return not (holding.offloaded_bytes or holding.random or holding.recording.uses_data)
+
+    @staticmethod
+    def copied_bytes(model: nn.Module, tensors: Iterable[torch.Tensor]) -> int:
+        """What graphs hold twice: gradients, in their own memory and where the optimizer finds them, and inputs."""
+        return sum(p.nbytes for p in model.parameters() if p.requires_grad) + sum(t.nbytes for t in tensors)
 
     def __call__(self, tensors: list[torch.Tensor]) -> tuple[Any] | None:
         """What the model returns, in a tuple; none where this call must run call by call."""
@@ -64,6 +80,7 @@ class Graphed:
         torch.cuda.empty_cache()  # the graphs have memory of their own
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with torch.cuda.graph(forward):
+            torch.empty(self.room_bytes, dtype=torch.uint8, device=self.parameters[0].device)  # one piece, free again
             outputs = self.run()
         self.gradients = [torch.zeros_like(o) for o in outputs]
         with torch.cuda.graph(backward, pool=forward.pool()):
@@ -71,6 +88,8 @@ class Graphed:
         self.outputs = [o.detach() for o in outputs]
         self.graphs = (forward, backward)
         before.restore()
+        del before
+        torch.cuda.empty_cache()
 
     def run(self) -> list[torch.Tensor]:
         """One pass; the outputs that lead back to the parameters."""
@@ -108,4 +127,13 @@ class _Replay(torch.autograd.Function):
             place.copy_(gradient)
         graphed.graphs[1].replay()
         graphed.under_way = False
-        return (None, None, *(g.clone() if g is not None else None for g in graphed.found))
+        return (None, None, *_copies(graphed.found))
+
+
+def _copies(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Copies in a few launches."""
+    there = [t for t in tensors if t is not None]
+    copies = [torch.empty_like(t) for t in there]
+    torch._foreach_copy_(copies, there)
+    found = iter(copies)
+    return [next(found) if t is not None else None for t in tensors]

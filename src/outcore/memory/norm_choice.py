@@ -34,14 +34,19 @@ _ISSUE = 4.0
 """Host time of a fused norm over that of torch's norm and ReLU: an estimate; the first steps show where it is wrong."""
 
 
-def worth_fusing(norms: Norms, costs: Costs, memory_bytes_per_s: float) -> dict[str, str | None]:
+def worth_fusing(
+    norms: Norms, costs: Costs, memory_bytes_per_s: float, *, issued: bool = True
+) -> dict[str, str | None]:
     """The norms to fuse.
 
     Args:
         norms: those that can be.
         costs: of the graph; where the host's time was not measured, all are worth it.
         memory_bytes_per_s: of the device.
+        issued: the host issues them one by one; else they are part of a CUDA graph, and it does not count.
     """
+    if not issued:
+        return {n: relu for n, relu in norms.items() if _saved_s(n, relu, costs, memory_bytes_per_s) > 0}
     device_s, host_s = _totals(costs)
     if not any(_issue_s(name, relu, costs) for name, relu in norms.items()):
         return dict(norms)

@@ -53,7 +53,7 @@ def propose(
     """
     rate = memory_rate(device)
     fusible = norms_of(graph, model) if settings.reassociated and settings.fuse else {}
-    fused = worth_fusing(fusible, costs, rate) if fusible else {}
+    fused = worth_fusing(fusible, costs, rate, issued=not settings.graphs) if fusible else {}
     plan = _plan(graph, as_fused(costs, fused, rate) if fused else costs, settings, device, first)
     return Proposal(replace(plan, reassociated=settings.reassociated), fused, step_s(costs) + plan.outcome.extra_s)
 
