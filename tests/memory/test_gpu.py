@@ -68,7 +68,7 @@ def test_gradients_are_those_of_plain_training_and_the_budget_holds(share: float
     print(plan.policy)
     assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
     extra = sum(t.nbytes for t in want)  # the gradients held by this test
-    assert peak - extra <= budget * 1.02
+    assert peak - extra <= budget
     torch.backends.cudnn.deterministic = False
 
 
@@ -216,4 +216,17 @@ def test_a_full_arena_has_room_for_odd_sizes() -> None:
     trips = [tier.evict(b) for b in buffers]
     assert all(torch.equal(trip.bytes_back(), b) for trip, b in zip(trips, buffers, strict=True))
     del trips
+    tier.close()
+
+
+def test_memory_that_was_fetched_for_nothing_is_not_written_later() -> None:
+    """A backward that goes only through a part of the graph drops what was already on its way."""
+    tier = HostTier(torch.device("cuda", 0), 2**29)
+    trip = tier.evict(torch.zeros(2**29, dtype=torch.uint8, device="cuda"))
+    trip.wait_out()
+    trip.fetch()
+    del trip
+    ones = torch.ones(2**29, dtype=torch.uint8, device="cuda")  # in the same place, while the copy would still run
+    torch.cuda.synchronize()
+    assert bool(ones.all())
     tier.close()

@@ -127,8 +127,9 @@ class HostTrip:
             return
         assert self.gone is not None
         tier = self.tier
+        self.into = torch.cuda.current_stream(tier.device)
         self.flat = torch.empty(self.size, dtype=torch.uint8, device=tier.device)
-        tier.back.wait_event(torch.cuda.current_stream(tier.device).record_event())
+        tier.back.wait_event(self.into.record_event())
         tier.back.wait_event(self.gone)
         with torch.cuda.stream(tier.back):
             self.flat.copy_(self.host, non_blocking=True)
@@ -143,6 +144,8 @@ class HostTrip:
         return flat
 
     def __del__(self) -> None:
+        if getattr(self, "flat", None) is not None and self.here is not None:
+            self.into.wait_event(self.here)  # fetched for nothing: whoever gets the memory next comes after the copy
         if getattr(self, "slot", None) is not None:
             assert self.slot is not None
             self.tier.arena.give(self.slot, self.here if self.here is not None else self.gone)
