@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest import mock
 
+import pytest
+from rich.console import Console
+
+from outcore.errors import TrainError
+from outcore.train.demo import Demo
 from tests.cli.command import outcore_command
 
 
@@ -18,9 +24,18 @@ def test_the_demo(tmp_path: Path) -> None:
     assert facts["ended"] == "finished" and (tmp_path / "outcore-demo" / "run" / "report.html").exists()
 
 
-def test_it_replaces_its_own_folder_and_no_other(tmp_path: Path) -> None:
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.tex").write_text("")
-    shown = outcore_command("demo", "--side", "512", "--out", "mine", folder=tmp_path)
-    assert shown.returncode == 1 and "is not a folder of the demo" in shown.stderr
-    assert (tmp_path / "mine" / "thesis.tex").exists()
+@pytest.mark.parametrize("file", ["thesis.tex", "job.py"])
+def test_a_folder_that_is_not_its_own_is_left_alone(tmp_path: Path, file: str) -> None:
+    (tmp_path / file).write_text("def model(): ...")
+    with pytest.raises(TrainError, match="is not a folder of the demo"):
+        Demo(tmp_path, Console(quiet=True), side=256).run()
+    assert [path.name for path in tmp_path.iterdir()] == [file]
+
+
+def test_an_interrupted_demo_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("outcore.train.demo.write_slides", mock.Mock(side_effect=KeyboardInterrupt))
+        Demo(tmp_path, Console(quiet=True), side=256).run()
+    (tmp_path / "notes").touch()
+    assert Demo(tmp_path, Console(quiet=True), side=256, slides=2, epochs=1).run()["facts"]["ended"] == "finished"
+    assert (tmp_path / "notes").exists()

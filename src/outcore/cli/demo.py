@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as json_module
-import shutil
 from pathlib import Path
 from typing import Annotated
 
@@ -22,14 +21,8 @@ def demo(
     """A slide too large for the budget, looked at, planned, trained on and reported, in about a minute on two cores."""
     from rich.console import Console
 
-    from outcore.errors import OutcoreError
     from outcore.train.demo import Demo
 
-    if folder.exists():
-        if not (folder / "job.py").exists() and any(folder.iterdir()):
-            raise OutcoreError(f"{folder} is not a folder of the demo; say another with --out")
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
     figures = Demo(folder, Console(quiet=json), side=side).run()
     if json:
         typer.echo(json_module.dumps(figures))

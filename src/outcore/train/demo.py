@@ -7,6 +7,7 @@ training made within the budget and measured, the gradients compared with plain 
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -67,17 +68,28 @@ class Demo:
         return f"{max(4, round(128 * (self.side / 4096) ** 2))}MiB"
 
     def run(self) -> dict[str, Any]:
-        """All of it; returns the figures."""
+        """All of it, anew; returns the figures."""
         began = time.monotonic()
-        table = self._slides()
-        job = self.folder / "job.py"
+        job = self._clear()
         job.write_text(JOB.format(side=self.side))
+        table = self._slides()
         self._network()
         folder = self._train(job, table)
         agreement = self._gradients()
         facts = json.loads(folder.facts.read_text())
         self._summary(facts, folder, time.monotonic() - began)
         return {"facts": facts, "agreement": agreement}
+
+    def _clear(self) -> Path:
+        """Remove what an earlier demo made here, and nothing else; returns where the job goes."""
+        job = self.folder / "job.py"
+        if self.folder.exists() and any(self.folder.iterdir()):
+            if not job.is_file() or job.read_text().partition("\n")[0] != JOB.partition("\n")[0]:
+                raise TrainError(f"{self.folder} is not a folder of the demo; say another with --out")
+            for made in ("slides", "run"):
+                shutil.rmtree(self.folder / made, ignore_errors=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return job
 
     def _slides(self) -> Path:
         self._title("1", f"{self.slides} slides of {self.side:,} x {self.side:,} pixels")
@@ -133,7 +145,7 @@ class Demo:
         }
         code = train(Config.read(settings), self.console)
         if code:
-            raise TrainError(f"the demo was interrupted; run it again to go on in {folder.path}")
+            raise TrainError("the demo was interrupted; run again, it begins anew")
         return folder
 
     def _gradients(self) -> float:
