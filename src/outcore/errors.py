@@ -7,6 +7,9 @@ type next.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 __all__ = [
     "CaptureError",
     "CheckpointError",
@@ -22,6 +25,7 @@ __all__ = [
     "ScanError",
     "StreamError",
     "TrainError",
+    "suggest",
 ]
 
 
@@ -90,3 +94,18 @@ class ConfigError(OutcoreError, ValueError):
 
 class TrainError(OutcoreError, RuntimeError):
     """A training run cannot go on; says at which step and example, and what to change."""
+
+
+def suggest(name: str, known: Iterable[str], *, prefix: str = "", shown: int = 12) -> str:
+    """What to type instead of a name that is not known: the nearest ones, or else the first of all.
+
+    >>> suggest("depht", ["depth", "width"], prefix="net.")
+    'did you mean net.depth?'
+    >>> suggest("colour", ["depth", "width"], shown=1)
+    'known are depth and 1 more'
+    """
+    names = list(dict.fromkeys(known))
+    if near := difflib.get_close_matches(name, names, n=3, cutoff=0.5):
+        return f"did you mean {' or '.join(prefix + n for n in near)}?"
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return f"known are {', '.join(prefix + n for n in names[:shown])}{more}"

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from outcore.errors import CaptureError, JobError
+from outcore.errors import CaptureError, JobError, suggest
 from outcore.graph import Graph, capture
 from outcore.graph.source import blame
 
@@ -157,7 +157,7 @@ class Job:
             raise
         except Exception as error:
             given = ", ".join(map(str, args))
-            raise JobError(f"{what}({given}) of {self.name} failed {_place(error)}: {_first_line(error)}") from error
+            raise JobError(f"{what}({given}) of {self.name} failed{_place(error)}: {_first_line(error)}") from error
 
 
 def _from_file(path: Path, values: dict[str, Any]) -> Job:
@@ -171,7 +171,7 @@ def _from_file(path: Path, values: dict[str, Any]) -> Job:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise JobError(f"{path} cannot be imported {_place(error)}: {_first_line(error)}") from error
+        raise JobError(f"{path} cannot be imported{_place(error)}: {_first_line(error)}") from error
     finally:
         sys.path.remove(str(path.resolve().parent))
     functions = {name: getattr(module, name, None) for name in ("model", "batch", "loss", "optimizer", "dataset")}
@@ -209,19 +209,13 @@ def _from_class(text: str, inputs: list[Input], values: dict[str, Any]) -> Job:
     except ModuleNotFoundError as error:
         raise JobError(f"no module {error.name!r} here; is it installed in this environment?") from error
     except Exception as error:
-        raise JobError(f"{package} cannot be imported {_place(error)}: {_first_line(error)}") from error
+        raise JobError(f"{package} cannot be imported{_place(error)}: {_first_line(error)}") from error
     finally:
         sys.path.remove("")
     make = getattr(module, name, None)
     if not callable(make):
-        import difflib
-
-        near = difflib.get_close_matches(
-            name, [n for n in dir(module) if callable(getattr(module, n, None))], n=3, cutoff=0.5
-        )
-        raise JobError(
-            f"{package} has no class or function {name!r}" + (f"; did you mean {', '.join(near)}?" if near else "")
-        )
+        known = [n for n in dir(module) if callable(getattr(module, n, None)) and n[0] != "_"]
+        raise JobError(f"{package} has no class or function {name!r}; {suggest(name, known)}")
     sizes = {i.shape[0] for i in inputs if i.shape}
 
     def batch(size: int) -> tuple[Any, None]:
@@ -248,7 +242,7 @@ def _argument(text: str) -> tuple[str, Any]:
 
 def _place(error: BaseException) -> str:
     place = blame(error)
-    return f"at {place}" if place else ""
+    return f" at {place}" if place else ""
 
 
 def _first_line(error: BaseException) -> str:

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from outcore.errors import PlanError
+from outcore.errors import PlanError, suggest
 from outcore.graph import Graph
 from outcore.graph.parts import ancestors
 
@@ -307,11 +307,7 @@ def _calls_of(graph: Graph, name: str) -> list[str]:
         return [name]
     if name in graph.blocks:
         return [call.name for call in graph.leaves(name)]
-    import difflib
-
-    near = difflib.get_close_matches(name, [*graph.blocks, *graph.calls], n=3, cutoff=0.4)
-    hint = f"; did you mean {', '.join(near)}?" if near else ""
-    raise PlanError(f"no block {name!r} in {graph.root.type}{hint}")
+    raise PlanError(f"no block {name!r} in {graph.root.type}; {suggest(name, [*graph.blocks, *graph.calls])}")
 
 
 def _refuse_torn_memory(graph: Graph, stage_of: Mapping[str, int]) -> None:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from outcore.errors import OutcoreError
+from outcore.errors import OutcoreError, suggest
 from outcore.graph.parts import ROOT, Block, Call, Value, ancestors
 from outcore.graph.queries import Cut, Skip, cuts, skips
 from outcore.graph.subgraph import Subgraph
@@ -224,8 +224,4 @@ class Graph:
         return list(self.leaves(name))
 
     def _unknown(self, path: str) -> OutcoreError:
-        import difflib
-
-        near = difflib.get_close_matches(path, self.blocks, n=3, cutoff=0.4)
-        hint = f"; did you mean {', '.join(near)}?" if near else ""
-        return OutcoreError(f"no block {path!r} in {self.root.type}{hint}")
+        return OutcoreError(f"no block {path!r} in {self.root.type}; {suggest(path, self.blocks)}")

@@ -6,14 +6,13 @@ pixels), not batches, so the value does not depend on the batch size.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from outcore.errors import ConfigError
+from outcore.errors import ConfigError, suggest
 
 __all__ = ["HIGHER_IS_BETTER", "Metric", "default_metrics", "make_metrics"]
 
@@ -145,9 +144,7 @@ def make_metrics(names: Iterable[str]) -> dict[str, Metric]:
     made: dict[str, Metric] = {}
     for name in names:
         if name not in _KNOWN:
-            near = difflib.get_close_matches(name, _KNOWN, n=1)
-            said = f"did you mean {near[0]}" if near else f"known are {', '.join(_KNOWN)}"
-            raise ConfigError(f"no metric {name!r}; {said}")
+            raise ConfigError(f"no metric {name!r}; {suggest(name, _KNOWN)}")
         made[name] = _KNOWN[name]()
     return made
 

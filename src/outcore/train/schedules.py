@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from outcore.errors import ConfigError
+from outcore.errors import ConfigError, suggest
 from outcore.job import Job
 from outcore.train.config import OptimizerConfig, ScheduleConfig
 
@@ -62,10 +61,7 @@ def make_schedule(
 def _find(module: Any, name: str, base: type, what: str) -> Any:
     known = [n for n, kind in vars(module).items() if isinstance(kind, type) and issubclass(kind, base) and n[0] != "_"]
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=2, cutoff=0.4)
-        raise ConfigError(
-            f"{what}.name={name} is not in torch; {'did you mean ' + ' or '.join(near) if near else known}"
-        )
+        raise ConfigError(f"{what}.name={name} is not in torch; {suggest(name, known, shown=len(known))}")
     return getattr(module, name)
 
 
@@ -75,9 +71,7 @@ def _fit(kind: Any, arguments: dict[str, Any], what: str) -> None:
     names = [p.name for p in parameters]
     for name in arguments:
         if name not in names:
-            near = difflib.get_close_matches(name, names, n=1)
-            said = f"did you mean {near[0]}" if near else f"it takes {', '.join(names)}"
-            raise ConfigError(f"{what} {kind.__name__} has no argument {name!r}; {said}")
+            raise ConfigError(f"{what} {kind.__name__} has no argument {name!r}; {suggest(name, names)}")
     missing = [p.name for p in parameters if p.default is p.empty and p.name not in arguments]
     if missing:
         raise ConfigError(f"{what} {kind.__name__} needs {', '.join(f'{what}.arguments.{m}=…' for m in missing)}")

@@ -6,7 +6,6 @@ The machinery behind `outcore.train.config`; it knows nothing of training.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import types
 import typing
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ from typing import Any, Literal
 
 import yaml
 
-from outcore.errors import ConfigError
+from outcore.errors import ConfigError, suggest
 
 __all__ = ["copied", "flatten", "make", "override", "plain"]
 
@@ -28,10 +27,8 @@ def make(kind: Any, given: Any, where: str) -> Any:
     for name, value in given.items():
         dotted = f"{where}.{name}".strip(".")
         if name not in hints:
-            near = difflib.get_close_matches(str(name), _names(kind), n=2)
-            meant = [f"{where}.{n}".strip(".") for n in near]
-            known = f"did you mean {' or '.join(meant)}" if near else f"known are {', '.join(_names(kind))}"
-            raise ConfigError(f"no setting {dotted}; {known}")
+            meant = suggest(str(name), _names(kind), prefix=f"{where}." if where else "")
+            raise ConfigError(f"no setting {dotted}; {meant}")
         if dataclasses.is_dataclass(hints[name]):
             values[name] = make(hints[name], {} if value is None else value, dotted)
         else:
