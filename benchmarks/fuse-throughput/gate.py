@@ -5,8 +5,8 @@ minute; the row itself a fraction of a second. So several processes prepare at t
 the machine for itself: it stops all others where they are (SIGSTOP), waits until the device has done what they had
 asked for, and lets them go on afterwards. Nobody has to wait until others are ready.
 
-What is prepared lies on the device until it is measured, so rows are admitted by the memory they will take, in the
-order in which they asked: a large one is not kept waiting by small ones.
+What is prepared lies on the device until it is measured, so rows are admitted by the memory they will take: large ones
+one after the other, small ones beside them as long as there is room, in the order in which they asked.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ import time
 from collections.abc import Iterator
 from multiprocessing.context import BaseContext
 
-_SETTLED_S = 0.25
+_SETTLED_S = 0.2
 """What stopped processes have put in the device's queue is done by then."""
 
 
 class Gate:
     """Shared by `count` processes."""
 
-    def __init__(self, context: BaseContext, count: int, gib: float) -> None:
+    def __init__(self, context: BaseContext, count: int, gib: float, large_gib: float) -> None:
+        self.large, self.large_gib = context.Lock(), large_gib
         self.turn, self.pids = context.Lock(), context.Array("i", count, lock=False)
         self.gib, self.free, self.changed = gib, context.Value("d", gib, lock=False), context.Condition()
         self.asked, self.served = context.Value("i", 0, lock=False), context.Value("i", 0, lock=False)
@@ -42,6 +43,10 @@ class Gate:
     @contextlib.contextmanager
     def room(self, gib: float) -> Iterator[None]:
         """Wait until there is so much memory, and have it; never twice at a time."""
+        if gib > self.large_gib:
+            with self.large:
+                yield
+            return
         wanted = min(gib, self.gib)
         with self.changed:
             ticket, self.asked.value = self.asked.value, self.asked.value + 1

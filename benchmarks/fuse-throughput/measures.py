@@ -11,7 +11,7 @@ import copy
 import gc
 import json
 import tempfile
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,13 @@ class Bench:
         """Until the device has nothing to do."""
         if self.on_gpu:
             torch.cuda.synchronize()
+
+    def give_back(self) -> None:
+        """Leave all memory to others, workspaces of libraries too; no graph may be left."""
+        self.begin(tuned=False)
+        if self.on_gpu:
+            torch._C._cuda_clearCublasWorkspaces()
+            torch.cuda.empty_cache()
 
     def begin(self, *, tuned: bool) -> Callable[[], Row]:
         """Begin a row; what is returned says afterwards which memory it took."""
@@ -172,13 +179,17 @@ def ours(
     *,
     unfused: tuple[str, ...] = (),
     layers: bool = False,
-    predicted: bool = True,
+    predicted: bool = False,
+    chained: bool = True,
+    timed: bool = True,
 ) -> Measure:
     """An array in one way; its peak is that of a step, without cuDNN's trials."""
     used = bench.begin(tuned=True)
     array = make(bench, workload, members, amp, way, unfused)
     batch = batch_of(bench, workload)
     found: Row = {"layers": measure_convolutions(array, *batch)} if layers else {}
+    for name in () if chained else array.slots[0].trainings:
+        array.program(name, array.arguments(batch, None))[1].chains.clear()
     if predicted:
         at_once = None if way.parallel or way.width > 1 else 1
         try:
@@ -196,7 +207,8 @@ def ours(
     for _ in range(_WARM):
         array.step(*batch)
     found |= used()
-    found["step_s"] = yield lambda: array.step(*batch)
+    if timed:
+        found["step_s"] = yield lambda: array.step(*batch)
     ways = list(array.coverage.values())
     counted = {w: ways.count(w) for w in sorted(set(ways))}
     return found | {"refused": array.runner.refused, "way": str(array.way), "coverage": counted}
@@ -244,8 +256,31 @@ def vmapped(bench: Bench, workload: Workload, amp: bool, members: int) -> Measur
     return {"step_s": (yield step)} | taken
 
 
+@contextlib.contextmanager
+def clocks_alone(bench: Bench) -> Iterator[None]:
+    """`choose` has the machine for itself while it times, and prepares beside others."""
+    time_steps, measure = choice.time_steps, choice.measure_convolutions
+
+    def timed(step: Step, device: torch.device, seconds: float, *, warm: int) -> float:
+        for _ in range(warm):
+            step()
+        bench.wait()
+        with bench.alone():
+            return time_steps(step, device, seconds, warm=1)
+
+    def measured(*args: Any, **settings: Any) -> dict[str, int]:
+        with bench.alone():
+            return measure(*args, **settings)
+
+    choice.time_steps, choice.measure_convolutions = timed, measured
+    try:
+        yield
+    finally:
+        choice.time_steps, choice.measure_convolutions = time_steps, measure
+
+
 def prediction(bench: Bench, workload: Workload, amp: bool, members: int) -> Measure:
-    """What `choose` says before training, and what then happens; all of it with the machine for itself."""
+    """What `choose` says before training, and what then happens; timed with the machine for itself."""
     bench.begin(tuned=True)
     array = make(bench, workload, members, amp, Way(members))
     batch = batch_of(bench, workload)
@@ -254,10 +289,10 @@ def prediction(bench: Bench, workload: Workload, amp: bool, members: int) -> Mea
     last = workload.images
     ways = [Way(lane_width(members), True, channels_last=last), Way(1, True, True, channels_last=last)]
     bench.wait()
-    with bench.alone():
+    with clocks_alone(bench):
         made = choose(array, *batch, ways=ways, seconds=bench.seconds)
         measured = choice.time_steps(lambda: array.step(*batch), bench.device, bench.seconds, warm=2 * _WARM)
-        again = choice._time_serially(array, batch, None, bench.seconds)
+        again = min(choice._time_serially(array, batch, None, bench.seconds) for _ in range(2))
     return {
         "predicted_step_s": made.best.predicted_s, "serial_s": made.serial_s, "way": str(made.best.way),
         "measured_step_s": measured, "measured_serial_s": again,

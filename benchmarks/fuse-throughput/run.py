@@ -1,15 +1,16 @@
 """Throughput of many small trainings on one GPU: serial, vmap, and fused in every way outcore has.
 
     python run.py --out results.json [--limit 200] [--members 16]
-    python run.py --out results.json --tasks "lstm-b32/tf32:base+predict bert-medium-b8/amp; resnet18-b32/tf32:partial"
+    python run.py --out results.json --tasks "lstm-b32/tf32:curve+predict bert-medium-b8/amp; resnet18-b32/tf32:partial"
     python run.py --out /tmp/dry.json --device cpu --tiny --members 2          # everything once, small
 
 A task is a workload in a precision and the kinds of rows wanted (`rows_of` has them), by default ``base``: plain and
-graphed serial, fused, streams. Tasks between semicolons run in one process, one after the other. Every row is written
-as soon as it is measured, so that a run that is cut short keeps what it has; what did not fit in the time stands in
-the file as skipped. ``untuned`` keeps cuDNN from trying its algorithms. A row is prepared once there is memory for it
-(`GIB`), so that what other processes have prepared cannot crowd it out. A step is forward, backward and Adam, on a
-batch that lies on the device. Processes side by side, with and without MPS, are in processes.py.
+graphed serial, fused, streams; ``curve`` has the last two for every number of members. Tasks between semicolons run in
+one process, one after the other. Every row is written as soon as it is measured, so that a run that is cut short keeps
+what it has; what did not fit in the time stands in the file as skipped. ``untuned`` keeps cuDNN from trying its
+algorithms. A row is prepared once there is memory for it (`GIB`), so that what other processes have prepared cannot
+crowd it out. A step is forward, backward and Adam, on a batch that lies on the device. ``memory`` rows are not timed.
+Processes side by side, with and without MPS, are in processes.py.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src"), HERE]
 
 Row = dict[str, Any]
 Job = tuple[Row, Callable[[Any], Any]]
-TASKS = """
-mobilenet-v3-b64/tf32:base+predict+vmap; mobilenet-v3-b64/amp;
-resnet18-b32/tf32:base+vmap+sweep+partial; resnet18-b32/amp:base+predict;
-resnet18-b128/tf32:base+vmap; resnet18-b128/amp; dcgan-b64/tf32; dcgan-b64/amp;
-bert-medium-b8/tf32:base+predict+vmap; bert-medium-b8/amp:base+predict;
-lstm-b32/tf32:base+predict+sweep+vmap; lstm-b32/amp:base+predict;
-transformer-b20/tf32:base+predict+vmap; transformer-b20/amp:base+predict+sweep;
-pointnet-cls-b32/tf32:base+predict+vmap+kernels pointnet-cls-b32/amp;
-pointnet-seg-b32/tf32 pointnet-seg-b32/amp
-"""
-GIB = {"pointnet-seg-b32/tf32": 4.0, "pointnet-cls-b32/tf32": 3.3, "pointnet": 2.2, "bert": 1.3, "": 0.35}
+TASKS = "; ".join(
+    f"{name}/{precision}:curve"
+    for precision in ("tf32", "amp")
+    for name in (
+        "transformer-b20 resnet18-b32 resnet18-b128 mobilenet-v3-b64 dcgan-b64 bert-medium-b8 lstm-b32 "
+        "pointnet-cls-b32 pointnet-seg-b32"
+    ).split()
+)
+GIB = {"pointnet-seg-b32/tf32": 4.0, "pointnet-cls-b32/tf32": 3.3, "pointnet": 2.4, "bert": 1.15, "": 0.35}
 """What one member of a workload takes at most, about, in any way of running; the first that fits counts."""
+LARGE_GIB = 20.0
+"""Rows that take more have the device one after the other, beside small ones."""
 BLOCKS = ("conv1", "bn1", "layer1", "layer2", "layer3", "layer4", "fc")
 """Of a ResNet, for the partially fused network."""
 
@@ -52,6 +53,7 @@ def rows_of(name: str, precision: str, kind: str, given: argparse.Namespace) -> 
     from tests.fusion.workloads import TINY, USUAL
 
     from outcore.fusion import Way
+    from outcore.fusion.choice import lane_width
 
     workload = (TINY if given.tiny else USUAL)[name]
     amp, members, last = precision == "amp", given.members, workload.images
@@ -80,17 +82,23 @@ def rows_of(name: str, precision: str, kind: str, given: argparse.Namespace) -> 
         yield more, lambda b: measures.prediction(b, workload, amp, 2 * members)
     elif kind == "vmap":
         yield facts | {"what": "vmap"}, lambda b: measures.vmapped(b, workload, amp, members)
-    elif kind in ("sweep", "sweep-fused", "sweep-streams"):
+    elif kind == "curve":
+        yield from rows_of(name, precision, "serial", given)
+        yield from rows_of(name, precision, "counts", given)
+    elif kind == "counts":
         for count in map(int, given.counts.split(",")):
-            if kind != "sweep-streams":
-                way = Way(count, True, channels_last=last)
-                yield facts | {"what": "fused", "members": count}, ours(count, way, predicted=False)
-            if kind != "sweep-fused":
-                yield facts | {"what": "streams", "members": count}, ours(count, streams, predicted=False)
+            way = Way(lane_width(count), True, channels_last=last)
+            yield facts | {"what": "fused", "members": count}, ours(count, way)
+            yield facts | {"what": "streams", "members": count}, ours(count, streams)
+    elif kind == "memory":
+        yield facts | {"what": "memory, fused"}, ours(members, fused, predicted=True, timed=False)
+        yield facts | {"what": "memory, streams"}, ours(members, streams, predicted=True, timed=False)
+    elif kind == "norms":
+        yield facts | {"what": "fused, norms as torch has them"}, ours(members, fused, chained=False)
     elif kind == "partial":
         for kept in (0, 7, 3, 5, 4, 6, 2):
             more = {"what": "partial", "fused_blocks": kept, "unfused": " ".join(BLOCKS[kept:])}
-            yield facts | more, ours(members, fused, unfused=BLOCKS[kept:], predicted=False)
+            yield facts | more, ours(members, fused, unfused=BLOCKS[kept:])
     elif kind == "use":
         way = Way(1, True, False, channels_last=last)
         yield facts | {"what": "use, serial", "members": 1}, lambda b: measures.use(b, workload, amp, 1, way)
@@ -108,14 +116,20 @@ def gib(row: Row) -> float:
     """An upper bound of the memory of a row; to predict, copies are tried beside the array."""
     named = f"{row['workload']}/{row['precision']}"
     each = next(size for name, size in GIB.items() if named.startswith(name))
-    return each * row["members"] * (2 if row["what"] == "prediction" else 1) + 1
+    at_once = row["members"] if "streams" in row["what"] else min(16, row["members"])
+    return each * at_once * (2 if row["what"] == "prediction" else 1) + 1
 
 
-def packed(jobs: list[Job], count: int, limit_gib: float = 20) -> Iterator[list[Job]]:
-    """Rows to prepare at once: a few small ones, or one large one."""
+def packed(jobs: list[Job], count: int, limit_gib: float = LARGE_GIB) -> Iterator[list[Job]]:
+    """Rows to prepare at once: a few small ones, or one large one.
+
+    Streams share the workspaces of libraries with those before them, so only one row of them tells their memory.
+    """
     some: list[Job] = []
     for job in jobs:
-        if some and (len(some) == count or sum(gib(facts) for facts, _ in [*some, job]) > limit_gib):
+        together = [facts for facts, _ in [*some, job]]
+        on_streams = sum("streams" in facts["what"] for facts in together)
+        if some and (len(some) == count or sum(map(gib, together)) > limit_gib or on_streams > 1):
             yield some
             some = []
         some.append(job)
@@ -141,10 +155,13 @@ def work(index: int, lane: tuple[str, ...], gate: Any, given: argparse.Namespace
             bench.tuned = "untuned" not in asked
             jobs = [job for kind in asked if kind != "untuned" for job in rows_of(*which.split("/"), kind, given)]
             for some in packed(jobs, given.together):
-                with gate.room(sum(gib(facts) for facts, _ in some)):
+                wanted = sum(gib(facts) for facts, _ in some)
+                with gate.room(wanted):
                     started = time.time()
                     if started - begun > given.limit:
                         found = [{"skipped": "out of time"} for _ in some]
+                    elif wanted > given.gib:
+                        found = [{"skipped": f"takes about {wanted:.0f} GiB"} for _ in some]
                     else:
                         found = bench.run([measure(bench) for _, measure in some])
                     for (facts, _), row in zip(some, found, strict=True):
@@ -152,7 +169,7 @@ def work(index: int, lane: tuple[str, ...], gate: Any, given: argparse.Namespace
                         at = took | ({} if bench.tuned else {"tuned": False})
                         rows.put(facts | row | at)
                     found.clear()
-                    bench.begin(tuned=False)  # gives memory back for the others
+                    bench.give_back()
     rows.put(None)
 
 
@@ -193,12 +210,13 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--members", type=int, default=16)
     parser.add_argument("--tasks", default=TASKS)
-    parser.add_argument("--counts", default="2,4,8,32", help="members of the rows of a sweep")
+    parser.add_argument("--counts", default="16,2,4,8,32", help="members of the rows of a curve")
     parser.add_argument("--limit", type=float, default=200, help="seconds after which no row is begun")
     parser.add_argument("--grace", type=float, default=10, help="seconds that rows begun before may take after")
     parser.add_argument("--seconds", type=float, default=0.15)
-    parser.add_argument("--together", type=int, default=2, help="small rows that a process prepares before timing them")
-    parser.add_argument("--gib", type=float, default=100, help="memory that prepared rows may take")
+    parser.add_argument("--together", type=int, default=4, help="small rows that a process prepares before timing them")
+    parser.add_argument("--gib", type=float, default=70, help="memory that one large row may take")
+    parser.add_argument("--small-gib", type=float, default=46, help="memory that all small rows together may take")
     given = parser.parse_args()
     from gate import Gate
 
@@ -207,7 +225,7 @@ def main() -> None:
     preload(given.device)
     print(f"imported {time.time() - begun:.1f}", flush=True)
     context = multiprocessing.get_context("fork")
-    gate, rows = Gate(context, len(lanes), given.gib), context.Queue()
+    gate, rows = Gate(context, len(lanes), given.small_gib, LARGE_GIB), context.Queue()
     workers = [context.Process(target=work, args=(i, lane, gate, given, begun, rows)) for i, lane in enumerate(lanes)]
     for worker in workers:
         worker.start()
@@ -223,7 +241,7 @@ def main() -> None:
         found.append(row)
         given.out.write_text(json.dumps({"environment": facts, "rows": found}, indent=1))
         shown = ("error", "skipped", "way", "predicted_step_s", "busy", "filled", "occupancy")
-        told = f"{row['step_s'] * 1e3:.2f} ms" if "step_s" in row else {k: row[k] for k in row if k in shown}
+        told = f"{row['step_s'] * 1e3:.2f} ms" if row.get("step_s") else {k: row[k] for k in row if k in shown}
         named = (row[k] for k in ("workload", "precision", "what", "members"))
         print(*named, told, row.get("refused") or "", row.get("begun_s", ""), row.get("at_s", ""), flush=True)
     for worker in workers:

@@ -30,10 +30,10 @@ WAYS = {
 def _cnn(i: int) -> nn.Module:
     torch.manual_seed(i)
     return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1, bias=False),
+        nn.Conv2d(3, 8, 3, padding=1),
         nn.BatchNorm2d(8),
         nn.ReLU(inplace=True),
-        nn.Conv2d(8, 16, 1, bias=False),
+        nn.Conv2d(8, 16, 1),
         nn.BatchNorm2d(16),
         nn.ReLU(inplace=True),
         nn.Conv2d(16, 16, 3, groups=16, padding=1),

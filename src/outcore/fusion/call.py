@@ -95,8 +95,8 @@ class FusedCall:
     kwargs: dict[str, Any]
     modules: tuple[nn.Module, ...] = ()
     """The members' modules, where the step is one."""
-    state: Mapping[str, Stacked | torch.Tensor] = field(default_factory=dict)
-    """The module's parameters and buffers by their names in it."""
+    state: Mapping[str, Stacked | torch.Tensor | None] = field(default_factory=dict)
+    """The module's parameters and buffers by their names in it; none where it is to run without."""
     per_member_args: tuple[tuple[tuple[Any, ...], dict[str, Any]], ...] | None = None
     """Arguments of each member where numbers in them differ; stacked values in all of them."""
     randomness: Randomness = field(default_factory=lambda: Randomness(None))

@@ -24,7 +24,8 @@ from torch.nn.modules.dropout import _DropoutNd
 from outcore.errors import FuseError
 from outcore.fusion.aliasing import state_in_place, unsafe_write, written_values
 from outcore.fusion.call import FusedCall, Randomness, rnn_weights_anywhere, settings
-from outcore.fusion.rules import RANDOM, is_random, out_of_place, run, writes_nothing
+from outcore.fusion.chain import Chain, chains_of, pays
+from outcore.fusion.rules import RANDOM, is_random, norm_in_one_pass, out_of_place, run, writes_nothing
 from outcore.fusion.stack import Stack
 from outcore.fusion.training import Training
 from outcore.fusion.values import Stacked
@@ -64,6 +65,8 @@ class Program:
     written: frozenset[str] = frozenset()
     state_values: frozenset[str] = frozenset()
     """Values that are parameters or buffers themselves, and are written as such."""
+    chains: dict[str, Chain] = field(default_factory=dict)
+    """Norms that take what stands around them along, by each call in them."""
 
     @classmethod
     def record(cls, members: Sequence[Training], args: tuple[Any, ...], unfused: Sequence[str] = ()) -> Program:
@@ -100,6 +103,7 @@ class Program:
             differing=differing,
             written=written_values(graph),
             state_values=state_in_place(recording),
+            chains=chains_of(graph, recording.steps, members[0]),
         )
 
     def outdated(self) -> bool:
@@ -163,6 +167,9 @@ class _FusedTape(Tape):
         self.randomness, self.first = randomness, first
         self.count = len(members)
         self.unfused = program.unfused
+        self.chained: dict[Chain, bool] = {}
+        """Whether the calls of a chain run as one."""
+        self.device = next((t.device for t in stack.parameters.values()), torch.device("cpu"))
 
     def step(self, step: Step) -> None:
         """Run one step for all members."""
@@ -188,8 +195,9 @@ class _FusedTape(Tape):
             call.state = self._state_of(step.target, call.modules[0])
         if step.name in self.program.differing:
             call.per_member_args = tuple(self._arguments(step, b) for b in range(self.count))
-        block = step.name.removeprefix("model.")
-        if any(block.startswith((f"{path}.", f"{path}#")) for path in self.unfused) and call.varies:
+        if (chain := self._chain(step)) is not None:
+            result = self._in_chain(step, chain, call)
+        elif self._unfused(step.name) and call.varies:
             result = call.one_by_one()
         else:
             result = run(call)
@@ -199,6 +207,34 @@ class _FusedTape(Tape):
             self.values[new] = self.values[old]
         for name in step.drop:
             self.values.pop(name, None)
+
+    def _unfused(self, name: str) -> bool:
+        block = name.removeprefix("model.")
+        return any(block.startswith((f"{path}.", f"{path}#")) for path in self.unfused)
+
+    def _chain(self, step: Step) -> Chain | None:
+        """The chain a step runs in, if its calls run as one."""
+        chain = self.program.chains.get(step.name)
+        if chain is None:
+            return None
+        if chain not in self.chained:
+            modules = [attrgetter(chain.path)(m) for m in self.members]
+            state = list(self._state_of(chain.path, modules[0]).values())
+            state += [self._state(chain.bias)] if chain.bias is not None else []
+            apart = any(name in self.program.differing or self._unfused(name) for name in chain.calls)
+            self.chained[chain] = not apart and pays(modules, state, self.device)
+        return chain if self.chained[chain] else None
+
+    def _in_chain(self, step: Step, chain: Chain, call: FusedCall) -> Any:
+        """A convolution without its bias, the norm, or the ReLU that the norm was asked for."""
+        if step.name == chain.convolution:
+            call.state = {**call.state, "bias": None}
+            return run(call)
+        if step.name == chain.norm:
+            bias = None if chain.bias is None else self._state(chain.bias)
+            return norm_in_one_pass(call, bias, relu=chain.relu is not None)
+        call.note("fused")
+        return call.args[0] if call.args else call.kwargs["input"]
 
     def _without_writing(self, step: Step) -> tuple[Any, dict[str, Any]]:
         """A step that writes a value gets its out-of-place form, or a copy to write into."""

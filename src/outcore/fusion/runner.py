@@ -77,6 +77,7 @@ class Runner:
         """Evaluations that could not be captured."""
         self._pools: dict[Any, Any] = {}
         """Memory of the graphs, by stream."""
+        self._settled = not self._streams
 
     def step(
         self, key: Hashable, objective: str, program: Program, args: tuple[Any, ...], alone: bool
@@ -131,6 +132,7 @@ class Runner:
 
         if not self._streams:
             return [run(lane) for lane in self.lanes]
+        self._settle()
         found = []
         here = torch.cuda.current_stream()
         for lane, stream in zip(self.lanes, self._streams, strict=True):
@@ -140,6 +142,23 @@ class Runner:
         for stream in self._streams:
             here.wait_stream(stream)
         return found
+
+    def _settle(self) -> None:
+        """Let optimizers and cuBLAS take the memory that stays before feature maps come and go.
+
+        Taken in the middle of a step it would be cut from what large feature maps left, and hold all of that.
+        """
+        if self._settled:
+            return
+        self._settled = True
+        for lane in self.lanes:
+            for stepper in lane.steppers.values():
+                stepper.settle()
+        for stream in dict.fromkeys(self._streams):
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream), torch.enable_grad():
+                x = torch.ones(16, 16, device=self.lanes[0].device, requires_grad=True)
+                (x @ x).sum().backward()  # a workspace each for the threads of forward and of backward
 
     def _capturable(self, objective: str, program: Program, alone: bool) -> bool:
         if not self.way.graphed or self.refused is not None or not self._streams:

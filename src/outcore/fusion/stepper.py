@@ -88,6 +88,12 @@ class Stepper:
         """The common formula."""
         return UPDATES[type(self.optimizers[0])]
 
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Take the memory that stays before a step takes any that does not."""
+        for bundle in self.bundles:
+            self._fast(bundle, self.optimizers[0].param_groups[bundle.group])
+
     def prepare(self, names: Sequence[str], counted: Sequence[bool] | None = None) -> None:
         """Count the step and bring every member's numbers to the device.
 

@@ -1,0 +1,86 @@
+"""A batch norm with what stands around it: the bias of the convolution before, and the ReLU after.
+
+PointNet's step is memory traffic, and most of it is not products. A batched product with a bias first writes the bias
+everywhere and reads it again; a norm in training takes three passes, ReLU two, and in backward they take eight more.
+But a norm in training takes any bias before it away again: what is left of it is its share of the running mean, and a
+gradient of zero. And a ReLU whose input nobody else reads needs no pass of its own (`outcore.memory.fused_norm`).
+
+So on a GPU the convolution leaves its bias out, and the norm does the rest. What the members compute is the same up to
+rounding; of a bias that has no effect, torch's gradient is the rounding itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from outcore.fusion.call import has_hooks
+from outcore.fusion.values import Stacked
+from outcore.graph import Graph
+from outcore.graph.recording import Ref, Step
+from outcore.memory.fused_norm import norms_of
+
+__all__ = ["Chain", "chains_of", "pays"]
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """The calls of one norm."""
+
+    norm: str
+    path: str
+    """Of the norm's module."""
+    relu: str | None
+    convolution: str | None = None
+    bias: str | None = None
+    """Of the convolution, which the norm takes away: the name of the parameter."""
+
+    @property
+    def calls(self) -> tuple[str, ...]:
+        """All of them."""
+        return tuple(name for name in (self.convolution, self.norm, self.relu) if name is not None)
+
+
+def chains_of(graph: Graph, steps: Sequence[Step], model: nn.Module) -> dict[str, Chain]:
+    """The chains of a recording, by each of their calls."""
+    made = {step.outputs[0]: step for step in steps if step.kind == "module" and len(step.outputs) == 1}
+    by_name = {step.name: step for step in steps}
+    readers: dict[str, int] = {}
+    for call in graph.calls.values():
+        for value in call.inputs:
+            readers[value] = readers.get(value, 0) + 1
+    found: dict[str, Chain] = {}
+    for norm, relu in norms_of(graph, model).items():
+        given = by_name[norm].args[0]
+        assert isinstance(given, Ref)
+        alone = readers.get(given.name) == 1 and given.name not in graph.outputs
+        before = made.get(given.name) if alone else None
+        chain = Chain(norm, by_name[norm].target, relu)
+        if before is not None and _has_bias(model.get_submodule(before.target)):
+            chain = replace(chain, convolution=before.name, bias=f"{before.target}.bias")
+        found |= dict.fromkeys(chain.calls, chain)
+    return found
+
+
+def _has_bias(module: nn.Module) -> bool:
+    return type(module) in _CONVOLUTIONS and module.bias is not None and not has_hooks(module)
+
+
+def pays(modules: Sequence[Any], state: Iterable[Any], device: torch.device) -> bool:
+    """Whether the members' norms are one operation, where that is faster."""
+    first = modules[0]
+    settings = ("momentum", "eps", "training", "track_running_stats", "affine")
+    return (
+        device.type == "cuda"
+        and first.training
+        and first.momentum is not None
+        and all(isinstance(value, Stacked) for value in state)
+        and all(getattr(m, name) == getattr(first, name) for m in modules[1:] for name in settings)
+        and not any(has_hooks(m) for m in modules)
+    )

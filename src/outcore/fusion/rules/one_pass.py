@@ -1,0 +1,126 @@
+"""Batch norm of all members in training, with the ReLU after it and the bias before it, in as few passes as they need.
+
+The kernels are those of `outcore.memory`; to them the channels of all members are the channels of one norm. Where the
+channels of a position do not lie side by side and there are few positions, torch's own norm is used.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses import FakeTensor
+
+from outcore.fusion.call import FusedCall
+from outcore.fusion.values import Stacked, fold_channels, unfold_channels
+
+__all__ = ["norm_in_one_pass"]
+
+_ORDER = 3
+"""Of rounding in the kernels, any would do: ``(x - mean) * (invstd * weight) + bias``."""
+_LONG = 256
+"""Positions of a channel that are worth a program of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Norm:
+    """What the kernels want to know of a module."""
+
+    weight: Tensor
+    bias: Tensor
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    num_batches_tracked: Tensor | None
+    momentum: float
+    eps: float
+
+
+def norm_in_one_pass(call: FusedCall, bias_before: Stacked | None, *, relu: bool) -> Stacked:
+    """The norm of a chain (`outcore.fusion.chain`)."""
+    x, module = call.args[0], cast(Any, call.module)
+    state = cast(dict[str, Stacked], call.state)
+    tracks = module.track_running_stats and "running_mean" in state
+    mean, var = (state[name].tensor.view(-1) if tracks else None for name in ("running_mean", "running_var"))
+    weight, bias = (state[name].tensor.flatten() for name in ("weight", "bias"))
+    if tracks:
+        state["num_batches_tracked"].tensor.add_(1)
+    if not isinstance(x, Stacked):
+        x = Stacked(x.unsqueeze(0).expand(call.members, *x.shape))
+    folded, before = _folded(x), None if bias_before is None else bias_before.tensor.flatten()
+    call.note("fused")
+    if not _suits(folded):
+        whole = folded if before is None else folded + before.view(-1, *[1] * (folded.dim() - 2))
+        y = F.batch_norm(whole, mean, var, weight, bias, True, module.momentum, module.eps)
+        return unfold_channels(F.relu(y) if relu else y, x.members)
+    if before is not None:
+        weight = _WithoutEffect.apply(weight, before)  # type: ignore[no-untyped-call]
+    counted = torch.empty(1, dtype=torch.int64, device=folded.device)  # the kernels count for one model
+    norm = _Norm(weight.detach(), bias.detach(), mean, var, counted, module.momentum, module.eps)
+    y = _OnePass.apply(folded, weight, bias, norm, relu)  # type: ignore[no-untyped-call]
+    if before is not None and mean is not None:
+        mean.add_(before.detach(), alpha=module.momentum)
+    return unfold_channels(y, x.members)
+
+
+def _folded(x: Stacked) -> Tensor:
+    """``[N, B * C, ...]``, as it lies in memory where that is dense, contiguous or with channels last."""
+    rows = x.tensor.movedim((0, 2), (-2, -1))  # [N, *space, B, C]
+    if rows.is_contiguous():
+        return rows.flatten(-2).movedim(-1, 1)
+    folded = fold_channels(x)
+    dense = folded.is_contiguous() or folded.movedim(1, -1).is_contiguous()
+    return folded if dense else folded.contiguous()
+
+
+def _suits(x: Tensor) -> bool:
+    """Whether the kernels are fast on it."""
+    several = x.numel() > x.shape[1]  # of one number per channel there is no deviation; torch says so
+    return x.is_cuda and several and (not x.is_contiguous() or math.prod(x.shape[2:]) >= _LONG)
+
+
+class _WithoutEffect(torch.autograd.Function):
+    """A bias that the norm takes away has a gradient of zero; without any, optimizers would leave it out."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(bias)
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, torch.zeros_like(ctx.saved_tensors[0])
+
+
+class _OnePass(torch.autograd.Function):
+    """Statistics and normalising, one pass each; backward two sums and the gradient of the input, one pass each."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, norm: _Norm, relu: bool) -> Tensor:
+        ctx.relu, ctx.kind = relu, weight.dtype
+        if isinstance(x, FakeTensor):  # a rehearsal: only sizes count
+            ctx.save_for_backward(x, x.new_empty(4 * x.shape[1], dtype=torch.float32))
+            return torch.empty_like(x)
+        from outcore.memory.norm_triton_kernels import normalise, statistics
+
+        found = statistics(x, cast(Any, norm))
+        ctx.save_for_backward(x, found)
+        mean, invstd, *affine = found.view(4, -1).unbind(0)
+        made: Tensor = normalise(x, mean, invstd, affine[0], affine[1], _ORDER, relu)
+        return made
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, found = ctx.saved_tensors
+        if grad.stride() != x.stride():
+            grad = torch.empty_like(x).copy_(grad)
+        if isinstance(x, FakeTensor):
+            small = x.new_empty(x.shape[1], dtype=ctx.kind)
+            return torch.empty_like(x), small, torch.empty_like(small), None, None
+        from outcore.memory.norm_gradient_triton_kernels import gradients
+
+        return *gradients(grad, x, found, ctx.kind, _ORDER, ctx.relu), None, None

@@ -1,0 +1,166 @@
+"""A norm that takes a convolution's bias and a ReLU along: the same training as plain PyTorch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn, optim
+
+import outcore
+from outcore.fusion import Way, chain, forecast, program
+from outcore.fusion.chain import Chain
+from tests.fusion.serial import distance, train_serially
+
+
+class _Net(nn.Module):
+    """Norms after convolutions with and without bias, with a ReLU or without, and one whose input others read."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first, self.norm1 = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.second, self.norm2, self.relu = nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.ReLU(inplace=True)
+        self.third, self.norm3 = nn.Conv2d(8, 8, 1, bias=False), nn.BatchNorm2d(8, momentum=0.3)
+        self.shared, self.norm4 = nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8, track_running_stats=False)
+        self.last = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.relu(self.norm1(self.first(x)))
+        x = x + self.relu(self.norm2(self.second(x)))
+        y = self.norm3(self.third(x))
+        z = self.shared(F.relu(y) + y)
+        out: torch.Tensor = self.last((F.relu(self.norm4(z)) + z).mean((2, 3)))
+        return out
+
+
+def _sgd(params: Any, i: int) -> optim.Optimizer:
+    return optim.SGD(params, 1e-2 * (i + 1), momentum=0.9, weight_decay=0.1)
+
+
+def _trains_as_plain(device: str, way: Way, dtype: torch.dtype, tolerance: float) -> outcore.fusion.FusedArray:
+    models = [_Net(i).to(device, dtype) for i in range(3)]
+    twins = copy.deepcopy(models)
+    torch.manual_seed(5)
+    batches = [(torch.randn(4, 3, 6, 6, dtype=dtype).to(device), torch.randint(5, (4,)).to(device)) for _ in range(6)]
+    array = outcore.fuse(models, loss=F.cross_entropy, optimizer=_sgd, way=way)
+    for batch in batches:
+        array.step(*batch)
+    assert not array.notes
+    for i, twin in enumerate(twins):
+        train_serially(twin, batches, F.cross_entropy, _sgd(twin.parameters(), i))
+        apart = distance(dict(twin.state_dict()), array[i].state_dict())
+        assert apart < tolerance, f"member {i} differs by {apart:.1e}"
+    return array
+
+
+def _chains(array: outcore.fusion.FusedArray) -> set[Chain]:
+    (found,) = array._recordings.programs.values()
+    return set(found.chains.values())
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Chains run as one on a CPU too, by torch's own norm."""
+    monkeypatch.setattr(program, "pays", lambda m, s, _: chain.pays(m, s, torch.device("cuda")))
+    yield
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_members_with_chains_equal_their_serial_twins(channels_last: bool) -> None:
+    array = _trains_as_plain("cpu", Way(3, channels_last=channels_last), torch.float64, 1e-10)
+    found = {c.path.removeprefix("model."): (c.relu is not None, c.bias) for c in _chains(array)}
+    assert found == {
+        "norm1": (True, "model.first.bias"),
+        "norm2": (True, "model.second.bias"),
+        "norm3": (False, None),
+        "norm4": (True, None),
+    }
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_hook_on_a_norm_keeps_its_chain_apart() -> None:
+    models = [_Net(i) for i in range(2)]
+    seen: list[tuple[int, ...]] = []
+    models[0].norm2.register_forward_hook(lambda _m, _x, out: seen.append(tuple(out.shape)))
+    array = outcore.fuse(models, loss=F.cross_entropy, optimizer=_sgd, way=Way(2), check=False)
+    batch = torch.randn(4, 3, 6, 6), torch.randint(5, (4,))
+    array.step(*batch)
+    seen.clear()  # of the recording too
+    array.step(*batch)
+    assert seen == [(4, 8, 6, 6)]
+
+
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.mark.parametrize("dtype", [pytest.param(d, marks=gpu) for d in (torch.float64, torch.float32)])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_members_with_chains_equal_their_serial_twins_on_a_gpu(channels_last: bool, dtype: torch.dtype) -> None:
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    try:
+        way = Way(3, graphed=True, channels_last=channels_last)
+        array = _trains_as_plain("cuda", way, dtype, 1e-10 if dtype is torch.float64 else 1e-4)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+    x, y = torch.randn(4, 3, 6, 6, dtype=dtype).cuda(), torch.randint(5, (4,)).cuda()
+    assert forecast(array, x, y).peak_bytes() > 0
+
+
+@pytest.mark.parametrize("dtype", [pytest.param(d, marks=gpu) for d in (torch.float32, torch.bfloat16)])
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("layout", ["positions first", "channels last", "long"])
+def test_one_pass_gives_what_torch_gives(layout: str, biased: bool, relu: bool, dtype: torch.dtype) -> None:
+    from outcore.fusion.call import FusedCall
+    from outcore.fusion.rules.one_pass import norm_in_one_pass
+    from outcore.fusion.values import Stacked
+
+    torch.manual_seed(1)
+    members, batch, channels = 3, 5, 70
+    shape = {"positions first": (33,), "channels last": (7, 9), "long": (300,)}[layout]
+    x = torch.randn(batch, *shape, members, channels, device="cuda").movedim((-2, -1), (0, 2)).to(dtype)
+    if layout == "long":
+        x = x.contiguous()
+    x = (x * 3 + 7).detach().requires_grad_()
+    modules = [nn.BatchNorm2d(channels).cuda() for _ in range(members)]
+    state = {n: torch.stack([m.state_dict()[n] for m in modules]) for n in modules[0].state_dict()}
+    for name in ("weight", "bias"):
+        state[name] = torch.randn_like(state[name]).requires_grad_()
+    before = torch.randn(members, channels, device="cuda", requires_grad=True) if biased else None
+    stacked: dict[str, Any] = {n: Stacked(t) for n, t in state.items()}
+    call = FusedCall("norm", members, 0, nn.BatchNorm2d, (Stacked(x),), {}, tuple(modules), stacked)
+    made = norm_in_one_pass(call, None if before is None else Stacked(before), relu=relu).tensor
+    onto = torch.randn_like(made)
+    made.backward(onto)
+    close = {"rtol": 2e-2, "atol": 2e-2} if dtype is torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
+    for b, module in enumerate(modules):
+        own = x[b].detach().double().requires_grad_()
+        module.double().load_state_dict({n: t[b] for n, t in state.items()} | _fresh(channels))
+        whole = own if before is None else own + before[b].detach().double().view(-1, *[1] * len(shape))
+        mean, var = module.running_mean, module.running_var
+        expected = F.batch_norm(whole, mean, var, module.weight, module.bias, True, 0.1, 1e-5)
+        expected = expected.relu() if relu else expected
+        expected.backward(onto[b].double())
+        torch.testing.assert_close(made[b].double(), expected, **close)
+        assert x.grad is not None and own.grad is not None
+        torch.testing.assert_close(x.grad[b].double(), own.grad, **close)
+        for name, found in (("weight", module.weight), ("bias", module.bias)):
+            grad = state[name].grad
+            assert grad is not None and found.grad is not None
+            torch.testing.assert_close(grad[b].double(), found.grad, rtol=close["rtol"], atol=30 * close["atol"])
+        torch.testing.assert_close(state["running_mean"][b].double(), mean, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(state["running_var"][b].double(), var, rtol=1e-3, atol=1e-3)
+    assert state["num_batches_tracked"].tolist() == [1] * members
+    if before is not None:
+        assert before.grad is not None and not before.grad.any()
+
+
+def _fresh(channels: int) -> dict[str, torch.Tensor]:
+    return {"running_mean": torch.zeros(channels), "running_var": torch.ones(channels)}
