@@ -5,10 +5,12 @@
 
 With ``--search random`` both see the same 64 configurations, so the best of one can be looked for in the other. Before
 either, one model is trained for a few steps by plain PyTorch, so loading libraries counts for none. All else does:
-recording, checking and compiling the fused step is in its training time.
+recording, checking and compiling the fused step is in its training time. A way that is named twice runs twice.
 
-Both are chaotic, so the best trials need not be the same. ``--again 1,2,3`` trains every configuration to the end,
-without pruning, from three other first weights on other batches: how good a configuration is, and how much that varies.
+Training in TF32 is chaotic, so two sweeps need not end with the same best trial. How good a configuration is, and how
+much that varies, say ``--again 0,1``, which trains every one to the end, without pruning, fused and from the first
+weights and on the batches of these seeds, and ``--plain-again 0,1``, which does the same in plain PyTorch (``--share
+0/3``: a third of them). ``--strict`` computes in full float32.
 """
 
 from __future__ import annotations
@@ -81,8 +83,8 @@ def together(
 class Plain:
     """One trial in plain PyTorch."""
 
-    def __init__(self, job: dict[str, Any], trial: Trial, device: str) -> None:
-        torch.manual_seed(0)
+    def __init__(self, job: dict[str, Any], trial: Trial, device: str, weights: int = 0) -> None:
+        torch.manual_seed(weights)
         self.loss, self.trial, self.done = job["loss"], trial, 0
         self.model = job["model"]().to(device).train()
         self.optimizer = job["optimizer"](self.model.parameters())
@@ -105,6 +107,32 @@ class Plain:
         return value
 
 
+def batch_of(job: dict[str, Any], device: str, number: int, weights: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """A batch of a step, the same that the fused sweep draws; held-out ones have negative numbers."""
+    torch.manual_seed(weights * 1_000_003 + number + 100_000)
+    x, y = job["batch"](job["size"])
+    return x.to(device), y.to(device)
+
+
+def to_the_end(directory: Path, given: argparse.Namespace, seed: int, weights: int) -> dict[str, Any]:
+    """Every configuration, or a share of them, in plain PyTorch without pruning."""
+    job, source = runpy.run_path(given.job), tuner(directory, given, seed, "none")
+    part, parts = map(int, given.share.split("/"))
+    batches = [batch_of(job, given.device, number, weights) for number in range(given.steps)]
+    judged_on = [batch_of(job, given.device, -1 - n, weights) for n in range(HELD_OUT)]
+    begun, trials = time.perf_counter(), []
+    while (trial := source.ask()) is not None:
+        if trial.number % parts != part:
+            continue
+        one = Plain(job, trial, given.device, weights)
+        for x, y in batches:
+            one.train(x, y)
+        value = one.judge(judged_on)
+        state = "complete" if math.isfinite(value) else "diverged"
+        trials.append({"number": trial.number, "state": state, "value": value, **trial.settings})
+    return {"training_s": time.perf_counter() - begun, "member_steps": given.steps * len(trials), "trials": trials}
+
+
 def one_by_one(directory: Path, given: argparse.Namespace, seed: int) -> dict[str, Any]:
     """What one writes without outcore: a loop over trials around a loop over steps.
 
@@ -115,11 +143,7 @@ def one_by_one(directory: Path, given: argparse.Namespace, seed: int) -> dict[st
     wait = torch.cuda.synchronize if given.device == "cuda" else lambda: None
     at_once = given.members if given.order == "turns" else 1
 
-    def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        torch.manual_seed(number + 100_000)
-        x, y = job["batch"](job["size"])
-        return x.to(given.device), y.to(given.device)
-
+    batch = partial(batch_of, job, given.device)
     judged_on = [batch(-1 - n) for n in range(HELD_OUT)]
     trials, steps, spent, step, marks = [], 0, 0.0, 0, []
     running: list[Plain] = []
@@ -181,10 +205,11 @@ def main() -> None:
     parser.add_argument("--search", default="tpe")
     parser.add_argument("--measure", action="store_true", help="choose the way of running by trying")
     parser.add_argument("--forget", action="store_true", help="keep the studies in memory, not in SQLite")
-    parser.add_argument(
-        "--ways", default="together,one-by-one", help="sweeps to run; wide keeps empty slots to the end"
-    )
-    parser.add_argument("--again", default="", help="train all to the end from other weights and batches: 1,2,3")
+    parser.add_argument("--ways", default="together,one-by-one", help="sweeps; wide keeps empty slots to the end")
+    parser.add_argument("--again", default="", help="seeds to train all configurations to the end from, fused")
+    parser.add_argument("--plain-again", default="", help="the same in plain PyTorch")
+    parser.add_argument("--share", default="0/1", help="which of how many shares of them")
+    parser.add_argument("--strict", action="store_true", help="without TF32")
     parser.add_argument("--order", default="turns", choices=("turns", "alone"), help="of trials one by one")
     run(parser.parse_args())
 
@@ -195,8 +220,10 @@ def run(given: argparse.Namespace) -> None:
         "device": torch.cuda.get_device_name() if given.device == "cuda" else given.device,
         "machine": platform.processor() or platform.machine(), "threads": torch.get_num_threads(),
         "torch": torch.__version__, "steps": given.steps, "every": given.every, "search": given.search,
-        "job": Path(given.job).name, "date": time.strftime("%Y-%m-%d"),
+        "job": Path(given.job).name, "date": time.strftime("%Y-%m-%d"), "strict": given.strict,
     }  # fmt: skip
+    if given.strict:
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     rows: list[dict[str, Any]] = []
     warm(given)
 
@@ -213,16 +240,19 @@ def run(given: argparse.Namespace) -> None:
         given.out.write_text(json.dumps({"environment": facts, "rows": rows}, indent=1))
 
     for seed in map(int, given.seeds.split(",")):
-        if "together" in given.ways:
-            add({"seed": seed, "members": given.members}, partial(together, given=given, seed=seed))
-        if "wide" in given.ways:
-            more = {"seed": seed, "members": given.members, "wide": True}
-            add(more, partial(together, given=given, seed=seed, narrow=False))
-        if "one-by-one" in given.ways:
-            add({"seed": seed, "members": 1}, partial(one_by_one, given=given, seed=seed))
-        for weights in map(int, filter(None, given.again.split(","))):
-            more = {"seed": seed, "members": given.members, "pruner": "none", "weights": weights}
-            add(more, partial(together, given=given, seed=seed, pruner="none", weights=weights))
+        for way in given.ways.split(","):
+            facts_of = {"seed": seed, "members": given.members} | ({"wide": True} if way == "wide" else {})
+            if way == "one-by-one":
+                add(facts_of | {"members": 1}, partial(one_by_one, given=given, seed=seed))
+            elif way != "none":
+                add(facts_of, partial(together, given=given, seed=seed, narrow=way != "wide"))
+        for members, asked in ((given.members, given.again), (1, given.plain_again)):
+            for weights in map(int, filter(None, asked.split(","))):
+                more = {"seed": seed, "members": members, "pruner": "none", "weights": weights}
+                if members == 1:
+                    add(more, partial(to_the_end, given=given, seed=seed, weights=weights))
+                else:
+                    add(more, partial(together, given=given, seed=seed, pruner="none", weights=weights))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python report.py README.md results/DATE-h200-first.json results/DATE-h200-second.json results/DATE-processes.json
 
-Of equal rows the last counts. Memory is shown of the last run alone: what is predicted depends on the code.
+Of equal rows the last counts, of serial ones the fastest.
 """
 
 from __future__ import annotations
@@ -106,19 +106,34 @@ def members(rows: Rows) -> None:
     table(("workload", "precision", "way", *(f"B = {n}" for n in COUNTS)), lines, left=3)
 
 
-def memory(rows: Rows) -> None:
-    lines, errors = [], []
+def sizes(rows: Rows) -> None:
+    """Memory per model: what the device has to hold, gaps and workspaces included."""
+    lines = []
     for key in rows.keys:
-        for what, measured in (("fused", "peak_bytes"), ("streams", "used_bytes")):
-            row, eager = rows.get(key, what, 16), rows.get(key, "eager serial", 1)
-            if row is None or not row.get("predicted_bytes") or not row.get(measured):
+        plain = rows.get(key, "eager serial", 1)
+        for what in ("fused", "streams"):
+            found = {n: rows.get(key, what, n) for n in COUNTS} | {1: rows.get(key, "graphed serial", 1)}
+            if sum(row is not None for row in found.values()) < 4:
                 continue
-            error = 100 * (row["predicted_bytes"] / row[measured] - 1)
-            errors.append(abs(error))
-            each = f"{eager['peak_bytes'] / 2**20:,.0f}" if eager else "–"
-            sizes = [f"{row[name] / 16 / 2**20:,.0f}" for name in ("predicted_bytes", measured)]
-            lines.append([*key, what, each, *sizes, f"{error:+.0f} %"])
-    table(("workload", "precision", "way", "plain MiB", "predicted per model", "measured", "error"), lines, left=3)
+            each = [f"{r['used_bytes'] / n / 2**20:,.0f}" if r and "used_bytes" in r else "–" for n, r in found.items()]
+            lines.append([*key, what, f"{plain['peak_bytes'] / 2**20:,.0f}" if plain else "–", *each])
+    table(("workload", "precision", "way", "plain", *(f"B = {n}" for n in COUNTS)), lines, left=3)
+
+
+def memory(rows: Rows) -> None:
+    """What `forecast` said of an array, beside what was measured."""
+    last = {(r["workload"], r["precision"], r["what"]): r for r in rows.all if r.get("predicted_bytes")}
+    lines, errors = [], []
+    for (workload, precision, what), row in sorted(last.items()):
+        way = what.removeprefix("memory, ")
+        measured = {"fused": "peak_bytes", "streams": "used_bytes"}.get(way)
+        if measured is None or not row.get(measured):
+            continue
+        error = 100 * (row["predicted_bytes"] / row[measured] - 1)
+        errors.append(abs(error))
+        each = [f"{row[name] / row['members'] / 2**20:,.0f}" for name in ("predicted_bytes", measured)]
+        lines.append([workload, precision, way, str(row["members"]), *each, f"{error:+.0f} %"])
+    table(("workload", "precision", "way", "B", "predicted MiB per model", "measured", "error"), lines, left=3)
     print(f"{sum(e <= 15 for e in errors)} of {len(errors)} within 15 %.\n")
 
 
@@ -162,14 +177,27 @@ def use(rows: Rows) -> None:
 
 
 def processes(rows: Rows, ours: Rows) -> None:
-    lines = []
+    """Model-steps per second of as many processes as members, and how many times faster the array is."""
+    found: dict[tuple[str, str], dict[tuple[str, int], float]] = {}
     for r in rows.all:
         if "steps_per_s" in r:
-            best = ours.best((r["workload"], r["precision"]), r["members"])
-            gain = f"{r['members'] / best[1]['step_s'] / r['steps_per_s']:.1f}x" if best else "–"
-            facts = [r["workload"], r["precision"], r["what"], str(r["members"])]
-            lines.append([*facts, f"{r['steps_per_s']:,.0f}", gain])
-    table(("workload", "precision", "how", "B", "model-steps per second", "ours over it"), lines, left=3)
+            found.setdefault((r["workload"], r["precision"]), {})[r["what"], r["members"]] = r["steps_per_s"]
+    lines, gains = [], {"processes": [], "processes with MPS": []}
+    for key, rates in found.items():
+        best, cells = ours.best(key), []
+        for what, counted in gains.items():
+            cells += [f"{rates[what, n]:,.0f}" if (what, n) in rates else "–" for n in (4, 16)]
+            if best is not None and (what, 16) in rates:
+                counted.append(16 / best[1]["step_s"] / rates[what, 16])
+                cells.append(f"{counted[-1]:.2f}x")
+            else:
+                cells.append("–")
+        lines.append([*key, f"{16 / best[1]['step_s']:,.0f}" if best else "–", *cells])
+    head = ("workload", "precision", "array of 16", "4 processes", "16", "array over 16")
+    table((*head, "4 with MPS", "16 with MPS", "array over 16 with MPS"), lines)
+    for what, counted in gains.items():
+        if counted:
+            print(f"Over 16 {what}: {min(counted):.2f}x to {max(counted):.2f}x, geometric mean {mean(counted):.2f}x.\n")
 
 
 def room(work: Rows, rows: Rows) -> None:
@@ -205,7 +233,8 @@ def main() -> None:
     timed = Rows([r for f in runs for r in f.all])
     beside, work = (Rows([r for f in files for r in f.all if key in r]) for key in ("steps_per_s", "flops"))
     sections: dict[str, Callable[[], None]] = {
-        "speed": lambda: speed(runs, timed), "members": lambda: members(timed), "memory": lambda: memory(runs[-1]),
+        "speed": lambda: speed(runs, timed), "members": lambda: members(timed), "sizes": lambda: sizes(timed),
+        "memory": lambda: memory(Rows([r for f in files for r in f.all])),
         "predictions": lambda: predictions(timed), "partial": lambda: partial(timed), "use": lambda: use(timed),
         "processes": lambda: processes(beside, timed), "room": lambda: room(work, timed),
     }  # fmt: skip
