@@ -78,7 +78,7 @@ def _on_fake_tensors(
 
 
 def main() -> None:
-    """`peers.py NETWORK FILE`: writes what the tools say of every case of a network, as it comes."""
+    """`peers.py NETWORK FILE [BATCH PRECISION]`: writes what the tools say of a network's cases, as it comes."""
     import json
     import sys
     import warnings
@@ -87,7 +87,7 @@ def main() -> None:
     import networks
 
     warnings.simplefilter("ignore")
-    name, path = sys.argv[1], Path(sys.argv[2])
+    name, path, only = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
     cuda = torch.cuda.is_available()
     device, network = torch.device("cuda" if cuda else "cpu"), (networks.GPU if cuda else networks.CPU)[name]
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
@@ -95,6 +95,8 @@ def main() -> None:
     found: dict[str, Any] = {}
     for size in network.batches[:2]:
         for precision in ("tf32", "bf16") if cuda else ("fp32",):
+            if only and only != [str(size), precision]:
+                continue
             bf16 = precision == "bf16"
             found[f"{size} {precision}"] = row = {"memtracker_bytes": memtracker(network, size, bf16, device)}
             path.write_text(json.dumps(found))

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import outcore
+from outcore.cost.bench import Bench
 from outcore.cost.costs import Costs
 from outcore.cost.measure import measure
 from tests.foreign.zoo import QUICK, Foreign
@@ -103,6 +105,13 @@ def test_when_the_time_is_up_what_was_measured_is_kept() -> None:
     assert len(costs.unmeasured) == 4
     assert "time limit of 0 s" in costs.unmeasured["0#0"]
     assert costs["0#0"].saved  # bytes need no time
+
+
+def test_when_the_time_is_up_the_rest_is_still_weighed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Bench, "weighed", lambda self, name: replace(self.costs.calls[name], workspace_forward_bytes=7))
+    costs = measure(outcore.capture(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), [(2, 4)]), time_limit_s=0)
+    assert len(costs.unmeasured) == 3
+    assert all(cost.workspace_forward_bytes == 7 for cost in costs.calls.values())
 
 
 def test_an_interruption_keeps_what_was_measured() -> None:

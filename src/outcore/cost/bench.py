@@ -113,6 +113,18 @@ class Bench:
                 break
         return replace(cost, reason=reason or f"it needs {self.need(name):,} bytes of {self.limit:,}")
 
+    def weighed(self, name: str) -> CallCost:
+        """The cost of a call whose time was not measured, with what it needs for a moment: it runs twice."""
+        cost = self.costs.calls[name]
+        if self.device.type != "cuda" or self.need(name) > self.limit:
+            return cost
+        try:
+            alone = Alone(self.graph, self.steps[name], self.recording, self.device, arriving=cost.arriving)
+            return self._weigh(alone, cost)
+        except Exception:  # as it was counted, then
+            torch.cuda.empty_cache()
+            return cost
+
     def finished(self, cost: CallCost) -> CallCost:
         """A cost as it was counted, without the engine's start, at the pace of an undisturbed host."""
         backward = cost.backward.less(self.engine) if cost.backward is not None else None

@@ -6,16 +6,19 @@ kept, dropped, moved and encoded.
 
 For every buffer: which calls make it, who needs it in backward and of what it needs there, and whether it can be made
 again: its *writers* are run again, from the buffers they read, its *sources*. That is allowed only if every writer can
-be run again (`outcore.ops.again`) and no source is overwritten after it was read.
+be run again (`outcore.ops.again`) and no source is overwritten after it was read. Of what operations derive, only the
+copies in another type that autocast makes of their inputs are made again: by the same cast.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from outcore.cost.costs import CallCost, Costs
+from outcore.cost.costs import CallCost, Costs, Saved
 from outcore.cost.memory import calls_with_backward
 from outcore.graph import Graph
 from outcore.graph.recording import Ref
@@ -61,6 +64,13 @@ class Buffer:
     """Time to make it again, once its sources are there."""
     workspace_bytes: int = 0
     """Room that takes for a moment."""
+    copy_of: str = ""
+    """For a derived tensor: the value of which it is a copy in another type, if it is one."""
+
+    @property
+    def dtype(self) -> str:
+        """For a derived tensor: its type."""
+        return self.what.partition(" ")[0]
 
     @property
     def need(self) -> Need:
@@ -141,21 +151,45 @@ class _Survey:
                     found[value] = self.value(value, i)
             for saved in self.costs.calls[call].saved if call in self.trained else ():
                 if saved.kind == "derived":
-                    found[saved.of] = Buffer(
-                        saved.of,
-                        "derived",
-                        saved.bytes,
-                        1,
-                        i,
-                        i,
-                        i,
-                        {i: "full"},
-                        what=saved.what,
-                        maker=self.costs.calls[call].type,
-                        opaque=self.graph.blocks[self.graph.calls[call].block].kind == "opaque",
-                        obstacle="made for backward",
-                    )
+                    found[saved.of] = self.derived(i, call, saved)
         return found
+
+    def derived(self, i: int, call: str, saved: Saved) -> Buffer:
+        """The buffer of a tensor that a call keeps beside its inputs and outputs."""
+        value = self.copied(call, saved)
+        writers = self.writers.get(self.first(value), ()) if value else ()
+        late = [w for w in writers if self.place[w] >= i and self.writes(w, self.first(value))]
+        obstacle = "made for backward" if not value else f"{late[-1]} overwrites {value}" if late else ""
+        read = self.sizes.get(self.first(value), saved.bytes) if value else 0
+        return Buffer(
+            saved.of,
+            "derived",
+            saved.bytes,
+            1,
+            i,
+            i,
+            i,
+            {i: "full"},
+            what=saved.what,
+            maker=self.costs.calls[call].type,
+            sources=(self.first(value),) if value else (),
+            opaque=self.graph.blocks[self.graph.calls[call].block].kind == "opaque",
+            obstacle=obstacle,
+            again_s=(read + saved.bytes) / (self.costs.sum_bytes_per_s or _CAST_BYTES_PER_S) if value else 0.0,
+            copy_of=value,
+        )
+
+    def copied(self, call: str, saved: Saved) -> str:
+        """The input of which autocast made this copy in another type; empty if it is something else."""
+        found = _CAST.fullmatch(saved.what)
+        if found is None or not any(on for _, on, _ in self.steps[call].context.autocast):
+            return ""
+        dtype, shape, name = found.groups()
+        if name not in self.graph.calls[call].inputs or self.graph.values[name].dtype == dtype:
+            return ""
+        count = math.prod(map(int, shape.split("x")))
+        whole = count == math.prod(self.graph.values[name].shape) and count * _ITEM_BYTES[dtype] == saved.bytes
+        return name if whole else ""
 
     def value(self, name: str, born: int) -> Buffer:
         """The buffer that begins with a value."""
@@ -234,6 +268,9 @@ class _Survey:
         return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
+_CAST = re.compile(r"(float32|float16|bfloat16) ([\dx]+) of _to_copy of (.+)")
+_CAST_BYTES_PER_S = 1e10
+"""Where it was not measured."""
 _NORMS = {"BatchNorm1d", "BatchNorm2d", "BatchNorm3d"}
 _RELUS = {"ReLU", "relu", "relu_"}
 _ITEM_BYTES = {

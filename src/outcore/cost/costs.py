@@ -96,6 +96,11 @@ class CallCost:
         """Median of forward and backward together; 0 where unknown."""
         return sum(t.median_s for t in (self.forward, self.backward) if t is not None)
 
+    def at_depth(self, depth: int) -> str:
+        """The block at a depth that the call is in, or its own if that lies above."""
+        line = [*ancestors(self.block), self.block]
+        return line[min(depth, len(line)) - 1]
+
     @property
     def has_backward(self) -> bool:
         """Whether anything flows back through it."""
@@ -188,8 +193,7 @@ class Costs:
         """The network taken apart at one depth: each block there, and leaves above it, with its total."""
         groups: dict[str, list[CallCost]] = {}
         for cost in self.calls.values():
-            line = [*ancestors(cost.block), cost.block]
-            groups.setdefault(line[min(depth, len(line)) - 1], []).append(cost)
+            groups.setdefault(cost.at_depth(depth), []).append(cost)
         return {path: total(group) for path, group in groups.items()}
 
     def by_kind(self) -> dict[str, Totals]:

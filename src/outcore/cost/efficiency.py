@@ -26,8 +26,9 @@ import numpy as np
 
 from outcore.cost.ceiling import Ceiling
 from outcore.cost.features import NAMES, Matrix, features
+from outcore.cost.gaussian import Lengths, find_lengths
 from outcore.cost.opmodel import Operation
-from outcore.cost.regression import METHODS, Lengths, Regression, find_lengths, fit_regression, regression_from_json
+from outcore.cost.regression import METHODS, Regression, fit_regression, regression_from_json
 from outcore.cost.samples import Sample
 
 __all__ = ["Efficiency", "fit_efficiency"]

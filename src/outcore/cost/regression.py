@@ -1,9 +1,9 @@
 """Regressions that can be written down: three ways to learn a function, stored as lists of numbers.
 
 Each learns the logarithm of an efficiency from a row of features, and is then nothing but arrays: polynomial
-coefficients, the nodes of boosted trees, or the points and weights of a Gaussian process. scikit-learn does
-the fitting; predicting needs numpy alone and uses the rounded numbers that are stored, so a calibration that
-was saved and loaded predicts to the last bit what it predicted before. No pickle is involved.
+coefficients, the nodes of boosted trees, or the points and weights of a Gaussian process (`outcore.cost.gaussian`).
+scikit-learn fits the first two; predicting needs numpy alone and uses the rounded numbers that are stored, so a
+calibration that was saved and loaded predicts to the last bit what it predicted before. No pickle is involved.
 
     polynomial   degree two in all features, ridge; smooth, cheap, weak where libraries switch algorithms
     trees        gradient boosting; follows jumps, knows nothing between its points
@@ -13,7 +13,6 @@ was saved and loaded predicts to the last bit what it predicted before. No pickl
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,29 +20,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from outcore.cost.features import Matrix
+from outcore.cost.gaussian import Gaussian, Lengths, find_lengths, fit_gaussian, rounded
 
-__all__ = [
-    "METHODS",
-    "Gaussian",
-    "Lengths",
-    "Regression",
-    "find_lengths",
-    "fit_regression",
-    "gaussian_process",
-    "regression_from_json",
-]
+__all__ = ["METHODS", "Regression", "fit_regression", "regression_from_json"]
 
 METHODS = ("polynomial", "gaussian", "trees", "blend")
 """From the smallest to the largest when stored."""
-
-_MOST_POINTS = 2000
-_HYPERPARAMETER_POINTS = 400
-_ROUNDS = 4
-_LEAST_NOISE = 0.01
-_APART, _DOUBTED = 3.0, 2.0
-"""Standard deviations by which the others contradict a sample that is left out of finding lengths, or is doubted."""
-_LONG = 30.0
-"""A length of so many standard deviations says that a feature does not matter; it is not stored."""
 
 
 class Regression(Protocol):
@@ -115,28 +97,6 @@ class Trees:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Gaussian:
-    """The mean of a Gaussian process: weights on points, through a Matérn kernel of order 3/2."""
-
-    columns: Matrix
-    mean: Matrix
-    scale: Matrix
-    points: Matrix
-    weights: Matrix
-    centre: float
-
-    def predict(self, rows: Matrix) -> Matrix:
-        """One number per row."""
-        scaled = (rows[:, self.columns.astype(int)] - self.mean) / self.scale
-        return np.asarray(_matern(scaled, self.points) @ self.weights + self.centre)
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain lists and numbers."""
-        arrays = {k: _list(getattr(self, k)) for k in ("columns", "mean", "scale", "points", "weights")}
-        return {"method": "gaussian", "centre": self.centre, **arrays}
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Blend:
     """The mean of several regressions."""
 
@@ -161,7 +121,7 @@ def fit_regression(
         return _fit_trees(rows, targets, seed)
     if lengths is None:
         lengths = find_lengths(rows, targets, seed=seed)
-    gaussian = _fit_gaussian(rows, targets, lengths, seed)
+    gaussian = fit_gaussian(rows, targets, lengths, seed)
     return gaussian if method == "gaussian" else Blend((_fit_trees(rows, targets, seed), gaussian))
 
 
@@ -173,7 +133,7 @@ def regression_from_json(document: Mapping[str, Any]) -> Regression:
     if document["method"] == "trees":
         return Trees(start=float(document["start"]), **arrays)
     if document["method"] == "gaussian":
-        return Gaussian(centre=float(document["centre"]), **arrays)
+        return Gaussian.from_json(document)
     return Blend(tuple(regression_from_json(part) for part in document["parts"]))
 
 
@@ -183,7 +143,7 @@ def _fit_polynomial(rows: Matrix, targets: Matrix) -> Regression:
     mean, scale = _standard(rows)
     fitted = RidgeCV(alphas=(0.3, 3.0, 30.0, 300.0), fit_intercept=False)
     fitted.fit(_products((rows - mean) / scale), targets)
-    return Polynomial(mean, scale, _rounded(fitted.coef_))
+    return Polynomial(mean, scale, rounded(fitted.coef_))
 
 
 def _fit_trees(rows: Matrix, targets: Matrix, seed: int) -> Regression:
@@ -217,122 +177,18 @@ def _fit_trees(rows: Matrix, targets: Matrix, seed: int) -> Regression:
         right += list(np.where(leaf, 0, tree.children_right + base))
         value += list(np.where(leaf, tree.value[:, 0, 0] * fitted.learning_rate, 0.0))
     whole = [np.array(part, dtype=np.float64) for part in (roots, feature, right)]
-    return Trees(start, whole[0], whole[1], _rounded(threshold), whole[2], _rounded(value, 4))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Lengths:
-    """What a Gaussian process assumes: over which distance each feature matters, and how noisy the targets
-    are."""
-
-    lengths: Matrix
-    noise: float
-    """Variance of the noise over that of the function."""
-
-
-def find_lengths(rows: Matrix, targets: Matrix, *, seed: int = 0) -> Lengths:
-    """The most likely lengths and noise; a feature that never varies gets none.
-
-    They are found twice: samples that their neighbours contradict say nothing about how far a feature reaches, and are
-    left out the second time.
-    """
-    first = _likely(rows, targets, seed)
-    lengths, noise = first.lengths, max(first.noise, _LEAST_NOISE)
-    if not np.isfinite(lengths).any():  # a few wild samples make everything look like noise
-        spread = rows.std(0)
-        lengths, noise = np.where(spread > 1e-9, 2 * spread, np.inf), _LEAST_NOISE
-    points = rows / lengths
-    apart = _noises(_matern(points, points), targets - np.median(targets), noise, _APART) > noise
-    return _likely(rows[~apart], targets[~apart], seed) if apart.any() else first
-
-
-def _likely(rows: Matrix, targets: Matrix, seed: int) -> Lengths:
-    """The most likely lengths and noise for a random part of the samples."""
-    from scipy.optimize import minimize
-    from sklearn.gaussian_process import GaussianProcessRegressor
-    from sklearn.gaussian_process.kernels import ConstantKernel, Matern, WhiteKernel
-    from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
-
-    def few_steps(objective: Any, start: Any, bounds: Any) -> tuple[Any, Any]:
-        found = minimize(objective, start, jac=True, bounds=bounds, method="L-BFGS-B", options={"maxiter": 40})
-        return found.x, found.fun
-
-    spread = rows.std(0)
-    varying = np.flatnonzero(spread > 1e-9)
-    some = np.random.default_rng(seed).permutation(len(rows))[:_HYPERPARAMETER_POINTS]
-    scaled = rows[some][:, varying] / spread[varying]
-    kernel = ConstantKernel(0.3, (1e-2, 1e2)) * Matern(
-        np.full(len(varying), 5.0), length_scale_bounds=(0.3, 1e3), nu=1.5
-    ) + WhiteKernel(0.02, (1e-4, 1.0))
-    # Matrices this small only wait for each other on several cores.
-    with warnings.catch_warnings(), threadpool_limits(1):
-        warnings.simplefilter("ignore")  # a length at its bound only says that a feature does not matter
-        process = GaussianProcessRegressor(kernel, optimizer=few_steps, random_state=seed)
-        process.fit(scaled, targets[some] - targets.mean())
-    matern = process.kernel_.k1
-    lengths = np.full(rows.shape[1], np.inf)
-    relevant = np.atleast_1d(matern.k2.length_scale)
-    lengths[varying] = np.where(relevant < _LONG, relevant * spread[varying], np.inf)
-    return Lengths(lengths, float(process.kernel_.k2.noise_level / matern.k1.constant_value))
-
-
-def _noises(gram: Matrix, targets: Matrix, noise: float, apart: float) -> Matrix:
-    """The variance of each sample's noise: that of all, or its own where the others contradict it.
-
-    A library that takes another algorithm for one shape is ten times slower there, and a fit that goes through that
-    point is wrong around it. What the others say of a sample is known without fitting again, from the inverse of the
-    gram matrix.
-    """
-    found = np.full(len(targets), noise)
-    for _ in range(_ROUNDS):
-        inverse = np.linalg.inv(gram + np.diag(found))
-        contradiction = np.abs((inverse @ targets) / np.diag(inverse))
-        usual = 1.4826 * float(np.median(contradiction))
-        found = np.where(contradiction > apart * usual, np.maximum(noise, contradiction**2), noise)
-    return np.asarray(found)
-
-
-def _fit_gaussian(rows: Matrix, targets: Matrix, lengths: Lengths, seed: int) -> Regression:
-    kept = np.sort(np.random.default_rng(seed).permutation(len(rows))[:_MOST_POINTS])
-    return gaussian_process(rows[kept], targets[kept], lengths, centre=float(np.median(targets)), doubted=_DOUBTED)
-
-
-def gaussian_process(
-    rows: Matrix, targets: Matrix, lengths: Lengths, *, centre: float, doubted: float | None = None
-) -> Gaussian:
-    """The process through all rows, which is `centre` far from them; with `doubted`, not through those that the others
-    contradict by so many standard deviations."""
-    columns = np.flatnonzero(np.isfinite(lengths.lengths))
-    mean, scale = _rounded(rows[:, columns].mean(0)), _rounded(lengths.lengths[columns])
-    points = _rounded((rows[:, columns] - mean) / scale, 4)
-    gram = _matern(points, points)
-    noises = np.full(len(rows), lengths.noise)
-    if doubted is not None:
-        noises = _noises(gram, targets - centre, lengths.noise, doubted)
-    weights = _rounded(np.linalg.solve(gram + np.diag(noises), targets - centre))
-    return Gaussian(columns.astype(np.float64), mean, scale, points, weights, centre)
-
-
-def _matern(a: Matrix, b: Matrix) -> Matrix:
-    squares = (a**2).sum(1)[:, None] + (b**2).sum(1)[None, :] - 2 * a @ b.T
-    distance = np.sqrt(3 * np.maximum(squares, 0.0))
-    return np.asarray((1 + distance) * np.exp(-distance))
+    return Trees(start, whole[0], whole[1], rounded(threshold), whole[2], rounded(value, 4))
 
 
 def _standard(rows: Matrix) -> tuple[Matrix, Matrix]:
     spread = rows.std(0)
     # A feature that never varied says nothing: an endless scale takes it out.
-    return _rounded(rows.mean(0)), _rounded(np.where(spread > 1e-9, spread, 1e9))
+    return rounded(rows.mean(0)), rounded(np.where(spread > 1e-9, spread, 1e9))
 
 
 def _products(rows: Matrix) -> Matrix:
     first, second = np.triu_indices(rows.shape[1])
     return np.hstack([np.ones((len(rows), 1)), rows, rows[:, first] * rows[:, second]])
-
-
-def _rounded(values: Any, digits: int = 6) -> Matrix:
-    array = np.asarray(values, dtype=np.float64)
-    return np.array([float(f"{value:.{digits}g}") for value in array.ravel()]).reshape(array.shape)
 
 
 def _list(values: Matrix) -> list[Any]:

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from outcore.cost.features import NAMES, Matrix, features
+from outcore.cost.gaussian import Gaussian, Lengths, gaussian_process
 from outcore.cost.opmodel import Operation
-from outcore.cost.regression import Gaussian, Lengths, gaussian_process, regression_from_json
 from outcore.machine.device import Device
 
 if TYPE_CHECKING:
@@ -85,10 +85,7 @@ class Usage:
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Usage:
         """The usage that `to_json` described."""
-        regression = regression_from_json(document["regression"])
-        if not isinstance(regression, Gaussian):
-            raise TypeError("a usage is a Gaussian process")
-        return cls(regression, document["samples"], document["errors"])
+        return cls(Gaussian.from_json(document["regression"]), document["samples"], document["errors"])
 
 
 def inside_a_network(calibration: Calibration, operations: Sequence[Operation], device: Device) -> list[Prediction]:

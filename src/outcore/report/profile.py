@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields
 
@@ -107,10 +108,16 @@ class ProfileView:
                 reasons[cost.reason] = reasons.get(cost.reason, 0) + 1
         for reason, count in reasons.items():
             yield Text(f"{count} of {len(p.costs.calls)} calls: {reason}", style="yellow")
-        large = p.too_large()
-        if large:
-            shown = ", ".join(large[:6]) + (f" and {len(large) - 6} more" if len(large) > 6 else "")
-            yield Text(f"larger than the device on their own: {shown}", style="red")
+        if large := p.too_large():
+            yield Text(f"larger than the device on their own: {', '.join(self._named(large))}", style="red")
+
+    def _named(self, large: list[str]) -> Iterator[str]:
+        """Calls by the block that is shown for them: every such block, and how many of its calls."""
+        calls = self.profile.costs.calls
+        found = Counter(calls[name].at_depth(self.depth) for name in large)
+        for path, total in self.profile.costs.by_depth(self.depth).items():
+            if count := found[path]:
+                yield path if total.calls == 1 else f"{path} ({count} of {total.calls} calls)"
 
 
 def scaling_table(scaling: Scaling) -> Table:
