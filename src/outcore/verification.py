@@ -108,7 +108,9 @@ def verify_job(
         steps: to train.
         device: by default a GPU if there is one.
     """
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    from outcore.run.setup import choose_device
+
+    where = choose_device(device)
     torch.manual_seed(0)
     model = job.build().train().to(where)
     args, kwargs, target = substitute(job.example(size), torch.Tensor, lambda t: t.to(where))

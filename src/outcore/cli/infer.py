@@ -6,6 +6,7 @@ import csv
 import json as json_module
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,7 +25,7 @@ def infer(
     job: JobName,
     data: Annotated[Path, typer.Option("--data", help="Slide, image, array or volume.", show_default=False)],
     weights: Annotated[
-        Path | None, typer.Option("--weights", "-w", help="safetensors with the model's state_dict.")
+        Path | None, typer.Option("--weights", "-w", help="A run's folder, a checkpoint, or a .safetensors file.")
     ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="For a map .tif, .zarr or .npy; for classes .csv.")
@@ -32,7 +33,9 @@ def infer(
     memory: Annotated[
         str, typer.Option("--memory", "-m", help="The most the device may hold.", show_default=True)
     ] = "2GiB",
-    level: Annotated[int, typer.Option("--level", min=0, help="Level of the slide.")] = 0,
+    level: Annotated[
+        int | None, typer.Option("--level", min=0, help="Level of the slide.", show_default="the run's, or 0")
+    ] = None,
     scores: Annotated[bool, typer.Option("--scores", help="Write the numbers, not the class of each pixel.")] = False,
     statistics: Annotated[
         bool, typer.Option("--statistics", help="Allow further passes for norms and pools over the whole image.")
@@ -47,27 +50,33 @@ def infer(
 ) -> None:
     """Run a network on a whole slide, tile by tile, without seams: the result is that of the untiled network.
 
-    A network whose output is a map writes one, pyramidal as TIFF:
+    A network whose output is a map writes one, pyramidal as TIFF; one that gives classes writes a row:
 
-        outcore infer job.py --weights w.safetensors --data slide.tif -o mask.tif
+        outcore infer job.py --weights runs/first --data slide.tif -o mask.tif
 
-    One that gives classes writes a row.
+    With the folder of a run come its best weights, the arguments of its model and how it prepared its images (level,
+    mean and std); with other weights --arg and --level say it.
     """
     import torch
 
-    from outcore.data import Batch, open_slide
     from outcore.graph import capture
+    from outcore.run.setup import choose_device
     from outcore.stream import plan_tiles, stream
+    from outcore.train.config import DataConfig
+    from outcore.train.trained import Trained, read_image
 
-    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    where = choose_device(device)
+    trained = Trained.read(weights) if weights is not None else None
+    seen = trained.data if trained is not None else DataConfig()
+    if level is not None:
+        seen = replace(seen, level=level, microns_per_pixel=None)
     # The image says what the input is; a class asks for a shape only to make batches, and none is made here.
     shapes = inputs or (("1x1",) if ":" in job and not Path(job).exists() else ())
-    found = Job.load(job, inputs=shapes, arguments=arguments or ())
-    model = found.build().to(where).eval()
-    if weights is not None:
-        _load(model, weights)
-    slide = open_slide(data)
-    image = Batch((slide.at(level=level) if level else slide,))
+    given = (*(trained.arguments if trained is not None else ()), *(arguments or ()))
+    model = Job.load(job, inputs=shapes, arguments=given).build().to(where).eval()
+    if trained is not None:
+        trained.load_into(model)
+    image = read_image(data, seen)
     graph = capture(model, [torch.empty(image.shape, device="meta")])
     dense = stream(model, tile=1 << 40, statistics=statistics).is_map(image)
     plan = plan_tiles(graph, memory=memory, training=False, statistics=statistics, dense=dense)
@@ -86,21 +95,6 @@ def infer(
         typer.echo(json_module.dumps(row))
     else:
         typer.echo(row.get("output") or f"class {row['class']}: {row['scores']}")
-
-
-def _load(model: Any, weights: Path) -> None:
-    from safetensors.torch import load_file
-
-    state = load_file(weights)
-    missing = set(model.state_dict()) - set(state)
-    extra = set(state) - set(model.state_dict())
-    if missing or extra:
-        names = ", ".join(sorted(missing)[:3] or sorted(extra)[:3])
-        raise JobError(
-            f"{weights} does not fit the model: {len(missing)} names are missing, {len(extra)} are unknown ({names}); "
-            "use the weights of this model, or give its arguments with --arg"
-        )
-    model.load_state_dict(state)
 
 
 def _map(streamed: Any, image: Any, path: Path, scores: bool, *, quiet: bool) -> dict[str, Any]:

@@ -61,12 +61,11 @@ def sweep(
         outcore sweep job.py --set lr=1e-4,3e-4,1e-3 --set wd=0,1e-4
         outcore sweep job.py --set lr=1e-5:1e-1:log --trials 64 --search tpe --pruner asha
     """
-    import torch
-
     from outcore.fusion.space import grid, parse_settings
     from outcore.fusion.sweep import Options, Sweep
     from outcore.fusion.trials import Listed, Source
     from outcore.fusion.tuner import PRUNERS, SEARCHES, Tuner
+    from outcore.run.setup import choose_device
 
     for value, allowed, hint in ((search, SEARCHES, "--search"), (pruner, PRUNERS, "--pruner")):
         if value not in allowed:
@@ -82,7 +81,7 @@ def sweep(
         steps,
         every,
         members,
-        device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        device=device or choose_device(device).type,
         amp=amp,
         measure=measure,
         seed=seed,

@@ -135,7 +135,7 @@ class Engine:
         self.signals = Signals() if checkpoints is not None else None
         self.watch = self._start_watch(grace_s)
         with self._guarded():
-            self.device = choose_device(device, self.world)
+            self.device = choose_device(device, self.world.local_rank)
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)
             self.assembly = Assembly(

@@ -40,14 +40,17 @@ Groups: TypeAlias = Callable[[str, nn.Parameter], Mapping[str, Any]]
 """Options of the optimizer for a parameter, by its name; parameters with equal ones form a group."""
 
 
-def choose_device(given: str | torch.device | None, world: World) -> torch.device:
-    """The device of this rank: what was asked for, else its GPU, else the host."""
+def choose_device(given: str | torch.device | None, local_rank: int = 0) -> torch.device:
+    """The device of a rank: what was asked for, else its GPU, else the host."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    device = torch.device(given) if given is not None else torch.device("cuda" if count else "cpu")
+    try:
+        device = torch.device(given) if given is not None else torch.device("cuda" if count else "cpu")
+    except RuntimeError:
+        raise EngineError(f"no device {given!r}; use cpu, cuda or, for one GPU of several, cuda:1") from None
     if device.type == "cuda":
         if not count:
-            raise EngineError('device "cuda" was asked for, but torch sees no GPU here; use device="cpu"')
-        index = device.index if device.index is not None else world.local_rank % count
+            raise EngineError('device "cuda" was asked for, but torch sees no GPU here; use "cpu"')
+        index = device.index if device.index is not None else local_rank % count
         if index >= count:
             raise EngineError(f"device cuda:{index} was asked for, but there are {count} GPUs here")
         return torch.device("cuda", index)

@@ -15,12 +15,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from outcore.data import Batch, SlideTable, Source, read_folder, read_table
+from outcore.data import Batch, Slide, SlideTable, Source, read_folder, read_table
 from outcore.data.source import Region, spans
 from outcore.errors import ConfigError, DataError
 from outcore.train.config import DataConfig
 
-__all__ = ["Cropped", "Examples", "OwnExamples", "SlideExamples", "find_tables", "generator"]
+__all__ = [
+    "Cropped",
+    "Examples",
+    "OwnExamples",
+    "SlideExamples",
+    "at_scale",
+    "find_tables",
+    "generator",
+    "resized",
+]
 
 
 class Examples(Protocol):
@@ -95,15 +104,13 @@ class SlideExamples:
         """The image, and its label or mask."""
         row = self._row(index)
         example = self.table[row]
-        level = None if self.config.microns_per_pixel is not None else self.config.level
-        where = {"level": level, "microns_per_pixel": self.config.microns_per_pixel}
-        image = example.image.at(**where)  # type: ignore[arg-type]
-        mask = None if example.mask is None else example.mask.at(**where)  # type: ignore[arg-type]
+        image: Any = at_scale(example.image, self.config)
+        mask: Any = None if example.mask is None else at_scale(example.mask, self.config)
         if self.config.crop is not None:
             box = self._window(image.shape[1:], row, epoch if training else None)
             image, mask = Cropped(image, box), None if mask is None else Cropped(mask, box)
         if self.config.resize is not None:
-            image = _resized(image, self.config.resize)
+            image = resized(image, self.config.resize)
         if mask is not None:
             return image, mask.read([(0, n) for n in mask.shape])[0].long()
         if example.label is None:
@@ -185,7 +192,14 @@ def _table(name: str, config: DataConfig) -> SlideTable:
     return read(name, classes=config.classes, on_bad=config.on_bad, on_damage=config.on_damage)
 
 
-def _resized(image: Source, side: int) -> Any:
+def at_scale(slide: Slide, config: DataConfig) -> Source:
+    """A slide at the resolution that was asked for, or else at the level."""
+    if config.microns_per_pixel is not None:
+        return slide.at(microns_per_pixel=config.microns_per_pixel)
+    return slide.at(level=config.level)
+
+
+def resized(image: Source, side: int) -> Tensor:
     """A whole image brought to a square, in memory."""
     whole = Batch((image,)).tensor()
     modes = {4: "bilinear", 5: "trilinear"}

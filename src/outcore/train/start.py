@@ -21,6 +21,7 @@ from outcore.graph import Graph, capture
 from outcore.job import Job
 from outcore.machine import Device, format_bytes, format_time, rated, remembered
 from outcore.report.run import thin
+from outcore.run.setup import choose_device
 from outcore.train.config import Config
 from outcore.train.precision import computing
 
@@ -64,11 +65,10 @@ class Forecast:
 
 def device_here(name: str | None) -> tuple[str, Device]:
     """The device to train on: what was asked for, else a GPU if there is one."""
-    chosen = name or ("cuda" if torch.cuda.is_available() else "cpu")
-    kind = chosen.split(":")[0]
+    kind = choose_device(name).type
     machine = remembered()
     devices = [device for device in (*machine.devices, machine.host) if device is not None]
-    return chosen, rated(next((d for d in devices if d.kind == kind), devices[0]))
+    return name or kind, rated(next((d for d in devices if d.kind == kind), devices[0]))
 
 
 def forecast(job: Job, inputs: Any, config: Config) -> Forecast:
