@@ -68,8 +68,8 @@ def plan_case(
     with torch.autocast("cpu", torch.bfloat16, enabled=case.bf16):
         here = outcore.capture(build(case.name), [(case.batch, 3, case.side, case.side)])
     graph, rate = replace(keeping.graph, executable=here.executable), keeping.memory_bytes_per_s
-    if estimated:
-        keeping = Keeping(graph, timed_by_shapes(here, keeping.costs), 0.0, keeping.tier, rate)
+    costs = timed_by_shapes(here, keeping.costs) if estimated else keeping.costs
+    keeping = Keeping(graph, costs, 0.0, keeping.tier, rate)
     fusible = norms_of(here, here.module.model)
     found = {}
     for way in ways_of(case, shares):

@@ -87,6 +87,8 @@ class Holding:
     instead: Mapping[str, Step]
     """Call -> the step to run instead of the recorded one."""
     offloaded_bytes: int = 0
+    like_source: dict[str, bool] = field(default_factory=dict)
+    """Copy in another type -> whether it lies in memory as a cast of its source does; filled in by the first run."""
     geometry: dict[str, Any] = field(default_factory=dict)
     """Value -> how it lies in its memory; filled in by the first run."""
 
@@ -139,13 +141,16 @@ def prepare(
         if how != "recompute":
             plans[name] = CellPlan(name, how, window=_window(graph, steps, buffer, model) if "window" in how else None)
             continue
-        writers = [steps[w] for w in buffer.writers]
-        needed = dict.fromkeys(v for w in buffer.writers for v in graph.calls[w].inputs if first(v) != name)
+        if buffer.copy_of:
+            needed, rerun = {buffer.copy_of: None}, Rerun.cast(buffer.copy_of, buffer.dtype)
+        else:
+            needed = dict.fromkeys(v for w in buffer.writers for v in graph.calls[w].inputs if first(v) != name)
+            rerun = compile_rerun([steps[w] for w in buffer.writers], name, model, types)
         sources = {v: first(v) for v in needed if buffers[first(v)].born >= 0}
         for value, source in sources.items():
             reads.setdefault(source, []).append(value)
         inputs = tuple(v for v in needed if buffers[first(v)].born < 0)
-        plans[name] = CellPlan(name, how, 0, compile_rerun(writers, name, model, types), sources, inputs)
+        plans[name] = CellPlan(name, how, 0, rerun, sources, inputs)
     for source in reads:
         if policy.get(source) == "encode:sign":
             raise PlanError(f"{source} cannot be encoded as sign: another value is made from it; keep or offload it")

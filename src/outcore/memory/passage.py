@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from outcore.cost.trial import same_layout
 from outcore.graph.recording import Step, Tape, fill
 from outcore.memory.cell import Cell, Geometry, Handle, over
 from outcore.memory.holding import CellPlan, Holding
@@ -241,14 +242,29 @@ class _Tape(Tape):
                 place = seen.setdefault(address, len(seen))
                 plan = plans.get(place)
                 # What an operation derives is foretold on fake tensors; where it keeps something else, that is kept.
-                if cell is None and plan is not None and tensor.untyped_storage().nbytes() == plan.bytes:
+                if cell is None and plan is not None and self.as_foretold(plan, tensor):
                     if address not in made:
                         made[address] = self.cells[plan.buffer] = self.cell(plan)
                         made[address].born(tensor)
+                        made[address].sources = {value: self.cells[s] for value, s in plan.sources.items()}
                     handle.point_to(made[address], position)
         self.pending.clear()
         for cell in made.values():
             cell.leave(self.owner.tier)
+
+    def as_foretold(self, plan: CellPlan, tensor: torch.Tensor) -> bool:
+        """Whether a derived tensor is the one that the plan means, and can come back as it says."""
+        if tensor.untyped_storage().nbytes() != plan.bytes or plan.rerun is None:
+            return tensor.untyped_storage().nbytes() == plan.bytes
+        known = self.holding.like_source
+        if plan.buffer not in known:
+            (value,) = (*plan.sources, *plan.inputs)
+            source = self.owner.geometry.get(value) or Geometry.of(self.owner.inputs[value][0])
+            cast = torch.empty_like(torch.empty_strided(source.size, source.stride, device="meta"))
+            alike = tensor.shape == cast.shape and same_layout(cast.shape, tensor.stride(), cast.stride())
+            flat = tensor.numel() == cast.numel() and tensor.is_contiguous() and cast.is_contiguous()
+            known[plan.buffer] = tensor.storage_offset() == 0 and (alike or flat)
+        return known[plan.buffer]
 
     def leave(self, buffer: str) -> None:
         """The last use of a buffer in forward is over."""

@@ -33,6 +33,13 @@ class Rerun:
     """The value that ends up in the buffer's memory."""
     norm: Norm | None = None
     """The batch norm that the steps are, if they are one."""
+    dtype: torch.dtype | None = None
+    """Instead of steps: the result is cast to this type."""
+
+    @classmethod
+    def cast(cls, value: str, dtype: str) -> Rerun:
+        """A copy of a value in another type."""
+        return cls((), frozenset(), value, dtype=getattr(torch, dtype))
 
     def run(
         self,
@@ -42,6 +49,8 @@ class Rerun:
         states: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
         """Run the steps on the values they need; returns the tensor that is first in the buffer."""
+        if self.dtype is not None:
+            return values[self.result].detach().to(self.dtype)
         tape = Tape(model, constants, values)
         with torch.no_grad():
             for step in self.steps:

@@ -52,12 +52,15 @@ class Assignment:
 def fit(keeping: Keeping, budget_bytes: int, *, time_limit_s: float = 4.0) -> Assignment:
     """The fastest assignment within a budget; if there is none, the one with the smallest peak.
 
-    A search that may move things can end where it has moved the wrong ones, so if it finds nothing, another may not.
+    A search that may move things can end where it has moved the wrong ones, so where it moves any, or finds nothing,
+    one that may not has its turn.
     """
     found = _Search(keeping, budget_bytes, time_limit_s).run()
-    if found.fits(budget_bytes) or keeping.tier is None:
+    if keeping.tier is None or (found.fits(budget_bytes) and found.outcome.transfers is None):
         return found
-    return min(found, _Search(keeping, budget_bytes, time_limit_s, moving=False).run(), key=_peak)
+    still = _Search(keeping, budget_bytes, time_limit_s, moving=False).run()
+    fitting = [a for a in (found, still) if a.fits(budget_bytes)]
+    return min(fitting, key=lambda a: a.outcome.time_s) if fitting else min(found, still, key=_peak)
 
 
 def smallest(keeping: Keeping, *, time_limit_s: float = 4.0) -> Assignment:

@@ -95,7 +95,7 @@ class Keeping:
         self.rows = [(b, self.forward_at[b.last] + 1) for b in self.buffers.values() if b.kind != "given" and b.bytes]
         """Buffers that matter, with the first moment after their last use in forward."""
         self.emptied = self._emptied()
-        values = [b for b in self.buffers.values() if b.kind == "value"]
+        values = [b for b in self.buffers.values() if b.kind == "value" or b.copy_of]
         self.newest_first = sorted(values, key=lambda b: -b.done)  # before whatever it is made from
 
     def _emptied(self) -> list[int]:
@@ -129,7 +129,7 @@ class Keeping:
     def choices(self, buffer: Buffer) -> list[str]:
         """The policies a buffer can have beside keep, all of them exact."""
         found = []
-        if buffer.kind == "value" and not buffer.obstacle:
+        if (buffer.kind == "value" or buffer.copy_of) and not buffer.obstacle:
             found.append("recompute")
         if (codec := codec_for(buffer)) is not None:
             found.append(f"encode:{codec}")
