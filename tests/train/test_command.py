@@ -53,3 +53,11 @@ def test_the_start_says_what_will_be_done(tmp_path: Path) -> None:
     shown = outcore_command("train", "job.py", "--device", "cpu", "--epochs", "1", folder=tmp_path)
     for word in ("train ", "network ", "data ", "plain step ", "expected ", "run "):
         assert f"\n{word}" in "\n" + shown.stdout
+
+
+def test_a_mistake_in_the_job_shows_its_own_traceback(tmp_path: Path) -> None:
+    job = write_job(tmp_path)
+    job.write_text(job.read_text() + "\n\ndef loss(output, target):\n    return output.mean() / nothing\n")
+    shown = outcore_command("train", "job.py", "--device", "cpu", folder=tmp_path)
+    assert shown.returncode == 1 and shown.stderr.endswith("NameError: name 'nothing' is not defined\n")
+    assert ", in loss\n" in shown.stderr and "typer" not in shown.stderr

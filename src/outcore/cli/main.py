@@ -1,12 +1,14 @@
 """The `outcore` command.
 
-Exit codes: 0 done; 1 outcore refused, with a message on standard error that says why and what to type instead; 2 the
-command line itself was wrong; 130 interrupted.
+Exit codes: 0 done; 1 outcore refused, with a message on standard error that says why and what to type instead, or the
+job's own code failed, with its traceback; 2 the command line itself was wrong; 130 interrupted.
 """
 
 from __future__ import annotations
 
 import sys
+import traceback
+from types import TracebackType
 
 import typer
 
@@ -77,3 +79,17 @@ def main() -> None:
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
         sys.exit(130)
+    except Exception as error:
+        traceback.print_exception(error.with_traceback(_below_the_command(error.__traceback__)))
+        sys.exit(1)
+
+
+def _below_the_command(frames: TracebackType | None) -> TracebackType | None:
+    """A traceback without the frames that read the command line: whoever wrote the job knows none of them."""
+    at = frames
+    while at is not None:
+        module = str(at.tb_frame.f_globals.get("__name__"))
+        if module.startswith("outcore.") and not module.startswith("outcore.cli"):
+            return at
+        at = at.tb_next
+    return frames

@@ -97,7 +97,11 @@ def sweep(
         )
     running = Sweep(options, source)
     console = Console(stderr=json)
-    _run(running, console, live=sys.stdout.isatty() and not json)
+    try:
+        _run(running, console, live=sys.stdout.isatty() and not json)
+    except KeyboardInterrupt:
+        typer.echo(f"interrupted; run the same command again to go on with {output}", err=True)
+        raise typer.Exit(130) from None
     if json:
         rows = [asdict(r) for r in sorted(running.results.values(), key=lambda r: r.number)]
         best = running.best.number if running.best else None
