@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from xml.sax.saxutils import escape
@@ -82,18 +83,28 @@ def frontier_svg(keeping: Keeping, found: Sequence[Assignment], *, name: str, bu
         f'<text class="small" x="8" y="34">plain: {format_bytes(keeping.plain.peak_bytes)}, '
         f"{keeping.plain_s * 1e3:,.1f} ms (predicted)</text>",
     ]
-    for k in range(5):
-        x, y = right * k / 4, low + (high - low) * k / 4
-        px, py = at(x, y)
+    for x in _round_steps(0.0, right):
+        px, _ = at(x, low)
         out += [
             f'<line class="grid" x1="{px:.1f}" y1="{_TOP}" x2="{px:.1f}" y2="{_TOP + tall}"/>',
+            f'<text class="small" x="{px:.1f}" y="{_TOP + tall + 16}" text-anchor="middle">{x:g}</text>',
+        ]
+    for y in _round_steps(low, high):
+        _, py = at(0.0, y)
+        out += [
             f'<line class="grid" x1="{_LEFT}" y1="{py:.1f}" x2="{_LEFT + wide}" y2="{py:.1f}"/>',
-            f'<text class="small" x="{px:.1f}" y="{_TOP + tall + 16}" text-anchor="middle">{x:.3g}</text>',
             f'<text class="small" x="{_LEFT - 6}" y="{py + 4:.1f}" text-anchor="end">{y:.2f}x</text>',
         ]
+    marks = [(keeping.floor[0], "floor of one operation", _TOP + tall - 8)]
     if budget_bytes is not None:
-        px, _ = at(budget_bytes / 2**30, low)
-        out.append(f'<line class="budget" x1="{px:.1f}" y1="{_TOP}" x2="{px:.1f}" y2="{_TOP + tall}"/>')
+        marks.append((budget_bytes, f"budget {format_bytes(budget_bytes)}", _TOP + 12))
+    for size, label, height in marks:
+        px, _ = at(size / 2**30, low)
+        side, gap = ("end", -4) if px > _LEFT + wide / 2 else ("start", 4)
+        out += [
+            f'<line class="budget" x1="{px:.1f}" y1="{_TOP}" x2="{px:.1f}" y2="{_TOP + tall}"/>',
+            f'<text class="small" x="{px + gap:.1f}" y="{height}" text-anchor="{side}">{label}</text>',
+        ]
     path = " ".join(f"{px:.1f},{py:.1f}" for px, py in (at(*p) for p in points))
     out.append(f'<polyline class="line" points="{path}"/>')
     for i, (one, point) in enumerate(zip(found, points, strict=True)):
@@ -105,3 +116,11 @@ def frontier_svg(keeping: Keeping, found: Sequence[Assignment], *, name: str, bu
     out.append(f'<text x="{middle}" y="{_HEIGHT - 12}" text-anchor="middle">peak memory (GiB)</text>')
     out.append(f'<text x="14" y="{_TOP + tall / 2}" transform="rotate(-90 14 {_TOP + tall / 2})" text-anchor="middle">')
     return "\n".join([*out, "step over plain</text>", "</svg>"]) + "\n"
+
+
+def _round_steps(low: float, high: float) -> list[float]:
+    """Round numbers between two, four to eight of them."""
+    step = 10.0 ** math.floor(math.log10((high - low) / 4))
+    step *= max((m for m in (1, 2, 2.5, 5) if (high - low) / (m * step) >= 4), default=1)
+    first = math.ceil(low / step - 1e-9)
+    return [round(step * k, 10) for k in range(first, math.floor(high / step + 1e-9) + 1)]
