@@ -24,6 +24,7 @@ from typing import Any, Literal, get_args
 from outcore.errors import PlanError, suggest
 from outcore.graph import Graph
 from outcore.graph.parts import ancestors
+from outcore.machine.units import format_bytes, format_time
 
 __all__ = ["FORMAT", "BatchNorm", "Exactness", "Plan", "Predicted", "Schedule", "name_stages", "place_calls"]
 
@@ -230,18 +231,26 @@ class Plan:
             raise PlanError(f"{path} is not JSON: {error}") from None
         return cls.from_json(document)
 
+    @property
+    def arrangement(self) -> str:
+        """How the ranks are used, in a few words: ``2 stages x 2 replicas, gems``."""
+        if len(self.stages) == 1:
+            return f"data parallel, {self.replicas} replicas" if self.replicas > 1 else "one stage"
+        copies = f" x {self.replicas} replicas" if self.replicas > 1 else ""
+        return f"{len(self.stages)} stages{copies}, {self.schedule}"
+
     def __str__(self) -> str:
-        parts = f"{self.micro_batches} micro-batches, {self.batches} batches" if self.batches > 1 else ""
-        parts = parts or f"{self.micro_batches} micro-batches"
-        lines = [f"{self.schedule}: {len(self.stages)} stages x {self.replicas} replicas, {parts}"]
+        lines = [self.arrangement]
+        for count, noun in ((self.micro_batches, "micro-batches"), (self.batches, "batches in turn")):
+            lines[0] += f", {count} {noun}" if count > 1 else ""
         for k, names in enumerate(self.stages):
             shown = f"{names[0]} … {names[-1]} ({len(names)} blocks)" if len(names) > 4 else ", ".join(names)
             peak = ""
             if self.predicted:
-                peak = f", rank peak {self.predicted.peak_bytes[self.rank_of(k)] / 2**20:,.1f} MiB"
+                peak = f", rank peak {format_bytes(self.predicted.peak_bytes[self.rank_of(k)])}"
             lines.append(f"  stage {k} on rank {self.rank_of(k)}{peak}: {shown}")
         if self.predicted:
-            lines.append(f"  step {self.predicted.time_s * 1e3:.3f} ms, bubble {self.predicted.bubble:.0%} (predicted)")
+            lines.append(f"  step {format_time(self.predicted.time_s)}, bubble {self.predicted.bubble:.0%} (predicted)")
         return "\n".join([*lines, *(f"  {line}" for line in self.why)])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as json_module
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -76,49 +75,45 @@ def plan(
     found = Job.load(job, inputs=inputs or (), arguments=arguments or ())
     graph = found.capture(batch)
     count = devices or where.ranks
+    budget = parse_bytes(memory) if memory else where.devices[0].memory_bytes
     if count == 1 and stages is None and not vertical and schedule is None and balance is None:
-        budget = parse_bytes(memory) if memory else where.devices[0].memory_bytes
         plan_on_one_device(found, graph, where, budget, output=output, svg=svg, json=json)
         return
     weights = Weights.of(graph, estimate(graph, where))
+    wanted: dict[str, Any] = {
+        "memory_bytes": budget,
+        "schedule": schedule,
+        "link": where.between_devices or _UNKNOWN_LINK,
+        "machine": where.fingerprint,
+    }
     if stages is not None:
         made = Plan(graph.fingerprint, _stages(stages), cast("Any", schedule) or "gpipe")
         made.validate(graph, ranks=count if devices else None)
     elif vertical:
-        folded = partial(
-            plan_vertically,
-            graph,
-            weights,
-            memory_bytes=parse_bytes(memory) if memory else where.devices[0].memory_bytes,
-            schedule=cast("Any", schedule),
-            link=where.between_devices or _UNKNOWN_LINK,
-            machine=where.fingerprint,
-        )
-        made = folded(ranks=devices)
+        made = plan_vertically(graph, weights, ranks=devices, **wanted)
         if devices is None and 1 < where.ranks < made.ranks:
-            made = folded(ranks=where.ranks)
+            made = plan_vertically(graph, weights, ranks=where.ranks, **wanted)
     else:
-        made = make_plan(
-            graph,
-            weights,
-            devices=count,
-            memory_bytes=parse_bytes(memory) if memory else where.devices[0].memory_bytes,
-            balance=cast("Any", balance),
-            schedule=cast("Any", schedule),
-            link=where.between_devices or _UNKNOWN_LINK,
-            granularity=cast("Any", int(level) if level.isdigit() else level),
-            machine=where.fingerprint,
-        )
+        granularity = cast("Any", int(level) if level.isdigit() else level)
+        options: dict[str, Any] = {"balance": balance, "granularity": granularity}
+        made = make_plan(graph, weights, devices=count, **options, **wanted)
     if output is not None:
         made.save(output)
     if json:
         typer.echo(json_module.dumps(made.to_json(), indent=1))
-        return
-    console = Console()
-    console.print(str(made), highlight=False, markup=False)
+    else:
+        _show(made, graph, weights, where)
+
+
+def _show(made: Plan, graph: Graph, weights: Weights, where: Machine) -> None:
+    typer.echo(str(made))
     if made.ranks > 1:
+        console = Console()
         console.print()
         console.print(rich_gantt(_timeline(made, graph, weights, where), width=console.width))
+    if made.predicted is not None and made.predicted.bubble > 0.5:
+        idle = f"ranks wait for {made.predicted.bubble:.0%} of the step"
+        typer.echo(f"{idle}: a larger --batch gives them micro-batches to share; fewer --devices wait less")
 
 
 def simulate(

@@ -90,7 +90,7 @@ def _engine(
         timeout_s=_TIMEOUT_S,
     )
     predicted = plan.predicted
-    decided = ("plan", f"{len(plan.stages)} stages x {plan.replicas} replicas on {world.size} ranks, {plan.schedule}")
+    decided = ("plan", f"{plan.arrangement}, on {world.size} ranks")
     expected = replace(expected, decisions=(decided,))
     if predicted is not None:
         expected = replace(expected, planned_step_s=predicted.time_s, planned_peak_bytes=max(predicted.peak_bytes))
