@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib.util
+import inspect
+import itertools
 import os
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +21,6 @@ import typer
 
 from outcore.cli.main import app
 from outcore.train.config import Config
-from outcore.train.settings import flatten
 from tests.cli.command import outcore_command
 
 ROOT = Path(__file__).parents[2]
@@ -43,21 +46,25 @@ def test_snippets(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
                 assert shown.returncode == 0, (command, shown.stderr)
 
 
-def test_every_setting_is_described() -> None:
+def test_the_page_of_settings_says_what_the_code_says() -> None:
     page = (ROOT / "docs/how-to/settings.md").read_text()
-    missing = [name for name in flatten(Config().to_dict()) if f"`{name}`" not in page and name not in _TOGETHER]
-    assert not missing
-    described = re.findall(r"^\| `(\w+\.\w+)` \|", page, re.MULTILINE)
-    sections = {f.name: f.type for f in dataclasses.fields(Config)}
-    known = {f"{s}.{f.name}" for s in sections for f in _fields(getattr(Config(), s))}
-    assert set(described) <= known
+    kinds = {name: type(value) for name, value in vars(Config()).items() if dataclasses.is_dataclass(value)}
+    rows = re.findall(r"^\| `\w+\.\w+` \|.*$", page, re.MULTILINE)
+    assert rows == [row for name, kind in kinds.items() for row in _rows(name, kind)]
+    assert all(f"`{field.name}`" in page for field in dataclasses.fields(Config) if field.name not in (*kinds, "job"))
 
 
-_TOGETHER = {"job", "input", "arguments"}
-
-
-def _fields(section: Any) -> tuple[dataclasses.Field[Any], ...]:
-    return dataclasses.fields(section) if dataclasses.is_dataclass(section) else ()
+def _rows(section: str, kind: type) -> Iterator[str]:
+    """A row for every field of a section, with the words below it in the source."""
+    (body,) = (node for node in ast.parse(inspect.getsource(kind)).body if isinstance(node, ast.ClassDef))
+    for line, below in itertools.pairwise([*body.body, body]):
+        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
+            assert isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant), (
+                f"{line.target.id} of {section}"
+            )
+            name, words = line.target.id, str(below.value.value).replace("``", "`")
+            typed = ast.unparse(line.annotation).replace("|", r"\|")
+            yield f"| `{section}.{name}` | {typed} | `{getattr(kind(), name)!r}` | {words} |"
 
 
 @pytest.mark.slow
@@ -70,7 +77,9 @@ def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
     assert "open_slide" in (tmp_path / "reference" / "data" / "index.html").read_text()
 
 
-SHOWN = sorted({*ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*/*.md"), *ROOT.glob("examples/*/*.yaml")})
+SHOWN = sorted(
+    {ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*/*.md"), *ROOT.glob("examples/*/*.yaml")}
+)
 
 
 @pytest.mark.parametrize("page", SHOWN, ids=lambda path: str(path.relative_to(ROOT)))
@@ -81,7 +90,7 @@ def test_every_command_that_is_shown_would_be_understood(page: Path) -> None:
         found = re.match(r"(?:    |\$ |# |    for .* do |.*-m )(?:\w+=\S+ )*outcore (\w+ .*)", line)
         if found is None:
             continue
-        shown = re.split(r"  +#|;| {3,}", re.sub(r"^(\w+) +", r"\1 ", found[1]))[0]  # a word of explanation may follow
+        shown = re.split(r"  +#|;| {3,}", re.sub(r"^(\w+) {1,8}(?! )", r"\1 ", found[1]))[0]  # a word of explanation may follow
         words = shlex.split(shown.replace("…", "x"), comments=True)
         if "JOB" in words or "RUN" in words:
             continue

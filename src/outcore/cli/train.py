@@ -39,7 +39,9 @@ def train(
     lr: Annotated[float | None, typer.Option("--lr", help="Learning rate.")] = None,
     seed: Annotated[int | None, typer.Option("--seed")] = None,
     device: Annotated[str | None, typer.Option("--device", help="cpu or cuda.", show_default="a GPU if any")] = None,
-    resume: Annotated[str | None, typer.Option("--resume", help="auto or never.", show_default="auto")] = None,
+    resume: Annotated[
+        str | None, typer.Option("--resume", help="auto, never, or a checkpoint.", show_default="auto")
+    ] = None,
     out: Annotated[str | None, typer.Option("--out", "-o", help="Folder of the run.", show_default="runs/NAME")] = None,
     json: Json = False,
 ) -> None:

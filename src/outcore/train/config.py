@@ -41,16 +41,23 @@ class DataConfig:
     validation: float | str | None = None
     """Another table or folder, or the share of the training data to set aside."""
     level: int = 0
+    """Level of the file: 0 is the finest."""
     microns_per_pixel: float | None = None
+    """Resolution, resampled from the nearest finer level; stands in for the level."""
     crop: int | None = None
     """Side of a random square to train on; the whole image otherwise."""
     resize: int | None = None
     """Side of the square that ordinary images are brought to."""
     mean: tuple[float, ...] = ()
+    """Taken off every channel, of values between 0 and 1."""
     std: tuple[float, ...] = ()
+    """What every channel is divided by afterwards."""
     classes: tuple[str, ...] = ()
+    """Names of the classes in their order; alphabetical when not given."""
     on_bad: Literal["raise", "skip"] = "raise"
+    """Whether a slide that cannot be read ends the run, or is left out and listed in ``bad.csv``."""
     on_damage: Literal["raise", "white"] = "raise"
+    """Whether a damaged tile makes its slide a bad one, or is read as glass and counted."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +65,13 @@ class PlanConfig:
     """How much memory there is, and over how many ranks."""
 
     memory: str | None = None
+    """The most that a device may hold at any moment, like ``20GiB``; none for no bound."""
     ranks: int = 1
+    """Processes to train with."""
     file: str | None = None
     """A plan written before, by `outcore plan -o` or by hand."""
     schedule: str | None = None
+    """Only plans of this schedule (model_parallel, gpipe, 1f1b, gems); the fastest when not given."""
     tile: int | None = None
     """Side of the tiles in which the early part of the network runs; chosen by the budget when not given."""
     statistics: bool = False
@@ -73,28 +83,39 @@ class TrainConfig:
     """The loop."""
 
     epochs: int = 1
+    """Passes over the training data."""
     steps: int | None = None
     """Steps of an epoch; needed where the job makes its own batches, else all of the data."""
     batch: int | None = None
+    """Examples of a batch; the job's own size when not given, 1 for slides."""
     accumulate: int = 1
+    """Batches whose gradients are added up for a step."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """What autocast computes in; fp16 scales its loss."""
     clip: float | None = None
     """Largest norm of all gradients together."""
     seed: int = 0
+    """Of the weights, the order and crops of the data, and everything drawn while training."""
     deterministic: bool = False
+    """Only operations that give the same bits every time, where torch has them."""
     device: str | None = None
+    """cpu or cuda; a GPU when not given and there is one."""
     on_nan: Literal["stop", "skip"] = "stop"
+    """Whether a loss or gradient that is not finite ends the run, or its step is left out and counted."""
     patience: int | None = None
     """Epochs without a better validation after which to stop."""
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """An optimizer of torch by name; the job's own when no name is given."""
+    """An optimizer of torch by name; when no name is given the job's own, or AdamW."""
 
     name: str | None = None
+    """A class of ``torch.optim``."""
     lr: float | None = None
+    """Learning rate; goes over the job's own too."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Its other arguments."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +123,11 @@ class ScheduleConfig:
     """A learning-rate schedule of torch by name."""
 
     name: str | None = None
+    """A class of ``torch.optim.lr_scheduler``."""
     every: Literal["epoch", "step"] = "epoch"
+    """When it moves."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Its arguments; the length of the run is filled in where it is asked for."""
 
 
 @dataclass(frozen=True)
@@ -111,18 +135,21 @@ class CheckpointConfig:
     """When to save, besides at the end of every epoch and on a signal."""
 
     every_steps: int | None = None
+    """Also after so many steps."""
 
 
 @dataclass(frozen=True)
 class LogConfig:
-    """Where figures go, besides ``log.csv``."""
+    """Where figures go, besides ``steps.csv`` and ``epochs.csv``."""
 
     tensorboard: bool = False
+    """Write events into the run's folder."""
     wandb: str | None = None
     """Name of a project."""
     mlflow: str | None = None
     """Name of an experiment."""
     every_steps: int = 1
+    """Steps between two rows."""
 
 
 @dataclass(frozen=True)
