@@ -90,7 +90,8 @@ def test_every_command_that_is_shown_would_be_understood(page: Path) -> None:
         found = re.match(r"(?:    |\$ |# |    for .* do |.*-m )(?:\w+=\S+ )*outcore (\w+ .*)", line)
         if found is None:
             continue
-        shown = re.split(r"  +#|;| {3,}", re.sub(r"^(\w+) {1,8}(?! )", r"\1 ", found[1]))[0]  # a word of explanation may follow
+        # A word of explanation may follow.
+        shown = re.split(r"  +#|;| {3,}", re.sub(r"^(\w+) {1,8}(?! )", r"\1 ", found[1]))[0]
         words = shlex.split(shown.replace("…", "x"), comments=True)
         if "JOB" in words or "RUN" in words:
             continue

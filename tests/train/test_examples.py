@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import runpy
 import shutil
 import subprocess
@@ -83,6 +84,35 @@ def test_warm_up_then_frozen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     weights = ("--arg", "weights=runs/warm-up/checkpoints/last")
     shown = outcore_command("train", "run.yaml", *second, *weights, folder=folder)
     assert shown.returncode == 0 and "\nstreamed " in shown.stdout, shown.stderr
+
+
+def test_sweep(tmp_path: Path) -> None:
+    job = str(EXAMPLES / "sweep" / "job.py")
+    words = (
+        "--set",
+        "lr=1e-3,1e-2",
+        "--set",
+        "dropout=0.0,0.2",
+        "--steps",
+        "2",
+        "--device",
+        "cpu",
+        "--no-measure",
+        "--json",
+    )
+    shown = outcore_command("sweep", job, *words, folder=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    settings = [(row["settings"]["lr"], row["settings"]["dropout"]) for row in json.loads(shown.stdout)["results"]]
+    assert sorted(settings) == [(1e-3, 0.0), (1e-3, 0.2), (1e-2, 0.0), (1e-2, 0.2)]
+    assert (tmp_path / "sweep" / "best.safetensors").exists()
+
+
+def test_long_sequence(capsys: pytest.CaptureFixture[str]) -> None:
+    program, said = EXAMPLES / "long_sequence" / "train.py", []
+    for words in ((), ("--baseline",)):
+        script(program, "--steps", "40", "--batch", "2", "--hidden", "3", "--iterations", "20", *words)
+        said.append(re.findall(r"loss (\d\.\d+)", capsys.readouterr().out))
+    assert said[0] and said[0] == said[1]
 
 
 @pytest.mark.parametrize("name", ["plain", "slide"])
