@@ -185,17 +185,30 @@ class Governor:
         if budget is None or seen.peak_bytes is None or seen.peak_bytes <= budget or before.policy is not None:
             return self.compared(key, entry, seen, args, kwargs)
         missed = seen.peak_bytes - entry.plan.peak_bytes
-        self.settings = replace(before, reserved_bytes=before.reserved_bytes + missed)
-        del self.admitted[key]
+        less = replace(before, reserved_bytes=before.reserved_bytes + missed)
+        if (refused := self.replanned(key, less, args, kwargs)) is not None:
+            warnings.warn(f"outcore: the step is {format_bytes(missed)} above its prediction; {refused}", stacklevel=4)
+            least = refused.least_bytes  # the nearest there is to the budget
+            if least is None or least >= seen.peak_bytes:
+                return False
+            if self.replanned(key, replace(less, budget_bytes=least), args, kwargs) is not None:
+                return False
+        if not before.quiet:
+            print(f"outcore: planned again with {format_bytes(missed)} less", file=sys.stderr)
+        return True
+
+    def replanned(
+        self, key: Hashable, settings: Settings, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> PlanError | None:
+        """Plan a way of calling the model anew under other settings; the refusal, if that cannot be."""
+        before, entry = self.settings, self.admitted.pop(key)
+        self.settings = settings
         try:
             self.admit(key, args, kwargs)
         except PlanError as refused:
             self.settings, self.admitted[key] = before, entry
-            warnings.warn(f"outcore: the step is {format_bytes(missed)} above its prediction; {refused}", stacklevel=4)
-            return False
-        if not before.quiet:
-            print(f"outcore: planned again with {format_bytes(missed)} less", file=sys.stderr)
-        return True
+            return refused.with_traceback(None)  # whose frames would keep the model alive
+        return None
 
     def compared(
         self, key: Hashable, entry: Admitted, seen: Measured, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -176,16 +176,20 @@ def plan_memory(
         assignment = fit(keeping, most, time_limit_s=time_limit_s)
         if assignment.fits(most):
             return MemoryPlan(keeping, assignment, budget_bytes, reserved_bytes, where, time_s)
-    least = assignment.outcome
-    floor, at = keeping.floor
-    raise PlanError(
-        f"a training step cannot be done within {format_bytes(budget_bytes or 0)}: the smallest budget that was "
-        f"found is {format_bytes(least.peak_bytes + reserved_bytes)} (reached in "
-        f"{_place(keeping, int(least.curve.argmax()))}; "
+    raise _refusal(keeping, assignment.outcome, budget_bytes or 0, reserved_bytes)
+
+
+def _refusal(keeping: Keeping, least: Outcome, budget_bytes: int, reserved_bytes: int) -> PlanError:
+    """Why there is no plan, with the smallest budget that would do."""
+    smallest, (floor, at) = least.peak_bytes + reserved_bytes, keeping.floor
+    refused = PlanError(
+        f"a training step cannot be done within {format_bytes(budget_bytes)}: the smallest budget that was "
+        f"found is {format_bytes(smallest)} (reached in {_place(keeping, int(least.curve.argmax()))}; "
         f'{_place(keeping, at)} alone needs {format_bytes(floor + reserved_bytes)}); give memory="'
-        f'{-(-(least.peak_bytes + reserved_bytes) // 2**20)}MiB" or more, or a smaller batch, '
-        "or stream the images in tiles (outcore.stream)"
+        f'{-(-smallest // 2**20)}MiB" or more, or a smaller batch, or stream the images in tiles (outcore.stream)'
     )
+    refused.least_bytes = smallest
+    return refused
 
 
 def _relief(keeping: Keeping, where: StatePolicy, optimizer: OptimizerCost | float) -> Relief | None:
