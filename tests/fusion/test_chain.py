@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from torch import nn, optim
 import outcore
 from outcore.fusion import Way, chain, forecast, program
 from outcore.fusion.chain import Chain
+from outcore.fusion.rules import one_pass
 from tests.fusion.serial import distance, train_serially
 
 
@@ -38,15 +39,49 @@ class _Net(nn.Module):
         return out
 
 
+class _Points(nn.Module):
+    """Two descriptions of a cloud by its largest values, with ReLU and without."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.one, self.norm1 = nn.Conv1d(3, 8, 1), nn.BatchNorm1d(8)
+        self.two, self.norm2 = nn.Conv1d(3, 8, 1, bias=False), nn.BatchNorm1d(8, momentum=0.3)
+        self.last = nn.Linear(16, 5)
+        for norm in (self.norm1, self.norm2):
+            nn.init.normal_(norm.weight)  # where it is negative, the smallest becomes the largest
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a = torch.max(F.relu(self.norm1(self.one(x))), 2)[0]
+        b = self.norm2(self.two(x)).max(dim=-1).values
+        out: torch.Tensor = self.last(torch.cat([a, b], 1))
+        return out
+
+
+class _Places(_Points):
+    """Asks where the largest are, so that they must be those that torch finds."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        values, where = torch.max(F.relu(self.norm1(self.one(x))), 2)
+        out: torch.Tensor = self.last(torch.cat([values, where.to(values.dtype) / x.shape[2]], 1))
+        return out
+
+
+IMAGES, CLOUDS = (4, 3, 6, 6), (4, 3, 20)
+
+
 def _sgd(params: Any, i: int) -> optim.Optimizer:
     return optim.SGD(params, 1e-2 * (i + 1), momentum=0.9, weight_decay=0.1)
 
 
-def _trains_as_plain(device: str, way: Way, dtype: torch.dtype, tolerance: float) -> outcore.fusion.FusedArray:
-    models = [_Net(i).to(device, dtype) for i in range(3)]
+def _trains_as_plain(
+    build: Callable[[int], nn.Module], shape: tuple[int, ...], device: str, way: Way, dtype: torch.dtype
+) -> outcore.fusion.FusedArray:
+    tolerance = 1e-10 if dtype is torch.float64 else 1e-4
+    models = [build(i).to(device, dtype) for i in range(3)]
     twins = copy.deepcopy(models)
     torch.manual_seed(5)
-    batches = [(torch.randn(4, 3, 6, 6, dtype=dtype).to(device), torch.randint(5, (4,)).to(device)) for _ in range(6)]
+    batches = [(torch.randn(shape, dtype=dtype).to(device), torch.randint(5, (4,)).to(device)) for _ in range(6)]
     array = outcore.fuse(models, loss=F.cross_entropy, optimizer=_sgd, way=way)
     for batch in batches:
         array.step(*batch)
@@ -73,7 +108,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_members_with_chains_equal_their_serial_twins(channels_last: bool) -> None:
-    array = _trains_as_plain("cpu", Way(3, channels_last=channels_last), torch.float64, 1e-10)
+    array = _trains_as_plain(_Net, IMAGES, "cpu", Way(3, channels_last=channels_last), torch.float64)
     found = {c.path.removeprefix("model."): (c.relu is not None, c.bias) for c in _chains(array)}
     assert found == {
         "norm1": (True, "model.first.bias"),
@@ -81,6 +116,20 @@ def test_members_with_chains_equal_their_serial_twins(channels_last: bool) -> No
         "norm3": (False, None),
         "norm4": (True, None),
     }
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_only_the_largest_values_of_a_norm_are_made_where_nothing_else_is_wanted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(one_pass, "_suits", lambda x: True)
+    array = _trains_as_plain(_Points, CLOUDS, "cpu", Way(3), torch.float64)
+    assert {c.path for c in _chains(array) if c.largest is not None} == {"model.norm1", "model.norm2"}
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_where_the_largest_values_are_is_as_in_torch() -> None:
+    assert not any(c.largest for c in _chains(_trains_as_plain(_Places, CLOUDS, "cpu", Way(3), torch.float64)))
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
@@ -100,16 +149,18 @@ gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(d, marks=gpu) for d in (torch.float64, torch.float32)])
-@pytest.mark.parametrize("channels_last", [False, True])
-def test_members_with_chains_equal_their_serial_twins_on_a_gpu(channels_last: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("net", ["images", "images, channels last", "clouds"])
+def test_members_with_chains_equal_their_serial_twins_on_a_gpu(net: str, dtype: torch.dtype) -> None:
+    build, shape = (_Points, CLOUDS) if net == "clouds" else (_Net, IMAGES)
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     try:
-        way = Way(3, graphed=True, channels_last=channels_last)
-        array = _trains_as_plain("cuda", way, dtype, 1e-10 if dtype is torch.float64 else 1e-4)
+        way = Way(3, graphed=True, channels_last="last" in net)
+        array = _trains_as_plain(build, shape, "cuda", way, dtype)
     finally:
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
-    x, y = torch.randn(4, 3, 6, 6, dtype=dtype).cuda(), torch.randint(5, (4,)).cuda()
+    assert array.runner.refused is None
+    x, y = torch.randn(shape, dtype=dtype).cuda(), torch.randint(5, (4,)).cuda()
     assert forecast(array, x, y).peak_bytes() > 0
 
 
@@ -136,7 +187,9 @@ def test_one_pass_gives_what_torch_gives(layout: str, biased: bool, relu: bool, 
     before = torch.randn(members, channels, device="cuda", requires_grad=True) if biased else None
     stacked: dict[str, Any] = {n: Stacked(t) for n, t in state.items()}
     call = FusedCall("norm", members, 0, nn.BatchNorm2d, (Stacked(x),), {}, tuple(modules), stacked)
-    made = norm_in_one_pass(call, None if before is None else Stacked(before), relu=relu).tensor
+    found = norm_in_one_pass(call, None if before is None else Stacked(before), relu=relu)
+    assert isinstance(found, Stacked)
+    made = found.tensor
     onto = torch.randn_like(made)
     made.backward(onto)
     close = {"rtol": 2e-2, "atol": 2e-2} if dtype is torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
@@ -151,10 +204,10 @@ def test_one_pass_gives_what_torch_gives(layout: str, biased: bool, relu: bool, 
         torch.testing.assert_close(made[b].double(), expected, **close)
         assert x.grad is not None and own.grad is not None
         torch.testing.assert_close(x.grad[b].double(), own.grad, **close)
-        for name, found in (("weight", module.weight), ("bias", module.bias)):
+        for name, own_one in (("weight", module.weight), ("bias", module.bias)):
             grad = state[name].grad
-            assert grad is not None and found.grad is not None
-            torch.testing.assert_close(grad[b].double(), found.grad, rtol=close["rtol"], atol=30 * close["atol"])
+            assert grad is not None and own_one.grad is not None
+            torch.testing.assert_close(grad[b].double(), own_one.grad, rtol=close["rtol"], atol=30 * close["atol"])
         torch.testing.assert_close(state["running_mean"][b].double(), mean, rtol=1e-3, atol=1e-3)
         torch.testing.assert_close(state["running_var"][b].double(), var, rtol=1e-3, atol=1e-3)
     assert state["num_batches_tracked"].tolist() == [1] * members

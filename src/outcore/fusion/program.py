@@ -169,6 +169,8 @@ class _FusedTape(Tape):
         self.unfused = program.unfused
         self.chained: dict[Chain, bool] = {}
         """Whether the calls of a chain run as one."""
+        self.largest: dict[Chain, Any] = {}
+        """Of chains that end in a maximum: it, and where."""
         self.device = next((t.device for t in stack.parameters.values()), torch.device("cpu"))
 
     def step(self, step: Step) -> None:
@@ -226,14 +228,22 @@ class _FusedTape(Tape):
         return chain if self.chained[chain] else None
 
     def _in_chain(self, step: Step, chain: Chain, call: FusedCall) -> Any:
-        """A convolution without its bias, the norm, or the ReLU that the norm was asked for."""
+        """A convolution without its bias, the norm, or what the norm was asked for besides."""
         if step.name == chain.convolution:
             call.state = {**call.state, "bias": None}
             return run(call)
         if step.name == chain.norm:
             bias = None if chain.bias is None else self._state(chain.bias)
-            return norm_in_one_pass(call, bias, relu=chain.relu is not None)
+            with_relu, with_maximum = chain.relu is not None, chain.largest is not None
+            made = norm_in_one_pass(call, bias, relu=with_relu, largest=with_maximum)
+            if isinstance(made, tuple):
+                self.largest[chain] = made
+            return made[0] if isinstance(made, tuple) else made
+        if step.name == chain.largest and chain not in self.largest:
+            return run(call)
         call.note("fused")
+        if step.name == chain.largest:
+            return self.largest.pop(chain)
         return call.args[0] if call.args else call.kwargs["input"]
 
     def _without_writing(self, step: Step) -> tuple[Any, dict[str, Any]]:

@@ -1,7 +1,8 @@
 """Batch norm of all members in training, with the ReLU after it and the bias before it, in as few passes as they need.
 
 The kernels are those of `outcore.memory`; to them the channels of all members are the channels of one norm. Where the
-channels of a position do not lie side by side and there are few positions, torch's own norm is used.
+channels of a position do not lie side by side and there are few positions, torch's own norm is used. If nothing but the
+largest values along the positions is wanted, only those are made (`outcore.fusion.rules.norm_max`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from outcore.fusion.call import FusedCall
+from outcore.fusion.rules.norm_max import norm_max
 from outcore.fusion.values import Stacked, fold_channels, unfold_channels
 
 __all__ = ["norm_in_one_pass"]
@@ -39,8 +41,10 @@ class _Norm:
     eps: float
 
 
-def norm_in_one_pass(call: FusedCall, bias_before: Stacked | None, *, relu: bool) -> Stacked:
-    """The norm of a chain (`outcore.fusion.chain`)."""
+def norm_in_one_pass(
+    call: FusedCall, bias_before: Stacked | None, *, relu: bool, largest: bool = False
+) -> Stacked | tuple[Stacked, Stacked]:
+    """The norm of a chain (`outcore.fusion.chain`); where possible, the largest along the last dimension and where."""
     x, module = call.args[0], cast(Any, call.module)
     state = cast(dict[str, Stacked], call.state)
     tracks = module.track_running_stats and "running_mean" in state
@@ -58,12 +62,19 @@ def norm_in_one_pass(call: FusedCall, bias_before: Stacked | None, *, relu: bool
         return unfold_channels(F.relu(y) if relu else y, x.members)
     if before is not None:
         weight = _WithoutEffect.apply(weight, before)  # type: ignore[no-untyped-call]
-    counted = torch.empty(1, dtype=torch.int64, device=folded.device)  # the kernels count for one model
-    norm = _Norm(weight.detach(), bias.detach(), mean, var, counted, module.momentum, module.eps)
-    y = _OnePass.apply(folded, weight, bias, norm, relu)  # type: ignore[no-untyped-call]
+    rows = folded.movedim(1, -1)
+    made: tuple[Tensor, ...]
+    if largest and rows.dim() == 3 and rows.is_contiguous():
+        running = None if mean is None or var is None else (mean, var)
+        made = norm_max(rows, weight, bias, running, module.momentum, module.eps, relu=relu)
+    else:
+        counted = torch.empty(1, dtype=torch.int64, device=folded.device)  # the kernels count for one model
+        norm = _Norm(weight.detach(), bias.detach(), mean, var, counted, module.momentum, module.eps)
+        made = (_OnePass.apply(folded, weight, bias, norm, relu),)  # type: ignore[no-untyped-call]
     if before is not None and mean is not None:
         mean.add_(before.detach(), alpha=module.momentum)
-    return unfold_channels(y, x.members)
+    first, *others = (unfold_channels(part, x.members) for part in made)
+    return (first, *others) if others else first  # type: ignore[return-value]
 
 
 def _folded(x: Stacked) -> Tensor:
