@@ -2,7 +2,7 @@
 
 A model is captured once and trained plainly twice; where these two differ already (a sum whose order the device does
 not fix), there is nothing to compare with and the model is left out, which the skip says. Then it is trained under each
-policy. On a GPU also in bf16 autocast and channels-last.
+policy; in fp32 as it is, and in bf16 autocast with channels last.
 """
 
 from __future__ import annotations
@@ -29,22 +29,24 @@ from ..foreign.zoo import ZOO, Foreign
 from .oracle import LINK, policies, total
 
 MODES = ("recompute", "offload", "encode", "mixture")
+PRECISIONS = ("fp32", "bf16 channels_last")
 
 Numbers = dict[str, torch.Tensor]
 
 
 @pytest.mark.slow
 @pytest.mark.foreign
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("foreign", ZOO, ids=str)
-def test_all_foreign_models(foreign: Foreign) -> None:
-    _every_policy(foreign, torch.device("cpu"))
+def test_all_foreign_models(foreign: Foreign, precision: str) -> None:
+    _every_policy(foreign, torch.device("cpu"), bf16=precision != "fp32")
 
 
 @pytest.mark.slow
 @pytest.mark.gpu
 @pytest.mark.foreign
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("precision", ["fp32", "bf16 channels_last"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("foreign", ZOO, ids=str)
 def test_all_foreign_models_on_a_gpu(foreign: Foreign, precision: str) -> None:
     with _deterministic():
