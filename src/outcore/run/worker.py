@@ -117,20 +117,13 @@ class Worker:
 
     def run(self, instructions: Sequence[Instruction], tags: Mapping[Key, int], run: Pass, *, update: bool) -> None:
         """Execute a program's instructions for this rank; with `update` also reductions and the optimizer."""
-        self._noted.clear()
-        given: list[Any] = [(piece.inputs, piece.targets) for piece in run.pieces]
-        if self.parking is not None:
-            given.append(self.parking.away)
-        if self.wire is not None:
-            given.append(self.wire.shelf.lent)
-        self.gauge.start(tensor for _, tensor in leaves(given, torch.Tensor))
-        self.started_s = self.clock.start()
-        self._run, self._tags = run, tags
+        self._begin(run, tags)
         incoming, outgoing = self._edges(run.pieces[0].form)
-        stepped = False
         forwards = sum(isinstance(i, Forward) for i in instructions)
-        steps = sum(isinstance(i, OptimizerStep) for i in instructions)
+        steps = trained = sum(isinstance(i, OptimizerStep) for i in instructions)
         for instruction in instructions:
+            if not isinstance(instruction, Forward | Receive):
+                self._agree()
             match instruction:
                 case Receive():
                     self._receive(instruction)
@@ -140,14 +133,14 @@ class Worker:
                     self._at("forward", instruction)
                     self._forward(instruction, incoming, outgoing)
                     forwards -= 1
-                    if not forwards and run.after_forwards is not None:
+                    if not forwards:
                         self._agree()
-                        run.after_forwards()
+                        if run.after_forwards is not None:
+                            run.after_forwards()
                 case Backward():
                     self._at("backward", instruction)
                     self._backward(instruction, incoming, outgoing)
                 case Reduce() if update:
-                    self._agree()
                     self.place.stage, self.place.doing = instruction.stage, "reduce"
                     if self.parking is not None:
                         self.parking.leave()
@@ -155,18 +148,33 @@ class Worker:
                 case OptimizerStep() if update:
                     steps -= 1
                     if not steps:
-                        self._agree()
-                        self.place.stage, self.place.doing = instruction.stage, "optimizer step"
-                        self.update.settle()
-                        began = self.clock.now()
-                        self.update.step()
-                        self.record(COMPUTE, "step", str(instruction), began, self.clock.now(), instruction.stage)
-                        self.gauge.sample()
-                        stepped = True
-        self._agree()
-        if update and not stepped:
+                        self._step(instruction)
+        if update and not trained:
             self.update.settle()
             self.update.step()  # nothing to train here, but norms and overflows concern all ranks
+        self._end(run)
+
+    def _begin(self, run: Pass, tags: Mapping[Key, int]) -> None:
+        self._noted.clear()
+        given: list[Any] = [(piece.inputs, piece.targets) for piece in run.pieces]
+        if self.parking is not None:
+            given.append(self.parking.away)
+        if self.wire is not None:
+            given.append(self.wire.shelf.lent)
+        self.gauge.start(tensor for _, tensor in leaves(given, torch.Tensor))
+        self.started_s = self.clock.start()
+        self._run, self._tags = run, tags
+
+    def _step(self, last: OptimizerStep) -> None:
+        """The optimizer's step of all stages of this rank, when it comes to the last of them."""
+        self.place.stage, self.place.doing = last.stage, "optimizer step"
+        self.update.settle()
+        began = self.clock.now()
+        self.update.step()
+        self.record(COMPUTE, "step", str(last), began, self.clock.now(), last.stage)
+        self.gauge.sample()
+
+    def _end(self, run: Pass) -> None:
         if self.parking is not None:
             self.parking.leave()
         self.place.doing = "end of step"
@@ -305,6 +313,7 @@ class Worker:
     # Moving
 
     def _agree(self) -> None:
+        """Hear, once in a run, that all ranks were given the same: before a message, and after the last forward."""
         agree, self._run.agree = self._run.agree, None
         if agree is not None:
             agree()
@@ -338,7 +347,6 @@ class Worker:
 
     def _send(self, of: Send) -> None:
         assert self.wire is not None
-        self._agree()
         layout = self._layout(of)
         labels = (of.stage, of.micro_batch, of.replica, layout.nbytes)
         kind, name = "gradient" if of.gradient else "value", str(of)
