@@ -38,6 +38,9 @@ class TileCache:
         self._tiles: OrderedDict[Hashable, Pixels] = OrderedDict()
         self._lock = threading.Lock()
 
+    def __len__(self) -> int:
+        return len(self._tiles)
+
     def get(self, key: Hashable) -> Pixels | None:
         """A tile, or None."""
         with self._lock:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-import threading
 import weakref
 import zlib
 from pathlib import Path
@@ -25,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from outcore.data.cache import TileCache
 from outcore.data.reader import Layout, Level, Pixels
 from outcore.errors import DataError
 
@@ -34,8 +34,8 @@ _Stored = tuple[bytes, ...] | None
 
 _FEW_BYTES = 4096
 """Tiles of no more are remembered by their bytes,"""
-_MET = 16
-"""so many of them."""
+_MET_BYTES = 16 << 20
+"""so many bytes of pixels."""
 _LARGEST_STRIP = 4096
 _MICRONS = {2: 25400.0, 3: 10000.0}
 """Microns in the unit of a resolution tag: inch, centimetre."""
@@ -63,8 +63,7 @@ class TiffReader:
             raise DataError(f"{path} is not a readable TIFF: {error}; is it complete?") from error
         self._descriptor = os.open(path, os.O_RDONLY)
         self._inflates = importlib.util.find_spec("imagecodecs") is None
-        self._met: dict[Any, Pixels] = {}
-        self._lock = threading.Lock()
+        self._met = TileCache(_MET_BYTES)
         weakref.finalize(self, _close, self._file, self._descriptor)
 
     def tile(self, level: int, index: tuple[int, ...]) -> Pixels | None:
@@ -78,10 +77,7 @@ class TiffReader:
         down, across = self._grid(pages[0].keyframe)
         met = (level, index[-2] == down - 1, index[-1] == across - 1, *stored)  # tiles at the end are cut
         if (pixels := self._met.get(met)) is None and (pixels := self._decoded(pages, stored, index)) is not None:
-            with self._lock:
-                while len(self._met) >= _MET:
-                    del self._met[next(iter(self._met))]
-                self._met[met] = pixels
+            self._met.put(met, pixels)
         return pixels
 
     def _decoded(self, pages: list[Any], stored: list[_Stored], index: tuple[int, ...]) -> Pixels | None:
