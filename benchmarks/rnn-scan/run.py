@@ -19,7 +19,7 @@ from exactness import correctness, memory, training_curve
 from graphs import graph_table, graphed
 from setting import settings
 from sizes import sizes
-from speed import measure, table
+from speed import automatic, measure, table
 
 from outcore.scan.choice import choices
 
@@ -43,10 +43,11 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument(
         "--part",
-        choices=["long", "rest", "graphs", "memory", "sizes"],
-        help="only the longest sequences and small layers, all but correctness, CUDA graphs, memory and training, "
-        "or how sweeps are cut up",
+        choices=["correctness", "long", "rest", "automatic", "graphs", "memory", "sizes"],
+        help="only correctness (may share the device), the longest sequences and small layers, all but correctness, "
+        "torch's step and the automatic one in turns, CUDA graphs, memory and training, or how sweeps are cut up",
     )
+    parser.add_argument("--cell", choices=["RNN", "GRU", "LSTM"], help="only correctness of this one")
     parser.add_argument("--seconds", type=float, default=360, help="stop starting new rows after this long")
     parser.add_argument("--table", nargs="+", type=Path, metavar="JSON", help="only print the table of result files")
     args = parser.parse_args()
@@ -62,9 +63,8 @@ def main() -> None:
         print(f"[{time.perf_counter() - began:5.1f}s] {line}", flush=True)
 
     result: dict[str, Any] = {"environment": environment(), "quick": args.quick}
-    path = (
-        args.out / f"{datetime.date.today()}{'-quick' if args.quick else ''}{f'-{args.part}' if args.part else ''}.json"
-    )
+    words = [str(datetime.date.today()), "quick" if args.quick else None, args.part, args.cell]
+    path = args.out / f"{'-'.join(filter(None, words))}.json"
     args.out.mkdir(parents=True, exist_ok=True)
 
     def save() -> None:
@@ -75,6 +75,12 @@ def main() -> None:
     if args.part == "sizes":
         result["sizes"] = {}
         sizes(log, save, result["sizes"])
+        return
+    if args.part == "automatic":
+        result["automatic"] = []
+        for setting in [s for s in settings(False) if s.steps <= 3000 and s.hidden <= 128]:
+            result["automatic"].append(automatic(setting, log))
+            save()
         return
     if args.part == "graphs":
         result["graphs"] = []
@@ -87,9 +93,11 @@ def main() -> None:
                     result["graphs"].append(asdict(setting) | {"failed": str(error)[:300]})
                 save()
         return
-    if args.part is None:
-        result["correctness"] = correctness(log)
+    if args.part in (None, "correctness"):
+        result["correctness"] = correctness(log, args.cell)
         save()
+    if args.part == "correctness":
+        return
     if args.part != "long":
         result["memory"] = memory(log)
         result["training"] = [training_curve(30 if args.quick else 300, 1000, lr, log) for lr in (1e-5, 3e-4)]

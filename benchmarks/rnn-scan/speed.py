@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,28 @@ def measure(setting: Setting, repeats: int, log: Callable[[str], None]) -> Row:
         f"| automatic {row.cudnn_step_ms / row.automatic_step_ms:5.2f}x {str(report).split(':')[0]}"
     )
     return row
+
+
+def automatic(setting: Setting, log: Callable[[str], None]) -> dict[str, Any]:
+    """torch's step and the automatic one in turns, for what is slow or fast on the host then is so for both."""
+    x, label = data(setting, "cuda")
+    models = {"torch": make(setting, None, "cuda"), "automatic": make(setting, Options(), "cuda")}
+    optimizers = {name: torch.optim.Adam(model.parameters(), lr=1e-5, foreach=True) for name, model in models.items()}
+    found: dict[str, list[float]] = {name: [] for name in models}
+    for _ in range(41):
+        for name, model in models.items():
+
+            def step(name: str = name, model: nn.Module = model) -> None:
+                optimizers[name].zero_grad()
+                nn.functional.cross_entropy(model(x), label).backward()
+                optimizers[name].step()
+
+            found[name].append(milliseconds(step, 1))
+    medians = {f"{name}_step_ms": statistics.median(times) for name, times in found.items()}
+    ratio = medians["torch_step_ms"] / medians["automatic_step_ms"]
+    chosen = str(models["automatic"].layer.report).split(":")[0]
+    log(f"in turns: {setting}: {medians}, {ratio:.2f}x, {chosen}")
+    return {"setting": asdict(setting), **medians, "chosen": chosen}
 
 
 def bound(row: Row) -> float:
