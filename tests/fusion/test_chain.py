@@ -150,7 +150,10 @@ gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason
 
 @pytest.mark.parametrize("dtype", [pytest.param(d, marks=gpu) for d in (torch.float64, torch.float32)])
 @pytest.mark.parametrize("net", ["images", "images, channels last", "clouds"])
-def test_members_with_chains_equal_their_serial_twins_on_a_gpu(net: str, dtype: torch.dtype) -> None:
+def test_members_with_chains_equal_their_serial_twins_on_a_gpu(
+    net: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(one_pass, "_LARGE", 0)
     build, shape = (_Points, CLOUDS) if net == "clouds" else (_Net, IMAGES)
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
@@ -168,7 +171,10 @@ def test_members_with_chains_equal_their_serial_twins_on_a_gpu(net: str, dtype: 
 @pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("layout", ["positions first", "channels last", "long"])
-def test_one_pass_gives_what_torch_gives(layout: str, biased: bool, relu: bool, dtype: torch.dtype) -> None:
+def test_one_pass_gives_what_torch_gives(
+    layout: str, biased: bool, relu: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(one_pass, "_LARGE", 0)
     from outcore.fusion.call import FusedCall
     from outcore.fusion.rules.one_pass import norm_in_one_pass
     from outcore.fusion.values import Stacked

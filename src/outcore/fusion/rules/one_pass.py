@@ -1,8 +1,8 @@
 """Batch norm of all members in training, with the ReLU after it and the bias before it, in as few passes as they need.
 
-The kernels are those of `outcore.memory`; to them the channels of all members are the channels of one norm. Where the
-channels of a position do not lie side by side and there are few positions, torch's own norm is used. If nothing but the
-largest values along the positions is wanted, only those are made (`outcore.fusion.rules.norm_max`).
+The kernels are those of `outcore.memory`; to them the channels of all members are the channels of one norm. Where maps
+are small, or the channels of a position do not lie side by side and there are few positions, torch's own norm is used.
+If nothing but the largest values along the positions is wanted, only those are made (`outcore.fusion.rules.norm_max`).
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ _ORDER = 3
 """Of rounding in the kernels, any would do: ``(x - mean) * (invstd * weight) + bias``."""
 _LONG = 256
 """Positions of a channel that are worth a program of their own."""
+_LARGE = 2**22
+"""Elements that are worth it: of fewer, the kernels make fewer programs than an H200 has multiprocessors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,8 @@ def _folded(x: Stacked) -> Tensor:
 def _suits(x: Tensor) -> bool:
     """Whether the kernels are fast on it."""
     several = x.numel() > x.shape[1]  # of one number per channel there is no deviation; torch says so
-    return x.is_cuda and several and (not x.is_contiguous() or math.prod(x.shape[2:]) >= _LONG)
+    side_by_side = not x.is_contiguous() or math.prod(x.shape[2:]) >= _LONG
+    return x.is_cuda and x.numel() >= _LARGE and several and side_by_side
 
 
 class _WithoutEffect(torch.autograd.Function):
