@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import outcore
+from outcore.cost.rough import by_bytes
 from outcore.cost.saved import account
 from outcore.errors import PlanError
 from outcore.memory import prepare
@@ -13,7 +14,7 @@ from outcore.planner.keeping import Keeping
 from outcore.planner.transfers import Tier
 
 from ..foreign.zoo import QUICK, by_name
-from .oracle import LINK, compare
+from .oracle import LINK, compare, policies
 
 MODES = ("keep", "recompute", "offload", "encode", "mixture")
 
@@ -133,6 +134,37 @@ def test_predicted_peak_of_mixtures_however_slow_the_link_is(seed: int, rate: fl
     result = compare(model, (torch.randn(2, 3, 48, 48),), seed=seed, link=link)
     assert result is not None and result.equal
     assert abs(result.bytes / result.predicted_bytes - 1) < 0.02, result
+
+
+class Noisy(nn.Module):
+    """Between its layers it makes tensors that backward does not go through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.Tanh()) for _ in range(10))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            noise = torch.empty(x.shape[0], 1, 1, 1)
+            for _ in range(3):
+                noise = noise.bernoulli_(0.8).div_(0.8)
+            x = layer(x) * noise
+        return x
+
+
+@pytest.mark.parametrize("rate", [5e7, 7e7, 1e8, 2e8])
+def test_copies_start_and_end_only_where_backward_comes_by(rate: float) -> None:
+    torch.manual_seed(0)
+    model, x, link = Noisy(), torch.randn(2, 8, 64, 64), Tier(rate, rate, least_bytes=2**14)
+    graph = outcore.capture(model, (x,))
+    keeping = Keeping(graph, by_bytes(account(graph), 1e9), 0.0, link)
+    transfers = keeping.evaluate(policies(keeping, "offload")).transfers
+    assert transfers is not None and any(t.wait[0] == "backward" for t in transfers.moved)
+    for t in transfers.moved:
+        assert t.fetch in keeping.differentiated and (t.wait[0] == "forward" or t.wait[1] in keeping.differentiated)
+        assert keeping.forward_at[t.evict] < t.gone_at <= t.back_at
+    result = compare(model, (x,), mode="offload", link=link)
+    assert result is not None and result.equal and result.bytes <= result.predicted_bytes, result
 
 
 def test_what_was_encoded_is_not_held_in_both_forms() -> None:

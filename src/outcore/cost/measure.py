@@ -57,7 +57,7 @@ def measure(
         graph: as captured, with its model; the model is not changed and may be on another device, or on ``meta``.
         device: where to measure; by default where the model is.
         time_limit_s: when it is used up, what is left stays without a time, with that as the reason; on a GPU it is
-            still run once or twice for the memory that libraries take, for half as long again.
+            still run twice for the memory that libraries take, for as long again at most.
         memory_limit_bytes: no call takes more than this; larger ones are measured smaller and scaled. By default nine
             tenths of what is free on a GPU, on a CPU a gibibyte.
         runs: how often a call is run at most.
@@ -113,7 +113,7 @@ def _measure(
                     progress(done, len(order), names[0])
                 found[names[0]] = bench.time(names[0], share_s)
             for names in order[len(found) :]:
-                if time.monotonic() > end + max(1.0, time_limit_s / 2):
+                if time.monotonic() > end + max(2.0, time_limit_s):
                     break
                 weighed[names[0]] = bench.weighed(names[0])
         except KeyboardInterrupt:

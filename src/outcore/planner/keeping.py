@@ -78,7 +78,7 @@ class Keeping:
         place = {name: i for i, name in enumerate(self.order)}
         self.forward_at = [0] * len(rows)
         self.backward_at = [0] * len(rows)
-        """Moment of every call's forward and backward; a call without backward has that of the one before it."""
+        """Moment of every call's forward and backward, where it has one (`differentiated`)."""
         seen: set[int] = set()
         for at, moment in enumerate(self.plain.moments):
             if moment.phase == "forward":
@@ -97,6 +97,12 @@ class Keeping:
         self.emptied = self._emptied()
         values = [b for b in self.buffers.values() if b.kind == "value" or b.copy_of]
         self.newest_first = sorted(values, key=lambda b: -b.done)  # before whatever it is made from
+
+    @cached_property
+    def differentiated(self) -> list[int]:
+        """Positions of the calls that backward goes through."""
+        found = {m.call for m in self.plain.moments if m.phase == "backward"}
+        return [i for i, name in enumerate(self.order) if name in found]
 
     def _emptied(self) -> list[int]:
         """What changes, moment by moment, if nothing is kept; only memory of the right shape where that is enough."""

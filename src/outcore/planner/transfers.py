@@ -99,7 +99,7 @@ def schedule_transfers(
         starts[buffer.name] = max(later - (_AHEAD - 1) * lasts, ends[buffer.name])
     found, free_s, stall_s = [], 0.0, 0.0
     for buffer, need in needs:
-        fetch = max(clock.before_backward(starts[buffer.name]), need)
+        fetch = max(_no_later(keeping, clock.before_backward(starts[buffer.name])), need)
         begins = max(free_s, clock.backward_start[fetch] + stall_s, ends[buffer.name])
         free_s = begins + buffer.bytes / tier.in_bytes_per_s
         stall_s += max(0.0, free_s - clock.backward_start[need] - stall_s)
@@ -115,10 +115,22 @@ def _transfer(keeping: Keeping, clock: _Clock, buffer: Buffer, out_s: float, fet
         position = max(position, buffer.last)
         wait, gone = ("forward", position), keeping.forward_at[position] + 1
     else:
-        position = max(clock.after_backward(out_s), fetch)
+        position = max(_no_earlier(keeping, clock.after_backward(out_s)), fetch)
         wait, gone = ("backward", position), keeping.backward_at[position]
     back = keeping.backward_at[fetch]
     return Transfer(buffer.name, buffer.last, wait, fetch, min(gone, back), back)
+
+
+def _no_later(keeping: Keeping, position: int) -> int:
+    """The call at a position, or the one before it in backward: copies start and end only where backward comes by."""
+    there = keeping.differentiated
+    return there[min(bisect_left(there, position), len(there) - 1)]
+
+
+def _no_earlier(keeping: Keeping, position: int) -> int:
+    """The call at a position, or the one after it in backward."""
+    there = keeping.differentiated
+    return there[max(bisect_right(there, position) - 1, 0)]
 
 
 class _Clock:
