@@ -35,7 +35,7 @@ def batch(size):
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
     (tmp_path / "job.py").write_text(JOB)
-    write_slides(tmp_path / "slides", 4, size=(512, 512), tile=64)
+    write_slides(tmp_path / "slides", 2, size=(512, 512), tile=64)
     return tmp_path / "job.py"
 
 
