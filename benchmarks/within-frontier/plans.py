@@ -32,32 +32,29 @@ from outcore.planner.keeping import Keeping
 if TYPE_CHECKING:
     from run import Case
 
-MARGIN = 0.02
-"""What `within` leaves free of a budget on a GPU."""
+MARGIN, GRAPHS_MARGIN = 0.02, 0.2
+"""What `within` leaves free of a budget on a GPU; with CUDA graphs, whose memory cannot be used again as freely."""
 
 
 def ways_of(case: Case, shares: list[str]) -> list[str]:
     """What is planned for a case: small steps as CUDA graphs, large ones call by call; norms also fused."""
     norms = case.name not in ("vgg19", "convnext_tiny")
-    if case.side <= 512:
-        ways = [f"outcore {s} graphs" for s in shares] + [f"outcore {s}" for s in shares if s != "least"]
-    else:
-        ways = [f"outcore {s}" for s in shares]
-    fused = [way for way in ways if "graphs" in way or case.side > 512]
-    return ways + ([f"{way} reassociated" for way in fused if "least" not in way] if norms else [])
+    ways = [f"outcore {s}{' graphs' if case.side <= 512 else ''}" for s in shares]
+    return ways + [f"{way} reassociated" for way in ways if norms and "least" not in way]
 
 
 def search(keeping: Keeping, share: str, search_s: float, beside: int) -> tuple[Assignment, int]:
-    """The fastest assignment for a share of the plain peak, and its budget; `beside` is held in any case."""
+    """The fastest assignment for a share of the plain peak, and its budget; `beside` is what graphs hold twice."""
+    margin = GRAPHS_MARGIN if beside else MARGIN
 
     def room(budget: int) -> int:
-        return int((1 - MARGIN) * budget) - beside
+        return int((1 - margin) * budget) - beside
 
     if share != "least":
         budget = int(float(share) * keeping.plain.peak_bytes)
         return fit(keeping, room(budget), time_limit_s=search_s), budget
     least = smallest(keeping, time_limit_s=search_s).outcome.peak_bytes
-    budget = int((1.02 * least + beside) / (1 - MARGIN))
+    budget = int((1.02 * least + beside) / (1 - margin))
     return fit(keeping, room(budget), time_limit_s=search_s), budget
 
 

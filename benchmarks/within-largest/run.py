@@ -162,10 +162,15 @@ def search(basis: Basis, limit: int, least: Assignment | None, tries: int) -> di
     peak = least.outcome.peak_bytes if least is not None else basis.keeping.plain.peak_bytes
     step = STEPS[basis.grows]
     failed: list[dict[str, Any]] = []
-    shares = [1.02, 0.99, 0.96, 0.92, 0.87, 0.8, 0.7, 0.55, 0.4]
+    shares = [1.02, 0.99, 0.96, 0.93, 0.9, 0.87, 0.84, 0.8, 0.75, 0.7, 0.62, 0.55, 0.4]
     sizes = [basis.largest(int(share * limit), peak) for share in shares]
-    for size in list(dict.fromkeys(max(step, s) for s in sizes))[:tries]:
+    most = float("inf")
+    for size in list(dict.fromkeys(max(step, s) for s in sizes)):
+        if size > most or len(failed) >= tries:
+            continue
         row = attempt(basis, size, limit, least)
+        if "predicted_peak" in row:  # at this very size, which is better than in proportion
+            most = size * (limit / row["predicted_peak"]) ** (0.5 if basis.grows == "image" else 1.0)
         print("  ", json.dumps(row), flush=True)
         if "error" not in row:
             return {**row, "failed": failed}

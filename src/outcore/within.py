@@ -53,6 +53,8 @@ __all__ = ["memory_plan", "release", "within"]
 Exactness = Literal["bitwise", "reassociated"]
 _MARGIN = {"cuda": 0.02, "cpu": 0.0}
 """Share of the budget that is left free for what predictions miss."""
+_GRAPHS_MARGIN = 0.18
+"""Beside that with CUDA graphs, for the holes in memory that they keep for themselves."""
 
 
 def within(
@@ -138,6 +140,7 @@ def within(
         return _announced(model, step, budget, assumed=optimizer is None, quiet=quiet)
     reserved = loss_bytes + int(_MARGIN.get(costs.device_kind, 0.0) * (budget or 0))
     if graphs:
+        reserved += int(_GRAPHS_MARGIN * (budget or 0))
         reserved += Graphed.copied_bytes(model, [t for _, t in leaves((args, kwargs), torch.Tensor)])
     policy = dict(plan.policy if isinstance(plan, Plan) else plan) if plan is not None else None
     movable = state is None and budget is not None and plan is None and can_be_parted(optimizer) and not graphs

@@ -181,8 +181,9 @@ def test_graphs_give_the_same_gradients() -> None:
     twin = copy.deepcopy(model)
     outcore.within(model, (images,), memory=None, optimizer=0.0, quiet=True)
     plan = outcore.memory_plan(model)
-    budget = int(0.75 * plan.plain_bytes)
+    budget = int(1.05 * plan.plain_bytes)  # graphs hold some things twice and leave room for holes
     outcore.within(model, (images,), memory=budget, optimizer=0.0, costs=plan.keeping.costs, graphs=True, quiet=True)
+    assert outcore.memory_plan(model).policy
     for _ in range(3):
         batch = torch.randn_like(images)
         want, got = gradients(twin, batch, bf16=False), gradients(model, batch, bf16=False)

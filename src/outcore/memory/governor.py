@@ -159,7 +159,7 @@ class Governor:
         if self.settings.graphs and (self.device.type != "cuda" or not Graphed.can(holding)):
             warnings.warn("outcore: this step cannot be a CUDA graph; it runs call by call", stacklevel=3)
         elif self.settings.graphs:
-            entry.graphed = Graphed(holding, self.model, plan.moving_bytes)
+            entry.graphed = Graphed(holding, self.model)
         else:
             state = self.settings.optimizer.state_bytes(plan.keeping.costs.parameters)
             entry.observer = Observer(self.model, state, meter_for(self.device))

@@ -5,14 +5,16 @@ The pass is captured as it is, policies and all; what autograd would have saved 
 the backward graph finds it. One forward can be under way at a time: a second one before the first backward, or one
 whose inputs need gradients, runs call by call.
 
-A graph has memory of its own, which stays reserved, so what the allocator cannot reuse counts for good. Taken piece by
-piece in the order in which a step first asks, it falls into segments that fit nothing else later; so the planned peak
-is taken as one piece first, from which everything is then cut.
+A graph has memory of its own, which stays reserved, so what the allocator cannot reuse counts for good. In segments of
+fixed size a step leaves holes that fit nothing else later; in one that grows it leaves fewer, so that is what the
+allocator is told to take while the graphs are recorded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,16 +32,10 @@ _WARM_UPS = 2
 
 
 class Graphed:
-    """A holding, captured when it is first called.
+    """A holding, captured when it is first called."""
 
-    Args:
-        holding: the policies.
-        model: the user's.
-        room_bytes: what the plan expects forward and backward to hold beside parameters and inputs.
-    """
-
-    def __init__(self, holding: Holding, model: nn.Module, room_bytes: int = 0) -> None:
-        self.holding, self.model, self.room_bytes = holding, model, room_bytes
+    def __init__(self, holding: Holding, model: nn.Module) -> None:
+        self.holding, self.model = holding, model
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.under_way = False
         self.graphs: tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph] | None = None
@@ -79,13 +75,14 @@ class Graphed:
         before.restore()
         torch.cuda.empty_cache()  # the graphs have memory of their own
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(forward):
-            torch.empty(self.room_bytes, dtype=torch.uint8, device=self.parameters[0].device)  # one piece, free again
-            outputs = self.run()
-        self.gradients = [torch.zeros_like(o) for o in outputs]
-        with torch.cuda.graph(backward, pool=forward.pool()):
-            self.found = torch.autograd.grad(outputs, self.parameters, self.gradients, allow_unused=True)
-        self.outputs = [o.detach() for o in outputs]
+        with _growing_segments():
+            with torch.cuda.graph(forward):
+                outputs = self.run()
+            self.gradients = [torch.zeros_like(o) for o in outputs]
+            with torch.cuda.graph(backward, pool=forward.pool()):
+                self.found = torch.autograd.grad(outputs, self.parameters, self.gradients, allow_unused=True)
+            self.outputs = [o.detach() for o in outputs]
+            del outputs
         self.graphs = (forward, backward)
         before.restore()
         del before
@@ -128,6 +125,20 @@ class _Replay(torch.autograd.Function):
         graphed.graphs[1].replay()
         graphed.under_way = False
         return (None, None, *_copies(graphed.found))
+
+
+@contextlib.contextmanager
+def _growing_segments() -> Iterator[None]:
+    """Let the allocator take memory in segments that grow; afterwards as the user has told it."""
+    told = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    if "expandable_segments" in told or "backend" in told:
+        yield
+        return
+    torch.cuda.memory._set_allocator_settings(",".join(filter(None, (told, "expandable_segments:True"))))
+    try:
+        yield
+    finally:
+        torch.cuda.memory._set_allocator_settings(",".join(filter(None, (told, "expandable_segments:False"))))
 
 
 def _copies(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:

@@ -76,11 +76,13 @@ def make_lots(
     """Pack parameters into lots, those that are trained and those that are not apart; and their home."""
     ordered = list({id(p): p for p in parameters}.values())
     place = {id(p): i for i, p in enumerate(ordered)}
-    first = _FIRST_BYTES if policy.parameters == "offload" and policy.stage_bytes is None else None
+    first, most = None, policy.parcel_bytes
+    if policy.parameters == "offload" and policy.stage_bytes is None:  # there is room for all: as few as overlap allows
+        first, most = _FIRST_BYTES, max(most, sum(p.numel() * p.element_size() for p in ordered))
     laid = [
         row
         for trained in (True, False)
-        for row in lay_out([p for p in ordered if p.requires_grad is trained], policy.parcel_bytes, first)
+        for row in lay_out([p for p in ordered if p.requires_grad is trained], most, first)
     ]
     laid.sort(key=lambda row: min(place[id(m.tensor)] for m in row[0]))
     if policy.parameters == "keep" or not laid:

@@ -31,7 +31,7 @@ __all__ = ["Member", "Parcel", "lay_out", "movable"]
 
 _ALIGN = 512
 """As allocators align: kernels choose by alignment, and must choose what they choose in plain training."""
-_PIECE_BYTES = 32 * 2**20
+_PIECE_BYTES = 64 * 2**20
 _LAST_BYTES = 8 * 2**20
 """A parcel that turns round is back as long after it has left as its last piece takes, so that is small."""
 
@@ -210,15 +210,15 @@ def lay_out(
 ) -> list[tuple[list[Member], int]]:
     """Pack tensors, in this order, into parcels of about so many bytes; a larger tensor is one by itself.
 
-    With a size of the first, parcels grow from that by a factor of two: what is needed first leaves last, and must be
-    back soonest.
+    With a size of the first, parcels grow from that by a factor of eight: what is needed first leaves last, and must be
+    back soonest; the others are few, because each takes the host the better part of a millisecond.
     """
     parcels: list[tuple[list[Member], int]] = []
     members: list[Member] = []
     size = 0
     for tensor in tensors:
         needed = _rounded(tensor.numel() * tensor.element_size())
-        grown = most_bytes if first_bytes is None else min(most_bytes, first_bytes << len(parcels))
+        grown = most_bytes if first_bytes is None else min(most_bytes, first_bytes << 3 * len(parcels))
         if is_full(size, needed, grown):
             parcels.append((members, size))
             members, size = [], 0

@@ -261,6 +261,9 @@ class StateKeeper(Traffic):
             if self.fast:  # from now on only the last gradient of each lot is of interest
                 for other in self.hooks.keys() - set(self.watch.last.values()):
                     self.hooks.pop(other).remove()
+                for p in (p for lot in self.lots for p in lot.trained):
+                    if not p._post_accumulate_grad_hooks:  # backward would ask an empty table for every parameter
+                        p._post_accumulate_grad_hooks = None  # type: ignore[assignment]
 
     def _check_settings(self) -> None:
         if self.settings is not None and repr(self.settings) != repr(self.stepper.settings()):

@@ -67,8 +67,8 @@ class Stepper:
 
     def rest(self, done: Collection[int]) -> None:
         """Update all parameters but these (ids)."""
-        every = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        if left := every - set(done):
+        groups = self.optimizer.param_groups
+        if left := {id(p) for group in groups for p in group["params"] if id(p) not in done}:
             with self.narrowed([[p for p in g["params"] if id(p) in left] for g in self.optimizer.param_groups]):
                 self.step()
 

@@ -57,12 +57,6 @@ class MemoryPlan:
         return self.outcome.peak_bytes + self.reserved_bytes
 
     @property
-    def moving_bytes(self) -> int:
-        """Of the predicted peak, what comes and goes within a step: not weights, optimizer state and inputs."""
-        first = self.keeping.plain.moments[0].bytes
-        return self.outcome.peak_bytes - first.weights - first.state - first.inputs
-
-    @property
     def plain_bytes(self) -> int:
         """Predicted peak of plain training."""
         return self.keeping.plain.peak_bytes + self.reserved_bytes
