@@ -122,13 +122,12 @@ def sizes(rows: Rows) -> None:
 
 def memory(rows: Rows) -> None:
     """What `forecast` said of an array, beside what was measured."""
-    last = {(r["workload"], r["precision"], r["what"]): r for r in rows.all if r.get("predicted_bytes")}
+    told = [r for r in rows.all if r.get("predicted_bytes") and r["what"].startswith("memory, ")]
+    last = {(r["workload"], r["precision"], r["what"]): r for r in told}
     lines, errors = [], []
     for (workload, precision, what), row in sorted(last.items()):
         way = what.removeprefix("memory, ")
-        measured = {"fused": "peak_bytes", "streams": "used_bytes"}.get(way)
-        if measured is None or not row.get(measured):
-            continue
+        measured = {"fused": "peak_bytes", "streams": "used_bytes"}[way]
         error = 100 * (row["predicted_bytes"] / row[measured] - 1)
         errors.append(abs(error))
         each = [f"{row[name] / row['members'] / 2**20:,.0f}" for name in ("predicted_bytes", measured)]

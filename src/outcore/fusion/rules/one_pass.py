@@ -18,6 +18,7 @@ from torch._subclasses import FakeTensor
 
 from outcore.fusion.call import FusedCall
 from outcore.fusion.rules.norm_max import norm_max
+from outcore.fusion.rules.normalisation import batch_norm
 from outcore.fusion.values import Stacked, fold_channels, unfold_channels
 
 __all__ = ["norm_in_one_pass"]
@@ -50,25 +51,28 @@ def norm_in_one_pass(
     x, module = call.args[0], cast(Any, call.module)
     state = cast(dict[str, Stacked], call.state)
     tracks = module.track_running_stats and "running_mean" in state
-    mean, var = (state[name].tensor.view(-1) if tracks else None for name in ("running_mean", "running_var"))
-    weight, bias = (state[name].tensor.flatten() for name in ("weight", "bias"))
     if tracks:
         state["num_batches_tracked"].tensor.add_(1)
     if not isinstance(x, Stacked):
         x = Stacked(x.unsqueeze(0).expand(call.members, *x.shape))
-    folded, before = _folded(x), None if bias_before is None else bias_before.tensor.flatten()
+    folded = _folded(x)
     call.note("fused")
     if not _suits(folded):
-        whole = folded if before is None else folded + before.view(-1, *[1] * (folded.dim() - 2))
-        y = F.batch_norm(whole, mean, var, weight, bias, True, module.momentum, module.eps)
-        return unfold_channels(F.relu(y) if relu else y, x.members)
+        own_mean, own_var = (state[name] if tracks else None for name in ("running_mean", "running_var"))
+        if bias_before is not None:
+            x = Stacked(x.tensor + bias_before.tensor.view(x.members, 1, -1, *[1] * (x.rank - 2)))
+        y = batch_norm(x, own_mean, own_var, state["weight"], state["bias"], True, module.momentum, module.eps)
+        return Stacked(F.relu(y.tensor)) if relu else cast(Stacked, y)
+    mean, var = (state[name].tensor.view(-1) if tracks else None for name in ("running_mean", "running_var"))
+    weight, bias = (state[name].tensor.flatten() for name in ("weight", "bias"))
+    before = None if bias_before is None else bias_before.tensor.flatten()
     if before is not None:
         weight = _WithoutEffect.apply(weight, before)  # type: ignore[no-untyped-call]
     rows = folded.movedim(1, -1)
     made: tuple[Tensor, ...]
     if largest and rows.dim() == 3 and rows.is_contiguous():
-        running = None if mean is None or var is None else (mean, var)
-        made = norm_max(rows, weight, bias, running, module.momentum, module.eps, relu=relu)
+        followed = None if mean is None or var is None else (mean, var)
+        made = norm_max(rows, weight, bias, followed, module.momentum, module.eps, relu=relu)
     else:
         counted = torch.empty(1, dtype=torch.int64, device=folded.device)  # the kernels count for one model
         norm = _Norm(weight.detach(), bias.detach(), mean, var, counted, module.momentum, module.eps)
