@@ -151,7 +151,8 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def refitted(calibration: Calibration, samples: list[Sample], families: list[str]) -> Calibration:
-    """A calibration with some families fitted again by the Gaussian process, where that errs less."""
+    """A calibration with some families fitted again by the Gaussian process, where there are more samples or it errs
+    less."""
     models = dict(calibration.models)
     for family in families:
         for part in ("forward", "weight" if family == "first" else "backward"):
@@ -160,7 +161,7 @@ def refitted(calibration: Calibration, samples: list[Sample], families: list[str
                 fit_efficiency(chosen, calibration.base, methods=("gaussian",)),
                 models.get(f"{family}/{part}"),
             )
-            if before is None or model.errors["median"] < before.errors["median"]:
+            if before is None or model.samples > before.samples or model.errors["median"] < before.errors["median"]:
                 models[f"{family}/{part}"] = model
     return replace(calibration, models=models)
 

@@ -174,7 +174,8 @@ def gather(path: Path, folders: list[Path], **about: Any) -> list[dict[str, Any]
         for row in _rows(folder / ROWS):
             if "error" in rows.get(_case(row), {"error": ""}) or "error" not in row:
                 calls[_case(row)] = dict(zip(CASE, _case(row), strict=True)) | {"calls": row.pop("distinct", [])}
-                rows[_case(row)] = row
+                before = rows.get(_case(row), {})  # torch's tools may have answered already
+                rows[_case(row)] = {k: v for k, v in before.items() if k != "error"} | row
         for key, row in rows.items():
             said = folder / f"{key[0]}.json"
             row |= json.loads(said.read_text()).get(f"{key[1]} {key[2]}", {}) if said.exists() else {}

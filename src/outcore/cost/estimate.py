@@ -8,7 +8,7 @@ its own borrows the shape of the nearest one's under its own rates, and says so.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -77,28 +77,17 @@ def estimate(
     def precision(dtype: str) -> str:
         return "tf32" if has_tf32 and dtype in ("float32", "int64", "bool") else _PRECISIONS.get(dtype, "fp32")
 
-    wanted: dict[str, list[tuple[str, Operation]]] = {}
-    idle: set[str] = set()
     moves = Movement(graph, costs, steps) if device.kind == "cuda" else None
+    wanted: list[tuple[str, Operation]] = []
+    idle: set[str] = set()
     for name, step in steps.items():
-        if moves is not None and moves.in_float32(name):
-            operation = describe(graph, step, lambda _: precision("float32"))
-        else:
-            operation = describe(graph, step, precision)
-        if operation is None:
-            if is_idle(graph, step):
-                idle.add(name)
-            continue
-        wanted.setdefault(operation.dtype, []).append((name, operation))
-        if costs.calls[name].has_backward:
-            wanted[operation.dtype].append((name, operation.backward()))
-
-    predicted: dict[tuple[str, str], Prediction] = {}
-    for dtype, pairs in wanted.items():
-        calibration = (calibrations or {}).get(dtype) or _calibration(device, dtype)
-        answers = inside_a_network(calibration, [operation for _, operation in pairs], device)
-        for (name, operation), answer in zip(pairs, answers, strict=True):
-            predicted[name, operation.direction] = answer
+        up = moves is not None and moves.in_float32(name)
+        operation = describe(graph, step, (lambda _: precision("float32")) if up else precision)
+        if operation is not None:
+            wanted += [(name, operation), *([(name, operation.backward())] if costs.calls[name].has_backward else [])]
+        elif is_idle(graph, step):
+            idle.add(name)
+    predicted = _predicted(wanted, device, calibrations or {})
     calls = {name: _timed(cost, device, predicted, name in idle) for name, cost in costs.calls.items()}
     rate = STREAMED * device.bandwidth_bytes_per_s
     if moves is not None:
@@ -107,6 +96,19 @@ def estimate(
         calls = {name: _moving(cost, _fresh_bytes(cost), _FRESH_BYTES_PER_S, device) for name, cost in calls.items()}
     costs = replace(costs, device=device.name, sum_bytes_per_s=rate, calls=calls)
     return _issued(costs, device) if device.kind == "cuda" else costs
+
+
+def _predicted(
+    wanted: Sequence[tuple[str, Operation]], device: Device, calibrations: Mapping[str, Calibration]
+) -> dict[tuple[str, str], Prediction]:
+    """By call and direction: what its operation takes, by the calibration of its precision."""
+    found: dict[tuple[str, str], Prediction] = {}
+    for dtype in dict.fromkeys(operation.dtype for _, operation in wanted):
+        pairs = [(name, operation) for name, operation in wanted if operation.dtype == dtype]
+        calibration = calibrations.get(dtype) or _calibration(device, dtype)
+        answers = inside_a_network(calibration, [operation for _, operation in pairs], device)
+        found |= {(name, o.direction): answer for (name, o), answer in zip(pairs, answers, strict=True)}
+    return found
 
 
 def _issued(costs: Costs, device: Device) -> Costs:
@@ -173,15 +175,8 @@ def _moving(cost: CallCost, moved: tuple[int, int], rate: float, device: Device)
     def more(timing: Timing | None, nbytes: int) -> Timing | None:
         if timing is None or not nbytes:
             return timing
-        extra_s = nbytes / rate + device.launch_s
-        return replace(
-            timing,
-            min_s=timing.min_s + extra_s,
-            median_s=timing.median_s + extra_s,
-            max_s=timing.max_s + extra_s,
-            mean_s=timing.mean_s + extra_s,
-            dispatch_s=timing.dispatch_s + _VIEW * device.dispatch_s,
-        )
+        longer = timing.longer(nbytes / rate + device.launch_s)
+        return replace(longer, dispatch_s=longer.dispatch_s + _VIEW * device.dispatch_s)
 
     return replace(cost, forward=more(cost.forward, moved[0]), backward=more(cost.backward, moved[1]))
 

@@ -27,7 +27,7 @@ from outcore.cost.features import Matrix
 
 __all__ = ["Gaussian", "Lengths", "find_lengths", "fit_gaussian", "gaussian_process", "negative_likelihood", "rounded"]
 
-_MOST_POINTS = 2000
+_MOST_POINTS = 3000
 _LENGTH_POINTS = 800
 _STEPS = 60
 _BEFOREHAND, _GIVE_OR_TAKE = np.log(10.0), 1.0
@@ -110,7 +110,7 @@ def gaussian_process(
     contradict by so many standard deviations."""
     columns = np.flatnonzero(np.isfinite(lengths.lengths))
     mean, scale = rounded(rows[:, columns].mean(0)), rounded(lengths.lengths[columns])
-    points = rounded((rows[:, columns] - mean) / scale, 4)
+    points = rounded((rows[:, columns] - mean) / scale, 3)
     gram = _matern(points, points)
     noises = np.full(len(rows), lengths.noise)
     if doubted is not None:

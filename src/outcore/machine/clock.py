@@ -67,6 +67,16 @@ class Timing:
             dispatch_s=max(0.0, self.dispatch_s - issuing),
         )
 
+    def longer(self, extra_s: float) -> Timing:
+        """The time with so much more on the device; the host issues it in the same time."""
+        return replace(
+            self,
+            min_s=self.min_s + extra_s,
+            median_s=self.median_s + extra_s,
+            max_s=self.max_s + extra_s,
+            mean_s=self.mean_s + extra_s,
+        )
+
     def scaled(self, scale: float) -> Timing:
         """The time of so many times as much; the host issues it in the same time."""
         return replace(

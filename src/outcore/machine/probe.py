@@ -76,7 +76,7 @@ def probe(
 
 
 def remembered(*, cache: Path | None = None, devices: tuple[str, ...] | None = None) -> Machine:
-    """This machine with what is already measured of it; unmeasured numbers are placeholders."""
+    """This machine with what is already measured of it; where nothing was, there are no rates."""
     facts = _facts(devices if devices is not None else _present())
     directory = cache if cache is not None else cache_directory()
     return _assemble(facts, _recall(directory / f"machine-{_assemble(facts, {}).fingerprint}.json"))
