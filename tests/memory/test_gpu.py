@@ -231,3 +231,28 @@ def test_memory_that_was_fetched_for_nothing_is_not_written_later() -> None:
     torch.cuda.synchronize()
     assert bool(ones.all())
     tier.close()
+
+
+@pytest.mark.parametrize("mode", ["recompute", "offload", "encode"])
+def test_a_recurrent_layer_whose_weights_autocast_has_laid_out_anew(mode: str) -> None:
+    """cuDNN's weights are then parts of one piece of memory, and each counts its versions for itself."""
+
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.outer = nn.Linear(64, 256), nn.Linear(512, 8)
+            self.layer = nn.LSTM(256, 256, batch_first=True, bidirectional=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.outer(self.layer(torch.tanh(self.inner(x)))[0]).mean(1)
+
+    torch.manual_seed(0)
+    model, x = Reads().cuda(), torch.randn(32, 128, 64, device="cuda")
+    want = gradients(model, x, bf16=True)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        outcore.within(model, (x,), memory=None, optimizer=0.0, quiet=True)
+        keeping = outcore.memory_plan(model).keeping
+        by_hand = policies(keeping, mode)
+        outcore.within(model, (x,), memory=None, plan=by_hand, optimizer=0.0, costs=keeping.costs, quiet=True)
+    got = gradients(model, x, bf16=True)
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))

@@ -247,7 +247,11 @@ class _Tape(Tape):
                         made[address] = self.cells[plan.buffer] = self.cell(plan)
                         made[address].born(tensor)
                         made[address].sources = {value: self.cells[s] for value, s in plan.sources.items()}
+                        made[address].version = handle.version
+                    # Parts of one piece may count their versions each for itself (cuDNN's weights do).
+                    version = made[address].version
                     handle.point_to(made[address], position)
+                    made[address].version = version
         self.pending.clear()
         for cell in made.values():
             cell.leave(self.owner.tier)
