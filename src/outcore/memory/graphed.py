@@ -134,11 +134,14 @@ def _growing_segments() -> Iterator[None]:
     if "expandable_segments" in told or "backend" in told:
         yield
         return
-    torch.cuda.memory._set_allocator_settings(",".join(filter(None, (told, "expandable_segments:True"))))
+    tell: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    if tell is None:  # as it was called before
+        tell = torch.cuda.memory._set_allocator_settings
+    tell(",".join(filter(None, (told, "expandable_segments:True"))))
     try:
         yield
     finally:
-        torch.cuda.memory._set_allocator_settings(",".join(filter(None, (told, "expandable_segments:False"))))
+        tell(",".join(filter(None, (told, "expandable_segments:False"))))
 
 
 def _copies(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
