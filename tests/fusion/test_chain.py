@@ -15,6 +15,7 @@ import outcore
 from outcore.fusion import Way, chain, forecast, program
 from outcore.fusion.chain import Chain
 from outcore.fusion.rules import one_pass
+from outcore.fusion.rules.norm_max import norm_max
 from tests.fusion.serial import distance, train_serially
 
 
@@ -122,9 +123,13 @@ def test_members_with_chains_equal_their_serial_twins(channels_last: bool) -> No
 def test_only_the_largest_values_of_a_norm_are_made_where_nothing_else_is_wanted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(one_pass, "_LARGE", 0)
     monkeypatch.setattr(one_pass, "_suits", lambda x: True)
+    made: list[bool] = []
+    monkeypatch.setattr(one_pass, "norm_max", lambda *a, **k: made.append(True) or norm_max(*a, **k))
     array = _trains_as_plain(_Points, CLOUDS, "cpu", Way(3), torch.float64)
     assert {c.path for c in _chains(array) if c.largest is not None} == {"model.norm1", "model.norm2"}
+    assert len(made) == 2 * (6 + 1)  # two norms in six steps, and in the check before the first
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")

@@ -55,9 +55,9 @@ def norm_in_one_pass(
         state["num_batches_tracked"].tensor.add_(1)
     if not isinstance(x, Stacked):
         x = Stacked(x.unsqueeze(0).expand(call.members, *x.shape))
-    folded = _folded(x)
+    folded = _folded(x) if x.rank > 2 and x.tensor.numel() >= _LARGE else None
     call.note("fused")
-    if not _suits(folded):
+    if folded is None or not _suits(folded):
         own_mean, own_var = (state[name] if tracks else None for name in ("running_mean", "running_var"))
         if bias_before is not None:
             x = Stacked(x.tensor + bias_before.tensor.view(x.members, 1, -1, *[1] * (x.rank - 2)))
@@ -97,7 +97,7 @@ def _suits(x: Tensor) -> bool:
     """Whether the kernels are fast on it."""
     several = x.numel() > x.shape[1]  # of one number per channel there is no deviation; torch says so
     side_by_side = not x.is_contiguous() or math.prod(x.shape[2:]) >= _LONG
-    return x.is_cuda and x.numel() >= _LARGE and several and side_by_side
+    return x.is_cuda and several and side_by_side
 
 
 class _WithoutEffect(torch.autograd.Function):
