@@ -40,7 +40,9 @@ Key = tuple[str, str, str]
 def results() -> tuple[dict[Key, dict[str, tuple[dict[str, Any], dict[str, Any]]]], int]:
     """Case -> way -> its row and the plain row of the same file; the newest file counts."""
     found: dict[Key, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {}
-    files = [p for p in sorted((HERE / "results").glob("*-h200-*.json")) if "norms" not in p.name]
+    files = [
+        p for p in sorted((HERE / "results").glob("*-h200-*.json")) if "norms" not in p.name and "first" not in p.name
+    ]
     for path in files:
         rows = [r for r in json.loads(path.read_text())["rows"] if "model" in r]
         plain = {case_of(r): r for r in rows if r["how"] == "plain" and "ms" in r}
