@@ -194,7 +194,7 @@ def _described(ways: Ways, best: Candidate, rivals: tuple[Candidate, ...], usabl
         best.time_s,
         ways.bytes(best),
         len(cut),
-        sum(ways.computed(stage, cut)[0].values()) / max(1, whole),
+        sum(ways.pace.computed(stage, cut)[0].values()) / max(1, whole),
         len(prepared.streaming.stages),
         rivals,
         best.keep,

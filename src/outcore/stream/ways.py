@@ -1,9 +1,8 @@
 """All ways to stream a network that are worth considering, each with its time and its bytes.
 
-A way is a boundary, a tile size, maps that are kept between passes (and where), and how what follows is held. Time is
-costs per call times the share of it that the tiles compute, halos included. Regions are boxes whose sides depend on
-one axis each, so how many numbers all tiles compute is a product of sums along the axes: three tiles on the diagonal
-(the first, one between, the last) tell it for any number of tiles.
+A way is a boundary, a tile size, maps that are kept between passes (and where), and how what follows is held. Its time
+is found by counting (`outcore.stream.pace`); its bytes roughly at first, and for those that may be chosen by running
+their largest tiles without memory (`outcore.stream.prediction`).
 
 Which maps to keep is asked only where there are several passes. Keeping the map that a norm's statistics are taken of
 saves running all that is before it again, and maps get small with depth: so it is none, all, or all up to some size.
@@ -17,20 +16,19 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
-from torch import nn
-
 from outcore.cost.costs import Costs
 from outcore.errors import StreamError
 from outcore.graph.parts import ancestors
 from outcore.ops.region import elements
 from outcore.planner.tiles import Candidate, Outline
 from outcore.stream.arguments import device_of
-from outcore.stream.network import Network, Node
+from outcore.stream.network import Network
+from outcore.stream.pace import Pace
 from outcore.stream.prediction import StreamBytes, largest_tile, predict_bytes, tile_bytes
 from outcore.stream.prepared import Prepared, cut_up, divided
 from outcore.stream.rest import Rest
-from outcore.stream.stages import Stage, Streaming, divide
-from outcore.stream.tiles import Grid, plan_tile
+from outcore.stream.stages import Streaming, divide
+from outcore.stream.tiles import Grid
 
 __all__ = ["Allowed", "Ways"]
 
@@ -42,8 +40,6 @@ _SURELY = 0.9
 _HOST_BYTES_PER_S = 1e10
 _CROSSINGS = 5
 """A map on the host is written, read in two passes, and its gradient is added to and read."""
-_CALL_S = 4e-5
-"""What the interpreter takes for one operation of one tile."""
 _MANAGED = 1.25
 """What policies for the rest cost, before they are planned."""
 
@@ -69,7 +65,7 @@ class Ways:
         self._bytes: dict[Candidate, StreamBytes] = {}
         self._rests: dict[tuple[str, ...] | None, Rest] = {}
         self._divided: dict[tuple[tuple[str, ...] | None, tuple[str, ...]], Streaming] = {}
-        self._costs: dict[str, tuple[float, float]] = {}
+        self.pace = Pace(network, costs, training=allowed.training, dense=allowed.dense)
 
     def candidates(self) -> Iterator[Candidate]:
         """Each boundary with each choice of kept maps and each tile size."""
@@ -95,8 +91,8 @@ class Ways:
         tile = (tile,) * self.network.rank if isinstance(tile, int) else tile
         boundary = (boundary,) if isinstance(boundary, str) else boundary
         streaming = self.streaming(boundary, keep)
-        seconds, _ = self._streamed(streaming, cut_up(self.network, streaming, tile))
-        seconds += self._tail_s(streaming)
+        seconds, _ = self.pace.streamed(streaming, cut_up(self.network, streaming, tile))
+        seconds += self.pace.tail_s(streaming)
         made = Candidate(boundary, tile, seconds, 0, keep, how["maps_on_host"], managed=bool(how["rest"]))
         if how["rest"]:
             self._rests[boundary] = rest = Rest(self.prepared(made))
@@ -201,8 +197,8 @@ class Ways:
         streaming: Streaming,
         grids: tuple[Grid, ...],
     ) -> Iterator[Candidate]:
-        time_s, numbers = self._streamed(streaming, grids)
-        tail_s, tail = self._tail_s(streaming), self._tail_bytes(streaming)
+        time_s, numbers = self.pace.streamed(streaming, grids)
+        tail_s, tail = self.pace.tail_s(streaming), self._tail_bytes(streaming)
         tile_bytes = int(self._bytes_per_number * numbers)
         kept = sum(map(self._map_bytes, streaming.kept))
         most = self._rough(streaming, tile_bytes, kept, tail)
@@ -221,10 +217,10 @@ class Ways:
     def _least(self, streaming: Streaming) -> Callable[[tuple[Grid, ...]], tuple[float, int]]:
         """The least seconds and rough bytes of all variants, by their grids: without halos, and with equal tiles."""
         wholes = [
-            self._streamed_stage(streaming, stage, cut)
+            self.pace.streamed_stage(streaming, stage, cut)
             for stage, cut in zip(streaming.stages, cut_up(self.network, streaming, self.pixels), strict=True)
         ]
-        tail_s, tail = self._tail_s(streaming), self._tail_bytes(streaming)
+        tail_s, tail = self.pace.tail_s(streaming), self._tail_bytes(streaming)
         kept = sum(map(self._map_bytes, streaming.kept))
         if self.allowed.policies:
             kept, tail = 0, tail // 4
@@ -237,88 +233,6 @@ class Ways:
             return seconds, self._rough(streaming, int(self._bytes_per_number * numbers), kept, tail)
 
         return least
-
-    # Time
-
-    def _streamed(self, streaming: Streaming, grids: tuple[Grid, ...]) -> tuple[float, int]:
-        """Seconds of all passes, and the numbers in the largest tile."""
-        total, largest = 0.0, 0
-        for stage, cut in zip(streaming.stages, grids, strict=True):
-            computing_s, issuing_s, most = self._streamed_stage(streaming, stage, cut)
-            total += computing_s + issuing_s * len(cut)
-            largest = max(largest, most)
-        return total, largest
-
-    def _streamed_stage(self, streaming: Streaming, stage: Stage, cut: Grid) -> tuple[float, float, int]:
-        """Seconds of a pass, those to issue one of its tiles, and the numbers in the largest."""
-        once = self.allowed.dense and stage is streaming.stages[-1]
-        training = self.allowed.training
-        forwards = 1 if once or not training else 2
-        computed, largest = self.computed(stage, cut)
-        total = 0.0
-        for node in stage.nodes:
-            forward, backward = self._cost(node)
-            share = computed.get(node.output, 0) / max(1, math.prod(node.shape))
-            total += share * (forwards * forward + (backward if training else 0.0))
-        return total, _CALL_S * len(stage.nodes) * (forwards + training), largest
-
-    def computed(self, stage: Stage, cut: Grid) -> tuple[dict[str, float], int]:
-        """How many numbers of each node all tiles compute, and how many numbers the largest tile has."""
-        along = [[(k, 1) for k in range(c)] if c <= 3 else [(0, 1), (c // 2, c - 2), (c - 1, 1)] for c in cut.counts]
-        sums: dict[str, list[float]] = {}
-        largest = 0
-        for i in range(max(map(len, along), default=1)):
-            plan = plan_tile(self.network, stage, cut, tuple(c[min(i, len(c) - 1)][0] for c in along))
-            if plan is None:
-                continue
-            largest = max(largest, plan.elements())
-            for node in stage.nodes:
-                if (region := plan.regions.get(node.output)) is None:
-                    continue
-                axes = self.network.axes[node.output]
-                found = sums.setdefault(node.output, [0.0] * len(region))
-                for dim, ((lo, hi), axis) in enumerate(zip(region, axes, strict=True)):
-                    if axis is None or axis >= len(along):
-                        found[dim] = hi - lo
-                    elif i < len(along[axis]):
-                        found[dim] += along[axis][i][1] * (hi - lo)
-        return {name: math.prod(found) for name, found in sums.items()}, largest
-
-    def _cost(self, node: Node) -> tuple[float, float]:
-        if node.absorbed:  # a folded norm costs nothing of its own
-            costs = [self._call_cost(c) for c in node.absorbed]
-            return sum(f for f, _ in costs), sum(b for _, b in costs)
-        return self._call_cost(node.call)
-
-    def _call_cost(self, call: str) -> tuple[float, float]:
-        if call not in self._costs:
-            self._costs[call] = self._measured(call) if self.costs is not None else self._guessed(call)
-        return self._costs[call]
-
-    def _measured(self, call: str) -> tuple[float, float]:
-        assert self.costs is not None
-        cost = self.costs[call]
-        return (
-            cost.forward.median_s if cost.forward is not None else 0.0,
-            cost.backward.median_s if cost.backward is not None else 0.0,
-        )
-
-    def _guessed(self, call: str) -> tuple[float, float]:
-        """By a plain ratio of FLOPs to bytes."""
-        found, values = self.network.graph.calls[call], self.network.graph.values
-        moved = sum(values[v].bytes for v in (*found.inputs, *found.outputs))
-        weights = sum(math.prod(t.shape) for p in found.parameters if (t := _tensor(self.network.model, p)) is not None)
-        pixels = sum(math.prod(values[v].shape[2:]) for v in found.outputs if len(values[v].shape) > 2)
-        forward = moved / 1e12 + 2 * weights * pixels / 1e14
-        return forward, 2 * forward
-
-    def _tail_s(self, streaming: Streaming) -> float:
-        total = 0.0
-        for call in self.network.graph.calls:
-            if call not in streaming.calls:
-                forward, backward = self._call_cost(call)
-                total += forward + (backward if self.allowed.training else 0.0)
-        return total
 
     # Bytes, roughly
 
@@ -380,8 +294,3 @@ def _counts(pixels: int) -> list[int]:
         found += [k, 3 * k // 2]
         k *= 2
     return found
-
-
-def _tensor(model: nn.Module, name: str) -> nn.Parameter | None:
-    holder, _, last = name.rpartition(".")
-    return model.get_submodule(holder)._parameters.get(last)
