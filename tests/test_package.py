@@ -1,7 +1,9 @@
-"""The package as a dependency: light to import, nothing optional, version in one place."""
+"""The package as a whole: light to import, nothing optional, version in one place, imports that go one way."""
 
 from __future__ import annotations
 
+import ast
+import graphlib
 import subprocess
 import sys
 import tomllib
@@ -29,3 +31,20 @@ def test_the_version_is_that_of_the_project() -> None:
 def test_public_names_are_few_and_there() -> None:
     public = {name for name in vars(outcore) if not name.startswith("_")}
     assert {"Graph", "Job", "OutcoreError", "capture"} <= public
+
+
+def test_imports_go_one_way() -> None:
+    """Between folders, and between them and the files beside them; also those that are made when first used."""
+    root = Path(outcore.__file__).parent
+    below: dict[str, set[str]] = {}
+    for file in root.rglob("*.py"):
+        unit = file.relative_to(root).parts[0].removesuffix(".py")
+        if unit == "__init__":
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("outcore"):
+                for name in node.names:
+                    used = f"{node.module}.{name.name}".split(".")[1]
+                    below.setdefault(unit, set()).update({used} - {unit})
+    order = list(graphlib.TopologicalSorter(below).static_order())  # raises where there is a circle
+    assert len(order) > 15 and order.index("errors") < order.index("graph") < order.index("run") < order.index("cli")
