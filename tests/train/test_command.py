@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import yaml
@@ -23,6 +24,13 @@ def test_options_settings_and_a_file_are_the_same_run(tmp_path: Path) -> None:
     assert shown.returncode == 0, shown.stderr
     assert table(tmp_path / "a" / "steps.csv") == table(tmp_path / "b" / "steps.csv")
     assert "finished after 4 steps" in shown.stdout and "report: b/report.html" in shown.stdout
+
+
+def test_the_batch_is_the_jobs_own(tmp_path: Path) -> None:
+    job = write_job(tmp_path)
+    job.write_text(job.read_text() + "\n\nsize = 5\n")
+    shown = outcore_command("train", "job.py", "--device", "cpu", "--epochs", "1", folder=tmp_path)
+    assert shown.returncode == 0 and " batch 5\n" in re.sub(" +\n", "\n", shown.stdout), shown.stdout
 
 
 def test_figures_as_json(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def _train(config: Config, console: Console, wish: Wish) -> int:
         raise TrainError(f"{supply.examples} examples make no step of {supply.batch} x {config.train.accumulate}")
     if runner.rank == 0:
         examples = feed.steps * supply.batch * config.train.accumulate if supply.train is None else supply.examples
-        console.print(start_table(config, job, expected, steps=feed.steps, examples=examples))
+        console.print(start_table(config, job, expected, steps=feed.steps, examples=examples, batch=supply.batch))
         console.print()
     metrics = _metrics(config, runner, validation)
     assert runner.optimizer is not None

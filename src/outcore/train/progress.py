@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from outcore.machine.units import format_bytes
 
-__all__ = ["Bar", "Lines", "Show", "Silence", "make_show"]
+__all__ = ["Bar", "Lines", "Show", "Silence", "count_rate", "make_show"]
 
 _DRAW_S = 0.5
 """How often the bar is drawn."""
@@ -122,11 +122,20 @@ def make_show(console: Console, *, rank: int = 0) -> Show:
     return Bar(console) if console.is_terminal else Lines(console)
 
 
+def count_rate(rate: float) -> str:
+    """A rate to three digits, or to whole examples.
+
+    >>> count_rate(0.17234), count_rate(1404.6)
+    ('0.172', '1,405')
+    """
+    return f"{rate:,.0f}" if rate >= 1000 else f"{rate:.3g}"
+
+
 def _figures(row: Mapping[str, Any], *, short: bool = False) -> str:
     parts = [f"loss {row['loss']:.4g}"]
     rate = row.get("examples_per_s")
     if rate:
-        parts.append(f"{rate:.3g}/s" if short else f"{rate:.3g} examples/s")
+        parts.append(count_rate(rate) + ("/s" if short else " examples/s"))
     memory, budget = row.get("memory_bytes"), row.get("budget_bytes")
     if memory:
         parts.append(format_bytes(memory) + (f" of {format_bytes(budget)}" if budget else ""))

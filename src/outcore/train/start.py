@@ -24,6 +24,7 @@ from outcore.report.run import thin
 from outcore.run.setup import choose_device
 from outcore.train.config import Config
 from outcore.train.precision import computing
+from outcore.train.progress import count_rate
 
 __all__ = ["Forecast", "device_here", "duration", "forecast", "start_table"]
 
@@ -111,7 +112,7 @@ def _record(job: Job, inputs: Sequence[Any], precision: str) -> Graph:
         return capture(model, stand_ins)
 
 
-def start_table(config: Config, job: Job, found: Forecast, *, steps: int, examples: int) -> Table:
+def start_table(config: Config, job: Job, found: Forecast, *, steps: int, examples: int, batch: int) -> Table:
     """What was decided and what it will cost.
 
     Args:
@@ -120,6 +121,7 @@ def start_table(config: Config, job: Job, found: Forecast, *, steps: int, exampl
         found: the forecast.
         steps: of an epoch.
         examples: of an epoch.
+        batch: examples of a batch.
     """
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
@@ -127,9 +129,8 @@ def start_table(config: Config, job: Job, found: Forecast, *, steps: int, exampl
     shapes = ", ".join("x".join(map(str, shape)) for shape in found.shapes)
     table.add_row("train", f"{job.name} on {found.device}")
     table.add_row("network", f"{found.parameters:,} parameters, input {shapes}, {config.train.precision}")
-    table.add_row(
-        "data", f"{examples:,} examples, {steps:,} steps an epoch, {config.train.epochs} epochs, {_batch(config)}"
-    )
+    batches = f"batch {batch}" + (f" x {config.train.accumulate}" if config.train.accumulate > 1 else "")
+    table.add_row("data", f"{examples:,} examples, {steps:,} steps an epoch, {config.train.epochs} epochs, {batches}")
     if found.peak_bytes is not None and found.capacity_bytes is not None:
         table.add_row(
             "plain step", f"{duration(found.step_s)}, {format_bytes(found.peak_bytes)} at its peak (estimated)"
@@ -140,16 +141,11 @@ def start_table(config: Config, job: Job, found: Forecast, *, steps: int, exampl
     if step_s is not None:
         whole = step_s * config.train.accumulate * steps
         rate = examples / whole if whole else 0.0
-        table.add_row("expected", f"{duration(whole)} an epoch, {rate:.3g} examples/s")
+        table.add_row("expected", f"{duration(whole)} an epoch, {count_rate(rate)} examples/s")
     for note in found.notes:
         table.add_row("note", note)
     table.add_row("run", f"{config.out} (settings, log, checkpoints, report)")
     return table
-
-
-def _batch(config: Config) -> str:
-    size = f"batch {config.train.batch or 1}"
-    return size + (f" x {config.train.accumulate}" if config.train.accumulate > 1 else "")
 
 
 def duration(seconds: float | None) -> str:
