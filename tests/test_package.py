@@ -33,6 +33,12 @@ def test_public_names_are_few_and_there() -> None:
     assert {"Graph", "Job", "OutcoreError", "capture"} <= public
 
 
+def test_what_is_imported_when_first_used_is_there() -> None:
+    names = ["scan.GRU", "data.open_slide", "stream.stream", "fuse", "run.read_weights", "Engine"]
+    program = f"import outcore; assert all(map(callable, [{', '.join(f'outcore.{name}' for name in names)}]))"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 def test_imports_go_one_way() -> None:
     """Between folders, and between them and the files beside them; also those that are made when first used."""
     root = Path(outcore.__file__).parent

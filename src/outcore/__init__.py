@@ -22,6 +22,10 @@ from outcore.within import within as within
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from outcore import data as data
+    from outcore import run as run
+    from outcore import scan as scan
+    from outcore import stream as stream
     from outcore.fusion import fuse as fuse
     from outcore.run import Engine as Engine
 
@@ -36,4 +40,8 @@ def __getattr__(name: str) -> Any:
         from outcore.fusion import fuse
 
         return fuse
+    if name in ("data", "run", "scan", "stream"):
+        import importlib
+
+        return importlib.import_module(f"outcore.{name}")
     raise AttributeError(f"module 'outcore' has no attribute {name!r}")
