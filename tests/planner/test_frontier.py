@@ -93,3 +93,14 @@ def test_a_slower_memory_below_makes_nothing_impossible(rate: float) -> None:
     still = smallest(Keeping(graph, costs, 0.0, None))
     moving = Keeping(graph, costs, 0.0, Tier(rate, 2 * rate, least_bytes=2**16))
     assert fit(moving, still.outcome.peak_bytes).fits(still.outcome.peak_bytes)
+
+
+def test_what_is_drawn_is_not_made_again_where_a_generator_cannot_go_back() -> None:
+    layers = [m for _ in range(3) for m in (nn.Linear(32, 32), nn.Tanh(), nn.Dropout(0.5))]
+    graph = outcore.capture(nn.Sequential(*layers).train(), [(64, 32)])
+    costs = by_bytes(account(graph), 1e9)
+    free, bound = (Keeping(graph, costs, 0.0, None, 1e9, draws=draws) for draws in (True, False))
+    drawn = {n for n, b in free.buffers.items() if b.drawn and "recompute" in free.choices(b)}
+    assert drawn and all("recompute" not in bound.choices(bound.buffers[n]) for n in drawn)
+    chosen = bound.resolved(smallest(bound).policy)
+    assert "recompute" in chosen.values() and all(chosen.get(n) != "recompute" for n in drawn)

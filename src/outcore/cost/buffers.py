@@ -64,6 +64,8 @@ class Buffer:
     """Time to make it again, once its sources are there."""
     workspace_bytes: int = 0
     """Room that takes for a moment."""
+    drawn: bool = False
+    """A writer draws random numbers."""
     copy_of: str = ""
     """For a derived tensor: the value of which it is a copy in another type, if it is one."""
 
@@ -215,6 +217,7 @@ class _Survey:
             opaque=any(self.graph.blocks[self.graph.calls[self.order[i]].block].kind == "opaque" for i in saved_by),
             obstacle=self.obstacle(name, writers) if born >= 0 else "an input",
             again_s=self.again_s(rows) if rows else 0.0,
+            drawn=any(again(self.graph.blocks[self.graph.calls[w].block].type) == "random" for w in writers),
             workspace_bytes=max((c.workspace_forward_bytes + _derived_bytes(c) for c in rows), default=0),
         )
 

@@ -74,6 +74,7 @@ def _plan(graph: Graph, costs: Costs, settings: Settings, device: torch.device, 
             policy=policy,
             time_limit_s=settings.search_s,
             states=settings.states,
+            draws=not settings.graphs,
         )
 
     if first is None:

@@ -57,6 +57,9 @@ class Outcome:
 class Keeping:
     """A network's step, ready to be evaluated under any assignment of policies."""
 
+    draws: bool = True
+    """Whether what draws random numbers may be made again; a CUDA graph cannot go back to an earlier state."""
+
     def __init__(
         self,
         graph: Graph,
@@ -64,9 +67,11 @@ class Keeping:
         optimizer: OptimizerCost | float,
         tier: Tier | None,
         memory_bytes_per_s: float = 10e9,
+        *,
+        draws: bool = True,
     ) -> None:
         self.graph = replace(graph, executable=None)  # facts alone: a plan must not keep a model alive
-        self.costs, self.tier, self.memory_bytes_per_s = costs, tier, memory_bytes_per_s
+        self.costs, self.tier, self.memory_bytes_per_s, self.draws = costs, tier, memory_bytes_per_s, draws
         self.plain: MemoryCurve = memory_curve(graph, costs, optimizer=optimizer)
         self.base: Curve = np.array([m.bytes.total for m in self.plain.moments], dtype=np.int64)
         self.buffers: dict[str, Buffer] = buffers_of(graph, costs)
@@ -135,7 +140,7 @@ class Keeping:
     def choices(self, buffer: Buffer) -> list[str]:
         """The policies a buffer can have beside keep, all of them exact."""
         found = []
-        if (buffer.kind == "value" or buffer.copy_of) and not buffer.obstacle:
+        if (buffer.kind == "value" or buffer.copy_of) and not buffer.obstacle and (self.draws or not buffer.drawn):
             found.append("recompute")
         if (codec := codec_for(buffer)) is not None:
             found.append(f"encode:{codec}")

@@ -136,6 +136,7 @@ def plan_memory(
     policy: Mapping[str, str] | None = None,
     time_limit_s: float = 4.0,
     states: Sequence[StatePolicy] = (StatePolicy(),),
+    draws: bool = True,
 ) -> MemoryPlan:
     """The fastest step within a budget.
 
@@ -151,11 +152,12 @@ def plan_memory(
         time_limit_s: for the search.
         states: policies for parameters, gradients and optimizer state; a later one is taken only if none before it
             meets the budget.
+        draws: whether what draws random numbers may be made again.
 
     Raises:
         PlanError: nothing fits; names the smallest budget that does.
     """
-    keeping = Keeping(graph, costs, optimizer, tier, memory_bytes_per_s)
+    keeping = Keeping(graph, costs, optimizer, tier, memory_bytes_per_s, draws=draws)
     if policy is not None and (unknown := [name for name in policy if name not in keeping.buffers]):
         raise PlanError(f"the plan names {unknown[0]}, which is not the first value in any memory of the network")
     most = budget_bytes - reserved_bytes if budget_bytes is not None else 2**62
