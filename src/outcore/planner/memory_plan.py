@@ -182,7 +182,7 @@ def _refusal(keeping: Keeping, least: Outcome, budget_bytes: int, reserved_bytes
         f"a training step cannot be done within {format_bytes(budget_bytes)}: the smallest budget that was "
         f"found is {format_bytes(smallest)} (reached in {_place(keeping, int(least.curve.argmax()))}; "
         f'{_place(keeping, at)} alone needs {format_bytes(floor + reserved_bytes)}); give memory="'
-        f'{-(-smallest // 2**20)}MiB" or more, or a smaller batch, or stream the images in tiles (outcore.stream)'
+        f'{-(-smallest // 2**20)}MiB" or more, or a smaller batch'
     )
     refused.least_bytes = smallest
     return refused
