@@ -2,7 +2,8 @@
 
     python report.py README.md results/DATE-h200-first.json results/DATE-h200-second.json results/DATE-processes.json
 
-Of equal rows the last counts, of serial ones the fastest.
+Of equal rows the last counts, of serial ones the fastest. Numbers of members, predictions and use are shown of the last
+day's runs; the partially fused network of the run that has most of it.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def speed(files: list[Rows], joined: Rows) -> None:
         over = [16 * r["step_s"] / best[1]["step_s"] for r in (eager, serial)]
         plain.append(over[0])
         graphed.append(over[1])
-        others = [rows.get(key, what, 16) for what in ("vmap", "fused", "streams")]
+        others = [joined.get(key, "vmap", 16), *(rows.get(key, what, 16) for what in ("fused", "streams"))]
         wanted = f"{STREAMS_TO_REACH[key]:.2f}x" if key in STREAMS_TO_REACH else "–"
         times = [ms(eager, 16), ms(serial, 16), *map(ms, others)]
         lines.append([key[0] + mark, key[1], *times, f"{over[0]:.1f}x", f"**{over[1]:.2f}x**", wanted])
@@ -100,7 +101,7 @@ def members(rows: Rows) -> None:
     for key in rows.keys:
         for what in ("fused", "streams"):
             found = {n: rows.get(key, what, n) for n in COUNTS} | {1: rows.get(key, "graphed serial", 1)}
-            if sum(row is not None for row in found.values()) < 4:
+            if sum(row is not None for row in found.values()) < 3:
                 continue
             lines.append([*key, what, *(f"{n / r['step_s']:,.0f}" if r else "–" for n, r in found.items())])
     table(("workload", "precision", "way", *(f"B = {n}" for n in COUNTS)), lines, left=3)
@@ -113,7 +114,7 @@ def sizes(rows: Rows) -> None:
         plain = rows.get(key, "eager serial", 1)
         for what in ("fused", "streams"):
             found = {n: rows.get(key, what, n) for n in COUNTS} | {1: rows.get(key, "graphed serial", 1)}
-            if sum(row is not None for row in found.values()) < 4:
+            if sum(row is not None for row in found.values()) < 3:
                 continue
             each = [f"{r['used_bytes'] / n / 2**20:,.0f}" if r and "used_bytes" in r else "–" for n, r in found.items()]
             lines.append([*key, what, f"{plain['peak_bytes'] / 2**20:,.0f}" if plain else "–", *each])
@@ -166,8 +167,8 @@ def partial(rows: Rows) -> None:
 def use(rows: Rows) -> None:
     """What the profiler saw of replayed steps: shares of their time."""
     lines = []
-    for r in rows.all:
-        if "busy" in r:
+    for r in {(r["workload"], r["precision"], r["what"]): r for r in rows.all if "busy" in r}.values():
+        if r["kernels"]:
             shares = [f"{100 * r[k]:.0f} %" for k in ("busy", "filled", "occupancy")]
             lines.append([r["workload"], r["precision"], r["what"].split(", ")[1], str(r["kernels"]), *shares])
     table(
@@ -227,15 +228,19 @@ def missing(rows: Rows) -> None:
 
 def main() -> None:
     readme, *paths = map(Path, sys.argv[1:])
-    files = [Rows(json.loads(path.read_text())["rows"]) for path in paths]
+    contents = [json.loads(path.read_text()) for path in paths]
+    files = [Rows(content["rows"]) for content in contents]
+    dates = [content.get("environment", {}).get("date", "") for content in contents]
+    latest = Rows([r for f, date in zip(files, dates, strict=True) if date == max(dates) for r in f.all])
+    partly = max(files, key=lambda f: sum("fused_blocks" in r and "step_s" in r for r in f.all))
     runs = [f for f in files if any("step_s" in r for r in f.all)]
     timed = Rows([r for f in runs for r in f.all])
     beside, work = (Rows([r for f in files for r in f.all if key in r]) for key in ("steps_per_s", "flops"))
     sections: dict[str, Callable[[], None]] = {
-        "speed": lambda: speed(runs, timed), "members": lambda: members(timed), "sizes": lambda: sizes(timed),
-        "memory": lambda: memory(Rows([r for f in files for r in f.all])),
-        "predictions": lambda: predictions(timed), "partial": lambda: partial(timed), "use": lambda: use(timed),
-        "processes": lambda: processes(beside, timed), "room": lambda: room(work, timed),
+        "speed": lambda: speed(runs, timed), "members": lambda: members(latest), "sizes": lambda: sizes(latest),
+        "memory": lambda: memory(latest), "predictions": lambda: predictions(latest), "use": lambda: use(timed),
+        "partial": lambda: partial(partly), "processes": lambda: processes(beside, timed),
+        "room": lambda: room(work, timed),
     }  # fmt: skip
     text = readme.read_text()
     for name, show in sections.items():
