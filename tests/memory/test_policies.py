@@ -9,7 +9,8 @@ import outcore
 from outcore.cost.rough import by_bytes
 from outcore.cost.saved import account
 from outcore.errors import PlanError
-from outcore.memory import prepare
+from outcore.memory import Pass, prepare
+from outcore.memory.tiers import DiskTier
 from outcore.planner.keeping import Keeping
 from outcore.planner.transfers import Tier
 
@@ -233,3 +234,20 @@ class LooksAtItsInput(nn.Module):
 def test_what_is_made_from_a_view_of_an_input() -> None:
     result = compare(LooksAtItsInput(), (torch.randn(2, 3, 8, 8),), mode="recompute")
     assert result is not None and result.equal, result.differing
+
+
+def test_what_is_not_on_the_device_does_not_leave_it() -> None:
+    """It would come back on the device, where its operation does not expect it."""
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.randn(4, 8)
+    graph = outcore.capture(model, (x,))
+    assert graph.executable is not None
+    keeping = Keeping(graph, by_bytes(account(graph), 1e9), 0.0, LINK)
+    policy = keeping.resolved({"1#0:out": "offload"})
+    holding = prepare(graph, graph.executable[1], model, keeping.buffers, policy)
+    tier = DiskTier(holding.offloaded_bytes)
+    free, tier.device = tier.arena.free_bytes, torch.device("cuda")
+    loss = Pass(holding, model, [x], tier).forward().sum()
+    assert tier.arena.free_bytes == free
+    loss.backward()
+    assert model[0].weight.grad is not None
+    tier.close()

@@ -157,6 +157,8 @@ class Cell:
             return
         if self.window is not None and not _fills(memory):
             return
+        if self.policy == "offload" and tier is not None and memory.device.type != tier.device.type:
+            return  # below the device already: attention keeps the seed of its dropout on the host
         self.away = True
         if self.policy == "offload":
             assert tier is not None

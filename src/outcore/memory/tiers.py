@@ -43,6 +43,9 @@ class Trip(Protocol):
 class Tier(Protocol):
     """Where buffers go."""
 
+    device: torch.device
+    """Which they leave."""
+
     def evict(self, flat: torch.Tensor) -> Trip:
         """Start to copy bytes out."""
 
@@ -159,6 +162,7 @@ class DiskTier:
 
     def __init__(self, capacity_bytes: int, directory: str | Path | None = None) -> None:
         folder = Path(directory or os.environ.get("OUTCORE_SCRATCH") or tempfile.gettempdir())
+        self.device = torch.device("cpu")
         self.threads: ThreadPoolExecutor | None = None
         self.file, path = tempfile.mkstemp(prefix="outcore-", dir=folder)
         Path(path).unlink()
