@@ -1,9 +1,12 @@
 """Every policy, and mixtures of all, give the gradients of plain training bit for bit."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import outcore
 from outcore.cost.rough import by_bytes
@@ -251,3 +254,37 @@ def test_what_is_not_on_the_device_does_not_leave_it() -> None:
     loss.backward()
     assert model[0].weight.grad is not None
     tier.close()
+
+
+class Folds(nn.Module):
+    """Products of something that is not contiguous with a matrix that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(23, 64))
+        self.linear = nn.Linear(23, 64, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.tanh().transpose(1, 2) @ self.matrix.transpose(0, 1)
+        return self.linear(y.transpose(0, 1)).exp().tanh()
+
+
+class Ran(TorchDispatchMode):
+    """Notes which operations run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_products_are_made_again_as_they_were_made() -> None:
+    """Torch folds a batch of products into one if the matrix requires a gradient, and may sum in another order then."""
+    torch.manual_seed(0)
+    with Ran() as ran:
+        result = compare(Folds(), (torch.randn(64, 4, 4, 64),), mode="recompute")
+    assert result is not None and result.equal, result.differing
+    assert "aten.mm.default" in ran.names and "aten.bmm.default" not in ran.names

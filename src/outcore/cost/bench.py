@@ -158,10 +158,9 @@ class Bench:
         """What the device's libraries allocated since the start and still hold."""
         if self.device.type != "cuda":
             return 0
-        if any(c.flops_forward and "conv" not in c.type.lower() for c in self.costs.calls.values()):
-            x = torch.ones(8, 8, device=self.device, requires_grad=True)  # products take room, reached in time or not
-            torch.autograd.grad((x @ x).sum(), x)
-            del x
+        x = torch.ones(8, 8, device=self.device, requires_grad=True)  # products take room, and small convolutions are
+        torch.autograd.grad((x @ x).sum(), x)
+        del x
         return max(0, torch.cuda.memory_allocated(self.device) - self.before)
 
     def _time(

@@ -130,6 +130,9 @@ def prepare(
     def first(value: str) -> str:
         return graph.values[value].alias_of or value
 
+    def trained(step: Step) -> tuple[str, ...]:
+        return tuple(v for v in graph.calls[step.name].inputs if graph.values[v].requires_grad)
+
     reads: dict[str, list[str]] = {}
     plans: dict[str, CellPlan] = {}
     for name, how in policy.items():
@@ -145,7 +148,7 @@ def prepare(
             needed, rerun = {buffer.copy_of: None}, Rerun.cast(buffer.copy_of, buffer.dtype)
         else:
             needed = dict.fromkeys(v for w in buffer.writers for v in graph.calls[w].inputs if first(v) != name)
-            rerun = compile_rerun([steps[w] for w in buffer.writers], name, model, types)
+            rerun = compile_rerun([steps[w] for w in buffer.writers], name, model, types, trained)
         sources = {v: first(v) for v in needed if buffers[first(v)].born >= 0}
         for value, source in sources.items():
             reads.setdefault(source, []).append(value)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,9 @@ from outcore.memory.renorm import Norm, norm_of
 from outcore.ops.again import again
 
 __all__ = ["Rerun", "compile_rerun", "generator_state"]
+
+_FOLDING = {"matmul", "__matmul__", "__rmatmul__", "linear", "Linear"}
+"""A product with a matrix that requires a gradient is one product, not a batch of them, however the other lies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,8 @@ class Rerun:
     """The batch norm that the steps are, if they are one."""
     dtype: torch.dtype | None = None
     """Instead of steps: the result is cast to this type."""
+    folding: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Products of matrices -> the values they read that required a gradient: torch computes them otherwise then."""
 
     @classmethod
     def cast(cls, value: str, dtype: str) -> Rerun:
@@ -56,14 +61,31 @@ class Rerun:
             for step in self.steps:
                 changed = _changed(step.context)
                 if not changed and step.name not in self.random:
-                    tape.step(step)
+                    self._step(tape, step)
                     continue
                 with _modes(changed), _generator(states.get(step.name), values):
-                    tape.step(step)
+                    self._step(tape, step)
         return tape.values[self.result]
 
+    def _step(self, tape: Tape, step: Step) -> None:
+        if (trained := self.folding.get(step.name)) is None:
+            tape.step(step)
+            return
+        with torch.enable_grad():
+            for value in trained:
+                tape.values[value] = tape.values[value].detach().requires_grad_()
+            tape.step(step)
+        for value in (*trained, *step.outputs):
+            tape.values[value] = tape.values[value].detach()
 
-def compile_rerun(steps: Sequence[Step], result: str, model: nn.Module, types: Mapping[str, str]) -> Rerun:
+
+def compile_rerun(
+    steps: Sequence[Step],
+    result: str,
+    model: nn.Module,
+    types: Mapping[str, str],
+    trained: Callable[[Step], tuple[str, ...]] = lambda _: (),
+) -> Rerun:
     """Prepare to make a buffer again.
 
     Args:
@@ -71,13 +93,15 @@ def compile_rerun(steps: Sequence[Step], result: str, model: nn.Module, types: M
         result: the first value in it.
         model: the user's model.
         types: type of the block of each step.
+        trained: the values that a step reads and that required a gradient.
     """
     prepared = tuple(
         replace(step, kind="function", target=_target(step, model, types[step.name]), drop=(), shapes=None)
         for step in steps
     )
     random = frozenset(step.name for step in steps if again(types[step.name]) == "random")
-    return Rerun(prepared, random, result, norm_of(steps, model, types))
+    folding = {step.name: trained(step) for step in steps if types[step.name] in _FOLDING}
+    return Rerun(prepared, random, result, norm_of(steps, model, types), folding=folding)
 
 
 def generator_state(device: torch.device) -> torch.Tensor:
