@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn, optim
 
 import outcore
-from outcore.fusion import Way, chain, forecast, program
+from outcore.fusion import Way, chain, forecast, tape
 from outcore.fusion.chain import Chain
 from outcore.fusion.rules import one_pass
 from outcore.fusion.rules.norm_max import norm_max
@@ -102,7 +102,7 @@ def _chains(array: outcore.fusion.FusedArray) -> set[Chain]:
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Chains run as one on a CPU too, by torch's own norm."""
-    monkeypatch.setattr(program, "pays", lambda m, s, _: chain.pays(m, s, torch.device("cuda")))
+    monkeypatch.setattr(tape, "pays", lambda m, s, _: chain.pays(m, s, torch.device("cuda")))
     yield
 
 
