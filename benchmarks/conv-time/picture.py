@@ -44,7 +44,8 @@ def scatter(points: Sequence[tuple[str, float, float]], *, title: str) -> str:
         label = f"{10**power:g} ms"
         parts.append(f'<text x="{_MARGIN + at:.1f}" y="{_MARGIN + _SIDE + 18}" text-anchor="middle">{label}</text>')
         parts.append(f'<text x="{_MARGIN - 6}" y="{_MARGIN + _SIDE - at + 4:.1f}" text-anchor="end">{label}</text>')
-    parts.append(f'<text x="{_MARGIN + _SIDE / 2}" y="{_MARGIN + _SIDE + 40}" text-anchor="middle">measured</text>')
+    axes = "measured across, predicted upwards; the band is 20 % either way"
+    parts.append(f'<text x="{_MARGIN + _SIDE / 2}" y="{_MARGIN + _SIDE + 40}" text-anchor="middle">{axes}</text>')
     for row, (name, label) in enumerate(_LABELS.items()):
         y = _MARGIN + 16 + 18 * row
         parts.append(f'<circle cx="{_MARGIN + 14}" cy="{y - 4}" r="4" fill="{_COLOURS[name]}"/>')
