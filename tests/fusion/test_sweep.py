@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from outcore.cli.main import app
-from outcore.errors import FuseError
+from outcore.errors import FuseError, OutcoreError
 from outcore.fusion.array import FusedArray
 from outcore.fusion.space import Setting, grid, parse_settings
 from outcore.fusion.sweep import Options, Sweep
@@ -237,6 +237,13 @@ def test_the_command_prints_a_row_per_configuration(job: str, tmp_path: Path) ->
     assert shown["best"] in (0, 1)
     again = CliRunner().invoke(app, [a for a in arguments if a != "--json"])
     assert again.exit_code == 0 and "complete" in again.output
+
+
+def test_the_command_refuses_a_device_that_is_not_there(job: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    ran = CliRunner().invoke(app, ["sweep", job, "--set", "lr=0.1,0.01", "--device", "gpu", "-o", str(out)])
+    assert isinstance(ran.exception, OutcoreError) and "no device 'gpu'" in str(ran.exception)
+    assert not out.exists()
 
 
 def test_the_command_measures_and_says_what_it_achieved(job: str, tmp_path: Path) -> None:

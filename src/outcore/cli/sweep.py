@@ -70,6 +70,7 @@ def sweep(
     for value, allowed, hint in ((search, SEARCHES, "--search"), (pruner, PRUNERS, "--pruner")):
         if value not in allowed:
             raise typer.BadParameter(f"must be one of {', '.join(allowed)}, not {value}", param_hint=hint)
+    where = choose_device(device)
     wanted = parse_settings(settings or [])
     every = interval or max(1, steps // 10)
     options = Options(
@@ -81,7 +82,7 @@ def sweep(
         steps,
         every,
         members,
-        device=device or choose_device(device).type,
+        device=device or where.type,
         amp=amp,
         measure=measure,
         seed=seed,

@@ -258,8 +258,10 @@ class _Tape(Tape):
 
     def as_foretold(self, plan: CellPlan, tensor: torch.Tensor) -> bool:
         """Whether a derived tensor is the one that the plan means, and can come back as it says."""
-        if tensor.untyped_storage().nbytes() != plan.bytes or plan.rerun is None:
-            return tensor.untyped_storage().nbytes() == plan.bytes
+        if tensor.untyped_storage().nbytes() != plan.bytes:
+            return False
+        if plan.rerun is None:
+            return True
         known = self.holding.like_source
         if plan.buffer not in known:
             (value,) = (*plan.sources, *plan.inputs)
