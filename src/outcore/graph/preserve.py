@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
-__all__ = ["ModelState", "Randomness", "preserved", "state_tensors"]
+__all__ = ["ModelState", "Randomness", "evaluating", "preserved", "state_tensors"]
 
 _CONTAINERS = (list, dict, set, deque)
 
@@ -37,6 +37,18 @@ def preserved(model: nn.Module, *, contents: bool) -> Iterator[None]:
         for cache, misses in caches:
             if cache.cache_info().misses != misses:
                 cache.cache_clear()
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Every module in eval mode, and back as each was."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 class ModelState:

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from outcore.errors import CheckpointError, EngineError
+from outcore.graph.preserve import evaluating
 from outcore.job import Job
 from outcore.plan_document import Plan
 from outcore.program import Program, Timeline
@@ -349,13 +350,13 @@ class Engine:
 
     def evaluate(self, inputs: Any = None, targets: Any = None) -> float:
         """The loss on one batch in eval mode; changes nothing."""
-        with self._guarded(), self._evaluating():
+        with self._guarded(), evaluating(self.model):
             run, script = self.intake.take(inputs, targets, training=False, step=self.steps)
             return self._run(run, script, update=False)
 
     def predict(self, inputs: Any = None) -> Any:
         """What the model returns for a batch in eval mode, on ranks that hold the last stage; None on others."""
-        with self._guarded(), self._evaluating():
+        with self._guarded(), evaluating(self.model):
             run, script = self.intake.take(inputs, None, training=False, step=self.steps)
             self.worker.keep_outputs = True
             try:
@@ -400,17 +401,6 @@ class Engine:
             exchange.clear()
         every: list[float] = losses.tolist()
         return sum(weight * loss for weight, loss in zip(run.weights, every, strict=True))
-
-    @contextlib.contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        """All modules in eval mode, and back as they were."""
-        flags = [(module, module.training) for module in self.model.modules()]
-        self.model.eval()
-        try:
-            yield
-        finally:
-            for module, training in flags:
-                module.training = training
 
     @contextlib.contextmanager
     def _guarded(self, harmless: type[BaseException] = SystemExit) -> Iterator[None]:
