@@ -10,7 +10,8 @@ from torch import nn
 import outcore
 from outcore.errors import PlanError
 from outcore.graph import Graph
-from outcore.plan_document import Plan, Predicted, name_stages, place_calls
+from outcore.plan_document import Plan, Predicted
+from outcore.stages import name_stages, place_calls
 
 
 class Small(nn.Module):

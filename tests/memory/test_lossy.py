@@ -10,7 +10,7 @@ from torch import nn
 import outcore
 from outcore.memory.codecs import encode
 from outcore.memory.lossy import LossyEffect
-from outcore.plan_document import name_stages
+from outcore.stages import name_stages
 from outcore.verification import verify_job
 
 

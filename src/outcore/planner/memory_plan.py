@@ -16,11 +16,12 @@ from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.machine.units import format_bytes
 from outcore.ops.encoding import LOSSY
-from outcore.plan_document import Exactness, Plan, Predicted, name_stages
+from outcore.plan_document import Exactness, Plan, Predicted
 from outcore.planner.budget import Assignment, fit
 from outcore.planner.keeping import Keeping, Outcome
 from outcore.planner.state import Relief, StatePolicy
 from outcore.planner.transfers import Tier
+from outcore.stages import name_stages
 
 __all__ = ["MemoryPlan", "plan_memory"]
 

@@ -22,13 +22,13 @@ from typing import Literal, get_args
 
 from outcore.errors import PlanError
 from outcore.graph import Graph
-from outcore.plan_document import name_stages, place_calls
 from outcore.planner.cutting import Balance, cut_pieces
 from outcore.planner.pieces import Pieces, weigh
 from outcore.planner.pipeline import Pipeline, Route
 from outcore.planner.units import Granularity, Unit, Units, find_units
 from outcore.planner.weights import Weights
 from outcore.program.stages import Stages
+from outcore.stages import name_stages, place_calls
 
 __all__ = ["Balance", "Partition", "split", "split_by_hand"]
 

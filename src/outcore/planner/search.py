@@ -22,7 +22,7 @@ from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.machine.link import Link
 from outcore.machine.units import format_bytes, format_time
-from outcore.plan_document import Plan, Predicted, name_stages
+from outcore.plan_document import Plan, Predicted
 from outcore.planner.candidates import Candidate, Ideal, candidates_for
 from outcore.planner.cutting import Balance, cut_pieces
 from outcore.planner.judge import judge
@@ -32,6 +32,7 @@ from outcore.planner.quick import QuickCut
 from outcore.planner.units import Granularity, find_units
 from outcore.planner.weights import Weights
 from outcore.program.stages import Stages
+from outcore.stages import name_stages
 
 __all__ = ["Judged", "Search", "plan"]
 

@@ -21,12 +21,13 @@ from outcore.graph import Graph, capture
 from outcore.graph.parts import ancestors
 from outcore.graph.recording import Recording
 from outcore.graph.structure import substitute
-from outcore.plan_document import Plan, place_calls
+from outcore.plan_document import Plan
 from outcore.program import Edge, Stage, Stages, Tie
 from outcore.run.batch import arguments, describe, fingerprint
 from outcore.run.draws import random_calls
 from outcore.run.part import Part
 from outcore.run.wire import Layout
+from outcore.stages import place_calls
 
 __all__ = ["Form", "Forms", "edges_of", "place_like"]
 

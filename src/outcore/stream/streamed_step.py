@@ -15,7 +15,8 @@ from outcore.cost.saved import account
 from outcore.errors import OutcoreError
 from outcore.graph import Graph
 from outcore.machine.units import format_bytes
-from outcore.plan_document import Plan, Predicted, name_stages
+from outcore.plan_document import Plan, Predicted
+from outcore.stages import name_stages
 from outcore.stream.planning import StreamPlan
 
 __all__ = ["StreamedStep"]
