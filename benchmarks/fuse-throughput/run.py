@@ -27,7 +27,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = str(Path(__file__).resolve().parent)
-sys.path[:0] = [str(ROOT), str(ROOT / "src"), HERE]
+sys.path[:0] = [str(ROOT), str(ROOT / "src"), str(ROOT / "benchmarks"), HERE]
 
 Row = dict[str, Any]
 Job = tuple[Row, Callable[[Any], Any]]

@@ -2,8 +2,9 @@
 
 Building models, recording them and letting cuDNN pick its algorithms takes seconds of CPU per row, for some workloads a
 minute; the row itself a fraction of a second. So several processes prepare at the same time, and whoever measures has
-the machine for itself: it stops all others where they are (SIGSTOP), waits until the device has done what they had
-asked for, and lets them go on afterwards. Nobody has to wait until others are ready.
+the machine for itself: it stops all others where they are (SIGSTOP), and the processes that they have started, waits
+until the device has done what they had asked for, and lets them go on afterwards. Nobody has to wait until others are
+ready.
 
 What is prepared lies on the device until it is measured, so rows are admitted by the memory they will take: large ones
 one after the other, small ones beside them as long as there is room, in the order in which they asked.
@@ -15,17 +16,18 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.context import BaseContext
+from pathlib import Path
 
 _SETTLED_S = 0.2
-"""What stopped processes have put in the device's queue is done by then."""
+"""What stopped processes have put in the device's queue is done by then, if it was little."""
 
 
 class Gate:
     """Shared by `count` processes."""
 
-    def __init__(self, context: BaseContext, count: int, gib: float, large_gib: float) -> None:
+    def __init__(self, context: BaseContext, count: int, gib: float, large_gib: float = float("inf")) -> None:
         self.large, self.large_gib = context.Lock(), large_gib
         self.turn, self.pids = context.Lock(), context.Array("i", count, lock=False)
         self.gib, self.free, self.changed = gib, context.Value("d", gib, lock=False), context.Condition()
@@ -62,18 +64,30 @@ class Gate:
                 self.changed.notify_all()
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """Have the machine."""
+    def alone(self, settle: Callable[[], None] = lambda: time.sleep(_SETTLED_S)) -> Iterator[None]:
+        """Have the machine, once `settle` has seen the device quiet."""
         with self.turn:
             try:
                 self._send(signal.SIGSTOP)
-                time.sleep(_SETTLED_S)
+                settle()
                 yield
             finally:
                 self._send(signal.SIGCONT)
 
     def _send(self, what: signal.Signals) -> None:
-        for pid in self.pids:
-            if pid not in (0, os.getpid()):
+        for taking_part in self.pids:
+            if taking_part in (0, os.getpid()):
+                continue
+            for pid in (taking_part, *_children(taking_part)):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, what)
+
+
+def _children(pid: int) -> list[int]:
+    """The processes that a process has started, theirs too; none where the system does not tell."""
+    found = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in map(int, path.read_text().split()):
+                found += [child, *_children(child)]
+    return found
