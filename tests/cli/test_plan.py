@@ -24,6 +24,9 @@ def test_a_plan_is_made_saved_and_simulated(tmp_path: Path) -> None:
     )
     assert shown.returncode == 0, shown.stderr
     assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert "another machine" not in shown.stderr
+    elsewhere = outcore_command("simulate", UNET[0], "plan.json", *UNET[1:], "--machine", "h100x2", folder=tmp_path)
+    assert elsewhere.returncode == 0 and "another machine; these are the times of h100x2" in elsewhere.stderr
 
 
 def test_a_unet_is_folded_onto_the_ranks_there_are(tmp_path: Path) -> None:

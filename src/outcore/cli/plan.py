@@ -132,6 +132,9 @@ def simulate(
         raise PlanError(f"no file {plan_file}; make one with: outcore plan {job} --devices 4 -o {plan_file}")
     where = _machine(machine)
     made = Plan.load(plan_file)
+    if made.machine not in (None, where.fingerprint):
+        shown = "this machine" if machine is None else machine
+        typer.echo(f"the plan was made for another machine; these are the times of {shown} (--machine)", err=True)
     graph = Job.load(job, inputs=inputs or (), arguments=arguments or ()).capture(batch)
     timeline = _timeline(made, graph, Weights.of(graph, estimate(graph, where)), where)
     if trace is not None:
