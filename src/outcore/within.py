@@ -53,8 +53,8 @@ __all__ = ["memory_plan", "release", "within"]
 Exactness = Literal["bitwise", "reassociated"]
 _MARGIN = {"cuda": 0.02, "cpu": 0.0}
 """Share of the budget that is left free for what predictions miss."""
-_GRAPHS_MARGIN = 0.18
-"""Beside that with CUDA graphs, for the holes in memory that they keep for themselves."""
+_GRAPHS_MARGIN = 0.08
+"""Beside that with CUDA graphs, for the holes in memory that they keep for themselves; corrected when it is known."""
 
 
 def within(
@@ -100,7 +100,7 @@ def within(
         costs: of the model's calls, from `outcore.measure`; without them they are measured now.
         measure_s: how long measuring may take.
         graphs: run forward and backward as CUDA graphs: for small steps, which the interpreter cannot feed fast enough.
-            The step's memory then stays reserved between steps, and nothing is offloaded.
+            Their memory stays reserved between steps, all of it within the budget.
         exact: "bitwise" for the numbers of plain training bit for bit; "reassociated" also allows kernels that round in
             another order.
         state: where parameters, gradients and optimizer state live ("keep" or "offload" each), and when parameters are
@@ -141,13 +141,21 @@ def within(
     reserved = loss_bytes + int(_MARGIN.get(costs.device_kind, 0.0) * (budget or 0))
     if graphs:
         reserved += int(_GRAPHS_MARGIN * (budget or 0))
-        reserved += Graphed.copied_bytes(model, [t for _, t in leaves((args, kwargs), torch.Tensor)])
+        reserved += Graphed.copied_bytes([t for _, t in leaves((args, kwargs), torch.Tensor)])
     policy = dict(plan.policy if isinstance(plan, Plan) else plan) if plan is not None else None
     movable = state is None and budget is not None and plan is None and can_be_parted(optimizer) and not graphs
     states = ladder(costs.parameters) if movable else (StatePolicy.of(state),)
     reassociated = exact == "reassociated" or (isinstance(plan, Plan) and plan.exactness == "reassociated")
     settings = Settings(
-        budget, cost, reserved, policy, graphs=graphs, reassociated=reassociated, states=states, quiet=quiet
+        budget,
+        cost,
+        reserved,
+        policy,
+        graphs=graphs,
+        states=states,
+        reassociated=reassociated,
+        quiet=quiet,
+        beside_bytes=loss_bytes,
     )
     governor = Governor(model, settings, without_gaps(costs))
     call = arguments_as_called(model, args, kwargs)

@@ -35,6 +35,8 @@ class Settings:
     """Then, norms may become one operation with their ReLU."""
     quiet: bool = True
     """Do not say what was measured."""
+    beside_bytes: int = 0
+    """Of what is left free, the part that is known to be used: the loss."""
 
 
 @dataclass

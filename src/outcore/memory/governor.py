@@ -35,6 +35,7 @@ from outcore.graph.structure import leaves
 from outcore.machine.units import format_bytes
 from outcore.memory.admission import Admitted, Settings
 from outcore.memory.contest import Contest
+from outcore.memory.graph_budget import planned_again
 from outcore.memory.graphed import Graphed
 from outcore.memory.holding import prepare
 from outcore.memory.observer import Measured, Observer, meter_for
@@ -59,6 +60,8 @@ class Governor:
         """Measured for the first key; others are scaled from it."""
         self.admitted: dict[Hashable, Admitted | None] = {}
         """None for a key under which the model runs as it is."""
+        self.tried: dict[Hashable, list[int]] = {}
+        """What graphs took that were above the budget."""
         self.contest = Contest()
         self.tier: Tier | None = None
         self.tier_bytes = 0
@@ -100,8 +103,12 @@ class Governor:
                 return self.run(*args, **kwargs)
         if entry.idle:
             return self.plainly(*args, **kwargs)
-        if entry.graphed is not None and (result := entry.graphed(tensors)) is not None:
-            return result[0]
+        if entry.graphed is not None:
+            if entry.graphed.graphs is None and planned_again(self, key, entry, tensors, args, kwargs):
+                return self.run(*args, **kwargs)
+            if entry.graphed is not None and (result := entry.graphed(tensors)) is not None:
+                return result[0]
+            self.make_room(entry.holding.offloaded_bytes)
         if not entry.holding.recording.uses_data:
             return Pass(entry.holding, self.model, tensors, self.tier, keeper=self.keeper).forward()
         before = ModelState(self.model, state_tensors(self.model))
@@ -155,12 +162,13 @@ class Governor:
             fused=found.fused,
         )
         entry = self.admitted[key] = Admitted(plan, holding)
-        self.make_room(holding.offloaded_bytes)
         if self.settings.graphs and (self.device.type != "cuda" or not Graphed.can(holding)):
             warnings.warn("outcore: this step cannot be a CUDA graph; it runs call by call", stacklevel=3)
         elif self.settings.graphs:
-            entry.graphed = Graphed(holding, self.model)
-        else:
+            entry.graphed, entry.idle = Graphed(holding, self.model), False
+        if entry.graphed is None:
+            self.make_room(holding.offloaded_bytes)
+        if not self.settings.graphs:
             state = self.settings.optimizer.state_bytes(plan.keeping.costs.parameters)
             entry.observer = Observer(self.model, state, meter_for(self.device))
             if found.fused and self.costs is not None:

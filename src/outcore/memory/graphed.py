@@ -2,19 +2,19 @@
 
 A small step is bound by the interpreter: the device waits for the next call. A CUDA graph launches all calls at once.
 The pass is captured as it is, policies and all; what autograd would have saved lies in the graphs' own memory, where
-the backward graph finds it. One forward can be under way at a time: a second one before the first backward, or one
-whose inputs need gradients, runs call by call.
+the backward graph finds it. What leaves for the host is copied on streams that fork from the recorded one and join it
+again before either graph ends, so a copy out is over when backward begins. One forward can be under way at a time: a
+second one before the first backward, or one whose inputs need gradients, runs call by call.
 
-A graph has memory of its own, which stays reserved, so what the allocator cannot reuse counts for good. In segments of
-fixed size a step leaves holes that fit nothing else later; in one that grows it leaves fewer, so that is what the
-allocator is told to take while the graphs are recorded.
+Gradients are handed out as they lie in the graphs' memory, which the next forward uses again. So before it is launched,
+a gradient that is still a parameter's is moved to memory of its own (gradients that are accumulated, or set to zero
+instead of to none); and if anybody else still holds one, this forward runs call by call.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -23,8 +23,10 @@ from torch import nn
 from outcore.graph.preserve import ModelState, state_tensors
 from outcore.graph.recording import Ref
 from outcore.graph.structure import leaves, substitute
+from outcore.memory.graph_pool import GraphPool, give_back, growing_segments
 from outcore.memory.holding import Holding
 from outcore.memory.passage import Pass
+from outcore.memory.tiers import HostTier
 
 __all__ = ["Graphed"]
 
@@ -37,25 +39,29 @@ class Graphed:
     def __init__(self, holding: Holding, model: nn.Module) -> None:
         self.holding, self.model = holding, model
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.under_way = False
+        self.under_way: weakref.ref[_Passage] | None = None
         self.graphs: tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph] | None = None
+        self.bytes = 0
+        """What the graphs have reserved, once they are captured."""
 
     @staticmethod
     def can(holding: Holding) -> bool:
-        """Whether a step can be captured: nothing is copied to the host, drawn again, or read by Python."""
-        return not (holding.offloaded_bytes or holding.random or holding.recording.uses_data)
+        """Whether a step can be captured: nothing is drawn again, or read by Python."""
+        return not (holding.random or holding.recording.uses_data)
 
     @staticmethod
-    def copied_bytes(model: nn.Module, tensors: Iterable[torch.Tensor]) -> int:
-        """What graphs hold twice: gradients, in their own memory and where the optimizer finds them, and inputs."""
-        return sum(p.nbytes for p in model.parameters() if p.requires_grad) + sum(t.nbytes for t in tensors)
+    def copied_bytes(tensors: Iterable[torch.Tensor]) -> int:
+        """What graphs hold twice: inputs."""
+        return sum(t.nbytes for t in tensors)
 
     def __call__(self, tensors: list[torch.Tensor]) -> tuple[Any] | None:
         """What the model returns, in a tuple; none where this call must run call by call."""
-        if self.under_way or any(t.requires_grad for t in tensors):
+        if any(t.requires_grad for t in tensors) or (self.under_way is not None and self.under_way() is not None):
             return None
         if self.graphs is None:
             self.capture(tensors)
+        elif not self.returned():
+            return None
         outputs = _Replay.apply(self, tensors, *self.parameters)  # type: ignore[no-untyped-call]
         results = iter(outputs if isinstance(outputs, tuple) else (outputs,))
         return (substitute(self.template, Ref, lambda _: next(results)),)
@@ -64,35 +70,63 @@ class Graphed:
         """Run a few times beside, then record both graphs; the model is left as it was."""
         before = ModelState(self.model, state_tensors(self.model))
         self.inputs = [t.detach().clone() for t in tensors]
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(_WARM_UPS):
-                outputs = self.run()
-                torch.autograd.grad(outputs, self.parameters, [torch.zeros_like(o) for o in outputs], allow_unused=True)
-                del outputs
-        torch.cuda.current_stream().wait_stream(side)
-        before.restore()
-        torch.cuda.empty_cache()  # the graphs have memory of their own
+        device, size = self.parameters[0].device, self.holding.offloaded_bytes
+        self.tier = HostTier(device, size) if size else None
+        self.pool = pool = GraphPool(device, self.tier)
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with _growing_segments():
-            with torch.cuda.graph(forward):
+        with growing_segments():
+            give_back()
+            with pool.beside():
+                for _ in range(_WARM_UPS):
+                    outputs = self.run()
+                    self.gradients = [torch.zeros_like(o) for o in outputs]
+                    torch.autograd.grad(outputs, self.parameters, self.gradients, allow_unused=True)
+                    del outputs
+            before.restore()
+            give_back()
+            if self.tier is not None:
+                self.tier.empty()
+            with pool.recorded(forward):
                 outputs = self.run()
-            self.gradients = [torch.zeros_like(o) for o in outputs]
-            with torch.cuda.graph(backward, pool=forward.pool()):
+            give_back()
+            with pool.recorded(backward):
                 self.found = torch.autograd.grad(outputs, self.parameters, self.gradients, allow_unused=True)
             self.outputs = [o.detach() for o in outputs]
             del outputs
         self.graphs = (forward, backward)
         before.restore()
         del before
-        torch.cuda.empty_cache()
+        give_back()
+        self.bytes = pool.bytes
+        self.unshared = [_holders(g) for g in self.found if g is not None]
+
+    def free(self) -> None:
+        """Give the graphs' memory back."""
+        if self.graphs is not None:
+            self.graphs = None
+            del self.found, self.outputs, self.gradients, self.inputs, self.pool, self.tier
+            give_back()
 
     def run(self) -> list[torch.Tensor]:
         """One pass; the outputs that lead back to the parameters."""
-        result = Pass(self.holding, self.model, self.inputs, None).forward()
+        result = Pass(self.holding, self.model, self.inputs, self.tier).forward()
         self.template = self.holding.recording.result
         return [t for _, t in leaves(result, torch.Tensor)]
+
+    def returned(self) -> bool:
+        """Whether nobody needs the last step's gradients any more; those of parameters move to memory of their own."""
+        here = [(p, g) for p, g in zip(self.parameters, self.found, strict=True) if g is not None]
+        held = [(p, g) for (p, g), alone in zip(here, self.unshared, strict=True) if _holders(g) > alone]
+        for parameter, gradient in held:
+            if parameter.grad is not None and parameter.grad.data_ptr() == gradient.data_ptr():
+                parameter.grad = parameter.grad.clone()
+        return all(_holders(g) <= alone for (_, g), alone in zip(here, self.unshared, strict=True)) if held else True
+
+
+class _Passage:
+    """Lives as long as a forward whose backward may come."""
+
+    __slots__ = ("__weakref__",)
 
 
 class _Replay(torch.autograd.Function):
@@ -105,8 +139,8 @@ class _Replay(torch.autograd.Function):
         for place, tensor in zip(graphed.inputs, tensors, strict=True):
             place.copy_(tensor)
         graphed.graphs[0].replay()
-        graphed.under_way = True
-        ctx.graphed = graphed
+        ctx.graphed, ctx.passage = graphed, _Passage()
+        graphed.under_way = weakref.ref(ctx.passage)
         return tuple(o.clone() for o in graphed.outputs)
 
     @staticmethod
@@ -115,7 +149,7 @@ class _Replay(torch.autograd.Function):
         """Copy the gradients in and launch backward."""
         graphed: Graphed = ctx.graphed
         assert graphed.graphs is not None
-        if not graphed.under_way:
+        if graphed.under_way is None or graphed.under_way() is not ctx.passage:
             raise RuntimeError(
                 "this backward ran already, and its memory is used again: outcore's CUDA graphs cannot keep the graph; "
                 "call within with graphs=False"
@@ -123,31 +157,12 @@ class _Replay(torch.autograd.Function):
         for place, gradient in zip(graphed.gradients, gradients, strict=True):
             place.copy_(gradient)
         graphed.graphs[1].replay()
-        graphed.under_way = False
-        return (None, None, *_copies(graphed.found))
+        graphed.under_way = None
+        # Tensors that nobody else holds, so that they become the parameters' own without a copy.
+        return (None, None, *(g.detach() if g is not None else None for g in graphed.found))
 
 
-@contextlib.contextmanager
-def _growing_segments() -> Iterator[None]:
-    """Let the allocator take memory in segments that grow; afterwards as the user has told it."""
-    told = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
-    if "expandable_segments" in told or "backend" in told:
-        yield
-        return
-    tell: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-    if tell is None:  # as it was called before
-        tell = torch.cuda.memory._set_allocator_settings
-    tell(",".join(filter(None, (told, "expandable_segments:True"))))
-    try:
-        yield
-    finally:
-        tell(",".join(filter(None, (told, "expandable_segments:False"))))
-
-
-def _copies(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Copies in a few launches."""
-    there = [t for t in tensors if t is not None]
-    copies = [torch.empty_like(t) for t in there]
-    torch._foreach_copy_(copies, there)
-    found = iter(copies)
-    return [next(found) if t is not None else None for t in tensors]
+def _holders(tensor: torch.Tensor) -> int:
+    """How many tensors share this one's memory."""
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return count

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -79,10 +80,23 @@ class HostTier:
         if int(status) != 0:
             raise OutcoreError(f"{capacity_bytes / 2**30:.2f} GiB of host memory could not be pinned ({status})")
         self.arena = arena
+        self.abroad: weakref.WeakSet[HostTrip] = weakref.WeakSet()
 
     def evict(self, flat: torch.Tensor) -> HostTrip:
         """Start to copy bytes out, after what the computing stream has done so far."""
-        return HostTrip(self, flat)
+        trip = HostTrip(self, flat)
+        self.abroad.add(trip)
+        return trip
+
+    def settle(self) -> None:
+        """The computing stream comes after every copy so far; a CUDA graph must not wait for one in another graph."""
+        for trip in self.abroad:
+            trip.gone = None
+
+    def empty(self) -> None:
+        """Nothing is here, and what was has been copied: forget when."""
+        torch.cuda.synchronize(self.device)
+        self.arena = Arena(self.arena.size)
 
     def close(self) -> None:
         """Unpin the arena, after the copies that are under way."""
@@ -121,19 +135,19 @@ class HostTrip:
 
     def wait_out(self) -> None:
         """Let the computing stream wait for the copy out."""
-        assert self.gone is not None
-        torch.cuda.current_stream(self.tier.device).wait_event(self.gone)
+        if self.gone is not None:
+            torch.cuda.current_stream(self.tier.device).wait_event(self.gone)
 
     def fetch(self) -> None:
         """Start to copy it back, into memory of the computing stream."""
         if self.flat is not None:
             return
-        assert self.gone is not None
         tier = self.tier
         self.into = torch.cuda.current_stream(tier.device)
         self.flat = torch.empty(self.size, dtype=torch.uint8, device=tier.device)
         tier.back.wait_event(self.into.record_event())
-        tier.back.wait_event(self.gone)
+        if self.gone is not None:
+            tier.back.wait_event(self.gone)
         with torch.cuda.stream(tier.back):
             self.flat.copy_(self.host, non_blocking=True)
         self.here = tier.back.record_event()

@@ -1,0 +1,80 @@
+"""Graphs are held against the budget when they are recorded, before the first step is taken.
+
+What the allocator will take for a plan's tensors depends on the order in which they come and go, holes and all, so it
+is not known from the plan; but it is known exactly once the graphs are recorded, because nothing is allocated when they
+run. If they take more than the budget leaves, the plan is made again with as much less and recorded again. If no plan
+is left, the step runs call by call, whose memory is used again more freely, and the smallest budget for graphs is
+named.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Hashable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from outcore.machine.units import format_bytes
+from outcore.memory.admission import Admitted
+
+if TYPE_CHECKING:
+    from outcore.memory.governor import Governor
+
+__all__ = ["planned_again"]
+
+_TRIES = 5
+
+
+def planned_again(
+    governor: Governor,
+    key: Hashable,
+    entry: Admitted,
+    tensors: list[torch.Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> bool:
+    """Record the graphs of a step; whether they took more than the budget, so that there is another plan now."""
+    assert entry.graphed is not None
+    if any(t.requires_grad for t in tensors):
+        return False
+    entry.graphed.capture(tensors)
+    settings = governor.settings
+    if settings.budget_bytes is None or settings.policy is not None:
+        return False
+    taken = entry.graphed.bytes + _beside(governor, entry, tensors)
+    missed = taken - settings.budget_bytes
+    if not settings.quiet:
+        print(f"outcore: as CUDA graphs the step takes {format_bytes(taken)}", file=sys.stderr)
+    if missed <= 0:
+        return False
+    governor.tried[key] = [*governor.tried.get(key, []), taken]
+    entry.graphed.free()
+    less = replace(settings, reserved_bytes=settings.reserved_bytes + missed)
+    if len(governor.tried[key]) < _TRIES and governor.replanned(key, less, args, kwargs) is None:
+        return True
+    least = min(governor.tried[key])
+    warnings.warn(
+        f"outcore: as CUDA graphs this step takes {format_bytes(least)}, more than the "
+        f'{format_bytes(settings.budget_bytes)} it may; it runs call by call; give memory="{-(-least // 2**20)}MiB" '
+        "or more for graphs",
+        stacklevel=4,
+    )
+    entry.graphed = None
+    return False
+
+
+def _beside(governor: Governor, entry: Admitted, tensors: list[torch.Tensor]) -> int:
+    """What the step holds beside its graphs: weights, optimizer state and room for its step, the inputs, the loss."""
+    settings, sizes = governor.settings, entry.plan.keeping.costs.parameters
+    optimizer = settings.optimizer.state_bytes(sizes) + settings.optimizer.workspace_bytes(sizes)
+    model = sum(t.nbytes for t in (*governor.model.parameters(), *governor.model.buffers()))
+    return model + optimizer + settings.beside_bytes + sum(t.nbytes for t in tensors) + _unused()
+
+
+def _unused() -> int:
+    """What the allocator has taken for all others and nobody uses."""
+    rest = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == (0, 0)]
+    return sum(s["total_size"] - s["allocated_size"] for s in rest)
