@@ -1,49 +1,51 @@
 """Plans for every case, from costs that were measured on the device, searched for wherever there is time.
 
+    python plans.py --costs DIR --out plans.json.gz [--only resnet50-1x4096-tf32] [--shares 0.5,0.33,least]
+
 A way is a share of the plain peak with what is allowed beside: "outcore 0.33 graphs reassociated". Share "least" is a
-little above the smallest budget for which a plan was found.
+little above the smallest budget for which a plan was found. What a peer takes is a share too (`PEERS`).
 """
 
 from __future__ import annotations
 
-import copy
+import argparse
 import gzip
-import multiprocessing
-import os
-import pickle
-from concurrent.futures import ProcessPoolExecutor
+import json
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
+from cases import Case, cases_of
 from networks import build
 
 import outcore
-from outcore.cost.costs import Costs
-from outcore.cost.rough import without_gaps
-from outcore.graph import Graph
-from outcore.machine import parse
 from outcore.memory.fused_norm import norms_of
 from outcore.memory.norm_choice import as_fused, worth_fusing
 from outcore.planner.budget import Assignment, fit, smallest
 from outcore.planner.keeping import Keeping
 
-if TYPE_CHECKING:
-    from run import Case
-
 MARGIN, GRAPHS_MARGIN = 0.02, 0.2
 """What `within` leaves free of a budget on a GPU; with CUDA graphs, whose memory cannot be used again as freely."""
+PEERS = {
+    "densenet121-1x4096-tf32": ["0.21"],
+    "densenet121-1x4096-bf16": ["0.21"],
+    "convnext_tiny-1x4096-tf32": ["0.23"],
+    "convnext_tiny-1x4096-bf16": ["0.3", "0.23"],
+}
+"""What a checkpoint around every block takes, where that is less than a third."""
 
 
 def ways_of(case: Case, shares: list[str]) -> list[str]:
     """What is planned for a case: small steps as CUDA graphs, large ones call by call; norms also fused."""
-    norms = case.name not in ("vgg19", "convnext_tiny")
-    ways = [f"outcore {s}{' graphs' if case.side <= 512 else ''}" for s in shares]
-    return ways + [f"{way} reassociated" for way in ways if norms and "least" not in way]
+    every = shares + [s for s in PEERS.get(case.label, []) if s not in shares and shares]
+    ways = [f"outcore {share}{' graphs' if case.small else ''}" for share in every]
+    return ways + [f"{way} reassociated" for way in ways if case.has_batch_norms and "least" not in way]
 
 
-def search(keeping: Keeping, share: str, search_s: float, beside: int) -> tuple[Assignment, int]:
+def search(keeping: Keeping, share: str, plain_bytes: int, search_s: float, beside: int) -> tuple[Assignment, int]:
     """The fastest assignment for a share of the plain peak, and its budget; `beside` is what graphs hold twice."""
     margin = GRAPHS_MARGIN if beside else MARGIN
 
@@ -51,38 +53,53 @@ def search(keeping: Keeping, share: str, search_s: float, beside: int) -> tuple[
         return int((1 - margin) * budget) - beside
 
     if share != "least":
-        budget = int(float(share) * keeping.plain.peak_bytes)
+        budget = int(float(share) * plain_bytes)
         return fit(keeping, room(budget), time_limit_s=search_s), budget
     least = smallest(keeping, time_limit_s=search_s).outcome.peak_bytes
     budget = int((1.02 * least + beside) / (1 - margin))
     return fit(keeping, room(budget), time_limit_s=search_s), budget
 
 
-def plan_case(
-    case: Case, keeping: Keeping, shares: list[str], search_s: float, *, estimated: bool
-) -> dict[str, tuple[Assignment, int]]:
-    """All plans of a case."""
+def plan_case(case: Case, keeping: Keeping, ways: list[str], search_s: float) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The plans of a case: policies, and what is expected of them."""
     with torch.autocast("cpu", torch.bfloat16, enabled=case.bf16):
         here = outcore.capture(build(case.name), [(case.batch, 3, case.side, case.side)])
-    graph, rate = replace(keeping.graph, executable=here.executable), keeping.memory_bytes_per_s
-    costs = timed_by_shapes(here, keeping.costs) if estimated else keeping.costs
-    keeping = Keeping(graph, costs, 0.0, keeping.tier, rate)
+    graph, costs, rate = replace(keeping.graph, executable=here.executable), keeping.costs, keeping.memory_bytes_per_s
     fusible = norms_of(here, here.module.model)
-    found = {}
-    for way in ways_of(case, shares):
-        use = copy.copy(keeping)
+    plain = Keeping(graph, costs, 0.0, keeping.tier, rate)
+    for way in ways:
         _, share, *flags = way.split()
-        if "graphs" in flags:
-            use.tier = None
-        if "reassociated" in flags:
-            fused = worth_fusing(fusible, keeping.costs, rate, issued="graphs" not in flags)
-            use = Keeping(graph, as_fused(keeping.costs, fused, rate), 0.0, use.tier, rate)
-        found[way] = search(use, share, search_s, copied(keeping) if "graphs" in flags else 0)
-        assignment, budget = found[way]
-        least = assignment.outcome.peak_bytes / keeping.plain.peak_bytes
-        slower, missed = assignment.outcome.time_s / keeping.plain_s, "" if assignment.fits(budget) else "  MISSED"
-        print(f"{case.label} {way}: {least:.3f} at {slower:.3f}x{missed}", flush=True)
-    return found
+        graphs, tier = "graphs" in flags, None if "graphs" in flags else keeping.tier
+        fused = worth_fusing(fusible, costs, rate, issued=not graphs) if "reassociated" in flags else {}
+        taken = as_fused(costs, fused, rate) if fused else costs
+        use = Keeping(graph, taken, 0.0, tier, rate, draws=not graphs)
+        begun, beside = time.time(), copied(use) if graphs else 0
+        assignment, budget = search(use, share, plain.plain.peak_bytes, search_s, beside)
+        row = described(use, assignment, budget, beside, plain)
+        peak, floor = (row[name] / plain.plain.peak_bytes for name in ("predicted_peak", "floor"))
+        missed, took = "" if row["predicted_peak"] <= budget else "  MISSED", time.time() - begun
+        told = f"{peak:.3f} at {row['predicted_slowdown']:.3f}x{missed}, floor {floor:.3f} ({took:.0f} s)"
+        print(f"{case.label} {way}: {told}", flush=True)
+        yield way, row
+
+
+def described(keeping: Keeping, assignment: Assignment, budget: int, beside: int, plain: Keeping) -> dict[str, Any]:
+    """A plan as it is written."""
+    outcome, (floor, at) = assignment.outcome, keeping.floor
+    moment, moved = keeping.plain.moments[at], outcome.transfers
+    return {
+        "policy": dict(assignment.policy),
+        "budget": budget,
+        "predicted_peak": outcome.peak_bytes + beside,
+        "predicted_slowdown": outcome.time_s / plain.plain_s,
+        "predicted_plain_ms": plain.plain_s * 1e3,
+        "predicted_plain_peak": plain.plain.peak_bytes,
+        "offloaded": moved.bytes if moved is not None else 0,
+        "stall_ms": moved.stall_s * 1e3 if moved is not None else 0.0,
+        "again_ms": sum(keeping.buffers[n].again_s for n in outcome.recomputed) * 1e3,
+        "floor": floor,
+        "floor_at": f"{moment.phase} of {moment.call}",
+    }
 
 
 def copied(keeping: Keeping) -> int:
@@ -91,31 +108,33 @@ def copied(keeping: Keeping) -> int:
     return first.weights + first.inputs
 
 
-def timed_by_shapes(graph: Graph, costs: Costs) -> Costs:
-    """Measured bytes with estimated times, where the device was shared while it was measured."""
-    known = without_gaps(outcore.estimate(graph, parse("h200"))).calls
-    times = {n: {"forward": known[n].forward, "backward": known[n].backward} for n in costs.calls if n in known}
-    return replace(costs, calls={name: replace(cost, **times.get(name, {})) for name, cost in costs.calls.items()})
+def read(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
+    """Case -> way -> plan."""
+    return json.loads(gzip.decompress(path.read_bytes())) if path.exists() else {}
 
 
-def read(folder: Path, case: Case) -> Keeping | None:
-    """Costs that were kept."""
-    path = folder / f"{case.label}.keeping"
-    return pickle.loads(gzip.decompress(path.read_bytes())) if path.exists() else None
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--costs", type=Path, required=True, help="a folder that costs.py has written")
+    parser.add_argument("--out", type=Path, required=True, help="plans that are there already are kept")
+    parser.add_argument("--only", default="")
+    parser.add_argument("--sizes", default="1x4096,32x224")
+    parser.add_argument("--shares", default="0.5,0.33,least")
+    parser.add_argument("--ways", default="", help="only ways that end so, as '0.5,0.33 reassociated'")
+    parser.add_argument("--search-s", type=float, default=10.0)
+    args = parser.parse_args()
+    for case in cases_of(args.only, args.sizes):
+        keeping = case.costs(args.costs)
+        if keeping is None:
+            print(f"{case.label}: no costs", flush=True)
+            continue
+        ends = tuple(args.ways.split(","))
+        ways = [way for way in ways_of(case, args.shares.split(",")) if way.endswith(ends)]
+        for way, plan in plan_case(case, keeping, ways, args.search_s):
+            known = read(args.out)
+            known.setdefault(case.label, {})[way] = plan
+            args.out.write_bytes(gzip.compress(json.dumps(known).encode()))
 
 
-def plan_all(cases: list[Case], shares: list[str], search_s: float, out: Path, *, estimated: bool) -> None:
-    """Search for all plans side by side, and write them after each case."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the searches need no device
-    path = out / "plans.pickle.gz"
-    found = pickle.loads(gzip.decompress(path.read_bytes())) if path.exists() else {}
-    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
-    with ProcessPoolExecutor(min(14, os.cpu_count() or 1), mp_context=context) as pool:
-        futures = {}
-        for case in cases:
-            by_shapes = estimated and not case.bf16
-            alone = replace(case, keeping=None)
-            futures[case.label] = pool.submit(plan_case, alone, case.keeping, shares, search_s, estimated=by_shapes)
-        for label, future in futures.items():
-            found[label] = future.result()
-            path.write_bytes(gzip.compress(pickle.dumps(found)))
+if __name__ == "__main__":
+    main()

@@ -53,6 +53,12 @@ def results() -> tuple[dict[Key, dict[str, tuple[dict[str, Any], dict[str, Any]]
     return found, len(files)
 
 
+def plain_ms(rows: list[dict[str, Any]]) -> dict[tuple[str, int, int, str], float]:
+    """Case -> milliseconds of its plain step."""
+    plain = [r for r in rows if r.get("how") == "plain" and "ms" in r]
+    return {(r["model"], r["batch"], r["side"], r["precision"]): r["ms"] for r in plain}
+
+
 def case_of(row: dict[str, Any]) -> Key:
     size = "32x224" if row["batch"] == 32 else f"{row['batch']}x{row['side']}"
     return row["model"], size, row["precision"].split()[0]

@@ -1,0 +1,174 @@
+"""Every way of training that the table compares: how it is prepared, and what memory it will take until it is measured.
+
+A row is prepared beside others (build, record, install the plan, warm up: memory is read here, it does not depend on
+who else is there) and timed with the machine for itself (`networks.Training.measured`).
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import cases
+import torch
+from cases import Case
+from networks import Alone, Training, checkpoint_blocks
+
+from outcore.cost.buffers import buffers_of
+from outcore.cost.costs import Costs
+from outcore.cost.optimizer import OptimizerCost
+from outcore.cost.saved import account
+from outcore.errors import PlanError
+from outcore.graph import Graph, capture
+from outcore.graph.capture import arguments_as_called
+from outcore.graph.keys import key_of
+from outcore.memory.governor import Governor, Settings
+
+Row = dict[str, Any]
+Enter = Callable[[], None]
+PACKED = {"resnet50": 1.6, "vgg19": 1.9, "inception_v3": 2.2, "densenet121": 2.2, "unet": 1.5, "convnext_tiny": 1.4}
+"""What `save_on_cpu` pins over the plain peak, about: it copies a value once for everyone who saves it, and torch
+rounds what it pins up to a power of two."""
+
+
+@dataclass
+class Prepared:
+    """A case with all that its rows share."""
+
+    case: Case
+    plain_bytes: int
+    """Predicted peak of the plain step."""
+    costs: Costs | None = None
+    plans: dict[str, Row] = field(default_factory=dict)
+    graph: Graph | None = None
+
+    @property
+    def ways(self) -> Iterator[str]:
+        """What is measured, the most telling first."""
+        yield "plain"
+        yield "checkpoint per block"
+        for norms in (False, True):
+            yield from (way for way in self.plans if ("reassociated" in way) == norms)
+        yield "save_on_cpu"
+
+    def gib(self, way: str) -> float:
+        """About what a way will have reserved at most; half of it can be holes."""
+        plain = self.plain_bytes / 2**30
+        if way in self.plans:
+            return min(1.6 * self.plans[way]["budget"] / 2**30, 1.3 * plain) + (1.5 if self.case.small else 1.0)
+        return {"save_on_cpu": 0.5, "plain": 1.2, "checkpoint per block": 1.0}.get(way, 1.1) * plain + 1.0
+
+    def host_gib(self, way: str) -> float:
+        """What a way will pin."""
+        if way == "save_on_cpu":
+            return PACKED[self.case.name] * self.plain_bytes / 2**30
+        return 1.1 * self.plans[way]["offloaded"] / 2**30 if way in self.plans else 0.0
+
+    def measured(self, way: str, alone: Alone, enter: Enter, caches: Path | None = None) -> Row:
+        """One row of the table; `enter` waits until there is memory."""
+        if way.startswith("compile"):
+            return compiled(self.case, float(way.split()[-1]), alone, enter, caches)
+        enter()
+        if way == "plain":
+            return self.case.fresh().measured(alone)
+        if way in self.plans:
+            return self.ours(way, alone)
+        self.graph = None  # its model would lie beside a peer's
+        if way == "checkpoint per block":
+            training = self.case.fresh()
+            checkpoint_blocks(self.case.name, training.model)
+            return training.measured(alone)
+        return saved_on_cpu(self.case, alone)
+
+    def ours(self, way: str, alone: Alone) -> Row:
+        """Under outcore, by the plan that was found."""
+        plan = self.plans[way]
+        facts = {name: fact for name, fact in plan.items() if name != "policy"}
+        if plan["predicted_peak"] > plan["budget"]:
+            return {**facts, "error": "no plan was found within this budget"}
+        training = self.case.fresh()
+        if self.graph is None:
+            with self.case.precision():
+                self.graph = capture(training.model, (training.images,))
+        training.model = self.graph.module.model  # what was recorded is what runs
+        training.optimizer = torch.optim.SGD(training.model.parameters(), lr=1e-6)
+        try:
+            governor = self.managed(training, dict(plan["policy"]), way)
+        except PlanError:  # searched for without a device, where operations derive other things
+            there = buffers_of(self.graph, account(self.graph))
+            governor = self.managed(training, {n: how for n, how in plan["policy"].items() if n in there}, way)
+        (entry,) = governor.admitted.values()
+        entry.observer = None  # nobody times it while others run
+        kinds: dict[str, int] = {}
+        for policy in governor.plan.policy.values():
+            kinds[policy] = kinds.get(policy, 0) + 1
+        facts |= {"policies": kinds, "fused": len(entry.holding.instead), "planned_peak": governor.plan.peak_bytes}
+        try:
+            return {**facts, **training.measured(alone)}
+        finally:
+            del training.model.__dict__["forward"]
+
+    def managed(self, training: Training, policy: dict[str, str], way: str) -> Governor:
+        """As `outcore.within`, with a plan that is there already; the table shows whether it keeps to its budget."""
+        flags = {"graphs": "graphs" in way, "reassociated": "reassociated" in way}
+        settings = Settings(None, OptimizerCost.of(0.0, cases.DEVICE), 0, policy, **flags)
+        governor = Governor(training.model, settings, self.costs)
+        with self.case.precision():
+            call = arguments_as_called(training.model, (training.images,))
+            governor.admit(key_of(training.model, *call), *call, graph=self.graph)
+        training.model.__dict__["forward"] = governor
+        return governor
+
+
+def saved_on_cpu(case: Case, alone: Alone) -> Row:
+    """All that autograd saves, in pinned memory; two steps, because on a large image each takes seconds."""
+    training = case.fresh()
+    inner = training.step
+
+    def step() -> None:
+        with torch.autograd.graph.save_on_cpu(pin_memory=cases.DEVICE == "cuda"):
+            inner()
+
+    training.step = step  # type: ignore[method-assign]
+    return training.measured(alone, warm=1, least=2 if case.small else 1)
+
+
+def compiled(case: Case, budget: float, alone: Alone, enter: Enter, caches: Path | None) -> Row:
+    """`torch.compile`, told to keep a share of what its partitioner would; from what was compiled before, if it was."""
+    import torch._functorch.config as config
+    from torch._inductor.compile_fx import compile_fx
+
+    torch._dynamo.reset()
+    config.activation_memory_budget = budget
+    kept = caches / f"{case.label}.cache" if caches is not None else None
+    if before := kept is not None and kept.exists():
+        torch.compiler.load_cache_artifacts(kept.read_bytes())
+    took: dict[str, float] = {}
+
+    def inductor(module: Any, inputs: Any) -> Callable[..., Any]:
+        """As torch.compile would, but memory is asked for only when both directions are compiled."""
+        begun = time.time()
+        ready = compile_fx(module, inputs)
+        took["compile_s"] = round(time.time() - begun, 1)
+        enter()
+        return ready
+
+    training = case.fresh()
+    training.model = torch.compile(training.model, backend=inductor)
+    training.step()
+    if kept is not None and not before and (saved := torch.compiler.save_cache_artifacts()) is not None:
+        kept.write_bytes(saved[0])
+    return {**took, "compiled_before": before, **training.measured(alone)}
+
+
+def clean() -> None:
+    """Give back all memory that a row has left, of the device and of the host."""
+    gc.collect()
+    if cases.DEVICE == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+        torch._C._host_emptyCache()
