@@ -1,0 +1,167 @@
+"""Every model of the zoo under every policy beside plain training, bit for bit, many processes on one device.
+
+    python benchmarks/within-exactness/run.py --out rows.jsonl --processes 10 --seconds 85
+    python benchmarks/within-exactness/run.py --collect rows.jsonl rows-2.jsonl      (makes results/… and the table)
+
+What a case costs is the interpreter's time, not the device's, so cases run side by side. The libraries are imported
+once and the processes forked from there, before any of them touches the device; each takes the next case, the longest
+first (as they were in the last result), and writes its row at once: a run that is cut off continues with --resume.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import multiprocessing
+import os
+import platform
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Iterable
+from dataclasses import asdict
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # so that asking for CUDA does not start it before a fork
+os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+from tests.foreign.zoo import ZOO, by_name
+from tests.memory.examine import PRECISIONS, examine
+
+HERE = Path(__file__).parent
+STARTED = time.time()
+Row = dict[str, Any]
+
+
+def main() -> None:
+    """Run, or collect what was run."""
+    options = argparse.ArgumentParser()
+    options.add_argument("--out", type=Path, default=Path("exactness.jsonl"))
+    options.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    options.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after so long")
+    options.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
+    options.add_argument("--only", default="", help="models whose name contains one of these, comma-separated")
+    options.add_argument("--without", default="monai/" if torch.cuda.is_available() else "", help="likewise, left out")
+    options.add_argument("--resume", type=Path, nargs="*", default=[], help="rows that are there already")
+    options.add_argument("--collect", type=Path, nargs="*", help="rows to make a result of")
+    chosen = options.parse_args()
+    warnings.simplefilter("ignore")  # of libraries, about what they will change
+    if chosen.collect:
+        collect(read(chosen.collect))
+    else:
+        run(chosen)
+
+
+def run(chosen: argparse.Namespace) -> None:
+    """Take all cases that are not there yet."""
+    there = {(row["model"], row["precision"]) for row in read(chosen.resume)}
+    only, without = ([part for part in text.split(",") if part] for text in (chosen.only, chosen.without))
+    names = [
+        f.name for f in ZOO if not any(w in f.name for w in without) and (not only or any(o in f.name for o in only))
+    ]
+    cases = [(name, precision) for name in names for precision in PRECISIONS if (name, precision) not in there]
+    lasted = seconds_before()
+    cases.sort(key=lambda case: -lasted.get(case, 30.0))
+    libraries(names)
+    print(f"{len(cases)} cases, {len(there)} there already; imported after {time.time() - STARTED:.1f} s", flush=True)
+    fork = multiprocessing.get_context("fork")
+    following, lock = fork.Value("i", 0), fork.Lock()
+    workers = [fork.Process(target=work, args=(cases, following, lock, chosen)) for _ in range(chosen.processes)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    print(f"done after {time.time() - STARTED:.1f} s", flush=True)
+
+
+def libraries(names: Iterable[str]) -> None:
+    """Import all that the models need, so that forked processes have it; some is imported by building only."""
+    for name in names:
+        if name.startswith("hf/"):
+            with torch.device("meta"):
+                by_name(name).build()
+    for library in {name.partition("/")[0] for name in names} - {"hf"}:
+        __import__(library)
+    gc.collect()
+    gc.freeze()  # nobody collects these again, in any process
+    torch.set_num_threads(1)
+
+
+def work(cases: list[tuple[str, str]], following: Any, lock: Any, chosen: argparse.Namespace) -> None:
+    """Take the next case until there is none, or no time."""
+    device = torch.device(chosen.device)
+    while time.time() - STARTED < chosen.seconds:
+        with following.get_lock():
+            number = following.value
+            following.value += 1
+        if number >= len(cases):
+            return
+        name, precision = cases[number]
+        begin = time.time()
+        try:
+            found = asdict(examine(by_name(name), device, precision))
+        except Exception as error:
+            found = {
+                "outcome": "failed",
+                "note": f"{type(error).__name__}: {error}",
+                "trace": traceback.format_exc()[-1500:],
+            }
+        row = {"model": name, "precision": precision, "device": device.type, **found}
+        row |= {"seconds": round(time.time() - begin, 1), "began": round(begin - STARTED, 1), **environment(device)}
+        with lock, chosen.out.open("a") as rows:
+            rows.write(json.dumps(row) + "\n")
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def environment(device: torch.device) -> Row:
+    """Where a row was made."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    return {"on": name, "torch": torch.__version__, "python": platform.python_version(), "date": str(date.today())}
+
+
+def seconds_before() -> dict[tuple[str, str], float]:
+    """How long each case took when results were last made."""
+    rows = [row for path in sorted((HERE / "results").glob("*.json")) for row in json.loads(path.read_text())]
+    return {(row["model"], row["precision"]): row["seconds"] for row in rows}
+
+
+def read(paths: Iterable[Path]) -> list[Row]:
+    """Rows of several files, the last of each case."""
+    lines = [json.loads(line) for path in paths if path.exists() for line in path.read_text().splitlines()]
+    return list({(row["model"], row["precision"], row["device"]): row for row in lines}.values())
+
+
+def collect(rows: list[Row]) -> None:
+    """Write rows as a result of their day and device, and say how they ended."""
+    for device in sorted({row["on"] for row in rows}):
+        of = sorted((r for r in rows if r["on"] == device), key=lambda r: (r["model"], r["precision"]))
+        name = f"{max(r['date'] for r in of)}-{'h200' if 'H200' in device else device.split()[-1].lower()}.json"
+        (HERE / "results" / name).write_text("[\n" + ",\n".join(json.dumps(r) for r in of) + "\n]\n")
+    print(table(rows))
+
+
+def table(rows: list[Row]) -> str:
+    """How many cases ended how, and those that are not simply equal by name."""
+    outcomes = ["equal", "equal where plain repeats itself", "runs as it is", "not trainable", "unequal", "failed"]
+    lines = [f"| on | precision | cases | {' | '.join(outcomes)} |", "|---|---|---|" + "---|" * len(outcomes)]
+    for device, precision in sorted({(r["on"], r["precision"]) for r in rows}):
+        of = [r for r in rows if (r["on"], r["precision"]) == (device, precision)]
+        counts = [str(sum(r["outcome"] == outcome for r in of)) for outcome in outcomes]
+        lines.append(f"| {device} | {precision} | {len(of)} | {' | '.join(counts)} |")
+    lines += ["", "| model | precision | on | ended | how |", "|---|---|---|---|---|"]
+    for r in sorted(rows, key=lambda r: (r["model"], r["precision"], r["on"])):
+        if r["outcome"] != "equal" or r["note"]:
+            lines.append(f"| {r['model']} | {r['precision']} | {r['on']} | {r['outcome']} | {r['note']} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

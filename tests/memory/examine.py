@@ -1,0 +1,221 @@
+"""One step of a foreign model under every policy beside plain training: what there is to compare, and how it ended.
+
+Plain training is the oracle, so it has to agree with itself first. Where it does not, because an operation adds up in
+no fixed order, torch is asked for deterministic operations throughout. Some have none (the backward of overlapping 3-D
+max pools on a GPU); then every number that plain training repeats bit for bit has to be equal bit for bit, and a number
+that varies from run to run has to be as near to plain training as plain training is to itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import nn
+
+import outcore
+from outcore.cost.rough import by_bytes
+from outcore.cost.saved import account
+from outcore.graph.recording import Mismatch
+from outcore.graph.structure import leaves, substitute
+from outcore.memory import Pass, prepare
+from outcore.memory.tiers import tier_for
+from outcore.planner.keeping import Keeping
+
+from ..foreign.foreign import Foreign
+from .oracle import LINK, policies, total
+
+MODES = ("recompute", "offload", "encode", "mixture")
+PRECISIONS = ("fp32", "bf16 channels_last")
+
+Numbers = dict[str, torch.Tensor]
+Outcome = Literal["equal", "equal where plain repeats itself", "runs as it is", "not trainable", "unequal"]
+
+_FIRST, _MORE = 3, 9
+"""Plain steps to see which numbers vary; further ones before a number is said to differ."""
+_NEAR = 4.0
+"""Times the distance between plain steps, for numbers that vary in them."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a comparison ended."""
+
+    outcome: Outcome
+    note: str = ""
+    """Under which conditions, where they are not the usual ones; or why there is nothing to compare."""
+    differing: dict[str, list[str]] = field(default_factory=dict)
+    """Policy -> the numbers that differ."""
+
+
+def examine(foreign: Foreign, device: torch.device, precision: str) -> Verdict:
+    """Train a model for one step, plainly and under every policy."""
+    ways = [(precision, False)] if precision == "fp32" else [(precision, False), ("bf16", False)]
+    refused = ""
+    for way, strict in [*ways, *((way, True) for way, _ in ways)]:
+        with _deterministic(strict=strict):
+            try:
+                case = _Case(foreign, device, way)
+                plain = _Plain([case.step(case.plainly) for _ in range(2)])
+            except RuntimeError as error:
+                refused = refused or str(error).splitlines()[0]
+                continue
+            if plain.varying and not strict and device.type == "cuda":
+                continue
+            return case.verdict(plain, note=_note(precision, way, strict=strict, refused=refused))
+    with _deterministic(strict=False):
+        for way, _ in ways:
+            try:
+                case = _Case(foreign, device, way)
+                plain = _Plain([case.step(case.plainly) for _ in range(_FIRST)])
+            except RuntimeError:
+                continue
+            return case.verdict(plain, note=refused)
+    return Verdict("not trainable", refused)
+
+
+def _note(asked: str, way: str, *, strict: bool, refused: str) -> str:
+    said = [f"in {way}, since {refused}"] if way != asked else []
+    return "; ".join([*said, "deterministic operations throughout"] if strict else said)
+
+
+class _Plain:
+    """Plain training, several times."""
+
+    def __init__(self, steps: list[Numbers]) -> None:
+        self.steps = steps
+
+    @property
+    def varying(self) -> set[str]:
+        """Numbers that are not the same in all steps."""
+        return {name for other in self.steps[1:] for name in differing(self.steps[0], other)}
+
+    def far(self, step: Numbers) -> list[str]:
+        """Numbers of a step that are no plain training's."""
+        varying = self.varying
+        return [n for n in differing(self.steps[0], step) if n not in varying or not self._near(n, step)]
+
+    def _near(self, name: str, step: Numbers) -> bool:
+        if any(name not in s for s in (*self.steps, step)):
+            return False
+        runs = [s[name].double() for s in self.steps]
+        spread = max(float((a - b).abs().max()) for a in runs for b in runs)
+        return float((step[name].double() - runs[0]).abs().max()) <= _NEAR * spread
+
+
+class _Case:
+    """A model with its inputs on a device, in one precision."""
+
+    def __init__(self, foreign: Foreign, device: torch.device, way: str) -> None:
+        torch.manual_seed(0)
+        self.device, self.bf16 = device, way.startswith("bf16")
+        self.model = foreign.build().train().to(device)
+        self.args, self.kwargs = substitute(foreign.inputs(2), torch.Tensor, lambda t: t.to(device))
+        if way.endswith("channels_last"):
+            _channels_last(self.model)
+            self.args, self.kwargs = substitute((self.args, self.kwargs), torch.Tensor, _images_last)
+        self.state = copy.deepcopy(self.model.state_dict())
+
+    def precision(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.device.type, dtype=torch.bfloat16) if self.bf16 else nullcontext()
+
+    def plainly(self) -> Any:
+        return self.model(*self.args, **self.kwargs)
+
+    def step(self, run: Callable[[], Any]) -> Numbers:
+        """Loss, gradients and buffers of one step from the first state."""
+        self.model.load_state_dict(self.state)
+        self.model.zero_grad(set_to_none=True)
+        torch.manual_seed(7)
+        random.seed(7)
+        np.random.seed(7)
+        with self.precision():
+            output = run()
+        loss = total(output)
+        loss.backward()
+        gradients = {f"gradient of {n}": p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None}
+        buffers = {f"buffer {n}": b.clone() for n, b in self.model.named_buffers()}
+        return {"loss": loss.detach(), **gradients, **buffers}
+
+    def verdict(self, plain: _Plain, note: str) -> Verdict:
+        """Every policy beside plain training."""
+        self.model.load_state_dict(self.state)
+        with self.precision():
+            graph = outcore.capture(self.model, self.args, self.kwargs)
+            assert graph.executable is not None
+            recording = graph.executable[1]
+            if recording.volatile:
+                return Verdict(
+                    "runs as it is",
+                    "numbers leave torch on the way (drawn by NumPy, matched by SciPy), so no recording of it holds",
+                )
+            keeping = Keeping(graph, by_bytes(account(graph), 1e9), 0.0, LINK)
+        tensors = [t for _, t in leaves((self.args, self.kwargs), torch.Tensor)]
+        found: dict[str, list[str]] = {}
+        for mode in MODES:
+            policy = policies(keeping, mode)
+            outcome = keeping.evaluate(policy)
+            holding = prepare(
+                graph, recording, self.model, keeping.buffers, keeping.resolved(policy), outcome.transfers
+            )
+            tier = tier_for(self.device, holding.offloaded_bytes) if holding.offloaded_bytes else None
+            try:
+                numbers = self.step(Pass(holding, self.model, tensors, tier).forward)
+            except Mismatch as other:
+                return Verdict("runs as it is", f"its data takes another way than when it was recorded: {other}")
+            finally:
+                if tier is not None:
+                    tier.close()
+            if plain.far(numbers) and plain.varying:
+                plain.steps += [self.step(self.plainly) for _ in range(_MORE)]
+            if far := plain.far(numbers):
+                found[mode] = far
+        if found:
+            return Verdict("unequal", note, found)
+        said = [note] if note else []
+        if recording.uses_data:
+            said.append("it looks at data, so guards check that this run decides alike")
+        if varying := plain.varying:
+            said.insert(0, f"{len(varying)} of {len(plain.steps[0])} numbers vary in plain training")
+            return Verdict("equal where plain repeats itself", "; ".join(said))
+        return Verdict("equal", "; ".join(said))
+
+
+def differing(want: Numbers, got: Numbers) -> list[str]:
+    """The names of numbers that are not the same bit for bit."""
+    missing = sorted(want.keys() ^ got.keys())
+    return missing + [n for n in want if n in got and not torch.equal(want[n], got[n])]
+
+
+def _channels_last(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data = _images_last(parameter.data)
+
+
+def _images_last(tensor: torch.Tensor) -> torch.Tensor:
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return tensor.to(memory_format=formats[tensor.dim()]) if tensor.dim() in formats else tensor
+
+
+@contextmanager
+def _deterministic(*, strict: bool) -> Iterator[None]:
+    """A fixed order where there is one; strictly, an error where there is none."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.deterministic
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=not strict)
+    torch.backends.cudnn.deterministic = True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # which operations have no fixed order is seen from the numbers
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.backends.cudnn.deterministic = before[1]
