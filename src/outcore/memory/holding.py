@@ -20,6 +20,7 @@ from outcore.graph import Graph
 from outcore.graph.recording import Recording, Ref, Step, schedule_drops
 from outcore.graph.structure import leaves
 from outcore.memory.arena import Arena
+from outcore.memory.bit_relu import bit_relus
 from outcore.memory.codecs import Window, window_of
 from outcore.memory.fused_norm import replacements
 from outcore.memory.norm_choice import Norms
@@ -214,7 +215,7 @@ def prepare(
         views=views,
         norms={rerun.norm.call: rerun.norm for rerun in reruns if rerun.norm is not None},
         renorm=Renorm(reassociated),
-        instead=replacements(graph, model, fused or {}),
+        instead=bit_relus(graph, steps, model, buffers, policy) | replacements(graph, model, fused or {}),
         offloaded_bytes=sum(Arena.rounded(buffers[n].bytes) for n, p in plans.items() if p.policy == "offload"),
     )
 

@@ -1,10 +1,15 @@
-"""Triton kernels for a GPU: flags to bits and back, indices to positions in a window and back, each in one pass."""
+"""Triton kernels for flags as bits and for positions in a window, each one pass over memory.
+
+A tile is so many bytes of eight flags each, so that a byte is made and read once. Addresses are 64 bits wide; what is
+divided (coordinates of a pool's outputs) is 32 bits wide where that is enough, as a division of 64 bits takes longer
+than the memory it is for.
+"""
 
 # mypy: ignore-errors
 
 from __future__ import annotations
 
-from functools import lru_cache
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,83 +17,137 @@ import triton
 import triton.language as tl
 
 if TYPE_CHECKING:
-    from outcore.memory.codecs import Window
+    from outcore.memory.windows import Window
 
-__all__ = ["pack", "to_indices", "to_positions", "unpack"]
+__all__ = ["pack", "rectify", "through", "to_indices", "to_positions", "unpack"]
 
-_BLOCK = 1024
-
-
-@triton.jit
-def _pack(flat, out, count, BLOCK: tl.constexpr):
-    byte = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    place = byte[:, None] * 8 + tl.arange(0, 8)[None, :]
-    flag = (tl.load(flat + place, mask=place < count, other=0) > 0).to(tl.int32)
-    packed = tl.sum(flag << tl.arange(0, 8)[None, :], axis=1)
-    tl.store(out + byte, packed.to(tl.uint8), mask=byte * 8 < count)
+_BYTES = 512
+_BLOCK = 2048
 
 
 @triton.jit
-def _unpack(bits, out, level, count, BLOCK: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    byte = tl.load(bits + place // 8, mask=place < count, other=0).to(tl.int32)
-    flag = (byte >> (place % 8).to(tl.int32)) & 1
+def _eights(BYTES: tl.constexpr):
+    """The bytes that a program has, and the eight elements of each."""
+    byte = tl.program_id(0).to(tl.int64) * BYTES + tl.arange(0, BYTES)
+    return byte, byte[:, None] * 8 + tl.arange(0, 8)[None, :]
+
+
+@triton.jit
+def _together(flag):
+    """Eight flags as a byte."""
+    return tl.sum(flag.to(tl.int32) << tl.arange(0, 8)[None, :], axis=1).to(tl.uint8)
+
+
+@triton.jit
+def _apart(byte):
+    """A byte as eight flags."""
+    return ((byte.to(tl.int32)[:, None] >> tl.arange(0, 8)[None, :]) & 1) == 1
+
+
+@triton.jit
+def _pack(flat, bits, count, BYTES: tl.constexpr):
+    byte, place = _eights(BYTES)
+    value = tl.load(flat + place, mask=place < count, other=0)
+    tl.store(bits + byte, _together((value <= 0) == 0), mask=byte * 8 < count)
+
+
+@triton.jit
+def _unpack(bits, out, level, count, BYTES: tl.constexpr):
+    byte, place = _eights(BYTES)
+    flag = _apart(tl.load(bits + byte, mask=byte * 8 < count, other=0))
     high = tl.load(level)
-    tl.store(out + place, tl.where(flag == 1, high, high * 0), mask=place < count)
+    tl.store(out + place, tl.where(flag, high, tl.zeros_like(high)), mask=place < count)
 
 
 @triton.jit
-def _origins(place, shape, geometry, inner, DIM: tl.constexpr, DIMS: tl.constexpr):
-    """Coordinate of an output along one dimension, as the beginning of its window."""
-    rest = place // inner
-    for d in tl.static_range(DIMS - 1, DIM, -1):
-        rest = rest // tl.load(shape + d)
-    return (rest % tl.load(shape + DIM)) * tl.load(geometry + 4 * DIM + 1) - tl.load(geometry + 4 * DIM + 2)
+def _rectify(x, out, bits, count, BYTES: tl.constexpr):
+    byte, place = _eights(BYTES)
+    value = tl.load(x + place, mask=place < count, other=0)
+    below = value <= 0  # not so for what is no number: that goes through, as in torch
+    tl.store(out + place, tl.where(below, tl.zeros_like(value), value), mask=place < count)
+    tl.store(bits + byte, _together(below == 0), mask=byte * 8 < count)
 
 
 @triton.jit
-def _to_positions(indices, out, shape, image, geometry, count, inner, DIMS: tl.constexpr, BLOCK: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    rest = tl.load(indices + place, mask=place < count, other=0)
-    code = tl.zeros([BLOCK], dtype=tl.int64)
-    radix = 1
-    for d in tl.static_range(DIMS - 1, -1, -1):
-        size = tl.load(image + d)
-        offset = (rest % size - _origins(place, shape, geometry, inner, d, DIMS)) // tl.load(geometry + 4 * d + 3)
-        code += offset * radix
-        radix = radix * tl.load(geometry + 4 * d)
-        rest = rest // size
-    tl.store(out + place, code.to(tl.uint8), mask=place < count)
+def _through(gradient, bits, out, count, BYTES: tl.constexpr):
+    byte, place = _eights(BYTES)
+    flag = _apart(tl.load(bits + byte, mask=byte * 8 < count, other=0))
+    value = tl.load(gradient + place, mask=place < count, other=0)
+    tl.store(out + place, tl.where(flag, value, tl.zeros_like(value)), mask=place < count)
 
 
 @triton.jit
-def _to_indices(positions, out, shape, image, geometry, count, inner, DIMS: tl.constexpr, BLOCK: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    rest = tl.load(positions + place, mask=place < count, other=0).to(tl.int64)
-    index = tl.zeros([BLOCK], dtype=tl.int64)
-    scale = tl.full([], 1, dtype=tl.int64)
-    for d in tl.static_range(DIMS - 1, -1, -1):
-        kernel = tl.load(geometry + 4 * d)
-        offset = (rest % kernel) * tl.load(geometry + 4 * d + 3)
-        index += (_origins(place, shape, geometry, inner, d, DIMS) + offset) * scale
-        scale = scale * tl.load(image + d)
-        rest = rest // kernel
-    tl.store(out + place, index, mask=place < count)
+def _place_in_image(inner, depth, height, width, NUMBER: tl.constexpr, CONTIGUOUS: tl.constexpr, BLOCK: tl.constexpr):
+    """Where in memory the outputs of a program lie, and their coordinates."""
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    period = inner.to(tl.int64) * depth * height * width
+    local = (start % period).to(NUMBER) + tl.arange(0, BLOCK)
+    if not CONTIGUOUS:
+        local = local // inner
+    row = local // width
+    plane = row // height
+    return start + tl.arange(0, BLOCK), plane % depth, row - plane * height, local - row * width
 
 
-def pack(flat: torch.Tensor, out: torch.Tensor) -> None:
-    """Write which elements are above zero, eight to a byte."""
+@triton.jit
+def _to_positions(
+    indices, out, count, inner, depth, height, width, image_height, image_width,
+    KH: tl.constexpr, KW: tl.constexpr, SD: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr,
+    PD: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, DD: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr,
+    NUMBER: tl.constexpr, CONTIGUOUS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    place, z, y, x = _place_in_image(inner, depth, height, width, NUMBER, CONTIGUOUS, BLOCK)
+    index = tl.load(indices + place, mask=place < count, other=0).to(NUMBER)
+    row = index // image_width
+    plane = row // image_height
+    dx = (index - row * image_width - (x * SW - PW)) // DW
+    dy = (row - plane * image_height - (y * SH - PH)) // DH
+    dz = (plane - (z * SD - PD)) // DD
+    tl.store(out + place, ((dz * KH + dy) * KW + dx).to(tl.uint8), mask=place < count)
+
+
+@triton.jit
+def _to_indices(
+    positions, out, count, inner, depth, height, width, image_height, image_width,
+    KH: tl.constexpr, KW: tl.constexpr, SD: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr,
+    PD: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, DD: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr,
+    NUMBER: tl.constexpr, CONTIGUOUS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    place, z, y, x = _place_in_image(inner, depth, height, width, NUMBER, CONTIGUOUS, BLOCK)
+    position = tl.load(positions + place, mask=place < count, other=0).to(NUMBER)
+    plane = z * SD - PD + (position // (KH * KW)) * DD
+    row = y * SH - PH + (position // KW) % KH * DH
+    column = x * SW - PW + position % KW * DW
+    tl.store(out + place, ((plane * image_height + row) * image_width + column).to(tl.int64), mask=place < count)
+
+
+def pack(flat: torch.Tensor, bits: torch.Tensor) -> None:
+    """Write which elements are above zero or no numbers, eight to a byte."""
     if count := flat.numel():
-        source = flat.view(torch.uint8) if flat.dtype is torch.bool else flat
-        _pack[(triton.cdiv(out.numel(), _BLOCK),)](source, out, count, BLOCK=_BLOCK)
+        _pack[(triton.cdiv(bits.numel(), _BYTES),)](_plain(flat), bits, count, BYTES=_BYTES)
 
 
-def unpack(bits: torch.Tensor, out: torch.Tensor, level: torch.Tensor | float) -> None:
+def unpack(bits: torch.Tensor, out: torch.Tensor, level: torch.Tensor) -> None:
     """Write zero where a bit is zero and the level where it is one."""
-    target = out.view(torch.uint8) if out.dtype is torch.bool else out
-    one = level if isinstance(level, torch.Tensor) else torch.full((), level, dtype=target.dtype, device=out.device)
     if count := out.numel():
-        _unpack[(triton.cdiv(count, 4 * _BLOCK),)](bits, target, one.to(target.dtype), count, BLOCK=4 * _BLOCK)
+        grid = (triton.cdiv(bits.numel(), _BYTES),)
+        _unpack[grid](bits, _plain(out), _plain(level.to(out.dtype)), count, BYTES=_BYTES)
+
+
+def rectify(x: torch.Tensor, out: torch.Tensor, bits: torch.Tensor) -> None:
+    """ReLU of memory, into other memory or the same, and where it let through, eight to a byte."""
+    if count := x.numel():
+        _rectify[(triton.cdiv(bits.numel(), _BYTES),)](x, out, bits, count, BYTES=_BYTES)
+
+
+def through(gradient: torch.Tensor, bits: torch.Tensor, out: torch.Tensor) -> None:
+    """A gradient where the bits are one, else zero."""
+    if count := gradient.numel():
+        _through[(triton.cdiv(bits.numel(), _BYTES),)](gradient, bits, out, count, BYTES=_BYTES)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor
 
 
 def to_positions(indices: torch.Tensor, out: torch.Tensor, window: Window) -> None:
@@ -103,15 +162,21 @@ def to_indices(positions: torch.Tensor, out: torch.Tensor, window: Window) -> No
 
 def _positions(kernel: Any, given: torch.Tensor, out: torch.Tensor, window: Window) -> None:
     dims = len(window.image)
-    tables = _tables(window, tuple(given.shape[given.dim() - dims :]), given.device)
+    if not (count := given.numel()):
+        return
+
+    def three(numbers: tuple[int, ...], fill: int) -> tuple[int, ...]:
+        return (fill,) * (3 - dims) + tuple(numbers)
+
     inner = 1 if given.is_contiguous() else given.shape[1]  # channels last
-    if count := given.numel():
-        kernel[(triton.cdiv(count, _BLOCK),)](given, out, *tables, count, inner, DIMS=dims, BLOCK=_BLOCK)
-
-
-@lru_cache(64)
-def _tables(window: Window, shape: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Size of the output, size of the image, and the window, on the device."""
-    rows = zip(window.kernel, window.stride, window.padding, window.dilation, strict=True)
-    tables = (shape, window.image, [list(row) for row in rows])
-    return tuple(torch.tensor(table, dtype=torch.int64, device=device) for table in tables)
+    largest = max(inner * math.prod(given.shape[given.dim() - dims :]) + _BLOCK, math.prod(window.image))
+    sizes = three(given.shape[given.dim() - dims :], 1)
+    _, kh, kw = three(window.kernel, 1)
+    sd, sh, sw = three(window.stride, 1)
+    pd, ph, pw = three(window.padding, 0)
+    dd, dh, dw = three(window.dilation, 1)
+    kernel[(triton.cdiv(count, _BLOCK),)](
+        given, out, count, inner, *sizes, *three(window.image, 1)[1:],
+        KH=kh, KW=kw, SD=sd, SH=sh, SW=sw, PD=pd, PH=ph, PW=pw, DD=dd, DH=dh, DW=dw,
+        NUMBER=tl.int32 if largest < 2**31 else tl.int64, CONTIGUOUS=inner == 1, BLOCK=_BLOCK,
+    )  # fmt: skip

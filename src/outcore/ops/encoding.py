@@ -7,7 +7,7 @@ How small *sparse* is depends on the data, so that no budget can count on it: on
 Lossy ones (fewer bits per number) are never chosen unless they are asked for by name either.
 
     codec     for                              bytes in between        bytes when it is back
-    sign      output of ReLU, used nowhere     1 bit per element       1 per element
+    sign      output of ReLU, used nowhere     1 bit per element       the same: bits are all backward reads
     window    indices of a max pool            1 per index             8 per index
     bits      mask of a dropout                1 bit per element       as it was
     sparse    any with many zeros              1 bit + the others      all
@@ -83,7 +83,7 @@ def held_bytes(kept: Kept, policy: str) -> tuple[int, int]:
     item = _item_bytes(kept)
     match codec:
         case "sign":
-            return -(-size // item // 8), size // item
+            return -(-size // item // 8), -(-size // item // 8)
         case "window":
             return size // 8, size
         case "bits":

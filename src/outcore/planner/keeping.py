@@ -131,7 +131,7 @@ class Keeping:
             if buffer.savers and not self.choices(buffer):
                 _add(moment, gone, self.backward_at[min(buffer.savers)], buffer.bytes)
                 continue
-            least = buffer.bytes // buffer.element_bytes if buffer.need == "sign" else buffer.bytes
+            least = held_bytes(buffer, "encode:sign")[1] if buffer.need == "sign" else buffer.bytes
             for i in buffer.savers:
                 _add(moment, self.backward_at[i], self.backward_at[i], least)
         curve = self.base + np.cumsum(moment[:-1])

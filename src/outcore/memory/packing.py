@@ -1,0 +1,112 @@
+"""Numbers in less memory: without the zeros among them (exact), or with eight bits each (lossy).
+
+*Without zeros*: one bit per number says whether it is there, and those that are follow each other. Words are compared
+as bits, so a zero with a sign is one that is there. How small it becomes is in the data.
+
+*Eight bits in groups*: every group of numbers has its own range, in steps of a 255th of it. A group with a number that
+is infinite or none comes back as none, all of it.
+
+On a GPU each way is one kernel (two, where zeros are left out), elsewhere the same steps in torch, a part at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from outcore.memory.bits import pack_bits, unpack_bits
+from outcore.ops.encoding import GROUP
+
+__all__ = ["grouped", "without_zeros"]
+
+_PART = 2**18
+"""Numbers that are rounded at a time on a CPU."""
+_TINY = torch.finfo(torch.float32).tiny
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+Packed = tuple[tuple[torch.Tensor, ...], Callable[..., torch.Tensor]]
+"""The smaller form, and the way back from it."""
+
+
+def without_zeros(flat: torch.Tensor) -> Packed:
+    """Which numbers are not zero, and those (Gist's sparse storage): exact, as small as the data allow."""
+    count, dtype = flat.numel(), flat.dtype
+    words = flat.view(_WORDS[dtype.itemsize])
+    if flat.is_cuda:
+        return _sparse_on_gpu(words, dtype)
+    there = words != 0
+    bits, values = pack_bits(there.view(torch.uint8)), words[there]
+
+    def decode(bits: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        flags = unpack_bits(bits, count, torch.ones((), dtype=torch.int8)).view(torch.bool)
+        return values.new_zeros(count).masked_scatter_(flags, values).view(dtype)
+
+    return (bits, values), decode
+
+
+def _sparse_on_gpu(words: torch.Tensor, dtype: torch.dtype) -> Packed:
+    from outcore.memory.number_triton_kernels import gather, scatter, survey
+
+    count = words.numel()
+    bits = torch.empty(-(-count // 8), dtype=torch.uint8, device=words.device)
+    ends = survey(words, bits)
+    values = words.new_empty(int(ends[-1]) if count else 0)
+    gather(words, ends, values)
+
+    def decode(bits: torch.Tensor, values: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        out = values.new_empty(count)
+        scatter(bits, values, ends, out)
+        return out.view(dtype)
+
+    return (bits, values, ends), decode
+
+
+def grouped(flat: torch.Tensor) -> Packed:
+    """Eight bits per number, with a range for every group of numbers."""
+    count, dtype = flat.numel(), flat.dtype
+    codes = torch.empty(count, dtype=torch.uint8, device=flat.device)
+    low, scale = (torch.empty(-(-count // GROUP), dtype=torch.float32, device=flat.device) for _ in range(2))
+    if flat.is_cuda:
+        from outcore.memory.number_triton_kernels import quantise
+
+        quantise(flat, codes, low, scale, group=GROUP, tiny=_TINY)
+    else:
+        _to_levels(flat, codes, low, scale)
+
+    def decode(codes: torch.Tensor, low: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(count, dtype=dtype, device=codes.device)
+        if codes.is_cuda:
+            from outcore.memory.number_triton_kernels import dequantise
+
+            dequantise(codes, low, scale, out, group=GROUP)
+        else:
+            _from_levels(codes, low, scale, out)
+        return out
+
+    return (codes, low, scale), decode
+
+
+def _to_levels(flat: torch.Tensor, codes: torch.Tensor, low: torch.Tensor, scale: torch.Tensor) -> None:
+    for numbers, groups, rows in _group_rows(flat):
+        least = rows.amin(1)
+        width = rows.amax(1).sub_(least).div_(255).clamp_min_(_TINY)
+        levels = rows.sub_(least.unsqueeze(1)).div_(width.unsqueeze(1)).round_().nan_to_num_()
+        codes[numbers] = levels.view(-1)[: codes[numbers].numel()].to(torch.uint8)
+        low[groups], scale[groups] = least, width
+
+
+def _from_levels(codes: torch.Tensor, low: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
+    for numbers, groups, rows in _group_rows(codes):
+        back = rows.mul_(scale[groups].unsqueeze(1)).add_(low[groups].unsqueeze(1))
+        out[numbers] = back.view(-1)[: out[numbers].numel()].to(out.dtype)
+
+
+def _group_rows(flat: torch.Tensor) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+    """Some numbers at a time: which, which groups they are, and they as float32, the last group filled up."""
+    for start in range(0, flat.numel(), _PART):
+        part = flat[start : start + _PART].to(torch.float32, copy=True)
+        if part.numel() % GROUP:
+            part = torch.cat([part, part[-1:].expand(-part.numel() % GROUP)])
+        rows = part.view(-1, GROUP)
+        yield slice(start, start + _PART), slice(start // GROUP, start // GROUP + rows.shape[0]), rows
