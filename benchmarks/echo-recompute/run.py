@@ -37,6 +37,7 @@ from outcore.cost.rough import without_gaps
 from outcore.graph import capture
 from outcore.graph.keys import key_of
 from outcore.memory.governor import Governor, Settings
+from outcore.memory.graph_pool import give_back
 from outcore.memory.rates import measured_tier, memory_rate
 from outcore.planner.budget import Assignment, fit
 from outcore.planner.keeping import Keeping
@@ -70,7 +71,7 @@ class Trial:
             tier = measured_tier(torch.device("cuda", 0) if DEVICE == "cuda" else device)
             known = Keeping(self.graph, costs, 0.0, tier, memory_rate(device))
         self.keeping, self.costs = known, known.costs
-        self.weights = [p.detach().clone() for p in self.model.parameters()]
+        self.weights = [p.detach().cpu() for p in self.model.parameters()]
         self.own, self.others = allocated() - before, 0
         """Memory of this model, and of all others that wait for their turn."""
         self.plans: dict[tuple[bool, float], Assignment] = {}
@@ -97,7 +98,7 @@ class Trial:
         if DEVICE != "cuda":
             self.step()
             return {"ms": 1.0, "peak": 1, "reserved": 1}
-        torch.cuda.empty_cache()
+        give_back()
         for _ in range(2):
             torch.cuda.synchronize()
             start = time.perf_counter()
@@ -159,8 +160,11 @@ class Trial:
                     facts["plain_again"], facts["plain_again_difference"] = compared(want, again)
                     del got
                     facts |= self.measured()
+                    (entry,) = governor.admitted.values()
+                    if entry is not None and entry.graphed is not None:
+                        facts["graphs_bytes"] = entry.graphed.bytes
                     pairs = zip(self.model.parameters(), self.weights, strict=True)
-                    facts["weights_untouched"] = all(torch.equal(p, w) for p, w in pairs)
+                    facts["weights_untouched"] = all(torch.equal(p.cpu(), w) for p, w in pairs)
                     add(how, **facts, policies=kinds)
                 except Exception as error:
                     add(how, **facts, error=f"{type(error).__name__}: {str(error)[:200]}")
@@ -196,7 +200,7 @@ def search_all(
     with ProcessPoolExecutor(min(14, os.cpu_count() or 1), mp_context=context) as pool:
         for name, keeping in keepings.items():
             alone = pickle.loads(pickle.dumps(keeping))
-            alone.tier = None
+            alone.tier, alone.draws = None, False  # a graph cannot draw the same numbers twice
             for share in shares:
                 found[name][False, share] = pool.submit(search, keeping, share, seconds)
                 if name in graphs:

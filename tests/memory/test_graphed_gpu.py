@@ -1,0 +1,99 @@
+"""Forward and backward as CUDA graphs on a GPU: the same numbers, the budget kept, reserved memory counted."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+import outcore
+from outcore.memory.graph_pool import give_back
+
+from .test_gpu import gradients, network
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> object:
+    torch.backends.cudnn.deterministic = True
+    yield
+    torch.backends.cudnn.deterministic = False
+
+
+def graphed(model: nn.Module) -> object:
+    (entry,) = model.__dict__["forward"].admitted.values()
+    return entry.graphed
+
+
+@pytest.mark.parametrize("policy", ["keep", "recompute", "offload"])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_every_policy_as_graphs(policy: str, bf16: bool) -> None:
+    images = torch.randn(8, 3, 64, 64, device="cuda")
+    model = network()
+    if bf16:
+        model, images = (t.to(memory_format=torch.channels_last) for t in (model, images))
+    twin = copy.deepcopy(model)
+    named = {"recompute": ("0.1#0:out", "5.1#0:out"), "offload": ("0.1#0:out", "5.0#0:out", "7.0#0:out"), "keep": ()}
+    plan = dict.fromkeys(named[policy], policy)
+    with torch.autocast("cuda", dtype=torch.bfloat16, enabled=bf16):
+        outcore.within(model, (images,), memory=None, plan=plan, optimizer=0.0, graphs=True, quiet=True)
+    for _ in range(4):
+        batch = torch.randn_like(images)
+        want, got = gradients(twin, batch, bf16=bf16), gradients(model, batch, bf16=bf16)
+        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+    assert getattr(graphed(model), "graphs", None) is not None
+    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), twin.buffers(), strict=True))
+
+
+@pytest.mark.parametrize("share", [0.9, 0.75])
+def test_what_is_reserved_is_within_the_budget(share: float) -> None:
+    images = torch.randn(8, 3, 256, 256, device="cuda")
+    model = network()
+    twin = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    outcore.within(model, (images,), memory=None, optimizer=optimizer, quiet=True)
+    plan = outcore.memory_plan(model)
+    budget = int(share * plan.plain_bytes)
+    outcore.within(
+        model, (images,), memory=budget, optimizer=optimizer, costs=plan.keeping.costs, graphs=True, quiet=True
+    )
+    want = gradients(twin, images, bf16=False)
+    del twin
+    gc.collect()
+    give_back()
+    others = torch.cuda.memory_allocated() - sum(t.nbytes for t in (*model.parameters(), *model.buffers(), images))
+    got = gradients(model, images, bf16=False)
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+    del got
+    give_back()
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(images).square().sum().backward()
+        optimizer.step()
+    reserved = torch.cuda.max_memory_reserved()
+    print(
+        f"share {share}: reserved {reserved / 2**20:.0f}, others {others / 2**20:.0f}, budget {budget / 2**20:.0f} MiB"
+    )
+    assert getattr(graphed(model), "graphs", None) is not None
+    assert reserved - others <= budget
+
+
+def test_gradients_are_accumulated_over_graphs() -> None:
+    images = torch.randn(8, 3, 64, 64, device="cuda")
+    model = network()
+    twin = copy.deepcopy(model)
+    outcore.within(model, (images,), memory=None, optimizer=0.0, graphs=True, quiet=True)
+    for net in (model, twin):
+        torch.manual_seed(1)
+        for part in (images, images + 1, images - 1):
+            net(part).square().sum().backward()
+    pairs = zip(model.parameters(), twin.parameters(), strict=True)
+    assert all(torch.equal(p.grad, q.grad) for p, q in pairs)
