@@ -1,28 +1,39 @@
-"""What encodings alone save, per network, in memory and gradients: Gist's own question.
+"""What encodings alone save, per network, in memory, time and gradients: Gist's own question.
 
-    python benchmarks/gist-encodings/run.py --out results/
+    python benchmarks/gist-encodings/run.py --out results/2026-11-16-h200.json
 
 Gist (Jain et al., ISCA 2018) holds what backward needs in fewer bits between forward and backward: up to 2x less memory
 without loss at 4 % more time, beyond 4x with loss. Here every buffer that has an exact smaller form gets it (lossless:
 signs of ReLU outputs, positions in pool windows, masks as bits), then the outputs of ReLU as bitmap and values too
 ("sparse"), then everything that is left as half, bfloat16 or 8 bits in groups (lossy, with what that does to the
-gradients). Nothing is recomputed or moved. The ratio is that of the peak above weights, gradients and inputs, as there;
-the peak itself is beside it.
+gradients). Nothing is recomputed or moved.
+
+A process per network prepares beside the others and measures alone (`benchmarks/gate.py`). All ways of a network take
+turns, a few steps each, and a ratio is the median of those within a turn. `--graphs` adds the same ways as CUDA graphs,
+whose time is that of the device alone.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import gc
-import itertools
 import json
+import multiprocessing
+import os
 import platform
+import statistics
+import sys
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asking whether there is a GPU must not open it before the fork
+
 import torch
+from gate import Gate
 from torch import nn
 
 import outcore
@@ -33,17 +44,42 @@ from outcore.ops.encoding import held_bytes
 from outcore.planner.keeping import Keeping
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-NETWORKS = ("alexnet", "vgg19", "inception_v3", "resnet50", "densenet121", "unet")
-KINDS = ("lossless", "sparse", "half", "bf16", "int8")
+CASES = "alexnet:64x224,vgg19:64x224,inception_v3:64x299,resnet50:64x224,densenet121:64x224,unet:16x224"
+KINDS = ("lossless", "sparse", "half", "int8")
+WARM_UPS, STEPS = 2, 3
 
 
-def build(name: str) -> nn.Module:
-    if name == "unet":
-        return outcore.models.UNet()
-    import torchvision
+@dataclass(frozen=True)
+class Case:
+    """A network and its batch: ``vgg19:64x224``, or ``vgg19:64x224:last`` for channels last."""
 
-    more = {"init_weights": False, "aux_logits": False} if name == "inception_v3" else {}
-    return getattr(torchvision.models, name)(**more)
+    name: str
+    batch: int
+    side: int
+    last: bool
+
+    @classmethod
+    def of(cls, text: str) -> Case:
+        name, size, *more = text.split(":")
+        batch, side = size.split("x")
+        return cls(name, int(batch), int(side), more == ["last"])
+
+    def build(self) -> tuple[nn.Module, torch.Tensor]:
+        torch.manual_seed(0)
+        if self.name == "unet":
+            model: nn.Module = outcore.models.UNet()
+        else:
+            import torchvision
+
+            more = {"init_weights": False, "aux_logits": False} if self.name == "inception_v3" else {}
+            model = getattr(torchvision.models, self.name)(**more)
+        images = torch.randn(self.batch, 3, self.side, self.side)
+        form = torch.channels_last if self.last else torch.contiguous_format
+        return model.to(DEVICE, memory_format=form), images.to(DEVICE, memory_format=form)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {"model": self.name, "batch": self.batch, "side": self.side, "last": self.last}
 
 
 def policy_for(keeping: Keeping, kind: str) -> dict[str, str]:
@@ -68,118 +104,229 @@ def stashed(keeping: Keeping, policy: dict[str, str]) -> int:
     return sum(held_bytes(b, policy[b.name])[0] if b.name in policy else b.bytes for b in kept)
 
 
-def measured(model: nn.Module, images: torch.Tensor) -> dict[str, Any]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+class Subject:
+    """A network, and the ways to train it."""
 
-    def step() -> None:
-        optimizer.zero_grad(set_to_none=True)
-        model(images).square().mean().backward()
-        optimizer.step()
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.model, self.images = case.build()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-6)
+        self.graph = outcore.capture(self.model, (self.images,))
+        rate = memory_rate(self.images.device)
+        self.costs = by_bytes(account(self.graph), rate)
+        self.keeping = Keeping(self.graph, self.costs, 0.0, None, rate)
+        self.governors: dict[str, Any] = {"plain": None}
 
-    if DEVICE != "cuda":
-        step()
-        return {"ms": 1.0, "peak": 1, "held": 1}
-    for _ in range(3):
-        step()
-    torch.cuda.synchronize()
-    held = torch.cuda.memory_allocated()  # weights, gradients, images
-    torch.cuda.reset_peak_memory_stats()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(8)]
-    events[0].record()
-    for event in events[1:]:
-        step()
-        event.record()
-    torch.cuda.synchronize()
-    times = sorted(a.elapsed_time(b) for a, b in itertools.pairwise(events))
-    return {"ms": times[3], "peak": torch.cuda.max_memory_allocated(), "held": held}
+    def prepare(self, kind: str, *, graphs: bool = False) -> dict[str, Any]:
+        """Bring the model under a kind of encoding; returns what is known of it before it runs."""
+        plan = policy_for(self.keeping, kind) if kind != "plain" else {}
+        self.enter("plain")
+        given = {"memory": None, "optimizer": 0.0, "plan": plan, "costs": self.costs, "quiet": True, "graphs": graphs}
+        outcore.within(self.model, (self.images,), **given)
+        facts: dict[str, Any] = {"kept_bytes": stashed(self.keeping, {}), "stashed_bytes": stashed(self.keeping, plan)}
+        facts["predicted_peak"] = outcore.memory_plan(self.model).peak_bytes
+        facts["codecs"] = {how: list(plan.values()).count(how) for how in sorted(set(plan.values()))}
+        if (effect := outcore.gradient_effect(self.model)) is not None and effect.whole and effect.worst:
+            facts |= {"off": effect.whole.relative, "cosine": effect.whole.cosine, "median_off": effect.median}
+            facts |= {"worst_off": effect.worst.relative, "worst": effect.worst.name}
+        self.governors[kind] = self.model.__dict__["forward"]
+        return facts
 
+    def enter(self, kind: str) -> None:
+        """From here on the model runs in one of the ways that were prepared."""
+        self.model.__dict__.pop("forward", None)
+        if (governor := self.governors[kind]) is not None:
+            self.model.__dict__["forward"] = governor
 
-def case(name: str, batch: int, side: int, kinds: list[str]) -> list[dict[str, Any]]:
-    torch.manual_seed(0)
-    original = build(name).to(DEVICE)
-    side = max(side, 299) if name == "inception_v3" else side
-    images = torch.randn(batch, 3, side, side, device=DEVICE)
-    rows: list[dict[str, Any]] = []
+    def step(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        self.model(self.images).square().mean().backward()
+        self.optimizer.step()
 
-    def add(how: str, **facts: Any) -> None:
-        rows.append({"model": name, "batch": batch, "side": side, "how": how, **facts})
-        print(json.dumps(rows[-1]), flush=True)
+    def warm_up(self) -> None:
+        for _ in range(WARM_UPS):
+            self.step()
+        synchronise()
+
+    def peak(self) -> dict[str, int]:
+        """Of one step: with weights, gradients and images, and these alone."""
+        weights = sum(t.nbytes for t in (*self.model.parameters(), *self.model.buffers()))
+        gradients = sum(p.nbytes for p in self.model.parameters())
+        held = weights + gradients + self.images.nbytes
+        self.optimizer.zero_grad(set_to_none=True)
+        if DEVICE != "cuda":
+            return {"peak": 1, "held": held}
         gc.collect()
+        synchronise()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        self.step()
+        synchronise()
+        return {"peak": torch.cuda.max_memory_allocated() - before + held - gradients, "held": held}
 
-    add("plain", **measured(original, images))
-    graph = outcore.capture(original, (images,))
-    rate = memory_rate(images.device)
-    costs = by_bytes(account(graph), rate)
-    keeping = Keeping(graph, costs, 0.0, None, rate)
-    kept = stashed(keeping, {})
-    for kind in kinds:
-        model = copy.deepcopy(original)
+    def turns(self, kinds: list[str], rounds: int) -> dict[str, list[float]]:
+        """Milliseconds of a step, each way in every round."""
+        found: dict[str, list[float]] = {kind: [] for kind in kinds}
+        for _ in range(rounds):
+            for kind in kinds:
+                self.enter(kind)
+                self.step()
+                found[kind].append(min(self.timed()))
+        return found
+
+    def timed(self) -> Iterator[float]:
+        if DEVICE != "cuda":
+            yield from (1.0,)
+            return
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(STEPS + 1)]
+        events[0].record()
+        for event in events[1:]:
+            self.step()
+            event.record()
+        synchronise()
+        for i in range(STEPS):
+            yield events[i].elapsed_time(events[i + 1])
+
+
+def synchronise() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def work(text: str, index: int, gate: Gate, rows: Any, args: argparse.Namespace) -> None:
+    """One network, in a process of its own."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    case, deadline = Case.of(text), args.deadline
+    with gate.inside(index):
         try:
-            plan = policy_for(keeping, kind)
-            outcore.within(model, (images,), memory=None, optimizer=0.0, plan=plan, costs=costs, quiet=True)
-            codecs = {how: list(plan.values()).count(how) for how in sorted(set(plan.values()))}
-            facts: dict[str, Any] = {"kept_bytes": kept, "stashed_bytes": stashed(keeping, plan)}
-            facts["predicted_peak"] = outcore.memory_plan(model).peak_bytes
-            if (effect := outcore.gradient_effect(model)) is not None and effect.whole and effect.worst:
-                facts |= {"off": effect.whole.relative, "cosine": effect.whole.cosine, "median_off": effect.median}
-                facts |= {"worst_off": effect.worst.relative, "worst": effect.worst.name}
-            gc.collect()
-            add(kind, **measured(model, images), **facts, codecs=codecs)
+            subject = Subject(case)
+            measure(subject, [k for k in args.kinds.split(",") if k], gate, rows, args)
+            for kind in [k for k in args.graphs.split(",") if k]:
+                if time.time() < deadline:
+                    subject.governors = {"plain": None}
+                    as_graphs(subject, kind, gate, rows, args)
         except Exception as error:
-            add(kind, error=f"{type(error).__name__}: {str(error)[:200]}")
-        del model
-    return rows
+            rows.put({**case.facts, "how": "all", "error": f"{type(error).__name__}: {str(error)[:300]}"})
+    rows.put(None)
 
 
-def sizes(name: str, batch: int, side: int, kinds: list[str]) -> dict[str, Any]:
+def measure(subject: Subject, kinds: list[str], gate: Gate, rows: Any, args: argparse.Namespace) -> None:
+    """All ways in turns, call by call."""
+    facts: dict[str, dict[str, Any]] = {}
+    for kind in ["plain", *kinds]:
+        try:
+            facts[kind] = subject.prepare(kind) if kind != "plain" else {}
+            subject.enter(kind)
+            subject.warm_up()
+            facts[kind] |= subject.peak()
+        except Exception as error:
+            facts.pop(kind, None)
+            rows.put({**subject.case.facts, "how": kind, "error": f"{type(error).__name__}: {str(error)[:300]}"})
+    ways = list(facts)
+    times: dict[str, list[float]] = {}
+    if args.rounds:
+        with gate.alone():
+            times = subject.turns(ways, args.rounds)
+    for kind in ways:
+        rows.put({**subject.case.facts, "how": kind, **facts[kind], **summary(times, kind)})
+
+
+def as_graphs(subject: Subject, kind: str, gate: Gate, rows: Any, args: argparse.Namespace) -> None:
+    """One way beside plain, both as CUDA graphs."""
+    facts: dict[str, Any] = {}
+    for way in ("plain", kind):
+        governors, subject.governors = subject.governors, {"plain": None}
+        subject.prepare(way, graphs=True)
+        governors[way] = subject.governors[way]
+        subject.governors = governors
+        subject.enter(way)
+        before = torch.cuda.memory_reserved() if DEVICE == "cuda" else 0
+        subject.warm_up()
+        facts[f"{way}_reserved"] = torch.cuda.memory_reserved() - before if DEVICE == "cuda" else 0
+    with gate.alone():
+        times = subject.turns(["plain", kind], args.rounds)
+    rows.put({**subject.case.facts, "how": kind, "graphs": True, **facts, **summary(times, kind)})
+    subject.governors = {"plain": None}
+    subject.enter("plain")
+    gc.collect()
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
+
+
+def summary(times: dict[str, list[float]], kind: str) -> dict[str, Any]:
+    """The middle of the rounds: of the time, and of the ratio to plain in the same round."""
+    if not times:
+        return {}
+    over = [a / b for a, b in zip(times[kind], times["plain"], strict=True)]
+    found = {"ms": statistics.median(times[kind]), "over": statistics.median(over)}
+    return found | {"plain_ms": statistics.median(times["plain"]), "rounds": [round(o, 4) for o in over]}
+
+
+def sizes(case: Case, kinds: list[str]) -> dict[str, Any]:
     """What is stashed under each kind of encoding: sizes alone, which need no device."""
-    side = max(side, 299) if name == "inception_v3" else side
-    graph = outcore.capture(build(name), [(batch, 3, side, side)])
+    model, _ = case.build()
+    graph = outcore.capture(model, [(case.batch, 3, case.side, case.side)])
     keeping = Keeping(graph, by_bytes(account(graph), 1e12), 0.0, None)
     plain = sum(  # also what plain training keeps although backward needs no more than its shape
         b.bytes for b in keeping.buffers.values() if (b.savers or b.shapes) and b.kind != "given"
     )
-    row = {"model": name, "batch": batch, "side": side, "how": "sizes", "plain": plain}
+    row = {**case.facts, "how": "sizes", "plain": plain}
     row |= {kind: stashed(keeping, policy_for(keeping, kind)) for kind in kinds}
     print(json.dumps(row), flush=True)
     return row
 
 
+def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """All cases, as rows come."""
+    cases = args.cases.split(",")
+    context = multiprocessing.get_context("fork")
+    gate, rows = Gate(context, len(cases), 1e9), context.Queue()
+    workers = [
+        context.Process(target=work, args=(text, i, gate, rows, args), daemon=True) for i, text in enumerate(cases)
+    ]
+    for worker in workers:
+        worker.start()
+    left = len(workers)
+    while left and time.time() < args.deadline:
+        try:
+            row = rows.get(timeout=1.0)
+        except Exception:
+            if not any(worker.is_alive() for worker in workers):
+                break
+            continue
+        if row is None:
+            left -= 1
+        else:
+            yield row
+    for worker in workers:
+        worker.kill()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, default=Path())
-    parser.add_argument("--networks", default=",".join(NETWORKS))
+    parser.add_argument("--out", type=Path, required=True, help="a JSON file")
+    parser.add_argument("--cases", default=CASES)
     parser.add_argument("--kinds", default=",".join(KINDS))
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--side", type=int, default=224)
+    parser.add_argument("--graphs", default="", help="kinds that are also measured as CUDA graphs, plain beside each")
+    parser.add_argument("--rounds", type=int, default=5, help="0 for bytes and gradients alone")
     parser.add_argument("--sizes-only", action="store_true", help="train nothing")
-    parser.add_argument("--seconds", type=float, default=1e9)
+    parser.add_argument("--seconds", type=float, default=1e6)
     args = parser.parse_args()
     started = time.time()
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    environment = {
-        "device": torch.cuda.get_device_name() if DEVICE == "cuda" else platform.processor(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "outcore": outcore.__version__,
-    }
+    args.deadline = started + args.seconds
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    environment: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version()}
+    environment |= {"outcore": outcore.__version__, "precision": "float32, matrix products in TF32", "device": DEVICE}
     rows: list[dict[str, Any]] = []
-    args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"{time.strftime('%Y-%m-%d')}-h200.json"
-    for name in args.networks.split(","):
-        if time.time() - started > args.seconds:
-            break
-        batch = args.batch if name != "unet" else max(1, args.batch // 4)
-        if args.sizes_only:
-            rows.append(sizes(name, batch, args.side, args.kinds.split(",")))
-            continue
-        rows += case(name, batch, args.side, args.kinds.split(","))
-        path.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n")
-        if DEVICE == "cuda":
-            torch.cuda.empty_cache()
-    if args.sizes_only:
-        path = args.out / f"{time.strftime('%Y-%m-%d')}-sizes.json"
-        path.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n")
+    found = (
+        (sizes(Case.of(text), args.kinds.split(",")) for text in args.cases.split(","))
+        if args.sizes_only
+        else run(args)
+    )
+    for row in found:
+        rows.append(row)
+        print(f"{time.time() - started:5.1f} s", json.dumps(row), flush=True)
+        args.out.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n")
     print(f"done after {time.time() - started:.0f} s")
 
 
