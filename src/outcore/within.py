@@ -138,9 +138,9 @@ def within(
     if lazy or stream or by_hand is not None:
         step = conduct(model, graph, wanted, without_gaps(costs))
         return _announced(model, step, budget, assumed=optimizer is None, quiet=quiet)
-    reserved = loss_bytes + int(_MARGIN.get(costs.device_kind, 0.0) * (budget or 0))
+    reserved, margin = loss_bytes, _MARGIN.get(costs.device_kind, 0.0)
     if graphs:
-        reserved += int(_GRAPHS_MARGIN * (budget or 0))
+        margin += _GRAPHS_MARGIN
         reserved += Graphed.copied_bytes([t for _, t in leaves((args, kwargs), torch.Tensor)])
     policy = dict(plan.policy if isinstance(plan, Plan) else plan) if plan is not None else None
     movable = state is None and budget is not None and plan is None and can_be_parted(optimizer) and not graphs
@@ -150,6 +150,7 @@ def within(
         budget,
         cost,
         reserved,
+        margin,
         policy,
         graphs=graphs,
         states=states,

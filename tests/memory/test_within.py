@@ -3,6 +3,7 @@
 import copy
 import inspect
 import io
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -146,6 +147,21 @@ def test_a_budget_too_small_is_refused_with_one_that_works() -> None:
     del refused  # it holds the frames it came from
     outcore.within(model, (x,), memory=least, optimizer=0.0, costs=costs, quiet=True)
     step(model, x)
+
+
+def test_the_smallest_budget_has_room_for_its_own_margin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules["outcore.within"].__dict__["_MARGIN"], "cpu", 0.1)
+    model, x = network(), images()
+    costs = by_bytes(account(outcore.capture(model, (x,))), 1e9)
+    with pytest.raises(PlanError) as refused:
+        outcore.within(model, (x,), memory=1000, optimizer=0.0, costs=costs, stream=False, quiet=True)
+    least = refused.value.least_bytes
+    del refused
+    assert least is not None
+    outcore.within(model, (x,), memory=least, optimizer=0.0, costs=costs, stream=False, quiet=True)
+    assert 0.98 * least <= outcore.memory_plan(model).peak_bytes <= least
+    with pytest.raises(PlanError):
+        outcore.within(model, (x,), memory=int(0.97 * least), optimizer=0.0, costs=costs, stream=False, quiet=True)
 
 
 def test_forward_without_backward_and_exceptions_leave_nothing() -> None:

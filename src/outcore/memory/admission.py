@@ -21,7 +21,9 @@ class Settings:
     budget_bytes: int | None
     optimizer: OptimizerCost
     reserved_bytes: int = 0
-    """To leave free, for the loss and for what predictions miss."""
+    """To leave free, for the loss and for what predictions are known to miss."""
+    margin: float = 0.0
+    """Share of the budget to leave free beside that."""
     policy: dict[str, str] | None = None
     """Chosen by hand."""
     search_s: float = 4.0

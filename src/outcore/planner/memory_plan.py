@@ -6,6 +6,7 @@ within the budget, as a document (`Plan.policy`) and as an explanation.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -134,6 +135,7 @@ def plan_memory(
     tier: Tier | None = None,
     memory_bytes_per_s: float = 10e9,
     reserved_bytes: int = 0,
+    margin: float = 0.0,
     policy: Mapping[str, str] | None = None,
     time_limit_s: float = 4.0,
     states: Sequence[StatePolicy] = (StatePolicy(),),
@@ -149,6 +151,7 @@ def plan_memory(
         tier: the slower memory below the device; none to move nothing.
         memory_bytes_per_s: how fast the device's own memory is.
         reserved_bytes: to leave free.
+        margin: share of the budget to leave free beside that.
         policy: chosen by hand.
         time_limit_s: for the search.
         states: policies for parameters, gradients and optimizer state; a later one is taken only if none before it
@@ -161,7 +164,8 @@ def plan_memory(
     keeping = Keeping(graph, costs, optimizer, tier, memory_bytes_per_s, draws=draws)
     if policy is not None and (unknown := [name for name in policy if name not in keeping.buffers]):
         raise PlanError(f"the plan names {unknown[0]}, which is not the first value in any memory of the network")
-    most = budget_bytes - reserved_bytes if budget_bytes is not None else 2**62
+    reserved = reserved_bytes + int(margin * (budget_bytes or 0))
+    most = budget_bytes - reserved if budget_bytes is not None else 2**62
     base = keeping.base
     for where in states:
         relief = _relief(keeping, where, optimizer)
@@ -169,20 +173,21 @@ def plan_memory(
         time_s = relief.time_s if relief is not None else 0.0
         if policy is not None:
             assignment = Assignment(dict(policy), keeping.evaluate(policy))
-            return MemoryPlan(keeping, assignment, budget_bytes, reserved_bytes, where, time_s)
+            return MemoryPlan(keeping, assignment, budget_bytes, reserved, where, time_s)
         assignment = fit(keeping, most, time_limit_s=time_limit_s)
         if assignment.fits(most):
-            return MemoryPlan(keeping, assignment, budget_bytes, reserved_bytes, where, time_s)
-    raise _refusal(keeping, assignment.outcome, budget_bytes or 0, reserved_bytes)
+            return MemoryPlan(keeping, assignment, budget_bytes, reserved, where, time_s)
+    raise _refusal(keeping, assignment.outcome, budget_bytes or 0, reserved_bytes, margin)
 
 
-def _refusal(keeping: Keeping, least: Outcome, budget_bytes: int, reserved_bytes: int) -> PlanError:
-    """Why there is no plan, with the smallest budget that would do."""
-    smallest, (floor, at) = least.peak_bytes + reserved_bytes, keeping.floor
+def _refusal(keeping: Keeping, least: Outcome, budget_bytes: int, reserved_bytes: int, margin: float) -> PlanError:
+    """Why there is no plan, with the smallest budget that would do, its own margin in it."""
+    floor, at = keeping.floor
+    smallest, alone = (math.ceil((size + reserved_bytes) / (1 - margin)) for size in (least.peak_bytes, floor))
     refused = PlanError(
         f"a training step cannot be done within {format_bytes(budget_bytes)}: the smallest budget that was "
         f"found is {format_bytes(smallest)} (reached in {_place(keeping, int(least.curve.argmax()))}; "
-        f'{_place(keeping, at)} alone needs {format_bytes(floor + reserved_bytes)}); give memory="'
+        f'{_place(keeping, at)} alone needs {format_bytes(alone)}); give memory="'
         f'{-(-smallest // 2**20)}MiB" or more, or a smaller batch'
     )
     refused.least_bytes = smallest
