@@ -11,18 +11,19 @@ import torch
 from torch import nn
 
 from outcore.graph.recording import Ref
-from outcore.memory.graphed import Graphed, _holders
+from outcore.memory.graph_gradients import Places
+from outcore.memory.graphed import Graphed
 
 
 class Played:
     """A function instead of a graph: the same memory every time."""
 
-    def __init__(self, run: Callable[[], None]) -> None:
+    def __init__(self, run: Callable[[], object]) -> None:
         self.replay = run
 
 
 class Stage(Graphed):
-    """A product and its gradient, of which forward overwrites the memory of the last gradients."""
+    """A product and its gradient."""
 
     def __init__(self, model: nn.Linear) -> None:
         self.model, self.parameters = model, list(model.parameters())
@@ -33,20 +34,18 @@ class Stage(Graphed):
         (x,) = self.inputs = [torch.empty_like(t) for t in tensors]
         (out,) = self.outputs = [torch.empty(len(x), len(bias), dtype=x.dtype)]
         (gradient,) = self.gradients = [torch.empty_like(out)]
-        first, second = self.found = (torch.empty_like(weight), torch.empty_like(bias))
-
-        def forward() -> None:
-            first.fill_(torch.nan)
-            second.fill_(torch.nan)
-            out.copy_(nn.functional.linear(x, weight, bias).detach())
+        self.places = Places(self.parameters)
+        first, second = (place.detach() for place in self.places.places)
 
         def backward() -> None:
             first.copy_(gradient.mT @ x)
             second.copy_(gradient.sum(0))
 
-        self.graphs = Played(forward), Played(backward)  # type: ignore[assignment]
+        run = Played(lambda: out.copy_(nn.functional.linear(x, weight, bias).detach()))
+        self.graphs = run, Played(backward)  # type: ignore[assignment]
+        self.found = [True, True]
         self.template = Ref("value", "out")
-        self.unshared = [_holders(g) for g in self.found]
+        self.places.own = self.places.holders()  # with those that the functions hold
 
 
 def stage() -> tuple[Callable[[torch.Tensor], Any], nn.Linear, nn.Linear]:
@@ -90,7 +89,7 @@ def test_a_gradient_becomes_the_parameters_own_without_a_copy() -> None:
     (out,) = call(batches(1))
     out.sum().backward()
     assert model.weight.grad is not None
-    assert model.weight.grad.data_ptr() == call.__self__.found[0].data_ptr()  # type: ignore[attr-defined]
+    assert model.weight.grad.data_ptr() == call.__self__.places.places[0].data_ptr()  # type: ignore[attr-defined]
 
 
 def test_while_somebody_holds_a_gradient_the_graphs_wait() -> None:
@@ -123,3 +122,29 @@ def test_a_second_backward_is_refused() -> None:
     out.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="graphs=False"):
         out.sum().backward()
+
+
+def test_a_gradient_that_is_taken_between_forward_and_backward_is_not_overwritten() -> None:
+    call, model, _ = stage()
+    first, second = batches(2)
+    call([first])[0].sum().backward()
+    (out,) = call([second])
+    held = model.weight.grad
+    model.zero_grad()
+    with pytest.raises(RuntimeError, match="clone gradients"):
+        out.sum().backward()
+    assert held is not None
+
+
+def test_places_are_filled_as_backward_finds_the_gradients() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 1)).to(memory_format=torch.channels_last)
+    unused = nn.Parameter(torch.ones(3))
+    images = torch.randn(2, 3, 8, 8)
+    places = Places([*model.parameters(), unused])
+    want = torch.autograd.grad(model(images).square().sum(), list(model.parameters()))
+    with places.filled():
+        found = torch.autograd.grad(model(images).square().sum(), places.parameters, allow_unused=True)
+    assert found[-1] is None
+    for parameter, place, gradient in zip(model.parameters(), places.places, want, strict=False):
+        assert torch.equal(place, gradient) and place.stride() == parameter.stride()
+    assert not any(p._backward_hooks for p in model.parameters())

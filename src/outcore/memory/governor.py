@@ -162,7 +162,7 @@ class Governor:
             fused=found.fused,
         )
         entry = self.admitted[key] = Admitted(plan, holding)
-        if self.settings.graphs and (self.device.type != "cuda" or not Graphed.can(holding)):
+        if self.settings.graphs and (self.device.type != "cuda" or not Graphed.can(holding, self.model)):
             warnings.warn("outcore: this step cannot be a CUDA graph; it runs call by call", stacklevel=3)
         elif self.settings.graphs:
             entry.graphed, entry.idle = Graphed(holding, self.model), False

@@ -6,9 +6,7 @@ the backward graph finds it. What leaves for the host is copied on streams that 
 again before either graph ends, so a copy out is over when backward begins. One forward can be under way at a time: a
 second one before the first backward, or one whose inputs need gradients, runs call by call.
 
-Gradients are handed out as they lie in the graphs' memory, which the next forward uses again. So before it is launched,
-a gradient that is still a parameter's is moved to memory of its own (gradients that are accumulated, or set to zero
-instead of to none); and if anybody else still holds one, this forward runs call by call.
+Gradients have memory of their own (`graph_gradients`) and are handed out as they lie there.
 """
 
 from __future__ import annotations
@@ -23,6 +21,7 @@ from torch import nn
 from outcore.graph.preserve import ModelState, state_tensors
 from outcore.graph.recording import Ref
 from outcore.graph.structure import leaves, substitute
+from outcore.memory.graph_gradients import Places
 from outcore.memory.graph_pool import GraphPool, give_back, growing_segments
 from outcore.memory.holding import Holding
 from outcore.memory.passage import Pass
@@ -42,12 +41,13 @@ class Graphed:
         self.under_way: weakref.ref[_Passage] | None = None
         self.graphs: tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph] | None = None
         self.bytes = 0
-        """What the graphs have reserved, once they are captured."""
+        """What the graphs have reserved, once they are captured, with the gradients and copies of the inputs."""
 
     @staticmethod
-    def can(holding: Holding) -> bool:
-        """Whether a step can be captured: nothing is drawn again, or read by Python."""
-        return not (holding.random or holding.recording.uses_data)
+    def can(holding: Holding, model: nn.Module) -> bool:
+        """Whether a step can be captured: nothing is drawn again or read by Python, and nobody looks at gradients."""
+        hooked = any(p._backward_hooks for p in model.parameters())
+        return not (holding.random or holding.recording.uses_data or hooked)
 
     @staticmethod
     def copied_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -60,7 +60,7 @@ class Graphed:
             return None
         if self.graphs is None:
             self.capture(tensors)
-        elif not self.returned():
+        elif not self.places.free():
             return None
         outputs = _Replay.apply(self, tensors, *self.parameters)  # type: ignore[no-untyped-call]
         results = iter(outputs if isinstance(outputs, tuple) else (outputs,))
@@ -69,7 +69,7 @@ class Graphed:
     def capture(self, tensors: list[torch.Tensor]) -> None:
         """Run a few times beside, then record both graphs; the model is left as it was."""
         before = ModelState(self.model, state_tensors(self.model))
-        self.inputs = [t.detach().clone() for t in tensors]
+        self.inputs, self.places = [t.detach().clone() for t in tensors], Places(self.parameters)
         device, size = self.parameters[0].device, self.holding.offloaded_bytes
         self.tier = HostTier(device, size) if size else None
         self.pool = pool = GraphPool(device, self.tier)
@@ -80,7 +80,7 @@ class Graphed:
                 for _ in range(_WARM_UPS):
                     outputs = self.run()
                     self.gradients = [torch.zeros_like(o) for o in outputs]
-                    torch.autograd.grad(outputs, self.parameters, self.gradients, allow_unused=True)
+                    self.differentiate(outputs)
                     del outputs
             before.restore()
             give_back()
@@ -90,21 +90,20 @@ class Graphed:
                 outputs = self.run()
             give_back()
             with pool.recorded(backward):
-                self.found = torch.autograd.grad(outputs, self.parameters, self.gradients, allow_unused=True)
+                self.found = self.differentiate(outputs)
             self.outputs = [o.detach() for o in outputs]
             del outputs
         self.graphs = (forward, backward)
         before.restore()
         del before
         give_back()
-        self.bytes = pool.bytes
-        self.unshared = [_holders(g) for g in self.found if g is not None]
+        self.bytes = pool.bytes + self.places.memory.nbytes + sum(t.nbytes for t in self.inputs)
 
     def free(self) -> None:
         """Give the graphs' memory back."""
         if self.graphs is not None:
             self.graphs = None
-            del self.found, self.outputs, self.gradients, self.inputs, self.pool, self.tier
+            del self.outputs, self.gradients, self.inputs, self.places, self.pool, self.tier
             give_back()
 
     def run(self) -> list[torch.Tensor]:
@@ -113,14 +112,11 @@ class Graphed:
         self.template = self.holding.recording.result
         return [t for _, t in leaves(result, torch.Tensor)]
 
-    def returned(self) -> bool:
-        """Whether nobody needs the last step's gradients any more; those of parameters move to memory of their own."""
-        here = [(p, g) for p, g in zip(self.parameters, self.found, strict=True) if g is not None]
-        held = [(p, g) for (p, g), alone in zip(here, self.unshared, strict=True) if _holders(g) > alone]
-        for parameter, gradient in held:
-            if parameter.grad is not None and parameter.grad.data_ptr() == gradient.data_ptr():
-                parameter.grad = parameter.grad.clone()
-        return all(_holders(g) <= alone for (_, g), alone in zip(here, self.unshared, strict=True)) if held else True
+    def differentiate(self, outputs: list[torch.Tensor]) -> list[bool]:
+        """Backward of a pass; which parameters have a gradient, which is in its place."""
+        with self.places.filled():
+            found = torch.autograd.grad(outputs, self.parameters, self.gradients, allow_unused=True)
+        return [gradient is not None for gradient in found]
 
 
 class _Passage:
@@ -156,13 +152,9 @@ class _Replay(torch.autograd.Function):
             )
         for place, gradient in zip(graphed.gradients, gradients, strict=True):
             place.copy_(gradient)
+        graphed.places.clear()
         graphed.graphs[1].replay()
         graphed.under_way = None
-        # Tensors that nobody else holds, so that they become the parameters' own without a copy.
-        return (None, None, *(g.detach() if g is not None else None for g in graphed.found))
-
-
-def _holders(tensor: torch.Tensor) -> int:
-    """How many tensors share this one's memory."""
-    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return count
+        # New tensors in the same memory, which nobody else holds: they become the parameters' own without a copy.
+        places = zip(graphed.places.places, graphed.found, strict=True)
+        return (None, None, *(place.detach() if found else None for place, found in places))
