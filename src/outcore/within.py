@@ -150,13 +150,13 @@ def within(
         budget,
         cost,
         reserved,
-        margin,
         policy,
         graphs=graphs,
         states=states,
         reassociated=reassociated,
         quiet=quiet,
         beside_bytes=loss_bytes,
+        margin=margin,
     )
     governor = Governor(model, settings, without_gaps(costs))
     call = arguments_as_called(model, args, kwargs)

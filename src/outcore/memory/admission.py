@@ -22,8 +22,6 @@ class Settings:
     optimizer: OptimizerCost
     reserved_bytes: int = 0
     """To leave free, for the loss and for what predictions are known to miss."""
-    margin: float = 0.0
-    """Share of the budget to leave free beside that."""
     policy: dict[str, str] | None = None
     """Chosen by hand."""
     search_s: float = 4.0
@@ -39,6 +37,13 @@ class Settings:
     """Do not say what was measured."""
     beside_bytes: int = 0
     """Of what is left free, the part that is known to be used: the loss."""
+    margin: float = 0.0
+    """Share of the budget to leave free beside that."""
+
+    @property
+    def free(self) -> bool:
+        """Whether nothing is asked of values: however the model is called, all of them are kept."""
+        return self.budget_bytes is None and not (self.policy or self.graphs or self.reassociated)
 
 
 @dataclass
