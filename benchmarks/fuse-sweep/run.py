@@ -4,8 +4,9 @@
     python run.py --out results/DATE-cpu.json
 
 With ``--search random`` both see the same 64 configurations, so the best of one can be looked for in the other. Before
-either, one model is trained for a few steps by plain PyTorch, so loading libraries counts for none. All else does:
-recording, checking and compiling the fused step is in its training time. A way that is named twice runs twice.
+either, libraries are imported and one model is trained for a few steps by plain PyTorch, so loading counts for none.
+All else does: recording, checking and compiling the fused step is in its training time. A way that is named twice runs
+twice.
 
 Training in TF32 is chaotic, so two sweeps need not end with the same best trial. How good a configuration is, and how
 much that varies, say ``--again 0,1``, which trains every one to the end, without pruning, fused and from the first
@@ -183,7 +184,11 @@ def one_by_one(directory: Path, given: argparse.Namespace, seed: int) -> dict[st
 
 
 def warm(given: argparse.Namespace) -> None:
-    """Load what every training needs."""
+    """Load what every training needs, and the libraries that only an array needs."""
+    import safetensors.torch  # noqa: F401
+
+    if given.device == "cuda":
+        import triton  # noqa: F401
     job = runpy.run_path(given.job)
     model, (x, y) = job["model"]().to(given.device), job["batch"](job["size"])
     optimizer = job["optimizer"](model.parameters())

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from outcore.cli.main import app
 from outcore.errors import FuseError, OutcoreError
 from outcore.fusion.array import FusedArray
+from outcore.fusion.program import Program
 from outcore.fusion.space import Setting, grid, parse_settings
 from outcore.fusion.sweep import Options, Sweep
 from outcore.fusion.trials import Listed, Result, Trial
@@ -106,6 +107,33 @@ def test_a_slot_is_refilled_while_the_others_train_on(job: str, tmp_path: Path) 
     assert len(results) == 6
     assert results.pop(float("inf")).state == "diverged"
     assert all(r.state == "complete" and r.steps == 12 for r in results.values())
+
+
+def test_rounds_of_configurations_share_one_array(job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five configurations, two at a time, all begin at the first batch; nothing is recorded anew for a round."""
+    recorded: list[int] = []
+    record = Program.record
+    counting = lambda *given: (recorded.append(1), record(*given))[1]  # noqa: E731
+    monkeypatch.setattr(Program, "record", staticmethod(counting))
+    settings = parse_settings(["lr=0.3,0.1,0.03,0.01,0.003"])
+    sweep = Sweep(_options(job, tmp_path / "out", members=2), Listed(grid(settings), tmp_path / "trials.jsonl"))
+    results = sweep.run()
+    assert [r.state for r in results] == ["complete"] * 5
+    for result in results:
+        assert result.value == pytest.approx(_alone(sweep, result.number), abs=1e-10)
+    assert len(recorded) == 2  # training and judging
+
+
+def test_a_larger_round_gets_a_larger_array(job: str, tmp_path: Path) -> None:
+    """One configuration of a width beside two of another, then three of the first."""
+    widths = (4, 8, 8, 4, 4, 4)
+    made = Listed([{"width": w, "lr": 0.1 / (i + 1)} for i, w in enumerate(widths)], tmp_path / "trials.jsonl")
+    seen: list[int] = []
+    sweep = Sweep(_options(job, tmp_path / "out", members=3), made)
+    start = sweep._start
+    sweep._start = lambda members: (seen.append(len(members)), start(members))[1]  # type: ignore[method-assign]
+    assert [r.state for r in sweep.run()] == ["complete"] * 6
+    assert sorted(seen) == [1, 2, 3]
 
 
 def test_an_array_that_shrinks_with_its_trials_gives_the_same(

@@ -214,7 +214,7 @@ class FusedArray(Roster):
     def _verify(self, objective: str, program: Program, args: tuple[Any, ...]) -> None:
         """Do not fuse what gives other gradients than the model itself."""
         lane = self.lanes[-1]
-        with program.without_chance() as certain:
+        with program.without_chance() as certain, self.runner.beside(lane):
             wrong = disagreement(lane, objective, program, cut(lane, args)) if certain else None
         if wrong is not None:
             warnings.warn(f"fused gradients of {wrong} are not the model's own; members run alone", stacklevel=5)

@@ -1,20 +1,19 @@
 """Grouped or one by one: measured for every convolution of a network.
 
 How fast a grouped convolution is depends on shapes in ways nobody can predict; for some it is slower than as many
-plain ones. So the convolutions of one replay are collected, each shape is timed both ways, forward and backward, on
+plain ones. So the convolutions of one replay are collected, each shape is timed in all ways, forward and backward, on
 made-up numbers, and `outcore.fusion.rules.convolution.way` answers by what was found.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from outcore.fusion.rules import convolution
-from outcore.fusion.values import Stacked, fold_channels
+from outcore.fusion.values import Stacked
 from outcore.machine.clock import time_calls
 
 if TYPE_CHECKING:
@@ -38,7 +37,8 @@ def measure_convolutions(array: FusedArray, *batch: Any, seconds: float = 0.01) 
                     lane.stack.buffers[buffer].copy_(content)
     found: dict[str, int] = {}
     for signature, (conv, x, weight) in seen.items():
-        best = min(("grouped", "members"), key=lambda way: _time(conv, x, weight, way, lane.device, seconds))
+        ways = convolution.WAYS if weight.shape[2] == 1 else convolution.WAYS[:2]
+        best = min(ways, key=lambda way: _time(conv, x, weight, way, lane.device, seconds))
         convolution.decide(signature, best)
         found[best] = found.get(best, 0) + 1
     return found
@@ -50,22 +50,9 @@ def _time(
     given = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).normal_().requires_grad_()
     own = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device=device).normal_()
     own.requires_grad_()
-    run: Callable[[Stacked, Tensor], Tensor] = _grouped(conv) if way == "grouped" else _members(conv)
 
     def both() -> None:
-        run(Stacked(given), own).sum().backward()
+        conv.stacked(way, Stacked(given), own, None).tensor.sum().backward()
         given.grad = own.grad = None
 
     return time_calls(both, device, seconds=seconds, warmup=2, most=10).median_s
-
-
-def _grouped(conv: convolution.Convolution) -> Callable[[Stacked, Tensor], Tensor]:
-    def run(x: Stacked, weight: Tensor) -> Tensor:
-        made: Tensor = conv(fold_channels(x), weight.flatten(0, 1), None, weight.shape[0])
-        return made
-
-    return run
-
-
-def _members(conv: convolution.Convolution) -> Callable[[Stacked, Tensor], Tensor]:
-    return lambda x, weight: torch.cat([conv(a, w, None) for a, w in zip(x.tensor, weight, strict=True)], 1)

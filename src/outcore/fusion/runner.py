@@ -14,7 +14,8 @@ scales, members with random streams of their own) runs eagerly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,6 +123,20 @@ class Runner:
         if stream not in self._pools:
             self._pools[stream] = torch.cuda.graph_pool_handle()
         return self._pools[stream]
+
+    @contextlib.contextmanager
+    def beside(self, lane: Lane) -> Iterator[None]:
+        """Run what is inside on a lane's stream: libraries keep memory for every stream they were called on."""
+        stream = next((s for own, s in zip(self.lanes, self._streams, strict=False) if own is lane), None)
+        if stream is None:
+            yield
+            return
+        self._settle()
+        here = torch.cuda.current_stream()
+        stream.wait_stream(here)
+        with torch.cuda.stream(stream):
+            yield
+        here.wait_stream(stream)
 
     def _eager(
         self, trains: bool, objective: str, program: Program, args: tuple[Any, ...], alone: bool

@@ -101,6 +101,9 @@ class Sweep:
         groups: dict[Hashable, _Group] = {}
         while True:
             self._ask(waiting, groups)
+            for key in [k for k, group in groups.items() if not any(group.slots)]:
+                if not 0 < len(waiting.get(key, ())) <= len(groups[key].slots):
+                    del groups[key]  # before others are made, which may need its memory
             self._place(waiting, groups)
             if not groups:
                 break
@@ -108,8 +111,6 @@ class Sweep:
                 if self.options.narrow and self._exhausted and key not in waiting:
                     self._narrow(group)
                 self._train(group)
-                if not any(group.slots) and key not in waiting:
-                    del groups[key]
         self.write()
         (self.options.directory / "curves.svg").write_text(draw_curves(list(self.results.values())))
         return list(self.results.values())
@@ -180,6 +181,8 @@ class Sweep:
         return _Group(size, array, slots, [0] * len(slots), judged_on)
 
     def _fill(self, group: _Group, members: list[tuple[Trial, nn.Module]]) -> None:
+        if not any(group.slots):
+            group.step = 0  # a new round begins at the first batch, as the one before
         for slot, occupant in enumerate(group.slots):
             if occupant is None and members:
                 trial, model = members.pop(0)

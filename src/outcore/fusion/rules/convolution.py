@@ -1,8 +1,9 @@
 """Convolutions of all members as one.
 
 ``[B, N, C, ...]`` inputs and ``[B, out, in, ...]`` weights become one convolution of ``B`` times the groups on ``[N,
-B * C, ...]`` (HFTA, arXiv 2102.02344). Two cases are better: members that see the same input (the first layer) are
-one *dense* convolution with ``B`` times the output channels, and 1x1 convolutions are a batched matrix product.
+B * C, ...]`` (HFTA, arXiv 2102.02344). Three cases are better: members that see the same input (the first layer) are
+one *dense* convolution with ``B`` times the output channels, 1x1 convolutions are a batched matrix product, and
+depthwise ones on a GPU have kernels of their own (`rules.depthwise`).
 Grouped convolutions are not always faster than one convolution per member, so on a GPU both are timed for each layer
 shape (`outcore.fusion.choice`), and `way` says which to take.
 """
@@ -17,10 +18,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from outcore.fusion.rules.depthwise import depthwise, is_depthwise
 from outcore.fusion.rules.matmul import pointwise, pointwise_shared
 from outcore.fusion.values import Stacked, fold_channels, unfold_channels
 
-__all__ = ["Convolution", "collecting", "decide", "way"]
+__all__ = ["WAYS", "Convolution", "collecting", "decide", "way"]
 
 _FUNCTIONS: dict[tuple[int, bool], Callable[..., torch.Tensor]] = {
     (1, False): F.conv1d,
@@ -98,14 +100,23 @@ class Convolution:
                 return unfold_channels(self(x, w.flatten(0, 1), flat), w.shape[0])
         if self.is_pointwise(w.shape[3:]):
             return pointwise(x, w.flatten(2), b)
-        if way(self, x, w) == "members":
+        return self.stacked(way(self, x, w), x, w, b)
+
+    def stacked(self, how: str, x: Stacked, w: torch.Tensor, b: torch.Tensor | None) -> Stacked:
+        """Inputs and weights of the members in one of the `WAYS`."""
+        if how == "members":
             slices = zip(x.tensor, w, b if b is not None else [None] * len(w), strict=True)
             return unfold_channels(torch.cat([self(*each) for each in slices], 1), w.shape[0])
-        return unfold_channels(self(fold_channels(x), w.flatten(0, 1), flat, w.shape[0]), w.shape[0])
+        folded, weight, bias = fold_channels(x), w.flatten(0, 1), None if b is None else b.flatten()
+        if how != "grouped" and is_depthwise(self, folded, weight):
+            return unfold_channels(depthwise(self, folded, weight, bias), w.shape[0])
+        return unfold_channels(self(folded, weight, bias, w.shape[0]), w.shape[0])
 
 
+WAYS = ("grouped", "members", "usual")
+"""One grouped convolution, one after the other, or grouped unless it is depthwise and there is a kernel for that."""
 _WAYS: dict[Any, str] = {}
-"""Measured: grouped or one by one, per shape."""
+"""Measured, per shape."""
 _SEEN: list[dict[Any, tuple[Convolution, torch.Tensor, torch.Tensor]]] = []
 
 
@@ -117,7 +128,7 @@ def signature(convolution: Convolution, x: Stacked, weight: torch.Tensor) -> Any
 
 
 def way(convolution: Convolution, x: Stacked, weight: torch.Tensor) -> str:
-    """How to run it: "grouped" unless a measurement said "members"."""
+    """How to run it: as usual, unless it was measured."""
     if _SEEN:
         low = signature(convolution, x, weight)[4]
         _SEEN[-1][signature(convolution, x, weight)] = (
@@ -125,7 +136,7 @@ def way(convolution: Convolution, x: Stacked, weight: torch.Tensor) -> str:
             x.tensor.detach().to("meta", low),
             weight.detach().to("meta", low),
         )
-    return _WAYS.get(signature(convolution, x, weight), "grouped") if _WAYS else "grouped"
+    return _WAYS.get(signature(convolution, x, weight), "usual") if _WAYS else "usual"
 
 
 def decide(shape: Any, chosen: str) -> None:
