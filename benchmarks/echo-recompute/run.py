@@ -79,7 +79,7 @@ class Trial:
 
     def govern(self, assignment: Assignment, graphs: bool) -> Governor:
         """As `outcore.within` does with a plan."""
-        settings = Settings(None, OptimizerCost.of(0.0, DEVICE), 0, dict(assignment.policy), graphs=graphs)
+        settings = Settings(None, OptimizerCost.of(0.0, DEVICE), policy=dict(assignment.policy), graphs=graphs)
         governor = Governor(self.model, settings, self.costs)
         governor.admit(key_of(self.model, self.args, self.kwargs), self.args, self.kwargs, graph=self.graph)
         self.model.__dict__["forward"] = governor

@@ -10,9 +10,13 @@ import pytest
 import torch
 from torch import nn
 
+import outcore
+from outcore.cost.rough import by_bytes
+from outcore.cost.saved import account
 from outcore.graph.recording import Ref
 from outcore.memory.graph_gradients import Places
 from outcore.memory.graphed import Graphed
+from outcore.planner.memory_plan import plan_memory
 
 
 class Played:
@@ -148,3 +152,17 @@ def test_places_are_filled_as_backward_finds_the_gradients() -> None:
     for parameter, place, gradient in zip(model.parameters(), places.places, want, strict=False):
         assert torch.equal(place, gradient) and place.stride() == parameter.stride()
     assert not any(p._backward_hooks for p in model.parameters())
+
+
+def test_gradients_with_memory_of_their_own_are_planned_for_from_the_beginning() -> None:
+    model = nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 8))
+    graph = outcore.capture(model, (torch.randn(4096, 64),))
+    costs = by_bytes(account(graph), 1e10)
+    ours, theirs = (
+        plan_memory(graph, costs, budget_bytes=None, optimizer=0.0, standing=standing) for standing in (True, False)
+    )
+    moments = theirs.keeping.plain.moments
+    last = max(moment.bytes.gradients for moment in moments)
+    want = [bytes + last - m.bytes.gradients for bytes, m in zip(theirs.outcome.curve, moments, strict=True)]
+    assert ours.outcome.curve.tolist() == want
+    assert last == sum(p.nbytes for p in model.parameters())

@@ -76,6 +76,7 @@ def _plan(graph: Graph, costs: Costs, settings: Settings, device: torch.device, 
             time_limit_s=settings.search_s,
             states=settings.states,
             draws=not settings.graphs,
+            standing=settings.graphs,
         )
 
     if first is None:

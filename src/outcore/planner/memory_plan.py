@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
+
 from outcore.cost.costs import Costs
 from outcore.cost.optimizer import OptimizerCost
 from outcore.errors import PlanError
@@ -140,6 +142,7 @@ def plan_memory(
     time_limit_s: float = 4.0,
     states: Sequence[StatePolicy] = (StatePolicy(),),
     draws: bool = True,
+    standing: bool = False,
 ) -> MemoryPlan:
     """The fastest step within a budget.
 
@@ -157,11 +160,15 @@ def plan_memory(
         states: policies for parameters, gradients and optimizer state; a later one is taken only if none before it
             meets the budget.
         draws: whether what draws random numbers may be made again.
+        standing: whether gradients have memory of their own from the beginning.
 
     Raises:
         PlanError: nothing fits; names the smallest budget that does.
     """
     keeping = Keeping(graph, costs, optimizer, tier, memory_bytes_per_s, draws=draws)
+    if standing:
+        there = np.array([moment.bytes.gradients for moment in keeping.plain.moments])
+        keeping.base = keeping.base + there.max() - there
     if policy is not None and (unknown := [name for name in policy if name not in keeping.buffers]):
         raise PlanError(f"the plan names {unknown[0]}, which is not the first value in any memory of the network")
     reserved = reserved_bytes + int(margin * (budget_bytes or 0))
