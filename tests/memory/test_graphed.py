@@ -15,7 +15,7 @@ from outcore.cost.rough import by_bytes
 from outcore.cost.saved import account
 from outcore.graph.recording import Ref
 from outcore.memory.graph_gradients import Places
-from outcore.memory.graphed import Graphed
+from outcore.memory.graphed import Graphed, _unowned, _wanted
 from outcore.planner.memory_plan import plan_memory
 
 
@@ -36,7 +36,8 @@ class Stage(Graphed):
     def capture(self, tensors: list[torch.Tensor]) -> None:
         weight, bias = self.parameters
         (x,) = self.inputs = [torch.empty_like(t) for t in tensors]
-        (out,) = self.outputs = [torch.empty(len(x), len(bias), dtype=x.dtype)]
+        out = torch.empty(len(x), len(bias), dtype=x.dtype)
+        self.outputs, self.wanted = [(_unowned(out), True)], [True]
         (gradient,) = self.gradients = [torch.empty_like(out)]
         self.places = Places(self.parameters)
         first, second = (place.detach() for place in self.places.places)
@@ -166,3 +167,35 @@ def test_gradients_with_memory_of_their_own_are_planned_for_from_the_beginning()
     want = [bytes + last - m.bytes.gradients for bytes, m in zip(theirs.outcome.curve, moments, strict=True)]
     assert ours.outcome.curve.tolist() == want
     assert last == sum(p.nbytes for p in model.parameters())
+
+
+class Losing(nn.Module):
+    """Makes its loss itself, and returns more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(5, 3, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = self.inner(x)
+        return scores.square().mean(), scores
+
+
+def test_backward_starts_from_the_loss_that_a_model_makes() -> None:
+    model = Losing()
+    outputs = list(model(batches(1)[0]))
+    assert _wanted(outputs) == [True, False] and _wanted(outputs[1:]) == [True]
+
+
+def test_differentiating_gives_the_outputs_up() -> None:
+    model, batch = Losing(), batches(1)[0]
+    want = torch.autograd.grad(model(batch)[0], list(model.parameters()))
+    stage = Graphed.__new__(Graphed)
+    stage.parameters = list(model.parameters())
+    stage.places = Places(stage.parameters)
+    outputs = list(model(batch))
+    stage.wanted, stage.gradients = _wanted(outputs), [torch.ones_like(outputs[0])]
+    alias = _unowned(outputs[1])
+    assert torch.equal(alias, outputs[1])
+    assert stage.differentiate(outputs) == [True, True] and not outputs
+    assert all(torch.equal(place, gradient) for place, gradient in zip(stage.places.places, want, strict=True))

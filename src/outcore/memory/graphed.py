@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from outcore.graph.preserve import ModelState, state_tensors
 from outcore.graph.recording import Ref
@@ -79,20 +80,21 @@ class Graphed:
             with pool.beside():
                 for _ in range(_WARM_UPS):
                     outputs = self.run()
-                    self.gradients = [torch.zeros_like(o) for o in outputs]
+                    self.wanted = _wanted(outputs)
+                    self.gradients = [
+                        torch.zeros_like(o) for o, wanted in zip(outputs, self.wanted, strict=True) if wanted
+                    ]
                     self.differentiate(outputs)
-                    del outputs
             before.restore()
             give_back()
             if self.tier is not None:
                 self.tier.empty()
             with pool.recorded(forward):
                 outputs = self.run()
+            self.outputs = [(_unowned(o), o.requires_grad) for o in outputs]
             give_back()
             with pool.recorded(backward):
                 self.found = self.differentiate(outputs)
-            self.outputs = [o.detach() for o in outputs]
-            del outputs
         self.graphs = (forward, backward)
         before.restore()
         del before
@@ -113,9 +115,11 @@ class Graphed:
         return [t for _, t in leaves(result, torch.Tensor)]
 
     def differentiate(self, outputs: list[torch.Tensor]) -> list[bool]:
-        """Backward of a pass; which parameters have a gradient, which is in its place."""
+        """Backward of a pass, without its outputs; which parameters have a gradient, which is in its place."""
+        edges = [get_gradient_edge(o) for o, wanted in zip(outputs, self.wanted, strict=True) if wanted]
+        outputs.clear()
         with self.places.filled():
-            found = torch.autograd.grad(outputs, self.parameters, self.gradients, allow_unused=True)
+            found = torch.autograd.grad(edges, self.parameters, self.gradients, allow_unused=True)
         return [gradient is not None for gradient in found]
 
 
@@ -137,7 +141,10 @@ class _Replay(torch.autograd.Function):
         graphed.graphs[0].replay()
         ctx.graphed, ctx.passage = graphed, _Passage()
         graphed.under_way = weakref.ref(ctx.passage)
-        return tuple(o.clone() for o in graphed.outputs)
+        ctx.set_materialize_grads(False)
+        copies = tuple(o.clone() for o, _ in graphed.outputs)
+        ctx.mark_non_differentiable(*(c for c, (_, led) in zip(copies, graphed.outputs, strict=True) if not led))
+        return copies
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -150,11 +157,31 @@ class _Replay(torch.autograd.Function):
                 "this backward ran already, and its memory is used again: outcore's CUDA graphs cannot keep the graph; "
                 "call within with graphs=False"
             )
-        for place, gradient in zip(graphed.gradients, gradients, strict=True):
-            place.copy_(gradient)
+        if any(g is not None for g, wanted in zip(gradients, graphed.wanted, strict=True) if not wanted):
+            raise RuntimeError(
+                "the model makes a loss itself, so outcore's CUDA graphs go back from that, but another of its outputs "
+                "has a gradient; call within with graphs=False"
+            )
+        given = (g for g, wanted in zip(gradients, graphed.wanted, strict=True) if wanted)
+        for place, gradient in zip(graphed.gradients, given, strict=True):
+            place.zero_() if gradient is None else place.copy_(gradient)
         graphed.places.clear()
         graphed.graphs[1].replay()
         graphed.under_way = None
         # New tensors in the same memory, which nobody else holds: they become the parameters' own without a copy.
         places = zip(graphed.places.places, graphed.found, strict=True)
         return (None, None, *(place.detach() if found else None for place, found in places))
+
+
+def _wanted(outputs: list[torch.Tensor]) -> list[bool]:
+    """From which outputs backward starts: from a loss, if the model makes one, else from all that lead back."""
+    losses = [o.requires_grad and o.numel() == 1 for o in outputs]
+    return losses if any(losses) else [o.requires_grad for o in outputs]
+
+
+def _unowned(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor in the same memory that does not keep it: what forward leaves is copied before backward begins."""
+    whole, make = tensor.untyped_storage(), torch._C._construct_storage_from_data_pointer
+    storage = make(whole.data_ptr(), tensor.device, whole.nbytes())
+    alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return alias.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
