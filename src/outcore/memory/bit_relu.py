@@ -82,11 +82,6 @@ def _ordered(x: torch.Tensor) -> bool:
     return x.is_contiguous() or (x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()]))
 
 
-def _flat(x: torch.Tensor) -> torch.Tensor:
-    """The elements of a tensor in the order in which they lie in memory."""
-    return x.detach().as_strided((x.numel(),), (1,))
-
-
 def relu_by_bits(x: torch.Tensor, *, inplace: bool = False) -> torch.Tensor:
     """ReLU of a dense tensor, of which backward keeps one bit per number.
 
@@ -104,7 +99,7 @@ class _ReLU(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, inplace: bool) -> torch.Tensor:
         """The numbers and the bits in one pass."""
         out = x if inplace else torch.empty_like(x)
-        ctx.save_for_backward(rectified(_flat(x), _flat(out)))
+        ctx.save_for_backward(rectified(x, out))
         ctx.strides = out.stride()
         if inplace:
             ctx.mark_dirty(x)
@@ -140,5 +135,5 @@ def _let_through(gradient: torch.Tensor, bits: torch.Tensor, strides: tuple[int,
         found: torch.Tensor = torch.ops.aten.threshold_backward(gradient, mask.as_strided(gradient.shape, strides), 0)
         return found
     out = torch.empty_like(gradient)
-    through(_flat(gradient), bits, _flat(out))
+    through(gradient, bits, out)
     return out

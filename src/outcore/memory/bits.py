@@ -58,26 +58,31 @@ def _flags(bits: torch.Tensor, start: int, count: int) -> torch.Tensor:
     return eights.view(-1)[:count]
 
 
-def rectified(flat: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Write ReLU of memory into other memory, or the same; returns where it let through."""
-    if flat.is_cuda:
+def rectified(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Write ReLU of a dense tensor into another that lies alike, or itself; returns where it let through."""
+    if x.is_cuda:
         from outcore.memory.triton_kernels import rectify
 
-        bits = torch.empty(-(-flat.numel() // 8), dtype=torch.uint8, device=flat.device)
-        rectify(flat, out, bits)
+        bits = torch.empty(-(-x.numel() // 8), dtype=torch.uint8, device=x.device)
+        rectify(x, out, bits)
         return bits
-    torch.clamp_min(flat, 0, out=out)
-    return pack_bits(out)
+    torch.clamp_min(_flat(x), 0, out=_flat(out))
+    return pack_bits(_flat(out))
 
 
 def through(gradient: torch.Tensor, bits: torch.Tensor, out: torch.Tensor) -> None:
-    """Write a gradient where the bits are one, else zero."""
+    """Write a dense gradient into a tensor that lies alike where the bits are one, else zero."""
     if gradient.is_cuda:
         from outcore.memory.triton_kernels import through as write
 
         write(gradient, bits, out)
         return
-    zero = gradient.new_zeros(())
-    for start in range(0, gradient.numel(), _CHUNK):
-        part = gradient[start : start + _CHUNK]
-        torch.where(_flags(bits, start, part.numel()).view(torch.bool), part, zero, out=out[start : start + _CHUNK])
+    source, target, zero = _flat(gradient), _flat(out), gradient.new_zeros(())
+    for start in range(0, source.numel(), _CHUNK):
+        part = source[start : start + _CHUNK]
+        torch.where(_flags(bits, start, part.numel()).view(torch.bool), part, zero, out=target[start : start + _CHUNK])
+
+
+def _flat(dense: torch.Tensor) -> torch.Tensor:
+    """The elements of a tensor in the order in which they lie in memory."""
+    return dense.detach().as_strided((dense.numel(),), (1,))

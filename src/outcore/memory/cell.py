@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from outcore.memory.codecs import Coded, Window, encode
+from outcore.memory.coded_trip import CodedTrip
 from outcore.memory.rerun import Rerun
 from outcore.memory.tiers import Tier, Trip
+from outcore.ops.encoding import codec_of, moves
 
 if TYPE_CHECKING:
     from outcore.memory.passage import Pass
@@ -53,6 +55,11 @@ def raw(tensor: torch.Tensor, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
     storage = tensor.untyped_storage()
     empty = torch.empty(0, dtype=dtype, device=tensor.device)
     return empty.set_(storage, 0, (storage.nbytes() // dtype.itemsize,), (1,))
+
+
+def _like(memory: torch.Tensor, shape: torch.Tensor) -> torch.Tensor:
+    """A tensor that lies in memory as another does."""
+    return over(memory, Geometry.of(shape))
 
 
 class Handle:
@@ -164,15 +171,17 @@ class Cell:
             assert tier is not None
             self.trip = tier.evict(raw(memory))
             return  # the memory is held until the copy is over
-        if self.policy.startswith("encode:"):
-            codec = self.policy.removeprefix("encode:")
+        if codec := codec_of(self.policy):
             self.coded = encode(codec, raw(memory, memory.dtype), indices=memory, window=self.window)
             self.dtype = torch.int8 if codec == "sign" else None
+        if self.coded is not None and moves(self.policy) and tier is not None:
+            self.trip = CodedTrip(self.coded, tier, raw, _like)
+            self.coded = None
         self.memory = None
 
     def left(self) -> None:
         """The copy out is over, for whatever comes next."""
-        if self.trip is not None and self.memory is not None:
+        if self.trip is not None and (self.memory is not None or codec_of(self.policy)):
             self.trip.wait_out()
             self.memory = None
 

@@ -26,7 +26,7 @@ from outcore.memory.fused_norm import replacements
 from outcore.memory.norm_choice import Norms
 from outcore.memory.renorm import Norm, Renorm
 from outcore.memory.rerun import Rerun, compile_rerun
-from outcore.ops.encoding import CODECS
+from outcore.ops.encoding import CODECS, codec_of, held_bytes, moves
 from outcore.planner.transfers import Transfers
 
 __all__ = ["CellPlan", "Holding", "prepare"]
@@ -181,7 +181,7 @@ def prepare(
         else:
             births.setdefault(call, []).append((name, plan))
             leaving.setdefault(order[buffer.last], []).append(name)
-        if plan.policy == "offload":
+        if moves(plan.policy):
             transfer = moved.get(name)
             phase, place = transfer.wait if transfer is not None else ("forward", buffer.last)
             if phase == "forward":
@@ -216,7 +216,7 @@ def prepare(
         norms={rerun.norm.call: rerun.norm for rerun in reruns if rerun.norm is not None},
         renorm=Renorm(reassociated),
         instead=bit_relus(graph, steps, model, buffers, policy) | replacements(graph, model, fused or {}),
-        offloaded_bytes=sum(Arena.rounded(buffers[n].bytes) for n, p in plans.items() if p.policy == "offload"),
+        offloaded_bytes=sum(_room(buffers[n], p.policy) for n, p in plans.items() if moves(p.policy)),
     )
 
 
@@ -225,13 +225,23 @@ def _check(buffer: Buffer, how: str) -> None:
     if how == "recompute" and buffer.obstacle:
         raise PlanError(f"{buffer.name} cannot be recomputed: {buffer.obstacle}; keep or offload it")
     if how.startswith("encode:"):
-        codec = how.removeprefix("encode:")
+        codec = codec_of(how)
+        if moves(how) and codec in ("sign", "sparse"):
+            reason = "how large it becomes is in the data" if codec == "sparse" else "its bits stay with its operation"
+            raise PlanError(f"{buffer.name} cannot leave as {codec}: {reason}; write encode:{codec} or offload")
         if codec not in CODECS:
             raise PlanError(f"policy {how!r} of {buffer.name} is not known; encodings are {', '.join(CODECS)}")
         if codec == "sign" and buffer.need != "sign":
             raise PlanError(f"{buffer.name} cannot be encoded as {codec}: its backward needs all of it")
     if buffer.opaque and how != "keep":
         raise PlanError(f"{buffer.name} is kept by a part that must stay whole; keep it")
+
+
+def _room(buffer: Buffer, policy: str) -> int:
+    """Bytes that a buffer takes where it goes: whole, or the two or three pieces of its smaller form."""
+    if not codec_of(policy):
+        return Arena.rounded(buffer.bytes)
+    return Arena.rounded(held_bytes(buffer, policy)[0]) + 2 * Arena.rounded(1)
 
 
 def _window(graph: Graph, steps: Mapping[str, Step], buffer: Buffer, model: nn.Module) -> Window | None:

@@ -28,7 +28,7 @@ from outcore.graph.preserve import ModelState, state_tensors
 from outcore.graph.structure import leaves
 from outcore.machine.units import format_bytes
 from outcore.memory.governor import Governor
-from outcore.ops.encoding import LOSSY, held_bytes
+from outcore.ops.encoding import LOSSY, codec_of, held_bytes
 from outcore.planner.memory_plan import MemoryPlan
 
 __all__ = ["Deviation", "LossyEffect", "effect_on_gradients", "gradient_effect", "lossy_buffers"]
@@ -103,7 +103,7 @@ def gradient_effect(model: nn.Module) -> LossyEffect | None:
 
 def lossy_buffers(policy: Mapping[str, str]) -> dict[str, str]:
     """Buffer -> codec, for what a plan holds in fewer bits than it has."""
-    codecs = {name: how.removeprefix("encode:") for name, how in policy.items() if how.startswith("encode:")}
+    codecs = {name: codec_of(how) for name, how in policy.items()}
     return {name: codec for name, codec in codecs.items() if codec in LOSSY}
 
 

@@ -22,6 +22,7 @@ from outcore.memory.holding import CellPlan, Holding
 from outcore.memory.renorm import Norm, Statistics
 from outcore.memory.rerun import generator_state
 from outcore.memory.tiers import Tier
+from outcore.ops.encoding import moves
 
 if TYPE_CHECKING:
     from outcore.memory.state import StateKeeper
@@ -219,7 +220,7 @@ class _Tape(Tape):
             rerun=plan.rerun,
             window=plan.window,
         )
-        if plan.policy == "offload":
+        if moves(plan.policy):
             self.owner.waiting[plan.buffer] = weakref.ref(cell)
         return cell
 

@@ -22,7 +22,7 @@ from typing import Literal, Protocol
 
 from outcore.ops.again import Need
 
-__all__ = ["CODECS", "LOSSY", "Kept", "codec_for", "held_bytes"]
+__all__ = ["CODECS", "LOSSY", "Kept", "codec_for", "codec_of", "held_bytes", "moves"]
 
 Codec = Literal["sign", "window", "bits", "sparse", "half", "bf16", "int8"]
 CODECS: tuple[Codec, ...] = ("sign", "window", "bits", "sparse", "half", "bf16", "int8")
@@ -30,6 +30,7 @@ LOSSY: tuple[Codec, ...] = ("half", "bf16", "int8")
 GROUP = 256
 """Numbers that share a scale under int8."""
 
+_MOVED = "+offload"
 _POOLS = {"MaxPool2d", "MaxPool3d", "max_pool2d", "max_pool3d"}
 _DROPOUTS = {"Dropout", "dropout"}
 _MASKS = ("bool", "float", "bfloat16")
@@ -77,9 +78,23 @@ def codec_for(kept: Kept) -> Codec | None:
     return "sign" if kept.need == "sign" else None
 
 
+def codec_of(policy: str) -> str:
+    """The codec of a policy; empty if it has none.
+
+    >>> codec_of("encode:half"), codec_of("encode:half+offload"), codec_of("keep")
+    ('half', 'half', '')
+    """
+    return policy.removeprefix("encode:").removesuffix(_MOVED) if policy.startswith("encode:") else ""
+
+
+def moves(policy: str) -> bool:
+    """Whether a buffer leaves the device, as it is or encoded."""
+    return policy.startswith("offload") or policy.endswith(_MOVED)
+
+
 def held_bytes(kept: Kept, policy: str) -> tuple[int, int]:
     """Bytes in between, and when it is back."""
-    codec, size = policy.removeprefix("encode:"), kept.bytes
+    codec, size = codec_of(policy), kept.bytes
     item = _item_bytes(kept)
     match codec:
         case "sign":

@@ -31,7 +31,7 @@ from outcore.cost.costs import Costs
 from outcore.cost.memory import MemoryCurve, memory_curve
 from outcore.cost.optimizer import OptimizerCost
 from outcore.graph import Graph
-from outcore.ops.encoding import codec_for, held_bytes
+from outcore.ops.encoding import codec_for, held_bytes, moves
 from outcore.planner.transfers import Tier, Transfers, schedule_transfers
 
 __all__ = ["Keeping", "Outcome"]
@@ -185,6 +185,8 @@ class Keeping:
                 _add(moment, begins, ends, whole)
                 room[begins] = max(room[begins], small)  # both forms, while it is decoded
                 extra_s += self._coding_s(buffer)
+                if moves(how):
+                    moved.append((replace(buffer, bytes=small), first[name]))
             for i in buffer.shapes:
                 if begins <= backward_at[i] <= ends:  # it is there anyway
                     _add(moment, backward_at[i], backward_at[i], -size)
@@ -193,8 +195,9 @@ class Keeping:
             assert self.tier is not None
             early = {b.name for b, _ in moved if policy[b.name] == "offload:early"}
             transfers = schedule_transfers(self, moved, recomputed, self.tier, early)
+            sizes = {b.name: b.bytes for b, _ in moved}
             for transfer in transfers.moved:
-                _add(moment, transfer.gone_at, transfer.back_at - 1, -self.buffers[transfer.buffer].bytes)
+                _add(moment, transfer.gone_at, transfer.back_at - 1, -sizes[transfer.buffer])
             extra_s += transfers.stall_s
         curve = self.base + np.cumsum(moment[:-1])
         curve = np.maximum(curve, curve - self.made + np.array(entry) + np.array(room))
