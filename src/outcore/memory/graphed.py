@@ -48,7 +48,7 @@ class Graphed:
     def can(holding: Holding, model: nn.Module) -> bool:
         """Whether a step can be captured: nothing is drawn again or read by Python, and nobody looks at gradients."""
         hooked = any(p._backward_hooks for p in model.parameters())
-        return not (holding.random or holding.recording.uses_data or hooked)
+        return not (holding.random or holding.recording.uses_data or holding.sized_by_data or hooked)
 
     @staticmethod
     def copied_bytes(tensors: Iterable[torch.Tensor]) -> int:

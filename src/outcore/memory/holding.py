@@ -98,6 +98,13 @@ class Holding:
         """Whether there is nothing to do."""
         return not self.births and not self.derived and not self.instead
 
+    @property
+    def sized_by_data(self) -> bool:
+        """Whether the host must look at numbers to know how much memory something takes."""
+        plans = [plan for born in self.births.values() for _, plan in born]
+        plans += [plan for made in self.derived.values() for plan in made.values()]
+        return any(codec_of(plan.policy) == "sparse" for plan in plans)
+
 
 def prepare(
     graph: Graph,
