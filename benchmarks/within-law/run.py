@@ -30,7 +30,7 @@ os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # so that asking for CUDA doe
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-from trained import TEXT, Case, Trained, loss_of, torchvision
+from trained import TEXT, Case, Trained, loss_of, optimizer_of, torchvision
 
 import outcore
 from outcore.cost.live import LiveBytes
@@ -38,7 +38,8 @@ from outcore.errors import PlanError
 
 HERE = Path(__file__).parent
 STARTED = time.time()
-SHARES = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3)
+SHARES = (0.5, 0.0, 1.0, 0.3, 0.8, 0.4, 0.6)
+"""Of plain training's peak, those that tell most first; zero is refused and becomes the smallest."""
 WATCHED, LATER = 7, 3
 """Steps in which a plan may be corrected, and steps after them."""
 Row = dict[str, Any]
@@ -112,7 +113,7 @@ def write(out: Path, case: Case, device: torch.device, row: Row) -> None:
 
 
 def rows(case: Case, device: torch.device, shares: Iterable[float], seconds: float) -> Iterator[Row]:
-    """Plain training, then budgets, the largest first."""
+    """Plain training, then budgets."""
     trained = Trained(case, device)
     with trained.autocast():
         costs = outcore.measure(outcore.capture(trained.model, (trained.batch,)), time_limit_s=8.0)
@@ -120,20 +121,23 @@ def rows(case: Case, device: torch.device, shares: Iterable[float], seconds: flo
     plain = outcore.memory_plan(trained.model).plain_bytes
     outcore.release(trained.model)
     yield {"share": "plain", "predicted": plain, **peaks(trained, watched=2)}
-    for share in (*shares, 0.0):
+    smallest = 0
+    for share in shares:
         if time.time() - STARTED > seconds:
             return
         budget, named = int(share * plain), 0
+        if share and budget < smallest:
+            continue
         try:
             within(trained, budget, costs)
         except PlanError as refused:
             named = refused.least_bytes or 0
-            budget = -(-named // 2**20) * 2**20  # as the refusal says it
+            budget = smallest = -(-named // 2**20) * 2**20  # as the refusal says it
             try:
                 within(trained, budget, costs)
             except PlanError as again:
                 yield {"share": share, "named": named, "refused_again": str(again)}
-                return
+                continue
         first = outcore.memory_plan(trained.model)
         seen = peaks(trained, watched=WATCHED)
         plan = outcore.memory_plan(trained.model)
@@ -148,12 +152,13 @@ def rows(case: Case, device: torch.device, shares: Iterable[float], seconds: flo
             **seen,
         }
         outcore.release(trained.model)
-        if named:
-            return
 
 
 def within(trained: Trained, budget: int | None, costs: outcore.Costs) -> None:
-    """As somebody would call it; costs are measured once for all budgets."""
+    """As somebody would call it; costs are measured once for all budgets.
+
+    On a CPU, where memory below the device is mapped and counts as tensors too, only values may leave.
+    """
     gc.collect()
     if trained.device.type == "cuda":
         torch.cuda.empty_cache()
@@ -163,7 +168,7 @@ def within(trained: Trained, budget: int | None, costs: outcore.Costs) -> None:
             (trained.batch,),
             memory=budget,
             loss=loss_of,
-            optimizer=trained.optimizer,
+            optimizer=trained.optimizer if trained.device.type == "cuda" else optimizer_of(trained.case.model),
             costs=costs,
             stream=False,
             quiet=True,
@@ -218,7 +223,7 @@ def table(found: list[Row]) -> str:
     heads = ["model, size, precision", "share", "budget MiB", "predicted MiB", "measured MiB"]
     heads += ["of budget", "of predicted", "step, predicted", ""]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for r in found:
+    for r in sorted(found, key=order):
         if "measured" not in r:
             lines.append(
                 f"| {r['case']} | {r.get('share', '')} | | | | | | | {r.get('error') or r.get('refused_again')} |"
@@ -231,6 +236,12 @@ def table(found: list[Row]) -> str:
         cells += [f"{r['slowdown']:.2f}x" if budget else "1x", ", ".join(n for n in notes if n)]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
+
+
+def order(row: Row) -> tuple[Any, ...]:
+    """Models as they come, plain training first, then the largest budget."""
+    share = {"plain": 9.0, "smallest": 0.0}.get(row.get("share"), row.get("share", -1.0))
+    return row["on"], row["case"], -float(share)
 
 
 def mib(size: int | None) -> str:

@@ -96,3 +96,57 @@ def test_memory_of_others_is_not_the_models(monkeypatch: pytest.MonkeyPatch) -> 
     (entry,) = model.__dict__["forward"].admitted.values()
     own = sum(p.nbytes for p in model.parameters()) * 3 + images.nbytes  # with Adam's state
     assert entry.measured is not None and entry.measured.peak_bytes == 5000 + own
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, images: torch.Tensor, count: int) -> None:
+    for _ in range(count):
+        model(images).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("parameters", ["keep", "offload"])
+def test_of_state_below_the_device_only_what_is_here_counts(monkeypatch: pytest.MonkeyPatch, parameters: str) -> None:
+    model, images = network()
+    weights = sum(p.nbytes for p in model.parameters())
+    counter = Counter(0)
+    monkeypatch.setattr(governors, "meter_for", lambda _: counter)
+    optimizer = torch.optim.Adam(model.parameters())
+    state = {"optimizer": "offload", "parameters": parameters}
+    outcore.within(
+        model, (images,), memory=None, plan={"1#0:out": "recompute"}, optimizer=optimizer, state=state, quiet=True
+    )
+    stage = weights if parameters == "keep" else sum(p.bytes for p in model.__dict__["forward"].keeper.parcels)
+    counter.now = 10**9 + stage + images.nbytes + 10 * len(list(model.parameters())) * 4  # and Adam's counters of steps
+    counter.most = counter.now + 5000
+    train(model, optimizer, images, 4)
+    (entry,) = model.__dict__["forward"].admitted.values()
+    assert entry.measured is not None
+    assert 0 <= entry.measured.peak_bytes - (5000 + stage + images.nbytes) <= 10_000
+
+
+def test_a_plan_with_state_below_the_device_is_corrected(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, images = network()
+    optimizer = torch.optim.Adam(model.parameters())
+    outcore.within(model, (images,), memory=None, optimizer=optimizer, state={"optimizer": "offload"}, quiet=True)
+    budget = int(0.7 * outcore.memory_plan(model).peak_bytes)
+    counter = Counter(int(1.1 * budget))
+    monkeypatch.setattr(governors, "meter_for", lambda _: counter)
+    outcore.within(model, (images,), memory=budget, optimizer=optimizer, state={"optimizer": "offload"}, quiet=True)
+    before = outcore.memory_plan(model).outcome.peak_bytes
+    train(model, optimizer, images, 4)
+    plan = outcore.memory_plan(model)
+    assert plan.outcome.peak_bytes < before and plan.state.optimizer == "offload"
+    assert model.__dict__["forward"].settings.reserved_bytes >= counter.most - before
+
+
+def test_a_step_that_needs_nothing_is_watched_for_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, images = network()
+    outcore.within(model, (images,), memory=None, quiet=True)
+    budget = int(1.05 * outcore.memory_plan(model).plain_bytes)
+    counter = Counter(int(1.1 * budget))
+    monkeypatch.setattr(governors, "meter_for", lambda _: counter)
+    outcore.within(model, (images,), memory=budget, quiet=True)
+    assert not outcore.memory_plan(model).policy
+    steps(model, images, 4)
+    assert outcore.memory_plan(model).policy and counter.resets > 3

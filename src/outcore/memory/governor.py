@@ -94,11 +94,11 @@ class Governor:
         if key not in self.admitted:
             self.admit(key, args, kwargs)
         entry = self.admitted[key]
-        if entry is None or (entry.idle and key not in self.contest.waiting):
+        if entry is None or (entry.idle and not self.watched(key, entry)):
             return self.plainly(*args, **kwargs)
         tensors = [t for _, t in leaves((args, kwargs), torch.Tensor)]
-        if entry.observer is not None and self.keeper is None:  # it counts state as if it were here
-            seen = entry.observer.look(self.model.parameters(), tensors)
+        if entry.observer is not None:
+            seen = entry.observer.look(tensors, self.keeper)
             if seen is not None and self.corrected(key, entry, seen, args, kwargs):
                 return self.run(*args, **kwargs)
         if entry.idle:
@@ -117,6 +117,11 @@ class Governor:
         except Mismatch:
             before.restore()
             return self.plainly(*args, **kwargs)
+
+    def watched(self, key: Hashable, entry: Admitted) -> bool:
+        """Whether steps that run as they are have something to tell."""
+        asked = self.settings.budget_bytes is not None or key in self.contest.waiting
+        return asked and entry.observer is not None
 
     def plainly(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's own forward, every value kept."""

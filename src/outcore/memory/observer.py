@@ -3,7 +3,8 @@
 A prediction can miss what a library allocates for itself. So the allocator's peak is read over two steps, after one
 that warms up. If it is above the budget, the plan is made again with as much less; if nothing smaller is possible, that
 is said. Memory of others on the device (a second model, data loaded ahead) is taken off first: what is allocated when
-forward begins and is neither the model's own nor the optimizer's.
+forward begins and is neither the model's own nor the optimizer's. Where state lives below the device, what of it is not
+at home counts.
 
 Watching resets the allocator's peak and waits for the device at the beginning of the first steps; from the fourth on it
 is gone.
@@ -12,15 +13,19 @@ is gone.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
 
 from outcore.machine.units import format_bytes, format_time
 from outcore.planner.memory_plan import MemoryPlan
+
+if TYPE_CHECKING:
+    from outcore.memory.state import StateKeeper
 
 __all__ = ["Measured", "Meter", "Observer", "meter_for"]
 
@@ -87,16 +92,14 @@ class Observer:
     """Looks at the beginning of every forward."""
 
     def __init__(self, model: nn.Module, state_bytes: int, meter: Meter | None) -> None:
-        self.own_bytes = state_bytes + sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
-        """Weights and optimizer state."""
-        self.meter = meter
+        self.model, self.state_bytes, self.meter = weakref.ref(model), state_bytes, meter
         self.steps = 0
         self.peak = 0
         self.others = 0
         self.fastest_s = float("inf")
         self.began = 0.0
 
-    def look(self, parameters: Iterable[nn.Parameter], tensors: Iterable[torch.Tensor]) -> Measured | None:
+    def look(self, tensors: Iterable[torch.Tensor], keeper: StateKeeper | None = None) -> Measured | None:
         """Forward begins; what was measured, once the last watched step is over."""
         if self.meter is not None:
             self.meter.wait()
@@ -109,9 +112,23 @@ class Observer:
         if self.steps > _WARM_UPS + _WATCHED:
             return Measured(self.peak if self.meter is not None else None, self.fastest_s)
         if self.meter is not None:
-            gradients = sum(p.grad.nbytes for p in parameters if p.grad is not None)
-            known = self.own_bytes + gradients + sum(t.nbytes for t in tensors)
+            known = self.own(keeper) + sum(t.nbytes for t in tensors)
             self.others = max(0, self.meter.allocated() - known)
             self.meter.reset()
         self.began = time.perf_counter()
         return None
+
+    def own(self, keeper: StateKeeper | None) -> int:
+        """Bytes of weights, gradients and optimizer state that are here."""
+        model = self.model()
+        assert model is not None
+        weights = [*model.parameters(), *model.buffers()]
+        mine = [*weights, *(p.grad for p in model.parameters() if p.grad is not None)]
+        if keeper is None:
+            return self.state_bytes + sum(t.nbytes for t in mine)
+        mine += [t for state in keeper.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+        mine += [parcel.place.memory for parcel in keeper.parcels if parcel.place is not None]
+        found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in mine}
+        for home in keeper.homes():
+            found.pop(home.untyped_storage().data_ptr(), None)
+        return sum(found.values())

@@ -272,6 +272,13 @@ class StateKeeper(Traffic):
                 'backward; change them after step(), or use update="step"'
             )
 
+    def homes(self) -> list[torch.Tensor]:
+        """Memory below the device in which state lives."""
+        found = [parcel.home for parcel in self.parcels]
+        if self.visits is not None:
+            found += [parcel.home for parcel in self.visits.parcels.values()]
+        return found + [home.memory for home in self.gradients.homes.values()] if self.gradients else found
+
     # The end
 
     def close(self) -> None:
