@@ -55,7 +55,12 @@ def search(keeping: Keeping, share: str, plain_bytes: int, search_s: float, besi
     if share != "least":
         budget = int(float(share) * plain_bytes)
         return fit(keeping, room(budget), time_limit_s=search_s), budget
-    least = smallest(keeping, time_limit_s=search_s).outcome.peak_bytes
+    found = smallest(keeping, time_limit_s=search_s)
+    least, lower = found.outcome.peak_bytes, found.outcome.peak_bytes
+    while lower <= least:  # a search for a little less may find more than one for nothing at all
+        least = lower
+        lower = fit(keeping, int(0.95 * least), time_limit_s=search_s).outcome.peak_bytes
+        lower = lower if lower < 0.99 * least else least + 1
     budget = int((1.02 * least + beside) / (1 - margin))
     return fit(keeping, room(budget), time_limit_s=search_s), budget
 

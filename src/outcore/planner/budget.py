@@ -10,6 +10,7 @@ built on that:
    again (Chen et al., 2016), for several numbers of segments.
 3. *Take back*: from each of these, keep again whatever fits, the most time per byte first; then take turns giving up
    something expensive and repairing what that breaks, while time is left.
+4. *Stir* (`outcore.planner.stirring`): change a few choices at random and repair, as long as that helps now and then.
 
 The fastest that fits wins. If none fits, the smallest peak that was found is the smallest budget.
 """
@@ -25,8 +26,9 @@ import numpy as np
 
 from outcore.cost.buffers import Buffer
 from outcore.planner.keeping import Keeping, Outcome
+from outcore.planner.stirring import squeezed, stirred
 
-__all__ = ["Assignment", "fit", "smallest"]
+__all__ = ["Assignment", "Search", "fit", "smallest"]
 
 _TRIED, _MOST = 10, 60
 """Choices that are evaluated at every step; at most, if none of the first helps."""
@@ -55,12 +57,21 @@ def fit(keeping: Keeping, budget_bytes: int, *, time_limit_s: float = 4.0) -> As
     A search that may move things can end where it has moved the wrong ones, so where it moves any, or finds nothing,
     one that may not has its turn.
     """
-    found = _Search(keeping, budget_bytes, time_limit_s).run()
-    if keeping.tier is None or (found.fits(budget_bytes) and found.outcome.transfers is None):
-        return found
-    still = _Search(keeping, budget_bytes, time_limit_s, moving=False).run()
-    fitting = [a for a in (found, still) if a.fits(budget_bytes)]
-    return min(fitting, key=lambda a: a.outcome.time_s) if fitting else min(found, still, key=_peak)
+    search = Search(keeping, budget_bytes, time_limit_s)
+    found = [search.run()]
+    if keeping.tier is not None and not (found[0].fits(budget_bytes) and found[0].outcome.transfers is None):
+        found.append(Search(keeping, budget_bytes, time_limit_s, moving=False).run())
+    search.begin()
+    if not any(a.fits(budget_bytes) for a in found):
+        found = [min((squeezed(search, a) for a in found), key=_peak)]
+        if not found[0].fits(budget_bytes):
+            return found[0]
+    if min(a.outcome.extra_s for a in found) > 0:  # from below, too
+        lowest = Search(keeping, 0, time_limit_s).run()
+        search.begin()
+        found += [search.polish(search.take_back(a)) for a in (lowest,) if a.fits(budget_bytes)]
+    fitting = [a for a in found if a.fits(budget_bytes)]
+    return stirred(search, min(fitting, key=lambda a: a.outcome.time_s))
 
 
 def smallest(keeping: Keeping, *, time_limit_s: float = 4.0) -> Assignment:
@@ -72,12 +83,12 @@ def _peak(assignment: Assignment) -> int:
     return assignment.outcome.peak_bytes
 
 
-class _Search:
+class Search:
     """One search."""
 
     def __init__(self, keeping: Keeping, budget_bytes: int, time_limit_s: float, *, moving: bool = True) -> None:
         self.keeping, self.budget, self.time_limit_s, self.moving = keeping, budget_bytes, time_limit_s, moving
-        self.end = time.monotonic() + time_limit_s
+        self.begin()
         known = {b.name: keeping.choices(b) for b in keeping.buffers.values()}
         allowed = {n: [c for c in choices if moving or not c.startswith("offload")] for n, choices in known.items()}
         self.choices = {n: choices for n, choices in allowed.items() if choices}
@@ -85,6 +96,10 @@ class _Search:
         """Buffers that backward does not need are made again on the way unless it is better to hold them."""
         self.alike, self.repeats = self.grouped(), True
         self.epsilon_s = 1e-4 * max(keeping.plain_s, 1e-9)
+
+    def begin(self) -> None:
+        """From now on there is the whole time."""
+        self.end = time.monotonic() + self.time_limit_s
 
     def saved(self, name: str) -> bool:
         """Whether backward needs a buffer itself."""
@@ -114,8 +129,8 @@ class _Search:
         found.append(self.descend(plain))
         done = [self.take_back(a) for a in found if a.fits(self.budget)]
         if not done and self.budget:  # what goes far below the budget may lead to what is just below it
-            lowest = _Search(self.keeping, 0, self.time_limit_s, moving=self.moving).run()
-            self.end = time.monotonic() + self.time_limit_s
+            lowest = Search(self.keeping, 0, self.time_limit_s, moving=self.moving).run()
+            self.begin()
             done = [self.take_back(lowest)] if lowest.fits(self.budget) else []
             found.append(lowest)
         if not done:
