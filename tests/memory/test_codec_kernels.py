@@ -179,3 +179,35 @@ def test_more_numbers_than_32_bits_can_count() -> None:
         del back
     back = encode("sign", flat).decoded()
     assert int(back.sum()) == 6 and bool(back[places].all())
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding", "dilation", "ceil"),
+    [(2, 2, 0, 1, False), (3, 2, 1, 1, False), (3, 1, 1, 1, False), (3, 2, 0, 2, True), (5, 3, 2, 1, True)],
+)
+def test_a_pool_by_positions_is_that_of_torch_on_the_same_device(
+    kernel: int, stride: int, padding: int, dilation: int, ceil: bool, dtype: torch.dtype, last: bool
+) -> None:
+    from outcore.memory.pool_triton_kernels import pool, unpool
+
+    if INTERPRETED and dtype is torch.bfloat16:
+        pytest.skip("the interpreter cuts bfloat16 off instead of rounding")
+    for shape in ((2, 3, 37, 41), (3, 5, 9, 8)):
+        images = torch.randn(shape).clamp_min(0).to(DEVICE, dtype)
+        images[0, 0, 3:5, 4:6] = float("nan")
+        images[1, 1, :4] = float("-inf")
+        if last:
+            images = images.contiguous(memory_format=torch.channels_last)
+        images.requires_grad_()
+        want, indices = F.max_pool2d(images, kernel, stride, padding, dilation, ceil_mode=ceil, return_indices=True)
+        window = Window(*((n,) * 2 for n in (kernel, stride, padding, dilation)), shape[2:])
+        got, positions = torch.empty_like(want), torch.empty_like(want, dtype=torch.uint8)
+        pool(images.detach(), got, positions, window)
+        assert same(got, want.detach())
+        assert torch.equal(windows.indices_of(positions.cpu(), window), indices.cpu())
+        gradient = torch.randn_like(want)
+        back = torch.empty_like(images)
+        unpool(gradient, positions, back.detach(), window)
+        assert same(back.detach(), torch.autograd.grad(want, images, gradient)[0])
