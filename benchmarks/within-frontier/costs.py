@@ -24,6 +24,7 @@ import cases
 import torch
 from cases import Case, cases_of
 from networks import build
+from rows import plain_ms
 
 import outcore
 from outcore.cost.costs import CallCost
@@ -34,7 +35,6 @@ from outcore.machine.clock import Timing
 from outcore.memory.rates import measured_tier, memory_rate
 from outcore.planner.keeping import Keeping
 from outcore.planner.transfers import Tier
-from report import plain_ms
 
 RATE, LINK = 3.54e12, Tier(45.6e9, 45.7e9, None, 1 << 20)
 """An H200's memory and its link to the host, as measured."""

@@ -1,114 +1,72 @@
-"""Write the tables of README.md from the results.
-
-Every cell is a ratio within one run: to the plain rows of the same file. Where several files have a cell, the newest
-counts.
-"""
+"""Write the tables and pictures of README.md from the results, and say what is missing and which aims are missed."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any
 
 from networks import NAMES
+from picture import SHOWN, picture
+from rows import HERE, PEERS, Found, Key, Point, results, unbeaten
 
-HERE = Path(__file__).parent
+COLUMNS = {"0.5": "0.50", "0.33": "0.33", "least": "least", "0.5 reassociated": "0.50*", "0.33 reassociated": "0.33*"}
+AIMS = {"1x4096": {"0.5": 1.10, "0.33": 1.20, "least": 1.40}, "32x224": {"0.5": 1.15, "0.33": 1.30}}
 NORMS = "2026-11-15-h200-norms-three-launches.json"
-WAYS = {
-    "outcore 0.5": "0.50",
-    "outcore 0.33": "0.33",
-    "outcore least": "least",
-    "outcore 0.5 reassociated": "0.50, reassociated",
-    "outcore 0.33 reassociated": "0.33, reassociated",
-    "checkpoint per block": "checkpoint per block",
-    "save_on_cpu": "save_on_cpu",
-    "compile budget 0.5": "compile, budget 0.5",
-}
-GRAPHS = {
-    f"{way} graphs{rest}": shown
-    for way, rest, shown in (
-        ("outcore 0.5", "", "0.50"),
-        ("outcore 0.33", "", "0.33"),
-        ("outcore least", "", "least"),
-        ("outcore 0.5", " reassociated", "0.50, reassociated"),
-        ("outcore 0.33", " reassociated", "0.33, reassociated"),
-    )
-}
-Key = tuple[str, str, str]
 
 
-def results() -> tuple[dict[Key, dict[str, tuple[dict[str, Any], dict[str, Any]]]], int]:
-    """Case -> way -> its row and the plain row of the same file; the newest file counts."""
-    found: dict[Key, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {}
-    files = [
-        p for p in sorted((HERE / "results").glob("*-h200-*.json")) if "norms" not in p.name and "first" not in p.name
-    ]
-    for path in files:
-        rows = [r for r in json.loads(path.read_text())["rows"] if "model" in r]
-        plain = {case_of(r): r for r in rows if r["how"] == "plain" and "ms" in r}
-        for row in rows:
-            base = plain.get(case_of(row))
-            if base is not None and ("ms" in row or "error" in row) and row.get("predicted_slowdown") != 1.0:
-                found.setdefault(case_of(row), {})[row["how"]] = (row, base)
-    return found, len(files)
+def way(column: str, size: str) -> str:
+    """The name of a way of ours."""
+    share, _, norms = column.partition(" ")
+    return " ".join(filter(None, ("outcore", share, "graphs" if size == "32x224" else "", norms)))
 
 
-def plain_ms(rows: list[dict[str, Any]]) -> dict[tuple[str, int, int, str], float]:
-    """Case -> milliseconds of its plain step."""
-    plain = [r for r in rows if r.get("how") == "plain" and "ms" in r]
-    return {(r["model"], r["batch"], r["side"], r["precision"]): r["ms"] for r in plain}
+def cell(case: Found, how: str) -> str:
+    """Time and memory over plain's."""
+    if (point := case.points.get(how)) is None:
+        why = case.missed.get(how, "")
+        return "no plan" if "no plan" in why else "host memory" if "of the host" in why else ""
+    return f"{point.slower:.2f}x at {point.share:.2f}{'' if point.within else '!'}{'†' if point.old else ''}"
 
 
-def case_of(row: dict[str, Any]) -> Key:
-    size = "32x224" if row["batch"] == 32 else f"{row['batch']}x{row['side']}"
-    return row["model"], size, row["precision"].split()[0]
-
-
-def cell(pair: tuple[dict[str, Any], dict[str, Any]] | None) -> str:
-    """Time and memory over plain's; graphs by what stays reserved."""
-    if pair is None:
-        return ""
-    row, base = pair
-    if "error" in row:
-        return "no plan" if "plan" in row["error"].lower() else ""  # or the script failed: see the file
-    peak = row["reserved"] if "graphs" in row["how"] else row["peak"]
-    over = "!" if "budget" in row and row["budget"] and peak > row["budget"] else ""
-    return f"{row['ms'] / base['ms']:.2f}x at {peak / base['peak']:.2f}{over}"
-
-
-def table(size: str) -> list[str]:
+def table(cases: dict[Key, Found], size: str) -> list[str]:
     """One line per network and precision."""
-    ways = WAYS if size == "1x4096" else GRAPHS | {w: s for w, s in WAYS.items() if not w.startswith("outcore")}
-    found, _ = results()
-    shown = list(ways.values())
+    shown = [*COLUMNS.values(), "floor", "checkpoint per block", "save_on_cpu", "compile 0.5"]
     out = ["| network | precision | plain | " + " | ".join(shown) + " |", "|---" * (len(shown) + 3) + "|"]
     for name in NAMES:
         for precision in ("tf32", "bf16"):
-            rows = found.get((name, size, precision), {})
-            if not rows:
-                out.append(f"| {name} | {precision} | not run |" + " |" * len(shown))
+            case = cases.get((name, size, precision))
+            if case is None:
+                out.append(f"| {SHOWN[name]} | {precision} | not run |" + " |" * len(shown))
                 continue
-            plain = rows["plain"][0]
-            cells = " | ".join(cell(rows.get(way)) for way in ways)
-            out.append(f"| {name} | {precision} | {plain['ms']:.1f} ms, {plain['peak'] / 2**30:.2f} GiB | {cells} |")
+            cells = [cell(case, way(column, size)) for column in COLUMNS]
+            floors = [p.row["floor"] for p in case.points.values() if "floor" in p.row]
+            cells.append(f"{min(floors) / case.plain['peak']:.2f}" if floors else "")
+            cells += [cell(case, peer) for peer in PEERS]
+            plain = f"{case.plain['ms']:.1f} ms, {case.plain['peak'] / 2**30:.2f} GiB"
+            out.append(f"| {SHOWN[name]} | {precision} | {plain} | {' | '.join(cells)} |")
     return out
 
 
-def missing() -> dict[str, list[str]]:
-    """Way -> cases that have no row of it."""
-    found, _ = results()
-    out: dict[str, list[str]] = {}
-    for size in ("32x224", "1x4096"):
-        ways = [w for w in (GRAPHS if size == "32x224" else WAYS) if "least" not in w]
-        ways += ["checkpoint per block", "save_on_cpu", "compile budget 0.5"] if size == "32x224" else []
-        for name in NAMES:
-            for precision in ("tf32", "bf16"):
-                for way in ways:
-                    if "reassociated" in way and name in ("vgg19", "convnext_tiny"):
-                        continue
-                    if way not in found.get((name, size, precision), {}):
-                        out.setdefault(way, []).append(f"{name}-{size}-{precision}")
+def beside_peers(cases: dict[Key, Found]) -> list[str]:
+    """Ours planned for what a checkpoint around every block takes, where that is less than a third."""
+    out = [
+        "| network | precision | checkpoint per block | ours, bitwise | ours, reassociated |",
+        "|---|---|---|---|---|",
+    ]
+    for (name, size, precision), case in cases.items():
+        peer = case.points.get("checkpoint per block")
+        if peer is None or peer.share > 0.33 or size != "1x4096":
+            continue
+        shown = [f"{peer.slower:.2f}x at {peer.share:.2f}"]
+        for norms in (False, True):
+            below = [p for p in ours(case) if p.reassociated == norms and p.share <= 1.005 * peer.share]
+            best = min(below, key=lambda p: p.slower, default=None)
+            shown.append(f"{best.slower:.2f}x at {best.share:.2f}" if best is not None else "")
+        out.append(f"| {SHOWN[name]} | {precision} | {' | '.join(shown)} |")
     return out
+
+
+def ours(case: Found) -> list[Point]:
+    return [p for p in case.points.values() if p.ours]
 
 
 def norms() -> list[str]:
@@ -137,14 +95,43 @@ def replaced(text: str, mark: str, lines: list[str]) -> str:
     return f"{head}{begin}\n\n" + "\n".join(lines) + f"\n\n{end}{tail}"
 
 
+def told(cases: dict[Key, Found]) -> None:
+    """What is missing, above its budget, slower than its aim, or beaten."""
+    for size, aims in AIMS.items():
+        for name in NAMES:
+            for precision in ("tf32", "bf16"):
+                label, case = f"{name}-{size}-{precision}", cases.get((name, size, precision))
+                if case is None:
+                    print(f"{label}: not run")
+                    continue
+                wanted = [way(c, size) for c in COLUMNS if "re" not in c or name not in ("vgg19", "convnext_tiny")]
+                gone = [w for w in (*wanted, *PEERS) if w not in case.points]
+                print(f"{label}: missing {[(w, case.missed.get(w, '')[:60]) for w in gone]}") if gone else None
+                old = [p.how for p in case.points.values() if p.old]
+                print(f"{label}: of older runs {old}") if old else None
+                for column, aim in aims.items():
+                    point = case.points.get(way(column, size))
+                    if point is not None and (point.slower > aim or not point.within):
+                        print(f"{label}: {point.how} {point.slower:.3f}x at {point.share:.3f}, aim {aim}")
+                for peer in unbeaten(case):
+                    print(f"{label}: nothing beats {peer.how}, {peer.slower:.2f}x at {peer.share:.2f}")
+
+
 def main() -> None:
-    readme = HERE / "README.md"
+    readme, cases = HERE / "README.md", results()
     text = readme.read_text()
-    for mark, lines in (("large", table("1x4096")), ("small", table("32x224")), ("norms", norms())):
+    tables = {
+        "large": table(cases, "1x4096"),
+        "small": table(cases, "32x224"),
+        "peers": beside_peers(cases),
+        "norms": norms(),
+    }
+    for mark, lines in tables.items():
         text = replaced(text, mark, lines) if f"<!-- {mark} -->" in text else text
     readme.write_text(text)
-    for way, cases in missing().items():
-        print(f"{way}: {len(cases)} missing: {' '.join(cases)}")
+    (HERE / "frontier-1x4096.svg").write_text(picture(cases, "1x4096", "One image of 4096 px, NVIDIA H200"))
+    (HERE / "frontier-32x224.svg").write_text(picture(cases, "32x224", "A batch of 32 at 224 px, NVIDIA H200"))
+    told(cases)
 
 
 if __name__ == "__main__":

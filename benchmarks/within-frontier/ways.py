@@ -6,7 +6,6 @@ who else is there) and timed with the machine for itself (`networks.Training.mea
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from outcore.graph import Graph, capture
 from outcore.graph.capture import arguments_as_called
 from outcore.graph.keys import key_of
 from outcore.memory.governor import Governor, Settings
+from outcore.memory.graph_pool import give_back
 
 Row = dict[str, Any]
 Enter = Callable[[], None]
@@ -72,6 +72,8 @@ class Prepared:
         """One row of the table; `enter` waits until there is memory."""
         if way.startswith("compile"):
             return compiled(self.case, float(way.split()[-1]), alone, enter, caches)
+        if way in self.plans and self.plans[way]["predicted_peak"] > self.plans[way]["budget"]:
+            return {**self.plans[way], "policy": None, "error": "no plan was found within this budget"}
         enter()
         if way == "plain":
             return self.case.fresh().measured(alone)
@@ -88,8 +90,6 @@ class Prepared:
         """Under outcore, by the plan that was found."""
         plan = self.plans[way]
         facts = {name: fact for name, fact in plan.items() if name != "policy"}
-        if plan["predicted_peak"] > plan["budget"]:
-            return {**facts, "error": "no plan was found within this budget"}
         training = self.case.fresh()
         if self.graph is None:
             with self.case.precision():
@@ -167,8 +167,6 @@ def compiled(case: Case, budget: float, alone: Alone, enter: Enter, caches: Path
 
 def clean() -> None:
     """Give back all memory that a row has left, of the device and of the host."""
-    gc.collect()
+    give_back()
     if cases.DEVICE == "cuda":
-        torch._C._cuda_clearCublasWorkspaces()
-        torch.cuda.empty_cache()
         torch._C._host_emptyCache()
