@@ -6,6 +6,7 @@ import json
 import math
 import statistics
 import sys
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -31,14 +32,49 @@ def show(rows: list[Row]) -> None:
         counts = " | ".join(str(row["states"].get(s, 0)) for s in ("complete", "pruned"))
         cells = f"{row['training_s']:.1f} | {row['wall_s']:.1f} | {row['member_steps']:,} | {counts}"
         print(f"| {named(row)} | {cells} | {row['best'].get('number', '–')} | {best_loss(row):.4f} |")
-    plain = [row for row in rows if row["members"] == 1]
-    for one, other in combinations(plain, 2):
-        print(f"\nPlain PyTorch twice: decisions that are the same: {same(one, other)}.")
-    for alone in plain:
-        for fused in (row for row in rows if row["members"] > 1 and row["seed"] == alone["seed"]):
+    for alone in (row for row in rows if row["members"] == 1):
+        for fused in (row for row in rows if row["members"] > 1 and row["file"] == alone["file"]):
             ratios = [alone[k] / fused[k] for k in ("training_s", "wall_s", "cpu_s")]
             print("\n{}: {:.2f}x, with all around it {:.2f}x, in CPU time {:.2f}x.".format(named(fused), *ratios))
             print(f"Decisions on trials that are the same: {same(fused, alone)}.{pace(fused, alone)}")
+    decisions(rows)
+
+
+def decisions(rows: list[Row]) -> None:
+    """On how many trials two sweeps decide alike, by which ways the two are of; losses and ranks of their winners."""
+    print("\n| sweeps | pairs | decisions that are the same | winner of one in the other |\n|---|---:|---:|---|")
+    for kind, pairs in by_kind(rows, named).items():
+        alike = [equal_states(one, other) for one, other in pairs]
+        ends = [fate(a, b) for one, other in pairs for a, b in ((one, other), (other, one))]
+        told = ", ".join(f"{ends.count(end)} {end}" for end in dict.fromkeys(sorted(ends)))
+        print(f"| {kind} | {len(pairs)} | {spread(alike)} of {len(rows[0]['trials'])} | {told} |")
+
+
+def by_kind(things: list[Any], name: Any) -> dict[str, list[tuple[Any, Any]]]:
+    """Pairs of things, by the names of the two."""
+    found: dict[str, list[tuple[Any, Any]]] = {}
+    for one, other in combinations(things, 2):
+        found.setdefault(" – ".join(sorted((name(one), name(other)))), []).append((one, other))
+    return dict(sorted(found.items()))
+
+
+def spread(values: list[float], digits: int = 0) -> str:
+    """From the smallest to the largest."""
+    low, high = (f"{v:.{digits}f}" for v in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"
+
+
+def equal_states(one: Row, other: Row) -> int:
+    states = {t["number"]: t["state"] for t in other["trials"]}
+    return sum(t["state"] == states.get(t["number"]) for t in one["trials"])
+
+
+def fate(one: Row, other: Row) -> str:
+    """What became of the best trial of a sweep in another."""
+    best = one["best"]["number"]
+    finished = sorted((t["value"], t["number"]) for t in other["trials"] if t["state"] == "complete")
+    places = [number for _, number in finished]
+    return f"{places.index(best) + 1}. of {len(places)}" if best in places else "pruned"
 
 
 def same(one: Row, other: Row) -> str:
@@ -63,15 +99,29 @@ Values = dict[int, float]
 """Trial -> its last loss, infinite where it diverged."""
 
 
-def gathered(again: list[Row]) -> dict[tuple[str, int], Values]:
-    """The losses of all configurations trained to the end, by way and seed; shares of them are joined."""
-    found: dict[tuple[str, int], Values] = {}
+@dataclass
+class Run:
+    """All configurations trained to the end once."""
+
+    name: str
+    weights: int
+    """The seed of first weights and batches."""
+    values: Values
+
+
+def gathered(again: list[Row]) -> list[Run]:
+    """Rows are whole runs or shares of one, which are joined."""
+    found: list[Run] = []
     for row in again:
-        values = found.setdefault((named(row), row["weights"]), {})
-        for trial in row["trials"]:
-            values[trial["number"]] = trial["value"] if trial["state"] == "complete" else math.inf
-    whole = max(map(len, found.values()))
-    return {key: values for key, values in found.items() if len(values) == whole}
+        values = {t["number"]: t["value"] if t["state"] == "complete" else math.inf for t in row["trials"]}
+        for run in found:
+            if (run.name, run.weights) == (named(row), row["weights"]) and not run.values.keys() & values.keys():
+                run.values |= values
+                break
+        else:
+            found.append(Run(named(row), row["weights"], values))
+    whole = max(len(run.values) for run in found)
+    return [run for run in found if len(run.values) == whole]
 
 
 def ranks(values: Values) -> Values:
@@ -84,26 +134,43 @@ def ranks(values: Values) -> Values:
     return found
 
 
-def agreement(runs: dict[tuple[str, int], Values]) -> None:
+_FIRST = 8
+
+
+def agreement(runs: list[Run]) -> None:
     """How alike two ways are that train all configurations, beside how alike one way is to itself."""
-    print("\n| one | other | from | rank correlation | median difference | best of one: its rank in the other |")
-    print("|---|---|---|---:|---:|---:|")
-    for (one, a), (other, b) in combinations(runs, 2):
-        if one != other and a != b:
-            continue
-        ours, theirs = runs[one, a], runs[other, b]
-        mine, yours = ranks(ours), ranks(theirs)
-        like = statistics.correlation(*zip(*((mine[n], yours[n]) for n in ours), strict=True))
-        apart = [abs(ours[n] - theirs[n]) for n in ours if math.isfinite(ours[n]) and math.isfinite(theirs[n])]
-        best = [min(v, key=lambda n, v=v: v[n]) for v in (ours, theirs)]
-        places = f"{yours[best[0]]:.0f}, and {mine[best[1]]:.0f}"
-        start = f"the same weights and batches ({a})" if a == b else f"others ({a}, {b})"
-        print(f"| {one} | {other} | {start} | {like:.3f} | {statistics.median(apart):.4f} | {places} |")
+    print(
+        "\n| trained to the end | from | pairs | rank correlation | median difference | rank of the other's best",
+        end="",
+    )
+    print(f" | of the best {_FIRST}, in both |\n|---|---|---:|---:|---:|---:|---:|")
+    for kind, pairs in by_kind(runs, lambda run: run.name).items():
+        for start in ("the same weights and batches", "others"):
+            chosen = [(a.values, b.values) for a, b in pairs if (a.weights == b.weights) == (start != "others")]
+            if not chosen or (start == "others" and "fused – 16" not in kind):
+                continue
+            like, apart, places, shared = [], [], [], []
+            for ours, theirs in chosen:
+                mine, yours = ranks(ours), ranks(theirs)
+                like.append(statistics.correlation(*zip(*((mine[n], yours[n]) for n in ours), strict=True)))
+                finite = [n for n in ours if math.isfinite(ours[n]) and math.isfinite(theirs[n])]
+                apart.append(statistics.median(abs(ours[n] - theirs[n]) for n in finite))
+                places += [
+                    yours[min(ours, key=lambda n, v=ours: v[n])],
+                    mine[min(theirs, key=lambda n, v=theirs: v[n])],
+                ]
+                shared.append(len(set(first(ours)) & set(first(theirs))))
+            cells = [spread(like, 3), spread(apart, 4), spread(places), spread(shared)]
+            print(f"| {kind} | {start} | {len(chosen)} | " + " | ".join(cells) + " |")
 
 
-def noise(runs: dict[tuple[str, int], Values], sweeps: list[Row]) -> None:
+def first(values: Values) -> list[int]:
+    return sorted(values, key=lambda n: values[n])[:_FIRST]
+
+
+def noise(runs: list[Run], sweeps: list[Row]) -> None:
     """How good the sweeps' winners are: every configuration trained to the end, several times."""
-    values = {n: [run[n] for run in runs.values()] for n in next(iter(runs.values()))}
+    values = {n: [run.values[n] for run in runs] for n in runs[0].values}
     means = {number: statistics.mean(v) for number, v in values.items()}
     ranked = sorted(means, key=lambda number: means[number])
     print(f"\n{len(runs)} trainings to the end of each.\n")
@@ -112,7 +179,7 @@ def noise(runs: dict[tuple[str, int], Values], sweeps: list[Row]) -> None:
     for row in sweeps:
         number = row["best"]["number"]
         winners[number] = "; ".join(dict.fromkeys(filter(None, (winners.get(number), named(row)))))
-    for number in dict.fromkeys([*ranked[:3], *winners]):
+    for number in sorted({*ranked[:3], *winners}, key=ranked.index):
         span = f"{min(values[number]):.4f} to {max(values[number]):.4f}"
         found = winners.get(number, "")
         print(f"| {number} | {found} | {1 + ranked.index(number)} | {means[number]:.4f} | {span} |")
@@ -123,9 +190,10 @@ def main() -> None:
     for path in sys.argv[1:]:
         found = json.loads(Path(path).read_text())
         print(f"{Path(path).stem}: {found['environment']}\n")
-        rows += found["rows"]
+        rows += [row | {"file": path} for row in found["rows"]]
     sweeps = [row for row in rows if row.get("pruner") != "none"]
-    show(sweeps)
+    if sweeps:
+        show(sweeps)
     if again := [row for row in rows if row.get("pruner") == "none"]:
         runs = gathered(again)
         agreement(runs)

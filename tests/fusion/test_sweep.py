@@ -109,6 +109,21 @@ def test_a_slot_is_refilled_while_the_others_train_on(job: str, tmp_path: Path) 
     assert all(r.state == "complete" and r.steps == 12 for r in results.values())
 
 
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("lr=abc", r"--set lr=abc: optimizer\(\) of .*job.py does not take it"), ("lr=-1", "Invalid learning rate"),
+        ("momentum=abc", "the optimizer has 0.9 there; give a number"), ("batch=0", "at least one sample"),
+        ("batch=abc", "batch=abc: give a whole number"), ("seed=0.5", "seed=0.5: give a whole number"),
+        ("width=abc", r"model\(\) of .*job.py failed"), ("foo=1", "neither model"),
+    ],
+)  # fmt: skip
+def test_values_that_do_not_fit_are_refused_by_name(job: str, tmp_path: Path, setting: str, message: str) -> None:
+    made = Listed(grid(parse_settings([setting])), tmp_path / "trials.jsonl")
+    with pytest.raises(OutcoreError, match=message):
+        Sweep(_options(job, tmp_path / "out"), made).run()
+
+
 def test_rounds_of_configurations_share_one_array(job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Five configurations, two at a time, all begin at the first batch; nothing is recorded anew for a round."""
     recorded: list[int] = []

@@ -56,7 +56,7 @@ class Recipe:
 
     def model(self, trial: Trial) -> nn.Module:
         """A trial's model, with its first weights."""
-        torch.manual_seed(int(trial.settings.get("seed", self.seed)))
+        torch.manual_seed(_whole("seed", trial.settings.get("seed", self.seed)))
         return self._job(trial).build().to(self.device).train()
 
     def _model_arguments(self, trial: Trial) -> tuple[str, ...]:
@@ -66,7 +66,10 @@ class Recipe:
     def batch_size(self, trial: Trial) -> int:
         """Samples of a trial's batches."""
         job = _loaded(self.job, self.inputs, self.arguments)
-        return int(trial.settings.get("batch", self.size or job.size))
+        size = _whole("batch", trial.settings.get("batch", self.size or job.size))
+        if size < 1:
+            raise FuseError(f"--set batch={size}: a batch has at least one sample")
+        return size
 
     def batch(self, trial: Trial, size: int, step: int) -> tuple[Any, Any]:
         """The batch of a step: the same for all, and the same if the sweep is run again."""
@@ -83,13 +86,23 @@ class Recipe:
             made: torch.optim.Optimizer = torch.optim.Adam(params, lr=1e-3)
         else:
             own = {n: settings.pop(n) for n in list(settings) if n in inspect.signature(job.optimizer).parameters}
-            made = job.optimizer(params, **own)
+            try:
+                made = job.optimizer(params, **own)
+            except (TypeError, ValueError) as error:
+                given = ", ".join(f"{n}={v}" for n, v in own.items())
+                raise FuseError(f"--set {given}: optimizer() of {self.job} does not take it: {error}") from error
         for group in made.param_groups:
             for name, value in settings.items():
                 _set(group, name, value, self.job)
         for group in made.param_groups:
             group.pop("initial_lr", None)
         return made
+
+
+def _whole(name: str, value: Any) -> int:
+    if not isinstance(value, int | float) or value != int(value):
+        raise FuseError(f"--set {name}={value}: give a whole number")
+    return int(value)
 
 
 def _default_loss(output: Any, target: Any) -> torch.Tensor:
@@ -104,6 +117,8 @@ def _set(group: dict[str, Any], name: str, value: Any, job: str) -> None:
         first, second = group["betas"]
         group["betas"] = (value, second) if name == "beta1" else (first, value)
     elif name in group and name != "params":
+        if isinstance(group[name], int | float) and not isinstance(value, int | float):
+            raise FuseError(f"--set {name}={value}: the optimizer has {group[name]} there; give a number")
         group[name] = value
     else:
         known = [k for k in group if k != "params"]
