@@ -89,6 +89,7 @@ WORKLOADS = (
     Workload("bert-base", 32, 256, attention="sdpa"),
     Workload("bert-base eager attention", 32, 256, attention="eager"),
     Workload("lstm attention as in Echo", 128, 100, 512),
+    Workload("lstm attention longer", 128, 200, 512),
 )
 TINY = (
     Workload("lstm attention", 4, 12, 64),
