@@ -21,7 +21,7 @@ SHOWN = {
     "convnext_tiny": "ConvNeXt-T",
 }
 WIDE, TALL, LEFT, TOP, GAP = 190, 150, 46, 64, 34
-LOWEST, HIGHEST = 0.4, 2.0
+RANGE = {"1x4096": (0.5, 2.0), "32x224": (0.0, 3.0)}
 """Of the time axis; what takes longer stands at the upper edge, with its figure."""
 
 
@@ -35,7 +35,7 @@ def kind_of(point: Point) -> str:
 def picture(cases: dict[Key, Found], size: str, title: str) -> str:
     """All panels of one size."""
     width = LEFT + len(NAMES) * (WIDE + GAP)
-    height = TOP + 2 * (TALL + GAP + 14) + 30
+    height = TOP + 2 * (TALL + GAP + 14) + 6
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">',
         "<style>text{font-family:Helvetica,Arial,sans-serif;font-size:10px;fill:#1f2830}.title{font-size:14px;"
@@ -50,21 +50,21 @@ def picture(cases: dict[Key, Found], size: str, title: str) -> str:
     for row, precision in enumerate(("tf32", "bf16")):
         for column, name in enumerate(NAMES):
             left, top = LEFT + column * (WIDE + GAP), TOP + row * (TALL + GAP + 14)
-            out += _panel(cases.get((name, size, precision)), f"{SHOWN[name]}, {precision}", left, top)
+            out += _panel(cases.get((name, size, precision)), f"{SHOWN[name]}, {precision}", left, top, *RANGE[size])
     axes = "peak memory over plain to the right, time of a step over plain upwards; the hollow dot is plain"
     out.append(f'<text class="small" x="{LEFT}" y="{height - 10}">{axes}</text>')
     return "\n".join([*out, "</svg>\n"])
 
 
-def _panel(case: Found | None, name: str, left: int, top: int) -> list[str]:
+def _panel(case: Found | None, name: str, left: int, top: int, low: float, high: float) -> list[str]:
     """One case."""
 
     def at(share: float, slower: float) -> tuple[float, float]:
-        up = (min(max(slower, LOWEST), HIGHEST) - LOWEST) / (HIGHEST - LOWEST)
+        up = (min(max(slower, low), high) - low) / (high - low)
         return left + WIDE * min(share, 1.1) / 1.1, top + TALL * (1 - up)
 
     out = [f'<text class="name" x="{left}" y="{top - 5}">{name}</text>']
-    for tick in (0.5, 1.0, 1.5, 2.0):
+    for tick in (low, 1.0, 0.5 * (1 + high), high):
         _, y = at(0, tick)
         out.append(f'<line class="{"one" if tick == 1 else "grid"}" x1="{left}" x2="{left + WIDE}" y1="{y}" y2="{y}"/>')
         out.append(f'<text class="small" x="{left - 4}" y="{y + 3}" text-anchor="end">{tick:g}x</text>')
@@ -83,7 +83,7 @@ def _panel(case: Found | None, name: str, left: int, top: int) -> list[str]:
             out.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
         for point, (x, y) in zip(points, places, strict=True):
             out.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour}"/>')
-            if point.slower > HIGHEST:
+            if point.slower > high:
                 out.append(f'<text x="{x + 6:.1f}" y="{y + 10:.1f}" fill="{colour}">{point.slower:.1f}x</text>')
     x, y = at(1, 1)
     out.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="white" stroke="#1f2830" stroke-width="1.5"/>')

@@ -61,10 +61,11 @@ class Lanes:
         for queue, some in zip(self.jobs, jobs, strict=True):
             for job in some:
                 queue.put(job)
-        self.workers = {
-            index: context.Process(target=self.work, args=(index, self.jobs[index >= given.workers]))
-            for index in range(given.workers + given.compilers)
-        }
+        self.context = context
+        self.workers = [self.worker(index) for index in range(given.workers + given.compilers)]
+
+    def worker(self, index: int) -> Any:
+        return self.context.Process(target=self.work, args=(index, self.jobs[index >= self.given.workers]))
 
     def work(self, index: int, jobs: Any) -> None:
         """One process: prepare beside others, measure alone."""
@@ -80,7 +81,6 @@ class Lanes:
                 except Empty:
                     break
                 self.case(label, ways, jobs)
-        self.rows.put(None)
 
     def case(self, label: str, ways: list[str], jobs: Any) -> None:
         """The rows of one case; where the device does not answer any more, another process goes on with the rest."""
@@ -138,25 +138,26 @@ class Lanes:
         """Write rows as they come, until all is done or the time is up."""
         facts: Row = {}
         found: list[Row] = []
-        running, end = len(self.workers), self.begun + self.given.limit + self.given.grace
-        for worker in self.workers.values():
+        end = self.begun + self.given.limit + self.given.grace
+        for worker in self.workers:
             worker.start()
-        while running and time.time() < end:
+        while time.time() < end and (any(worker.is_alive() for worker in self.workers) or not self.rows.empty()):
+            for index, worker in enumerate(self.workers):
+                if worker.exitcode == 1:  # its device did not answer any more
+                    self.workers[index] = self.worker(index)
+                    self.workers[index].start()
             try:
                 row = self.rows.get(timeout=1)
             except Empty:
-                running = sum(worker.is_alive() for worker in self.workers.values())
                 continue
-            if row is None:
-                running -= 1
-            elif "environment" in row:
+            if "environment" in row:
                 facts = row["environment"]
-            else:
-                found.append(row)
-                self.given.out.write_text(json.dumps({"environment": facts, "rows": found}, indent=1) + "\n")
-                told = {k: row[k] for k in TOLD if k in row}
-                print(*(row[k] for k in ("model", "batch", "precision", "how")), told, flush=True)
-        for worker in self.workers.values():
+                continue
+            found.append(row)
+            self.given.out.write_text(json.dumps({"environment": facts, "rows": found}, indent=1) + "\n")
+            told = {k: row[k] for k in TOLD if k in row}
+            print(*(row[k] for k in ("model", "batch", "precision", "how")), told, flush=True)
+        for worker in self.workers:
             worker.kill()  # whoever is late, or stopped
         print(f"{len(found)} rows in {time.time() - self.begun:.0f} s", flush=True)
 
