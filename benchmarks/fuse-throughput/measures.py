@@ -261,12 +261,12 @@ def clocks_alone(bench: Bench) -> Iterator[None]:
     """`choose` has the machine for itself while it times, and prepares beside others."""
     time_steps, measure = choice.time_steps, choice.measure_convolutions
 
-    def timed(step: Step, device: torch.device, seconds: float, *, warm: int) -> float:
+    def timed(step: Step, device: torch.device, seconds: float, *, warm: int, fastest: bool = False) -> float:
         for _ in range(warm):
             step()
         bench.wait()
         with bench.alone():
-            return time_steps(step, device, seconds, warm=1)
+            return time_steps(step, device, seconds, warm=1, fastest=fastest)
 
     def measured(*args: Any, **settings: Any) -> dict[str, int]:
         with bench.alone():

@@ -2,8 +2,8 @@
 
     python report.py README.md results/DATE-h200-all.json results/DATE-h200-later.json results/DATE-h200-processes.json
 
-The first file is the run that everything is taken from. A workload that a later file has all of, serial and as an array,
-is taken from there, and marked; what the first has not (processes, memory, use) is taken from whoever has it.
+The first file is the run that everything is taken from. A workload that a later file has all of, serial and as an
+array, is taken from there, and marked; what the first has not (processes, memory, use) is taken from whoever has it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STREAMS_TO_REACH = {
     ("transformer-b20", "tf32"): (14.7, 2.5), ("transformer-b20", "amp"): (23, 2.5),
     ("pointnet-cls-b32", "tf32"): (1.3, 1.2), ("pointnet-cls-b32", "amp"): (2.1, 1.3),
 }  # fmt: skip
-"""Over plain and over graphed serial: one CUDA graph per model on its own stream, before there were fused operations."""
+"""Over plain and over graphed serial: one CUDA graph per model on its own stream, before fused operations."""
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 2) -> None:

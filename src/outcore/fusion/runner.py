@@ -260,13 +260,15 @@ class _Captured:
         """Bring the batch and every member's numbers, and run."""
         for target, (_, source) in zip(self.inputs, leaves(args, (Tensor, Stacked)), strict=True):
             target.copy_(_tensor(source), non_blocking=True)
-        for lane, names in zip(self.lanes, self.names if self.trains else (), strict=self.trains):
-            lane.steppers[self.objective].prepare(names)
         here = torch.cuda.current_stream()
         if len(self.graphs) == 1:
+            for lane, names in zip(self.lanes, self.names, strict=True):
+                self._prepare(lane, names)
             self.graphs[0].replay()
         else:
-            for graph, stream in zip(self.graphs, self.streams, strict=True):
+            # A lane's graph is sent off before the next lane is prepared: the device need not wait for the last.
+            for lane, names, graph, stream in zip(self.lanes, self.names, self.graphs, self.streams, strict=True):
+                self._prepare(lane, names)
                 stream.wait_stream(here)
                 with torch.cuda.stream(stream):
                     graph.replay()
@@ -275,6 +277,10 @@ class _Captured:
         return [
             Outcome(o.losses.clone(), {n: m.clone() for n, m in o.metrics.items()}, o.output) for o in self.outcomes
         ]
+
+    def _prepare(self, lane: Lane, names: list[str]) -> None:
+        if self.trains:
+            lane.steppers[self.objective].prepare(names)
 
 
 def cut(lane: Lane, args: tuple[Any, ...]) -> tuple[Any, ...]:
