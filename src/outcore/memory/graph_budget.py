@@ -40,8 +40,13 @@ def planned_again(
     assert entry.graphed is not None
     if any(t.requires_grad for t in tensors):
         return False
-    entry.graphed.capture(tensors)
     settings = governor.settings
+    try:
+        entry.graphed.capture(tensors)
+    except RuntimeError as error:
+        warnings.warn(f"outcore: this step cannot be a CUDA graph ({error}); it runs call by call", stacklevel=4)
+        entry.graphed = None
+        return False
     if settings.budget_bytes is None or settings.policy is not None:
         return False
     taken = entry.graphed.bytes + _beside(governor, entry, tensors)

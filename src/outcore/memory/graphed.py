@@ -109,8 +109,10 @@ class Graphed:
             give_back()
 
     def run(self) -> list[torch.Tensor]:
-        """One pass; the outputs that lead back to the parameters."""
+        """One pass; its outputs."""
+        torch.clear_autocast_cache()  # what autocast makes of weights must be made in the graph, in every step
         result = Pass(self.holding, self.model, self.inputs, self.tier).forward()
+        torch.clear_autocast_cache()
         self.template = self.holding.recording.result
         return [t for _, t in leaves(result, torch.Tensor)]
 
