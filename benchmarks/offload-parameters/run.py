@@ -3,8 +3,10 @@
     python benchmarks/offload-parameters/run.py --out results/
 
 VGG-19, AlexNet, ResNet-50 and Inception-v3 with two classes, batch 32, SGD with momentum, on a synthetic set of two
-classes. An epoch is eight steps; its time is taken from start to end without looking at the device in between, so that
-what overlaps may. The first epoch warms up. All ways start from the same weights and see the same batches.
+classes. All ways start from the same weights and see the same batches; after 16 steps their weights are compared, after
+8 and 16 their accuracies. The ways of the source documents are timed over the last seven of these steps. Plain
+training and outcore are then timed in rounds of more steps each, in turn, because the host that issues them is not
+equally fast all the time. A round's time is taken from start to end without looking at the device in between.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import statistics
 import time
 import traceback
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,7 @@ from ways import WAYS, Way, wait
 from outcore.errors import OutcoreError
 
 MODELS = {"vgg19": 224, "alexnet": 224, "resnet50": 224, "inception_v3": 299}
+INTERLEAVED = ("baseline", "outcore", "outcore, update in step()")
 RATES = {"Inception3": 0.01}
 SEEDS_S = {
     "vgg19": (30.0673, 150.5116, 166.7242, 153.9791, 160.9983),
@@ -96,83 +100,110 @@ def link(size: int, device: torch.device) -> dict[str, float]:
     return {"out_s": seconds(True, False), "in_s": seconds(False, True), "both_s": seconds(True, True)}
 
 
-def trained(
-    model: nn.Module, way: str, seen: Pictures, held_out: Pictures, options: argparse.Namespace
-) -> dict[str, Any]:
-    """One row."""
-    device = seen[0].device
-    batches = list(zip(*(t.split(options.batch) for t in seen), strict=True))
-    row = Way(way, model, batches[0][0], RATES.get(type(model).__name__, 0.001))
-    torch.manual_seed(3)
-    epochs, accuracies = [], []
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    for _ in range(options.epochs):
-        wait(device)
+class Row:
+    """One way of training a copy of a model."""
+
+    def __init__(self, way: str, model: nn.Module, seen: Pictures, held_out: Pictures, batch: int) -> None:
+        self.device, self.held_out = seen[0].device, held_out
+        self.model = copy.deepcopy(model).to(self.device)
+        self.batches = list(zip(*(t.split(batch) for t in seen), strict=True))
+        self.way = Way(way, self.model, self.batches[0][0], RATES.get(type(model).__name__, 0.001))
+        self.steps, self.rounds_s = 0, list[float]()
+        self.accuracies: list[float] = []
+        self.peak_bytes = 0
+
+    def train(self, steps: int) -> float:
+        """Seconds of some steps, from start to end, without looking at the device in between."""
+        wait(self.device)
         start = time.perf_counter()
-        for batch in batches:
-            row.step(*batch)
-        wait(device)
-        epochs.append(time.perf_counter() - start)
-        accuracies.append(row.accuracy(*held_out))
-    weights = {k: v.detach().cpu().clone() for k, v in model.state_dict().items()}
-    trips = row.copies(lambda: row.step(*batches[0]), steps=8)
+        for _ in range(steps):
+            torch.manual_seed(self.steps)  # every way drops the same
+            self.way.step(*self.batches[self.steps % len(self.batches)])
+            self.steps += 1
+        wait(self.device)
+        return time.perf_counter() - start
+
+    def round(self, steps: int) -> None:
+        """A timed round; its first step, which may follow an evaluation, is not."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        here = torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
+        self.train(1)
+        self.rounds_s.append(self.train(steps) / steps)
+        if self.device.type == "cuda":
+            self.peak_bytes = max(self.peak_bytes, torch.cuda.max_memory_allocated() - here)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {k: v.detach().cpu().clone() for k, v in self.model.state_dict().items()}
+
+
+def found_of(row: Row, plain: Row, equal: bool, bound_s: float) -> dict[str, Any]:
+    """A row of the table."""
+    step_s, plain_s = statistics.median(row.rounds_s), statistics.median(plain.rounds_s)
     return {
-        "step_s": statistics.median(epochs[1:]) / len(batches),
-        "steps_s": [e / len(batches) for e in epochs],
-        "best_accuracy": max(accuracies),
-        "accuracies": accuracies,
-        "peak_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
-        "trips": trips.summary(),
-        "weights": weights,
+        "step_s": step_s,
+        "rounds_s": row.rounds_s,
+        "over_baseline": step_s / plain_s,
+        "over_bound": step_s / max(plain_s, bound_s),
+        "best_accuracy": max(row.accuracies),
+        "final_accuracy": row.accuracies[-1],
+        "accuracies": row.accuracies,
+        "more_bytes": row.peak_bytes,
+        "trips": row.way.copies(lambda: row.train(1), steps=8).summary(),
+        "weights_equal": equal,
     }
 
 
-def compared(name: str, options: argparse.Namespace) -> dict[str, Any]:
+def compared(name: str, options: argparse.Namespace, report: Callable[[dict[str, Any]], None]) -> None:
     """All rows of a model."""
     device = torch.device(options.device)
     side = options.side or MODELS[name]
     model = network(name).train()
     data = [pictures(n, side, seed, device) for seed, n in ((1, 8 * options.batch), (2, 64))]
     count = sum(p.numel() for p in model.parameters())
-    found: dict[str, Any] = {"parameters": count, "link": link(4 * count, device), "ways": {}}
+    both_s = (path := link(4 * count, device)).get("both_s", 0.0)
+    document: dict[str, Any] = {"parameters": count, "link": path, "ways": {}}
+    rows: dict[str, Row] = {}
+    equal: dict[str, bool] = {}
     plain: dict[str, torch.Tensor] = {}
-    for way in WAYS:
-        if name in options.short.split(",") and way not in ("baseline", "outcore"):
-            continue
-        if options.ways and way not in options.ways:
-            continue
+    for way in [way for way in WAYS if way in options.ways]:
         try:
-            row = trained(copy.deepcopy(model).to(device), way, *data, options)
+            row = Row(way, model, *data, options.batch)
+            for _ in range(2):  # as many steps for all, in which they are compared
+                if way in INTERLEAVED or not row.steps:
+                    row.train(8)
+                else:
+                    row.round(7)
+                row.accuracies.append(row.way.accuracy(*data[1]))
         except (RuntimeError, OutcoreError) as error:
             traceback.print_exc()
-            found["ways"][way] = {"error": str(error)}
+            document["ways"][way] = {"error": str(error)}
             continue
-        weights = row.pop("weights")
+        weights = row.weights()
         plain = plain or weights
-        row["weights_equal"] = all(torch.equal(weights[k], plain[k]) for k in plain)
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-        found["ways"][way] = row
-        bound = max(found["ways"]["baseline"]["step_s"], found["link"].get("both_s", 0.0))
-        row["over_baseline"] = row["step_s"] / found["ways"]["baseline"]["step_s"]
-        row["over_bound"] = row["step_s"] / bound
+        equal[way], rows[way] = all(torch.equal(weights[k], plain[k]) for k in plain), row
+    fast = [row for way, row in rows.items() if way in INTERLEAVED]
+    for i in range(options.rounds):
+        for row in fast if i % 2 == 0 else fast[::-1]:  # in turn, so that what slows the host slows all alike
+            row.round(options.steps)
+    for way, row in rows.items():
+        line = document["ways"][way] = found_of(row, rows["baseline"], equal[way], both_s)
         print(
-            f"{name:13} {way:26} {row['step_s'] * 1e3:8.2f} ms {row['over_baseline']:6.2f}x baseline "
-            f"{row['over_bound']:6.2f}x bound  accuracy {row['best_accuracy']:.3f}  equal {row['weights_equal']}",
+            f"{name:13} {way:26} {line['step_s'] * 1e3:8.2f} ms {line['over_baseline']:6.2f}x baseline "
+            f"{line['over_bound']:6.2f}x bound  accuracy {line['accuracies']}  equal {equal[way]}  "
+            f"rounds {[round(1e3 * s, 1) for s in row.rounds_s]}",
             flush=True,
         )
-    return found
+        report(document)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--ways", nargs="*", default=[])
-    parser.add_argument("--short", default="", help="models of which only the baseline and outcore are run")
-    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--ways", nargs="*", default=WAYS)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=20, help="of a round")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--side", type=int, default=0)
     parser.add_argument("--name", default="")
@@ -183,15 +214,23 @@ def main() -> None:
     document: dict[str, Any] = {
         "environment": {"device": device, "torch": torch.__version__, "python": platform.python_version()},
         "batch": options.batch,
-        "epochs": options.epochs,
+        "rounds": options.rounds,
+        "steps": options.steps,
         "models": {},
     }
     for name in options.models.split(","):
-        document["models"][name] = compared(name, options)
-        if options.out is not None:
-            options.out.mkdir(parents=True, exist_ok=True)
-            path = options.out / f"{time.strftime('%Y-%m-%d')}-{options.name or options.device}.json"
-            path.write_text(json.dumps(document, indent=1) + "\n")
+
+        def report(found: dict[str, Any], name: str = name) -> None:
+            document["models"][name] = found
+            if options.out is not None:
+                options.out.mkdir(parents=True, exist_ok=True)
+                path = options.out / f"{time.strftime('%Y-%m-%d')}-{options.name or options.device}.json"
+                path.write_text(json.dumps(document, indent=1) + "\n")
+
+        compared(name, options, report)
+        gc.collect()
+        if options.device == "cuda":
+            torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

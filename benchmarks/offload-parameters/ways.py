@@ -163,6 +163,13 @@ class TimedLanes(CudaLanes):
         super().__init__(device)
         self.events: list[tuple[bool, Any, Any]] = []
 
+    def turn(self, ends: Any, *, express: bool = False) -> Any:
+        ready, mark = self.now(), None
+        for here, home in ends:
+            (left,) = self.copy([(home, here, [ready])], out=True, express=express)
+            (mark,) = self.copy([(here, home, [left])], out=False, express=express)
+        return mark
+
     def copy(self, copies: Any, *, out: bool, express: bool = False) -> Any:
         stream, marks = self.streams[out, express], []
         for to, source, after in copies:

@@ -3,12 +3,12 @@
     python benchmarks/within-largest/run.py --out results/ [--limits 11GiB,all]
 
 A limit is set on the process (`torch.cuda.set_per_process_memory_fraction`), so that the allocator refuses as a smaller
-GPU would. Where memory should run out is predicted from costs measured once at a moderate size; then sizes are tried
-from a little above that downwards until one trains for two steps. Ours runs by the policies of the smallest peak found
-at the moderate size, which go by name and fit every size.
+GPU would. The largest size is predicted: the size at which the memory model's peak meets the limit. That and 1.05 times
+that are tried, and smaller ones only if it does not train for two steps. Ours runs by the policies of the smallest peak
+found at a moderate size, which go by name and fit every size.
 
-Policies can be searched for elsewhere, from sizes and estimated times (`--prepare FILE`), and taken from there
-(`--prepared FILE`): then the device does nothing but train.
+Policies and predictions need no device (`--prepare FILE`) and can be taken from a file (`--prepared FILE`): then the
+device does nothing but train.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from outcore.machine.units import parse_bytes
 from outcore.memory.rates import measured_tier, memory_rate
 from outcore.planner.budget import Assignment, smallest
 from outcore.planner.keeping import Keeping
+from outcore.planner.memory_plan import plan_memory
 from outcore.planner.transfers import Tier
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -73,6 +74,8 @@ class Basis:
     search_s: float
     found: dict[bool, Assignment] = field(default_factory=dict)
     """The smallest peaks, with and without offloading."""
+    predicted: dict[tuple[int, str], int] = field(default_factory=dict)
+    """Limit and how -> the largest size by the memory model."""
 
     def least(self, *, offload: bool) -> Assignment:
         """The smallest peak; without offloading where pinning as much host memory as a large GPU has takes minutes."""
@@ -110,6 +113,26 @@ class Basis:
         share = (limit - fixed) / max(1, peak - fixed)
         scale = share**0.5 if self.grows == "image" else share
         return int(self.size * scale) // STEPS[self.grows] * STEPS[self.grows]
+
+    def peak_at(self, size: int, least: Assignment | None) -> int:
+        """The peak of another size, by the memory model."""
+        graph = outcore.capture(build(self.name), [shape(self.grows, size)])
+        costs = without_gaps(outcore.estimate(graph, parse("h200")))
+        if least is None:
+            return Keeping(graph, costs, 0.0, None, 3.6e12).plain.peak_bytes
+        options: dict[str, Any] = {"tier": Tier(45e9, 45e9, least_bytes=2**20), "memory_bytes_per_s": 3.6e12}
+        policy = dict(least.policy)
+        return plan_memory(graph, costs, budget_bytes=None, optimizer=0.0, policy=policy, **options).peak_bytes
+
+    def predict(self, limit: int, how: str, least: Assignment | None) -> int:
+        """The largest size whose peak is within a limit."""
+        if (limit, how) not in self.predicted:
+            size = self.largest(limit, least.outcome.peak_bytes if least else self.keeping.plain.peak_bytes)
+            step, power = STEPS[self.grows], 0.5 if self.grows == "image" else 1.0
+            for _ in range(2):
+                size = int(size * (limit / self.peak_at(size, least)) ** power) // step * step
+            self.predicted[limit, how] = size
+        return self.predicted[limit, how]
 
 
 def clean() -> None:
@@ -159,23 +182,26 @@ def attempt(basis: Basis, size: int, limit: int, least: Assignment | None) -> di
 
 def search(basis: Basis, limit: int, least: Assignment | None, tries: int) -> dict[str, Any]:
     """The largest size that trains, with the sizes that did not."""
-    peak = least.outcome.peak_bytes if least is not None else basis.keeping.plain.peak_bytes
-    step = STEPS[basis.grows]
+    predicted, step = basis.predict(limit, "plain" if least is None else "outcore", least), STEPS[basis.grows]
     failed: list[dict[str, Any]] = []
-    shares = [1.02, 0.99, 0.96, 0.93, 0.9, 0.87, 0.84, 0.8, 0.75, 0.7, 0.62, 0.55, 0.4]
-    sizes = [basis.largest(int(share * limit), peak) for share in shares]
-    most = float("inf")
-    for size in list(dict.fromkeys(max(step, s) for s in sizes)):
-        if size > most or len(failed) >= tries:
-            continue
+    shares = [1.05, 1.0, 0.97, 0.94, 0.91, 0.88, 0.84, 0.8, 0.75, 0.7, 0.62, 0.55, 0.4]
+    sizes = [max(step, int(share * predicted) // step * step) for share in shares]
+    for size in list(dict.fromkeys(sizes))[:tries]:
         row = attempt(basis, size, limit, least)
-        if "predicted_peak" in row:  # at this very size, which is better than in proportion
-            most = size * (limit / row["predicted_peak"]) ** (0.5 if basis.grows == "image" else 1.0)
         print("  ", json.dumps(row), flush=True)
         if "error" not in row:
-            return {**row, "failed": failed}
+            return {**row, "predicted": predicted, "failed": failed}
         failed.append(row)
-    return {"failed": failed}
+    return {"predicted": predicted, "failed": failed}
+
+
+def allowed(limit: str, total: int) -> int:
+    """Bytes of a limit."""
+    return int(0.985 * total) if limit == "all" else parse_bytes(limit)
+
+
+def ways(basis: Basis, limit: str) -> tuple[tuple[str, Assignment | None], ...]:
+    return ("plain", None), ("outcore", basis.least(offload=limit != "all"))
 
 
 def main() -> None:
@@ -187,7 +213,9 @@ def main() -> None:
     parser.add_argument("--measure-s", type=float, default=2.0)
     parser.add_argument("--search-s", type=float, default=4.0)
     parser.add_argument("--tries", type=int, default=6)
+    parser.add_argument("--hows", default="plain,outcore")
     parser.add_argument("--seconds", type=float, default=1e9)
+    parser.add_argument("--memory", type=int, default=150109880320, help="bytes of the device, for --prepare")
     parser.add_argument("--name", default="h200")
     parser.add_argument("--prepare", type=Path, help="search for policies without a device, and write them here")
     parser.add_argument("--prepared", type=Path, help="what --prepare has written")
@@ -208,6 +236,10 @@ def main() -> None:
                         f"{share:.3f} of plain",
                         flush=True,
                     )
+                for limit_name in args.limits.split(","):
+                    limit = allowed(limit_name, args.memory)
+                    for how, least in ways(basis, limit_name):
+                        print(limit_name, how, "predicted", basis.predict(limit, how, least), flush=True)
         args.prepare.write_bytes(gzip.compress(pickle.dumps(bases)))
         return
     if args.prepared is not None:
@@ -230,12 +262,12 @@ def main() -> None:
             basis = bases.get((name, base)) or Basis.measure(name, grows, int(size), args.measure_s, args.search_s)
             print(f"{name} {base} ready after {time.time() - started:.0f} s", flush=True)
             for limit_name in args.limits.split(","):
-                limit = int(0.985 * total) if limit_name == "all" else parse_bytes(limit_name)
+                limit = allowed(limit_name, total)
                 clean()
                 if DEVICE == "cuda":
                     torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total))
-                for how, least in (("plain", None), ("outcore", basis.least(offload=limit_name != "all"))):
-                    if time.time() - started > args.seconds:
+                for how, least in ways(basis, limit_name):
+                    if how not in args.hows.split(",") or time.time() - started > args.seconds:
                         continue
                     print(name, limit_name, grows, how, flush=True)
                     found = search(basis, limit, least, args.tries)

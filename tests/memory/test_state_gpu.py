@@ -130,3 +130,28 @@ def test_another_batch_size_is_recorded_while_parameters_are_away() -> None:
                 opt.step()
         ours = model.state_dict()
         assert not [n for n, t in plain.state_dict().items() if not torch.equal(ours[n].cuda(), t)]
+
+
+@pytest.mark.parametrize("write", [lambda p: p.data.mul_(0.5), lambda p: p.detach().add_(0.01)])
+def test_what_is_written_while_parameters_are_coming_back_is_kept(write: Any) -> None:
+    def wide() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8192, 8192), nn.ReLU(), nn.Linear(8192, 8192), nn.Linear(8192, 4)).cuda()
+
+    model, plain = wide(), wide()
+    images = torch.randn(4, 8192, device="cuda")
+    optimizer, twin = (torch.optim.SGD(m.parameters(), 1e-3, momentum=0.9) for m in (model, plain))
+    costs = by_bytes(account(outcore.capture(model, (images,))), 1e12)
+    state = {"parameters": "offload", "update": "backward"}
+    outcore.within(model, (images,), memory=None, optimizer=optimizer, costs=costs, state=state, quiet=True)
+    late = 0
+    for i in range(8):
+        for net, opt in ((model, optimizer), (plain, twin)):
+            opt.zero_grad()
+            net(images).square().mean().backward()
+            opt.step()
+            late += len(keeper(model).late.parcels) if net is model else 0
+            for p in net.parameters() if i > 3 else ():
+                write(p)
+    assert late > 0
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))

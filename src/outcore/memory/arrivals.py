@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from outcore.memory.state import StateKeeper
     from outcore.memory.traffic import Traffic
 
-__all__ = ["hook_gradients", "hook_modules"]
+__all__ = ["first_uses", "hook_gradients", "hook_modules"]
 
 
 class _Arrival:
@@ -64,6 +64,15 @@ def hook_modules(traffic: Traffic, uses: Iterable[Use]) -> list[Any]:
         if holds:
             handles.append(module.register_forward_hook(_Departure(traffic, list(needed)), always_call=True))
     return handles
+
+
+def first_uses(traffic: Traffic, uses: Iterable[Use]) -> list[Use]:
+    """The first use of each lot: whoever comes later finds it here."""
+    found: dict[Lot, Use] = {}
+    for call, module, parameters in uses:
+        for p in parameters:
+            found.setdefault(traffic.of[id(p)], (call, module, [p]))
+    return list(found.values())
 
 
 def hook_gradients(keeper: StateKeeper, *, both: bool) -> tuple[dict[int, Any], list[Any]]:

@@ -62,6 +62,9 @@ class Lanes(Protocol):
     def copy(self, copies: Sequence[Copy], *, out: bool, express: bool = False) -> list[Mark]:
         """Book copies, out of the device or back to it; gives the mark of each."""
 
+    def turn(self, ends: Sequence[tuple[torch.Tensor, torch.Tensor]], *, express: bool = False) -> Mark:
+        """Book copies out of the device and, each when it has left, straight back; gives the mark of the last."""
+
     def close(self) -> None:
         """Finish everything that was booked."""
 
@@ -127,6 +130,21 @@ class CudaLanes:
                 to.copy_(source, non_blocking=True)
                 marks.append(_Event(stream, self.device))
         return marks
+
+    def turn(self, ends: Sequence[tuple[torch.Tensor, torch.Tensor]], *, express: bool = False) -> Mark:
+        """Book copies on two streams, with as few events as will do: the host is what small networks wait for."""
+        out, back = self.streams[True, express], self.streams[False, express]
+        out.wait_event(torch.cuda.current_stream(self.device).record_event())
+        left = []
+        with torch.cuda.stream(out):
+            for here, home in ends:
+                home.copy_(here, non_blocking=True)
+                left.append(out.record_event())
+        with torch.cuda.stream(back):
+            for (here, home), event in zip(ends, left, strict=True):
+                back.wait_event(event)
+                here.copy_(home, non_blocking=True)
+        return _Event(back, self.device)
 
     def close(self) -> None:
         """Wait for all streams."""
@@ -200,6 +218,11 @@ class ThreadLanes:
             to.copy_(source)
 
         return [_Task(self.threads[out].submit(run, *each)) for each in copies]
+
+    def turn(self, ends: Sequence[tuple[torch.Tensor, torch.Tensor]], *, express: bool = False) -> Mark:
+        """Book copies on both threads."""
+        left = self.copy([(home, here, ()) for here, home in ends], out=True)
+        return self.copy([(here, home, [mark]) for (here, home), mark in zip(ends, left, strict=True)], out=False)[-1]
 
     def close(self) -> None:
         """Let the threads finish and end."""

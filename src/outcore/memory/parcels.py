@@ -31,9 +31,11 @@ __all__ = ["Member", "Parcel", "lay_out", "movable"]
 
 _ALIGN = 512
 """As allocators align: kernels choose by alignment, and must choose what they choose in plain training."""
-_PIECE_BYTES = 64 * 2**20
-_LAST_BYTES = 8 * 2**20
-"""A parcel that turns round is back as long after it has left as its last piece takes, so that is small."""
+_EXPRESS_BYTES = 64 * 2**20
+_PIECE_BYTES = 12 * 2**20
+"""A parcel that turns round is back as long after it has left as a piece takes, because the way back follows the way
+out piece by piece; and each piece takes the host some ten microseconds each way."""
+_LEAST_BYTES, _MOST_PIECES = 2 * 2**20, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,7 @@ class Parcel:
         self.name, self.members, self.home, self.stage, self.lanes = name, tuple(members), home, stage, lanes
         self.bytes = home.numel()
         self.pieces = _pieces(self.bytes)
-        self.express = self.bytes <= _PIECE_BYTES
+        self.express = self.bytes <= _EXPRESS_BYTES
         self.place: Place | None = None
         """Where it is on the stage, or will be."""
         self.arriving: list[Mark] = []
@@ -71,6 +73,7 @@ class Parcel:
         self.exposed = False
         """User code may have written to it since it came."""
         self.versions: tuple[int, ...] = ()
+        self._tensors = tuple(m.tensor for m in self.members)
         self._homes = [m.over(home) for m in self.members]
         self._views: list[torch.Tensor] = []
         self._lasting: list[torch.Tensor] = []
@@ -85,8 +88,10 @@ class Parcel:
             self._copy_in(self.place.before)
 
     def turn(self) -> None:
-        """It was sent home and comes back to where it is: the same bytes, so that whoever looks sees them."""
-        self._copy_in([()] * len(self.pieces))
+        """Send it home and bring it back to where it is: the same bytes, so that whoever looks sees them."""
+        self.adopt()
+        self.arriving = [self.lanes.turn(self._ends_of_copies(), express=self.express)]
+        self.leaving, self.exposed, self.versions = [], False, self._versions()
 
     def _copy_in(self, before: Sequence[Sequence[Mark]]) -> None:
         leaving = self.leaving
@@ -130,7 +135,7 @@ class Parcel:
         return found
 
     def _versions(self) -> tuple[int, ...]:
-        return tuple(m.tensor._version for m in self.members)
+        return tuple([tensor._version for tensor in self._tensors])
 
     # Leaving
 
@@ -188,12 +193,9 @@ class Parcel:
 
 
 def _pieces(size: int) -> list[Piece]:
-    """Equal pieces, few of them small: each costs the host as much as a kernel."""
-    count = max(1, size // _PIECE_BYTES)
-    ends = [i * size // count // _ALIGN * _ALIGN for i in range(count)] + [size]
-    while ends[-1] - ends[-2] > _LAST_BYTES:
-        ends.insert(-1, (ends[-2] + ends[-1]) // 2 // _ALIGN * _ALIGN)
-    return list(itertools.pairwise(ends))
+    """Equal pieces, since the way back is behind by the largest; a parcel that is not tiny is at least two."""
+    count = max(1, min(2, size // _LEAST_BYTES), min(-(-size // _PIECE_BYTES), _MOST_PIECES))
+    return list(itertools.pairwise([i * size // count // _ALIGN * _ALIGN for i in range(count)] + [size]))
 
 
 def movable(tensor: torch.Tensor) -> bool:

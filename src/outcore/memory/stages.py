@@ -41,8 +41,8 @@ class Stage(Protocol):
         """A place."""
 
     def give(self, place: Place, pieces: Sequence[Piece], marks: Sequence[Mark]) -> None:
-        """Give a place back, whose pieces may be written again after these marks; without marks, after what was
-        computed so far."""
+        """Give a place back, whose pieces may be written again after these marks, or all of them after one; without
+        marks, after what was computed so far."""
 
 
 class FixedStage:
@@ -79,7 +79,8 @@ class Part:
 
     def give(self, place: Place, pieces: Sequence[Piece], marks: Sequence[Mark]) -> None:
         """Its pieces are free one by one."""
-        self.before = list(marks) or [self.stage.lanes.now()] * len(pieces)
+        several = len(marks) == len(pieces)
+        self.before = list(marks) if several else [marks[-1] if marks else self.stage.lanes.now()] * len(pieces)
 
 
 class LooseStage:

@@ -11,9 +11,10 @@ Invariant: whenever user code runs, a parameter is either a view of the stage th
 view of a home whose copy is complete. So whatever reads or writes parameters between calls (saving, loading, clipping,
 averaging) is right without knowing of any of this.
 
-``update="backward"`` gives up a part of that for speed: what was updated leaves and returns while other things still
-run. It asks that nothing be done to gradients between ``backward()`` and ``step()``, and that parameters be written
-through torch (``p.mul_``) and not behind its back (``p.data.mul_``); `outcore.memory.watch` looks at the first steps.
+``update="backward"`` is for speed: what was updated leaves and returns while other things still run, even when user
+code runs (`outcore.memory.latecomers`). It asks that nothing be done to gradients between ``backward()`` and
+``step()``; `outcore.memory.watch` looks at the first steps. From then on hooks are few, one before the first use of
+each lot and one on the last gradient of each, because a small network takes the host longer than the device.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from typing import Any
 import torch
 
 from outcore.errors import OutcoreError
-from outcore.memory.arrivals import hook_gradients, hook_modules
+from outcore.memory.arrivals import first_uses, hook_gradients, hook_modules
 from outcore.memory.gradients import GradientHomes
+from outcore.memory.latecomers import Latecomers
 from outcore.memory.lots import Lot, Use
 from outcore.memory.stepping import Stepper, Visits
 from outcore.memory.traffic import Traffic
@@ -56,6 +58,7 @@ class StateKeeper(Traffic):
     ) -> None:
         super().__init__(uses, policy, device)
         self.optimizer, self.stepper = optimizer, Stepper(optimizer, optimizer.step)
+        self.uses, self.late = tuple(uses), Latecomers()
         self.open = False
         """A pass is under way whose backward may need the parameters as they are."""
         self.watch = Watch() if policy.update == "backward" else None
@@ -66,22 +69,26 @@ class StateKeeper(Traffic):
         self.visits = Visits(self.stepper, device, self.lanes) if policy.optimizer == "offload" else None
         self.gradients: GradientHomes | None = None
         self.handles: list[Any] = []
+        self.needs: list[Any] = []
+        """Hooks before modules."""
+        self.thin = False
+        """Only before those that use a lot first."""
         self.hooks: dict[int, Any] = {}
         """Parameter (id) -> the hook on its gradient."""
         self._own_step = optimizer.__dict__.get("step")
         try:
             if policy.gradients == "offload":
                 self.gradients = GradientHomes(self.lots, device, self.lanes)
-            self._take_over(uses)
+            self._take_over()
         except BaseException:
             self.close()
             raise
 
-    def _take_over(self, uses: Sequence[Use]) -> None:
+    def _take_over(self) -> None:
         """From now on state comes and goes by the policy."""
         optimizer = self.optimizer
         if self.policy.parameters == "offload":
-            self.handles += hook_modules(self, uses)
+            self.needs = hook_modules(self, self.uses)
         if self.watch is not None or self.windowed:
             self.hooks, before = hook_gradients(self, both=self.gradients is not None)
             self.handles += before
@@ -122,6 +129,7 @@ class StateKeeper(Traffic):
 
     def enter(self) -> None:
         """A forward pass begins: what has left comes back, in the order in which it is needed."""
+        self.late.dismiss()
         if self.watch is not None and self.watch.verdict is None:
             self.watch.before_forward(self.lots)
         if not self.open:  # whatever a backward that failed has left
@@ -129,6 +137,8 @@ class StateKeeper(Traffic):
             for lot in self.lots:
                 lot.arrived.clear()
         self.begin()
+        if self.thin and not all(parcel.here for parcel in self.parcels):  # hooks are too few to bring them one by one
+            self.need(*self.lots)
 
     def settle(self) -> None:
         """User code runs: everything is complete."""
@@ -203,12 +213,12 @@ class StateKeeper(Traffic):
         self.stepper.run(lot.trained)
         if self.visits is not None:
             self.visits.leave(lot.number, lot.trained)
-        if lot.weights is not None:
+        if lot.weights is not None and self.fast and not self.windowed:
+            lot.weights.turn()  # back at once, behind itself: later, the link would stand still in between
+        elif lot.weights is not None:
             lot.weights.send()
             if self.windowed:
                 self.depart(lot.weights)
-            elif self.fast:  # back at once, behind itself: later, the link would stand still in between
-                lot.weights.turn()
         if home is not None:
             assert self.gradients is not None
             self.gradients.stay(lot, home)
@@ -255,15 +265,25 @@ class StateKeeper(Traffic):
             self.go_home()
             self.settle()
         else:
-            self.pause()  # what is still coming must not meet what user code writes
+            coming = [parcel for parcel in self.parcels if not all(mark.done() for mark in parcel.arriving)]
+            self.pause(but=coming)
+            self.late.expect(coming)  # what is still coming must not meet what user code writes
         if self.watch is not None and not fast:
             self.watch.after_step(self.lots)
-            if self.fast:  # from now on only the last gradient of each lot is of interest
-                for other in self.hooks.keys() - set(self.watch.last.values()):
-                    self.hooks.pop(other).remove()
-                for p in (p for lot in self.lots for p in lot.trained):
-                    if not p._post_accumulate_grad_hooks:  # backward would ask an empty table for every parameter
-                        p._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+            if self.fast:
+                self._thin_out(self.watch)
+
+    def _thin_out(self, watch: Watch) -> None:
+        """From now on only the last gradient of each lot is of interest, and its first use."""
+        for other in self.hooks.keys() - set(watch.last.values()):
+            self.hooks.pop(other).remove()
+        for p in (p for lot in self.lots for p in lot.trained):
+            if not p._post_accumulate_grad_hooks:  # backward would ask an empty table for every parameter
+                p._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+        if self.policy.parameters == "offload" and not self.windowed:
+            for hook in self.needs:
+                hook.remove()
+            self.needs, self.thin = hook_modules(self, first_uses(self, self.uses)), True
 
     def _check_settings(self) -> None:
         if self.settings is not None and repr(self.settings) != repr(self.stepper.settings()):
@@ -283,8 +303,9 @@ class StateKeeper(Traffic):
 
     def close(self) -> None:
         """Everything is on the device again, in ordinary tensors; hooks are gone."""
+        self.late.receive()
         self.go_home()
-        for handle in (*self.handles, *self.hooks.values()):
+        for handle in (*self.handles, *self.needs, *self.hooks.values()):
             handle.remove()
         for parcel in self.parcels:
             for member in parcel.members:
@@ -302,4 +323,4 @@ class StateKeeper(Traffic):
         self.lanes.close()
         if self.home is not None:
             self.home.close()
-        self.lots, self.handles, self.calls, self.of = [], [], {}, {}
+        self.lots, self.uses, self.handles, self.calls, self.of = [], (), [], {}, {}

@@ -144,10 +144,13 @@ class Traffic:
             torch.autograd.graph.increment_version([m.tensor for m in parcel.members])
         parcel.depart()
 
-    def pause(self) -> None:
-        """A pass is over, and user code runs: what is here may be read and written, what is not is at home."""
+    def pause(self, but: Sequence[Parcel] = ()) -> None:
+        """A pass is over, and user code runs: what is here may be read and written, what is not is at home; but some
+        that somebody else looks after."""
         for parcel in self.parcels:
-            if parcel.here:
+            if parcel in but:
+                parcel.exposed = True
+            elif parcel.here:
                 parcel.arrive()
                 parcel.exposed = True
             else:
