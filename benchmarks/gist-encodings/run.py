@@ -90,8 +90,9 @@ def policy_for(keeping: Keeping, kind: str) -> dict[str, str]:
             continue
         exact = [c for c in keeping.choices(buffer) if c.startswith("encode")]
         if exact:
-            found[buffer.name] = exact[0]
-        elif kind != "lossless" and buffer.kind == "value" and buffer.element_bytes == 4:
+            if kind != "signs" or exact == ["encode:sign"]:
+                found[buffer.name] = exact[0]
+        elif kind not in ("signs", "lossless") and buffer.kind == "value" and buffer.element_bytes == 4:
             rectified = "sign" in buffer.savers.values()
             if kind != "sparse" or rectified:
                 found[buffer.name] = f"encode:{kind}"

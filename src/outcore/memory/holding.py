@@ -21,6 +21,7 @@ from outcore.graph.recording import Recording, Ref, Step, schedule_drops
 from outcore.graph.structure import leaves
 from outcore.memory.arena import Arena
 from outcore.memory.bit_relu import bit_relus
+from outcore.memory.byte_pool import byte_pools
 from outcore.memory.codecs import Window, window_of
 from outcore.memory.fused_norm import replacements
 from outcore.memory.norm_choice import Norms
@@ -204,6 +205,8 @@ def prepare(
     saving = {order[i] for name in plans for i in (*buffers[name].savers, *buffers[name].shapes)}
     stops = frozenset(order[place] for place in (*late, *fetched))
     makers = {maker for v in noted if (maker := graph.values[v].producer) is not None}
+    windows = {n.rpartition("~")[0]: p.window for n, p in plans.items() if p.policy == "encode:window"}
+    instead = bit_relus(graph, steps, model, buffers, policy) | byte_pools(steps, model, windows)
     return Holding(
         recording=recording,
         positions={name: i for i, name in enumerate(order)},
@@ -222,7 +225,7 @@ def prepare(
         views=views,
         norms={rerun.norm.call: rerun.norm for rerun in reruns if rerun.norm is not None},
         renorm=Renorm(reassociated),
-        instead=bit_relus(graph, steps, model, buffers, policy) | replacements(graph, model, fused or {}),
+        instead=instead | replacements(graph, model, fused or {}),
         offloaded_bytes=sum(_room(buffers[n], p.policy) for n, p in plans.items() if moves(p.policy)),
     )
 

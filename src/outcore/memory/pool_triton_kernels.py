@@ -80,7 +80,7 @@ def _unpool(
             py, px = first_y + j, first_x + i
             ky, kx = y - py * SH, x - px * SW
             there = (ky >= 0) & (kx >= 0) & (py < pooled_height) & (px < pooled_width) & (place < count)
-            if DH > 1 or DW > 1:
+            if DH * DW > 1:
                 there = there & (ky % DH == 0) & (kx % DW == 0)
             at = base + (py * pooled_width + px) * inner
             code = tl.load(positions + at, mask=there, other=0).to(tl.int32)

@@ -56,7 +56,7 @@ def _unpack(bits, out, level, count, BYTES: tl.constexpr):
     byte, place = _eights(BYTES)
     flag = _apart(tl.load(bits + byte, mask=byte * 8 < count, other=0))
     high = tl.load(level)
-    tl.store(out + place, tl.where(flag, high, tl.zeros_like(high)), mask=place < count)
+    tl.store(out + place, tl.where(flag, high, high * 0), mask=place < count)
 
 
 @triton.jit
@@ -80,7 +80,7 @@ def _through(gradient, bits, out, count, BYTES: tl.constexpr):
 def _place_in_image(inner, depth, height, width, NUMBER: tl.constexpr, CONTIGUOUS: tl.constexpr, BLOCK: tl.constexpr):
     """Where in memory the outputs of a program lie, and their coordinates."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
-    period = inner.to(tl.int64) * depth * height * width
+    period = tl.full([], 1, tl.int64) * inner * depth * height * width
     local = (start % period).to(NUMBER) + tl.arange(0, BLOCK)
     if not CONTIGUOUS:
         local = local // inner

@@ -1,0 +1,100 @@
+"""Max pool over images that keeps one byte per output, on a GPU (Gist: the input is not needed, the index is small).
+
+torch keeps an index of eight bytes per output, and its backward asks for the input too, although it reads nothing of it
+but its shape. Here forward writes the position in the window, and backward reads that and the gradient; neither index
+nor input is ever whole in backward. The numbers are torch's bit for bit: maxima are picked, not computed, and backward
+adds up in torch's order.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from outcore.graph.recording import Step
+from outcore.memory.windows import Window, indices_of
+
+__all__ = ["byte_pools"]
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_MOST = 2**31 - 2**11
+"""Numbers of an image, with all its channels, that the kernels can count."""
+
+
+def byte_pools(steps: Mapping[str, Step], model: nn.Module, windows: Mapping[str, Window | None]) -> dict[str, Step]:
+    """The steps to run instead of the max pools with these windows, where that can be."""
+    found = {}
+    for call, window in windows.items():
+        run = _as_called(steps[call], model)
+        if run is not None and window is not None and window.fits and len(window.image) == 2:
+            found[call] = replace(steps[call], kind="function", target=_Pool(run, window))
+    return found
+
+
+def _as_called(step: Step, model: nn.Module) -> Callable[..., Any] | None:
+    """The call as it was recorded; none where it does more than pool."""
+    if step.kind != "module":
+        wants_indices = step.kwargs.get("return_indices", step.args[6] if len(step.args) > 6 else False)
+        return None if wants_indices else step.target
+    module: Any = model.get_submodule(step.target)
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return None if type(module) is not nn.MaxPool2d or module.return_indices or any(hooks) else module
+
+
+class _Pool:
+    """One of the model's pools."""
+
+    def __init__(self, run: Callable[..., Any], window: Window) -> None:
+        self.run, self.window = run, window
+        self.shapes: dict[torch.Size, torch.Size] = {}
+        """Of the output, by that of the input."""
+
+    def __call__(self, x: torch.Tensor, *more: Any, **settings: Any) -> Any:
+        if not _suits(x, self.window):
+            return self.run(x, *more, **settings)
+        if x.shape not in self.shapes:
+            self.shapes[x.shape] = self.run(torch.empty(x.shape, device="meta"), *more, **settings).shape
+        return _MaxPool.apply(x, self.shapes[x.shape], self.window)  # type: ignore[no-untyped-call]
+
+
+def _suits(x: torch.Tensor, window: Window) -> bool:
+    """Whether the kernels can do it, and there is something to keep."""
+    if not (x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1") or type(x) is not torch.Tensor or x.dim() != 4:
+        return False
+    kept = torch.is_grad_enabled() and x.requires_grad and x.dtype in _FLOATS and x.shape[2:] == window.image
+    dense = x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last)
+    return kept and dense and x.numel() // max(1, x.shape[0]) < _MOST
+
+
+class _MaxPool(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, shape: torch.Size, window: Window) -> torch.Tensor:
+        """The maxima and their positions in one pass."""
+        from outcore.memory.pool_triton_kernels import pool
+
+        ctx.form = torch.contiguous_format if x.is_contiguous() else torch.channels_last
+        ctx.shape, ctx.window = x.shape, window
+        out = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=ctx.form)
+        positions = torch.empty(shape, dtype=torch.uint8, device=x.device, memory_format=ctx.form)
+        pool(x, out, positions, window)
+        ctx.save_for_backward(positions)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        """What every pixel gets from the windows it lies in."""
+        from outcore.memory.pool_triton_kernels import unpool
+
+        (positions,), window = ctx.saved_tensors, ctx.window
+        out = torch.empty(ctx.shape, dtype=gradient.dtype, device=gradient.device, memory_format=ctx.form)
+        if torch.is_grad_enabled():  # for gradients of gradients: torch's own, which has them
+            geometry = [list(pair) for pair in (window.kernel, window.stride, window.padding, window.dilation)]
+            back = torch.ops.aten.max_pool2d_with_indices_backward
+            return back(gradient, out, *geometry, False, indices_of(positions, window)), None, None
+        unpool(gradient.contiguous(memory_format=ctx.form), positions, out, window)
+        return out, None, None
