@@ -53,3 +53,17 @@ def test_wrong_use_says_why() -> None:
         assert shown.returncode != 0
         assert message in shown.stderr.replace("\n", " ").replace("│", "")
         assert "Traceback" not in shown.stderr
+
+
+def test_the_frontier_is_a_table_a_picture_and_numbers(tmp_path: Path) -> None:
+    network = [*UNET, "--on", "t4", "--frontier"]
+    shown = outcore_command("profile", *network, "--svg", "p.svg", "-o", "p.json", folder=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    assert "time against memory" in shown.stdout
+    picture = (tmp_path / "p-frontier.svg").read_text()
+    assert picture.count("<circle") >= 3 and ">plain</text>" in picture
+    points = json.loads((tmp_path / "p.json").read_text())["frontier"]
+    peaks, times = [p["peak_bytes"] for p in points], [p["time_s"] for p in points]
+    assert peaks == sorted(peaks, reverse=True) and times == sorted(times) and len(points) > 1
+    refused = outcore_command("profile", *network, "--batch", "1,2", folder=tmp_path)
+    assert refused.returncode == 2 and "of one size" in " ".join(refused.stderr.split())

@@ -14,17 +14,20 @@ from rich.console import Console
 from outcore.cost.costs import Costs
 from outcore.cost.estimate import estimate
 from outcore.cost.optimizer import OptimizerCost
+from outcore.cost.rough import without_gaps
 from outcore.errors import MachineError, PlanError
 from outcore.graph import Graph
 from outcore.job import Job
 from outcore.machine import Machine
 from outcore.machine.units import format_bytes
+from outcore.planner.budget import Assignment
 from outcore.planner.frontier import frontier
+from outcore.planner.keeping import Keeping
 from outcore.planner.memory_plan import plan_memory
 from outcore.planner.transfers import Tier
 from outcore.report.frontier import frontier_json, frontier_svg, frontier_table
 
-__all__ = ["plan_on_one_device"]
+__all__ = ["frontier_on_one_device", "plan_on_one_device"]
 
 
 def plan_on_one_device(
@@ -46,12 +49,13 @@ def plan_on_one_device(
     except PlanError as refused:
         _in_tiles(graph, device.name, budget_bytes, optimizer, costs, refused, output=output, json=json)
         return
-    found = frontier(made.keeping)
+    found = frontier(made.keeping, known=[made.assignment])
     document = made.document()
     if output is not None:
         document.save(output)
     if svg is not None:
-        svg.write_text(frontier_svg(made.keeping, found, name=graph.root.type, budget_bytes=budget_bytes))
+        name = f"{graph.root.type} on {device.name}"
+        svg.write_text(frontier_svg(made.keeping, found, name=name, budget_bytes=budget_bytes, chosen=made.assignment))
     if json:
         plan, points = document.to_json(), frontier_json(made.keeping, found)
         typer.echo(json_module.dumps({"plan": plan, "frontier": points}, indent=1))
@@ -62,7 +66,15 @@ def plan_on_one_device(
     )
     console.print(made.explain(), highlight=False, markup=False)
     console.print()
-    console.print(frontier_table(made.keeping, found))
+    console.print(frontier_table(made.keeping, found, chosen=made.assignment))
+
+
+def frontier_on_one_device(job: Job, graph: Graph, costs: Costs, where: Machine) -> tuple[Keeping, list[Assignment]]:
+    """The fastest step for every budget from plain training down to the smallest."""
+    device = where.devices[0]
+    optimizer = OptimizerCost.of(job.optimizer or 2.0, device.kind)
+    keeping = Keeping(graph, without_gaps(costs), optimizer, _tier(where), device.bandwidth_bytes_per_s)
+    return keeping, frontier(keeping)
 
 
 def _in_tiles(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json as json_module
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,10 @@ from outcore.cli.options import Arguments, Inputs, JobName, Json
 from outcore.cost.profile import Profile, largest_batch, scale
 from outcore.cost.profile import profile as make_profile
 from outcore.job import Job
-from outcore.machine import Device, known, parse
+from outcore.machine import Device, Machine, known, parse
+from outcore.planner.budget import Assignment
+from outcore.planner.keeping import Keeping
+from outcore.report.frontier import frontier_json, frontier_svg, frontier_table
 from outcore.report.profile import ProfileView, scaling_table
 from outcore.report.profile_svg import profile_svg
 
@@ -41,7 +45,12 @@ def profile(
     image: Annotated[
         str, typer.Option("--image", help="Longest sides of the images to predict: 256,512,1024.", show_default=False)
     ] = "",
-    svg: Annotated[Path | None, typer.Option("--svg", help="Also draw where the time goes.")] = None,
+    frontier: Annotated[
+        bool, typer.Option("--frontier", help="Also find the fastest step for smaller budgets.")
+    ] = False,
+    svg: Annotated[
+        Path | None, typer.Option("--svg", help="Also draw where the time goes; with --frontier, that beside it.")
+    ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Also save as JSON.")] = None,
     json: Json = False,
 ) -> None:
@@ -54,27 +63,41 @@ def profile(
         outcore profile job.py --measure --batch 1,2,4
 
         outcore profile job.py --on a100 --image 512,1024,2048 --svg profile.svg
+
+        outcore profile job.py --on a100 --frontier --svg profile.svg       and profile-frontier.svg
     """
     if on is not None and measured:
         raise typer.BadParameter("another device cannot be measured from here; leave out --measure", param_hint="--on")
     sizes, sides = _sizes(batch, "--batch"), _sizes(image, "--image")
     if len(sizes) > 1 and sides:
         raise typer.BadParameter("several batch sizes or several image sizes, not both", param_hint="--image")
-    device = parse(on).devices[0] if on is not None else _here()
+    if frontier and (len(sizes) > 1 or sides):
+        raise typer.BadParameter("a frontier is of one size; give one --batch and no --image", param_hint="--frontier")
+    where = parse(on) if on is not None else _here()
+    device = where.devices[0]
     found = Job.load(job, inputs=inputs or (), arguments=arguments or ())
     if len(sizes) > 1 or sides:
         _show_sizes(found, device, sizes, sides, measured=measured, seconds=seconds, output=output, json=json, svg=svg)
         return
     shown = _one(found, device, sizes[0] if sizes else None, measured, seconds, quiet=json)
     best = largest_batch(found, device) if largest else None
+    curve = _frontier(found, shown, where, quiet=json) if frontier else None
     if svg is not None:
         svg.write_text(profile_svg(shown))
-    _write({"profiles": [shown.to_json()], "largest_batch": best}, output, json)
+        if curve is not None:
+            name = f"{shown.job} on {device.name}"
+            svg.with_name(f"{svg.stem}-frontier{svg.suffix}").write_text(frontier_svg(*curve, name=name))
+    document: dict[str, Any] = {"profiles": [shown.to_json()], "largest_batch": best}
+    if curve is not None:
+        document["frontier"] = frontier_json(*curve)
+    _write(document, output, json)
     if not json:
         console = Console()
         console.print(ProfileView(shown, depth=depth))
         if best is not None:
             console.print(f"largest batch that fits: {best}", highlight=False)
+        if curve is not None:
+            console.print(frontier_table(*curve))
 
 
 def _show_sizes(
@@ -132,11 +155,19 @@ def _sizes(text: str, option: str) -> list[int]:
     return sizes
 
 
-def _here() -> Device:
-    """This machine's first device; measured on the first call where no catalogue knows it."""
+def _here() -> Machine:
+    """This machine; measured on the first call where no catalogue knows it."""
     console = Console(stderr=True)
     with console.status("looking at this machine"):
-        return known().devices[0]
+        return known()
+
+
+def _frontier(job: Job, shown: Profile, where: Machine, *, quiet: bool) -> tuple[Keeping, list[Assignment]]:
+    """The fastest step for every budget."""
+    from outcore.cli.one_device import frontier_on_one_device
+
+    with contextlib.nullcontext() if quiet else Console(stderr=True).status("searching for faster and smaller steps"):
+        return frontier_on_one_device(job, shown.graph, shown.costs, where)
 
 
 def _one(

@@ -21,6 +21,7 @@ from outcore.machine.units import format_bytes
 from outcore.ops.encoding import LOSSY
 from outcore.plan_document import Exactness, Plan, Predicted
 from outcore.planner.budget import Assignment, fit
+from outcore.planner.explanation import explain, place
 from outcore.planner.keeping import Keeping, Outcome
 from outcore.planner.state import Relief, StatePolicy
 from outcore.planner.transfers import Tier
@@ -98,34 +99,7 @@ class MemoryPlan:
 
     def explain(self, depth: int = 1) -> str:
         """What was chosen and what it costs, by block."""
-        rows: dict[str, dict[str, float]] = {}
-        for name, how in self.policy.items():
-            buffer = self.keeping.buffers[name]
-            call = self.keeping.order[buffer.born]
-            path = self.keeping.graph.calls[call].block.split(".")
-            block = ".".join(path[:depth])
-            row = rows.setdefault(block, {})
-            kind = how.partition(":")[0]
-            row[kind] = row.get(kind, 0) + (buffer.bytes if buffer.savers else 0)
-            if how == "recompute":
-                row["seconds"] = row.get("seconds", 0.0) + buffer.again_s
-        ratio = self.peak_bytes / max(1, self.plain_bytes)
-        lines = [
-            f"peak {format_bytes(self.peak_bytes)} ({ratio:.2f} of plain {format_bytes(self.plain_bytes)}), "
-            f"step {self.slowdown:.3f}x of plain (predicted)"
-        ]
-        if self.outcome.transfers is not None:
-            t = self.outcome.transfers
-            lines.append(f"  {format_bytes(t.bytes)} leave and return each step; waiting {t.stall_s * 1e3:.1f} ms")
-        if not self.state.idle:
-            lines.append(f"  {self.state} (+{self.state_s * 1e3:.1f} ms)")
-        width = max((len(b) for b in rows), default=0)
-        for block, row in rows.items():
-            kinds = [k for k in ("recompute", "offload", "encode", "keep") if row.get(k)]
-            parts = [f"{'hold' if k == 'keep' else k} {format_bytes(int(row[k]))}" for k in kinds]
-            paid = f" (+{row['seconds'] * 1e3:.2f} ms)" if row.get("seconds") else ""
-            lines.append(f"  {block:{width}}  {', '.join(parts) or 'made again on the way'}{paid}")
-        return "\n".join(lines)
+        return explain(self, depth)
 
 
 def plan_memory(
@@ -193,8 +167,8 @@ def _refusal(keeping: Keeping, least: Outcome, budget_bytes: int, reserved_bytes
     smallest, alone = (math.ceil((size + reserved_bytes) / (1 - margin)) for size in (least.peak_bytes, floor))
     refused = PlanError(
         f"a training step cannot be done within {format_bytes(budget_bytes)}: the smallest budget that was "
-        f"found is {format_bytes(smallest)} (reached in {_place(keeping, int(least.curve.argmax()))}; "
-        f'{_place(keeping, at)} alone needs {format_bytes(alone)}); give memory="'
+        f"found is {format_bytes(smallest)} (reached in {place(keeping, int(least.curve.argmax()))}; "
+        f'{place(keeping, at)} alone needs {format_bytes(alone)}); give memory="'
         f'{-(-smallest // 2**20)}MiB" or more, or a smaller batch'
     )
     refused.least_bytes = smallest
@@ -210,9 +184,3 @@ def _relief(keeping: Keeping, where: StatePolicy, optimizer: OptimizerCost | flo
     cost = optimizer if isinstance(optimizer, OptimizerCost) else OptimizerCost.of(optimizer, keeping.costs.device_kind)
     seconds = sum(keeping.forward_s), sum(keeping.backward_s)
     return Relief.of(where, keeping.plain, keeping.costs.parameters, cost, keeping.tier, *seconds)
-
-
-def _place(keeping: Keeping, at: int) -> str:
-    """A moment of the step in words."""
-    moment = keeping.plain.moments[at]
-    return f"{moment.phase} of {moment.call}" if moment.call else "the optimizer's step"
