@@ -8,6 +8,7 @@ import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -106,10 +107,13 @@ class Training:
         self.loss().backward()
         return [p.grad.clone() for p in self.model.parameters()]
 
-    def measured(self, alone: Alone, warm: int = 2, least: int = 3, seconds: float = 0.25) -> dict[str, float]:
+    def measured(
+        self, alone: Alone, warm: int = 2, least: int = 3, seconds: float = 0.25, most: float = float("inf")
+    ) -> dict[str, Any]:
         """Median time of a step, with the machine for itself, and the allocator's peak.
 
-        A round is as many steps as fit into a time; it counts if they were alike, at most the third one.
+        A round is as many steps as fit into a time; it counts if they were alike, at most the third one. What has
+        reserved more than `most` bytes is not timed.
         """
         for _ in range(warm):
             self.step()
@@ -118,6 +122,8 @@ class Training:
                 return {"ms": 1.0, "peak": 1, "reserved": 1, "steps": 1}
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
+        if (reserved := torch.cuda.max_memory_reserved()) > most:
+            return {"skipped": "above its budget", "reserved": reserved}
         with alone():
             runs = min(15, max(least, int(1e3 * seconds / self.timed(1)[0])))
             rounds, times = 1, self.timed(runs)

@@ -85,8 +85,12 @@ class Lanes:
     def case(self, label: str, ways: list[str], jobs: Any) -> None:
         """The rows of one case; where the device does not answer any more, another process goes on with the rest."""
         prepared = prepare(cases_of(label, self.given.sizes)[0], self.given)
+        done: set[str] = set()
         for i, way in enumerate(ways):
+            if way.partition(" /")[0] in done:
+                continue  # an earlier plan for this budget kept to it
             row = self.row(prepared, way)
+            done |= {way.partition(" /")[0]} if "ms" in row else set()
             self.rows.put({**prepared.case.key, "how": way, **row})
             if "CUDA error" in row.get("error", ""):
                 jobs.put((label, ways[i + 1 :]))

@@ -45,6 +45,8 @@ class Prepared:
     costs: Costs | None = None
     plans: dict[str, Row] = field(default_factory=dict)
     graph: Graph | None = None
+    plain_peak: int | None = None
+    """As it was measured."""
 
     @property
     def ways(self) -> Iterator[str]:
@@ -68,6 +70,13 @@ class Prepared:
             return PACKED[self.case.name] * self.plain_bytes / 2**30
         return 1.1 * self.plans[way]["offloaded"] / 2**30 if way in self.plans else 0.0
 
+    def most(self, way: str) -> float:
+        """What CUDA graphs may reserve; others are held against their budget in the table alone."""
+        share = way.split()[1]
+        if "graphs" not in way or self.plain_peak is None:
+            return float("inf")
+        return self.plans[way]["budget"] if share == "least" else float(share) * self.plain_peak
+
     def measured(self, way: str, alone: Alone, enter: Enter, caches: Path | None = None) -> Row:
         """One row of the table; `enter` waits until there is memory."""
         if way.startswith("compile"):
@@ -76,7 +85,9 @@ class Prepared:
             return {**self.plans[way], "policy": None, "error": "no plan was found within this budget"}
         enter()
         if way == "plain":
-            return self.case.fresh().measured(alone)
+            row = self.case.fresh().measured(alone)
+            self.plain_peak = row["peak"]
+            return row
         if way in self.plans:
             return self.ours(way, alone)
         self.graph = None  # its model would lie beside a peer's
@@ -108,7 +119,7 @@ class Prepared:
             kinds[policy] = kinds.get(policy, 0) + 1
         facts |= {"policies": kinds, "fused": len(entry.holding.instead), "planned_peak": governor.plan.peak_bytes}
         try:
-            return {**facts, **training.measured(alone)}
+            return {**facts, **training.measured(alone, most=self.most(way))}
         finally:
             del training.model.__dict__["forward"]
 
