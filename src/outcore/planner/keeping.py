@@ -120,6 +120,13 @@ class Keeping:
         return moment
 
     @cached_property
+    def own_pools(self) -> dict[int, str]:
+        """Pools whose backward needs one byte per output and nothing else, if their indices are encoded (kernels)."""
+        if self.costs.device_kind != "cuda":
+            return {}
+        return {b.born: b.name for b in self.buffers.values() if codec_for(b) == "window" and "2" in b.maker}
+
+    @cached_property
     def floor(self) -> tuple[int, int]:
         """Bytes that no assignment can go below, and the moment they are needed at.
 
@@ -131,9 +138,11 @@ class Keeping:
             if buffer.savers and not self.choices(buffer):
                 _add(moment, gone, self.backward_at[min(buffer.savers)], buffer.bytes)
                 continue
-            least = held_bytes(buffer, "encode:sign")[1] if buffer.need == "sign" else buffer.bytes
+            least = self._held(buffer, f"encode:{codec}")[1] if (codec := codec_for(buffer)) else buffer.bytes
             for i in buffer.savers:
                 _add(moment, self.backward_at[i], self.backward_at[i], least)
+            for i in buffer.shapes & self.own_pools.keys():
+                _add(moment, self.backward_at[i], self.backward_at[i], -buffer.bytes)
         curve = self.base + np.cumsum(moment[:-1])
         return int(curve.max()), int(curve.argmax())
 
@@ -158,8 +167,11 @@ class Keeping:
         room = [0] * len(self.base)
         extra_s, recomputed, moved = 0.0, {}, []
         backward_at = self.backward_at
+        silent = {i for i, name in self.own_pools.items() if policy.get(name) == "encode:window"}
         for buffer, gone in self.rows:
             name = buffer.name
+            for i in buffer.shapes & silent:
+                _add(moment, backward_at[i], backward_at[i], -buffer.bytes)
             if name not in first:
                 continue
             how, size = policy.get(name, "keep"), buffer.bytes
@@ -180,14 +192,14 @@ class Keeping:
                 moved.append((buffer, first[name]))
                 _add(moment, gone, ends, size)
             else:
-                small, whole = held_bytes(buffer, how)
+                small, whole = self._held(buffer, how)
                 _add(moment, gone - 1, begins - 1, small)  # from when it is encoded
                 _add(moment, begins, ends, whole)
                 room[begins] = max(room[begins], small)  # both forms, while it is decoded
-                extra_s += self._coding_s(buffer)
+                extra_s += self._coding_s(buffer, how)
                 if moves(how):
                     moved.append((replace(buffer, bytes=small), first[name]))
-            for i in buffer.shapes:
+            for i in buffer.shapes - silent:
                 if begins <= backward_at[i] <= ends:  # it is there anyway
                     _add(moment, backward_at[i], backward_at[i], -size)
         transfers = None
@@ -241,9 +253,17 @@ class Keeping:
         made = [self.buffers[n] for n, how in policy.items() if how == "recompute" and n in first]
         return any(policy.get(source) == "encode:sign" for buffer in made for source in buffer.sources)
 
-    def _coding_s(self, buffer: Buffer) -> float:
-        """Time to encode and decode: each passes over the memory once."""
-        return 2.5 * buffer.bytes / self.memory_bytes_per_s
+    def _held(self, buffer: Buffer, how: str) -> tuple[int, int]:
+        """Bytes of a buffer in between, and when backward needs it."""
+        small, whole = held_bytes(buffer, how)
+        return small, small if how == "encode:window" and buffer.born in self.own_pools else whole
+
+    def _coding_s(self, buffer: Buffer, how: str) -> float:
+        """Time to encode and decode: each passes over the memory once, where that is not part of an operation."""
+        inside = self.costs.device_kind == "cuda" and (
+            how == "encode:sign" or self._held(buffer, how)[1] < buffer.bytes
+        )
+        return 0.0 if inside else 2.5 * buffer.bytes / self.memory_bytes_per_s
 
 
 def _add(moment: list[int], begins: int, ends: int, size: int) -> None:
