@@ -97,6 +97,7 @@ def profile(
         if best is not None:
             console.print(f"largest batch that fits: {best}", highlight=False)
         if curve is not None:
+            console.print()
             console.print(frontier_table(*curve))
 
 

@@ -39,6 +39,9 @@ def frontier_table(keeping: Keeping, found: Sequence[Assignment], chosen: Assign
         table.add_column(name, justify="right" if name else "left")
     table.add_column("pieces of memory, by what is done with them")
     most = max(a.outcome.time_s for a in found)
+    if found[0].outcome.peak_bytes < keeping.plain.peak_bytes:  # something smaller is as fast
+        plain = format_bytes(keeping.plain.peak_bytes), "1.00", f"{keeping.plain_s * 1e3:,.1f} ms", "1.000x"
+        table.add_row(*plain, "█" * round(16 * keeping.plain_s / most), "plain training: all are kept")
     for one in found:
         time_s, peak = one.outcome.time_s, one.outcome.peak_bytes
         table.add_row(
@@ -131,7 +134,7 @@ class _Axes:
             _, py = self.at(0.0, y)
             out += [
                 f'<line class="grid" x1="{_LEFT}" y1="{py:.1f}" x2="{_LEFT + self.wide}" y2="{py:.1f}"/>',
-                f'<text class="small" x="{_LEFT - 6}" y="{py + 4:.1f}" text-anchor="end">{y:.2f}x</text>',
+                f'<text class="small" x="{_LEFT - 6}" y="{py + 4:.1f}" text-anchor="end">{y:g}x</text>',
             ]
         return [
             *out,
