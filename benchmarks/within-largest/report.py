@@ -4,33 +4,45 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 BEGIN, END = "<!-- table -->", "<!-- end -->"
 
 
+def sized(row: dict[str, Any], size: int) -> str:
+    return f"{size} px" if row["grows"] == "image" else f"{size} images"
+
+
+def line(row: dict[str, Any], base: int, allocator: str) -> str:
+    failed = ", ".join(f"{f['size']} ({f['error'][:60]})" for f in row["failed"]) or "nothing"
+    start = f"| {row['model']} | {row['limit']} | {allocator} | {row['grows']} | {row['how']} "
+    predicted = sized(row, row["predicted"]) if "predicted" in row else ""
+    if "size" not in row:
+        return f"{start}| {predicted} | none of those tried | | | | {failed} |"
+    share = row["size"] / row["predicted"] if "predicted" in row else None
+    amount = row["size"] / base if base else float("nan")
+    amount = amount**2 if row["grows"] == "image" else amount
+    unit = "pixels" if row["grows"] == "image" else "images"
+    return (
+        f"{start}| {predicted} | {sized(row, row['size'])}{f' ({share:.2f})' if share else ''} "
+        f"| {amount:.2f}x {unit} | {row['seconds']:.2f} | {row['peak'] / 2**30:.1f} | {failed} |"
+    )
+
+
 def rows() -> list[str]:
     out = [
-        "| model | limit | grows | how | largest | over plain | step s | peak GiB | tried above it |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| model | limit | allocator | grows | how | predicted largest | trained (of predicted) | over plain | step s "
+        "| peak GiB | tried, did not train |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for path in sorted((HERE / "results").glob("*.json")):
-        found = json.loads(path.read_text())["rows"]
+        document = json.loads(path.read_text())
+        found = document["rows"]
         plain = {(r["model"], r["limit"], r["grows"]): r for r in found if r["how"] == "plain"}
-        for r in found:
-            failed = "; ".join(f"{f['size']}: {f['error'][:70]}" for f in r["failed"])
-            name = f"| {r['model']} | {r['limit']} | {r['grows']} | {r['how']} |"
-            if "size" not in r:
-                out.append(f"{name} none | | | | {failed} |")
-                continue
-            base = plain[r["model"], r["limit"], r["grows"]].get("size", 0)
-            amount = r["size"] / base if base else float("nan")
-            amount = amount**2 if r["grows"] == "image" else amount
-            size = f"{r['size']} px" if r["grows"] == "image" else f"{r['size']} images"
-            unit = "pixels" if r["grows"] == "image" else "images"
-            out.append(
-                f"{name} {size} | {amount:.2f}x {unit} | {r['seconds']:.2f} | {r['peak'] / 2**30:.2f} | {failed} |"
-            )
+        for row in found:
+            base = plain.get((row["model"], row["limit"], row["grows"]), {}).get("size", 0)
+            out.append(line(row, base, document["environment"].get("allocator", "default")))
     return out
 
 

@@ -18,6 +18,7 @@ import copy
 import gc
 import gzip
 import json
+import os
 import pickle
 import platform
 import time
@@ -253,6 +254,7 @@ def main() -> None:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "outcore": outcore.__version__,
+        "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "default"),
     }
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"{time.strftime('%Y-%m-%d')}-{args.name}.json"

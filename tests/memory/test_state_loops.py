@@ -435,3 +435,25 @@ def test_a_disk_without_room_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assert all(math.isfinite(float(p.detach().sum())) for p in model.parameters())
     assert "forward" not in model.__dict__
+
+
+class Averaging(nn.Module):
+    """Writes to a weight of its own in forward, as quantisers with running averages do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = network()
+        self.mean = nn.Parameter(torch.zeros(4), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.net(x)
+        self.mean.data.mul_(0.5).add_(y.detach().mean(0))
+        return y - self.mean
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_forward_that_writes_to_a_parameter(way: str) -> None:
+    model, optimizer, plain, twin = pair(SGD, Averaging, **WAYS[way])
+    train(model, optimizer, 5), train(plain, twin, 5)
+    assert same(model, plain)

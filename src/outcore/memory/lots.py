@@ -110,6 +110,10 @@ def uses_of(model: nn.Module, calls: Iterable[tuple[str, str, Sequence[str]]]) -
     named: Mapping[str, nn.Parameter] = dict(model.named_parameters(remove_duplicate=False))
     fixed = {id(p) for m in model.modules() if isinstance(m, nn.RNNBase) for p in m.parameters()}
     # cuDNN wants the weights of a recurrent layer in one piece that it has laid out itself.
+    calls = list(calls)
+    taken = [names for call, _, names in calls if call.rpartition(".")[2].startswith("data()")]
+    # A forward that takes p.data may write to it, and torch would not count that.
+    fixed |= {id(named[n]) for names in taken for n in names if n in named}
     found: list[Use] = []
     for call, block, names in calls:
         read = [named[n] for n in names if n in named and id(named[n]) not in fixed and movable(named[n])]
