@@ -32,9 +32,12 @@ def key_of(
     """
     flags: list[tuple[int, bool]] = []
     frozen: list[bool] = []
+    hooks: list[Hashable] = []
     for module in model.modules():  # once: a walk over a large model takes as long as many of its calls
         flags.append((id(module), module.training))
         frozen += [p.requires_grad for p in module._parameters.values() if p is not None]
+        if module._modules and module is not model and (found := _hooks(module)):
+            hooks.append((id(module), found))
     if device is None:
         first = next(itertools.chain(model.parameters(), model.buffers()), None)
         device = first.device if first is not None else None
@@ -43,8 +46,18 @@ def key_of(
         _signature((args, kwargs)),
         tuple(flags),
         tuple(frozen),
+        tuple(hooks),
         str(device) if device is not None else "",
         Context.current(sorted(devices)),
+    )
+
+
+def _hooks(module: nn.Module) -> tuple[int, ...]:
+    """The user's hooks on a module that contains others: steps of its recording, as layers' own are not."""
+    kinds = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
+    ours = "outcore."
+    return tuple(
+        k for kind in kinds for k, hook in kind.items() if not getattr(hook, "__module__", "").startswith(ours)
     )
 
 

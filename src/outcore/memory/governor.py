@@ -26,7 +26,7 @@ from torch import nn
 from outcore.cost.costs import Costs
 from outcore.cost.rough import belong, by_bytes, scaled
 from outcore.cost.saved import account
-from outcore.errors import CaptureError, PlanError
+from outcore.errors import CaptureError, OutcoreError, PlanError
 from outcore.graph import Graph, capture
 from outcore.graph.keys import key_of
 from outcore.graph.preserve import ModelState, state_tensors
@@ -143,6 +143,11 @@ class Governor:
 
     def admit(self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any], graph: Graph | None = None) -> None:
         """Record and plan a way of calling the model."""
+        if any(hasattr(parameter, "device_mesh") for parameter in self.model.parameters()):
+            raise OutcoreError(
+                "blocks of this model were sharded one by one after outcore.within; call outcore.within on each of "
+                "these blocks before fully_shard, or shard the model as a whole"
+            )
         try:
             with self.suspended():
                 graph = graph or capture(self.model, args, kwargs)
