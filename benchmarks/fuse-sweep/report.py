@@ -16,7 +16,7 @@ Row = dict[str, Any]
 
 def named(row: Row) -> str:
     if row["members"] == 1:
-        return "1, plain PyTorch"
+        return "1, plain PyTorch" + (", channels last" if row.get("channels_last") else "")
     return f"{row['members']}, fused" + (", slots kept to the end" if row.get("wide") else "")
 
 

@@ -11,7 +11,7 @@ twice.
 Training in TF32 is chaotic, so two sweeps need not end with the same best trial. How good a configuration is, and how
 much that varies, say ``--again 0,1``, which trains every one to the end, without pruning, fused and from the first
 weights and on the batches of these seeds, and ``--plain-again 0,1``, which does the same in plain PyTorch (``--share
-0/3``: a third of them). ``--strict`` computes in full float32.
+0/3``: a third of them). ``--channels-last`` lets plain PyTorch round otherwise, ``--strict`` computes in full float32.
 """
 
 from __future__ import annotations
@@ -84,10 +84,11 @@ def together(
 class Plain:
     """One trial in plain PyTorch."""
 
-    def __init__(self, job: dict[str, Any], trial: Trial, device: str, weights: int = 0) -> None:
+    def __init__(self, job: dict[str, Any], trial: Trial, given: argparse.Namespace, weights: int = 0) -> None:
         torch.manual_seed(weights)
         self.loss, self.trial, self.done = job["loss"], trial, 0
-        self.model = job["model"]().to(device).train()
+        form = torch.channels_last if given.channels_last else torch.contiguous_format
+        self.model = job["model"]().to(given.device, memory_format=form).train()
         self.optimizer = job["optimizer"](self.model.parameters())
         for group in self.optimizer.param_groups:
             group["lr"], group["weight_decay"] = trial.settings["lr"], trial.settings["weight_decay"]
@@ -125,7 +126,7 @@ def to_the_end(directory: Path, given: argparse.Namespace, seed: int, weights: i
     while (trial := source.ask()) is not None:
         if trial.number % parts != part:
             continue
-        one = Plain(job, trial, given.device, weights)
+        one = Plain(job, trial, given, weights)
         for x, y in batches:
             one.train(x, y)
         value = one.judge(judged_on)
@@ -150,7 +151,7 @@ def one_by_one(directory: Path, given: argparse.Namespace, seed: int) -> dict[st
     running: list[Plain] = []
     while True:
         while len(running) < at_once and (trial := source.ask()) is not None:
-            running.append(Plain(job, trial, given.device))
+            running.append(Plain(job, trial, given))
         if not running:
             break
         first, values = (step if at_once > 1 else running[0].done), {}
@@ -215,6 +216,7 @@ def main() -> None:
     parser.add_argument("--plain-again", default="", help="the same in plain PyTorch")
     parser.add_argument("--share", default="0/1", help="which of how many shares of them")
     parser.add_argument("--strict", action="store_true", help="without TF32")
+    parser.add_argument("--channels-last", action="store_true", help="plain PyTorch with another order of memory")
     parser.add_argument("--order", default="turns", choices=("turns", "alone"), help="of trials one by one")
     run(parser.parse_args())
 
@@ -244,18 +246,19 @@ def run(given: argparse.Namespace) -> None:
         print({k: v for k, v in row.items() if k not in ("trials", "marks")}, flush=True)
         given.out.write_text(json.dumps({"environment": facts, "rows": rows}, indent=1))
 
+    plainly = {"channels_last": True} if given.channels_last else {}
     for seed in map(int, given.seeds.split(",")):
         for way in given.ways.split(","):
             facts_of = {"seed": seed, "members": given.members} | ({"wide": True} if way == "wide" else {})
             if way == "one-by-one":
-                add(facts_of | {"members": 1}, partial(one_by_one, given=given, seed=seed))
+                add(facts_of | {"members": 1} | plainly, partial(one_by_one, given=given, seed=seed))
             elif way != "none":
                 add(facts_of, partial(together, given=given, seed=seed, narrow=way != "wide"))
         for members, asked in ((given.members, given.again), (1, given.plain_again)):
             for weights in map(int, filter(None, asked.split(","))):
                 more = {"seed": seed, "members": members, "pruner": "none", "weights": weights}
                 if members == 1:
-                    add(more, partial(to_the_end, given=given, seed=seed, weights=weights))
+                    add(more | plainly, partial(to_the_end, given=given, seed=seed, weights=weights))
                 else:
                     add(more, partial(together, given=given, seed=seed, pruner="none", weights=weights))
 

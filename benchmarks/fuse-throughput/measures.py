@@ -24,6 +24,8 @@ import outcore
 from outcore.fusion import Way, choice, choose, forecast
 from outcore.fusion.choice import lane_width
 from outcore.fusion.layerwise import measure_convolutions
+from outcore.fusion.rules import convolution
+from outcore.fusion.rules.depthwise import is_depthwise
 from outcore.fusion.verify import disagreement
 
 Row = dict[str, Any]
@@ -181,10 +183,12 @@ def ours(
     layers: bool = False,
     predicted: bool = False,
     chained: bool = True,
+    own_depthwise: bool = True,
     timed: bool = True,
 ) -> Measure:
     """An array in one way; its peak is that of a step, without cuDNN's trials."""
     used = bench.begin(tuned=True)
+    convolution.is_depthwise = is_depthwise if own_depthwise else lambda *given: False
     array = make(bench, workload, members, amp, way, unfused)
     batch = batch_of(bench, workload)
     found: Row = {"layers": measure_convolutions(array, *batch)} if layers else {}
@@ -207,6 +211,7 @@ def ours(
     for _ in range(_WARM):
         array.step(*batch)
     found |= used()
+    convolution.is_depthwise = is_depthwise
     if timed:
         found["step_s"] = yield lambda: array.step(*batch)
     ways = list(array.coverage.values())
