@@ -150,6 +150,7 @@ class Trial:
                 how = f"outcore, predicted at most {most:.2f}x{', graphs' if graphs else ''}"
                 facts = {"predicted_peak": best.outcome.peak_bytes}
                 facts["predicted_slowdown"] = best.outcome.time_s / self.keeping.plain_s
+                governor = entry = None
                 try:
                     governor = self.govern(best, graphs)
                     kinds: dict[str, int] = {}
@@ -170,6 +171,7 @@ class Trial:
                     add(how, **facts, error=f"{type(error).__name__}: {str(error)[:200]}")
                 finally:
                     self.model.__dict__.pop("forward", None)
+                    governor = entry = None  # and with them the memory of graphs
 
 
 def compared(a: list[torch.Tensor | None], b: list[torch.Tensor | None]) -> tuple[str, float]:

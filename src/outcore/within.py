@@ -53,7 +53,7 @@ __all__ = ["memory_plan", "release", "within"]
 Exactness = Literal["bitwise", "reassociated"]
 _MARGIN = {"cuda": 0.02, "cpu": 0.0}
 """Share of the budget that is left free for what predictions miss."""
-_GRAPHS_MARGIN = 0.08
+_GRAPHS_MARGIN = 0.03
 """Beside that with CUDA graphs, for the holes in memory that they keep for themselves; corrected when it is known."""
 
 

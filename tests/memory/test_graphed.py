@@ -162,11 +162,11 @@ def test_gradients_with_memory_of_their_own_are_planned_for_from_the_beginning()
     ours, theirs = (
         plan_memory(graph, costs, budget_bytes=None, optimizer=0.0, standing=standing) for standing in (True, False)
     )
-    moments = theirs.keeping.plain.moments
-    last = max(moment.bytes.gradients for moment in moments)
-    want = [bytes + last - m.bytes.gradients for bytes, m in zip(theirs.outcome.curve, moments, strict=True)]
+    there = [moment.bytes.gradients for moment in theirs.keeping.plain.moments]
+    new = [max(0, now - before) for before, now in zip([0, *there], there, strict=False)]
+    want = [b + max(there) - t + n for b, t, n in zip(theirs.outcome.curve, there, new, strict=True)]
     assert ours.outcome.curve.tolist() == want
-    assert last == sum(p.nbytes for p in model.parameters())
+    assert max(there) == sum(p.nbytes for p in model.parameters()) == sum(new)
 
 
 class Losing(nn.Module):

@@ -69,6 +69,7 @@ class Graphed:
 
     def capture(self, tensors: list[torch.Tensor]) -> None:
         """Run a few times beside, then record both graphs; the model is left as it was."""
+        give_back()  # else what stays could lie in large pieces that nobody else uses
         before = ModelState(self.model, state_tensors(self.model))
         self.inputs, self.places = [t.detach().clone() for t in tensors], Places(self.parameters)
         device, size = self.parameters[0].device, self.holding.offloaded_bytes
@@ -76,7 +77,6 @@ class Graphed:
         self.pool = pool = GraphPool(device, self.tier)
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with growing_segments():
-            give_back()
             with pool.beside():
                 for _ in range(_WARM_UPS):
                     outputs = self.run()

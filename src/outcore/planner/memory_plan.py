@@ -134,7 +134,7 @@ def plan_memory(
         states: policies for parameters, gradients and optimizer state; a later one is taken only if none before it
             meets the budget.
         draws: whether what draws random numbers may be made again.
-        standing: whether gradients have memory of their own from the beginning.
+        standing: whether gradients have memory of their own from the beginning, to which they are copied.
 
     Raises:
         PlanError: nothing fits; names the smallest budget that does.
@@ -142,7 +142,7 @@ def plan_memory(
     keeping = Keeping(graph, costs, optimizer, tier, memory_bytes_per_s, draws=draws)
     if standing:
         there = np.array([moment.bytes.gradients for moment in keeping.plain.moments])
-        keeping.base = keeping.base + there.max() - there
+        keeping.base = keeping.base + there.max() - there + np.maximum(np.diff(there, prepend=0), 0)
     if policy is not None and (unknown := [name for name in policy if name not in keeping.buffers]):
         raise PlanError(f"the plan names {unknown[0]}, which is not the first value in any memory of the network")
     reserved = reserved_bytes + int(margin * (budget_bytes or 0))
