@@ -267,13 +267,16 @@ class _Captured:
             self.graphs[0].replay()
         else:
             # A lane's graph is sent off before the next lane is prepared: the device need not wait for the last.
+            begun = here.record_event()
             for lane, names, graph, stream in zip(self.lanes, self.names, self.graphs, self.streams, strict=True):
-                self._prepare(lane, names)
-                stream.wait_stream(here)
                 with torch.cuda.stream(stream):
+                    stream.wait_event(begun)
+                    self._prepare(lane, names)
                     graph.replay()
             for stream in dict.fromkeys(self.streams):
                 here.wait_stream(stream)
+        if len(self.outcomes) > 1:
+            return self.outcomes  # joined, they are copied
         return [
             Outcome(o.losses.clone(), {n: m.clone() for n, m in o.metrics.items()}, o.output) for o in self.outcomes
         ]
