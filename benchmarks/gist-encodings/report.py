@@ -1,53 +1,73 @@
-"""Write the table of README.md from the results."""
+"""Write the tables of README.md from the results: of every row the newest, with its ratio to plain in its own run."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 BEGIN, END = "<!-- table -->", "<!-- end -->"
+KINDS = ("plain", "lossless", "sparse", "half", "int8")
+Key = tuple[str, int, int, bool]
 
 
-def rows() -> list[str]:
+def found(pattern: str) -> dict[tuple[Key, str, bool], dict[str, Any]]:
+    """Network and way -> the newest row of it that was timed; call by call, or as CUDA graphs."""
+    rows: dict[tuple[Key, str, bool], dict[str, Any]] = {}
+    for path in sorted((HERE / "results").glob(pattern)):
+        for row in json.loads(path.read_text())["rows"]:
+            if "over" in row:
+                key = (row["model"], row["batch"], row["side"], row["last"])
+                rows[key, row["how"], row.get("graphs", False)] = row
+    return rows
+
+
+def name_of(key: Key) -> str:
+    model, batch, side, last = key
+    return f"{model} {batch}x{side}{', channels last' if last else ''}"
+
+
+def measured() -> list[str]:
+    rows = found("*-h200*.json")
+    plain = {key: row for (key, how, graphs), row in rows.items() if how == "plain" and not graphs}
     out = [
-        "| model | batch | how | step ms | over plain | peak GiB | less memory | above weights | gradient off by | "
-        "cosine | worst parameter |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| network | how | step ms | over plain | as CUDA graphs | peak GiB | less memory | above weights | stashed | "
+        "gradient off by | cosine | worst parameter |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for path in sorted((HERE / "results").glob("*-h200*.json")):
-        found = json.loads(path.read_text())["rows"]
-        plain = {r["model"]: r for r in found if r["how"] == "plain"}
-        for r in found:
-            base, name = plain[r["model"]], f"| {r['model']} | {r['batch']}x{r['side']} | {r['how']} |"
-            if "error" in r:
-                out.append(f"{name} {r['error'][:120]} | | | | | | | |")
+    for key, base in plain.items():
+        for how in KINDS:
+            if (row := rows.get((key, how, False))) is None:
                 continue
-            above, of_plain = r["peak"] - r["held"], base["peak"] - base["held"]
-            peak = above + base["held"]  # without the copy of the weights that the script held beside
-            off = f"{r['off']:.2%} | {r['cosine']:.6f} | {r['worst_off']:.2%} |" if "off" in r else "0 | 1 | 0 |"
+            graphed = rows.get((key, how, True), {}).get("over")
+            above, of_plain = row["peak"] - row["held"], base["peak"] - base["held"]
+            stashed = f"{row['kept_bytes'] / row['stashed_bytes']:.2f}x" if "kept_bytes" in row else "1.00x"
+            off = (
+                f"{row['off']:.2%} | {row['cosine']:.6f} | {row['worst_off']:.2%} |" if "off" in row else "0 | 1 | 0 |"
+            )
             out.append(
-                f"{name} {r['ms']:.1f} | {r['ms'] / base['ms']:.3f}x | {peak / 2**30:.2f} | "
-                f"{base['peak'] / peak:.2f}x | {of_plain / above:.2f}x | {off}"
+                f"| {name_of(key)} | {how} | {row['ms']:.1f} | {row['over']:.3f}x | "
+                f"{'' if graphed is None else f'{graphed:.3f}x'} | {row['peak'] / 2**30:.2f} | "
+                f"{base['peak'] / row['peak']:.2f}x | {of_plain / above:.2f}x | {stashed} | {off}"
             )
     return out
 
 
 def sizes() -> list[str]:
     """What is stashed between forward and backward, over what plain training stashes."""
-    kinds = ("lossless", "sparse", "half", "int8")
-    out = ["", f"| model | stashed by plain, GiB | {' | '.join(kinds)} |", "|---|---|---|---|---|---|"]
-    for path in sorted((HERE / "results").glob("*-sizes.json")):
-        for r in json.loads(path.read_text())["rows"]:
-            less = " | ".join(f"{r['plain'] / r[kind]:.2f}x" for kind in kinds)
-            out.append(f"| {r['model']} {r['batch']}x{r['side']} | {r['plain'] / 2**30:.2f} | {less} |")
+    out = ["", f"| network | stashed by plain, GiB | {' | '.join(KINDS[1:])} |", "|---|---|---|---|---|---|"]
+    newest = sorted((HERE / "results").glob("*-sizes.json"))[-1]
+    for row in json.loads(newest.read_text())["rows"]:
+        less = " | ".join(f"{row['plain'] / row[kind]:.2f}x" for kind in KINDS[1:])
+        out.append(f"| {row['model']} {row['batch']}x{row['side']} | {row['plain'] / 2**30:.2f} | {less} |")
     return out
 
 
 def main() -> None:
     readme = HERE / "README.md"
     head, _, rest = readme.read_text().partition(BEGIN)
-    readme.write_text(f"{head}{BEGIN}\n\n" + "\n".join([*rows(), *sizes()]) + f"\n\n{END}{rest.partition(END)[2]}")
+    readme.write_text(f"{head}{BEGIN}\n\n" + "\n".join([*measured(), *sizes()]) + f"\n\n{END}{rest.partition(END)[2]}")
 
 
 if __name__ == "__main__":

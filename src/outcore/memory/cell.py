@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from outcore.memory.codecs import Coded, Window, encode
+from outcore.memory.codecs import Coded, Survey, Window, encode
 from outcore.memory.coded_trip import CodedTrip
 from outcore.memory.rerun import Rerun
 from outcore.memory.tiers import Tier, Trip
@@ -139,6 +139,8 @@ class Cell:
         self.saved = False
         """Autograd has a handle of it."""
         self.coded: Coded | None = None
+        self.survey: tuple[Survey, int] | None = None
+        """What was counted before it leaves, and of which version."""
         self.trip: Trip | None = None
         self.away = False
         """The memory was given away; what is there now is there for a while."""
@@ -150,6 +152,11 @@ class Cell:
     def born(self, tensor: torch.Tensor) -> None:
         """The memory is there."""
         self.memory = tensor.detach()
+
+    def count(self) -> None:
+        """It is written for the last time: on a GPU, what sparse storage must know of it is counted beside its uses."""
+        if self.memory is not None and self.memory.is_cuda:
+            self.survey = Survey.of(raw(self.memory, self.memory.dtype)), self.memory._version
 
     def leave(self, tier: Tier | None) -> None:
         """Its last use in forward is over."""
@@ -172,7 +179,9 @@ class Cell:
             self.trip = tier.evict(raw(memory))
             return  # the memory is held until the copy is over
         if codec := codec_of(self.policy):
-            self.coded = encode(codec, raw(memory, memory.dtype), indices=memory, window=self.window)
+            survey = self.survey[0] if self.survey is not None and self.survey[1] == memory._version else None
+            self.coded = encode(codec, raw(memory, memory.dtype), indices=memory, window=self.window, survey=survey)
+            self.survey = None
             self.dtype = torch.int8 if codec == "sign" else None
         if self.coded is not None and moves(self.policy) and tier is not None:
             self.trip = CodedTrip(self.coded, tier, raw, _like)

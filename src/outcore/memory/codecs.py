@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from outcore.memory.bits import pack_bits, unpack_bits
-from outcore.memory.packing import grouped, without_zeros
+from outcore.memory.packing import Survey, grouped, halved, without_zeros
 from outcore.memory.windows import Window, indices_of, positions_of, window_of
 
-__all__ = ["Coded", "Window", "encode", "pack_bits", "unpack_bits", "window_of"]
+__all__ = ["Coded", "Survey", "Window", "encode", "pack_bits", "unpack_bits", "window_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,12 @@ class Coded:
 
 
 def encode(
-    codec: str, flat: torch.Tensor, *, indices: torch.Tensor | None = None, window: Window | None = None
+    codec: str,
+    flat: torch.Tensor,
+    *,
+    indices: torch.Tensor | None = None,
+    window: Window | None = None,
+    survey: Survey | None = None,
 ) -> Coded:
     """The smaller form of a flat tensor of elements.
 
@@ -41,6 +46,7 @@ def encode(
         flat: the elements of a storage.
         indices: the tensor that fills this storage, for the codec "window".
         window: of the pool, for the codec "window".
+        survey: of the same elements, for the codec "sparse", if one was made before.
     """
     count, dtype = flat.numel(), flat.dtype
     match codec:
@@ -53,11 +59,11 @@ def encode(
             assert window is not None and indices is not None
             return Coded((positions_of(indices, window),), lambda positions: indices_of(positions, window))
         case "sparse":
-            return Coded(*without_zeros(flat))
+            return Coded(*without_zeros(flat, survey))
         case "half":
-            return Coded((flat.to(torch.float16),), lambda half: half.to(dtype))
+            return Coded(*halved(flat, torch.float16))
         case "bf16":
-            return Coded((flat.to(torch.bfloat16),), lambda half: half.to(dtype))
+            return Coded(*halved(flat, torch.bfloat16))
         case "int8":
             return Coded(*grouped(flat))
     raise ValueError(f"no codec {codec!r}")

@@ -63,6 +63,8 @@ class Holding:
     """Call -> place among the tensors that autograd keeps -> what to do with it."""
     leaving: Mapping[str, tuple[str, ...]]
     """Call -> buffers whose last use in forward it is."""
+    counted: Mapping[str, tuple[str, ...]]
+    """Call -> buffers whose numbers are counted after it, because how small they become is in the data."""
     released: Mapping[str, tuple[str, ...]]
     """Call -> buffers whose copy out must be over after its forward."""
     released_late: Mapping[int, tuple[str, ...]]
@@ -177,6 +179,7 @@ def prepare(
     births: dict[str, list[tuple[str, CellPlan]]] = {}
     derived: dict[str, dict[int, CellPlan]] = {}
     leaving: dict[str, list[str]] = {}
+    counted: dict[str, list[str]] = {}
     released: dict[str, list[str]] = {}
     late: dict[int, list[str]] = {}
     fetched: dict[int, list[str]] = {}
@@ -189,6 +192,8 @@ def prepare(
         else:
             births.setdefault(call, []).append((name, plan))
             leaving.setdefault(order[buffer.last], []).append(name)
+            if codec_of(plan.policy) == "sparse" and buffer.done < buffer.last:
+                counted.setdefault(order[buffer.done], []).append(name)
         if moves(plan.policy):
             transfer = moved.get(name)
             phase, place = transfer.wait if transfer is not None else ("forward", buffer.last)
@@ -213,6 +218,7 @@ def prepare(
         births={k: tuple(v) for k, v in births.items()},
         derived=derived,
         leaving={k: tuple(v) for k, v in leaving.items()},
+        counted={k: tuple(v) for k, v in counted.items()},
         released={k: tuple(v) for k, v in released.items()},
         released_late={k: tuple(v) for k, v in late.items()},
         fetched={k: tuple(v) for k, v in fetched.items()},
@@ -220,7 +226,9 @@ def prepare(
         shape_only=shape_only,
         noted=noted,
         random=random,
-        busy=frozenset({*births, *derived, *leaving, *released, *stops, *shape_only, *random, *saving, *makers}),
+        busy=frozenset(
+            {*births, *derived, *leaving, *counted, *released, *stops, *shape_only, *random, *saving, *makers}
+        ),
         inputs=frozenset(given.values()),
         views=views,
         norms={rerun.norm.call: rerun.norm for rerun in reruns if rerun.norm is not None},

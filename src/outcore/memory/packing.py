@@ -12,13 +12,14 @@ On a GPU each way is one kernel (two, where zeros are left out), elsewhere the s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 
 from outcore.memory.bits import pack_bits, unpack_bits
 from outcore.ops.encoding import GROUP
 
-__all__ = ["grouped", "without_zeros"]
+__all__ = ["Survey", "grouped", "halved", "without_zeros"]
 
 _PART = 2**18
 """Numbers that are rounded at a time on a CPU."""
@@ -29,12 +30,49 @@ Packed = tuple[tuple[torch.Tensor, ...], Callable[..., torch.Tensor]]
 """The smaller form, and the way back from it."""
 
 
-def without_zeros(flat: torch.Tensor) -> Packed:
-    """Which numbers are not zero, and those (Gist's sparse storage): exact, as small as the data allow."""
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """Which numbers are not zero, and how many, as soon as the device has counted them."""
+
+    bits: torch.Tensor
+    ends: torch.Tensor
+    """Numbers up to the end of every block."""
+    total: torch.Tensor
+    """All of them; on the host, once `counted` has happened."""
+    counted: torch.cuda.Event | None
+
+    @classmethod
+    def of(cls, flat: torch.Tensor) -> Survey:
+        """Start to count; nobody waits."""
+        from outcore.memory.number_triton_kernels import survey
+
+        words = _words(flat)
+        bits = torch.empty(-(-words.numel() // 8), dtype=torch.uint8, device=flat.device)
+        ends = survey(words, bits)
+        if not flat.is_cuda or not words.numel():
+            return cls(bits, ends, ends[-1:].clone(), None)
+        total = torch.empty(1, dtype=ends.dtype, pin_memory=True)
+        total.copy_(ends[-1:], non_blocking=True)
+        counted = torch.cuda.Event()
+        counted.record()
+        return cls(bits, ends, total, counted)
+
+    def count(self) -> int:
+        """How many there are; waits until that is known."""
+        if self.counted is not None:
+            self.counted.synchronize()
+        return int(self.total) if self.total.numel() else 0
+
+
+def without_zeros(flat: torch.Tensor, survey: Survey | None = None) -> Packed:
+    """Which numbers are not zero, and those (Gist's sparse storage): exact, as small as the data allow.
+
+    On a GPU the host must know how many there are; a survey that was made before is known earlier.
+    """
     count, dtype = flat.numel(), flat.dtype
-    words = flat.view(_WORDS[dtype.itemsize])
+    words = _words(flat)
     if flat.is_cuda:
-        return _sparse_on_gpu(words, dtype)
+        return _gathered(words, dtype, survey or Survey.of(flat))
     there = words != 0
     bits, values = pack_bits(there.view(torch.uint8)), words[there]
 
@@ -45,21 +83,40 @@ def without_zeros(flat: torch.Tensor) -> Packed:
     return (bits, values), decode
 
 
-def _sparse_on_gpu(words: torch.Tensor, dtype: torch.dtype) -> Packed:
-    from outcore.memory.number_triton_kernels import gather, scatter, survey
+def _words(flat: torch.Tensor) -> torch.Tensor:
+    """Numbers as the bits they are."""
+    return flat.view(_WORDS[flat.dtype.itemsize])
+
+
+def _gathered(words: torch.Tensor, dtype: torch.dtype, survey: Survey) -> Packed:
+    from outcore.memory.number_triton_kernels import gather, scatter
 
     count = words.numel()
-    bits = torch.empty(-(-count // 8), dtype=torch.uint8, device=words.device)
-    ends = survey(words, bits)
-    values = words.new_empty(int(ends[-1]) if count else 0)
-    gather(words, ends, values)
+    values = words.new_empty(survey.count())
+    gather(words, survey.ends, values)
 
     def decode(bits: torch.Tensor, values: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         out = values.new_empty(count)
         scatter(bits, values, ends, out)
         return out.view(dtype)
 
-    return (bits, values, ends), decode
+    return (survey.bits, values, survey.ends), decode
+
+
+def halved(flat: torch.Tensor, kind: torch.dtype) -> Packed:
+    """Sixteen bits per number."""
+    dtype = flat.dtype
+
+    def decode(half: torch.Tensor) -> torch.Tensor:
+        if not half.is_cuda or half.dtype is dtype:
+            return half.to(dtype)
+        from outcore.memory.number_triton_kernels import widen
+
+        out = torch.empty_like(half, dtype=dtype)
+        widen(half, out)
+        return out
+
+    return (flat.to(kind),), decode
 
 
 def grouped(flat: torch.Tensor) -> Packed:
@@ -91,7 +148,7 @@ def _to_levels(flat: torch.Tensor, codes: torch.Tensor, low: torch.Tensor, scale
     for numbers, groups, rows in _group_rows(flat):
         least = rows.amin(1)
         width = rows.amax(1).sub_(least).div_(255).clamp_min_(_TINY)
-        levels = rows.sub_(least.unsqueeze(1)).div_(width.unsqueeze(1)).round_().nan_to_num_()
+        levels = rows.sub_(least.unsqueeze(1)).mul_(width.reciprocal().unsqueeze(1)).round_().nan_to_num_()
         codes[numbers] = levels.view(-1)[: codes[numbers].numel()].to(torch.uint8)
         low[groups], scale[groups] = least, width
 

@@ -176,6 +176,8 @@ class _Tape(Tape):
                 holding.geometry[value] = Geometry.of(self.values[value])
         if self.pending:
             self.settle(name)
+        for buffer in holding.counted.get(name, ()):
+            self.cells[buffer].count()
         for buffer in holding.leaving.get(name, ()):
             self.leave(buffer)
         for buffer in holding.released.get(name, ()):

@@ -5,6 +5,9 @@ the windows it lies in give it, row by row, in the order in which torch does. No
 and backward needs nothing of the input but its shape.
 
 The first of equal maxima counts, and the last of what is no number, as in torch.
+
+Where channels are contiguous, a program has a run of pixels; where those of a pixel lie side by side (channels last), a
+tile of pixels and channels, so that coordinates are divided out once per pixel.
 """
 
 # mypy: ignore-errors
@@ -23,96 +26,127 @@ if TYPE_CHECKING:
 __all__ = ["pool", "unpool"]
 
 _BLOCK = 1024
+"""Numbers that a program has."""
+_CHANNELS = 64
+"""Of these side by side, at most."""
 
 
 @triton.jit
-def _place(inner, height, width, BLOCK: tl.constexpr, CONTIGUOUS: tl.constexpr):
-    """Places in memory, the image (of one channel, or of all) each lies in, its channel there, row and column."""
+def _place(height, width, BLOCK: tl.constexpr):
+    """The image that a program begins in, and of its pixels: places, images from there, rows and columns."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
-    period = inner * height * width
+    period = height * width
     local = (start % period).to(tl.int32) + tl.arange(0, BLOCK)
     over = local // period
     local = local - over * period
-    pixel = local if CONTIGUOUS else local // inner
-    y = pixel // width
-    return start + tl.arange(0, BLOCK), start // period + over, local - pixel * inner, y, pixel - y * width
+    y = local // width
+    return start // period, start + tl.arange(0, BLOCK), over.to(tl.int64), y, local - y * width
 
 
 @triton.jit
 def _pool(
-    x, out, positions, count, inner, height, width, image_height, image_width,
+    x, out, positions, pixels, channels, height, width, image_height, image_width,
     KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
-    DH: tl.constexpr, DW: tl.constexpr, CONTIGUOUS: tl.constexpr, BLOCK: tl.constexpr,
+    DH: tl.constexpr, DW: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    place, image, channel, row, column = _place(inner, height, width, BLOCK, CONTIGUOUS)
-    base = x + image * image_height * image_width * inner + channel
+    image, place, over, row, column = _place(height, width, BLOCK)
     top, left = row * SH - PH, column * SW - PW
-    first_y, first_x = tl.maximum(-top + DH - 1, 0) // DH, tl.maximum(-left + DW - 1, 0) // DW
-    code = first_y * KW + first_x
-    best = tl.full([BLOCK], float("-inf"), x.dtype.element_ty)
+    code = tl.maximum(-top + DH - 1, 0) // DH * KW + tl.maximum(-left + DW - 1, 0) // DW
+    base = (image + over) * image_height * image_width
+    inside = place < pixels
+    if CHANNELS == 1:
+        channel, best = 0, tl.full([BLOCK], float("-inf"), x.dtype.element_ty)
+    else:
+        channel = (tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS))[None, :]
+        best = tl.full([BLOCK, CHANNELS], float("-inf"), x.dtype.element_ty)
+        code = tl.broadcast_to(code[:, None], [BLOCK, CHANNELS])
+        inside = inside[:, None] & (channel < channels)
     for ky in tl.static_range(KH):
         for kx in tl.static_range(KW):
             iy, ix = top + ky * DH, left + kx * DW
-            there = (iy >= 0) & (iy < image_height) & (ix >= 0) & (ix < image_width) & (place < count)
-            value = tl.load(base + (iy * image_width + ix) * inner, mask=there, other=float("-inf"))
+            there = (iy >= 0) & (iy < image_height) & (ix >= 0) & (ix < image_width)
+            at = (base + iy * image_width + ix) * channels
+            if CHANNELS > 1:
+                there, at = there[:, None], at[:, None] + channel
+            there = there & inside
+            value = tl.load(x + at, mask=there, other=float("-inf"))
             better = there & ((value > best) | (value != value))
             best = tl.where(better, value, best)
             code = tl.where(better, ky * KW + kx, code)
-    tl.store(out + place, best, mask=place < count)
-    tl.store(positions + place, code.to(tl.uint8), mask=place < count)
+    target = place * channels
+    if CHANNELS > 1:
+        target = target[:, None] + channel
+    tl.store(out + target, best, mask=inside)
+    tl.store(positions + target, code.to(tl.uint8), mask=inside)
 
 
 @triton.jit
 def _unpool(
-    gradient, positions, out, count, inner, height, width, pooled_height, pooled_width,
+    gradient, positions, out, pixels, channels, height, width, pooled_height, pooled_width,
     KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
     DH: tl.constexpr, DW: tl.constexpr, NH: tl.constexpr, NW: tl.constexpr, SUM: tl.constexpr,
-    CONTIGUOUS: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    place, image, channel, row, column = _place(inner, height, width, BLOCK, CONTIGUOUS)
-    base = image * pooled_height * pooled_width * inner + channel
+    image, place, over, row, column = _place(height, width, BLOCK)
+    base = (image + over) * pooled_height * pooled_width
     y, x = row + PH, column + PW
     first_y = tl.maximum(y - (KH - 1) * DH + SH - 1, 0) // SH
     first_x = tl.maximum(x - (KW - 1) * DW + SW - 1, 0) // SW
-    total = tl.zeros([BLOCK], SUM)
+    inside = place < pixels
+    if CHANNELS == 1:
+        channel, total = 0, tl.zeros([BLOCK], SUM)
+    else:
+        channel = (tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS))[None, :]
+        total = tl.zeros([BLOCK, CHANNELS], SUM)
+        inside = inside[:, None] & (channel < channels)
     for j in tl.static_range(NH):
         for i in tl.static_range(NW):
             py, px = first_y + j, first_x + i
             ky, kx = y - py * SH, x - px * SW
-            there = (ky >= 0) & (kx >= 0) & (py < pooled_height) & (px < pooled_width) & (place < count)
+            there = (ky >= 0) & (kx >= 0) & (py < pooled_height) & (px < pooled_width)
             if DH * DW > 1:
                 there = there & (ky % DH == 0) & (kx % DW == 0)
-            at = base + (py * pooled_width + px) * inner
+            at, wanted = (base + py * pooled_width + px) * channels, (ky // DH) * KW + kx // DW
+            if CHANNELS > 1:
+                there, at, wanted = there[:, None], at[:, None] + channel, wanted[:, None]
+            there = there & inside
             code = tl.load(positions + at, mask=there, other=0).to(tl.int32)
-            hit = there & (code == (ky // DH) * KW + kx // DW)
+            hit = there & (code == wanted)
             value = tl.load(gradient + at, mask=hit, other=0.0).to(SUM)
             total = tl.where(hit, total + value, total)
-    tl.store(out + place, total.to(out.dtype.element_ty), mask=place < count)
+    target = place * channels
+    if CHANNELS > 1:
+        target = target[:, None] + channel
+    tl.store(out + target, total.to(out.dtype.element_ty), mask=inside)
 
 
 def pool(x: torch.Tensor, out: torch.Tensor, positions: torch.Tensor, window: Window) -> None:
     """Write the maximum of every window, and where in it that lies."""
-    if count := out.numel():
-        _pool[(triton.cdiv(count, _BLOCK),)](
-            x, out, positions, count, _inner(out), *out.shape[-2:], *window.image, **_geometry(window),
-            CONTIGUOUS=out.is_contiguous(), BLOCK=_BLOCK,
-        )  # fmt: skip
+    if out.numel():
+        grid, pixels, channels, tile = _tiles(out)
+        _pool[grid](x, out, positions, pixels, channels, *out.shape[-2:], *window.image, **_geometry(window), **tile)
 
 
 def unpool(gradient: torch.Tensor, positions: torch.Tensor, out: torch.Tensor, window: Window) -> None:
     """Write the gradient of the input."""
     reach = [-(-((k - 1) * d + 1) // s) for k, d, s in zip(window.kernel, window.dilation, window.stride, strict=True)]
-    if count := out.numel():
-        _unpool[(triton.cdiv(count, _BLOCK),)](
-            gradient, positions, out, count, _inner(out), *out.shape[-2:], *gradient.shape[-2:], **_geometry(window),
-            NH=reach[0], NW=reach[1], SUM=tl.float64 if out.dtype is torch.float64 else tl.float32,
-            CONTIGUOUS=out.is_contiguous(), BLOCK=_BLOCK,
+    if out.numel():
+        grid, pixels, channels, tile = _tiles(out)
+        kind = tl.float64 if out.dtype is torch.float64 else tl.float32
+        _unpool[grid](
+            gradient, positions, out, pixels, channels, *out.shape[-2:], *gradient.shape[-2:], **_geometry(window),
+            NH=reach[0], NW=reach[1], SUM=kind, **tile,
         )  # fmt: skip
 
 
-def _inner(tensor: torch.Tensor) -> int:
-    """Channels that lie side by side."""
-    return 1 if tensor.is_contiguous() else tensor.shape[1]
+def _tiles(tensor: torch.Tensor) -> tuple[tuple[int, ...], int, int, dict[str, int]]:
+    """How many programs, pixels, channels that lie side by side, and what a program has of both."""
+    channels = 1 if tensor.is_contiguous() else tensor.shape[1]
+    pixels = tensor.numel() // channels
+    side = 1 if channels == 1 else min(_CHANNELS, triton.next_power_of_2(channels))
+    block = _BLOCK // side
+    grid = (triton.cdiv(pixels, block), triton.cdiv(channels, side))
+    return grid, pixels, channels, {"BLOCK": block, "CHANNELS": side}
 
 
 def _geometry(window: Window) -> dict[str, int]:
