@@ -43,7 +43,7 @@ def test_every_policy_as_graphs(policy: str, bf16: bool) -> None:
     named = {"recompute": ("0.1#0:out", "5.1#0:out"), "offload": ("0.1#0:out", "5.0#0:out", "7.0#0:out"), "keep": ()}
     plan = dict.fromkeys(named[policy], policy)
     with torch.autocast("cuda", dtype=torch.bfloat16, enabled=bf16):
-        outcore.within(model, (images,), memory=None, plan=plan, optimizer=0.0, graphs=True, quiet=True)
+        outcore.within(model, (images,), memory=None, plan=plan, optimizer=0.0, graphs=True, measure_s=1.0, quiet=True)
     for _ in range(4):
         batch = torch.randn_like(images)
         want, got = gradients(twin, batch, bf16=bf16), gradients(model, batch, bf16=bf16)
@@ -60,7 +60,7 @@ def test_what_is_reserved_is_within_the_budget(share: float) -> None:
     model = network()
     twin = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    outcore.within(model, (images,), memory=None, optimizer=optimizer, quiet=True)
+    outcore.within(model, (images,), memory=None, optimizer=optimizer, measure_s=2.0, quiet=True)
     plan = outcore.memory_plan(model)
     budget = int(share * plan.plain_bytes)
     outcore.within(
@@ -92,7 +92,7 @@ def test_gradients_are_accumulated_over_graphs() -> None:
     images = torch.randn(8, 3, 64, 64, device="cuda")
     model = network()
     twin = copy.deepcopy(model)
-    outcore.within(model, (images,), memory=None, optimizer=0.0, graphs=True, quiet=True)
+    outcore.within(model, (images,), memory=None, optimizer=0.0, graphs=True, measure_s=1.0, quiet=True)
     for net in (model, twin):
         torch.manual_seed(1)
         for part in (images, images + 1, images - 1):
@@ -105,7 +105,7 @@ def test_a_smaller_last_batch_after_graphs() -> None:
     images = torch.randn(8, 3, 64, 64, device="cuda")
     model = network()
     twin = copy.deepcopy(model)
-    outcore.within(model, (images,), memory=None, optimizer=0.0, graphs=True, quiet=True)
+    outcore.within(model, (images,), memory=None, optimizer=0.0, graphs=True, measure_s=1.0, quiet=True)
     for batch in (images, images[:3].clone(), images, images[:3].clone()):
         out = model(batch)  # the last one is still there when the next is made
         model.zero_grad()
