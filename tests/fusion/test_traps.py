@@ -392,3 +392,31 @@ def test_a_wrong_rule_is_found_in_half_precision_too(monkeypatch: pytest.MonkeyP
     with pytest.warns(UserWarning, match="not the model's own"):
         array.step(torch.randn(16, 6), torch.randint(3, (16,)))
     assert array.way.width == 1
+
+
+class _OwnModes(nn.Linear):
+    """Says itself what a mode is."""
+
+    doubled = False
+
+    def train(self, mode: bool = True) -> _OwnModes:
+        self.doubled = not mode
+        return super().train(mode)  # type: ignore[return-value]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2 if self.doubled else 1)
+
+
+@pytest.mark.parametrize("layer", [nn.Linear, _OwnModes])
+def test_evaluation_is_in_eval_mode_and_training_goes_on(layer: type[nn.Linear]) -> None:
+    torch.manual_seed(2)
+    models = [nn.Sequential(layer(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)).double() for _ in range(3)]
+    x, y = torch.randn(6, 3).double(), torch.randn(6, 4).double()
+    array = outcore.fuse(models, loss=F.mse_loss, optimizer=lambda p: torch.optim.SGD(p, 0.1))
+    array.step(x, y)
+    found = array.evaluate(x, y)
+    assert all(m.training for model in models for m in model.modules())
+    array.step(x, y)
+    before = [F.mse_loss(copy.deepcopy(model).eval()(x), y).item() for model in models]
+    assert array.evaluate(x, y).tolist() == pytest.approx(before, abs=1e-12)
+    assert found.tolist() != before

@@ -31,6 +31,7 @@ from outcore.fusion.program import Program
 from outcore.fusion.recordings import Recordings, same_settings
 from outcore.fusion.roster import Roster
 from outcore.fusion.runner import Way, cut
+from outcore.fusion.training import judging
 from outcore.fusion.values import Stacked
 from outcore.fusion.verify import disagreement
 from outcore.graph.structure import substitute
@@ -126,17 +127,10 @@ class FusedArray(Roster):
     ) -> Tensor:
         """Losses on a batch without training, in eval mode; `metrics` and `output` are set as by `step`."""
         name = objective or next(iter(self.slots[0].trainings))
-        modes = [(m, m.training) for slot in self.slots for m in slot.trainings[name].modules()]
-        try:
-            for slot in self.slots:
-                slot.trainings[name].eval()
-            with torch.no_grad():
-                args = self.arguments(batch, each)
-                key, program = self.program(name, args)
-                return self._collect(self.runner.forward(key, name, program, args, self._alone(program)))
-        finally:
-            for module, mode in modes:
-                module.training = mode
+        with torch.no_grad(), judging([slot.trainings[name] for slot in self.slots]):
+            args = self.arguments(batch, each)
+            key, program = self.program(name, args)
+            return self._collect(self.runner.forward(key, name, program, args, self._alone(program)))
 
     def schedule(self, metrics: Sequence[float] | Tensor | None = None) -> None:
         """Advance every living member's schedulers; a plateau scheduler gets its member's metric, or its loss."""

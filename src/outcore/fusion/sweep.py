@@ -224,11 +224,8 @@ class Sweep:
         self.on_change(self)
 
     def _judge(self, group: _Group) -> list[float]:
-        sums = [0.0] * len(group.slots)
-        for batch in group.judged_on:
-            for i, value in enumerate(group.array.evaluate(*batch).tolist()):
-                sums[i] += value / len(group.judged_on)
-        return sums
+        losses = [group.array.evaluate(*batch) for batch in group.judged_on]
+        return [sum(of_one) / len(of_one) for of_one in zip(*(each.tolist() for each in losses), strict=True)]
 
     def _settle(self, group: _Group, count: int, values: Sequence[float]) -> None:
         """Report all members, then decide on each: those that trained side by side compete with each other."""

@@ -6,13 +6,14 @@ sum of the losses gives every member the gradients it would have alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["Training"]
+__all__ = ["Training", "judging"]
 
 Loss = Callable[..., torch.Tensor]
 
@@ -50,3 +51,29 @@ class Training(nn.Module):
         with torch.no_grad():
             found = {name: metric(output, targets) for name, metric in self.metrics.items()}
         return loss, found, output if self.outputs else None
+
+
+@contextlib.contextmanager
+def judging(members: Sequence[Training]) -> Iterator[None]:
+    """Every module of all members in eval mode, and back as each was.
+
+    Of hundreds of modules the mode is written where it lies: torch's way to set an attribute takes longer than a
+    captured evaluation. What has its own idea of modes is asked.
+    """
+    modes = [(module, module.training) for member in members for module in member.modules()]
+    plain = all(
+        type(m).train is nn.Module.train and type(m).eval is nn.Module.eval and "training" in m.__dict__
+        for m, _ in modes
+    )
+    try:
+        for module in (m for m, _ in modes) if plain else ():
+            module.__dict__["training"] = False
+        for member in () if plain else members:
+            member.eval()
+        yield
+    finally:
+        for module, mode in modes:
+            if plain:
+                module.__dict__["training"] = mode
+            else:
+                module.training = mode
