@@ -90,6 +90,7 @@ WORKLOADS = (
     Workload("bert-base eager attention", 32, 256, attention="eager"),
     Workload("lstm attention as in Echo", 128, 100, 512),
     Workload("lstm attention longer", 128, 200, 512),
+    Workload("bert-base larger", 64, 256, attention="sdpa"),
 )
 TINY = (
     Workload("lstm attention", 4, 12, 64),
