@@ -32,7 +32,7 @@ from outcore.planner.keeping import Keeping
 
 MARGIN = 0.02
 """What `within` leaves free of a budget on a GPU."""
-LADDER = ("0.96", "0.91", "0.86", "0.8", "0.72")
+LADDER = ("0.95", "0.88", "0.8")
 """What plans for CUDA graphs use of a budget, one after the other, until one keeps to it."""
 PEERS = {
     "densenet121-1x4096-tf32": ["0.21"],
@@ -49,7 +49,9 @@ def ways_of(case: Case, shares: list[str]) -> list[str]:
     kinds = ["", " reassociated"] if case.has_batch_norms else [""]
     ways = [f"outcore {share}{' graphs' if case.small else ''}{norms}" for norms in kinds for share in every]
     ways = [way for way in ways if "least" not in way or "reassociated" not in way]
-    return [f"{way} /{part}" for way in ways for part in LADDER] if case.small else ways
+    if not case.small:
+        return ways
+    return [f"{way} /{part}" for way in ways for part in LADDER if "least" not in way or part == LADDER[-1]]
 
 
 def search(keeping: Keeping, share: str, plain_bytes: int, search_s: float, used: float) -> tuple[Assignment, int]:
@@ -74,12 +76,15 @@ def plan_case(case: Case, keeping: Keeping, ways: list[str], search_s: float) ->
     graph, costs, rate = replace(keeping.graph, executable=here.executable), keeping.costs, keeping.memory_bytes_per_s
     fusible = norms_of(here, here.module.model)
     plain = Keeping(graph, costs, 0.0, keeping.tier, rate)
+    hopeless: set[str] = set()
     for way in ways:
+        if way.partition(" /")[0] in hopeless:
+            continue  # with less there is no plan either
         _, share, *flags = way.partition(" /")[0].split()
-        graphs, tier = "graphs" in flags, None if "graphs" in flags else keeping.tier
+        graphs = "graphs" in flags
         fused = worth_fusing(fusible, costs, rate, issued=not graphs) if "reassociated" in flags else {}
         taken = as_fused(costs, fused, rate) if fused else costs
-        use = Keeping(graph, taken, 0.0, tier, rate, draws=not graphs)
+        use = Keeping(graph, taken, 0.0, keeping.tier, rate, draws=not graphs)
         if graphs:
             standing(use)
         begun, used = time.time(), float(way.partition(" /")[2] or 1 - MARGIN)
@@ -89,6 +94,7 @@ def plan_case(case: Case, keeping: Keeping, ways: list[str], search_s: float) ->
         missed, took = "" if row["predicted_peak"] <= used * budget else "  MISSED", time.time() - begun
         told = f"{peak:.3f} at {row['predicted_slowdown']:.3f}x{missed}, floor {floor:.3f} ({took:.0f} s)"
         print(f"{case.label} {way}: {told}", flush=True)
+        hopeless |= {way.partition(" /")[0]} if missed else set()
         yield way, row
 
 
@@ -112,9 +118,10 @@ def described(keeping: Keeping, assignment: Assignment, budget: int, plain: Keep
 
 
 def standing(keeping: Keeping) -> None:
-    """CUDA graphs have gradients from the beginning, and inputs twice."""
+    """CUDA graphs have gradients from the beginning, each a moment in two places, and inputs twice."""
     there = np.array([moment.bytes.gradients for moment in keeping.plain.moments])
-    keeping.base = keeping.base + there.max() - there + keeping.plain.moments[0].bytes.inputs
+    copied = np.maximum(np.diff(there, prepend=0), 0)
+    keeping.base = keeping.base + there.max() - there + copied + keeping.plain.moments[0].bytes.inputs
 
 
 def read(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
@@ -138,7 +145,7 @@ def main() -> None:
             print(f"{case.label}: no costs", flush=True)
             continue
         ends = tuple(args.ways.split(","))
-        ways = [way for way in ways_of(case, args.shares.split(",")) if way.endswith(ends)]
+        ways = [way for way in ways_of(case, args.shares.split(",")) if way.partition(" /")[0].endswith(ends)]
         for way, plan in plan_case(case, keeping, ways, args.search_s):
             known = read(args.out)
             known.setdefault(case.label, {})[way] = plan

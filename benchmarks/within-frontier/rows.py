@@ -93,7 +93,8 @@ def results() -> dict[Key, Found]:
 def _point(how: str, row: Row, base: Row, *, old: bool) -> Point:
     taken = row["reserved"] if "graphs" in how else row["peak"]
     asked = how.split()[1] if how.startswith("outcore") else ""
-    budget = row.get("budget") if asked == "least" else float(asked) * base["peak"] if asked else None
+    budget = float(asked) * base["peak"] if asked and asked != "least" else row.get("budget")
+    budget = None if asked == "least" and "graphs" in how else budget
     return Point(how, row["ms"] / base["ms"], taken / base["peak"], budget is None or taken <= budget, old, row)
 
 

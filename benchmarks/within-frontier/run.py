@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import multiprocessing
 import os
@@ -172,7 +173,7 @@ def prepare(case: Case, given: argparse.Namespace) -> Prepared:
     plans = read(given.plans).get(case.label, {}) if given.plans is not None else {}
     if keeping is None:
         return Prepared(case, 1500 * case.batch * case.side**2)
-    return Prepared(case, keeping.plain.peak_bytes, keeping.costs, plans)
+    return Prepared(case, keeping.plain.peak_bytes, keeping, plans)
 
 
 def preload() -> None:
@@ -185,6 +186,7 @@ def preload() -> None:
     with contextlib.suppress(ImportError):
         import triton  # noqa: F401
     assert not torch.cuda.is_initialized()
+    gc.freeze()  # else every process looks through all of this again and again while it measures
 
 
 def awake() -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import cases
 import torch
@@ -18,15 +19,16 @@ from cases import Case
 from networks import Alone, Training, checkpoint_blocks
 
 from outcore.cost.buffers import buffers_of
-from outcore.cost.costs import Costs
 from outcore.cost.optimizer import OptimizerCost
 from outcore.cost.saved import account
 from outcore.errors import PlanError
 from outcore.graph import Graph, capture
 from outcore.graph.capture import arguments_as_called
 from outcore.graph.keys import key_of
+from outcore.memory import proposal
 from outcore.memory.governor import Governor, Settings
 from outcore.memory.graph_pool import give_back
+from outcore.planner.keeping import Keeping
 
 Row = dict[str, Any]
 Enter = Callable[[], None]
@@ -42,7 +44,8 @@ class Prepared:
     case: Case
     plain_bytes: int
     """Predicted peak of the plain step."""
-    costs: Costs | None = None
+    keeping: Keeping | None = None
+    """Its costs, with the link and the memory as they were measured without others."""
     plans: dict[str, Row] = field(default_factory=dict)
     graph: Graph | None = None
     plain_peak: int | None = None
@@ -57,12 +60,17 @@ class Prepared:
             yield from (way for way in self.plans if ("reassociated" in way) == norms)
         yield "save_on_cpu"
 
+    @property
+    def warm(self) -> int:
+        """Steps before the machine is asked for; a large one is warm after one."""
+        return 2 if self.case.small else 1
+
     def gib(self, way: str) -> float:
         """About what a way will have reserved at most; half of it can be holes."""
         plain = self.plain_bytes / 2**30
         if way in self.plans:
             return min(1.6 * self.plans[way]["budget"] / 2**30, 1.3 * plain) + (1.5 if self.case.small else 1.0)
-        return {"save_on_cpu": 0.5, "plain": 1.2, "checkpoint per block": 1.0}.get(way, 1.1) * plain + 1.0
+        return {"save_on_cpu": 0.5, "plain": 1.2, "checkpoint per block": 1.1}.get(way, 1.1) * plain + 1.0
 
     def host_gib(self, way: str) -> float:
         """What a way will pin."""
@@ -73,9 +81,9 @@ class Prepared:
     def most(self, way: str) -> float:
         """What CUDA graphs may reserve; others are held against their budget in the table alone."""
         share = way.split()[1]
-        if "graphs" not in way or self.plain_peak is None:
+        if "graphs" not in way or share == "least" or self.plain_peak is None:
             return float("inf")
-        return self.plans[way]["budget"] if share == "least" else float(share) * self.plain_peak
+        return float(share) * self.plain_peak
 
     def measured(self, way: str, alone: Alone, enter: Enter, caches: Path | None = None) -> Row:
         """One row of the table; `enter` waits until there is memory."""
@@ -85,7 +93,7 @@ class Prepared:
             return {**self.plans[way], "policy": None, "error": "no plan was found within this budget"}
         enter()
         if way == "plain":
-            row = self.case.fresh().measured(alone)
+            row = self.case.fresh().measured(alone, self.warm)
             self.plain_peak = row["peak"]
             return row
         if way in self.plans:
@@ -94,7 +102,7 @@ class Prepared:
         if way == "checkpoint per block":
             training = self.case.fresh()
             checkpoint_blocks(self.case.name, training.model)
-            return training.measured(alone)
+            return training.measured(alone, self.warm)
         return saved_on_cpu(self.case, alone)
 
     def ours(self, way: str, alone: Alone) -> Row:
@@ -119,7 +127,7 @@ class Prepared:
             kinds[policy] = kinds.get(policy, 0) + 1
         facts |= {"policies": kinds, "fused": len(entry.holding.instead), "planned_peak": governor.plan.peak_bytes}
         try:
-            return {**facts, **training.measured(alone, most=self.most(way))}
+            return {**facts, **training.measured(alone, self.warm, most=self.most(way))}
         finally:
             del training.model.__dict__["forward"]
 
@@ -127,8 +135,11 @@ class Prepared:
         """As `outcore.within`, with a plan that is there already; the table shows whether it keeps to its budget."""
         flags = {"graphs": "graphs" in way, "reassociated": "reassociated" in way}
         settings = Settings(None, OptimizerCost.of(0.0, cases.DEVICE), 0, policy, **flags)
-        governor = Governor(training.model, settings, self.costs)
-        with self.case.precision():
+        assert self.keeping is not None
+        tier, rate = self.keeping.tier, self.keeping.memory_bytes_per_s
+        governor = Governor(training.model, settings, self.keeping.costs)
+        known = patch.multiple(proposal, measured_tier=lambda _: tier, memory_rate=lambda _: rate)
+        with known, self.case.precision():  # others use the link now
             call = arguments_as_called(training.model, (training.images,))
             governor.admit(key_of(training.model, *call), *call, graph=self.graph)
         training.model.__dict__["forward"] = governor
@@ -145,7 +156,7 @@ def saved_on_cpu(case: Case, alone: Alone) -> Row:
             inner()
 
     training.step = step  # type: ignore[method-assign]
-    return training.measured(alone, warm=1, least=2 if case.small else 1)
+    return training.measured(alone, warm=1, least=1)
 
 
 def compiled(case: Case, budget: float, alone: Alone, enter: Enter, caches: Path | None) -> Row:
@@ -173,7 +184,7 @@ def compiled(case: Case, budget: float, alone: Alone, enter: Enter, caches: Path
     training.step()
     if kept is not None and not before and (saved := torch.compiler.save_cache_artifacts()) is not None:
         kept.write_bytes(saved[0])
-    return {**took, "compiled_before": before, **training.measured(alone)}
+    return {**took, "compiled_before": before, **training.measured(alone, warm=1)}
 
 
 def clean() -> None:
