@@ -146,6 +146,7 @@ def rows(case: Case, device: torch.device, shares: Iterable[float], seconds: flo
             "budget": budget,
             "predicted": plan.peak_bytes,
             "reserved": plan.reserved_bytes,
+            "predicted_phases": predicted_phases(plan),
             "slowdown": plan.slowdown,
             "state": "" if plan.state.idle else str(plan.state),
             "replanned": plan is not first,
@@ -189,7 +190,29 @@ def peaks(trained: Trained, watched: int) -> Row:
             torch.cuda.synchronize()
             most = max(most, torch.cuda.max_memory_allocated())
         found.append(most)
-    return {"first": found[0], "measured": found[1]}
+    return {"first": found[0], "measured": found[1], "phases": phases(trained)}
+
+
+def phases(trained: Trained) -> list[int]:
+    """The peaks of forward, backward and the optimizer's step."""
+    found = []
+    trained.optimizer.zero_grad()
+    for part in trained.parts():
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        part()
+        torch.cuda.synchronize()
+        found.append(torch.cuda.max_memory_allocated())
+    return found
+
+
+def predicted_phases(plan: Any) -> list[int]:
+    """What is predicted of the same."""
+    curve, moments = plan.outcome.curve, plan.keeping.plain.moments
+    most = {m.phase: 0 for m in moments}
+    for moment, size in zip(moments, curve, strict=False):
+        most[moment.phase] = max(most[moment.phase], int(size) + plan.reserved_bytes)
+    return list(most.values())
 
 
 def counted(trained: Trained) -> int:

@@ -87,10 +87,23 @@ class Trained:
     def step(self) -> None:
         """One step of training."""
         self.optimizer.zero_grad()
+        for part in self.parts():
+            part()
+
+    def parts(self) -> tuple[Callable[[], None], ...]:
+        """Forward, backward, the optimizer's step."""
+        return self.forward, self.backward, self.optimizer.step
+
+    def forward(self) -> None:
+        """Up to the loss."""
         with self.autocast():
             output = self.model(self.batch)
-        loss_of(output).backward()
-        self.optimizer.step()
+        self.loss = loss_of(output)
+
+    def backward(self) -> None:
+        """The gradients."""
+        self.loss.backward()
+        del self.loss
 
 
 def model_of(name: str) -> nn.Module:

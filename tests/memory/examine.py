@@ -39,8 +39,8 @@ PRECISIONS = ("fp32", "bf16 channels_last")
 Numbers = dict[str, torch.Tensor]
 Outcome = Literal["equal", "equal where plain repeats itself", "runs as it is", "not trainable", "unequal"]
 
-_FIRST, _MORE = 3, 9
-"""Plain steps to see which numbers vary; further ones before a number is said to differ."""
+_MORE = 9
+"""Further plain steps, to see which numbers vary, before one is said to differ."""
 _NEAR = 4.0
 """Times the distance between plain steps, for numbers that vary in them."""
 
@@ -59,27 +59,24 @@ class Verdict:
 def examine(foreign: Foreign, device: torch.device, precision: str) -> Verdict:
     """Train a model for one step, plainly and under every policy."""
     ways = [(precision, False)] if precision == "fp32" else [(precision, False), ("bf16", False)]
-    refused = ""
+    refused, varying = "", None
     for way, strict in [*ways, *((way, True) for way, _ in ways)]:
         with _deterministic(strict=strict):
             try:
                 case = _Case(foreign, device, way)
                 plain = _Plain([case.step(case.plainly) for _ in range(2)])
             except RuntimeError as error:
-                refused = refused or str(error).splitlines()[0]
+                refused = refused or str(error).partition(", but you set")[0].splitlines()[0]
                 continue
-            if plain.varying and not strict and device.type == "cuda":
+            if plain.varying and not strict:
+                varying = varying or (case, plain)
                 continue
             return case.verdict(plain, note=_note(precision, way, strict=strict, refused=refused))
+    if varying is None:
+        return Verdict("not trainable", refused)
+    case, plain = varying
     with _deterministic(strict=False):
-        for way, _ in ways:
-            try:
-                case = _Case(foreign, device, way)
-                plain = _Plain([case.step(case.plainly) for _ in range(_FIRST)])
-            except RuntimeError:
-                continue
-            return case.verdict(plain, note=refused)
-    return Verdict("not trainable", refused)
+        return case.verdict(plain, note=refused)
 
 
 def _note(asked: str, way: str, *, strict: bool, refused: str) -> str:

@@ -9,6 +9,7 @@ from torch import nn
 import outcore
 from outcore.memory import governor as governors
 from outcore.memory.governor import Governor
+from outcore.memory.observer import Observer
 
 
 class Counter:
@@ -150,3 +151,11 @@ def test_a_step_that_needs_nothing_is_watched_for_its_budget(monkeypatch: pytest
     assert not outcore.memory_plan(model).policy
     steps(model, images, 4)
     assert outcore.memory_plan(model).policy and counter.resets > 3
+
+
+def test_what_libraries_keep_is_no_memory_of_others() -> None:
+    model, images = network()
+    counter = Counter(10_000_000, others=1_000_000 + sum(p.nbytes for p in model.parameters()) + images.nbytes)
+    observer = Observer(model, 0, library_bytes=700_000, meter=counter)
+    observer.look([images])
+    assert observer.others == 300_000

@@ -181,8 +181,9 @@ class Governor:
         if entry.graphed is None:
             self.make_room(holding.offloaded_bytes)
         if not self.settings.graphs:
-            state = self.settings.optimizer.state_bytes(plan.keeping.costs.parameters)
-            entry.observer = Observer(self.model, state, meter_for(self.device))
+            costs = plan.keeping.costs
+            state = self.settings.optimizer.state_bytes(costs.parameters)
+            entry.observer = Observer(self.model, state, costs.library_bytes, meter_for(self.device))
             if found.fused and self.costs is not None:
                 entry.library_s = found.library_s
 

@@ -3,8 +3,8 @@
 A prediction can miss what a library allocates for itself. So the allocator's peak is read over two steps, after one
 that warms up. If it is above the budget, the plan is made again with as much less; if nothing smaller is possible, that
 is said. Memory of others on the device (a second model, data loaded ahead) is taken off first: what is allocated when
-forward begins and is neither the model's own nor the optimizer's. Where state lives below the device, what of it is not
-at home counts.
+forward begins and is neither the model's own nor the optimizer's, nor what libraries keep for themselves. Where state
+lives below the device, what of it is not at home counts.
 
 Watching resets the allocator's peak and waits for the device at the beginning of the first steps; from the fourth on it
 is gone.
@@ -91,8 +91,9 @@ def meter_for(device: torch.device) -> Meter | None:
 class Observer:
     """Looks at the beginning of every forward."""
 
-    def __init__(self, model: nn.Module, state_bytes: int, meter: Meter | None) -> None:
-        self.model, self.state_bytes, self.meter = weakref.ref(model), state_bytes, meter
+    def __init__(self, model: nn.Module, state_bytes: int, library_bytes: int, meter: Meter | None) -> None:
+        self.model, self.state_bytes, self.library_bytes = weakref.ref(model), state_bytes, library_bytes
+        self.meter = meter
         self.steps = 0
         self.peak = 0
         self.others = 0
@@ -112,7 +113,7 @@ class Observer:
         if self.steps > _WARM_UPS + _WATCHED:
             return Measured(self.peak if self.meter is not None else None, self.fastest_s)
         if self.meter is not None:
-            known = self.own(keeper) + sum(t.nbytes for t in tensors)
+            known = self.library_bytes + self.own(keeper) + sum(t.nbytes for t in tensors)
             self.others = max(0, self.meter.allocated() - known)
             self.meter.reset()
         self.began = time.perf_counter()
