@@ -13,14 +13,22 @@ Key = tuple[str, int, int, bool]
 
 
 def found(pattern: str) -> dict[tuple[Key, str, bool], dict[str, Any]]:
-    """Network and way -> the newest row of it that was timed; call by call, or as CUDA graphs."""
+    """Network and way -> the newest row of it that was timed; call by call, or as CUDA graphs.
+
+    Gradients may have been compared in another run.
+    """
     rows: dict[tuple[Key, str, bool], dict[str, Any]] = {}
+    effects: dict[tuple[Key, str], dict[str, Any]] = {}
     for path in sorted((HERE / "results").glob(pattern)):
         for row in json.loads(path.read_text())["rows"]:
+            if "last" not in row:
+                continue
+            key = (row["model"], row["batch"], row["side"], row["last"])
+            if "off" in row:
+                effects[key, row["how"]] = {name: row[name] for name in ("off", "cosine", "worst_off")}
             if "over" in row:
-                key = (row["model"], row["batch"], row["side"], row["last"])
                 rows[key, row["how"], row.get("graphs", False)] = row
-    return rows
+    return {(key, how, graphs): effects.get((key, how), {}) | row for (key, how, graphs), row in rows.items()}
 
 
 def name_of(key: Key) -> str:
