@@ -226,19 +226,23 @@ class Keeping:
                 found[name] = how
         return {name: found[name] for name in self.buffers if name in found}
 
+    @cached_property
+    def _saved_at(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Where each buffer is needed first and last if nothing is made again."""
+        saved = {name: buffer.savers for name, buffer in self.buffers.items() if buffer.savers}
+        return {name: max(at) for name, at in saved.items()}, {name: min(at) for name, at in saved.items()}
+
     def _needs(self, policy: Mapping[str, str]) -> tuple[dict[str, int], dict[str, int]]:
         """Where each buffer is needed first and last in backward (positions of calls: backward counts down)."""
-        first: dict[str, int] = {}
-        last: dict[str, int] = {}
-        for name, buffer in self.buffers.items():
-            if buffer.savers:
-                first[name], last[name] = max(buffer.savers), min(buffer.savers)
+        first, last = map(dict, self._saved_at)
         for buffer in self.newest_first:
             if policy.get(buffer.name) != "recompute" or (start := first.get(buffer.name)) is None:
                 continue
             for source in buffer.sources:
-                first[source] = max(first.get(source, -1), start)
-                last[source] = min(last.get(source, start), start)
+                if first.get(source, -1) < start:
+                    first[source] = start
+                if last.get(source, start) >= start:
+                    last[source] = start
         return first, last
 
     def _on_the_way(self, name: str, policy: Mapping[str, str]) -> bool:
