@@ -23,6 +23,7 @@ from outcore.errors import FuseError
 from outcore.fusion.aliasing import state_in_place, unsafe_write, written_values
 from outcore.fusion.call import Randomness, rnn_weights_anywhere, settings
 from outcore.fusion.chain import Chain, chains_of
+from outcore.fusion.joins import joins_of
 from outcore.fusion.rules import RANDOM, is_random
 from outcore.fusion.stack import Stack
 from outcore.fusion.tape import FusedTape
@@ -66,6 +67,8 @@ class Program:
     """Values that are parameters or buffers themselves, and are written as such."""
     chains: dict[str, Chain] = field(default_factory=dict)
     """Norms that take what stands around them along, by each call in them."""
+    joins: dict[str, str] = field(default_factory=dict)
+    """Calls that join maps for a 1x1 convolution alone, and that."""
 
     @classmethod
     def record(cls, members: Sequence[Training], args: tuple[Any, ...], unfused: Sequence[str] = ()) -> Program:
@@ -103,6 +106,7 @@ class Program:
             written=written_values(graph),
             state_values=state_in_place(recording),
             chains=chains_of(graph, recording.steps, members[0]),
+            joins=joins_of(graph, recording.steps, members[0]),
         )
 
     def outdated(self) -> bool:

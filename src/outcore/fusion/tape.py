@@ -20,7 +20,7 @@ from outcore.fusion.chain import Chain, pays
 from outcore.fusion.rules import norm_in_one_pass, out_of_place, run, writes_nothing
 from outcore.fusion.stack import Stack
 from outcore.fusion.training import Training
-from outcore.fusion.values import Stacked
+from outcore.fusion.values import Joined, Stacked, is_repeated
 from outcore.graph.recording import Recording, Ref, Step, Tape, fill
 from outcore.graph.structure import leaves
 
@@ -79,16 +79,29 @@ class FusedTape(Tape):
             call.per_member_args = tuple(self._arguments(step, b) for b in range(self.count))
         if (chain := self._chain(step)) is not None:
             result = self._in_chain(step, chain, call)
+        elif (joined := self._left_apart(step, call)) is not None:
+            result = joined
         elif self._unfused(step.name) and call.varies:
             result = call.one_by_one()
         else:
             result = run(call)
-        for name, (_, value) in zip(step.outputs, leaves(result, (torch.Tensor, Stacked)), strict=True):
+        for name, (_, value) in zip(step.outputs, leaves(result, (torch.Tensor, Stacked, Joined)), strict=True):
             self.values[name] = value
         for new, old in step.rebinds:
             self.values[new] = self.values[old]
         for name in step.drop:
             self.values.pop(name, None)
+
+    def _left_apart(self, step: Step, call: FusedCall) -> Joined | None:
+        """The parts of a value that only a 1x1 convolution reads, where joining them would repeat one of them."""
+        reader = self.program.joins.get(step.name)
+        if reader is None or any(name in self.program.differing or self._unfused(name) for name in (step.name, reader)):
+            return None
+        parts = tuple(call.args[0] if call.args else call.kwargs["tensors"])
+        if not all(isinstance(part, Stacked) for part in parts) or len({is_repeated(part) for part in parts}) == 1:
+            return None
+        call.note("fused")
+        return Joined(parts)
 
     def _unfused(self, name: str) -> bool:
         block = name.removeprefix("model.")

@@ -17,7 +17,17 @@ import torch
 
 from outcore.graph.structure import leaves, substitute
 
-__all__ = ["Stacked", "fold_batch", "fold_channels", "is_stacked", "member_of", "stack_results", "unfold_channels"]
+__all__ = [
+    "Joined",
+    "Stacked",
+    "fold_batch",
+    "fold_channels",
+    "is_repeated",
+    "is_stacked",
+    "member_of",
+    "stack_results",
+    "unfold_channels",
+]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,6 +45,19 @@ class Stacked:
     def rank(self) -> int:
         """Dimensions of one member's value."""
         return self.tensor.dim() - 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Joined:
+    """Parts of one value along its channels, left apart (`outcore.fusion.joins`)."""
+
+    parts: tuple[Stacked, ...]
+
+
+def is_repeated(part: Stacked) -> bool:
+    """Whether ``[B, N, C, *space]`` is one position, seen again and again."""
+    space = list(zip(part.tensor.shape[3:], part.tensor.stride()[3:], strict=True))
+    return any(size > 1 for size, _ in space) and all(size == 1 or stride == 0 for size, stride in space)
 
 
 def is_stacked(tree: Any) -> bool:

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 
 from outcore.fusion.rules.depthwise import depthwise, is_depthwise
-from outcore.fusion.rules.matmul import pointwise, pointwise_shared
-from outcore.fusion.values import Stacked, fold_channels, unfold_channels
+from outcore.fusion.rules.matmul import pointwise, pointwise_joined, pointwise_shared
+from outcore.fusion.values import Joined, Stacked, fold_channels, unfold_channels
 
 __all__ = ["WAYS", "Convolution", "collecting", "decide", "way"]
 
@@ -81,6 +81,8 @@ class Convolution:
 
     def fused(self, x: Any, weight: Any, bias: Any) -> Any:
         """For all members; NotImplemented where there is nothing to fuse."""
+        if isinstance(x, Joined):
+            return pointwise_joined(x, weight.tensor.flatten(2), None if bias is None else bias.tensor)
         value = x.rank if isinstance(x, Stacked) else x.dim()
         if value != self.dims + 2 or (isinstance(weight, Stacked) and not isinstance(bias, Stacked | None)):
             return NotImplemented

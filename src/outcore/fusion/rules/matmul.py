@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from outcore.fusion.values import Stacked
+from outcore.fusion.values import Joined, Stacked, is_repeated
 
-__all__ = ["linear", "pointwise", "pointwise_shared"]
+__all__ = ["linear", "pointwise", "pointwise_joined", "pointwise_shared"]
 
 
 def linear(x: Any, weight: Any, bias: Any) -> Any:
@@ -57,6 +57,23 @@ def _lowered(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
         return list(tensors)
     low = torch.get_autocast_dtype(device)
     return [t.to(low) if t is not None else None for t in tensors]
+
+
+def pointwise_joined(joined: Joined, weight: torch.Tensor, bias: torch.Tensor | None) -> Stacked:
+    """Of parts along the channels, at least one of them repeated: that one once, then added everywhere."""
+    sizes = [part.tensor.shape[2] for part in joined.parts]
+    repeated: torch.Tensor | None = None
+    whole: torch.Tensor | None = None
+    for part, own in zip(joined.parts, weight.split(sizes, 2), strict=True):
+        if is_repeated(part):
+            first = part.tensor.flatten(3)[..., :1].unflatten(3, [1] * (part.rank - 2))
+            made = pointwise(Stacked(first), own, bias if repeated is None else None).tensor
+            repeated = made if repeated is None else repeated + made
+        else:
+            made = pointwise(part, own, None).tensor
+            whole = made if whole is None else whole + made
+    assert repeated is not None and whole is not None
+    return Stacked(whole + repeated)
 
 
 def pointwise_shared(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Stacked:
