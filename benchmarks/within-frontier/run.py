@@ -46,7 +46,9 @@ import outcore  # noqa: E402
 
 Job = tuple[str, list[str]]
 """A case, and the ways of it that are to be measured."""
-TOLD = "ms peak reserved budget compile_s error skipped rounds asked_s begun_s at_s".split()
+LAST = "save_on_cpu"
+"""What takes longest and tells least, for all cases when all else is done."""
+TOLD = "ms peak reserved budget compile_s error skipped rounds alone_s asked_s begun_s at_s".split()
 
 
 class Lanes:
@@ -170,7 +172,7 @@ class Lanes:
 def prepare(case: Case, given: argparse.Namespace) -> Prepared:
     """A case with its costs and plans."""
     keeping = case.costs(given.costs) if given.costs is not None else None
-    plans = read(given.plans).get(case.label, {}) if given.plans is not None else {}
+    plans = {way: plan for path in given.plans for way, plan in read(path).get(case.label, {}).items()}
     if keeping is None:
         return Prepared(case, 1500 * case.batch * case.side**2)
     return Prepared(case, keeping.plain.peak_bytes, keeping, plans)
@@ -220,7 +222,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="only these cases, as resnet50-1x4096-tf32, or parts of their names")
     parser.add_argument("--ways", default="", help="only the ways that begin so, as 'plain,outcore 0.33'")
     parser.add_argument("--costs", type=Path, help="a folder that costs.py has written")
-    parser.add_argument("--plans", type=Path, help="what plans.py has written")
+    parser.add_argument("--plans", type=Path, nargs="+", default=[], help="what plans.py has written; later ones count")
     parser.add_argument("--caches", type=Path, help="a folder of what was compiled")
     parser.add_argument("--compile", default="0.5", help="memory budgets for torch.compile")
     parser.add_argument("--compile-only", default="", help="compile only these cases")
@@ -237,6 +239,9 @@ def main() -> None:
     starts = tuple(given.ways.split(","))
     found = cases_of(given.only, given.sizes)
     rows = [(c.label, [w for w in prepare(c, given).ways if w.startswith(starts)]) for c in found]
+    rows = [(label, [w for w in ways if w != LAST]) for label, ways in rows] + [
+        (label, [LAST]) for label, ways in reversed(rows) if LAST in ways
+    ]
     peers = [f"compile budget {budget}" for budget in given.compile.split(",") if budget]
     compiled = [(c.label, peers) for c in cases_of(given.compile_only or given.only, given.sizes) if peers]
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
