@@ -34,6 +34,10 @@ class GraphPool:
         self.stream = self._streams[device]
         self.handle: Any = None
 
+    def fresh(self) -> GraphPool:
+        """Another memory, on the same stream."""
+        return GraphPool(self.device, self.tier)
+
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
         """Run something on the stream that will be recorded, after all before and before all after."""

@@ -6,7 +6,8 @@ the backward graph finds it. What leaves for the host is copied on streams that 
 again before either graph ends, so a copy out is over when backward begins. One forward can be under way at a time: a
 second one before the first backward, or one whose inputs need gradients, runs call by call.
 
-Gradients have memory of their own (`graph_gradients`) and are handed out as they lie there.
+What the allocator leaves unused between tensors is made less by a second recording (`spacing`). Gradients have memory
+of their own (`graph_gradients`) and are handed out as they lie there.
 """
 
 from __future__ import annotations
@@ -20,17 +21,21 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from outcore.graph.preserve import ModelState, state_tensors
-from outcore.graph.recording import Ref
+from outcore.graph.recording import Ref, Tape
 from outcore.graph.structure import leaves, substitute
 from outcore.memory.graph_gradients import Places
 from outcore.memory.graph_pool import GraphPool, give_back, growing_segments
+from outcore.memory.growing import reserved_by
 from outcore.memory.holding import Holding
 from outcore.memory.passage import Pass
+from outcore.memory.spacing import Spacer, Spacing, best_spacers
 from outcore.memory.tiers import HostTier
 
 __all__ = ["Graphed"]
 
 _WARM_UPS = 2
+_WORTH = 0.99
+"""What a second recording must take at most of the first."""
 
 
 class Graphed:
@@ -75,31 +80,47 @@ class Graphed:
         device, size = self.parameters[0].device, self.holding.offloaded_bytes
         self.tier = HostTier(device, size) if size else None
         self.pool = pool = GraphPool(device, self.tier)
-        forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with growing_segments():
             with pool.beside():
                 for _ in range(_WARM_UPS):
                     outputs = self.run()
                     self.wanted = _wanted(outputs)
-                    self.gradients = [
-                        torch.zeros_like(o) for o, wanted in zip(outputs, self.wanted, strict=True) if wanted
-                    ]
+                    self.gradients = [torch.zeros_like(o) for o, w in zip(outputs, self.wanted, strict=True) if w]
                     self.differentiate(outputs)
             before.restore()
-            give_back()
-            if self.tier is not None:
-                self.tier.empty()
-            with pool.recorded(forward):
-                outputs = self.run()
-            self.outputs = [(_unowned(o), o.requires_grad) for o in outputs]
-            give_back()
-            with pool.recorded(backward):
-                self.found = self.differentiate(outputs)
-        self.graphs = (forward, backward)
+            spacers = self.record(pool, Spacing(device), trace=True)
+            if spacers:
+                self.graphs = None
+                self.record(pool.fresh(), Spacing(device, spacers))
         before.restore()
         del before
         give_back()
-        self.bytes = pool.bytes + self.places.memory.nbytes + sum(t.nbytes for t in self.inputs)
+        self.bytes = self.pool.bytes + self.places.memory.nbytes + sum(t.nbytes for t in self.inputs)
+
+    def record(self, pool: GraphPool, spacing: Spacing, *, trace: bool = False) -> list[Spacer]:
+        """Record both graphs; spacers with which they would take less memory, if it is traced."""
+        give_back()
+        if self.tier is not None:
+            self.tier.empty()
+        self.pool = pool
+        forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        trace = trace and spacing.trace()
+        with pool.recorded(forward):
+            outputs = self.run(spacing)
+        spacing.turn()
+        self.outputs = [(_unowned(o), o.requires_grad) for o in outputs]
+        give_back()
+        with pool.recorded(backward):
+            self.found = self.differentiate(outputs)
+        self.graphs = (forward, backward)
+        if not trace:
+            return []
+        taken = pool.bytes
+        events, steps = spacing.traced(pool.segments())
+        if reserved_by(events) != taken:  # an allocator with other rules
+            return []
+        spacers, least = best_spacers(events, steps)
+        return spacers if least < _WORTH * taken else []
 
     def free(self) -> None:
         """Give the graphs' memory back."""
@@ -108,10 +129,11 @@ class Graphed:
             del self.outputs, self.gradients, self.inputs, self.places, self.pool, self.tier
             give_back()
 
-    def run(self) -> list[torch.Tensor]:
+    def run(self, spacing: Spacing | None = None) -> list[torch.Tensor]:
         """One pass; its outputs."""
         torch.clear_autocast_cache()  # what autocast makes of weights must be made in the graph, in every step
-        result = Pass(self.holding, self.model, self.inputs, self.tier).forward()
+        perform = spacing.perform if spacing is not None else Tape.step
+        result = Pass(self.holding, self.model, self.inputs, self.tier, perform).forward()
         torch.clear_autocast_cache()
         self.template = self.holding.recording.result
         return [t for _, t in leaves(result, torch.Tensor)]

@@ -1,0 +1,175 @@
+"""Fewer holes in the memory of CUDA graphs, by spacers.
+
+Where the allocator puts a tensor follows from what is free at that moment, so a piece of memory that is taken for a
+while and never used, a *spacer*, moves what comes after it to other places. It costs no time: a graph records what
+runs, not what is allocated. The first recording tells in which order tensors come and go. The allocator's rules are
+known (`growing`), so any spacer can be tried on that order without recording again; the best one found in a moment is
+put into the second recording. On six networks the holes shrank from 3 to 21 % of the memory to 1 to 6 %.
+
+A spacer comes before a step of forward, and goes before another or when backward begins.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from outcore.graph.recording import Step, Tape
+from outcore.memory.growing import Event, reserved_by
+
+__all__ = ["Spacer", "Spacing", "best_spacers"]
+
+_MIB = 2**20
+_SEED, _MOST = 0, 3
+
+
+@dataclass(frozen=True, slots=True)
+class Spacer:
+    """A piece of memory that is there for a while."""
+
+    bytes: int
+    begins: int
+    """The step of forward before which it comes."""
+    ends: int | None = None
+    """The step before which it goes; none: when backward begins."""
+
+
+@dataclass
+class Spacing:
+    """Follows a recording step by step: puts the spacers in, and notes what the allocator is asked for."""
+
+    device: torch.device
+    spacers: Sequence[Spacer] = ()
+    steps: list[int] = field(default_factory=list)
+    """How many tensors had come and gone before every step, and before backward."""
+
+    def __post_init__(self) -> None:
+        self.held: dict[Spacer, torch.Tensor] = {}
+        self.at, self.tracing = 0, False
+
+    def perform(self, tape: Tape, step: Step) -> None:
+        """Run a step of forward."""
+        self.reached(self.at)
+        self.at += 1
+        Tape.step(tape, step)
+
+    def turn(self) -> None:
+        """Forward is over."""
+        self.reached(None)
+
+    def reached(self, at: int | None) -> None:
+        """Before a step, or before backward."""
+        for spacer in [s for s in self.held if s.ends == at]:
+            del self.held[spacer]
+        if self.tracing:
+            self.steps.append(_count(self.device) - self.begun)
+        for spacer in self.spacers:
+            if spacer.begins == at:
+                self.held[spacer] = torch.empty(spacer.bytes, dtype=torch.uint8, device=self.device)
+
+    def trace(self) -> bool:
+        """Begin to note; not if somebody else does."""
+        enabled: Any = getattr(torch._C, "_cuda_isHistoryEnabled", None)
+        if enabled is not None and enabled():
+            return False
+        torch.cuda.memory._record_memory_history("all", context=None, max_entries=2**20)
+        self.tracing, self.begun = True, _count(self.device)
+        return True
+
+    def traced(self, pool: Sequence[Mapping[str, Any]]) -> tuple[list[Event], list[int]]:
+        """What the allocator was asked for in these segments; and how many of that came before every step."""
+        noted = _count(self.device) - self.begun
+        snapshot: Any = torch.cuda.memory._snapshot()
+        torch.cuda.memory._record_memory_history(None)
+        self.tracing = False
+        places = [(s["address"], s["address"] + s["total_size"]) for s in pool]
+        index = self.device.index if self.device.index is not None else torch.cuda.current_device()
+        trace = [e for e in snapshot["device_traces"][index] if e["action"] in ("alloc", "free_completed")]
+        return _ordered(trace[max(0, len(trace) - noted) :], places, self.steps)
+
+
+def _count(device: torch.device) -> int:
+    """How many tensors have come and gone."""
+    stats = torch.cuda.memory_stats_as_nested_dict(device)["allocation"]["all"]
+    return int(stats["allocated"]) + int(stats["freed"])
+
+
+def _ordered(
+    trace: Sequence[Mapping[str, Any]], places: Sequence[tuple[int, int]], steps: Sequence[int]
+) -> tuple[list[Event], list[int]]:
+    """The part of a trace that lies in some places, tensors numbered; and where in it the steps begin."""
+    events: list[Event] = []
+    before: list[int] = []
+    names: dict[int, int] = {}
+    waiting = list(steps)
+    for i, entry in enumerate(trace):
+        while waiting and waiting[0] <= i:
+            before.append(len(events))
+            del waiting[0]
+        address = entry["addr"]
+        if not any(low <= address < high for low, high in places):
+            continue
+        if entry["action"] == "alloc":
+            names[address] = i
+            events.append((i, entry["size"]))
+        elif address in names:
+            events.append((names.pop(address), 0))
+    return events, [*before, *(len(events) for _ in waiting)]
+
+
+def best_spacers(
+    events: Sequence[Event], steps: Sequence[int], *, time_limit_s: float = 2.0
+) -> tuple[list[Spacer], int]:
+    """Spacers with which the allocator takes least, and what it takes; none if that is not less.
+
+    Args:
+        events: tensors as they come and go.
+        steps: number of the event before which every step begins; the last one is the beginning of backward.
+        time_limit_s: for the search.
+    """
+    draw, end = random.Random(_SEED), time.monotonic() + time_limit_s
+    least, found = reserved_by(events), list[Spacer]()
+    floor = _living(events)
+    sizes = sorted({size for _, size in events if size > _MIB} | {n * _MIB for n in (8, 16, 24, 32, 48, 64, 96, 128)})
+    last = len(steps) - 1
+    tries = [Spacer(n * _MIB, 0) for n in range(6, 258, 6)]
+    while time.monotonic() < end and least - floor > 20 * _MIB:
+        if tries:
+            wanted = [tries.pop()]
+        else:
+            begins = draw.randrange(last) if last else 0
+            ends = None if draw.random() < 0.6 or begins + 1 >= last else draw.randrange(begins + 1, last)
+            kept = draw.sample(found, draw.randint(0, min(len(found), _MOST - 1)))
+            wanted = [*kept, Spacer(draw.choice(sizes), begins, ends)]
+        if (taken := reserved_by(events, _beside(wanted, steps))) < least:
+            least, found = taken, wanted
+    return found, least
+
+
+def _beside(spacers: Sequence[Spacer], steps: Sequence[int]) -> dict[int, list[Event]]:
+    """Spacers as tensors that come and go before events; before a step, those that go are first."""
+    last = len(steps) - 1
+    changes: list[tuple[int, int, Event]] = []
+    for i, spacer in enumerate(spacers):
+        changes.append((spacer.begins, 1, (-1 - i, spacer.bytes)))
+        changes.append((last if spacer.ends is None else spacer.ends, 0, (-1 - i, 0)))
+    extra: dict[int, list[Event]] = {}
+    for step, _, event in sorted(changes):
+        extra.setdefault(steps[step], []).append(event)
+    return extra
+
+
+def _living(events: Sequence[Event]) -> int:
+    """The most that lives at a time."""
+    now = most = 0
+    sizes: dict[int, int] = {}
+    for name, size in events:
+        sizes[name] = sizes.get(name, size)
+        now += size or -sizes.pop(name)
+        most = max(most, now)
+    return most

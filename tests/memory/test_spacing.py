@@ -1,0 +1,116 @@
+"""What the allocator would take, against a slow reading of its rules; and spacers that make it take less."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from outcore.graph.recording import Tape
+from outcore.memory.growing import Event, reserved_by
+from outcore.memory.spacing import Spacer, Spacing, _beside, _living, _ordered, best_spacers
+
+MIB = 2**20
+
+
+def slowly(events: list[Event]) -> int:
+    """The same rules, block by block from the beginning of each segment."""
+    rows: dict[bool, list[list[Any]]] = {True: [], False: []}  # name or none, size
+    for name, size in events:
+        if not size:
+            row = next(row for row in rows.values() if any(b[0] == name for b in row))
+            for block in row:
+                block[0] = None if block[0] == name else block[0]
+            joined: list[list[Any]] = []
+            for block in row:
+                if joined and joined[-1][0] is None and block[0] is None:
+                    joined[-1][1] += block[1]
+                else:
+                    joined.append(block)
+            row[:] = joined
+            continue
+        wanted = -(-size // 512) * 512
+        small = wanted <= MIB
+        row = rows[small]
+        fitting = [i for i, b in enumerate(row) if b[0] is None and b[1] >= wanted]
+        inner = [i for i in fitting if i != len(row) - 1]
+        if not fitting:
+            if not row or row[-1][0] is not None:
+                row.append([None, 0])
+            step = 2 * MIB if small else 20 * MIB
+            row[-1][1] += -(-(wanted - row[-1][1]) // step) * step
+        at = min(inner, key=lambda i: (row[i][1], i)) if inner else len(row) - 1
+        rest = row[at][1] - wanted
+        if rest >= 512 if small else rest > MIB:
+            row[at : at + 1] = [[name, wanted], [None, rest]]
+        else:
+            row[at][0] = name
+    return sum(b[1] for row in rows.values() for b in row)
+
+
+def some_events(seed: int, count: int = 120) -> list[Event]:
+    draw, living, events = random.Random(seed), list[int](), list[Event]()
+    for name in range(count):
+        events.append((name, draw.choice([700, 5000, MIB, MIB + 1, 3 * MIB, 7 * MIB, 11 * MIB, 26 * MIB])))
+        living.append(name)
+        while living and draw.random() < 0.48:
+            events.append((living.pop(draw.randrange(len(living))), 0))
+    return events
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_quick_count_is_the_slow_one(seed: int) -> None:
+    events = some_events(seed)
+    assert reserved_by(events) == slowly(events) >= _living(events)
+
+
+def test_the_tail_grows_before_a_new_block_is_made() -> None:
+    assert reserved_by([(1, 25 * MIB)]) == 40 * MIB
+    assert reserved_by([(1, 25 * MIB), (2, 30 * MIB)]) == 60 * MIB  # fifteen were left, twenty more are enough
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_spacers_take_what_they_are_said_to_and_never_more(seed: int) -> None:
+    events = some_events(seed, 200)
+    steps = [*range(0, len(events) // 2, 5), len(events) // 2]
+    spacers, least = best_spacers(events, steps, time_limit_s=0.5)
+    beside = _beside(spacers, steps)
+    whole = [e for i, event in enumerate(events) for e in (*beside.get(i, ()), event)]
+    assert least == slowly(whole) <= slowly(events)
+    assert not spacers or least < slowly(events)
+
+
+def test_a_hole_is_closed() -> None:
+    """What forward works with leaves a hole just too small for what backward needs."""
+    forward: list[Event] = [(1, 24 * MIB), (2, 60 * MIB), (1, 0)]
+    backward: list[Event] = [(3, 30 * MIB), (2, 0)]
+    events, steps = [*forward, *backward], [0, 1, 2, 3]
+    spacers, least = best_spacers(events, steps, time_limit_s=1.0)
+    assert spacers and least < reserved_by(events)
+
+
+def test_what_goes_before_a_step_goes_first() -> None:
+    spacers = [Spacer(5, 1, 2), Spacer(7, 2)]
+    assert _beside(spacers, [0, 4, 9, 12]) == {4: [(-1, 5)], 9: [(-1, 0), (-2, 7)], 12: [(-2, 0)]}
+
+
+def test_a_trace_is_put_in_order() -> None:
+    def entry(action: str, addr: int, size: int = 0) -> dict[str, Any]:
+        return {"action": action, "addr": addr, "size": size}
+
+    trace = [entry("alloc", 100, 8), entry("alloc", 900, 8), entry("free_completed", 100), entry("alloc", 100, 4)]
+    events, steps = _ordered(trace, [(100, 200)], [0, 2, 3, 4])
+    assert events == [(0, 8), (0, 0), (3, 4)] and steps == [0, 1, 2, 3]
+
+
+def test_spacers_are_there_between_their_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[int]] = []
+    spacing = Spacing(torch.device("cpu"), [Spacer(64, 1, 3), Spacer(32, 2)])
+    monkeypatch.setattr(Tape, "step", lambda *_: seen.append(sorted(t.nbytes for t in spacing.held.values())))
+    for _ in range(5):
+        spacing.perform(None, None)  # type: ignore[arg-type]
+    assert seen == [[], [64], [32, 64], [32], [32]]
+    spacing.turn()
+    assert not spacing.held
