@@ -17,7 +17,8 @@ from outcore.memory.windows import Window
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
-pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [] if INTERPRETED else [pytest.mark.gpu, NO_GPU]
 
 
 @pytest.fixture(autouse=True)

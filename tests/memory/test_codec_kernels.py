@@ -18,7 +18,8 @@ from outcore.ops.encoding import GROUP
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
-pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [] if INTERPRETED else [pytest.mark.gpu, NO_GPU]
 TINY = torch.finfo(torch.float32).tiny
 COUNTS = (1, 7, 8, 255, 256, 257, 4095, 4096, 4097, 20_003)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -12,7 +12,7 @@ from torch import nn
 
 import outcore
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
 @pytest.fixture(autouse=True)
