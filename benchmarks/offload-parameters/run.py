@@ -3,20 +3,22 @@
     python benchmarks/offload-parameters/run.py --out results/
 
 VGG-19, AlexNet, ResNet-50 and Inception-v3 with two classes, batch 32, SGD with momentum, on a synthetic set of two
-classes. All ways start from the same weights and see the same batches; after 16 steps their weights are compared, after
-8 and 16 their accuracies. The ways of the source documents are timed over the last seven of these steps. Plain
-training and outcore are then timed in rounds of more steps each, in turn, because the host that issues them is not
-equally fast all the time. A round's time is taken from start to end without looking at the device in between.
+classes. All ways start from the same weights and see the same batches; after some epochs of eight steps their weights
+are compared, bit for bit. Then the ways of the source documents are timed over seven steps (naive: three); plain
+training and outcore in rounds of more steps, in turn, because the host that issues them is not equally fast all the
+time. A round's time is taken from start to end without looking at the device in between. Every model is a process of
+its own, which has the machine alone while it measures.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import gc
 import json
+import multiprocessing
 import platform
 import statistics
+import sys
 import time
 import traceback
 import warnings
@@ -29,6 +31,9 @@ from torch import nn
 from ways import WAYS, Way, wait
 
 from outcore.errors import OutcoreError
+
+sys.path.append(str(Path(__file__).parents[1]))
+from gate import Gate
 
 MODELS = {"vgg19": 224, "alexnet": 224, "resnet50": 224, "inception_v3": 299}
 INTERLEAVED = ("baseline", "outcore", "outcore, update in step()")
@@ -84,7 +89,7 @@ def link(size: int, device: torch.device) -> dict[str, float]:
 
     def seconds(out: bool, back: bool) -> float:
         found = []
-        for _ in range(4):
+        for _ in range(12):
             wait(device)
             start = time.perf_counter()
             if out:
@@ -137,9 +142,10 @@ class Row:
         return {k: v.detach().cpu().clone() for k, v in self.model.state_dict().items()}
 
 
-def found_of(row: Row, plain: Row, equal: bool, bound_s: float) -> dict[str, Any]:
+def found_of(row: Row, plain: Row, equal: bool, path: dict[str, float]) -> dict[str, Any]:
     """A row of the table."""
     step_s, plain_s = statistics.median(row.rounds_s), statistics.median(plain.rounds_s)
+    bound_s = path.get("both_s", 0.0)
     return {
         "step_s": step_s,
         "rounds_s": row.rounds_s,
@@ -154,26 +160,22 @@ def found_of(row: Row, plain: Row, equal: bool, bound_s: float) -> dict[str, Any
     }
 
 
-def compared(name: str, options: argparse.Namespace, report: Callable[[dict[str, Any]], None]) -> None:
+def compared(name: str, options: argparse.Namespace, gate: Gate, report: Callable[[dict[str, Any]], None]) -> None:
     """All rows of a model."""
     device = torch.device(options.device)
     side = options.side or MODELS[name]
     model = network(name).train()
     data = [pictures(n, side, seed, device) for seed, n in ((1, 8 * options.batch), (2, 64))]
     count = sum(p.numel() for p in model.parameters())
-    both_s = (path := link(4 * count, device)).get("both_s", 0.0)
-    document: dict[str, Any] = {"parameters": count, "link": path, "ways": {}}
+    document: dict[str, Any] = {"parameters": count, "link": {}, "ways": {}}
     rows: dict[str, Row] = {}
     equal: dict[str, bool] = {}
     plain: dict[str, torch.Tensor] = {}
     for way in [way for way in WAYS if way in options.ways]:
         try:
-            row = Row(way, model, *data, options.batch)
-            for _ in range(2):  # as many steps for all, in which they are compared
-                if way in INTERLEAVED or not row.steps:
-                    row.train(8)
-                else:
-                    row.round(7)
+            rows[way] = row = Row(way, model, *data, options.batch)
+            for _ in range(options.epochs):  # as many steps for all, after which they are compared
+                row.train(8)
                 row.accuracies.append(row.way.accuracy(*data[1]))
         except (RuntimeError, OutcoreError) as error:
             traceback.print_exc()
@@ -181,20 +183,48 @@ def compared(name: str, options: argparse.Namespace, report: Callable[[dict[str,
             continue
         weights = row.weights()
         plain = plain or weights
-        equal[way], rows[way] = all(torch.equal(weights[k], plain[k]) for k in plain), row
-    fast = [row for way, row in rows.items() if way in INTERLEAVED]
-    for i in range(options.rounds):
-        for row in fast if i % 2 == 0 else fast[::-1]:  # in turn, so that what slows the host slows all alike
-            row.round(options.steps)
-    for way, row in rows.items():
-        line = document["ways"][way] = found_of(row, rows["baseline"], equal[way], both_s)
-        print(
-            f"{name:13} {way:26} {line['step_s'] * 1e3:8.2f} ms {line['over_baseline']:6.2f}x baseline "
-            f"{line['over_bound']:6.2f}x bound  accuracy {line['accuracies']}  equal {equal[way]}  "
-            f"rounds {[round(1e3 * s, 1) for s in row.rounds_s]}",
-            flush=True,
-        )
-        report(document)
+        equal[way] = all(torch.equal(weights[k], plain[k]) for k in plain)
+    fast = [row for way, row in rows.items() if way in equal and way in INTERLEAVED]
+    with gate.alone():
+        document["link"] = link(4 * count, device)
+        for way, row in rows.items():
+            if way in equal and way not in INTERLEAVED:
+                row.round(3 if way == "naive" else 7)
+        for row in fast:
+            row.train(3)
+        steps = max(8, int(options.round_s / (fast[0].train(4) / 4)))
+        for i in range(options.rounds):
+            for row in fast if i % 2 == 0 else fast[::-1]:  # in turn, so that what slows the host slows all alike
+                row.round(steps)
+        for way in equal:
+            line = document["ways"][way] = found_of(rows[way], rows["baseline"], equal[way], document["link"])
+            print(
+                f"{name:13} {way:26} {line['step_s'] * 1e3:8.2f} ms {line['over_baseline']:6.2f}x baseline "
+                f"{line['over_bound']:6.2f}x bound  accuracy {line['accuracies']}  equal {equal[way]}  "
+                f"rounds {[round(1e3 * s, 1) for s in rows[way].rounds_s]}",
+                flush=True,
+            )
+            report(document)
+
+
+def work(index: int, name: str, options: argparse.Namespace, gate: Gate, path: Path | None) -> None:
+    """A process: one model."""
+    torch.backends.cudnn.deterministic = True
+    device = torch.cuda.get_device_name() if options.device == "cuda" else platform.processor() or "cpu"
+    environment = {"device": device, "torch": torch.__version__, "python": platform.python_version()}
+    document = {
+        "environment": environment,
+        "batch": options.batch,
+        "rounds": options.rounds,
+        "steps": 8 * options.epochs,
+    }
+
+    def report(found: dict[str, Any]) -> None:
+        if path is not None:
+            path.write_text(json.dumps({**document, "models": {name: found}}, indent=1) + "\n")
+
+    with gate.inside(index):
+        compared(name, options, gate, report)
 
 
 def main() -> None:
@@ -202,35 +232,26 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--ways", nargs="*", default=WAYS)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=20, help="of a round")
+    parser.add_argument("--epochs", type=int, default=2, help="of eight steps, before ways are compared and timed")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--round-s", type=float, default=0.25, help="seconds of a round of plain training")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--side", type=int, default=0)
     parser.add_argument("--name", default="")
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
-    torch.backends.cudnn.deterministic = True
-    device = torch.cuda.get_device_name() if options.device == "cuda" else platform.processor() or "cpu"
-    document: dict[str, Any] = {
-        "environment": {"device": device, "torch": torch.__version__, "python": platform.python_version()},
-        "batch": options.batch,
-        "rounds": options.rounds,
-        "steps": options.steps,
-        "models": {},
-    }
-    for name in options.models.split(","):
-
-        def report(found: dict[str, Any], name: str = name) -> None:
-            document["models"][name] = found
-            if options.out is not None:
-                options.out.mkdir(parents=True, exist_ok=True)
-                path = options.out / f"{time.strftime('%Y-%m-%d')}-{options.name or options.device}.json"
-                path.write_text(json.dumps(document, indent=1) + "\n")
-
-        compared(name, options, report)
-        gc.collect()
-        if options.device == "cuda":
-            torch.cuda.empty_cache()
+    names = options.models.split(",")
+    context = multiprocessing.get_context("spawn")
+    gate, workers = Gate(context, len(names), 100.0), []
+    for i, name in enumerate(names):
+        path = None
+        if options.out is not None:
+            options.out.mkdir(parents=True, exist_ok=True)
+            path = options.out / f"{time.strftime('%Y-%m-%d')}-{options.name or options.device}-{name}.json"
+        workers.append(context.Process(target=work, args=(i, name, options, gate, path)))
+        workers[-1].start()
+    for worker in workers:
+        worker.join()
 
 
 if __name__ == "__main__":

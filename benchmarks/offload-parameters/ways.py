@@ -146,7 +146,7 @@ class Way:
         lanes = TimedLanes(self.device)
         for lot in governor.keeper.lots:
             if lot.weights is not None:
-                lot.weights.lanes = lanes
+                lot.weights.lanes, lot.weights.turning = lanes, None
         for _ in range(steps):
             lanes.events = []
             run()
@@ -156,6 +156,20 @@ class Way:
         return trips
 
 
+class TimedTurn:
+    """Copies out and back, each timed."""
+
+    def __init__(self, lanes: TimedLanes, ends: Any) -> None:
+        self.lanes, self.ends = lanes, ends
+
+    def book(self) -> Any:
+        ready, mark = self.lanes.now(), None
+        for here, home in self.ends:
+            (left,) = self.lanes.copy([(home, here, [ready])], out=True)
+            (mark,) = self.lanes.copy([(here, home, [left])], out=False)
+        return mark
+
+
 class TimedLanes(CudaLanes):
     """Lanes that time every copy."""
 
@@ -163,12 +177,8 @@ class TimedLanes(CudaLanes):
         super().__init__(device)
         self.events: list[tuple[bool, Any, Any]] = []
 
-    def turn(self, ends: Any, *, express: bool = False) -> Any:
-        ready, mark = self.now(), None
-        for here, home in ends:
-            (left,) = self.copy([(home, here, [ready])], out=True, express=express)
-            (mark,) = self.copy([(here, home, [left])], out=False, express=express)
-        return mark
+    def turn(self, ends: Any) -> Any:
+        return TimedTurn(self, ends)
 
     def copy(self, copies: Any, *, out: bool, express: bool = False) -> Any:
         stream, marks = self.streams[out, express], []

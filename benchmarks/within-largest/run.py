@@ -156,7 +156,7 @@ def train(model: nn.Module, images: torch.Tensor, steps: int = 2) -> float:
     return time.perf_counter() - start
 
 
-def attempt(basis: Basis, size: int, limit: int, least: Assignment | None) -> dict[str, Any]:
+def attempt(basis: Basis, size: int, limit: int, least: Assignment | None, args: argparse.Namespace) -> dict[str, Any]:
     """Train at a size."""
     start = time.time()
     clean()
@@ -169,7 +169,9 @@ def attempt(basis: Basis, size: int, limit: int, least: Assignment | None) -> di
             options: dict[str, Any] = {"optimizer": 0.0, "costs": basis.costs, "quiet": True, "plan": plan}
             outcore.within(model, (images,), memory=limit, **options)
             row["predicted_peak"] = outcore.memory_plan(model).peak_bytes
-        row["seconds"] = train(model, images)
+        while args.wait_for is not None and not args.wait_for.exists():  # all is ready; others still measure
+            time.sleep(0.02)
+        row["seconds"] = train(model, images, args.steps)
         if DEVICE == "cuda":
             row["peak"] = torch.cuda.max_memory_allocated()
             row["reserved"] = torch.cuda.max_memory_reserved()
@@ -181,14 +183,13 @@ def attempt(basis: Basis, size: int, limit: int, least: Assignment | None) -> di
     return row
 
 
-def search(basis: Basis, limit: int, least: Assignment | None, tries: int) -> dict[str, Any]:
+def search(basis: Basis, limit: int, least: Assignment | None, args: argparse.Namespace) -> dict[str, Any]:
     """The largest size that trains, with the sizes that did not."""
     predicted, step = basis.predict(limit, "plain" if least is None else "outcore", least), STEPS[basis.grows]
     failed: list[dict[str, Any]] = []
-    shares = [1.05, 1.0, 0.97, 0.94, 0.91, 0.88, 0.84, 0.8, 0.75, 0.7, 0.62, 0.55, 0.4]
-    sizes = [max(step, int(share * predicted) // step * step) for share in shares]
-    for size in list(dict.fromkeys(sizes))[:tries]:
-        row = attempt(basis, size, limit, least)
+    sizes = [max(step, int(share * predicted) // step * step) for share in args.shares]
+    for size in list(dict.fromkeys(sizes))[: args.tries]:
+        row = attempt(basis, size, limit, least, args)
         print("  ", json.dumps(row), flush=True)
         if "error" not in row:
             return {**row, "predicted": predicted, "failed": failed}
@@ -215,6 +216,14 @@ def main() -> None:
     parser.add_argument("--search-s", type=float, default=4.0)
     parser.add_argument("--tries", type=int, default=6)
     parser.add_argument("--hows", default="plain,outcore")
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument(
+        "--shares",
+        type=lambda text: [float(share) for share in text.split(",")],
+        default=[1.05, 1.0, 0.97, 0.94, 0.91, 0.88, 0.84, 0.8, 0.75, 0.7, 0.62, 0.55, 0.4],
+        help="of the predicted largest, to try in this order",
+    )
+    parser.add_argument("--wait-for", type=Path, help="a file without which nothing is trained")
     parser.add_argument("--seconds", type=float, default=1e9)
     parser.add_argument("--memory", type=int, default=150109880320, help="bytes of the device, for --prepare")
     parser.add_argument("--name", default="h200")
@@ -272,7 +281,7 @@ def main() -> None:
                     if how not in args.hows.split(",") or time.time() - started > args.seconds:
                         continue
                     print(name, limit_name, grows, how, flush=True)
-                    found = search(basis, limit, least, args.tries)
+                    found = search(basis, limit, least, args)
                     rows.append({"model": name, "limit": limit_name, "grows": grows, "how": how, **found})
                     path.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n")
                 if DEVICE == "cuda":

@@ -12,7 +12,7 @@ from torch import nn
 
 import outcore
 from outcore.memory import traffic
-from outcore.memory.lanes import ThreadLanes
+from outcore.memory.lanes import Ends, ThreadLanes
 from tests.memory.test_state import SGD, batch, network, offloaded, same, train
 from tests.memory.test_state_loops import keeper
 
@@ -22,8 +22,8 @@ class Late:
 
     waited = 0
 
-    def __init__(self, ends: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self.ends: Sequence[tuple[torch.Tensor, torch.Tensor]] = ends
+    def __init__(self, ends: Sequence[Ends]) -> None:
+        self.ends: Sequence[Ends] = ends
 
     def wait(self) -> None:
         Late.waited += bool(self.ends)
@@ -37,11 +37,19 @@ class Late:
         return not self.ends
 
 
-class LateLanes(ThreadLanes):
-    def turn(self, ends: Sequence[tuple[torch.Tensor, torch.Tensor]], *, express: bool = False) -> Late:
-        for here, home in ends:
+class LateTurn:
+    def __init__(self, ends: Sequence[Ends]) -> None:
+        self.ends = ends
+
+    def book(self) -> Late:
+        for here, home in self.ends:
             home.copy_(here)
-        return Late(ends)
+        return Late(self.ends)
+
+
+class LateLanes(ThreadLanes):
+    def turn(self, ends: Sequence[Ends]) -> LateTurn:
+        return LateTurn(ends)
 
 
 @pytest.fixture(autouse=True)

@@ -132,7 +132,7 @@ def test_another_batch_size_is_recorded_while_parameters_are_away() -> None:
         assert not [n for n, t in plain.state_dict().items() if not torch.equal(ours[n].cuda(), t)]
 
 
-@pytest.mark.parametrize("write", [lambda p: p.data.mul_(0.5), lambda p: p.detach().add_(0.01)])
+@pytest.mark.parametrize("write", [lambda p: p.data.mul_(0.5), lambda p: p.detach().add_(1e-6)])
 def test_what_is_written_while_parameters_are_coming_back_is_kept(write: Any) -> None:
     def wide() -> nn.Module:
         torch.manual_seed(0)
@@ -153,5 +153,5 @@ def test_what_is_written_while_parameters_are_coming_back_is_kept(write: Any) ->
             late += len(keeper(model).late.parcels) if net is model else 0
             for p in net.parameters() if i > 3 else ():
                 write(p)
-    assert late > 0
+    assert late > 0 and all(p.isfinite().all() for p in plain.parameters())
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))

@@ -25,12 +25,14 @@ from outcore.errors import OutcoreError
 __all__ = [
     "Copy",
     "CudaLanes",
+    "Ends",
     "FileHome",
     "Home",
     "Lanes",
     "Mark",
     "PinnedHome",
     "ThreadLanes",
+    "Turn",
     "home_for",
     "lanes_for",
 ]
@@ -51,6 +53,15 @@ class Mark(Protocol):
 
 Copy = tuple[torch.Tensor, torch.Tensor, Sequence[Mark]]
 """Where to, where from, and what comes before."""
+Ends = tuple[torch.Tensor, torch.Tensor]
+"""The same piece on the device and at home."""
+
+
+class Turn(Protocol):
+    """Copies out and back."""
+
+    def book(self) -> Mark:
+        """Book them after what was computed so far; gives the mark of the last."""
 
 
 class Lanes(Protocol):
@@ -62,8 +73,8 @@ class Lanes(Protocol):
     def copy(self, copies: Sequence[Copy], *, out: bool, express: bool = False) -> list[Mark]:
         """Book copies, out of the device or back to it; gives the mark of each."""
 
-    def turn(self, ends: Sequence[tuple[torch.Tensor, torch.Tensor]], *, express: bool = False) -> Mark:
-        """Book copies out of the device and, each when it has left, straight back; gives the mark of the last."""
+    def turn(self, ends: Sequence[Ends]) -> Turn:
+        """Copies out of the device and, each when it has left, straight back, to be booked again and again."""
 
     def close(self) -> None:
         """Finish everything that was booked."""
@@ -113,6 +124,7 @@ class CudaLanes:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.streams = {(out, express): torch.cuda.Stream(device) for out in (False, True) for express in (False, True)}
+        self.turns: list[CudaTurn] = []
 
     def now(self) -> Mark:
         """The end of what was given to the computing stream."""
@@ -131,25 +143,64 @@ class CudaLanes:
                 marks.append(_Event(stream, self.device))
         return marks
 
-    def turn(self, ends: Sequence[tuple[torch.Tensor, torch.Tensor]], *, express: bool = False) -> Mark:
-        """Book copies on two streams, with as few events as will do: the host is what small networks wait for."""
-        out, back = self.streams[True, express], self.streams[False, express]
-        out.wait_event(torch.cuda.current_stream(self.device).record_event())
-        left = []
-        with torch.cuda.stream(out):
-            for here, home in ends:
-                home.copy_(here, non_blocking=True)
-                left.append(out.record_event())
-        with torch.cuda.stream(back):
-            for (here, home), event in zip(ends, left, strict=True):
-                back.wait_event(event)
-                here.copy_(home, non_blocking=True)
-        return _Event(back, self.device)
+    def turn(self, ends: Sequence[Ends]) -> Turn:
+        """On streams of its own."""
+        self.turns.append(turn := CudaTurn(ends, self.device))
+        return turn
 
     def close(self) -> None:
         """Wait for all streams."""
-        for stream in self.streams.values():
+        for stream in (*self.streams.values(), *(stream for turn in self.turns for stream in turn.streams)):
             stream.synchronize()
+
+
+class CudaTurn:
+    """Copies out and back as one CUDA graph: the host is what small networks wait for, and copies by the dozen would
+    take it as long as as many kernels. The first time they are booked one by one."""
+
+    def __init__(self, ends: Sequence[Ends], device: torch.device) -> None:
+        self.ends, self.device = ends, device
+        self.streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.booked = 0
+
+    def book(self) -> Mark:
+        """After what was computed so far."""
+        out, _ = self.streams
+        if self.booked == 1:
+            self._record()
+        self.booked += 1
+        out.wait_event(torch.cuda.current_stream(self.device).record_event())
+        with torch.cuda.stream(out):
+            if self.graph is not None:
+                self.graph.replay()
+            else:
+                self._copy()
+        return _Event(out, self.device)
+
+    def _record(self) -> None:
+        for stream in self.streams:
+            stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.stream(self.streams[0]):
+                graph.capture_begin(capture_error_mode="thread_local")
+                try:
+                    self._copy()
+                finally:
+                    graph.capture_end()
+        except RuntimeError:  # somebody else records; copies one by one are as right
+            return
+        self.graph = graph
+
+    def _copy(self) -> None:
+        out, back = self.streams
+        for here, home in self.ends:
+            home.copy_(here, non_blocking=True)
+            back.wait_event(out.record_event())
+            with torch.cuda.stream(back):
+                here.copy_(home, non_blocking=True)
+        out.wait_stream(back)
 
 
 class PinnedHome:
@@ -219,10 +270,9 @@ class ThreadLanes:
 
         return [_Task(self.threads[out].submit(run, *each)) for each in copies]
 
-    def turn(self, ends: Sequence[tuple[torch.Tensor, torch.Tensor]], *, express: bool = False) -> Mark:
-        """Book copies on both threads."""
-        left = self.copy([(home, here, ()) for here, home in ends], out=True)
-        return self.copy([(here, home, [mark]) for (here, home), mark in zip(ends, left, strict=True)], out=False)[-1]
+    def turn(self, ends: Sequence[Ends]) -> Turn:
+        """On both threads."""
+        return ThreadTurn(ends, self)
 
     def close(self) -> None:
         """Let the threads finish and end."""
@@ -233,6 +283,19 @@ class ThreadLanes:
     def __del__(self) -> None:
         if getattr(self, "threads", None):
             self.close()
+
+
+class ThreadTurn:
+    """Copies out on one thread and back on the other."""
+
+    def __init__(self, ends: Sequence[Ends], lanes: ThreadLanes) -> None:
+        self.ends, self.lanes = ends, lanes
+
+    def book(self) -> Mark:
+        """Now: a CPU has computed what it was told to compute."""
+        left = self.lanes.copy([(home, here, ()) for here, home in self.ends], out=True)
+        back = [(here, home, [mark]) for (here, home), mark in zip(self.ends, left, strict=True)]
+        return self.lanes.copy(back, out=False)[-1]
 
 
 class FileHome:

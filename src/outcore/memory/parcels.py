@@ -23,7 +23,7 @@ import torch
 
 from outcore.errors import OutcoreError
 from outcore.memory.cell import Geometry
-from outcore.memory.lanes import Lanes, Mark
+from outcore.memory.lanes import Ends, Lanes, Mark, Turn
 from outcore.memory.stages import Piece, Place, Stage
 from outcore.planner.state import is_full
 
@@ -73,11 +73,13 @@ class Parcel:
         self.exposed = False
         """User code may have written to it since it came."""
         self.versions: tuple[int, ...] = ()
+        self.turning: Turn | None = None
+        """Its way out and back, where it is always in the same place."""
         self._tensors = tuple(m.tensor for m in self.members)
         self._homes = [m.over(home) for m in self.members]
         self._views: list[torch.Tensor] = []
         self._lasting: list[torch.Tensor] = []
-        self._ends: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._ends: list[Ends] = []
 
     # Coming
 
@@ -89,8 +91,11 @@ class Parcel:
 
     def turn(self) -> None:
         """Send it home and bring it back to where it is: the same bytes, so that whoever looks sees them."""
+        assert self.place is not None and self.place.lasting
         self.adopt()
-        self.arriving = [self.lanes.turn(self._ends_of_copies(), express=self.express)]
+        if self.turning is None:
+            self.turning = self.lanes.turn(self._ends_of_copies())
+        self.arriving = [self.turning.book()]
         self.leaving, self.exposed, self.versions = [], False, self._versions()
 
     def _copy_in(self, before: Sequence[Sequence[Mark]]) -> None:
@@ -123,7 +128,7 @@ class Parcel:
             self._lasting = found
         return found
 
-    def _ends_of_copies(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _ends_of_copies(self) -> list[Ends]:
         """Every piece here and at home, made once if it is always in the same place."""
         assert self.place is not None
         if self.place.lasting and self._ends:
