@@ -53,8 +53,8 @@ __all__ = ["memory_plan", "release", "within"]
 Exactness = Literal["bitwise", "reassociated"]
 _MARGIN = {"cuda": 0.02, "cpu": 0.0}
 """Share of the budget that is left free for what predictions miss."""
-_GRAPHS_MARGIN = 0.03
-"""Beside that with CUDA graphs, for the holes in memory that they keep for themselves; corrected when it is known."""
+_GRAPHS_MARGIN = 0.01
+"""With CUDA graphs: what they take is known before the first step, and corrects the plan."""
 
 
 def within(
@@ -140,7 +140,7 @@ def within(
         return _announced(model, step, budget, assumed=optimizer is None, quiet=quiet)
     reserved, margin = loss_bytes, _MARGIN.get(costs.device_kind, 0.0)
     if graphs:
-        margin += _GRAPHS_MARGIN
+        margin = _GRAPHS_MARGIN
         reserved += Graphed.copied_bytes([t for _, t in leaves((args, kwargs), torch.Tensor)])
     policy = dict(plan.policy if isinstance(plan, Plan) else plan) if plan is not None else None
     movable = state is None and budget is not None and plan is None and can_be_parted(optimizer) and not graphs
