@@ -138,7 +138,7 @@ def within(
     if lazy or stream or by_hand is not None:
         step = conduct(model, graph, wanted, without_gaps(costs))
         return _announced(model, step, budget, assumed=optimizer is None, quiet=quiet)
-    reserved, margin = loss_bytes, _MARGIN.get(costs.device_kind, 0.0)
+    reserved, margin = 0, _MARGIN.get(costs.device_kind, 0.0)
     if graphs:
         margin = _GRAPHS_MARGIN
         reserved += Graphed.copied_bytes([t for _, t in leaves((args, kwargs), torch.Tensor)])

@@ -439,3 +439,23 @@ def test_forward_still_says_which_arguments_it_takes() -> None:
 
     model = outcore.within(Net(2, 2), [(3, 2)], memory=None, quiet=True)
     assert list(inspect.signature(model.forward).parameters) == ["pixels", "scale"]
+
+
+@pytest.mark.parametrize("classes", [2, 64])
+def test_the_loss_counts_where_it_is_held(classes: int) -> None:
+    torch.manual_seed(0)
+    body = [m for _ in range(4) for m in (nn.Conv2d(8, 8, 3, padding=1), nn.Tanh())]
+    model, x = nn.Sequential(nn.Conv2d(3, 8, 1), *body, nn.Conv2d(8, classes, 1)), images(2, 64)
+
+    def loss(output: torch.Tensor) -> torch.Tensor:
+        return output.square().mean()
+
+    costs = by_bytes(account(outcore.capture(model, (x,))), 1e9)
+    outcore.within(model, (x,), memory=None, loss=loss, optimizer=0.0, costs=costs, quiet=True)
+    predicted = outcore.memory_plan(model).plain_bytes
+    outcore.release(model)
+    here = [*model.parameters(), x]
+    with LiveBytes(here) as live:
+        loss(model(x)).backward()
+    measured = live.peak + sum(t.nbytes for t in here)
+    assert 0.98 * predicted <= measured <= 1.001 * predicted

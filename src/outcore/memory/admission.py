@@ -21,7 +21,7 @@ class Settings:
     budget_bytes: int | None
     optimizer: OptimizerCost
     reserved_bytes: int = 0
-    """To leave free, for the loss and for what predictions are known to miss."""
+    """To leave free throughout, for what predictions are known to miss."""
     policy: dict[str, str] | None = None
     """Chosen by hand."""
     search_s: float = 4.0
@@ -36,7 +36,7 @@ class Settings:
     quiet: bool = True
     """Do not say what was measured."""
     beside_bytes: int = 0
-    """Of what is left free, the part that is known to be used: the loss."""
+    """What the loss holds between forward and backward."""
     margin: float = 0.0
     """Share of the budget to leave free beside that."""
 

@@ -38,13 +38,15 @@ class MemoryPlan:
     assignment: Assignment
     budget_bytes: int | None
     reserved_bytes: int
-    """Memory that the step needs beside the network: the loss, a margin."""
+    """Memory that the step needs beside the network throughout: a margin."""
     state: StatePolicy = field(default_factory=StatePolicy)
     """Where parameters, gradients and optimizer state live."""
     state_s: float = 0.0
     """What that costs."""
     reassociated: bool = False
     """Norms may round in another order."""
+    loss_bytes: int = 0
+    """What the loss adds to the last moment of forward."""
 
     @cached_property
     def policy(self) -> dict[str, str]:
@@ -64,7 +66,9 @@ class MemoryPlan:
     @property
     def plain_bytes(self) -> int:
         """Predicted peak of plain training."""
-        return self.keeping.plain.peak_bytes + self.reserved_bytes
+        plain = self.keeping.plain
+        turn = plain.moments[self.keeping.turn - 1].bytes.total + self.loss_bytes if self.loss_bytes else 0
+        return max(plain.peak_bytes, turn) + self.reserved_bytes
 
     @property
     def floor_bytes(self) -> int:
@@ -112,6 +116,7 @@ def plan_memory(
     memory_bytes_per_s: float = 10e9,
     reserved_bytes: int = 0,
     margin: float = 0.0,
+    loss_bytes: int = 0,
     policy: Mapping[str, str] | None = None,
     time_limit_s: float = 4.0,
     states: Sequence[StatePolicy] = (StatePolicy(),),
@@ -129,6 +134,7 @@ def plan_memory(
         memory_bytes_per_s: how fast the device's own memory is.
         reserved_bytes: to leave free.
         margin: share of the budget to leave free beside that.
+        loss_bytes: what the loss holds beside the model's output and its gradient.
         policy: chosen by hand.
         time_limit_s: for the search.
         states: policies for parameters, gradients and optimizer state; a later one is taken only if none before it
@@ -147,6 +153,12 @@ def plan_memory(
         raise PlanError(f"the plan names {unknown[0]}, which is not the first value in any memory of the network")
     reserved = reserved_bytes + int(margin * (budget_bytes or 0))
     most = budget_bytes - reserved if budget_bytes is not None else 2**62
+    at_turn = _at_turn(keeping, graph, loss_bytes) if loss_bytes else 0
+    keeping.base[keeping.turn - 1] += at_turn
+
+    def made(found: Assignment, where: StatePolicy, time_s: float) -> MemoryPlan:
+        return MemoryPlan(keeping, found, budget_bytes, reserved, where, time_s, loss_bytes=at_turn)
+
     base = keeping.base
     for where in states:
         relief = _relief(keeping, where, optimizer)
@@ -154,11 +166,19 @@ def plan_memory(
         time_s = relief.time_s if relief is not None else 0.0
         if policy is not None:
             assignment = Assignment(dict(policy), keeping.evaluate(policy))
-            return MemoryPlan(keeping, assignment, budget_bytes, reserved, where, time_s)
+            return made(assignment, where, time_s)
         assignment = fit(keeping, most, time_limit_s=time_limit_s)
         if assignment.fits(most):
-            return MemoryPlan(keeping, assignment, budget_bytes, reserved, where, time_s)
+            return made(assignment, where, time_s)
     raise _refusal(keeping, assignment.outcome, budget_bytes or 0, reserved_bytes, margin)
+
+
+def _at_turn(keeping: Keeping, graph: Graph, loss_bytes: int) -> int:
+    """What the loss adds to the last moment of forward: it comes when that operation's workspace is free again, and
+    holds the gradients of the outputs too."""
+    last = keeping.plain.moments[keeping.turn - 1].bytes
+    gradients = sum(graph.values[name].bytes for name in graph.outputs)
+    return max(0, loss_bytes + gradients - (last.workspace - keeping.costs.library_bytes))
 
 
 def _refusal(keeping: Keeping, least: Outcome, budget_bytes: int, reserved_bytes: int, margin: float) -> PlanError:
