@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -100,9 +100,41 @@ class Convolution:
                 return pointwise_shared(x, w.flatten(2), b)
             else:
                 return unfold_channels(self(x, w.flatten(0, 1), flat), w.shape[0])
-        if self.is_pointwise(w.shape[3:]):
-            return pointwise(x, w.flatten(2), b)
-        return self.stacked(way(self, x, w), x, w, b)
+        conv, w = self.cropped(x.tensor.shape[3:], w)
+        if (given := conv.as_product(x, w)) is not None:
+            return pointwise(*given, b)
+        return conv.stacked(way(conv, x, w), x, w, b)
+
+    def cropped(self, size: Sequence[int], weight: torch.Tensor) -> tuple[Convolution, torch.Tensor]:
+        """Without the taps that on a map of this size only ever see padding: of 3x3 on 1x1 the middle is left."""
+        if self.transposed or isinstance(self.padding, str):
+            return self, weight
+        spans: list[slice] = []
+        for length, k, s, p, d in zip(size, weight.shape[3:], self.stride, self.padding, self.dilation, strict=True):
+            count = (length + 2 * p - d * (k - 1) - 1) // s + 1
+            met = range(k)
+            if length < d * (k - 1) + 1:
+                met = range(*_span([t for t in range(k) if any(0 <= o * s - p + t * d < length for o in range(count))]))
+            again = length + 2 * (p - met.start * d) - d * (len(met) - 1) - 1
+            kept = met and p >= met.start * d and again // s + 1 == count
+            spans.append(slice(met.start, met.stop) if kept else slice(0, k))
+        padding = tuple(p - at.start * d for p, at, d in zip(self.padding, spans, self.dilation, strict=True))
+        if padding == self.padding and tuple(at.stop - at.start for at in spans) == weight.shape[3:]:
+            return self, weight
+        return replace(self, padding=padding), _Crop.apply(weight, spans)  # type: ignore[no-untyped-call]
+
+    def as_product(self, x: Stacked, weight: torch.Tensor) -> tuple[Stacked, torch.Tensor] | None:
+        """Input and weights of the product that it is: of single positions, or of a window as large as the map."""
+        plain = self.groups == 1 and not self.transposed and set(self.dilation) == {1}
+        if not plain or not (self.padding in ("same", "valid") or not any(self.padding)):
+            return None
+        if all(k == 1 for k in weight.shape[3:]) and (self.padding != "same" or set(self.stride) == {1}):
+            seen = x.tensor[(..., *(slice(None, None, s) for s in self.stride))]  # type: ignore[index]
+            return Stacked(seen), weight.flatten(2)
+        if self.padding != "same" and x.tensor.shape[3:] == weight.shape[3:]:
+            rows, own = (t.movedim(2, -1).flatten(2) for t in (x.tensor, weight))
+            return Stacked(rows.view(*rows.shape, *[1] * self.dims)), own
+        return None
 
     def stacked(self, how: str, x: Stacked, w: torch.Tensor, b: torch.Tensor | None) -> Stacked:
         """Inputs and weights of the members in one of the `WAYS`."""
@@ -117,6 +149,27 @@ class Convolution:
 
 WAYS = ("grouped", "members", "usual")
 """One grouped convolution, one after the other, or grouped unless it is depthwise and there is a kernel for that."""
+
+
+class _Crop(torch.autograd.Function):
+    """A part of the weights; the gradient lies in memory as they do, which optimizers would copy it to otherwise."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, spans: list[slice]) -> torch.Tensor:
+        ctx.like, ctx.spans = (weight.shape, weight.stride()), spans
+        return weight[(..., *spans)]  # type: ignore[index]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        whole = torch.empty_strided(*ctx.like, dtype=grad.dtype, device=grad.device).zero_()
+        whole[(..., *ctx.spans)] = grad
+        return whole, None
+
+
+def _span(found: Sequence[int]) -> tuple[int, int]:
+    return (found[0], found[-1] + 1) if found else (0, 0)
+
+
 _WAYS: dict[Any, str] = {}
 """Measured, per shape."""
 _SEEN: list[dict[Any, tuple[Convolution, torch.Tensor, torch.Tensor]]] = []

@@ -1,0 +1,61 @@
+"""Convolutions of all members: in whichever form they run, what each member's own gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from outcore.fusion.rules import convolution
+from outcore.fusion.rules.convolution import Convolution
+from outcore.fusion.values import Stacked
+
+# Size of the map, kernel, stride, padding, dilation, groups; then the taps that are left, and whether it is a product.
+CASES = [
+    ((1, 1), (3, 3), 1, 1, 1, 1, (1, 1), True),  # ResNet-18's last layers on images of 32 pixels
+    ((2, 2), (3, 3), 2, 1, 1, 1, (2, 2), True),
+    ((2, 2), (3, 3), 1, 1, 1, 1, (3, 3), False),
+    ((2, 2), (5, 5), 2, 2, 1, 3, (2, 2), False),
+    ((1, 4), (3, 3), 1, 1, 1, 1, (1, 3), False),
+    ((4, 4), (4, 4), 1, 0, 1, 1, (4, 4), True),
+    ((5, 3), (1, 1), 2, 0, 1, 1, (1, 1), True),
+    ((5, 3), (1, 1), 1, 1, 1, 1, (1, 1), False),
+    ((3, 3), (3, 3), 1, 2, 2, 1, (3, 3), False),
+    ((1, 2), (3, 3), 1, 2, 2, 1, (1, 1), False),
+    ((6, 7), (3, 2), (2, 1), (1, 0), 1, 3, (3, 2), False),
+    ((2, 2), (3, 3), 3, 1, 1, 1, (2, 2), True),
+    ((3,), (7,), 2, 3, 1, 1, (5,), False),
+    ((1, 1, 1), (3, 3, 3), 1, 1, 1, 1, (1, 1, 1), True),
+]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("size", "kernel", "stride", "padding", "dilation", "groups", "left", "product"), CASES)
+def test_a_convolution_of_all_is_that_of_each(
+    size: tuple[int, ...], kernel: tuple[int, ...], stride: int, padding: int, dilation: int, groups: int,
+    left: tuple[int, ...], product: bool, bias: bool,
+) -> None:  # fmt: skip
+    torch.manual_seed(1)
+    conv = Convolution.of(len(size), stride, padding, dilation, groups)
+    x = torch.randn(2, 4, 3 * groups, *size, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(2, 2 * groups, 3, *kernel, dtype=torch.float64, requires_grad=True)
+    b = torch.randn(2, 2 * groups, dtype=torch.float64, requires_grad=True) if bias else None
+    crop, own = conv.cropped(size, weight)
+    assert tuple(own.shape[3:]) == left
+    assert (crop.as_product(Stacked(x), own) is not None) == product
+    found = conv.fused(Stacked(x), Stacked(weight), None if b is None else Stacked(b)).tensor
+    each = zip(x, weight, b if b is not None else [None, None], strict=True)
+    expected = torch.stack([conv(*of_one) for of_one in each])
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    given: list[Tensor] = [x, weight, *([] if b is None else [b])]
+    grad = torch.randn_like(expected)
+    for ours, theirs in zip(
+        torch.autograd.grad(found, given, grad), torch.autograd.grad(expected, given, grad), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+def test_what_pads_in_torchs_own_words_is_left_as_it_is() -> None:
+    conv = Convolution.of(2, 1, "same", 1, 1)
+    weight = torch.randn(2, 5, 3, 3, 3)
+    assert conv.cropped((1, 1), weight) == (conv, weight) and convolution.WAYS[0] == "grouped"
