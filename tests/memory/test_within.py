@@ -458,4 +458,4 @@ def test_the_loss_counts_where_it_is_held(classes: int) -> None:
     with LiveBytes(here) as live:
         loss(model(x)).backward()
     measured = live.peak + sum(t.nbytes for t in here)
-    assert 0.98 * predicted <= measured <= 1.001 * predicted
+    assert 0.95 * predicted <= measured <= 1.001 * predicted
