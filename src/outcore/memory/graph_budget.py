@@ -57,8 +57,7 @@ def planned_again(
         return False
     governor.tried[key] = [*governor.tried.get(key, []), taken]
     entry.graphed.free()
-    less = replace(settings, reserved_bytes=settings.reserved_bytes + missed)
-    if len(governor.tried[key]) < _TRIES and governor.replanned(key, less, args, kwargs) is None:
+    if len(governor.tried[key]) < _TRIES and _with_less(governor, key, missed, args, kwargs):
         return True
     least = min(governor.tried[key])
     warnings.warn(
@@ -69,6 +68,24 @@ def planned_again(
     )
     entry.graphed = None
     return False
+
+
+def _with_less(governor: Governor, key: Hashable, missed: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Plan with so much less, or with as much less as can be; whether there is another plan."""
+    before = governor.settings
+    assert before.budget_bytes is not None
+    less = replace(before, reserved_bytes=before.reserved_bytes + missed)
+    refused = governor.replanned(key, less, args, kwargs)
+    if refused is None:
+        return True
+    if refused.least_bytes is None:
+        return False
+    # Holes differ from plan to plan, so the smallest may do although it was not planned for.
+    over = int((1 - before.margin) * (refused.least_bytes - before.budget_bytes)) + 2**20
+    if over >= missed:
+        return False
+    least = replace(before, reserved_bytes=less.reserved_bytes - over)
+    return governor.replanned(key, least, args, kwargs) is None
 
 
 def _beside(governor: Governor, entry: Admitted, tensors: list[torch.Tensor]) -> int:
