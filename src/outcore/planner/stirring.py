@@ -74,7 +74,8 @@ def squeezed(search: Search, current: Assignment) -> Assignment:
             for how in ("keep", *choices):
                 if how != current.policy.get(name, "keep"):
                     tried = search.assign({**current.policy, name: how})
-                    if (found := _above(tried.outcome, near)) < least:
+                    found = _above(tried.outcome, near)
+                    if found < least and tried.outcome.peak_bytes <= current.outcome.peak_bytes:
                         least, best = found, tried
             if best is not None:
                 current, better = best, True
