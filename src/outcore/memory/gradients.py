@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from outcore.memory.lanes import Home, Lanes, Mark, home_for
+from outcore.memory.homes import Home, home_for
+from outcore.memory.lanes import Lanes, Mark
 from outcore.memory.lots import Lot
 
 __all__ = ["GradientHomes"]

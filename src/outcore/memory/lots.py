@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from outcore.memory.cell import Geometry, Handle
-from outcore.memory.lanes import Home, Lanes, home_for
+from outcore.memory.homes import Home, home_for
+from outcore.memory.lanes import Lanes
 from outcore.memory.parcels import Parcel, lay_out, movable
 from outcore.memory.stages import FixedStage, LooseStage
 from outcore.planner.state import StatePolicy

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from types import MethodType
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from outcore.memory.arrivals import first_uses, hook_gradients, hook_modules
 from outcore.memory.gradients import GradientHomes
 from outcore.memory.latecomers import Latecomers
 from outcore.memory.lots import Lot, Use
-from outcore.memory.stepping import Stepper, Visits
+from outcore.memory.stepping import Stepper, Visits, stepping_for
 from outcore.memory.traffic import Traffic
 from outcore.memory.watch import Watch
 from outcore.planner.state import StatePolicy
@@ -92,7 +91,7 @@ class StateKeeper(Traffic):
         if self.watch is not None or self.windowed:
             self.hooks, before = hook_gradients(self, both=self.gradients is not None)
             self.handles += before
-        optimizer.step = self._stepped()  # type: ignore[method-assign]
+        optimizer.step = stepping_for(self)  # type: ignore[method-assign]
         if self.visits is not None:
             settle = weakref.WeakMethod(self.settle)
             self.handles.append(optimizer.register_state_dict_pre_hook(lambda _: (settle() or _nothing)()))
@@ -225,28 +224,11 @@ class StateKeeper(Traffic):
 
     # The optimizer's step
 
-    def _stepped(self) -> Callable[..., Any]:
-        reference, own = weakref.ref(self), self.stepper.step
-
-        def step(_: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-            loss = None
-            keeper = reference()
-            if keeper is None:  # the model is gone
-                return own(closure)
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
-            with keeper.stepper.hooked():
-                keeper.step()
-            return loss
-
-        return MethodType(step, self.optimizer)  # schedulers expect a method
-
     def step(self) -> None:
         """Do what is left of the optimizer's step."""
         fast = self.fast
         if fast:
-            self._check_settings()
+            self.stepper.refuse_changes(self.settings)
         elif self.watch is not None and self.watch.verdict is None:
             self.watch.before_step(self.lots)
         waiting = [lot for lot in self.lots if not lot.updated and any(p.grad is not None for p in lot.trained)]
@@ -284,20 +266,6 @@ class StateKeeper(Traffic):
             for hook in self.needs:
                 hook.remove()
             self.needs, self.thin = hook_modules(self, first_uses(self, self.uses)), True
-
-    def _check_settings(self) -> None:
-        if self.settings is not None and repr(self.settings) != repr(self.stepper.settings()):
-            raise OutcoreError(
-                "the optimizer's settings changed between backward() and step(), after the parameters were updated in "
-                'backward; change them after step(), or use update="step"'
-            )
-
-    def homes(self) -> list[torch.Tensor]:
-        """Memory below the device in which state lives."""
-        found = [parcel.home for parcel in self.parcels]
-        if self.visits is not None:
-            found += [parcel.home for parcel in self.visits.parcels.values()]
-        return found + [home.memory for home in self.gradients.homes.values()] if self.gradients else found
 
     # The end
 

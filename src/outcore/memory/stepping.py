@@ -8,18 +8,21 @@ it is; its state for them can be brought to the device just before, and taken aw
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from types import MethodType
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from outcore.errors import OutcoreError
-from outcore.memory.lanes import Home, Lanes, home_for
+from outcore.memory.homes import Home, home_for
+from outcore.memory.lanes import Lanes
 from outcore.memory.parcels import Parcel, lay_out, movable
 from outcore.memory.stages import LooseStage
 
-__all__ = ["Stepper", "Visits", "can_be_parted", "in_parts"]
+__all__ = ["Stepper", "Visits", "can_be_parted", "in_parts", "stepping_for"]
 
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -39,6 +42,34 @@ def in_parts(optimizer: Any) -> torch.optim.Optimizer:
 def can_be_parted(optimizer: Any) -> bool:
     """Whether an optimizer was given whose step can be done in parts."""
     return isinstance(optimizer, torch.optim.Optimizer) and not isinstance(optimizer, torch.optim.LBFGS)
+
+
+class Stepping(Protocol):
+    """Does an optimizer's step in its place."""
+
+    stepper: Stepper
+
+    def step(self) -> None:
+        """All that is left to do."""
+
+
+def stepping_for(keeper: Stepping) -> Callable[..., Any]:
+    """What an optimizer's ``step`` becomes, as long as the keeper lives."""
+    reference, own, optimizer = weakref.ref(keeper), keeper.stepper.step, keeper.stepper.optimizer
+
+    def step(_: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        found = reference()
+        if found is None:  # the model is gone
+            return own(closure)
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with found.stepper.hooked():
+            found.step()
+        return loss
+
+    return MethodType(step, optimizer)  # schedulers expect a method
 
 
 class Stepper:
@@ -107,6 +138,14 @@ class Stepper:
             {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
             for group in self.optimizer.param_groups
         ]
+
+    def refuse_changes(self, before: list[dict[str, Any]] | None) -> None:
+        """Refuse settings other than those that parameters were updated with in backward."""
+        if before is not None and repr(before) != repr(self.settings()):
+            raise OutcoreError(
+                "the optimizer's settings changed between backward() and step(), after the parameters were updated in "
+                'backward; change them after step(), or use update="step"'
+            )
 
     def tensors(self, parameters: Collection[nn.Parameter]) -> list[torch.Tensor]:
         """The state of parameters, as far as it is as large as they are."""

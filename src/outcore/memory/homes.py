@@ -1,0 +1,80 @@
+"""Homes: dense memory below a device.
+
+What lives below a device has a *home*: pinned host memory below a GPU, a file mapped into memory below a CPU. A home is
+ordinary memory to whoever reads or writes it, so a tensor that is away is simply a tensor in its home.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from outcore.errors import OutcoreError
+
+__all__ = ["FileHome", "Home", "PinnedHome", "home_for"]
+
+
+class Home(Protocol):
+    """Dense memory below a device."""
+
+    memory: torch.Tensor
+
+    def close(self) -> None:
+        """Give it back when nothing refers to it any more."""
+
+
+def home_for(device: torch.device, size: int) -> Home:
+    """A home of a size below a device."""
+    return PinnedHome(size) if device.type == "cuda" else FileHome(size)
+
+
+class PinnedHome:
+    """Host memory, pinned as it is (torch's own pinned allocator rounds up to powers of two)."""
+
+    def __init__(self, size: int) -> None:
+        self.memory = torch.empty(size, dtype=torch.uint8)
+        self.pinned = 0
+        status = torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), size, 0)
+        if int(status) != 0:
+            raise OutcoreError(
+                f"{size / 2**30:.2f} GiB of host memory could not be pinned ({status}); offload less of the state"
+            )
+        self.pinned = self.memory.data_ptr()
+
+    def close(self) -> None:
+        """Unpin it."""
+        if self.pinned and not sys.is_finalizing():
+            torch.cuda.synchronize()
+            torch.cuda.cudart().cudaHostUnregister(self.pinned)
+            self.pinned = 0
+
+    def __del__(self) -> None:
+        if getattr(self, "pinned", 0):
+            self.close()
+
+
+class FileHome:
+    """A file without a name, mapped into memory: it goes when the last tensor in it does."""
+
+    def __init__(self, size: int, directory: str | Path | None = None) -> None:
+        folder = Path(directory or os.environ.get("OUTCORE_SCRATCH") or tempfile.gettempdir())
+        file, path = tempfile.mkstemp(prefix="outcore-", dir=folder)
+        try:
+            os.posix_fallocate(file, 0, size)  # a mapped page for which there is no room would kill the process
+            self.memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+        except OSError as error:
+            raise OutcoreError(
+                f"the plan needs {size / 2**20:,.0f} MiB of disk in {folder}: {error.strerror}; set OUTCORE_SCRATCH "
+                "to a folder with more room, or offload less of the state"
+            ) from None
+        finally:
+            os.close(file)
+            Path(path).unlink()
+
+    def close(self) -> None:
+        """Nothing to do: the mapping ends with the memory."""
