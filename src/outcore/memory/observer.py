@@ -130,6 +130,16 @@ class Observer:
         mine += [t for state in keeper.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
         mine += [parcel.place.memory for parcel in keeper.parcels if parcel.place is not None]
         found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in mine}
-        for home in keeper.homes():
+        for home in _homes(keeper):
             found.pop(home.untyped_storage().data_ptr(), None)
         return sum(found.values())
+
+
+def _homes(keeper: StateKeeper) -> list[torch.Tensor]:
+    """Memory below the device in which state lives."""
+    found = [parcel.home for parcel in keeper.parcels]
+    if keeper.visits is not None:
+        found += [parcel.home for parcel in keeper.visits.parcels.values()]
+    if keeper.gradients is not None:
+        found += [home.memory for home in keeper.gradients.homes.values()]
+    return found
