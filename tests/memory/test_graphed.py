@@ -15,7 +15,7 @@ from outcore.cost.rough import by_bytes
 from outcore.cost.saved import account
 from outcore.graph.recording import Ref
 from outcore.memory.graph_gradients import Places
-from outcore.memory.graphed import Graphed, _unowned, _wanted
+from outcore.memory.graphed import Graphed, _Turn, _unowned, _wanted
 from outcore.planner.memory_plan import plan_memory
 
 
@@ -31,7 +31,7 @@ class Stage(Graphed):
 
     def __init__(self, model: nn.Linear) -> None:
         self.model, self.parameters = model, list(model.parameters())
-        self.under_way = self.graphs = None
+        self.turn, self.graphs = _Turn(), None
 
     def capture(self, tensors: list[torch.Tensor]) -> None:
         weight, bias = self.parameters

@@ -177,7 +177,8 @@ class Governor:
         if self.settings.graphs and (self.device.type != "cuda" or not Graphed.can(holding, self.model)):
             warnings.warn("outcore: this step cannot be a CUDA graph; it runs call by call", stacklevel=3)
         elif self.settings.graphs:
-            entry.graphed, entry.idle = Graphed(holding, self.model), False
+            other = next((e.graphed for e in self.admitted.values() if e is not None and e.graphed is not None), None)
+            entry.graphed, entry.idle = Graphed(holding, self.model, other), False
         if entry.graphed is None:
             self.make_room(holding.offloaded_bytes)
         if not self.settings.graphs:

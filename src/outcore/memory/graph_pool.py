@@ -27,12 +27,13 @@ class GraphPool:
 
     _streams: dict[torch.device, torch.cuda.Stream] = {}  # noqa: RUF012  # one for the process: each brings workspaces
 
-    def __init__(self, device: torch.device, tier: HostTier | None = None) -> None:
+    def __init__(self, device: torch.device, tier: HostTier | None = None, handle: Any = None) -> None:
         self.device, self.tier = device, tier
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
         self.stream = self._streams[device]
-        self.handle: Any = None
+        self.handle = handle
+        """Of the memory, which other graphs may use too."""
 
     def fresh(self) -> GraphPool:
         """Another memory, on the same stream."""

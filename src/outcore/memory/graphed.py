@@ -4,7 +4,8 @@ A small step is bound by the interpreter: the device waits for the next call. A 
 The pass is captured as it is, policies and all; what autograd would have saved lies in the graphs' own memory, where
 the backward graph finds it. What leaves for the host is copied on streams that fork from the recorded one and join it
 again before either graph ends, so a copy out is over when backward begins. One forward can be under way at a time: a
-second one before the first backward, or one whose inputs need gradients, runs call by call.
+second one before the first backward, or one whose inputs need gradients, runs call by call. So all ways of calling a
+model (a smaller last batch) share one memory, and one place for every gradient.
 
 What the allocator leaves unused between tensors is made less by a second recording (`spacing`). Gradients have memory
 of their own (`graph_gradients`) and are handed out as they lie there.
@@ -41,10 +42,13 @@ _WORTH = 0.99
 class Graphed:
     """A holding, captured when it is first called."""
 
-    def __init__(self, holding: Holding, model: nn.Module) -> None:
-        self.holding, self.model = holding, model
+    pool: GraphPool
+    places: Places
+
+    def __init__(self, holding: Holding, model: nn.Module, other: Graphed | None = None) -> None:
+        self.holding, self.model, self.other = holding, model, other
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.under_way: weakref.ref[_Passage] | None = None
+        self.turn: _Turn = other.turn if other is not None else _Turn()
         self.graphs: tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph] | None = None
         self.bytes = 0
         """What the graphs have reserved, once they are captured, with the gradients and copies of the inputs."""
@@ -62,7 +66,7 @@ class Graphed:
 
     def __call__(self, tensors: list[torch.Tensor]) -> tuple[Any] | None:
         """What the model returns, in a tuple; none where this call must run call by call."""
-        if any(t.requires_grad for t in tensors) or (self.under_way is not None and self.under_way() is not None):
+        if any(t.requires_grad for t in tensors) or self.turn.taken():
             return None
         if self.graphs is None:
             self.capture(tensors)
@@ -76,10 +80,12 @@ class Graphed:
         """Run a few times beside, then record both graphs; the model is left as it was."""
         give_back()  # else what stays could lie in large pieces that nobody else uses
         before = ModelState(self.model, state_tensors(self.model))
-        self.inputs, self.places = [t.detach().clone() for t in tensors], Places(self.parameters)
+        other = self.other if self.other is not None and self.other.graphs is not None else None
+        self.inputs = [t.detach().clone() for t in tensors]
+        self.places = other.places if other is not None else Places(self.parameters)
         device, size = self.parameters[0].device, self.holding.offloaded_bytes
         self.tier = HostTier(device, size) if size else None
-        self.pool = pool = GraphPool(device, self.tier)
+        pool = GraphPool(device, self.tier, other.pool.handle if other is not None else None)
         with growing_segments():
             with pool.beside():
                 for _ in range(_WARM_UPS):
@@ -88,7 +94,7 @@ class Graphed:
                     self.gradients = [torch.zeros_like(o) for o, w in zip(outputs, self.wanted, strict=True) if w]
                     self.differentiate(outputs)
             before.restore()
-            spacers = self.record(pool, Spacing(device), trace=True)
+            spacers = self.record(pool, Spacing(device), trace=other is None)
             if spacers:
                 self.graphs = None
                 self.record(pool.fresh(), Spacing(device, spacers))
@@ -153,6 +159,18 @@ class _Passage:
     __slots__ = ("__weakref__",)
 
 
+class _Turn:
+    """Which forward is under way in the memory of the graphs."""
+
+    def __init__(self) -> None:
+        self.passage: weakref.ref[_Passage] | None = None
+
+    def taken(self, by: _Passage | None = None) -> bool:
+        """Whether one is, or this one is."""
+        now = self.passage() if self.passage is not None else None
+        return now is not None and by in (None, now)
+
+
 class _Replay(torch.autograd.Function):
     """Launches the graphs."""
 
@@ -164,7 +182,7 @@ class _Replay(torch.autograd.Function):
             place.copy_(tensor)
         graphed.graphs[0].replay()
         ctx.graphed, ctx.passage = graphed, _Passage()
-        graphed.under_way = weakref.ref(ctx.passage)
+        graphed.turn.passage = weakref.ref(ctx.passage)
         ctx.set_materialize_grads(False)
         copies = tuple(o.clone() for o, _ in graphed.outputs)
         ctx.mark_non_differentiable(*(c for c, (_, led) in zip(copies, graphed.outputs, strict=True) if not led))
@@ -176,7 +194,7 @@ class _Replay(torch.autograd.Function):
         """Copy the gradients in and launch backward."""
         graphed: Graphed = ctx.graphed
         assert graphed.graphs is not None
-        if graphed.under_way is None or graphed.under_way() is not ctx.passage:
+        if not graphed.turn.taken(ctx.passage):
             raise RuntimeError(
                 "this backward ran already, and its memory is used again: outcore's CUDA graphs cannot keep the graph; "
                 "call within with graphs=False"
@@ -191,7 +209,7 @@ class _Replay(torch.autograd.Function):
             place.zero_() if gradient is None else place.copy_(gradient)
         graphed.places.clear()
         graphed.graphs[1].replay()
-        graphed.under_way = None
+        graphed.turn.passage = None
         # New tensors in the same memory, which nobody else holds: they become the parameters' own without a copy.
         places = zip(graphed.places.places, graphed.found, strict=True)
         return (None, None, *(place.detach() if found else None for place, found in places))
