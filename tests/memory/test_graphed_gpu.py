@@ -113,3 +113,16 @@ def test_a_smaller_last_batch_after_graphs() -> None:
         out.square().sum().backward()
         want, got = gradients(twin, batch, bf16=False), gradients(model, batch, bf16=False)
         assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
+def test_gradients_are_accumulated_over_batches_of_two_sizes() -> None:
+    images = torch.randn(8, 3, 64, 64, device="cuda")
+    model = network()
+    twin = copy.deepcopy(model)
+    outcore.within(model, (images,), memory=None, optimizer=0.0, graphs=True, measure_s=1.0, quiet=True)
+    for net in (model, twin):
+        torch.manual_seed(1)
+        for part in (images, images[:5].clone(), images + 1, images[:5] - 1):
+            net(part).square().sum().backward()
+    pairs = zip(model.parameters(), twin.parameters(), strict=True)
+    assert all(torch.equal(p.grad, q.grad) for p, q in pairs)

@@ -83,6 +83,7 @@ class Graphed:
         other = self.other if self.other is not None and self.other.graphs is not None else None
         self.inputs = [t.detach().clone() for t in tensors]
         self.places = other.places if other is not None else Places(self.parameters)
+        self.places.clear()
         device, size = self.parameters[0].device, self.holding.offloaded_bytes
         self.tier = HostTier(device, size) if size else None
         pool = GraphPool(device, self.tier, other.pool.handle if other is not None else None)
