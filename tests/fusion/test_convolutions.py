@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from outcore.fusion.rules import convolution
 from outcore.fusion.rules.convolution import Convolution
 from outcore.fusion.values import Stacked
 
@@ -44,18 +43,20 @@ def test_a_convolution_of_all_is_that_of_each(
     assert tuple(own.shape[3:]) == left
     assert (crop.as_product(Stacked(x), own) is not None) == product
     found = conv.fused(Stacked(x), Stacked(weight), None if b is None else Stacked(b)).tensor
+    ways = conv.ways(x, weight)
+    assert ("unfolded" in ways) == (groups == 1 and dilation == 1)
     each = zip(x, weight, b if b is not None else [None, None], strict=True)
     expected = torch.stack([conv(*of_one) for of_one in each])
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
     given: list[Tensor] = [x, weight, *([] if b is None else [b])]
     grad = torch.randn_like(expected)
-    for ours, theirs in zip(
-        torch.autograd.grad(found, given, grad), torch.autograd.grad(expected, given, grad), strict=True
-    ):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+    wanted = torch.autograd.grad(expected, given, grad)
+    for made in (found, *(conv.stacked(way, Stacked(x), weight, b).tensor for way in ways)):
+        torch.testing.assert_close(made, expected, rtol=0, atol=1e-12)
+        for ours, theirs in zip(torch.autograd.grad(made, given, grad), wanted, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
 def test_what_pads_in_torchs_own_words_is_left_as_it_is() -> None:
     conv = Convolution.of(2, 1, "same", 1, 1)
     weight = torch.randn(2, 5, 3, 3, 3)
-    assert conv.cropped((1, 1), weight) == (conv, weight) and convolution.WAYS[0] == "grouped"
+    assert conv.cropped((1, 1), weight) == (conv, weight)

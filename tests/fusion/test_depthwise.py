@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import outcore
 from outcore.fusion import Way
-from outcore.fusion.rules.convolution import WAYS, Convolution
+from outcore.fusion.rules.convolution import Convolution
 from outcore.fusion.rules.depthwise import depthwise, is_depthwise
 from outcore.fusion.values import Stacked
 
@@ -31,7 +31,7 @@ def _given(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> tuple[Con
     return Convolution.of(2, stride, padding, 1, channels), x.requires_grad_(), weight.requires_grad_()
 
 
-@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("how", ["grouped", "members", "usual"])
 @pytest.mark.parametrize("shape", SHAPES[:4])
 def test_all_ways_give_what_each_members_convolution_gives(shape: tuple[int, ...], how: str) -> None:
     conv, x, weight = _given(shape, torch.float64, "cpu")

@@ -37,8 +37,7 @@ def measure_convolutions(array: FusedArray, *batch: Any, seconds: float = 0.01) 
                     lane.stack.buffers[buffer].copy_(content)
     found: dict[str, int] = {}
     for signature, (conv, x, weight) in seen.items():
-        ways = convolution.WAYS if weight.shape[2] == 1 else convolution.WAYS[:2]
-        best = min(ways, key=lambda way: _time(conv, x, weight, way, lane.device, seconds))
+        best = min(conv.ways(x, weight), key=lambda way: _time(conv, x, weight, way, lane.device, seconds))
         convolution.decide(signature, best)
         found[best] = found.get(best, 0) + 1
     return found

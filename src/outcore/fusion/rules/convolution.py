@@ -20,9 +20,10 @@ import torch.nn.functional as F
 
 from outcore.fusion.rules.depthwise import depthwise, is_depthwise
 from outcore.fusion.rules.matmul import pointwise, pointwise_joined, pointwise_shared
+from outcore.fusion.rules.unfolded import can_unfold, unfolded
 from outcore.fusion.values import Joined, Stacked, fold_channels, unfold_channels
 
-__all__ = ["WAYS", "Convolution", "collecting", "decide", "way"]
+__all__ = ["Convolution", "collecting", "decide", "way"]
 
 _FUNCTIONS: dict[tuple[int, bool], Callable[..., torch.Tensor]] = {
     (1, False): F.conv1d,
@@ -105,6 +106,11 @@ class Convolution:
             return pointwise(*given, b)
         return conv.stacked(way(conv, x, w), x, w, b)
 
+    def ways(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[str, ...]:
+        """How it can run: as one grouped convolution, one by one, by a kernel for depthwise ones, or unfolded."""
+        depthwise = ("usual",) if self.groups > 1 and weight.shape[2] == 1 else ()
+        return ("grouped", "members", *depthwise, *(("unfolded",) if can_unfold(self, x, weight) else ()))
+
     def cropped(self, size: Sequence[int], weight: torch.Tensor) -> tuple[Convolution, torch.Tensor]:
         """Without the taps that on a map of this size only ever see padding: of 3x3 on 1x1 the middle is left."""
         if self.transposed or isinstance(self.padding, str):
@@ -137,18 +143,16 @@ class Convolution:
         return None
 
     def stacked(self, how: str, x: Stacked, w: torch.Tensor, b: torch.Tensor | None) -> Stacked:
-        """Inputs and weights of the members in one of the `WAYS`."""
+        """Inputs and weights of the members in one of the `ways`; the usual one is grouped unless it is depthwise."""
         if how == "members":
             slices = zip(x.tensor, w, b if b is not None else [None] * len(w), strict=True)
             return unfold_channels(torch.cat([self(*each) for each in slices], 1), w.shape[0])
+        if how == "unfolded":
+            return unfolded(self, x, w, b)
         folded, weight, bias = fold_channels(x), w.flatten(0, 1), None if b is None else b.flatten()
         if how != "grouped" and is_depthwise(self, folded, weight):
             return unfold_channels(depthwise(self, folded, weight, bias), w.shape[0])
         return unfold_channels(self(folded, weight, bias, w.shape[0]), w.shape[0])
-
-
-WAYS = ("grouped", "members", "usual")
-"""One grouped convolution, one after the other, or grouped unless it is depthwise and there is a kernel for that."""
 
 
 class _Crop(torch.autograd.Function):

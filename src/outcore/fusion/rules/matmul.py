@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from outcore.fusion.values import Joined, Stacked, is_repeated
 
-__all__ = ["linear", "pointwise", "pointwise_joined", "pointwise_shared"]
+__all__ = ["linear", "lowered", "pointwise", "pointwise_joined", "pointwise_shared", "product"]
 
 
 def linear(x: Any, weight: Any, bias: Any) -> Any:
@@ -30,7 +30,7 @@ def linear(x: Any, weight: Any, bias: Any) -> Any:
     if not isinstance(x, Stacked):
         return _shared_input(x, weight.tensor, own)
     rows = x.tensor.flatten(1, -2) if x.rank > 1 else x.tensor.unsqueeze(1)
-    y: torch.Tensor = _Linear.apply(*_lowered(rows, weight.tensor, own))  # type: ignore[no-untyped-call]
+    y: torch.Tensor = _Linear.apply(*lowered(rows, weight.tensor, own))  # type: ignore[no-untyped-call]
     return Stacked(y.unflatten(1, x.tensor.shape[1:-1]) if x.rank > 1 else y.squeeze(1))
 
 
@@ -43,14 +43,14 @@ def _shared_input(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 
 def pointwise(x: Stacked, weight: torch.Tensor, bias: torch.Tensor | None) -> Stacked:
     """A 1x1 convolution ``[B, N, C, *space]`` with weights ``[B, out, C]``."""
-    value, *own = _lowered(x.tensor, weight, bias)
+    value, *own = lowered(x.tensor, weight, bias)
     assert value is not None
     channels_last = value.movedim(2, -1)
     y: torch.Tensor = _Pointwise.apply(channels_last.flatten(1, -2), *own)  # type: ignore[no-untyped-call]
     return Stacked(y.unflatten(1, channels_last.shape[1:-1]).movedim(-1, 2))
 
 
-def _lowered(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
+def lowered(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
     """In the precision that autocast asks for: inside a function with its own backward it would ask in vain."""
     device = tensors[0].device.type if tensors[0] is not None else "cpu"
     if not torch.is_autocast_enabled(device):
@@ -111,18 +111,19 @@ class _Pointwise(torch.autograd.Function):
     def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(rows, weight)
         ctx.has_bias = bias is not None
-        return _product(rows, weight.transpose(1, 2), bias)
+        return product(rows, weight.transpose(1, 2), bias)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, weight = ctx.saved_tensors
-        to_rows = _product(grad, weight, None) if ctx.needs_input_grad[0] else None
+        to_rows = product(grad, weight, None) if ctx.needs_input_grad[0] else None
         to_weight = torch.bmm(grad.transpose(1, 2), rows) if ctx.needs_input_grad[1] else None
         to_bias = grad.sum(1) if ctx.has_bias and ctx.needs_input_grad[2] else None
         return to_rows, to_weight, to_bias
 
 
-def _product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """``[B, M, K] @ [B, K, out]``, laid out as ``[M, B, out]``."""
     members, rows, columns = a.shape[0], a.shape[1], b.shape[2]
     out = torch.empty(rows, members, columns, dtype=a.dtype, device=a.device).transpose(0, 1)
     if bias is None:
