@@ -26,6 +26,8 @@ __all__ = ["Spacer", "Spacing", "best_spacers"]
 
 _MIB = 2**20
 _SEED, _MOST = 0, 3
+_OTHERWISE = (AttributeError, KeyError, IndexError, TypeError)
+"""What is raised where a version of torch notes its allocations in another form; then there are no spacers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +79,11 @@ class Spacing:
         enabled: Any = getattr(torch._C, "_cuda_isHistoryEnabled", None)
         if enabled is not None and enabled():
             return False
-        torch.cuda.memory._record_memory_history("all", context=None, max_entries=2**20)
-        self.tracing, self.begun = True, _count(self.device)
+        try:
+            torch.cuda.memory._record_memory_history("all", context=None, max_entries=2**20)
+            self.tracing, self.begun = True, _count(self.device)
+        except _OTHERWISE:
+            return False
         return True
 
     def traced(self, pool: Sequence[Mapping[str, Any]]) -> tuple[list[Event], list[int]]:
@@ -87,10 +92,13 @@ class Spacing:
         snapshot: Any = torch.cuda.memory._snapshot()
         torch.cuda.memory._record_memory_history(None)
         self.tracing = False
-        places = [(s["address"], s["address"] + s["total_size"]) for s in pool]
         index = self.device.index if self.device.index is not None else torch.cuda.current_device()
-        trace = [e for e in snapshot["device_traces"][index] if e["action"] in ("alloc", "free_completed")]
-        return _ordered(trace[max(0, len(trace) - noted) :], places, self.steps)
+        try:
+            places = [(s["address"], s["address"] + s["total_size"]) for s in pool]
+            trace = [e for e in snapshot["device_traces"][index] if e["action"] in ("alloc", "free_completed")]
+            return _ordered(trace[max(0, len(trace) - noted) :], places, self.steps)
+        except _OTHERWISE:
+            return [], self.steps
 
 
 def _count(device: torch.device) -> int:
