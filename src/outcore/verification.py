@@ -3,7 +3,8 @@
 Both train the same weights on the same batch for a few steps, with the user's own loss and optimizer, and every
 parameter, gradient, buffer and loss is compared. The grade is the one a plan names: *bitwise*, or *reassociated* with
 differences below a bound that follows from the precision, or *lossy* where it names an encoding that is, with how far
-the gradients are off.
+the gradients are off. Images that are too large for that are cropped (`outcore.crop`); the plan is then made for the
+whole ones, and applied to the crop.
 """
 
 from __future__ import annotations
@@ -11,21 +12,25 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from outcore.cost.optimizer import OptimizerCost
 from outcore.cost.rough import by_bytes
 from outcore.cost.saved import account
+from outcore.crop import crop_batch, fitting_side, longest_side
+from outcore.graph import Graph
 from outcore.graph.capture import capture
 from outcore.graph.structure import leaves, substitute
 from outcore.job import Job
 from outcore.memory.lossy import lossy_buffers
-from outcore.memory.rates import memory_rate
+from outcore.memory.rates import measured_tier, memory_rate
 from outcore.plan_document import Plan
 from outcore.planner.budget import smallest
-from outcore.planner.memory_plan import MemoryPlan
+from outcore.planner.memory_plan import MemoryPlan, plan_memory
 from outcore.within import memory_plan, within
 
 __all__ = ["Row", "Verdict", "verify_job"]
@@ -59,6 +64,8 @@ class Verdict:
     explained: str
     lossy: int = 0
     """Buffers that the plan holds in fewer bits than they have."""
+    crop: tuple[int, int] | None = None
+    """Longest side of the images that were tried, and of the whole ones, where these were too large."""
 
     @property
     def grade(self) -> str:
@@ -88,6 +95,7 @@ def verify_job(
     plan: Plan | None = None,
     budget_bytes: int | None = None,
     size: int | None = None,
+    image: int | None = None,
     steps: int = 2,
     device: str | None = None,
 ) -> Verdict:
@@ -101,23 +109,32 @@ def verify_job(
     'bitwise equal'
 
     Args:
-        job: at a size that fits both ways.
+        job: the job.
         plan: policies to verify; without it a budget is planned for.
         budget_bytes: without it, halfway between plain training and the smallest budget.
         size: of the batch.
+        image: longest side to crop images to; by default what fits both ways.
         steps: to train.
         device: by default a GPU if there is one.
     """
     from outcore.run.setup import choose_device
 
     where = choose_device(device)
+    whole = job.capture(size)
+    side = image or fitting_side(job, whole, size, where)
     torch.manual_seed(0)
     model = job.build().train().to(where)
-    args, kwargs, target = substitute(job.example(size), torch.Tensor, lambda t: t.to(where))
+    batch = job.example(size)
+    crop = (side, longest_side(batch) or side) if side is not None else None
+    args, kwargs, target = substitute(
+        crop_batch(batch, side) if side is not None else batch, torch.Tensor, lambda t: t.to(where)
+    )
     twin = copy.deepcopy(model)
     costs = by_bytes(account(capture(model, args, kwargs)), memory_rate(where))
     optimizer: Any = job.optimizer or (lambda params: torch.optim.SGD(params, lr=1e-3))
     options: dict[str, Any] = {"optimizer": optimizer, "costs": costs, "quiet": True}
+    if crop is not None and plan is None:
+        plan, budget_bytes = _for_whole(whole, optimizer, budget_bytes, where), None
     if plan is None and budget_bytes is None:
         within(model, args, kwargs, memory=None, **options)
         budget_bytes = _halfway(model)
@@ -148,7 +165,20 @@ def verify_job(
         plain_bytes=chosen.plain_bytes,
         explained=chosen.explain(),
         lossy=len(lossy_buffers(chosen.policy)),
+        crop=crop,
     )
+
+
+def _for_whole(graph: Graph, optimizer: Any, budget_bytes: int | None, where: torch.device) -> Plan:
+    """A plan for images that are too large to be tried."""
+    rate = memory_rate(where)
+    costs = by_bytes(account(graph, where), rate)
+    cost = OptimizerCost.of(optimizer, where.type)
+    made = partial(plan_memory, graph, costs, optimizer=cost, tier=measured_tier(where), memory_bytes_per_s=rate)
+    if budget_bytes is None:
+        keeping = made(budget_bytes=None).keeping
+        budget_bytes = (keeping.plain.peak_bytes + smallest(keeping, time_limit_s=1.0).outcome.peak_bytes) // 2
+    return made(budget_bytes=budget_bytes).document()
 
 
 def _halfway(model: nn.Module) -> int:

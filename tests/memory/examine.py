@@ -171,7 +171,7 @@ class _Case:
             finally:
                 if tier is not None:
                     tier.close()
-            if plain.far(numbers) and plain.varying:
+            if plain.far(numbers) and len(plain.steps) <= _MORE:
                 plain.steps += [self.step(self.plainly) for _ in range(_MORE)]
             if far := plain.far(numbers):
                 found[mode] = far

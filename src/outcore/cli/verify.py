@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json as json_module
 from pathlib import Path
 from typing import Annotated
@@ -29,28 +30,35 @@ def verify(
     arguments: Arguments = None,
     batch: Batch = None,
     memory: Annotated[str | None, typer.Option("--memory", "-m", help="Budget to plan for, e.g. 8GiB.")] = None,
+    image: Annotated[
+        int | None,
+        typer.Option("--image", min=1, help="Crop images to this longest side.", show_default="what fits both ways"),
+    ] = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Training steps to compare.")] = 2,
     device: Annotated[str | None, typer.Option("--device", help="cpu or cuda.", show_default="cuda if there")] = None,
     json: Json = False,
 ) -> None:
     """Train a few steps under a plan and in plain PyTorch, and compare every parameter.
 
-    Give the job at a size that fits both ways: a crop, a small batch. Without a plan and a budget, half of what plain
-    training takes is planned for. Exits with 1 if anything differs.
+    Images that are too large for that are cropped; the plan is the one for the whole images. Without a plan and a
+    budget, half of what plain training takes is planned for. Exits with 1 if anything differs.
 
         outcore verify job.py --batch 2
-        outcore verify outcore.models:UNet -i 1x3x128x128 --memory 100MiB
+
+        outcore verify outcore.models:UNet -i 1x3x2048x2048 --memory 9GiB
     """
     if plan_file is not None and not plan_file.is_file():
         raise PlanError(f"no file {plan_file}; make one with: outcore plan {job} --devices 1 -o {plan_file}")
-    verdict = verify_job(
-        Job.load(job, inputs=inputs or (), arguments=arguments or ()),
-        plan=Plan.load(plan_file) if plan_file is not None else None,
-        budget_bytes=parse_bytes(memory) if memory else None,
-        size=batch,
-        steps=steps,
-        device=device,
-    )
+    with contextlib.nullcontext() if json else Console(stderr=True).status("training both ways"):
+        verdict = verify_job(
+            Job.load(job, inputs=inputs or (), arguments=arguments or ()),
+            plan=Plan.load(plan_file) if plan_file is not None else None,
+            budget_bytes=parse_bytes(memory) if memory else None,
+            size=batch,
+            image=image,
+            steps=steps,
+            device=device,
+        )
     if json:
         typer.echo(json_module.dumps(verdict.to_json(), indent=1))
     else:
@@ -62,12 +70,16 @@ def verify(
 def _show(verdict: Verdict) -> None:
     console = Console()
     table = Table(box=None, pad_edge=False)
-    for name in ("parameter", "largest difference", "over its largest gradient"):
+    for name in ("parameter", "largest difference", "over the largest gradient"):
         table.add_column(name, justify="left" if name == "parameter" else "right")
     worst = sorted(verdict.rows, key=lambda r: -r.relative)
     for row in worst[:8]:
         table.add_row(row.name, f"{row.largest:.3g}", f"{row.relative:.3g}")
+    if verdict.crop is not None:
+        side, whole = verdict.crop
+        console.print(f"on a crop of {side} px of {whole} px; the plan is for the whole", highlight=False)
     console.print(verdict.explained, highlight=False, markup=False)
+    console.print()
     console.print(table)
     if len(worst) > 8:
         console.print(f"and {len(worst) - 8} more, none worse", highlight=False)
