@@ -70,6 +70,8 @@ class Trial:
             device = torch.device(DEVICE)
             tier = measured_tier(torch.device("cuda", 0) if DEVICE == "cuda" else device)
             known = Keeping(self.graph, costs, 0.0, tier, memory_rate(device))
+        else:
+            known = Keeping(self.graph, known.costs, 0.0, known.tier, known.memory_bytes_per_s)
         self.keeping, self.costs = known, known.costs
         self.weights = [p.detach().cpu() for p in self.model.parameters()]
         self.own, self.others = allocated() - before, 0
@@ -135,43 +137,47 @@ class Trial:
         plain = self.measured()
         add("plain", **plain, predicted_peak=self.keeping.plain.peak_bytes, predicted_ms=1e3 * self.keeping.plain_s)
         want, again = self.gradients(), self.gradients()
+        for how, assignment, graphs in self.ways(slower):
+            facts: dict[str, Any] = {"predicted_peak": assignment.outcome.peak_bytes}
+            facts["predicted_slowdown"] = assignment.outcome.time_s / self.keeping.plain_s
+            governor = entry = None
+            try:
+                governor = self.govern(assignment, graphs)
+                kinds: dict[str, int] = {}
+                for policy in governor.plan.policy.values():
+                    kinds[policy] = kinds.get(policy, 0) + 1
+                got = self.gradients()
+                facts["equal_gradients"], facts["largest_difference"] = compared(want, got)
+                facts["plain_again"], facts["plain_again_difference"] = compared(want, again)
+                del got
+                facts |= self.measured()
+                (entry,) = governor.admitted.values()
+                if entry is not None and entry.graphed is not None:
+                    facts["graphs_bytes"] = entry.graphed.bytes
+                pairs = zip(self.model.parameters(), self.weights, strict=True)
+                facts["weights_untouched"] = all(torch.equal(p.cpu(), w) for p, w in pairs)
+                add(how, **facts, policies=kinds)
+            except Exception as error:
+                add(how, **facts, error=f"{type(error).__name__}: {str(error)[:200]}")
+            finally:
+                self.model.__dict__.pop("forward", None)
+                governor = entry = None  # and with them the memory of graphs
+
+    def ways(self, slower: list[float]) -> list[tuple[str, Assignment, bool]]:
+        """The smallest plan for each predicted time, call by call and as graphs; as graphs also with all kept."""
+        found: list[tuple[str, Assignment, bool]] = []
         for graphs in sorted({graphs for graphs, _ in self.plans}):
-            taken = []
+            note, taken = ", graphs" if graphs else "", list[Assignment]()
+            if graphs:
+                found.append(("all kept, graphs", Assignment({}, self.keeping.evaluate({})), True))
             for most in slower:
-                fitting = [
-                    a
-                    for (g, _), a in self.plans.items()
-                    if g == graphs and a.outcome.time_s <= most * self.keeping.plain_s
-                ]
+                known = [a for (g, _), a in self.plans.items() if g == graphs]
+                fitting = [a for a in known if a.outcome.time_s <= most * self.keeping.plain_s]
                 best = min(fitting, key=lambda a: a.outcome.peak_bytes, default=None)
-                if best is None or best in taken:
-                    continue
-                taken.append(best)
-                how = f"outcore, predicted at most {most:.2f}x{', graphs' if graphs else ''}"
-                facts = {"predicted_peak": best.outcome.peak_bytes}
-                facts["predicted_slowdown"] = best.outcome.time_s / self.keeping.plain_s
-                governor = entry = None
-                try:
-                    governor = self.govern(best, graphs)
-                    kinds: dict[str, int] = {}
-                    for policy in governor.plan.policy.values():
-                        kinds[policy] = kinds.get(policy, 0) + 1
-                    got = self.gradients()
-                    facts["equal_gradients"], facts["largest_difference"] = compared(want, got)
-                    facts["plain_again"], facts["plain_again_difference"] = compared(want, again)
-                    del got
-                    facts |= self.measured()
-                    (entry,) = governor.admitted.values()
-                    if entry is not None and entry.graphed is not None:
-                        facts["graphs_bytes"] = entry.graphed.bytes
-                    pairs = zip(self.model.parameters(), self.weights, strict=True)
-                    facts["weights_untouched"] = all(torch.equal(p.cpu(), w) for p, w in pairs)
-                    add(how, **facts, policies=kinds)
-                except Exception as error:
-                    add(how, **facts, error=f"{type(error).__name__}: {str(error)[:200]}")
-                finally:
-                    self.model.__dict__.pop("forward", None)
-                    governor = entry = None  # and with them the memory of graphs
+                if best is not None and best not in taken:
+                    taken.append(best)
+                    found.append((f"outcore, predicted at most {most:.2f}x{note}", best, graphs))
+        return found
 
 
 def compared(a: list[torch.Tensor | None], b: list[torch.Tensor | None]) -> tuple[str, float]:
