@@ -24,7 +24,7 @@ import platform
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,8 @@ class Trial:
             tier = measured_tier(torch.device("cuda", 0) if DEVICE == "cuda" else device)
             known = Keeping(self.graph, costs, 0.0, tier, memory_rate(device))
         else:
-            known = Keeping(self.graph, known.costs, 0.0, known.tier, known.memory_bytes_per_s)
+            graph = replace(known.graph, executable=self.graph.executable)  # which is not kept with the costs
+            known = Keeping(graph, known.costs, 0.0, known.tier, known.memory_bytes_per_s)
         self.keeping, self.costs = known, known.costs
         self.weights = [p.detach().cpu() for p in self.model.parameters()]
         self.own, self.others = allocated() - before, 0
