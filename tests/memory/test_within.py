@@ -5,6 +5,7 @@ import inspect
 import io
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -301,8 +302,19 @@ def test_compiled_around() -> None:
     model = budgeted(network(), 0.6)
     twin = outcore.release(copy.deepcopy(model))
     compiled = torch.compile(model, backend="eager")
-    step(compiled, images()), step(twin, images())  # type: ignore[arg-type]
+    with pytest.warns(UserWarning, match="torch.compile around it has no effect"):
+        step(compiled, images())  # type: ignore[arg-type]
+    step(twin, images())
     assert same(model, twin)
+    with LiveBytes([*model.parameters(), *model.buffers(), images()]) as live, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        step(compiled, images())  # type: ignore[arg-type]
+    step(twin, images())
+    held = managed(model).plan.keeping.plain.moments[0].bytes
+    assert live.peak + held.weights + held.inputs <= 1.05 * outcore.memory_plan(model).peak_bytes
+    compiled.eval()
+    with torch.no_grad():
+        assert torch.equal(compiled(images()), twin.eval()(images()))
 
 
 @pytest.fixture

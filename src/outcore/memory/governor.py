@@ -79,6 +79,8 @@ class Governor:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model."""
+        if torch.compiler.is_compiling() and torch.is_grad_enabled():
+            return _call_by_call(self, *args, **kwargs)
         if self.keeper is not None:
             return self.keeper.around(self.run, *args, **kwargs)
         if self.elsewhere is not None:
@@ -88,7 +90,7 @@ class Governor:
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, whose parameters come when they are needed."""
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
         if self.keeper is not None and self.settings.free:  # a key takes the host as long as twenty calls of the model
             return self.plainly(*args, **kwargs)
@@ -288,3 +290,14 @@ class Governor:
         elsewhere = state.pop("elsewhere", None)
         self.__init__(**state)  # type: ignore[misc]
         self.elsewhere = elsewhere
+
+
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def _call_by_call(governor: Governor, *args: Any, **kwargs: Any) -> Any:
+    """Training under `torch.compile`: a compiler would keep what it likes, so the budget goes first."""
+    warnings.warn(
+        "outcore: this model trains within its budget call by call, and torch.compile around it has no effect on that; "
+        "compile parts inside it, or outcore.release it",
+        stacklevel=2,
+    )
+    return governor(*args, **kwargs)

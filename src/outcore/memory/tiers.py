@@ -222,17 +222,19 @@ class DiskTrip:
 
     def __init__(self, tier: DiskTier, flat: torch.Tensor) -> None:
         self.tier, self.size = tier, flat.numel()
+        self.writing: Future[None] | None = None  # all there from the start, since Ctrl-C may come at any line
+        self.reading: Future[torch.Tensor] | None = None
         self.slot = tier.arena.take(self.size)
         if self.slot is None:  # more in flight than planned: the file grows
             tier.arena.grow(self.size)
             self.slot = tier.arena.take(self.size)
         assert self.slot is not None
         self.offset = self.slot.offset
-        self.writing: Future[None] = tier.workers.submit(_write, tier.file, flat.numpy(), self.offset)
-        self.reading: Future[torch.Tensor] | None = None
+        self.writing = tier.workers.submit(_write, tier.file, flat.numpy(), self.offset)
 
     def wait_out(self) -> None:
         """Wait until the bytes are written."""
+        assert self.writing is not None
         try:
             self.writing.result()
         except OSError as error:
@@ -260,7 +262,7 @@ class DiskTrip:
             assert self.slot is not None
             if self.reading is not None:
                 self.reading.result()
-            if not self.writing.cancelled():
+            if self.writing is not None and not self.writing.cancelled():
                 self.writing.exception()
             self.tier.arena.give(self.slot, None)
 
