@@ -50,6 +50,7 @@ def main() -> None:
     options.add_argument("--only", default="", help="models whose name contains one of these, comma-separated")
     options.add_argument("--without", default="monai/" if torch.cuda.is_available() else "", help="likewise, left out")
     options.add_argument("--resume", type=Path, nargs="*", default=[], help="rows that are there already")
+    options.add_argument("--order", type=Path, nargs="*", default=[], help="rows that say how long cases take")
     options.add_argument("--collect", type=Path, nargs="*", help="rows to make a result of")
     chosen = options.parse_args()
     warnings.simplefilter("ignore")  # of libraries, about what they will change
@@ -67,7 +68,7 @@ def run(chosen: argparse.Namespace) -> None:
         f.name for f in ZOO if not any(w in f.name for w in without) and (not only or any(o in f.name for o in only))
     ]
     cases = [(name, precision) for name in names for precision in PRECISIONS if (name, precision) not in there]
-    lasted = seconds_before()
+    lasted = seconds_before() | {(row["model"], row["precision"]): row["seconds"] for row in read(chosen.order)}
     cases.sort(key=lambda case: -lasted.get(case, 30.0))
     libraries(names)
     print(f"{len(cases)} cases, {len(there)} there already; imported after {time.time() - STARTED:.1f} s", flush=True)
