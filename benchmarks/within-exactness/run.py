@@ -137,7 +137,12 @@ def seconds_before() -> dict[tuple[str, str], float]:
 def read(paths: Iterable[Path]) -> list[Row]:
     """Rows of several files, the last of each case."""
     lines = [json.loads(line) for path in paths if path.exists() for line in path.read_text().splitlines()]
-    return list({(row["model"], row["precision"], row["device"]): row for row in lines}.values())
+    return list({key(row): row for row in lines}.values())
+
+
+def key(row: Row) -> tuple[str, str, str]:
+    """What a row is about."""
+    return row["model"], row["precision"], row.get("device", "")
 
 
 def collect(rows: list[Row]) -> None:
@@ -146,7 +151,13 @@ def collect(rows: list[Row]) -> None:
         of = sorted((r for r in rows if r["on"] == device), key=lambda r: (r["model"], r["precision"]))
         name = f"{max(r['date'] for r in of)}-{'h200' if 'H200' in device else device.split()[-1].lower()}.json"
         (HERE / "results" / name).write_text("[\n" + ",\n".join(json.dumps(r) for r in of) + "\n]\n")
-    print(table(rows))
+    latest = [json.loads(path.read_text()) for path in sorted((HERE / "results").glob("*.json"))]
+    readme = HERE / "README.md"
+    before, _, rest = readme.read_text().partition("<!-- made by --collect -->\n")
+    after = rest.partition("<!-- end -->\n")[2]
+    made = table(list({key(row): row for rows in latest for row in rows}.values()))
+    readme.write_text(f"{before}<!-- made by --collect -->\n{made}\n<!-- end -->\n{after}")
+    print(made)
 
 
 def table(rows: list[Row]) -> str:

@@ -229,7 +229,12 @@ def counted(trained: Trained) -> int:
 def read(paths: Iterable[Path]) -> list[Row]:
     """Rows of several files, the last of each budget."""
     lines = [json.loads(line) for path in paths if path.exists() for line in path.read_text().splitlines()]
-    return list({(row["case"], str(row.get("share")), row["on"]): row for row in lines}.values())
+    return list({key(row): row for row in lines}.values())
+
+
+def key(row: Row) -> tuple[str, str, str]:
+    """What a row is about."""
+    return row["case"], str(row.get("share")), row["on"]
 
 
 def collect(found: list[Row]) -> None:
@@ -238,22 +243,28 @@ def collect(found: list[Row]) -> None:
         of = [r for r in found if r["on"] == device]
         name = f"{max(r['date'] for r in of)}-{'h200' if 'H200' in device else device.split()[-1].lower()}.json"
         (HERE / "results" / name).write_text("[\n" + ",\n".join(json.dumps(r) for r in of) + "\n]\n")
-    print(table(found))
+    latest = [row for path in sorted((HERE / "results").glob("*.json")) for row in json.loads(path.read_text())]
+    readme = HERE / "README.md"
+    before, _, rest = readme.read_text().partition("<!-- made by --collect -->\n")
+    after = rest.partition("<!-- end -->\n")[2]
+    made = table(list({key(row): row for row in latest}.values()))
+    readme.write_text(f"{before}<!-- made by --collect -->\n{made}\n<!-- end -->\n{after}")
+    print(made)
 
 
 def table(found: list[Row]) -> str:
     """A line per budget."""
-    heads = ["model, size, precision", "share", "budget MiB", "predicted MiB", "measured MiB"]
+    heads = ["on", "model, size, precision", "share", "budget MiB", "predicted MiB", "measured MiB"]
     heads += ["of budget", "of predicted", "step, predicted", ""]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for r in sorted(found, key=order):
         if "measured" not in r:
-            lines.append(
-                f"| {r['case']} | {r.get('share', '')} | | | | | | | {r.get('error') or r.get('refused_again')} |"
-            )
+            cells = ["H200" if "H200" in r["on"] else r["on"], r["case"].replace(":", " "), str(r.get("share", ""))]
+            lines.append(f"| {' | '.join(cells)} | | | | | | | {r.get('error') or r.get('refused_again')} |")
             continue
         budget = r.get("budget")
-        cells = [r["case"].replace(":", " "), r["share"], mib(budget), mib(r["predicted"]), mib(r["measured"])]
+        cells = ["H200" if "H200" in r["on"] else r["on"], r["case"].replace(":", " "), r["share"]]
+        cells += [mib(budget), mib(r["predicted"]), mib(r["measured"])]
         cells += [f"{r['measured'] / budget:.3f}" if budget else "", f"{r['measured'] / r['predicted']:.3f}"]
         notes = [r.get("state", ""), "planned again" if r.get("replanned") else ""]
         cells += [f"{r['slowdown']:.2f}x" if budget else "1x", ", ".join(n for n in notes if n)]
