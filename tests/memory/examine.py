@@ -146,8 +146,9 @@ class _Case:
 
     def elsewhere(self) -> Numbers:
         """A plain step whose memory lies elsewhere: some kernels of CPU libraries add up by where their tensors are."""
-        sizes = [self.draw.randrange(1, 2**20) for _ in range(self.draw.randrange(30))]
+        sizes = [self.draw.randrange(1, 2 ** self.draw.randrange(4, 22)) for _ in range(100)]
         held = [torch.empty(size, device=self.device) for size in sizes]
+        held = held[:: self.draw.randrange(1, 4)]  # with holes in between
         try:
             return self.step(self.plainly)
         finally:
