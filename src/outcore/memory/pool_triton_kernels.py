@@ -4,7 +4,9 @@ Forward writes the maxima and their positions in one pass; backward goes over th
 the windows it lies in give it, row by row, in the order in which torch does. No index of eight bytes is ever written,
 and backward needs nothing of the input but its shape.
 
-The first of equal maxima counts, and the last of what is no number, as in torch.
+The first of equal maxima counts, and the last of what is no number, as in torch. (Where a window holds nothing but
+minus infinity, torch gives its gradient to the window's first pixel, but to the image's where channels are last; here
+it is the window's.)
 
 Where channels are contiguous, a program has a run of pixels; where those of a pixel lie side by side (channels last), a
 tile of pixels and channels, so that coordinates are divided out once per pixel.
