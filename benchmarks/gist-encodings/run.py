@@ -214,7 +214,6 @@ def work(text: str, index: int, gate: Gate, rows: Any, args: argparse.Namespace)
             measure(subject, [k for k in args.kinds.split(",") if k], gate, rows, args)
             for kind in [k for k in args.graphs.split(",") if k]:
                 if time.time() < deadline:
-                    subject.governors = {"plain": None}
                     as_graphs(subject, kind, gate, rows, args)
         except Exception as error:
             rows.put({**case.facts, "how": "all", "error": f"{type(error).__name__}: {str(error)[:300]}"})
@@ -245,6 +244,7 @@ def measure(subject: Subject, kinds: list[str], gate: Gate, rows: Any, args: arg
 def as_graphs(subject: Subject, kind: str, gate: Gate, rows: Any, args: argparse.Namespace) -> None:
     """One way beside plain, both as CUDA graphs."""
     facts: dict[str, Any] = {}
+    tidy(subject)
     for way in ("plain", kind):
         governors, subject.governors = subject.governors, {"plain": None}
         subject.prepare(way, graphs=True)
@@ -257,8 +257,14 @@ def as_graphs(subject: Subject, kind: str, gate: Gate, rows: Any, args: argparse
     with gate.alone():
         times = subject.turns(["plain", kind], args.rounds)
     rows.put({**subject.case.facts, "how": kind, "graphs": True, **facts, **summary(times, kind)})
+    tidy(subject)
+
+
+def tidy(subject: Subject) -> None:
+    """Let go of what was prepared, and of the allocator's memory."""
     subject.governors = {"plain": None}
     subject.enter("plain")
+    subject.optimizer.zero_grad(set_to_none=True)
     gc.collect()
     if DEVICE == "cuda":
         torch.cuda.empty_cache()
