@@ -14,7 +14,7 @@ import outcore
 from outcore.cost.rough import by_bytes
 from outcore.cost.saved import account
 from outcore.graph.recording import Ref
-from outcore.memory.graph_gradients import Places
+from outcore.memory.graph_gradients import Places, stand_ins
 from outcore.memory.graphed import Graphed, _Turn, _unowned, _wanted
 from outcore.planner.memory_plan import plan_memory
 
@@ -147,7 +147,7 @@ def test_places_are_filled_as_backward_finds_the_gradients() -> None:
     images = torch.randn(2, 3, 8, 8)
     places = Places([*model.parameters(), unused])
     want = torch.autograd.grad(model(images).square().sum(), list(model.parameters()))
-    with places.filled():
+    with places.filled(places.parameters):
         found = torch.autograd.grad(model(images).square().sum(), places.parameters, allow_unused=True)
     assert found[-1] is None
     for parameter, place, gradient in zip(model.parameters(), places.places, want, strict=False):
@@ -197,5 +197,25 @@ def test_differentiating_gives_the_outputs_up() -> None:
     stage.wanted, stage.gradients = _wanted(outputs), [torch.ones_like(outputs[0])]
     alias = _unowned(outputs[1])
     assert torch.equal(alias, outputs[1])
-    assert stage.differentiate(outputs) == [True, True] and not outputs
+    assert stage.differentiate(outputs, stage.parameters) == [True, True] and not outputs
     assert all(torch.equal(place, gradient) for place, gradient in zip(stage.places.places, want, strict=True))
+
+
+def test_stand_ins_are_other_parameters_in_the_same_memory() -> None:
+    model = nn.ModuleDict({"rnn": nn.LSTM(4, 4), "a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+    model["b"].weight = model["a"].weight
+    parameters, x = list(model.parameters()), torch.randn(3, 2, 4)
+
+    def out() -> torch.Tensor:
+        return model["b"](model["a"](model["rnn"](x)[0])).square().sum()
+
+    want = torch.autograd.grad(out(), parameters)
+    for parameter in parameters:
+        parameter.register_hook(lambda _: pytest.fail("a hook of the user's"))
+    with stand_ins(model, parameters) as others:
+        got = torch.autograd.grad(out(), others)
+        assert not set(map(id, others)) & set(map(id, parameters))
+        assert [p.data_ptr() for p in others] == [p.data_ptr() for p in parameters]
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+    assert all(any(w is p for p in parameters) for w in model["rnn"]._flat_weights)

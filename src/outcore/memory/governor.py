@@ -176,7 +176,7 @@ class Governor:
             fused=found.fused,
         )
         entry = self.admitted[key] = Admitted(plan, holding)
-        if self.settings.graphs and (self.device.type != "cuda" or not Graphed.can(holding, self.model)):
+        if self.settings.graphs and (self.device.type != "cuda" or not Graphed.can(holding)):
             warnings.warn("outcore: this step cannot be a CUDA graph; it runs call by call", stacklevel=3)
         elif self.settings.graphs:
             other = next((e.graphed for e in self.admitted.values() if e is not None and e.graphed is not None), None)

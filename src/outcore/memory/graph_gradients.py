@@ -7,6 +7,10 @@ as soon as it is there, which takes the time of reading and writing it once.
 The places are handed out as they are: they become the parameters' gradients without another copy. They are written
 again by the next backward, so a gradient that a parameter still has by then (because gradients are accumulated) is
 moved to memory of its own. If anybody else still holds one, the graphs are not launched.
+
+Where a gradient is added up is a node of autograd that belongs to the stream on which its parameter was first used, and
+lives as long as any result of it: one of an ordinary step must not be part of a recording. So a recording has
+parameters of its own, in the same memory. What the user has hooked to the gradients is called when they are handed out.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-__all__ = ["Places"]
+__all__ = ["Places", "stand_ins"]
 
 _ALIGN = 512
 
@@ -45,11 +49,10 @@ class Places:
         return count
 
     @contextlib.contextmanager
-    def filled(self) -> Iterator[None]:
-        """While this is entered, the gradients that backward finds go to their places."""
-        handles = [
-            parameter.register_hook(place.copy_) for parameter, place in zip(self.parameters, self.places, strict=True)
-        ]
+    def filled(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+        """While this is entered, the gradients that backward finds for these parameters go to their places."""
+        pairs = zip(parameters, self.places, strict=True)
+        handles = [parameter.register_hook(place.copy_) for parameter, place in pairs]
         try:
             yield
         finally:
@@ -75,6 +78,26 @@ class Places:
                 "a gradient of the last step is still held, and outcore's CUDA graphs are about to write its memory "
                 "again; clone gradients that are kept, or call within with graphs=False"
             )
+
+
+@contextlib.contextmanager
+def stand_ins(model: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Parameters of its own for a model while this is entered, in the memory of these."""
+    new = {id(p): nn.Parameter(p.detach()) for p in parameters}
+    tables = [(m._parameters, name, p) for m in model.modules() for name, p in m._parameters.items() if id(p) in new]
+    layers = [m for m in model.modules() if isinstance(m, nn.RNNBase)]  # they have a list of their own
+    flat = [m._flat_weights for m in layers]
+    try:
+        for table, name, parameter in tables:
+            table[name] = new[id(parameter)]
+        for layer, weights in zip(layers, flat, strict=True):
+            layer.__dict__["_flat_weights"] = [new.get(id(w), w) for w in weights]
+        yield [new[id(p)] for p in parameters]
+    finally:
+        for table, name, parameter in tables:
+            table[name] = parameter
+        for layer, weights in zip(layers, flat, strict=True):
+            layer.__dict__["_flat_weights"] = weights
 
 
 def _dense(parameter: torch.Tensor) -> tuple[int, ...]:

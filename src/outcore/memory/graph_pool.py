@@ -52,13 +52,20 @@ class GraphPool:
     def recorded(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         """Record what is run into a graph; copies that it starts are over when it is."""
         pool = {"pool": self.handle} if self.handle is not None else {}
-        with torch.cuda.graph(graph, stream=self.stream, **pool):
-            sides = (self.tier.out, self.tier.back) if self.tier is not None else ()
-            for side in sides:
-                side.wait_stream(self.stream)
-            yield
-            for side in sides:
-                self.stream.wait_stream(side)
+        current, generator = torch.cuda.current_stream(self.device), _generator(self.device)
+        before = generator.clone_state()
+        try:
+            with torch.cuda.graph(graph, stream=self.stream, **pool):
+                sides = (self.tier.out, self.tier.back) if self.tier is not None else ()
+                for side in sides:
+                    side.wait_stream(self.stream)
+                yield
+                for side in sides:
+                    self.stream.wait_stream(side)
+        except BaseException:  # torch leaves both as they are in a recording
+            torch.cuda.set_stream(current)
+            generator.graphsafe_set_state(before)
+            raise
         if self.tier is not None:
             self.tier.settle()
         self.handle = graph.pool()
@@ -73,6 +80,11 @@ class GraphPool:
         if self.handle is None:
             return []
         return [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == tuple(self.handle)]
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    """What draws random numbers on a device."""
+    return torch.cuda.default_generators[device.index if device.index is not None else torch.cuda.current_device()]
 
 
 @contextlib.contextmanager

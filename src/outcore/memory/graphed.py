@@ -24,7 +24,7 @@ from torch.autograd.graph import get_gradient_edge
 from outcore.graph.preserve import ModelState, state_tensors
 from outcore.graph.recording import Ref, Tape
 from outcore.graph.structure import leaves, substitute
-from outcore.memory.graph_gradients import Places
+from outcore.memory.graph_gradients import Places, stand_ins
 from outcore.memory.graph_pool import GraphPool, give_back, growing_segments
 from outcore.memory.growing import reserved_by
 from outcore.memory.holding import Holding
@@ -54,10 +54,9 @@ class Graphed:
         """What the graphs have reserved, once they are captured, with the gradients and copies of the inputs."""
 
     @staticmethod
-    def can(holding: Holding, model: nn.Module) -> bool:
-        """Whether a step can be captured: nothing is drawn again or read by Python, and nobody looks at gradients."""
-        hooked = any(p._backward_hooks for p in model.parameters())
-        return not (holding.random or holding.recording.uses_data or holding.sized_by_data or hooked)
+    def can(holding: Holding) -> bool:
+        """Whether a step can be captured: nothing is drawn again or read by Python, no size is in the data."""
+        return not (holding.random or holding.recording.uses_data or holding.sized_by_data)
 
     @staticmethod
     def copied_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -90,10 +89,7 @@ class Graphed:
         with growing_segments():
             with pool.beside():
                 for _ in range(_WARM_UPS):
-                    outputs = self.run()
-                    self.wanted = _wanted(outputs)
-                    self.gradients = [torch.zeros_like(o) for o, w in zip(outputs, self.wanted, strict=True) if w]
-                    self.differentiate(outputs)
+                    self.rehearse()
             before.restore()
             spacers = self.record(pool, Spacing(device), trace=other is None)
             if spacers:
@@ -104,6 +100,14 @@ class Graphed:
         give_back()
         self.bytes = self.pool.bytes + self.places.memory.nbytes + sum(t.nbytes for t in self.inputs)
 
+    def rehearse(self) -> None:
+        """A step as it will be recorded."""
+        with stand_ins(self.model, self.parameters) as parameters:
+            outputs = self.run()
+            self.wanted = _wanted(outputs)
+            self.gradients = [torch.zeros_like(o) for o, w in zip(outputs, self.wanted, strict=True) if w]
+            self.differentiate(outputs, parameters)
+
     def record(self, pool: GraphPool, spacing: Spacing, *, trace: bool = False) -> list[Spacer]:
         """Record both graphs; spacers with which they would take less memory, if it is traced."""
         give_back()
@@ -112,13 +116,14 @@ class Graphed:
         self.pool = pool
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         trace = trace and spacing.trace()
-        with pool.recorded(forward):
-            outputs = self.run(spacing)
-        spacing.turn()
-        self.outputs = [(_unowned(o), o.requires_grad) for o in outputs]
-        give_back()
-        with pool.recorded(backward):
-            self.found = self.differentiate(outputs)
+        with stand_ins(self.model, self.parameters) as parameters:
+            with pool.recorded(forward):
+                outputs = self.run(spacing)
+            spacing.turn()
+            self.outputs = [(_unowned(o), o.requires_grad) for o in outputs]
+            give_back()
+            with pool.recorded(backward):
+                self.found = self.differentiate(outputs, parameters)
         self.graphs = (forward, backward)
         if not trace:
             return []
@@ -145,12 +150,12 @@ class Graphed:
         self.template = self.holding.recording.result
         return [t for _, t in leaves(result, torch.Tensor)]
 
-    def differentiate(self, outputs: list[torch.Tensor]) -> list[bool]:
+    def differentiate(self, outputs: list[torch.Tensor], parameters: list[nn.Parameter]) -> list[bool]:
         """Backward of a pass, without its outputs; which parameters have a gradient, which is in its place."""
         edges = [get_gradient_edge(o) for o, wanted in zip(outputs, self.wanted, strict=True) if wanted]
         outputs.clear()
-        with self.places.filled():
-            found = torch.autograd.grad(edges, self.parameters, self.gradients, allow_unused=True)
+        with self.places.filled(parameters):
+            found = torch.autograd.grad(edges, parameters, self.gradients, allow_unused=True)
         return [gradient is not None for gradient in found]
 
 
