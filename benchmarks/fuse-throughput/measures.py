@@ -25,7 +25,7 @@ from outcore.fusion import Way, choice, choose, forecast
 from outcore.fusion.choice import lane_width
 from outcore.fusion.layerwise import measure_convolutions
 from outcore.fusion.rules import convolution
-from outcore.fusion.rules.depthwise import is_depthwise
+from outcore.fusion.rules.convolution import Convolution
 from outcore.fusion.verify import disagreement
 
 Row = dict[str, Any]
@@ -183,12 +183,11 @@ def ours(
     layers: bool = False,
     predicted: bool = False,
     chained: bool = True,
-    own_depthwise: bool = True,
+    without: str | None = None,
     timed: bool = True,
 ) -> Measure:
     """An array in one way; its peak is that of a step, without cuDNN's trials."""
     used = bench.begin(tuned=True)
-    convolution.is_depthwise = is_depthwise if own_depthwise else lambda *given: False
     array = make(bench, workload, members, amp, way, unfused)
     batch = batch_of(bench, workload)
     found: Row = {"layers": measure_convolutions(array, *batch)} if layers else {}
@@ -202,21 +201,39 @@ def ours(
             found["unpredicted"] = str(error)[:200]
         if way.width > 1:
             found["check"] = checked(array, batch)
-    for _ in range(_WARM):
-        array.step(*batch)
-    bench.wait()
-    if bench.on_gpu:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    for _ in range(_WARM):
-        array.step(*batch)
+    with forgoing(array, batch, without):
+        for _ in range(_WARM):
+            array.step(*batch)
+        bench.wait()
+        if bench.on_gpu:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        for _ in range(_WARM):
+            array.step(*batch)
     found |= used()
-    convolution.is_depthwise = is_depthwise
     if timed:
         found["step_s"] = yield lambda: array.step(*batch)
     ways = list(array.coverage.values())
     counted = {w: ways.count(w) for w in sorted(set(ways))}
     return found | {"refused": array.runner.refused, "way": str(array.way), "coverage": counted}
+
+
+@contextlib.contextmanager
+def forgoing(array: outcore.fusion.FusedArray, batch: tuple[torch.Tensor, ...], what: str | None) -> Iterator[None]:
+    """Steps that are captured inside do without something, to see what it brings."""
+    if what == "joins":
+        for name in array.slots[0].trainings:
+            array.program(name, array.arguments(batch, None))[1].joins.clear()
+    kept = convolution.is_depthwise, Convolution.cropped, Convolution.as_product
+    if what == "depthwise":
+        convolution.is_depthwise = lambda *given: False
+    if what == "crops":
+        Convolution.cropped = lambda conv, size, weight: (conv, weight)
+        Convolution.as_product = lambda conv, x, w: (x, w.flatten(2)) if conv.is_pointwise(w.shape[3:]) else None
+    try:
+        yield
+    finally:
+        convolution.is_depthwise, Convolution.cropped, Convolution.as_product = kept
 
 
 def checked(array: outcore.fusion.FusedArray, batch: tuple[torch.Tensor, ...]) -> str:

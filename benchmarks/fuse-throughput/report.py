@@ -1,9 +1,9 @@
 """The tables of the README, from the result files, put between their marks.
 
-    python report.py README.md results/DATE-h200-all.json results/DATE-h200-later.json results/DATE-h200-processes.json
+    python report.py README.md results/DATE-all.json results/DATE-later.json -- results/DATE-processes.json
 
 The first file is the run that everything is taken from. A workload that a later file has all of, serial and as an
-array, is taken from there, and marked; what the first has not (processes, memory, use) is taken from whoever has it.
+array, is taken from there, and marked. What is behind the dashes says what the runs have not: processes, memory, use.
 """
 
 from __future__ import annotations
@@ -233,16 +233,18 @@ def missing(rows: Rows) -> None:
 
 
 def main() -> None:
-    readme, *paths = map(Path, sys.argv[1:])
-    files = [Rows(json.loads(path.read_text())["rows"]) for path in paths]
-    joined = Rows([r for f in files for r in f.all])
+    readme, *paths = sys.argv[1:]
+    apart = paths.index("--") if "--" in paths else len(paths)
+    files, others = ([Rows(json.loads(Path(p).read_text())["rows"]) for p in some if p != "--"]
+                     for some in (paths[:apart], paths[apart:]))  # fmt: skip
+    runs, joined = (Rows([r for f in some for r in f.all]) for some in (files, [*others, *files]))
     sections: dict[str, Callable[[], None]] = {
-        "speed": lambda: speed(files), "members": lambda: members(joined), "sizes": lambda: sizes(joined),
-        "memory": lambda: memory(joined), "predictions": lambda: predictions(joined), "use": lambda: use(joined),
+        "speed": lambda: speed(files), "members": lambda: members(runs), "sizes": lambda: sizes(runs),
+        "memory": lambda: memory(joined), "predictions": lambda: predictions(runs), "use": lambda: use(joined),
         "partial": lambda: partial(files[0]), "processes": lambda: processes(joined, files),
         "room": lambda: room(joined, files),
     }  # fmt: skip
-    text = readme.read_text()
+    text = Path(readme).read_text()
     for name, show in sections.items():
         begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
         with contextlib.redirect_stdout(io.StringIO()) as shown:
@@ -252,8 +254,8 @@ def main() -> None:
             text = f"{head}{begin}\n{shown.getvalue()}{end}{rest.split(end)[1]}"
         else:
             print(shown.getvalue())
-    readme.write_text(text)
-    missing(joined)
+    Path(readme).write_text(text)
+    missing(runs)
 
 
 if __name__ == "__main__":

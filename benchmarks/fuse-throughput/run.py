@@ -100,8 +100,9 @@ def rows_of(name: str, precision: str, kind: str, given: argparse.Namespace) -> 
         yield facts | {"what": "memory, streams"}, ours(members, streams, predicted=True, timed=False)
     elif kind == "norms":
         yield facts | {"what": "fused, norms as torch has them"}, ours(members, fused, chained=False)
-    elif kind == "grouped":
-        yield facts | {"what": "fused, depthwise by cuDNN"}, ours(members, fused, own_depthwise=False)
+    elif kind.startswith("no-"):
+        without = kind.removeprefix("no-")
+        yield facts | {"what": f"fused, without {without}"}, ours(members, fused, without=without)
     elif kind == "partial":
         for kept in (0, 7, 3, 5, 4, 6, 2):
             more = {"what": "partial", "fused_blocks": kept, "unfused": " ".join(BLOCKS[kept:])}
