@@ -20,7 +20,7 @@ def found(pattern: str) -> dict[tuple[Key, str, bool], dict[str, Any]]:
     rows: dict[tuple[Key, str, bool], dict[str, Any]] = {}
     effects: dict[tuple[Key, str], dict[str, Any]] = {}
     for path in sorted((HERE / "results").glob(pattern)):
-        for row in json.loads(path.read_text())["rows"]:
+        for row in json.loads(path.read_text()).get("rows", ()):
             if "last" not in row:
                 continue
             key = (row["model"], row["batch"], row["side"], row["last"])
@@ -72,10 +72,21 @@ def sizes() -> list[str]:
     return out
 
 
+def kernels() -> list[str]:
+    """What each kernel costs."""
+    out = ["", "| kernel, 64x64x224x224 float32 | ms | TB/s |", "|---|---|---|"]
+    for path in sorted((HERE / "results").glob("*-kernels.json"))[-1:]:
+        for row in json.loads(path.read_text())["kernels"]:
+            out.append(f"| {row['kernel']} | {row['ms']:.3f} | {row['bytes'] / row['ms'] / 1e9:.2f} |")
+    return out
+
+
 def main() -> None:
     readme = HERE / "README.md"
     head, _, rest = readme.read_text().partition(BEGIN)
-    readme.write_text(f"{head}{BEGIN}\n\n" + "\n".join([*measured(), *sizes()]) + f"\n\n{END}{rest.partition(END)[2]}")
+    readme.write_text(
+        f"{head}{BEGIN}\n\n" + "\n".join([*measured(), *sizes(), *kernels()]) + f"\n\n{END}{rest.partition(END)[2]}"
+    )
 
 
 if __name__ == "__main__":

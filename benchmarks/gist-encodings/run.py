@@ -229,14 +229,16 @@ def measure(subject: Subject, kinds: list[str], gate: Gate, rows: Any, args: arg
             subject.enter(kind)
             subject.warm_up()
             facts[kind] |= subject.peak()
+            if not args.rounds:
+                rows.put({**subject.case.facts, "how": kind, **facts[kind]})
         except Exception as error:
             facts.pop(kind, None)
             rows.put({**subject.case.facts, "how": kind, "error": f"{type(error).__name__}: {str(error)[:300]}"})
     ways = list(facts)
-    times: dict[str, list[float]] = {}
-    if args.rounds:
-        with gate.alone():
-            times = subject.turns(ways, args.rounds)
+    if not args.rounds:
+        return
+    with gate.alone():
+        times = subject.turns(ways, args.rounds)
     for kind in ways:
         rows.put({**subject.case.facts, "how": kind, **facts[kind], **summary(times, kind)})
 
