@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+import outcore
+from outcore.fusion import Way
+from outcore.fusion.rules import convolution
 from outcore.fusion.rules.convolution import Convolution
 from outcore.fusion.values import Stacked
 
@@ -60,3 +66,34 @@ def test_what_pads_in_torchs_own_words_is_left_as_it_is() -> None:
     conv = Convolution.of(2, 1, "same", 1, 1)
     weight = torch.randn(2, 5, 3, 3, 3)
     assert conv.cropped((1, 1), weight) == (conv, weight)
+
+
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.mark.parametrize("how", [pytest.param(way, marks=gpu) for way in ("unfolded", "grouped", "members", "usual")])
+def test_every_form_can_be_captured(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def build() -> nn.Module:
+        convs = [nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU(), nn.Conv2d(8, 8, 3, 1, 1), nn.ReLU(), nn.Conv2d(8, 8, 3, 2, 1)]
+        return nn.Sequential(*convs, nn.ReLU(), nn.Conv2d(8, 4, 3, 2, 1), nn.Flatten()).cuda()
+
+    monkeypatch.setattr(convolution, "way", lambda *given: how)
+    torch.manual_seed(3)
+    models = [build() for _ in range(3)]
+    twins = [copy.deepcopy(m) for m in models]
+    array = outcore.fuse(
+        models, loss=F.cross_entropy, optimizer=lambda p, i: torch.optim.SGD(p, 0.01 * (i + 1)),
+        way=Way(3, True, channels_last=True),
+    )  # fmt: skip
+    x, y = torch.randn(16, 3, 8, 8, device="cuda"), torch.randint(4, (16,), device="cuda")
+    for _ in range(5):
+        array.step(x, y)
+    assert array.way.width == 3 and array.runner.refused is None, (array.notes, array.runner.refused)
+    for i, twin in enumerate(twins):
+        optimizer = torch.optim.SGD(twin.parameters(), 0.01 * (i + 1))
+        for _ in range(5):
+            optimizer.zero_grad()
+            F.cross_entropy(twin(x), y).backward()
+            optimizer.step()
+        for name, value in twin.state_dict().items():
+            torch.testing.assert_close(array[i].state_dict()[name], value, rtol=1e-2, atol=1e-3)
