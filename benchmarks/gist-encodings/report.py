@@ -81,11 +81,24 @@ def kernels() -> list[str]:
     return out
 
 
+def exact() -> list[str]:
+    """How many of the loss and the gradients are plain training's bit for bit."""
+    out = ["", "| network | precision | plain repeats itself | lossless | sparse | of |", "|---|---|---|---|---|---|"]
+    for path in sorted((HERE / "results").glob("*-exact.json"))[-1:]:
+        for row in json.loads(path.read_text())["equal"]:
+            precision = "bfloat16, channels last" if row["bf16"] else "float32 (TF32)"
+            equal = " | ".join(str(row[name]) for name in ("plain repeats", "lossless", "sparse", "of"))
+            out.append(f"| {row['case'].replace(':', ' ')} | {precision} | {equal} |")
+    return out
+
+
 def main() -> None:
     readme = HERE / "README.md"
     head, _, rest = readme.read_text().partition(BEGIN)
     readme.write_text(
-        f"{head}{BEGIN}\n\n" + "\n".join([*measured(), *sizes(), *kernels()]) + f"\n\n{END}{rest.partition(END)[2]}"
+        f"{head}{BEGIN}\n\n"
+        + "\n".join([*measured(), *sizes(), *exact(), *kernels()])
+        + f"\n\n{END}{rest.partition(END)[2]}"
     )
 
 
