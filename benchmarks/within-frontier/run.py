@@ -75,9 +75,9 @@ class Lanes:
         warnings.simplefilter("ignore")
         torch.set_num_threads(1)
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-        awake()
-        self.rows.put({"environment": environment()})
         with self.device.inside(index):
+            awake()
+            self.rows.put({"environment": environment()})
             while True:
                 try:
                     label, ways = jobs.get(timeout=0.5)

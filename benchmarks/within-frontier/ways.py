@@ -166,6 +166,7 @@ def compiled(case: Case, budget: float, alone: Alone, enter: Enter, caches: Path
 
     torch._dynamo.reset()
     config.activation_memory_budget = budget
+    config.force_non_lazy_backward_lowering = True  # so that both directions are compiled before memory is taken
     kept = caches / f"{case.label}.cache" if caches is not None else None
     if before := kept is not None and kept.exists():
         torch.compiler.load_cache_artifacts(kept.read_bytes())
