@@ -1,4 +1,4 @@
-"""Grouped or one by one: measured for every convolution of a network.
+"""Grouped, unfolded, one by one: measured for every convolution of a network.
 
 How fast a grouped convolution is depends on shapes in ways nobody can predict; for some it is slower than as many
 plain ones. So the convolutions of one replay are collected, each shape is timed in all ways, forward and backward, on
