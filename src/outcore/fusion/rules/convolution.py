@@ -5,8 +5,8 @@ B * C, ...]`` (HFTA, arXiv 2102.02344). Three cases are better: members that see
 one *dense* convolution with ``B`` times the output channels, 1x1 convolutions are a batched matrix product, and
 depthwise ones on a GPU have kernels of their own (`rules.depthwise`). On maps smaller than the window, taps that only
 ever see padding are left out. Grouped convolutions are not always faster than one convolution per member, or than
-one product of unfolded maps (`rules.unfolded`), so on a GPU all are timed for each layer shape (`outcore.fusion.choice`),
-and `way` says which to take.
+one product of unfolded maps (`rules.unfolded`), so on a GPU all are timed for each layer shape
+(`outcore.fusion.layerwise`), and `way` says which to take.
 """
 
 from __future__ import annotations
