@@ -8,6 +8,8 @@ from torch import nn
 
 import outcore
 from outcore.cost.buffers import buffers_of
+from outcore.cost.live import LiveBytes
+from outcore.cost.rough import by_bytes
 from outcore.cost.saved import account
 
 
@@ -105,3 +107,26 @@ def test_without_autocast_nothing_is_a_copy() -> None:
     model, x = Block(8), torch.randn(4, 8)
     graph = outcore.capture(model, (x,))
     assert not any(b.copy_of for b in buffers_of(graph, account(graph)).values())
+
+
+def test_copies_of_weights_live_until_forward_is_over() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(8)))
+    x = torch.randn(16, 256)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        costs = by_bytes(account(outcore.capture(model, (x,))), 1e9)
+        outcore.within(model, (x,), memory=None, optimizer=0.0, costs=costs, quiet=True)
+        keeping = outcore.memory_plan(model).keeping
+        copies = dict.fromkeys(keeping.cached, "offload")
+        assert len(copies) == 7  # the first layer needs no gradient of its input
+        outcore.within(model, (x,), memory=None, optimizer=0.0, costs=costs, plan=copies, quiet=True)
+    plan = outcore.memory_plan(model)
+    moments = zip(plan.outcome.curve, keeping.plain.moments, strict=True)
+    forward = max(size for size, moment in moments if moment.phase == "forward")
+    here = [*model.parameters(), x]
+    with LiveBytes(here) as live, torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(x).sum()
+    measured = live.peak + sum(t.nbytes for t in here)
+    loss.backward()
+    first = 256 * 256 * 2  # cached too, though backward does not need it
+    assert 0.97 * forward <= measured <= forward + 1.1 * first < 1.05 * forward

@@ -19,7 +19,7 @@ The memory is `outcore.cost.memory_curve` of the plain step, with what each poli
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from outcore.cost.buffers import Buffer, buffers_of
-from outcore.cost.costs import Costs
+from outcore.cost.costs import CallCost, Costs
 from outcore.cost.memory import MemoryCurve, memory_curve
 from outcore.cost.optimizer import OptimizerCost
 from outcore.graph import Graph
@@ -97,7 +97,12 @@ class Keeping:
         for i in seen:
             made = sum(g.bytes for g in rows[i].gradients) + rows[i].workspace_backward_bytes
             self.made[self.backward_at[i]] = made
-        self.rows = [(b, self.forward_at[b.last] + 1) for b in self.buffers.values() if b.kind != "given" and b.bytes]
+        self.cached = frozenset(_cached_casts(rows, costs.parameters))
+        self.rows = [
+            (b, self.turn if b.name in self.cached else self.forward_at[b.last] + 1)
+            for b in self.buffers.values()
+            if b.kind != "given" and b.bytes
+        ]
         """Buffers that matter, with the first moment after their last use in forward."""
         self.emptied = self._emptied()
         values = [b for b in self.buffers.values() if b.kind == "value" or b.copy_of]
@@ -209,7 +214,8 @@ class Keeping:
             transfers = schedule_transfers(self, moved, recomputed, self.tier, early)
             sizes = {b.name: b.bytes for b, _ in moved}
             for transfer in transfers.moved:
-                _add(moment, transfer.gone_at, transfer.back_at - 1, -sizes[transfer.buffer])
+                gone = max(transfer.gone_at, self.turn) if transfer.buffer in self.cached else transfer.gone_at
+                _add(moment, gone, transfer.back_at - 1, -sizes[transfer.buffer])
             extra_s += transfers.stall_s
         curve = self.base + np.cumsum(moment[:-1])
         curve = np.maximum(curve, curve - self.made + np.array(entry) + np.array(room))
@@ -268,6 +274,13 @@ class Keeping:
             how == "encode:sign" or self._held(buffer, how)[1] < buffer.bytes
         )
         return 0.0 if inside else 2.5 * buffer.bytes / self.memory_bytes_per_s
+
+
+def _cached_casts(rows: Iterable[CallCost], parameters: Mapping[str, int]) -> Iterator[str]:
+    """Copies of weights that autocast keeps until forward is over, whatever becomes of them."""
+    for saved in (saved for row in rows for saved in row.saved if saved.kind == "derived"):
+        if saved.what.rpartition(" of _to_copy of ")[2] in parameters:
+            yield saved.of
 
 
 def _add(moment: list[int], begins: int, ends: int, size: int) -> None:
