@@ -169,8 +169,6 @@ class Trial:
         found: list[tuple[str, Assignment, bool]] = []
         for graphs in sorted({graphs for graphs, _ in self.plans}):
             note, taken = ", graphs" if graphs else "", list[Assignment]()
-            if graphs:
-                found.append(("all kept, graphs", Assignment({}, self.keeping.evaluate({})), True))
             for most in slower:
                 known = [a for (g, _), a in self.plans.items() if g == graphs]
                 fitting = [a for a in known if a.outcome.time_s <= most * self.keeping.plain_s]
@@ -178,6 +176,8 @@ class Trial:
                 if best is not None and best not in taken:
                     taken.append(best)
                     found.append((f"outcore, predicted at most {most:.2f}x{note}", best, graphs))
+            if graphs:
+                found.append(("all kept, graphs", Assignment({}, self.keeping.evaluate({})), True))
         return found
 
 
