@@ -40,7 +40,7 @@ PRECISIONS = ("fp32", "bf16 channels_last")
 Numbers = dict[str, torch.Tensor]
 Outcome = Literal["equal", "equal where plain repeats itself", "runs as it is", "not trainable", "unequal"]
 
-_MORE = 9
+_MORE = 5
 """Further plain steps, to see which numbers vary, before one is said to differ."""
 _NEAR = 4.0
 """Times the distance between plain steps, for numbers that vary in them."""
