@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gzip
 import json
 import multiprocessing
 import platform
 import statistics
 import sys
+import tempfile
 import time
 import traceback
 import warnings
@@ -37,7 +39,9 @@ from gate import Gate
 
 MODELS = {"vgg19": 224, "alexnet": 224, "resnet50": 224, "inception_v3": 299}
 INTERLEAVED = ("baseline", "outcore", "outcore, update in step()")
-RATES = {"Inception3": 0.01}
+RATES = {"Inception3": 0.03}
+EPOCHS = {"inception_v3": 4}
+"""Until it has learned something; two for the others."""
 SEEDS_S = {
     "vgg19": (30.0673, 150.5116, 166.7242, 153.9791, 160.9983),
     "alexnet": (24.1323, 42.2092, 47.4363, 41.5072, 47.5516),
@@ -174,7 +178,9 @@ def compared(name: str, options: argparse.Namespace, gate: Gate, report: Callabl
     for way in [way for way in WAYS if way in options.ways]:
         try:
             rows[way] = row = Row(way, model, *data, options.batch)
-            for _ in range(options.epochs):  # as many steps for all, after which they are compared
+            for _ in range(
+                options.epochs or EPOCHS.get(name, 2)
+            ):  # as many steps for all, after which they are compared
                 row.train(8)
                 row.accuracies.append(row.way.accuracy(*data[1]))
         except (RuntimeError, OutcoreError) as error:
@@ -196,6 +202,8 @@ def compared(name: str, options: argparse.Namespace, gate: Gate, report: Callabl
         for i in range(options.rounds):
             for row in fast if i % 2 == 0 else fast[::-1]:  # in turn, so that what slows the host slows all alike
                 row.round(steps)
+        if name in options.trace.split(",") and options.out is not None:
+            trace(rows["outcore"], options.out / f"{options.name or options.device}-{name}.trace.json.gz")
         for way in equal:
             line = document["ways"][way] = found_of(rows[way], rows["baseline"], equal[way], document["link"])
             print(
@@ -207,6 +215,16 @@ def compared(name: str, options: argparse.Namespace, gate: Gate, report: Callabl
             report(document)
 
 
+def trace(row: Row, path: Path) -> None:
+    """What kernels and copies do in three steps."""
+    rest = Path(tempfile.mkdtemp()) / "trace.json"
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        row.train(3)
+    profile.export_chrome_trace(str(rest))
+    events = [e for e in json.loads(rest.read_text())["traceEvents"] if e.get("cat") in ("kernel", "gpu_memcpy")]
+    path.write_bytes(gzip.compress(json.dumps(events).encode()))
+
+
 def work(index: int, name: str, options: argparse.Namespace, gate: Gate, path: Path | None) -> None:
     """A process: one model."""
     torch.backends.cudnn.deterministic = True
@@ -216,7 +234,6 @@ def work(index: int, name: str, options: argparse.Namespace, gate: Gate, path: P
         "environment": environment,
         "batch": options.batch,
         "rounds": options.rounds,
-        "steps": 8 * options.epochs,
     }
 
     def report(found: dict[str, Any]) -> None:
@@ -232,7 +249,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--ways", nargs="*", default=WAYS)
-    parser.add_argument("--epochs", type=int, default=2, help="of eight steps, before ways are compared and timed")
+    parser.add_argument("--epochs", type=int, default=0, help="of eight steps, before ways are compared and timed")
+    parser.add_argument("--trace", default="", help="models of which a few steps are traced")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--round-s", type=float, default=0.25, help="seconds of a round of plain training")
     parser.add_argument("--batch", type=int, default=32)

@@ -1,4 +1,7 @@
-"""Write the table of README.md from the results."""
+"""Write the table of README.md from the results.
+
+Runs of a row add up: the largest size that trained, and every size that did not and is larger.
+"""
 
 from __future__ import annotations
 
@@ -8,48 +11,60 @@ from typing import Any
 
 HERE = Path(__file__).parent
 BEGIN, END = "<!-- table -->", "<!-- end -->"
+Key = tuple[str, str, str, str, str]
+"""Model, limit, allocator, what grows, how."""
 
 
-def sized(row: dict[str, Any], size: int) -> str:
-    return f"{size} px" if row["grows"] == "image" else f"{size} images"
+def merged() -> dict[Key, dict[str, Any]]:
+    found: dict[Key, dict[str, Any]] = {}
+    for path in sorted((HERE / "results").glob("*.json")):
+        document = json.loads(path.read_text())
+        allocator = document["environment"].get("allocator", "default").partition(":")[0]
+        for row in document["rows"]:
+            key = (row["model"], row["limit"], allocator, row["grows"], row["how"])
+            before = found.get(key, {"failed": []})
+            best = max((before, row), key=lambda r: r.get("size", 0))
+            failed = {f["size"]: f["error"] for r in (before, row) for f in r["failed"]}
+            predicted = row.get("predicted", before.get("predicted"))
+            found[key] = {**best, "predicted": predicted, "failed": [{"size": s, "error": failed[s]} for s in failed]}
+    return found
 
 
-def line(row: dict[str, Any], base: int, allocator: str) -> str:
-    failed = ", ".join(f"{f['size']} ({f['error'][:60]})" for f in row["failed"]) or "nothing"
-    start = f"| {row['model']} | {row['limit']} | {allocator} | {row['grows']} | {row['how']} "
-    predicted = sized(row, row["predicted"]) if "predicted" in row else ""
-    if "size" not in row:
-        return f"{start}| {predicted} | none of those tried | | | | {failed} |"
-    share = row["size"] / row["predicted"] if "predicted" in row else None
-    amount = row["size"] / base if base else float("nan")
-    amount = amount**2 if row["grows"] == "image" else amount
-    unit = "pixels" if row["grows"] == "image" else "images"
+def sized(grows: str, size: int) -> str:
+    return f"{size:,} px" if grows == "image" else f"{size:,} images"
+
+
+def line(key: Key, row: dict[str, Any], plain: dict[str, Any]) -> str:
+    grows, size, predicted = key[3], row.get("size", 0), row["predicted"]
+    above = sorted({f["size"] for f in row["failed"] if f["size"] > size})
+    start = f"| {' | '.join(key)} | {sized(grows, predicted) if predicted else ''} "
+    tried = ", ".join(f"{size:,}" for size in above)
+    if not size:
+        return f"{start}| none of those tried | | | | {tried} |"
+    amount = (size / plain["size"]) ** (2 if grows == "image" else 1) if plain.get("size") else float("nan")
+    share = f" ({size / predicted:.2f} of predicted)" if predicted else ""
     return (
-        f"{start}| {predicted} | {sized(row, row['size'])}{f' ({share:.2f})' if share else ''} "
-        f"| {amount:.2f}x {unit} | {row['seconds']:.2f} | {row['peak'] / 2**30:.1f} | {failed} |"
+        f"{start}| {sized(grows, size)}{share} | {amount:.2f}x {'pixels' if grows == 'image' else 'images'} "
+        f"| {row['seconds']:.2f} | {row['peak'] / 2**30:.1f} | {tried} |"
     )
 
 
-def rows() -> list[str]:
-    out = [
-        "| model | limit | allocator | grows | how | predicted largest | trained (of predicted) | over plain | step s "
-        "| peak GiB | tried, did not train |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for path in sorted((HERE / "results").glob("*.json")):
-        document = json.loads(path.read_text())
-        found = document["rows"]
-        plain = {(r["model"], r["limit"], r["grows"]): r for r in found if r["how"] == "plain"}
-        for row in found:
-            base = plain.get((row["model"], row["limit"], row["grows"]), {}).get("size", 0)
-            out.append(line(row, base, document["environment"].get("allocator", "default")))
-    return out
-
-
 def main() -> None:
+    found = merged()
+    out = [
+        "| model | limit | allocator | grows | how | predicted largest | largest that trained | over plain | step s "
+        "| peak GiB | out of memory at |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+        *(line(key, row, found.get((*key[:4], "plain"), {})) for key, row in sorted(found.items(), key=_order)),
+    ]
     readme = HERE / "README.md"
     head, _, rest = readme.read_text().partition(BEGIN)
-    readme.write_text(f"{head}{BEGIN}\n\n" + "\n".join(rows()) + f"\n\n{END}{rest.partition(END)[2]}")
+    readme.write_text(f"{head}{BEGIN}\n\n" + "\n".join(out) + f"\n\n{END}{rest.partition(END)[2]}")
+
+
+def _order(item: tuple[Key, dict[str, Any]]) -> tuple[Any, ...]:
+    model, limit, allocator, grows, how = item[0]
+    return model, limit, allocator != "default", grows != "image", how != "plain"
 
 
 if __name__ == "__main__":

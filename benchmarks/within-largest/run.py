@@ -224,6 +224,7 @@ def main() -> None:
         help="of the predicted largest, to try in this order",
     )
     parser.add_argument("--wait-for", type=Path, help="a file without which nothing is trained")
+    parser.add_argument("--begin-after", type=Path, help="a file without which the device is left alone")
     parser.add_argument("--seconds", type=float, default=1e9)
     parser.add_argument("--memory", type=int, default=150109880320, help="bytes of the device, for --prepare")
     parser.add_argument("--name", default="h200")
@@ -254,6 +255,8 @@ def main() -> None:
         return
     if args.prepared is not None:
         bases = pickle.loads(gzip.decompress(args.prepared.read_bytes()))
+    while args.begin_after is not None and not args.begin_after.exists():
+        time.sleep(0.02)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     total = torch.cuda.get_device_properties(0).total_memory if DEVICE == "cuda" else 16 * 2**30
     rows: list[dict[str, Any]] = []
