@@ -10,26 +10,28 @@ BEGIN, END = "<!-- table -->", "<!-- end -->"
 
 
 def rows() -> list[str]:
+    """The newest day's."""
     out = [
-        "| model | batch x length | how | step ms | over plain | peak GiB | less memory | predicted | equal |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| model | batch x length | how | step ms | over plain | GiB reserved | less | GiB allocated | less | equal |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for path in sorted((HERE / "results").glob("*.json")):
-        found = json.loads(path.read_text())["rows"]
-        plain = {r["model"]: r for r in found if r["how"] == "plain"}
-        for r in found:
-            name = f"| {r['model']} | {r['batch']}x{r['length']} | {r['how']} |"
-            base = plain[r["model"]]
+    paths = sorted((HERE / "results").glob("*.json"))
+    for path in (p for p in paths if p.name[:10] == paths[-1].name[:10]):
+        document = json.loads(path.read_text())
+        timed = document.get("alone", True)  # with the device to itself
+        plain = {r["model"]: r for r in document["rows"] if r["how"] == "plain"}
+        for r in document["rows"]:
+            name, base = f"| {r['model']} | {r['batch']}x{r['length']} | {r['how']} |", plain[r["model"]]
             if "error" in r:
-                out.append(f"{name} {r['error'][:120]} | | | | | |")
+                out.append(f"{name} {r['error'][:120]} | | | | | | |")
                 continue
-            reserved = "graphs" in r["how"]  # the memory of CUDA graphs is not counted by the allocator's peak
-            peak, plain_peak = (r["reserved"], base["reserved"]) if reserved else (r["peak"], base["peak"])
-            note = " reserved" if reserved else ""
-            out.append(
-                f"{name} {r['ms']:.1f} | {r['ms'] / base['ms']:.3f}x | {peak / 2**30:.2f}{note} | "
-                f"{plain_peak / peak:.2f}x | {r['predicted_peak'] / 2**30:.2f} | {r.get('equal_gradients', '')} |"
+            times = f"{r['ms']:.1f} | {r['ms'] / base['ms']:.3f}x" if timed else "not timed |"
+            reserved = f"{r['reserved'] / 2**30:.2f} | {base['reserved'] / r['reserved']:.2f}x"
+            # What lies in the memory of CUDA graphs is not counted by the allocator's peak.
+            allocated = (
+                f"{r['peak'] / 2**30:.2f} | {base['peak'] / r['peak']:.2f}x" if "graphs" not in r["how"] else " | "
             )
+            out.append(f"{name} {times} | {reserved} | {allocated} | {r.get('equal_gradients', '')} |")
     return out
 
 

@@ -242,7 +242,9 @@ def main() -> None:
     args = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     started, shares = time.time(), [float(s) for s in args.shares.split(",")]
-    chosen = [w for w in (TINY if args.tiny else WORKLOADS) if not args.only or w.name in args.only.split(",")]
+    wanted = args.only.split(",") if args.only else [w.name for w in WORKLOADS]
+    chosen = [w for w in (TINY if args.tiny else WORKLOADS) if w.name in wanted]
+    chosen.sort(key=lambda w: wanted.index(w.name))
     args.out.mkdir(parents=True, exist_ok=True)
     known = {w.name: known_costs(args.costs, w) for w in chosen} if args.costs is not None else {}
     if args.plan_only:
