@@ -266,7 +266,7 @@ def table(found: list[Row]) -> str:
         cells = ["H200" if "H200" in r["on"] else r["on"], r["case"].replace(":", " "), r["share"]]
         cells += [mib(budget), mib(r["predicted"]), mib(r["measured"])]
         cells += [f"{r['measured'] / budget:.3f}" if budget else "", f"{r['measured'] / r['predicted']:.3f}"]
-        notes = [r.get("state", ""), "planned again" if r.get("replanned") else ""]
+        notes = [r.get("state", ""), "planned again" if r.get("replanned") else "", r.get("note", "")]
         cells += [f"{r['slowdown']:.2f}x" if budget else "1x", ", ".join(n for n in notes if n)]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
