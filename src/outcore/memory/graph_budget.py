@@ -55,9 +55,11 @@ def planned_again(
         print(f"outcore: as CUDA graphs the step takes {format_bytes(taken)}", file=sys.stderr)
     if missed <= 0:
         return False
-    governor.tried[key] = [*governor.tried.get(key, []), taken]
+    before = governor.tried.get(key, [])
+    governor.tried[key] = [*before, taken]
     entry.graphed.free()
-    if len(governor.tried[key]) < _TRIES and _with_less(governor, key, missed, args, kwargs):
+    stuck = taken in before  # the smallest plan again
+    if not stuck and len(before) + 1 < _TRIES and _with_less(governor, key, missed, args, kwargs):
         return True
     least = min(governor.tried[key])
     warnings.warn(
