@@ -1,6 +1,7 @@
 """What the result files hold: for every case the plain step, and every other way as time and memory over it.
 
-A ratio is always within one file. The newest file that has a way counts; what only older ones have is marked so.
+Files called "frontier" are of one day and one machine, and share their newest plain steps; in older ones a ratio is
+within one file. The newest file that has a way counts; what only older ones have is marked so.
 Memory is the allocator's peak; CUDA graphs keep theirs reserved, so for them it is all that is reserved. Of several
 plans for one budget the fastest that keeps to it counts.
 """
@@ -67,20 +68,24 @@ def results() -> dict[Key, Found]:
     """Every case; files are read in the order of their names, later ones count."""
     names = sorted((HERE / "results").glob("*-h200-*.json"))
     files = [p for p in names if not any(part in p.name for part in ("norms", "first", "casts"))]
+    shared: dict[Key, Row] = {}
+    for path in names:
+        shared |= _plain(path) if "frontier" in path.name else {}
     found: dict[Key, Found] = {}
     for path in sorted(files, key=lambda p: ("frontier" in p.name, p.name)):
-        rows = [r for r in json.loads(path.read_text())["rows"] if "model" in r]
-        plain = {key_of(r): r for r in rows if r["how"] == "plain" and "ms" in r}
+        new = "frontier" in path.name
+        plain = shared if new else _plain(path)
         fresh: set[tuple[Key, str]] = set()
-        for row in rows:
+        for row in _rows(path):
             key, how = key_of(row), row["how"].partition(" /")[0]
             if (base := plain.get(key)) is None:
                 continue
             case = found.setdefault(key, Found(base, {}, {}))
-            if row is base:
-                case.plain = base
-            elif "ms" in row:
-                point = _point(how, row, base, old="frontier" not in path.name)
+            case.plain = base
+            if how == "plain":
+                continue
+            if "ms" in row:
+                point = _point(how, row, base, old=not new)
                 known = case.points.get(how) if (key, how) in fresh else None
                 case.points[how] = point if known is None else _better(known, point)
                 fresh.add((key, how))
@@ -88,6 +93,14 @@ def results() -> dict[Key, Found]:
             elif how not in case.points:
                 case.missed[how] = row.get("error") or row.get("skipped") or ""
     return found
+
+
+def _rows(path: Path) -> list[Row]:
+    return [row for row in json.loads(path.read_text())["rows"] if "model" in row]
+
+
+def _plain(path: Path) -> dict[Key, Row]:
+    return {key_of(row): row for row in _rows(path) if row["how"] == "plain" and "ms" in row}
 
 
 def _point(how: str, row: Row, base: Row, *, old: bool) -> Point:
@@ -103,6 +116,20 @@ def _better(one: Point, other: Point) -> Point:
     if one.within != other.within:
         return one if one.within else other
     return min(one, other, key=lambda p: p.slower if p.within else p.share)
+
+
+def best(case: Found, share: float, *, reassociated: bool) -> Point | None:
+    """The fastest of ours within a share of the plain peak: a plan for less memory will do, and so will one that is
+    bitwise where rounding may differ (`outcore.within` then keeps the library's norms)."""
+    ours = [p for p in case.points.values() if p.ours and (reassociated or not p.reassociated)]
+    new = [p for p in ours if not p.old] or ours
+    return min((p for p in new if p.share <= share), key=lambda p: p.slower, default=None)
+
+
+def least(case: Found) -> Point | None:
+    """The smallest of ours, bitwise."""
+    ours = [p for p in case.points.values() if p.ours and not p.reassociated]
+    return min([p for p in ours if not p.old] or ours, key=lambda p: p.share, default=None)
 
 
 def unbeaten(case: Found) -> list[Point]:

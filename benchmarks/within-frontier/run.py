@@ -90,7 +90,7 @@ class Lanes:
         prepared = prepare(cases_of(label, self.given.sizes)[0], self.given)
         done: set[str] = set()
         for i, way in enumerate(ways):
-            if way.partition(" /")[0] in done:
+            if "graphs" in way and way.partition(" /")[0] in done:
                 continue  # an earlier plan for this budget kept to it
             row = self.row(prepared, way)
             done |= {way.partition(" /")[0]} if "ms" in row else set()
@@ -169,6 +169,17 @@ class Lanes:
         print(f"{len(found)} rows in {time.time() - self.begun:.0f} s", flush=True)
 
 
+def asked(given: argparse.Namespace) -> list[Job]:
+    """The cases that are wanted, in that order, each with its ways."""
+    jobs: dict[str, list[str]] = {}
+    for part in given.only.split(","):
+        name, _, starts = part.partition(":")
+        for case in cases_of(name, given.sizes):
+            ways = [way for way in prepare(case, given).ways if way.startswith(tuple(starts.split("+")))]
+            jobs.setdefault(case.label, ways)
+    return list(jobs.items())
+
+
 def prepare(case: Case, given: argparse.Namespace) -> Prepared:
     """A case with its costs and plans."""
     keeping = case.costs(given.costs) if given.costs is not None else None
@@ -219,8 +230,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--sizes", default="1x4096,32x224")
-    parser.add_argument("--only", default="", help="only these cases, as resnet50-1x4096-tf32, or parts of their names")
-    parser.add_argument("--ways", default="", help="only the ways that begin so, as 'plain,outcore 0.33'")
+    parser.add_argument(
+        "--only",
+        default="",
+        help="only these cases, as resnet50-1x4096-tf32, or parts of their names, "
+        "and of a case only the ways that begin so: 'unet:plain+outcore 0.5'",
+    )
     parser.add_argument("--costs", type=Path, help="a folder that costs.py has written")
     parser.add_argument("--plans", type=Path, nargs="+", default=[], help="what plans.py has written; later ones count")
     parser.add_argument("--caches", type=Path, help="a folder of what was compiled")
@@ -236,14 +251,12 @@ def main() -> None:
     if given.device == "cpu":
         cases.on_cpu()
     preload()
-    starts = tuple(given.ways.split(","))
-    found = cases_of(given.only, given.sizes)
-    rows = [(c.label, [w for w in prepare(c, given).ways if w.startswith(starts)]) for c in found]
+    rows = asked(given)
     rows = [(label, [w for w in ways if w != LAST]) for label, ways in rows] + [
         (label, [LAST]) for label, ways in reversed(rows) if LAST in ways
     ]
     peers = [f"compile budget {budget}" for budget in given.compile.split(",") if budget]
-    compiled = [(c.label, peers) for c in cases_of(given.compile_only or given.only, given.sizes) if peers]
+    compiled = [(c.label, peers) for c in cases_of(given.compile_only, given.sizes) if peers]
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
     Lanes(given, [[job for job in rows if job[1]], compiled if given.compilers else []]).collect()
 

@@ -81,9 +81,9 @@ class Prepared:
     def most(self, way: str) -> float:
         """What CUDA graphs may reserve; others are held against their budget in the table alone."""
         share = way.split()[1]
-        if "graphs" not in way or share == "least" or self.plain_peak is None:
+        if "graphs" not in way or share == "least":
             return float("inf")
-        return float(share) * self.plain_peak
+        return float(share) * (self.plain_peak or self.plain_bytes)
 
     def measured(self, way: str, alone: Alone, enter: Enter, caches: Path | None = None) -> Row:
         """One row of the table; `enter` waits until there is memory."""
