@@ -32,6 +32,11 @@ def kind_of(point: Point) -> str:
     return "compile, budget 0.5" if point.how.startswith("compile") else point.how
 
 
+def beats(one: Point, other: Point) -> bool:
+    """Whether a point is neither slower nor larger than another, and not the same."""
+    return one is not other and one.slower <= other.slower and one.share <= other.share
+
+
 def picture(cases: dict[Key, Found], size: str, title: str) -> str:
     """All panels of one size."""
     width = LEFT + len(NAMES) * (WIDE + GAP)
@@ -75,11 +80,15 @@ def _panel(case: Found | None, name: str, left: int, top: int, low: float, high:
     out.append(f'<rect class="frame" x="{left}" y="{top}" width="{WIDE}" height="{TALL}"/>')
     if case is None:
         return [*out, f'<text class="small" x="{left + 60}" y="{top + 70}">not run</text>']
+    ours = [p for p in case.points.values() if p.ours]
+    new = [p for p in ours if not p.old] or ours
+    shown = [p for p in case.points.values() if not p.ours] + new
     for kind, colour in COLOURS.items():
-        points = sorted((p for p in case.points.values() if kind_of(p) == kind), key=lambda p: p.share)
+        points = sorted((p for p in shown if kind_of(p) == kind), key=lambda p: p.share)
         places = [at(p.share, p.slower) for p in points]
-        if kind.startswith("ours") and len(points) > 1:
-            line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        if kind.startswith("ours"):
+            edge = [at(p.share, p.slower) for p in points if not any(beats(q, p) for q in points)]
+            line = " ".join(f"{x:.1f},{y:.1f}" for x, y in edge)
             out.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
         for point, (x, y) in zip(points, places, strict=True):
             out.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour}"/>')
