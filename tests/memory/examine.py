@@ -21,6 +21,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 import outcore
 from outcore.cost.rough import by_bytes
@@ -145,12 +146,17 @@ class _Case:
         return {"loss": loss.detach(), **gradients, **buffers}
 
     def elsewhere(self) -> Numbers:
-        """A plain step whose memory lies elsewhere: some kernels of CPU libraries add up by where their tensors are."""
+        """A plain step whose memory lies elsewhere: some kernels of CPU libraries add up by where their tensors are.
+
+        What backward reads is a copy there.
+        """
         sizes = [self.draw.randrange(1, 2 ** self.draw.randrange(4, 22)) for _ in range(100)]
         held = [torch.empty(size, device=self.device) for size in sizes]
         held = held[:: self.draw.randrange(1, 4)]  # with holes in between
+        copied = saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.clone)
         try:
-            return self.step(self.plainly)
+            with copied if self.device.type == "cpu" else nullcontext():
+                return self.step(self.plainly)
         finally:
             held.clear()
 
