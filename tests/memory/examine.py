@@ -153,12 +153,21 @@ class _Case:
         sizes = [self.draw.randrange(1, 2 ** self.draw.randrange(4, 22)) for _ in range(100)]
         held = [torch.empty(size, device=self.device) for size in sizes]
         held = held[:: self.draw.randrange(1, 4)]  # with holes in between
-        copied = saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.clone)
+        copied = saved_tensors_hooks(torch.Tensor.detach, self.moved)
         try:
             with copied if self.device.type == "cpu" else nullcontext():
                 return self.step(self.plainly)
         finally:
             held.clear()
+
+    def moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same numbers in the same layout, somewhere else."""
+        if tensor.layout is not torch.strided or not tensor.is_floating_point():
+            return tensor.clone()
+        reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        start = 32 * self.draw.randrange(64)
+        memory = torch.empty(max(reach, 0) + start, dtype=tensor.dtype, device=tensor.device)
+        return memory.as_strided(tensor.shape, tensor.stride(), start).copy_(tensor)
 
     def verdict(self, plain: _Plain, note: str) -> Verdict:
         """Every policy beside plain training."""
