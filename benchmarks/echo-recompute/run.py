@@ -238,6 +238,7 @@ def main() -> None:
     parser.add_argument("--costs", type=Path, help="a folder that --keep-costs has written on this device")
     parser.add_argument("--plan-only", action="store_true", help="search from --costs and write plans.pickle.gz")
     parser.add_argument("--plans", type=Path, help="what --plan-only has written")
+    parser.add_argument("--shared", action="store_true", help="others use the device: times are not for the table")
     parser.add_argument("--measure-only", action="store_true", help="no more than --keep-costs")
     args = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
@@ -280,7 +281,8 @@ def main() -> None:
 
     def save(row: dict[str, Any]) -> None:
         rows.append(row)
-        path.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n")
+        document = {"environment": environment, "rows": rows, "alone": not args.shared}
+        path.write_text(json.dumps(document, indent=1) + "\n")
 
     for trial in trials:
         trial.others = sum(t.own for t in trials if t is not trial)

@@ -28,8 +28,9 @@ def deterministic() -> object:
 
 
 def graphed(model: nn.Module) -> object:
-    (entry,) = model.__dict__["forward"].admitted.values()
-    return entry.graphed
+    """The graphs of a model, of whichever way of calling it has run."""
+    entries = model.__dict__["forward"].admitted.values()
+    return next((e.graphed for e in entries if e.graphed is not None and e.graphed.graphs is not None), None)
 
 
 @pytest.mark.parametrize("policy", ["keep", "recompute", "offload"])
@@ -50,7 +51,7 @@ def test_every_policy_as_graphs(policy: str, bf16: bool) -> None:
         assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
         for net in (model, twin):
             torch.optim.SGD(net.parameters(), lr=0.01).step()
-    assert getattr(graphed(model), "graphs", None) is not None
+    assert graphed(model) is not None
     assert all(torch.equal(a, b) for a, b in zip(model.buffers(), twin.buffers(), strict=True))
 
 
@@ -83,7 +84,7 @@ def test_what_is_reserved_is_within_the_budget(share: float) -> None:
     print(
         f"share {share}: reserved {reserved / 2**20:.0f}, others {others / 2**20:.0f}, budget {budget / 2**20:.0f} MiB"
     )
-    assert getattr(graphed(model), "graphs", None) is not None
+    assert graphed(model) is not None
     assert reserved - others <= budget
 
 
