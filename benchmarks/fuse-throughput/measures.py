@@ -24,7 +24,6 @@ import outcore
 from outcore.fusion import Way, choice, choose, forecast
 from outcore.fusion.choice import lane_width
 from outcore.fusion.layerwise import measure_convolutions
-from outcore.fusion.rules import convolution
 from outcore.fusion.rules.convolution import Convolution
 from outcore.fusion.verify import disagreement
 
@@ -224,16 +223,14 @@ def forgoing(array: outcore.fusion.FusedArray, batch: tuple[torch.Tensor, ...], 
     if what == "joins":
         for name in array.slots[0].trainings:
             array.program(name, array.arguments(batch, None))[1].joins.clear()
-    kept = convolution.is_depthwise, Convolution.cropped, Convolution.as_product
-    if what == "depthwise":
-        convolution.is_depthwise = lambda *given: False
+    kept = Convolution.cropped, Convolution.as_product
     if what == "crops":
         Convolution.cropped = lambda conv, size, weight: (conv, weight)
         Convolution.as_product = lambda conv, x, w: (x, w.flatten(2)) if conv.is_pointwise(w.shape[3:]) else None
     try:
         yield
     finally:
-        convolution.is_depthwise, Convolution.cropped, Convolution.as_product = kept
+        Convolution.cropped, Convolution.as_product = kept
 
 
 def checked(array: outcore.fusion.FusedArray, batch: tuple[torch.Tensor, ...]) -> str:

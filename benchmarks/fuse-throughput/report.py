@@ -239,7 +239,7 @@ def main() -> None:
                      for some in (paths[:apart], paths[apart:]))  # fmt: skip
     runs, joined = (Rows([r for f in some for r in f.all]) for some in (files, [*others, *files]))
     sections: dict[str, Callable[[], None]] = {
-        "speed": lambda: speed(files), "members": lambda: members(runs), "sizes": lambda: sizes(runs),
+        "speed": lambda: speed(files), "members": lambda: members(files[0]), "sizes": lambda: sizes(files[0]),
         "memory": lambda: memory(joined), "predictions": lambda: predictions(runs), "use": lambda: use(joined),
         "partial": lambda: partial(files[0]), "processes": lambda: processes(joined, files),
         "room": lambda: room(joined, files),

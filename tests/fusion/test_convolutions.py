@@ -71,7 +71,9 @@ def test_what_pads_in_torchs_own_words_is_left_as_it_is() -> None:
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
-@pytest.mark.parametrize("how", [pytest.param(way, marks=gpu) for way in ("unfolded", "grouped", "members", "usual")])
+@pytest.mark.parametrize(
+    "how", [pytest.param(way, marks=gpu) for way in ("unfolded", "grouped", "members", "depthwise")]
+)
 def test_every_form_can_be_captured(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def build() -> nn.Module:
         convs = [nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU(), nn.Conv2d(8, 8, 3, 1, 1), nn.ReLU(), nn.Conv2d(8, 8, 3, 2, 1)]

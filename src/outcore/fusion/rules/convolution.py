@@ -3,7 +3,7 @@
 ``[B, N, C, ...]`` inputs and ``[B, out, in, ...]`` weights become one convolution of ``B`` times the groups on ``[N,
 B * C, ...]`` (HFTA, arXiv 2102.02344). Three cases are better: members that see the same input (the first layer) are
 one *dense* convolution with ``B`` times the output channels, 1x1 convolutions are a batched matrix product, and
-depthwise ones on a GPU have kernels of their own (`rules.depthwise`). On maps smaller than the window, taps that only
+depthwise ones on a GPU can run by kernels of our own (`rules.depthwise`). On maps smaller than the window, taps that only
 ever see padding are left out. Grouped convolutions are not always faster than one convolution per member, or than
 one product of unfolded maps (`rules.unfolded`), so on a GPU all are timed for each layer shape
 (`outcore.fusion.layerwise`), and `way` says which to take.
@@ -109,7 +109,7 @@ class Convolution:
 
     def ways(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[str, ...]:
         """How it can run: as one grouped convolution, one by one, by a kernel for depthwise ones, or unfolded."""
-        depthwise = ("usual",) if self.groups > 1 and weight.shape[2] == 1 else ()
+        depthwise = ("depthwise",) if self.groups > 1 and weight.shape[2] == 1 else ()
         return ("grouped", "members", *depthwise, *(("unfolded",) if can_unfold(self, x, weight) else ()))
 
     def cropped(self, size: Sequence[int], weight: torch.Tensor) -> tuple[Convolution, torch.Tensor]:
@@ -144,14 +144,14 @@ class Convolution:
         return None
 
     def stacked(self, how: str, x: Stacked, w: torch.Tensor, b: torch.Tensor | None) -> Stacked:
-        """Inputs and weights of the members in one of the `ways`; the usual one is grouped unless it is depthwise."""
+        """Inputs and weights of the members in one of the `ways`."""
         if how == "members":
             slices = zip(x.tensor, w, b if b is not None else [None] * len(w), strict=True)
             return unfold_channels(torch.cat([self(*each) for each in slices], 1), w.shape[0])
         if how == "unfolded":
             return unfolded(self, x, w, b)
         folded, weight, bias = fold_channels(x), w.flatten(0, 1), None if b is None else b.flatten()
-        if how != "grouped" and is_depthwise(self, folded, weight):
+        if how == "depthwise" and is_depthwise(self, folded, weight):
             return unfold_channels(depthwise(self, folded, weight, bias), w.shape[0])
         return unfold_channels(self(folded, weight, bias, w.shape[0]), w.shape[0])
 
@@ -188,7 +188,7 @@ def signature(convolution: Convolution, x: Stacked, weight: torch.Tensor) -> Any
 
 
 def way(convolution: Convolution, x: Stacked, weight: torch.Tensor) -> str:
-    """How to run it: as usual, unless it was measured."""
+    """How to run it: grouped, unless it was measured."""
     if _SEEN:
         low = signature(convolution, x, weight)[4]
         _SEEN[-1][signature(convolution, x, weight)] = (
@@ -196,7 +196,7 @@ def way(convolution: Convolution, x: Stacked, weight: torch.Tensor) -> str:
             x.tensor.detach().to("meta", low),
             weight.detach().to("meta", low),
         )
-    return _WAYS.get(signature(convolution, x, weight), "usual") if _WAYS else "usual"
+    return _WAYS.get(signature(convolution, x, weight), "grouped") if _WAYS else "grouped"
 
 
 def decide(shape: Any, chosen: str) -> None:
