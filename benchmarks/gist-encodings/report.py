@@ -27,7 +27,9 @@ def found(pattern: str) -> dict[tuple[Key, str, bool], dict[str, Any]]:
             if "off" in row:
                 effects[key, row["how"]] = {name: row[name] for name in ("off", "cosine", "worst_off")}
             if "over" in row:
-                rows[key, row["how"], row.get("graphs", False)] = row
+                name = (key, row["how"], row.get("graphs", False))
+                before = [*rows[name]["before"], rows[name]["over"]] if name in rows else []
+                rows[name] = row | {"before": before}
     return {(key, how, graphs): effects.get((key, how), {}) | row for (key, how, graphs), row in rows.items()}
 
 
@@ -51,11 +53,13 @@ def measured() -> list[str]:
             graphed = rows.get((key, how, True), {}).get("over")
             above, of_plain = row["peak"] - row["held"], base["peak"] - base["held"]
             stashed = f"{row['kept_bytes'] / row['stashed_bytes']:.2f}x" if "kept_bytes" in row else "1.00x"
-            off = (
-                f"{row['off']:.2%} | {row['cosine']:.6f} | {row['worst_off']:.2%} |" if "off" in row else "0 | 1 | 0 |"
-            )
+            if "off" in row:
+                off = f"{row['off']:.2%} | {row['cosine']:.6f} | {row['worst_off']:.2%} |"
+            else:
+                off = "not compared | | |" if how in ("half", "int8") else "0 | 1 | 0 |"
+            others = "".join(f" ({over:.3f}x)" for over in row["before"] if how != "plain")
             out.append(
-                f"| {name_of(key)} | {how} | {row['ms']:.1f} | {row['over']:.3f}x | "
+                f"| {name_of(key)} | {how} | {row['ms']:.1f} | {row['over']:.3f}x{others} | "
                 f"{'' if graphed is None else f'{graphed:.3f}x'} | {row['peak'] / 2**30:.2f} | "
                 f"{base['peak'] / row['peak']:.2f}x | {of_plain / above:.2f}x | {stashed} | {off}"
             )
