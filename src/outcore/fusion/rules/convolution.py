@@ -3,8 +3,8 @@
 ``[B, N, C, ...]`` inputs and ``[B, out, in, ...]`` weights become one convolution of ``B`` times the groups on ``[N,
 B * C, ...]`` (HFTA, arXiv 2102.02344). Three cases are better: members that see the same input (the first layer) are
 one *dense* convolution with ``B`` times the output channels, 1x1 convolutions are a batched matrix product, and
-depthwise ones on a GPU can run by kernels of our own (`rules.depthwise`). On maps smaller than the window, taps that only
-ever see padding are left out. Grouped convolutions are not always faster than one convolution per member, or than
+depthwise ones on a GPU can run by kernels of our own (`rules.depthwise`). On maps smaller than the window, taps that
+only ever see padding are left out. Grouped convolutions are not always faster than one convolution per member, or than
 one product of unfolded maps (`rules.unfolded`), so on a GPU all are timed for each layer shape
 (`outcore.fusion.layerwise`), and `way` says which to take.
 """
