@@ -211,9 +211,10 @@ class Visits:
             self.homes.pop(number)
 
     def settle(self) -> None:
-        """The host waits until everything is at home."""
+        """The host waits until everything is at home; what it was copied from is free."""
         for parcel in self.parcels.values():
             parcel.settle()
+        self.stage.tidy(self.stage.most_leaving)
 
     def close(self) -> None:
         """All state is on the device again, as ordinary tensors."""

@@ -22,6 +22,7 @@ from outcore.memory.cell import Handle
 from outcore.memory.lanes import lanes_for
 from outcore.memory.lots import Borrowed, Lot, Use, make_lots
 from outcore.memory.parcels import Parcel
+from outcore.memory.stages import LooseStage
 from outcore.planner.state import StatePolicy
 
 __all__ = ["Stats", "Traffic"]
@@ -163,6 +164,9 @@ class Traffic:
             self.release(parcel)
         for parcel in self.parcels:
             parcel.settle()
+        for stage in {id(parcel.stage): parcel.stage for parcel in self.parcels}.values():
+            if isinstance(stage, LooseStage):
+                stage.tidy(stage.most_leaving)  # copied from by now, and not to be held until somebody else comes
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
