@@ -188,6 +188,20 @@ def test_what_follows_the_boundary_may_run_under_policies() -> None:
     assert step.policy == less.policy
 
 
+def test_what_follows_the_boundary_may_write_into_it() -> None:
+    layers = [
+        nn.Conv2d(3, 8, 3, 1, 1),
+        nn.ReLU(True),
+        nn.Conv2d(8, 8, 3, 2, 1),
+        nn.ReLU(True),
+        nn.Conv2d(8, 4, 3, 1, 1),
+    ]
+    net, x = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)).double(), image()
+    plan = Plan(outcore.capture(net, (x,)).fingerprint, (("",),), stream={"tile": 64, "boundary": "2"})
+    step = assert_trains_as_plain(within(net, x, memory=None, plan=plan), x, x)
+    assert counted(net, x) <= step.peak_bytes
+
+
 class Segmenter(nn.Module):
     def __init__(self) -> None:
         super().__init__()

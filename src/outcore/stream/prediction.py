@@ -176,10 +176,10 @@ def _tail_bytes(prepared: Prepared, *, training: bool) -> int:
             name: torch.empty(network.shapes[name], dtype=network.dtypes[name], device=device)
             for name in (*prepared.streaming.boundary, *network.graph.inputs)
         }
-        for name in prepared.streaming.boundary:
-            if training and values[name].is_floating_point():
-                values[name].requires_grad_()
-        starts = [t for t in values.values() if t.requires_grad]
+        wanted = [n for n in prepared.streaming.boundary if training and values[n].is_floating_point()]
+        starts = [values[name].requires_grad_() for name in wanted]
+        with torch.enable_grad():
+            values |= {name: values[name].clone() for name in wanted}  # the rest may write into what it starts from
         real = [*network.model.parameters(), *network.model.buffers()]
         with LiveBytes([*values.values(), *real]) as live, torch.set_grad_enabled(training):
             tape = Tape(network.model, network.recording.constants, dict(values))
