@@ -86,8 +86,9 @@ def test_hooks_that_come_and_go_are_seen() -> None:
 
 
 LOOP = """
-    import sys, torch, outcore
+    import signal, torch, outcore
     from torch import nn
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in the background of a shell
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
     x = torch.randn(512, 64)
     outcore.within(model, (x,), memory=None, plan={"0.1#0:out": "offload", "2.1#0:out": "offload"}, quiet=True)
