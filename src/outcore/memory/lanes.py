@@ -8,10 +8,11 @@ one large tensor that left first must not hold up a small one that is needed soo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 import torch
+
+from outcore.memory.couriers import Couriers, Errand
 
 __all__ = [
     "Copy",
@@ -182,25 +183,25 @@ class CudaTurn:
 class _Task:
     """A mark of a copying thread."""
 
-    def __init__(self, future: Future[None] | None) -> None:
-        self.future = future
+    def __init__(self, errand: Errand[None] | None) -> None:
+        self.errand = errand
 
     def wait(self) -> None:
         self.finish()
 
     def finish(self) -> None:
-        if self.future is not None:
-            self.future.result()
+        if self.errand is not None:
+            self.errand.result()
 
     def done(self) -> bool:
-        return self.future is None or self.future.done()
+        return self.errand is None or self.errand.over
 
 
 class ThreadLanes:
     """Threads: one each way, started when there is something to copy."""
 
     def __init__(self) -> None:
-        self.threads: dict[bool, ThreadPoolExecutor] = {}
+        self.threads: dict[bool, Couriers] = {}
 
     def now(self) -> Mark:
         """A CPU has computed what it was told to compute."""
@@ -209,7 +210,7 @@ class ThreadLanes:
     def copy(self, copies: Sequence[Copy], *, out: bool, express: bool = False) -> list[Mark]:
         """Book copies on a thread; what comes before them was booked before them, so nobody waits for ever."""
         if out not in self.threads:
-            self.threads[out] = ThreadPoolExecutor(1, thread_name_prefix="outcore-state")
+            self.threads[out] = Couriers(1, "outcore-state")
 
         def run(to: torch.Tensor, source: torch.Tensor, after: Sequence[Mark]) -> None:
             for mark in after:
@@ -225,7 +226,7 @@ class ThreadLanes:
     def close(self) -> None:
         """Let the threads finish and end."""
         for thread in self.threads.values():
-            thread.shutdown(wait=True)
+            thread.close()
         self.threads = {}
 
     def __del__(self) -> None:

@@ -12,11 +12,11 @@ no `record_stream`, the same peak in every step.
 
 from __future__ import annotations
 
+import _thread
 import os
 import sys
 import tempfile
 import weakref
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ import torch
 
 from outcore.errors import OutcoreError
 from outcore.memory.arena import Arena, Slot
+from outcore.memory.couriers import Couriers, Errand
 
 __all__ = ["DiskTier", "HostTier", "Tier", "Trip", "tier_for"]
 
@@ -177,7 +178,7 @@ class DiskTier:
     def __init__(self, capacity_bytes: int, directory: str | Path | None = None) -> None:
         folder = Path(directory or os.environ.get("OUTCORE_SCRATCH") or tempfile.gettempdir())
         self.device = torch.device("cpu")
-        self.threads: ThreadPoolExecutor | None = None
+        self.workers = Couriers(2, "outcore-disk")
         self.file, path = tempfile.mkstemp(prefix="outcore-", dir=folder)
         Path(path).unlink()
         try:
@@ -192,22 +193,13 @@ class DiskTier:
             ) from None
         self.arena = Arena(capacity_bytes)
 
-    @property
-    def workers(self) -> ThreadPoolExecutor:
-        """The copying threads, started when there is something to copy."""
-        if self.threads is None:
-            self.threads = ThreadPoolExecutor(2, thread_name_prefix="outcore-disk")
-        return self.threads
-
     def evict(self, flat: torch.Tensor) -> DiskTrip:
         """Start to write bytes."""
         return DiskTrip(self, flat)
 
     def close(self) -> None:
         """Finish what is being copied and give the disk's room back."""
-        if self.threads is not None:
-            self.threads.shutdown(wait=True)
-            self.threads = None
+        self.workers.close()
         if self.file >= 0:
             os.close(self.file)
             self.file = -1
@@ -222,8 +214,8 @@ class DiskTrip:
 
     def __init__(self, tier: DiskTier, flat: torch.Tensor) -> None:
         self.tier, self.size = tier, flat.numel()
-        self.writing: Future[None] | None = None  # all there from the start, since Ctrl-C may come at any line
-        self.reading: Future[torch.Tensor] | None = None
+        self.writing: Errand[None] | None = None  # all there from the start, since Ctrl-C may come at any line
+        self.reading: Errand[torch.Tensor] | None = None
         self.slot = tier.arena.take(self.size)
         if self.slot is None:  # more in flight than planned: the file grows
             tier.arena.grow(self.size)
@@ -258,13 +250,20 @@ class DiskTrip:
         return flat
 
     def __del__(self) -> None:
+        try:
+            self._give_back()
+        except KeyboardInterrupt:  # nobody would hear of it from here; a courier says it again, a little later
+            self._give_back()
+            self.tier.workers.submit(_thread.interrupt_main)
+
+    def _give_back(self) -> None:
         if getattr(self, "slot", None) is not None:
-            assert self.slot is not None
-            if self.reading is not None:
-                self.reading.result()
-            if self.writing is not None and not self.writing.cancelled():
-                self.writing.exception()
-            self.tier.arena.give(self.slot, None)
+            for errand in (self.reading, self.writing):
+                if errand is not None:
+                    errand.wait()
+            slot, self.slot = self.slot, None
+            assert slot is not None
+            self.tier.arena.give(slot, None)
 
 
 def _write(file: int, memory: Any, offset: int) -> None:

@@ -1,0 +1,86 @@
+"""Threads that copy beside the computing, and that Ctrl-C cannot break.
+
+Python raises `KeyboardInterrupt` between any two lines of the main thread. The locks of `concurrent.futures` are
+written in Python, and an interrupt between two of their lines leaves one taken for good: the thread that needs it next
+hangs, and with it the end of the process. What the main thread shares with a courier is therefore made of parts that
+are one operation each: a `SimpleQueue`, and a lock that is taken at birth and released once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar
+
+__all__ = ["Couriers", "Errand"]
+
+T = TypeVar("T")
+
+
+class Errand(Generic[T]):
+    """One call on a thread of its own."""
+
+    def __init__(self, call: Callable[[], T]) -> None:
+        self.call: Callable[[], T] | None = call
+        self.found: T | None = None
+        self.error: BaseException | None = None
+        self.over = False
+        self.running = threading.Lock()
+        self.running.acquire()
+
+    def run(self) -> None:
+        """On the courier's side."""
+        assert self.call is not None
+        try:
+            self.found = self.call()
+        except BaseException as error:
+            self.error = error
+        self.call, self.over = None, True  # what it holds is let go of
+        self.running.release()
+
+    def wait(self) -> None:
+        """Until it is over, well or not."""
+        if not self.over:
+            with self.running:
+                pass
+
+    def result(self) -> T:
+        """What the call returned; what it raised is raised here."""
+        self.wait()
+        if self.error is not None:
+            raise self.error
+        return self.found  # type: ignore[return-value]  # over without an error
+
+
+class Couriers:
+    """A few threads, started when there is something to do; they do not keep a process from ending."""
+
+    def __init__(self, count: int, name: str) -> None:
+        self.count, self.name = count, name
+        self.queue: SimpleQueue[Errand[Any] | None] = SimpleQueue()
+        self.threads: list[threading.Thread] = []
+
+    def submit(self, function: Callable[..., T], *args: Any) -> Errand[T]:
+        """Have a call made, after those that were handed over before."""
+        errand = Errand(lambda: function(*args))
+        while len(self.threads) < self.count:
+            thread = threading.Thread(target=_work, args=(self.queue,), name=self.name, daemon=True)
+            thread.start()
+            self.threads.append(thread)
+        self.queue.put(errand)
+        return errand
+
+    def close(self) -> None:
+        """Finish what was handed over."""
+        threads, self.threads = self.threads, []
+        for _ in threads:
+            self.queue.put(None)
+        for thread in threads:
+            thread.join()
+
+
+def _work(queue: SimpleQueue[Errand[Any] | None]) -> None:
+    while (errand := queue.get()) is not None:
+        errand.run()
+        del errand  # or its result would be held until the next one comes
