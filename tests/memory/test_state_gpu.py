@@ -11,7 +11,8 @@ import outcore
 from outcore.cost.rough import by_bytes
 from outcore.cost.saved import account
 from tests.memory.test_state import ADAM, OPTIMIZERS
-from tests.memory.test_state_loops import keeper, tangled
+from tests.memory.test_state_loops import keeper
+from tests.memory.test_state_parameters import tangled
 
 pytestmark = pytest.mark.gpu
 

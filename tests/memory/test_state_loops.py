@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import outcore
@@ -239,62 +238,6 @@ def test_hooks_on_the_step_run_once() -> None:
     assert seen == ["before", "after"] * 2
 
 
-class Tangled(nn.Module):
-    """Tied and frozen weights, a weight that another module's forward reads, one that nobody reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(24, 32, bias=False)
-        self.attend = nn.MultiheadAttention(32, 4, batch_first=True)
-        self.frozen = nn.Linear(32, 32).requires_grad_(False)
-        self.scale = nn.Parameter(torch.ones(32))
-        self.norm = nn.LayerNorm(32)
-        self.idle = nn.Linear(7, 7)
-        self.out = nn.Linear(32, 24)
-        self.back = nn.Linear(24, 32, bias=False)
-        self.back.weight = self.embed.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.embed(x)
-        h = h + self.attend(h, h, h, need_weights=False)[0]
-        h = self.norm(torch.relu(self.frozen(h)) * self.scale)
-        return self.back(self.out(h)) + F.linear(h, self.frozen.weight)
-
-
-def tangled() -> nn.Module:
-    torch.manual_seed(0)
-    return Tangled()
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("policies", ["plain values", "mixed values"])
-def test_tied_frozen_borrowed_and_idle_parameters(way: str, policies: str) -> None:
-    model, plain = tangled(), tangled()
-    x = torch.randn(3, 5, 24)
-    optimizer, twin = ADAM(model.parameters()), ADAM(plain.parameters())
-    graph = outcore.capture(model, (x,))
-    costs = by_bytes(account(graph), 1e9)
-    state = {"parameters": "offload", "optimizer": "offload", "parcel_bytes": 2048, **WAYS[way]}
-    if "stage_bytes" in state:
-        state["stage_bytes"] = 26000
-    plan = None
-    if policies == "mixed values":
-        outcore.within(model, (x,), memory=None, costs=costs, quiet=True)
-        kept = outcore.memory_plan(model).keeping
-        plan = {b.name: c[0] for b in kept.buffers.values() if (c := kept.choices(b))}
-    outcore.within(model, (x,), memory=None, costs=costs, optimizer=optimizer, state=state, plan=plan, quiet=True)
-    for net, opt in ((model, optimizer), (plain, twin)):
-        for _ in range(5):
-            opt.zero_grad()
-            net(x).square().mean().backward()
-            opt.step()
-    if "stage_bytes" in state:
-        assert keeper(model).stats.peak_bytes <= 26000
-    outcore.release(model)
-    assert same(model, plain)
-    assert model.back.weight is model.embed.weight
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_an_exception_anywhere_loses_nothing(way: str) -> None:
     model, optimizer, plain, twin = pair(ADAM, **WAYS[way])
@@ -435,24 +378,3 @@ def test_a_disk_without_room_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assert all(math.isfinite(float(p.detach().sum())) for p in model.parameters())
     assert "forward" not in model.__dict__
-
-
-class Centred(nn.Module):
-    """Writes to a weight of its own in forward, as quantisers with running averages do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mean = nn.Parameter(torch.zeros(3, 12), requires_grad=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.mean.data.mul_(0.5).add_(x.detach().mean((0, 2)))
-        return x - self.mean[:, None]
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_forward_that_writes_to_a_parameter(way: str) -> None:
-    narrow = {"stage_bytes": 66_100} if "stage_bytes" in WAYS[way] else {}  # the largest layer and little more
-    state = {**WAYS[way], "parcel_bytes": 1024, **narrow}
-    model, optimizer, plain, twin = pair(SGD, lambda: nn.Sequential(Centred(), network()), **state)
-    train(model, optimizer, 5), train(plain, twin, 5)
-    assert same(model, plain)

@@ -27,7 +27,8 @@ from outcore.memory import governor as governors
 from outcore.memory import tiers
 
 from ..run.pool import pool
-from .test_within import budgeted, gradients, images, managed, network, one_rank, same, step
+from .test_within import budgeted, gradients, images, managed, network, same, step
+from .test_within_wrapped import one_rank
 
 __all__ = ["one_rank"]
 
