@@ -74,8 +74,16 @@ def packings() -> Iterator[Row]:
     codes = torch.empty(count, dtype=torch.uint8, device="cuda")
     low, scale = torch.empty(2, count // GROUP, device="cuda").unbind(0)
     tiny = torch.finfo(torch.float32).tiny
-    yield "8 bits in groups", lambda: numbers.quantise(x, codes, low, scale, group=GROUP, tiny=tiny), 5 * count
-    yield "8 bits in groups, back", lambda: numbers.dequantise(codes, low, scale, out, group=GROUP), 5 * count
+    yield (
+        "8 bits in groups",
+        lambda: numbers.quantise(x, codes, low, scale, levels=255, group=GROUP, tiny=tiny),
+        5 * count,
+    )
+    yield (
+        "8 bits in groups, back",
+        lambda: numbers.dequantise(codes, low, scale, out, levels=255, group=GROUP),
+        5 * count,
+    )
     half = x.half()
     yield "to half, torch", lambda: x.half(), 6 * count
     yield "from half, torch", lambda: half.float(), 6 * count

@@ -60,7 +60,7 @@ def test_exact_forms_that_leave_give_plain_gradients() -> None:
     assert all(torch.equal(a, b) for a, b in zip(want, gradients(model), strict=True))
 
 
-@pytest.mark.parametrize("codec", ["half", "bf16", "int8"])
+@pytest.mark.parametrize("codec", ["half", "bf16", "int8", "int4"])
 def test_rounded_numbers_are_the_same_wherever_they_were(codec: str) -> None:
     here, away = (under({TANH: f"encode:{codec}{more}"}) for more in ("", "+offload"))
     assert all(torch.equal(a, b) for a, b in zip(gradients(here), gradients(away), strict=True))

@@ -86,7 +86,7 @@ def test_exact_encodings_give_plain_gradients(kind: str, last: bool, bf16: bool)
         assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
 
 
-@pytest.mark.parametrize("codec", ["half", "bf16", "int8"])
+@pytest.mark.parametrize("codec", ["half", "bf16", "int8", "int4"])
 def test_rounded_numbers_that_leave_come_back_the_same(codec: str) -> None:
     found = []
     for more in ("", "+offload"):
@@ -97,7 +97,7 @@ def test_rounded_numbers_that_leave_come_back_the_same(codec: str) -> None:
     assert all(torch.equal(a, b) for x, y in zip(*found, strict=True) for a, b in zip(x, y, strict=True))
 
 
-@pytest.mark.parametrize("kind", ["", "half", "int8"])
+@pytest.mark.parametrize("kind", ["", "half", "int8", "int4"])
 def test_as_graphs_they_are_what_they_are_call_by_call(kind: str) -> None:
     found = []
     for graphs in (False, True):

@@ -66,4 +66,6 @@ def encode(
             return Coded(*halved(flat, torch.bfloat16))
         case "int8":
             return Coded(*grouped(flat))
+        case "int4":
+            return Coded(*grouped(flat, bits=4))
     raise ValueError(f"no codec {codec!r}")

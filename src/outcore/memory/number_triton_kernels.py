@@ -1,11 +1,12 @@
-"""Triton kernels for numbers in less memory: those that are not zero, and eight bits in groups with a range each.
+"""Triton kernels for numbers in less memory: those that are not zero, and eight or four bits in groups with a range.
 
 *Sparse.* One pass finds which numbers are not zero, as bits, and how many in every block; the sums of these say where
 in the result a block begins (the host waits for the last one, to know how much memory it takes); a second pass moves
 them. Back it is one pass: a running count of the bits is the place of every number.
 
 *Groups.* One pass each way. A program has some groups whole, so that range, rounding and writing need the numbers once.
-Divisions are those of IEEE and nothing is contracted, so codes and numbers are those of the same steps in torch.
+Of four bits, two numbers that lie side by side share a byte, the first its lower half. Divisions are those of IEEE and
+nothing is contracted, so codes and numbers are those of the same steps in torch.
 
 *Halves.* Numbers of 16 bits become wider in one pass at the memory's rate, twice that of torch's own cast.
 """
@@ -57,7 +58,9 @@ def _scatter(bits, values, ends, out, count, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _quantise(flat, codes, low, scale, count, TINY: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr):
+def _quantise(
+    flat, codes, low, scale, count, LEVELS: tl.constexpr, TINY: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     place = row[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     there = place < count
@@ -65,22 +68,35 @@ def _quantise(flat, codes, low, scale, count, TINY: tl.constexpr, GROUP: tl.cons
     broken = tl.max((value != value).to(tl.int32), axis=1) == 1
     least = tl.where(broken, float("nan"), tl.min(tl.where(there, value, float("inf")), axis=1))
     most = tl.max(tl.where(there, value, float("-inf")), axis=1)
-    step = tl.math.div_rn(most - least, tl.full([ROWS], 255.0, tl.float32))
+    step = tl.math.div_rn(most - least, tl.full([ROWS], LEVELS, tl.float32))
     step = tl.where(step < TINY, TINY, step)
     per_step = tl.math.div_rn(tl.full([ROWS], 1.0, tl.float32), step)
     level = (value - least[:, None]) * per_step[:, None]
     level = (level + 12582912.0) - 12582912.0  # to the nearest, halves to the even one
-    tl.store(codes + place, tl.where(level > 0, level, 0.0).to(tl.int32).to(tl.uint8), mask=there)
+    above = (value > 0) & ((least == 0) & (step < float("inf")))[:, None]
+    level = tl.where(above & (level < 1), 1.0, tl.where(level > 0, level, 0.0)).to(tl.int32)
+    if LEVELS == 15:
+        level = tl.where(there, level, 0)
+        place = row[:, None] * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, :]
+        there = place * 2 < count
+        first, second = tl.split(tl.reshape(level, [ROWS, GROUP // 2, 2]))
+        level = first | (second << 4)
+    tl.store(codes + place, level.to(tl.uint8), mask=there)
     tl.store(low + row, least, mask=row * GROUP < count)
     tl.store(scale + row, step, mask=row * GROUP < count)
 
 
 @triton.jit
-def _dequantise(codes, low, scale, out, count, GROUP: tl.constexpr, ROWS: tl.constexpr):
+def _dequantise(codes, low, scale, out, count, LEVELS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     place = row[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     there = place < count
-    code = tl.load(codes + place, mask=there, other=0).to(tl.float32)
+    if LEVELS == 15:
+        pair = row[:, None] * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, :]
+        both = tl.load(codes + pair, mask=pair * 2 < count, other=0).to(tl.int32)
+        code = tl.reshape(tl.join(both & 15, both >> 4), [ROWS, GROUP]).to(tl.float32)
+    else:
+        code = tl.load(codes + place, mask=there, other=0).to(tl.float32)
     step = tl.load(scale + row, mask=row * GROUP < count, other=0.0)
     least = tl.load(low + row, mask=row * GROUP < count, other=0.0)
     tl.store(out + place, (code * step[:, None] + least[:, None]).to(out.dtype.element_ty), mask=there)
@@ -121,16 +137,29 @@ def scatter(bits: torch.Tensor, values: torch.Tensor, ends: torch.Tensor, out: t
 
 
 def quantise(
-    flat: torch.Tensor, codes: torch.Tensor, low: torch.Tensor, scale: torch.Tensor, *, group: int, tiny: float
+    flat: torch.Tensor,
+    codes: torch.Tensor,
+    low: torch.Tensor,
+    scale: torch.Tensor,
+    *,
+    levels: int,
+    group: int,
+    tiny: float,
 ) -> None:
-    """Write the number of each number's step in the range of its group, and the ranges."""
+    """Write the number of each number's step in the range of its group, of so many (255 or 15), and the ranges."""
     if count := flat.numel():
-        grid = (triton.cdiv(low.numel(), _ROWS),)
-        _quantise[grid](flat, codes, low, scale, count, TINY=tiny, GROUP=group, ROWS=_ROWS, enable_fp_fusion=False)
+        settings = {"LEVELS": levels, "TINY": tiny, "GROUP": group, "ROWS": _ROWS}
+        _quantise[(triton.cdiv(low.numel(), _ROWS),)](
+            flat, codes, low, scale, count, **settings, enable_fp_fusion=False
+        )
 
 
-def dequantise(codes: torch.Tensor, low: torch.Tensor, scale: torch.Tensor, out: torch.Tensor, *, group: int) -> None:
+def dequantise(
+    codes: torch.Tensor, low: torch.Tensor, scale: torch.Tensor, out: torch.Tensor, *, levels: int, group: int
+) -> None:
     """Write the numbers that the steps stand for."""
-    if count := codes.numel():
-        grid = (triton.cdiv(low.numel(), _ROWS),)
-        _dequantise[grid](codes, low, scale, out, count, GROUP=group, ROWS=_ROWS, enable_fp_fusion=False)
+    if count := out.numel():
+        settings = {"LEVELS": levels, "GROUP": group, "ROWS": _ROWS}
+        _dequantise[(triton.cdiv(low.numel(), _ROWS),)](
+            codes, low, scale, out, count, **settings, enable_fp_fusion=False
+        )

@@ -1,10 +1,13 @@
-"""Numbers in less memory: without the zeros among them (exact), or with eight bits each (lossy).
+"""Numbers in less memory: without the zeros among them (exact), or with sixteen, eight or four bits each (lossy).
 
 *Without zeros*: one bit per number says whether it is there, and those that are follow each other. Words are compared
 as bits, so a zero with a sign is one that is there. How small it becomes is in the data.
 
-*Eight bits in groups*: every group of numbers has its own range, in steps of a 255th of it. A group with a number that
-is infinite or none comes back as none, all of it.
+*Eight or four bits in groups*: every group of numbers has its own range, in steps of a 255th or a 15th of it. A group
+with a number that is infinite or none comes back as none, all of it. **Where zero is the least, nothing else becomes
+zero**: that is the output of a ReLU, whose backward reads from it where the gradient goes through. Of such numbers the
+lowest half step would be cut off, some hundredth of all; rounded up to the first step instead, they make the gradients
+of ResNet-50 at 8 bits wrong by 0.6 % and not by 30 %.
 
 On a GPU each way is one kernel (two, where zeros are left out), elsewhere the same steps in torch, a part at a time.
 """
@@ -119,51 +122,60 @@ def halved(flat: torch.Tensor, kind: torch.dtype) -> Packed:
     return (flat.to(kind),), decode
 
 
-def grouped(flat: torch.Tensor) -> Packed:
-    """Eight bits per number, with a range for every group of numbers."""
-    count, dtype = flat.numel(), flat.dtype
-    codes = torch.empty(count, dtype=torch.uint8, device=flat.device)
+def grouped(flat: torch.Tensor, bits: int = 8) -> Packed:
+    """Eight or four bits per number, with a range for every group of numbers."""
+    count, dtype, levels = flat.numel(), flat.dtype, 2**bits - 1
+    codes = torch.empty(-(-count * bits // 8), dtype=torch.uint8, device=flat.device)
     low, scale = (torch.empty(-(-count // GROUP), dtype=torch.float32, device=flat.device) for _ in range(2))
     if flat.is_cuda:
         from outcore.memory.number_triton_kernels import quantise
 
-        quantise(flat, codes, low, scale, group=GROUP, tiny=_TINY)
+        quantise(flat, codes, low, scale, levels=levels, group=GROUP, tiny=_TINY)
     else:
-        _to_levels(flat, codes, low, scale)
+        _to_levels(flat, codes, low, scale, levels)
 
     def decode(codes: torch.Tensor, low: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         out = torch.empty(count, dtype=dtype, device=codes.device)
         if codes.is_cuda:
             from outcore.memory.number_triton_kernels import dequantise
 
-            dequantise(codes, low, scale, out, group=GROUP)
+            dequantise(codes, low, scale, out, levels=levels, group=GROUP)
         else:
-            _from_levels(codes, low, scale, out)
+            _from_levels(codes, low, scale, out, levels)
         return out
 
     return (codes, low, scale), decode
 
 
-def _to_levels(flat: torch.Tensor, codes: torch.Tensor, low: torch.Tensor, scale: torch.Tensor) -> None:
-    for numbers, groups, rows in _group_rows(flat):
+def _to_levels(flat: torch.Tensor, codes: torch.Tensor, low: torch.Tensor, scale: torch.Tensor, levels: int) -> None:
+    per_byte = 1 if levels > 15 else 2
+    for start, groups, rows in _group_rows(flat):
         least = rows.amin(1)
-        width = rows.amax(1).sub_(least).div_(255).clamp_min_(_TINY)
-        levels = rows.sub_(least.unsqueeze(1)).mul_(width.reciprocal().unsqueeze(1)).round_().nan_to_num_()
-        codes[numbers] = levels.view(-1)[: codes[numbers].numel()].to(torch.uint8)
+        width = rows.amax(1).sub_(least).div_(levels).clamp_min_(_TINY)
+        above = (rows > 0) & ((least == 0) & width.isfinite()).unsqueeze(1)
+        steps = rows.sub_(least.unsqueeze(1)).mul_(width.reciprocal().unsqueeze(1)).round_().nan_to_num_()
+        level = torch.where(above, steps.clamp_min(1), steps).view(-1)[: flat.numel() - start].to(torch.uint8)
+        if per_byte == 2:
+            pairs = torch.nn.functional.pad(level, (0, level.numel() % 2)).view(-1, 2)
+            level = pairs[:, 0] | pairs[:, 1] << 4
+        codes[start // per_byte :][: level.numel()] = level
         low[groups], scale[groups] = least, width
 
 
-def _from_levels(codes: torch.Tensor, low: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
-    for numbers, groups, rows in _group_rows(codes):
+def _from_levels(codes: torch.Tensor, low: torch.Tensor, scale: torch.Tensor, out: torch.Tensor, levels: int) -> None:
+    if levels <= 15:
+        codes = torch.stack([codes & 15, codes >> 4], 1).view(-1)[: out.numel()]
+    for start, groups, rows in _group_rows(codes):
         back = rows.mul_(scale[groups].unsqueeze(1)).add_(low[groups].unsqueeze(1))
-        out[numbers] = back.view(-1)[: out[numbers].numel()].to(out.dtype)
+        part = out[start : start + _PART]
+        part.copy_(back.view(-1)[: part.numel()])
 
 
-def _group_rows(flat: torch.Tensor) -> Iterator[tuple[slice, slice, torch.Tensor]]:
-    """Some numbers at a time: which, which groups they are, and they as float32, the last group filled up."""
+def _group_rows(flat: torch.Tensor) -> Iterator[tuple[int, slice, torch.Tensor]]:
+    """Some numbers at a time: the first, which groups they are, and they as float32, the last group filled up."""
     for start in range(0, flat.numel(), _PART):
         part = flat[start : start + _PART].to(torch.float32, copy=True)
         if part.numel() % GROUP:
             part = torch.cat([part, part[-1:].expand(-part.numel() % GROUP)])
         rows = part.view(-1, GROUP)
-        yield slice(start, start + _PART), slice(start // GROUP, start // GROUP + rows.shape[0]), rows
+        yield start, slice(start // GROUP, start // GROUP + rows.shape[0]), rows

@@ -14,6 +14,7 @@ Lossy ones (fewer bits per number) are never chosen unless they are asked for by
     half      any float32 (lossy)              half                    all
     bf16      the same with float32's range    half                    all
     int8      any float (lossy)                1 per element + scales  all
+    int4      any float (lossy)                a half each + scales    all
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from outcore.ops.again import Need
 
 __all__ = ["CODECS", "LOSSY", "Kept", "codec_for", "codec_of", "held_bytes", "moves"]
 
-Codec = Literal["sign", "window", "bits", "sparse", "half", "bf16", "int8"]
-CODECS: tuple[Codec, ...] = ("sign", "window", "bits", "sparse", "half", "bf16", "int8")
-LOSSY: tuple[Codec, ...] = ("half", "bf16", "int8")
+Codec = Literal["sign", "window", "bits", "sparse", "half", "bf16", "int8", "int4"]
+CODECS: tuple[Codec, ...] = ("sign", "window", "bits", "sparse", "half", "bf16", "int8", "int4")
+LOSSY: tuple[Codec, ...] = ("half", "bf16", "int8", "int4")
 GROUP = 256
-"""Numbers that share a scale under int8."""
+"""Numbers that share a scale under int8 and int4."""
 
 _MOVED = "+offload"
 _POOLS = {"MaxPool2d", "MaxPool3d", "max_pool2d", "max_pool3d"}
@@ -109,7 +110,7 @@ def held_bytes(kept: Kept, policy: str) -> tuple[int, int]:
             return size // 2, size
         case _:
             count = size // item
-            return count + 8 * -(-count // GROUP), size
+            return -(-count // (1 if codec == "int8" else 2)) + 8 * -(-count // GROUP), size
 
 
 def _item_bytes(kept: Kept) -> int:
