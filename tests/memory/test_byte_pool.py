@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import outcore
 from outcore.memory.byte_pool import _Pool
-from outcore.memory.windows import Window
+from outcore.memory.windows import Window, window_of
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -41,6 +41,40 @@ def test_gradients_of_gradients_and_layouts() -> None:
         found.append([out.detach(), first.detach(), *torch.autograd.grad(first.square().sum(), x)])
     for a, b in zip(*found, strict=True):
         assert torch.equal(a, b) and a.stride() == b.stride()
+
+
+@pytest.mark.parametrize(
+    ("shape", "kernel", "stride", "padding"),
+    [
+        ((2, 70, 2, 2), 2, 2, 0),  # one pixel comes out, which lies in memory as any does
+        ((2, 3, 3, 1), (3, 1), 1, 0),
+        ((2, 5, 1, 1), 2, 1, 1),  # one pixel goes in
+        ((2, 5, 1, 1), 1, 1, 0),
+        ((2, 1, 4, 6), 2, 2, 0),  # one channel
+        ((1, 5, 4, 6), (1, 6), 1, 0),
+    ],
+)
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
+def test_single_pixels_and_channels(
+    shape: tuple[int, ...], kernel: int | tuple[int, int], stride: int, padding: int, form: torch.memory_format
+) -> None:
+    images = torch.randn(shape, device=DEVICE).contiguous(memory_format=form)
+    images = images.as_strided(shape, torch.empty(shape, memory_format=form).stride())  # also where it is both
+    window = window_of({"kernel_size": kernel, "stride": stride, "padding": padding}, shape[2:])
+    assert window is not None
+
+    def run(t: torch.Tensor) -> torch.Tensor:
+        return F.max_pool2d(t, kernel, stride, padding)
+
+    found = []
+    for way in (run, _Pool(run, window)):
+        x = images.detach().requires_grad_()
+        out = way(x)
+        out.backward(torch.randn(out.shape, device=DEVICE, generator=_same()))
+        assert x.grad is not None
+        found.append([out.detach(), x.grad])
+    for want, got in zip(*found, strict=True):
+        assert torch.equal(want, got) and want.stride() == got.stride()
 
 
 def _same() -> torch.Generator:

@@ -51,15 +51,20 @@ class _Pool:
 
     def __init__(self, run: Callable[..., Any], window: Window) -> None:
         self.run, self.window = run, window
-        self.shapes: dict[torch.Size, torch.Size] = {}
-        """Of the output, by that of the input."""
+        self.made: dict[tuple[torch.Size, tuple[int, ...]], tuple[torch.Size, torch.memory_format]] = {}
+        """Shape of the output and how it lies in memory, by those of the input."""
 
     def __call__(self, x: torch.Tensor, *more: Any, **settings: Any) -> Any:
         if not _suits(x, self.window):
             return self.run(x, *more, **settings)
-        if x.shape not in self.shapes:
-            self.shapes[x.shape] = self.run(torch.empty(x.shape, device="meta"), *more, **settings).shape
-        return _MaxPool.apply(x, self.shapes[x.shape], self.window)  # type: ignore[no-untyped-call]
+        given = x.shape, x.stride()
+        if given not in self.made:
+            made = self.run(torch.empty_strided(*given, device="meta"), *more, **settings)
+            self.made[given] = made.shape, _format(made)
+        shape, form = self.made[given]
+        if not x.is_contiguous(memory_format=form):
+            return self.run(x, *more, **settings)
+        return _MaxPool.apply(x, shape, form, self.window)  # type: ignore[no-untyped-call]
 
 
 def _suits(x: torch.Tensor, window: Window) -> bool:
@@ -71,17 +76,22 @@ def _suits(x: torch.Tensor, window: Window) -> bool:
     return kept and dense and x.numel() // max(1, x.shape[0]) < _MOST
 
 
+def _format(made: torch.Tensor) -> torch.memory_format:
+    """How torch lays out what it makes: strides tell, also of a single pixel, which lies in memory both ways."""
+    last = torch.empty(made.shape, device="meta", memory_format=torch.channels_last)
+    return torch.channels_last if made.stride() == last.stride() else torch.contiguous_format
+
+
 class _MaxPool(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, shape: torch.Size, window: Window) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, shape: torch.Size, form: torch.memory_format, window: Window) -> Any:
         """The maxima and their positions in one pass."""
         from outcore.memory.pool_triton_kernels import pool
 
-        ctx.form = torch.contiguous_format if x.is_contiguous() else torch.channels_last
-        ctx.shape, ctx.window = x.shape, window
-        out = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=ctx.form)
-        positions = torch.empty(shape, dtype=torch.uint8, device=x.device, memory_format=ctx.form)
-        pool(x, out, positions, window)
+        ctx.form, ctx.shape, ctx.window = form, x.shape, window
+        out = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=form)
+        positions = torch.empty(shape, dtype=torch.uint8, device=x.device, memory_format=form)
+        pool(x, out, positions, window, last=form is torch.channels_last)
         ctx.save_for_backward(positions)
         return out
 
@@ -95,6 +105,7 @@ class _MaxPool(torch.autograd.Function):
         if torch.is_grad_enabled():  # for gradients of gradients: torch's own, which has them
             geometry = [list(pair) for pair in (window.kernel, window.stride, window.padding, window.dilation)]
             back = torch.ops.aten.max_pool2d_with_indices_backward
-            return back(gradient, out, *geometry, False, indices_of(positions, window)), None, None
-        unpool(gradient.contiguous(memory_format=ctx.form), positions, out, window)
-        return out, None, None
+            return back(gradient, out, *geometry, False, indices_of(positions, window)), None, None, None
+        ordered = gradient.contiguous(memory_format=ctx.form)
+        unpool(ordered, positions, out, window, last=ctx.form is torch.channels_last)
+        return out, None, None, None

@@ -122,18 +122,18 @@ def _unpool(
     tl.store(out + target, total.to(out.dtype.element_ty), mask=inside)
 
 
-def pool(x: torch.Tensor, out: torch.Tensor, positions: torch.Tensor, window: Window) -> None:
-    """Write the maximum of every window, and where in it that lies."""
+def pool(x: torch.Tensor, out: torch.Tensor, positions: torch.Tensor, window: Window, *, last: bool) -> None:
+    """Write the maximum of every window, and where in it that lies; channels of all three are last, or of none."""
     if out.numel():
-        grid, pixels, channels, tile = _tiles(out)
+        grid, pixels, channels, tile = _tiles(out, last=last)
         _pool[grid](x, out, positions, pixels, channels, *out.shape[-2:], *window.image, **_geometry(window), **tile)
 
 
-def unpool(gradient: torch.Tensor, positions: torch.Tensor, out: torch.Tensor, window: Window) -> None:
-    """Write the gradient of the input."""
+def unpool(gradient: torch.Tensor, positions: torch.Tensor, out: torch.Tensor, window: Window, *, last: bool) -> None:
+    """Write the gradient of the input; channels of all three are last, or of none."""
     reach = [-(-((k - 1) * d + 1) // s) for k, d, s in zip(window.kernel, window.dilation, window.stride, strict=True)]
     if out.numel():
-        grid, pixels, channels, tile = _tiles(out)
+        grid, pixels, channels, tile = _tiles(out, last=last)
         kind = tl.float64 if out.dtype is torch.float64 else tl.float32
         _unpool[grid](
             gradient, positions, out, pixels, channels, *out.shape[-2:], *gradient.shape[-2:], **_geometry(window),
@@ -141,9 +141,12 @@ def unpool(gradient: torch.Tensor, positions: torch.Tensor, out: torch.Tensor, w
         )  # fmt: skip
 
 
-def _tiles(tensor: torch.Tensor) -> tuple[tuple[int, ...], int, int, dict[str, int]]:
-    """How many programs, pixels, channels that lie side by side, and what a program has of both."""
-    channels = 1 if tensor.is_contiguous() else tensor.shape[1]
+def _tiles(tensor: torch.Tensor, *, last: bool) -> tuple[tuple[int, ...], int, int, dict[str, int]]:
+    """How many programs, pixels, channels that lie side by side, and what a program has of both.
+
+    An image of one pixel lies both ways, and the one it is pooled from in one only, so a tensor does not tell.
+    """
+    channels = tensor.shape[1] if last else 1
     pixels = tensor.numel() // channels
     side = 1 if channels == 1 else min(_CHANNELS, triton.next_power_of_2(channels))
     block = _BLOCK // side
