@@ -57,6 +57,10 @@ class ModelState:
     def __init__(self, model: nn.Module, tensors: Iterable[torch.Tensor]) -> None:
         self._attributes = [(module, _snapshot(module)) for module in model.modules()]
         self._tensors = [(tensor, tensor.detach().clone()) for tensor in tensors]
+        own = (
+            value for _, kept in self._attributes for value, _ in kept.values() if isinstance(value, torch.Generator)
+        )
+        self._generators = [(generator, generator.get_state()) for generator in own]
         self._randomness = Randomness()
 
     def restore(self) -> None:
@@ -67,6 +71,8 @@ class ModelState:
             for tensor, content in self._tensors:
                 if not torch.equal(tensor, content):  # its version tells nothing: batch norm writes without raising it
                     tensor.copy_(content)
+        for generator, place in self._generators:
+            generator.set_state(place)
         self._randomness.restore()
 
 

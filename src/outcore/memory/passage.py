@@ -20,7 +20,7 @@ from outcore.graph.recording import Step, Tape, fill
 from outcore.memory.cell import Cell, Geometry, Handle, over
 from outcore.memory.holding import CellPlan, Holding
 from outcore.memory.renorm import Norm, Statistics
-from outcore.memory.rerun import generator_state
+from outcore.memory.rerun import States, generator_states
 from outcore.memory.tiers import Tier
 from outcore.ops.encoding import moves
 
@@ -50,8 +50,8 @@ class Pass:
         self.constants, self.geometry = recording.constants, holding.geometry
         given = dict(zip(recording.inputs, tensors, strict=True))
         self.inputs = {n: (t.detach(), t._version) for n, t in given.items() if n in holding.inputs}
-        self.states: dict[str, torch.Tensor] = {}
-        """Call -> state of the generator before it."""
+        self.states: dict[str, States] = {}
+        """Call -> states of its generators before it."""
         self.statistics: dict[str, Statistics] = {}
         """Norm -> what it has found, for making it again."""
         self.position = len(holding.positions)
@@ -156,7 +156,7 @@ class _Tape(Tape):
             self.pending.clear()
             return
         if name in holding.random:
-            self.owner.states[name] = generator_state(next(iter(self.values.values())).device)
+            self.owner.states[name] = generator_states(step, self)
         drop, step_ = step.drop, step
         if name in holding.births:  # its outputs must be seen before they are dropped
             step_ = _without_drops(step)

@@ -1,7 +1,9 @@
 """Making a buffer again: its writers run once more, without autograd, from values that are there.
 
 They run under the modes they ran under in forward. A layer that keeps statistics normalises again without touching
-them; a random one draws the same numbers, because the state of its generator was noted in forward.
+them; a random one draws the same numbers, because the states of its generators were noted in forward. Which these are
+the step itself says, by the generator or the device it names and by the tensors it reads: a model on a GPU also draws
+on the host.
 """
 
 from __future__ import annotations
@@ -15,11 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from outcore.graph.recording import Context, Step, Tape
+from outcore.graph.recording import Context, Step, Tape, fill
+from outcore.graph.structure import leaves
 from outcore.memory.renorm import Norm, norm_of
 from outcore.ops.again import again
 
-__all__ = ["Rerun", "compile_rerun", "generator_state"]
+__all__ = ["Rerun", "States", "compile_rerun", "generator_states"]
+
+States = Mapping[torch.Generator, torch.Tensor]
 
 _FOLDING = {"matmul", "__matmul__", "__rmatmul__", "linear", "Linear"}
 """A product with a matrix that requires a gradient is one product, not a batch of them, however the other lies."""
@@ -51,7 +56,7 @@ class Rerun:
         model: nn.Module,
         constants: Mapping[str, torch.Tensor],
         values: dict[str, torch.Tensor],
-        states: Mapping[str, torch.Tensor],
+        states: Mapping[str, States],
     ) -> torch.Tensor:
         """Run the steps on the values they need; returns the tensor that is first in the buffer."""
         if self.dtype is not None:
@@ -63,7 +68,7 @@ class Rerun:
                 if not changed and step.name not in self.random:
                     self._step(tape, step)
                     continue
-                with _modes(changed), _generator(states.get(step.name), values):
+                with _modes(changed), _generators(states.get(step.name, {})):
                     self._step(tape, step)
         return tape.values[self.result]
 
@@ -104,9 +109,22 @@ def compile_rerun(
     return Rerun(prepared, random, result, norm_of(steps, model, types), folding=folding)
 
 
-def generator_state(device: torch.device) -> torch.Tensor:
-    """The state of the generator that operations on a device draw from."""
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+def generator_states(step: Step, tape: Tape) -> States:
+    """The states of the generators that a step may draw from, before it does."""
+    given = fill((step.args, step.kwargs), tape.get)
+    own = [generator for _, generator in leaves(given, torch.Generator)]
+    devices = {tensor.device for _, tensor in leaves(given, torch.Tensor)}
+    if (named := step.kwargs.get("device")) is not None:
+        devices.add(torch.device(named))
+    return {g: g.get_state() for g in own or map(_generator, devices or {torch.get_default_device()})}
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    """What operations on a device draw from."""
+    if device.type != "cuda":
+        return torch.default_generator
+    torch.cuda.init()
+    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
 
 
 def _target(step: Step, model: nn.Module, type_: str) -> Callable[..., Any]:
@@ -199,18 +217,13 @@ def _modes(changed: list[tuple[str, bool, torch.dtype]]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _generator(state: torch.Tensor | None, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Draw from a generator in a state of before."""
-    if state is None:
-        yield
-        return
-    device = next((v.device for v in values.values()), torch.device("cpu"))
-    now = generator_state(device)
-    put: Callable[[torch.Tensor], None] = (
-        (lambda s: torch.cuda.set_rng_state(s, device)) if device.type == "cuda" else torch.set_rng_state
-    )
-    put(state)
+def _generators(states: States) -> Iterator[None]:
+    """Draw from generators in states of before."""
+    now = {generator: generator.get_state() for generator in states}
     try:
+        for generator, state in states.items():
+            generator.set_state(state)
         yield
     finally:
-        put(now)
+        for generator, state in now.items():
+            generator.set_state(state)
