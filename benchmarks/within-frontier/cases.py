@@ -13,10 +13,14 @@ from typing import Any
 import torch
 from networks import NAMES, Training, build, side_for
 
+from outcore.graph import Graph, capture
+from outcore.memory.order import ChannelsLast, channels_last, recorded
 from outcore.planner.keeping import Keeping
 
 DEVICE = "cuda"
 """Or "cpu", for a dry run (`on_cpu`)."""
+TURNED = "-channels_last"
+"""Ends the name of costs of a network whose images are turned inside (`outcore.memory.order`)."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +66,18 @@ class Case:
         with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=self.bf16):
             yield
 
-    def costs(self, folder: Path) -> Keeping | None:
+    def graph(self, model: torch.nn.Module, images: Any, turned: bool = False) -> Graph:
+        """A recording of the network, its channels last inside where that is asked for."""
+        graph = capture(model, (images,))
+        if not turned:
+            return graph
+        order = channels_last(graph)
+        assert isinstance(order, ChannelsLast), order
+        return recorded(model, (images,), None, order)
+
+    def costs(self, folder: Path, turned: bool = False) -> Keeping | None:
         """What costs.py has measured."""
-        path = folder / f"{self.label}.keeping"
+        path = folder / f"{self.label}{TURNED if turned else ''}.keeping"
         return pickle.loads(gzip.decompress(path.read_bytes())) if path.exists() else None
 
 

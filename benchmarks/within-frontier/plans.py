@@ -2,7 +2,8 @@
 
     python plans.py --costs DIR --out plans.json.gz [--only resnet50-1x4096-tf32] [--shares 0.5,0.33,least]
 
-A way is a share of the plain peak with what is allowed beside: "outcore 0.33 graphs reassociated". Share "least" is a
+A way is a share of the plain peak with what is allowed beside: "outcore 0.33 graphs reassociated", in TF32 also with
+images turned inside the network, "outcore 0.33 channels_last reassociated", from costs of their own. Share "least" is a
 little above the smallest budget for which a plan was found. What a peer takes is a share too (`PEERS`). What CUDA
 graphs reserve is more than what they hold, by how much is seen only when they are recorded; so they have several plans
 for one budget, which leave more and more of it free: "outcore 0.5 graphs /0.9" plans for nine tenths.
@@ -24,7 +25,7 @@ import torch
 from cases import Case, cases_of
 from networks import build
 
-import outcore
+from outcore.graph import Graph
 from outcore.memory.fused_norm import norms_of
 from outcore.memory.norm_choice import as_fused, worth_fusing
 from outcore.planner.budget import Assignment, fit, smallest
@@ -47,6 +48,7 @@ def ways_of(case: Case, shares: list[str]) -> list[str]:
     """What is planned for a case: small steps as CUDA graphs, large ones call by call; norms also fused."""
     every = shares + [s for s in PEERS.get(case.label, []) if s not in shares and shares]
     kinds = ["", " reassociated"] if case.has_batch_norms else [""]
+    kinds += [] if case.bf16 else [" channels_last reassociated"]
     ways = [f"outcore {share}{' graphs' if case.small else ''}{norms}" for norms in kinds for share in every]
     ways = [way for way in ways if "least" not in way or "reassociated" not in way]
     if not case.small:
@@ -69,19 +71,31 @@ def search(keeping: Keeping, share: str, plain_bytes: int, search_s: float, used
     return fit(keeping, int(used * budget), time_limit_s=search_s), budget
 
 
-def plan_case(case: Case, keeping: Keeping, ways: list[str], search_s: float) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The plans of a case: policies, and what is expected of them."""
+def ready(case: Case, keeping: Keeping, turned: bool) -> tuple[Graph, Keeping, dict[str, str | None]]:
+    """A recording of the network, its costs, and the norms of it that can be fused."""
     with torch.autocast("cpu", torch.bfloat16, enabled=case.bf16):
-        here = outcore.capture(build(case.name), [(case.batch, 3, case.side, case.side)])
-    graph, costs, rate = replace(keeping.graph, executable=here.executable), keeping.costs, keeping.memory_bytes_per_s
-    fusible = norms_of(here, here.module.model)
-    plain = Keeping(graph, costs, 0.0, keeping.tier, rate)
+        here = case.graph(build(case.name), (case.batch, 3, case.side, case.side), turned)
+    graph = replace(keeping.graph, executable=here.executable)
+    there = Keeping(graph, keeping.costs, 0.0, keeping.tier, keeping.memory_bytes_per_s)
+    return graph, there, norms_of(here, here.module.model)
+
+
+def plan_case(
+    case: Case, known: dict[bool, Keeping], ways: list[str], search_s: float
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The plans of a case: policies, and what is expected of them; from costs as images come, and turned."""
+    made = {turned: ready(case, keeping, turned) for turned, keeping in known.items()}
+    plain = made[False][1]
     hopeless: set[str] = set()
     for way in ways:
         if way.partition(" /")[0] in hopeless:
             continue  # with less there is no plan either
         _, share, *flags = way.partition(" /")[0].split()
-        graphs = "graphs" in flags
+        graphs, turned = "graphs" in flags, "channels_last" in flags
+        if turned not in made:
+            continue
+        graph, keeping, fusible = made[turned]
+        costs, rate = keeping.costs, keeping.memory_bytes_per_s
         fused = worth_fusing(fusible, costs, rate, issued=not graphs) if "reassociated" in flags else {}
         taken = as_fused(costs, fused, rate) if fused else costs
         use = Keeping(graph, taken, 0.0, keeping.tier, rate, draws=not graphs)
@@ -146,7 +160,9 @@ def main() -> None:
             continue
         ends = tuple(args.ways.split(","))
         ways = [way for way in ways_of(case, args.shares.split(",")) if way.partition(" /")[0].endswith(ends)]
-        for way, plan in plan_case(case, keeping, ways, args.search_s):
+        turned = case.costs(args.costs, turned=True)
+        costs = {False: keeping} | ({True: turned} if turned is not None else {})
+        for way, plan in plan_case(case, costs, ways, args.search_s):
             known = read(args.out)
             known.setdefault(case.label, {})[way] = plan
             args.out.write_bytes(gzip.compress(json.dumps(known).encode()))

@@ -186,7 +186,9 @@ def prepare(case: Case, given: argparse.Namespace) -> Prepared:
     plans = {way: plan for path in given.plans for way, plan in read(path).get(case.label, {}).items()}
     if keeping is None:
         return Prepared(case, 1500 * case.batch * case.side**2)
-    return Prepared(case, keeping.plain.peak_bytes, keeping, plans)
+    turned = case.costs(given.costs, turned=True)
+    plans = {way: plan for way, plan in plans.items() if "channels_last" not in way or turned is not None}
+    return Prepared(case, keeping.plain.peak_bytes, keeping, plans, turned)
 
 
 def preload() -> None:

@@ -22,7 +22,7 @@ from outcore.cost.buffers import buffers_of
 from outcore.cost.optimizer import OptimizerCost
 from outcore.cost.saved import account
 from outcore.errors import PlanError
-from outcore.graph import Graph, capture
+from outcore.graph import Graph
 from outcore.graph.capture import arguments_as_called
 from outcore.graph.keys import key_of
 from outcore.memory import proposal
@@ -47,7 +47,10 @@ class Prepared:
     keeping: Keeping | None = None
     """Its costs, with the link and the memory as they were measured without others."""
     plans: dict[str, Row] = field(default_factory=dict)
+    turned: Keeping | None = None
+    """Its costs with images turned inside the network."""
     graph: Graph | None = None
+    graph_turned: bool = False
     plain_peak: int | None = None
     """As it was measured."""
 
@@ -109,10 +112,10 @@ class Prepared:
         """Under outcore, by the plan that was found."""
         plan = self.plans[way]
         facts = {name: fact for name, fact in plan.items() if name != "policy"}
-        training = self.case.fresh()
-        if self.graph is None:
+        training, turned = self.case.fresh(), "channels_last" in way
+        if self.graph is None or self.graph_turned != turned:
             with self.case.precision():
-                self.graph = capture(training.model, (training.images,))
+                self.graph, self.graph_turned = self.case.graph(training.model, training.images, turned), turned
         training.model = self.graph.module.model  # what was recorded is what runs
         training.optimizer = torch.optim.SGD(training.model.parameters(), lr=1e-6)
         try:
@@ -122,6 +125,7 @@ class Prepared:
             governor = self.managed(training, {n: how for n, how in plan["policy"].items() if n in there}, way)
         (entry,) = governor.admitted.values()
         entry.observer = None  # nobody times it while others run
+        entry.idle = entry.idle and not turned  # else what was recorded would not run
         kinds: dict[str, int] = {}
         for policy in governor.plan.policy.values():
             kinds[policy] = kinds.get(policy, 0) + 1
@@ -135,9 +139,10 @@ class Prepared:
         """As `outcore.within`, with a plan that is there already; the table shows whether it keeps to its budget."""
         flags = {"graphs": "graphs" in way, "reassociated": "reassociated" in way}
         settings = Settings(None, OptimizerCost.of(0.0, cases.DEVICE), 0, policy, **flags)
-        assert self.keeping is not None
-        tier, rate = self.keeping.tier, self.keeping.memory_bytes_per_s
-        governor = Governor(training.model, settings, self.keeping.costs)
+        keeping = self.turned if self.graph_turned else self.keeping
+        assert keeping is not None
+        tier, rate = keeping.tier, keeping.memory_bytes_per_s
+        governor = Governor(training.model, settings, keeping.costs)
         known = patch.multiple(proposal, measured_tier=lambda _: tier, memory_rate=lambda _: rate)
         with known, self.case.precision():  # others use the link now
             call = arguments_as_called(training.model, (training.images,))

@@ -1,0 +1,130 @@
+"""The order in which a network has images in memory, as a choice.
+
+Fast convolutions read the channels of a pixel side by side. Given images channel by channel, as PyTorch makes them, the
+library turns every convolution's input, output and gradient in a workspace of that size, around each of them: at 64
+channels of 4096 x 4096 pixels that is 8 to 12 GiB and a fifth of the step. Turned once, at the entrance, the whole
+network runs in the other order, because convolutions, norms, pools and sums answer in the order of what they are given:
+
+    images ─▶ to(channels last) ─▶ the network as it is ─▶ contiguous() ─▶ what plain training returns
+
+Both are recorded as calls of the network like its own, so they are measured, counted, planned (the turned images can be
+made again) and run like any other. Nothing of the model changes: weights keep their strides (the library turns each
+where it uses it, which is little beside images), and with them state_dict, optimizers and their state, copies and what
+is wrapped around the model. Without gradients the model runs as it always did.
+
+Other kernels sum in another order, so this needs ``exact="reassociated"``; and it is taken only where the calls as
+measured in both orders say that it is faster, or where nothing else meets the budget. Some networks cannot: those that
+call ``view`` on what is not in order any more, that write into their input, or that look at numbers while they run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain, repeat
+from typing import Any
+
+import torch
+from torch import nn
+
+from outcore.graph import Graph, capture
+from outcore.graph.capture import arguments_as_called
+from outcore.graph.parts import Value
+from outcore.graph.recording import Ref
+from outcore.graph.structure import leaves, substitute
+
+__all__ = ["ChannelsLast", "channels_last", "recorded"]
+
+_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+_CONVOLUTIONS = {
+    f"{kind}{dims}d": dims + 2 for dims in (2, 3) for kind in ("Conv", "ConvTranspose", "conv", "conv_transpose")
+}
+"""Type of a block -> dimensions of its images."""
+
+
+@dataclass(frozen=True)
+class ChannelsLast:
+    """How a model is recorded so that images have their channels last inside."""
+
+    dims: frozenset[int]
+    """Dimensions of the images: 4, or 5 for volumes."""
+    turned_back: tuple[bool, ...]
+    """Which of the model's outputs plain training gives in the usual order."""
+
+    @contextlib.contextmanager
+    def around(self, model: nn.Module) -> Iterator[None]:
+        """Images are turned where they enter the model, and back where they leave it."""
+        inner = model.forward
+
+        @functools.wraps(inner)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = substitute((args, kwargs), torch.Tensor, self._turned)
+            back = chain(self.turned_back, repeat(True))
+            return substitute(inner(*args, **kwargs), torch.Tensor, lambda t: self._back(t, next(back)))
+
+        model.__dict__["forward"] = forward
+        try:
+            yield
+        finally:
+            del model.__dict__["forward"]
+
+    def _turned(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dim() not in self.dims or not tensor.is_floating_point():
+            return tensor
+        return tensor.to(memory_format=_FORMATS[tensor.dim()])  # which, unlike contiguous, turns a single channel too
+
+    def _back(self, tensor: torch.Tensor, wanted: bool) -> torch.Tensor:
+        return tensor.contiguous() if wanted and tensor.dim() in self.dims and not tensor.is_contiguous() else tensor
+
+
+def recorded(model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None, order: ChannelsLast | None) -> Graph:
+    """A model as a graph, in its own order or another.
+
+    Raises:
+        CaptureError: it cannot be recorded so.
+    """
+    if order is None:
+        return capture(model, args, kwargs)
+    args, kwargs = arguments_as_called(model, args, kwargs)
+    args, kwargs = substitute((args, kwargs), torch.Tensor, _without_content)  # what fails must not run on real data
+    with order.around(model):
+        return capture(model, args, kwargs)
+
+
+def channels_last(graph: Graph) -> ChannelsLast | str:
+    """How a network runs with its channels last; or why it stays as it is, in words, nothing if there are no images."""
+    used = {_CONVOLUTIONS.get(graph.blocks[call.block].type) for call in graph.calls.values()}
+    images = [graph.values[name] for name in graph.inputs]
+    images = [v for v in images if len(v.shape) in used and getattr(torch, v.dtype).is_floating_point]
+    if not any(_usual(image) for image in images):
+        return ""
+    assert graph.executable is not None
+    recording = graph.executable[1]
+    if graph.notes or recording.uses_data or recording.volatile:
+        return "the network looks at numbers while it runs"
+    given = {image.name for image in images}
+    written = {value for call in graph.calls.values() for value in call.mutates}
+    if any((graph.values[name].alias_of or name) in given for name in (*written, *graph.outputs)):
+        return "the network writes into its input, or returns it"
+    outputs = [graph.values[ref.name] for _, ref in leaves(recording.result, Ref) if ref.kind == "value"]
+    return ChannelsLast(frozenset(len(image.shape) for image in images), tuple(map(_usual, outputs)))
+
+
+def _usual(value: Value) -> bool:
+    """Whether the last dimension of a value is the innermost one."""
+    made = torch.empty_strided(value.shape, value.stride, device="meta")
+    return made.dim() in _FORMATS and made.is_contiguous() and not _turned_strides(value)
+
+
+def _turned_strides(value: Value) -> bool:
+    """Whether a value has its channels last, also where there is one only."""
+    order = [1, *range(len(value.shape) - 1, 1, -1), 0]
+    strides = [value.stride[i] for i in order]
+    return strides == sorted(strides) and value.stride[1] < value.stride[0]
+
+
+def _without_content(tensor: torch.Tensor) -> torch.Tensor:
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return made.requires_grad_(tensor.requires_grad)
