@@ -27,7 +27,7 @@ from outcore.graph.capture import capture
 from outcore.graph.structure import leaves, substitute
 from outcore.job import Job
 from outcore.memory.lossy import lossy_buffers
-from outcore.memory.rates import measured_tier, memory_rate
+from outcore.memory.rates import memory_rate, tier_below
 from outcore.plan_document import Plan
 from outcore.planner.budget import smallest
 from outcore.planner.memory_plan import MemoryPlan, plan_memory
@@ -174,7 +174,8 @@ def _for_whole(graph: Graph, optimizer: Any, budget_bytes: int | None, where: to
     rate = memory_rate(where)
     costs = by_bytes(account(graph, where), rate)
     cost = OptimizerCost.of(optimizer, where.type)
-    made = partial(plan_memory, graph, costs, optimizer=cost, tier=measured_tier(where), memory_bytes_per_s=rate)
+    tier = tier_below(where, costs.total().saved_bytes, spills=True)
+    made = partial(plan_memory, graph, costs, optimizer=cost, tier=tier, memory_bytes_per_s=rate)
     if budget_bytes is None:
         keeping = made(budget_bytes=None).keeping
         budget_bytes = (keeping.plain.peak_bytes + smallest(keeping, time_limit_s=1.0).outcome.peak_bytes) // 2

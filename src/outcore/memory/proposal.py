@@ -19,7 +19,7 @@ from outcore.graph import Graph
 from outcore.memory.admission import Settings
 from outcore.memory.fused_norm import norms_of
 from outcore.memory.norm_choice import Norms, as_fused, step_s, worth_fusing
-from outcore.memory.rates import measured_tier, memory_rate
+from outcore.memory.rates import memory_rate, tier_below
 from outcore.planner.memory_plan import MemoryPlan, plan_memory
 
 __all__ = ["Proposal", "propose"]
@@ -68,7 +68,7 @@ def _plan(graph: Graph, costs: Costs, settings: Settings, device: torch.device, 
             costs,
             budget_bytes=budget,
             optimizer=settings.optimizer,
-            tier=measured_tier(device),
+            tier=tier_below(device, costs.total().saved_bytes, spills=not settings.graphs),
             memory_bytes_per_s=memory_rate(device),
             reserved_bytes=settings.reserved_bytes,
             margin=settings.margin,

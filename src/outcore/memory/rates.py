@@ -1,16 +1,20 @@
-"""How fast the tier below a device is, measured in a fraction of a second."""
+"""How fast the tiers below a device are, measured in a fraction of a second."""
 
 from __future__ import annotations
 
+import os
 import time
+from dataclasses import replace
 from functools import cache
 
 import torch
 
+from outcore.memory.room import host_room
+from outcore.memory.scratch import Scratch
 from outcore.memory.tiers import DiskTier, HostTier
 from outcore.planner.transfers import Tier
 
-__all__ = ["measured_tier", "memory_rate"]
+__all__ = ["measured_disk", "measured_tier", "memory_rate", "tier_below"]
 
 _PROBE_BYTES = {"cuda": 256 * 2**20, "cpu": 16 * 2**20}
 
@@ -37,6 +41,31 @@ def measured_tier(device: torch.device) -> Tier:
     del trip
     tier.close()
     return Tier(size / (middle - start), size / (end - middle), least_bytes=2**16)
+
+
+def tier_below(device: torch.device, most_bytes: int, *, spills: bool) -> Tier:
+    """The tier below a device for a step of which at most so much leaves; whether what has no room may go on."""
+    tier = measured_tier(device)
+    if device.type != "cuda" or most_bytes <= (room := host_room()):
+        return tier
+    return replace(tier, capacity_bytes=room, beyond=measured_disk() if spills else None)
+
+
+@cache
+def measured_disk() -> Tier:
+    """The disk behind a full memory: of a file that is written to it, and read when the system has forgotten it."""
+    size = 4 * _PROBE_BYTES["cpu"]
+    scratch, flat = Scratch(size), torch.ones(size, dtype=torch.uint8)
+    place = scratch.take(size)
+    start = time.perf_counter()
+    scratch.write(flat, place)
+    os.fdatasync(scratch.file)
+    middle = time.perf_counter()
+    os.posix_fadvise(scratch.file, 0, size, os.POSIX_FADV_DONTNEED)
+    scratch.read(flat, place)
+    end = time.perf_counter()
+    scratch.close()
+    return Tier(size / (middle - start), size / (end - middle))
 
 
 @cache

@@ -1,4 +1,4 @@
-"""The slower memory below a device: the host's below a GPU, the disk below a CPU.
+"""The slower memory below a device: the host's below a GPU and the disk below that (`spilling`), the disk below a CPU.
 
 A tier takes the raw bytes of a storage, so views and memory formats come back as they were. Copies run beside the
 computing: on a GPU on a stream of their own each way, on a CPU on a thread each way. Both kinds keep what they hold in
@@ -13,18 +13,19 @@ no `record_stream`, the same peak in every step.
 from __future__ import annotations
 
 import _thread
-import os
 import sys
-import tempfile
 import weakref
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from outcore.errors import OutcoreError
 from outcore.memory.arena import Arena, Slot
 from outcore.memory.couriers import Couriers, Errand
+from outcore.memory.room import host_room
+from outcore.memory.scratch import Scratch
+from outcore.memory.spilling import SpillTier
 
 __all__ = ["DiskTier", "HostTier", "Tier", "Trip", "tier_for"]
 
@@ -57,7 +58,11 @@ class Tier(Protocol):
 
 def tier_for(device: torch.device, capacity_bytes: int) -> Tier:
     """The tier below a device, with room for so many bytes."""
-    return HostTier(device, capacity_bytes) if device.type == "cuda" else DiskTier(capacity_bytes)
+    if device.type != "cuda":
+        return DiskTier(capacity_bytes)
+    if capacity_bytes > (room := host_room()):
+        return SpillTier(device, capacity_bytes, room)
+    return HostTier(device, capacity_bytes)
 
 
 # Below a GPU
@@ -173,25 +178,12 @@ class HostTrip:
 
 
 class DiskTier:
-    """A file that has no name any more, so that it goes when the process does."""
+    """A file."""
 
     def __init__(self, capacity_bytes: int, directory: str | Path | None = None) -> None:
-        folder = Path(directory or os.environ.get("OUTCORE_SCRATCH") or tempfile.gettempdir())
         self.device = torch.device("cpu")
         self.workers = Couriers(2, "outcore-disk")
-        self.file, path = tempfile.mkstemp(prefix="outcore-", dir=folder)
-        Path(path).unlink()
-        try:
-            if capacity_bytes:
-                os.posix_fallocate(self.file, 0, capacity_bytes)
-        except OSError as error:
-            os.close(self.file)
-            self.file = -1
-            raise OutcoreError(
-                f"the plan needs {capacity_bytes / 2**20:,.0f} MiB of disk in {folder}: {error.strerror}; "
-                "set OUTCORE_SCRATCH to a folder with more room, or plan with a larger memory budget"
-            ) from None
-        self.arena = Arena(capacity_bytes)
+        self.scratch = Scratch(capacity_bytes, directory)
 
     def evict(self, flat: torch.Tensor) -> DiskTrip:
         """Start to write bytes."""
@@ -200,12 +192,10 @@ class DiskTier:
     def close(self) -> None:
         """Finish what is being copied and give the disk's room back."""
         self.workers.close()
-        if self.file >= 0:
-            os.close(self.file)
-            self.file = -1
+        self.scratch.close()
 
     def __del__(self) -> None:
-        if getattr(self, "file", -1) >= 0:
+        if "scratch" in self.__dict__:
             self.close()
 
 
@@ -216,31 +206,21 @@ class DiskTrip:
         self.tier, self.size = tier, flat.numel()
         self.writing: Errand[None] | None = None  # all there from the start, since Ctrl-C may come at any line
         self.reading: Errand[torch.Tensor] | None = None
-        self.slot = tier.arena.take(self.size)
-        if self.slot is None:  # more in flight than planned: the file grows
-            tier.arena.grow(self.size)
-            self.slot = tier.arena.take(self.size)
-        assert self.slot is not None
-        self.offset = self.slot.offset
-        self.writing = tier.workers.submit(_write, tier.file, flat.numpy(), self.offset)
+        self.slot: Slot | None = tier.scratch.take(self.size)
+        self.writing = tier.workers.submit(tier.scratch.write, flat, self.slot)
 
     def wait_out(self) -> None:
         """Wait until the bytes are written."""
         assert self.writing is not None
-        try:
-            self.writing.result()
-        except OSError as error:
-            raise OutcoreError(
-                f"{self.size / 2**20:,.0f} MiB could not be written to the scratch file: {error.strerror}; set "
-                "OUTCORE_SCRATCH to a folder with more room"
-            ) from error
+        self.writing.result()
 
     def fetch(self) -> None:
         """Start to read it back."""
         if self.reading is None:
             self.wait_out()
+            assert self.slot is not None
             flat = torch.empty(self.size, dtype=torch.uint8)
-            self.reading = self.tier.workers.submit(_read, self.tier.file, flat, self.offset)
+            self.reading = self.tier.workers.submit(self.tier.scratch.read, flat, self.slot)
 
     def bytes_back(self) -> torch.Tensor:
         """Wait until the bytes are here."""
@@ -263,22 +243,4 @@ class DiskTrip:
                     errand.wait()
             slot, self.slot = self.slot, None
             assert slot is not None
-            self.tier.arena.give(slot, None)
-
-
-def _write(file: int, memory: Any, offset: int) -> None:
-    view = memoryview(memory)
-    while view:
-        written = os.pwrite(file, view, offset)
-        view, offset = view[written:], offset + written
-
-
-def _read(file: int, flat: torch.Tensor, offset: int) -> torch.Tensor:
-    memory: Any = flat.numpy()
-    view = memoryview(memory)
-    while view:
-        count = os.preadv(file, [view], offset)
-        if not count:
-            raise OutcoreError("the scratch file ends too early; is its disk full?")
-        view, offset = view[count:], offset + count
-    return flat
+            self.tier.scratch.give(slot)

@@ -33,7 +33,8 @@ def explain(plan: MemoryPlan, depth: int = 1) -> str:
     lines.append(f"  the peak is in {place(plan.keeping, int(plan.outcome.curve.argmax()))}")
     if (moved := plan.outcome.transfers) is not None:
         waited = f"; the device waits {format_time(moved.stall_s)} for it" if moved.stall_s > _LEAST_S else ""
-        lines.append(f"  {format_bytes(moved.bytes)} leave the device and return in each step{waited}")
+        disk = f", {format_bytes(moved.further_bytes)} of it by way of the disk" if moved.further_bytes else ""
+        lines.append(f"  {format_bytes(moved.bytes)} leave the device and return in each step{disk}{waited}")
     if not plan.state.idle:
         lines.append(f"  {plan.state} (+{format_time(plan.state_s)})")
     if plan.policy:

@@ -212,6 +212,8 @@ class Keeping:
             assert self.tier is not None
             early = {b.name for b, _ in moved if policy[b.name] == "offload:early"}
             transfers = schedule_transfers(self, moved, recomputed, self.tier, early)
+            if transfers.stall_s == float("inf"):  # more than there is room for below the device
+                return Outcome(float("inf"), 2**62, self.base, float("inf"))
             sizes = {b.name: b.bytes for b, _ in moved}
             for transfer in transfers.moved:
                 gone = max(transfer.gone_at, self.turn) if transfer.buffer in self.cached else transfer.gone_at

@@ -3,7 +3,8 @@
 Copies go on beside the computing, one after the other each way. A buffer leaves when its last use in forward is over;
 its memory is free after the call during which the copy ends, which may be in backward; one that leaves *early* is
 waited for where forward ends, if its copy is not over by then. It starts to come back as late as it can and still be
-there in time; where the link is too slow for that, the computing waits.
+there in time; where the link is too slow for that, the computing waits. What has no room on the host goes on to the
+disk (`outcore.planner.overflow`).
 
     compute   | F0 | F1 | F2 | F3 | B3 | B2 | B1 | B0 |
     out            | evict a | evict b |
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from outcore.cost.buffers import Buffer
+from outcore.planner.overflow import Overflow
 
 if TYPE_CHECKING:
     from outcore.planner.keeping import Keeping
@@ -35,8 +37,11 @@ class Tier:
     out_bytes_per_s: float
     in_bytes_per_s: float
     capacity_bytes: int | None = None
+    """Its room; none where that is not known."""
     least_bytes: int = 2**20
     """Smaller buffers are not worth a copy."""
+    beyond: Tier | None = None
+    """Where goes what has no room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +67,10 @@ class Transfers:
 
     moved: tuple[Transfer, ...]
     stall_s: float
-    """How long the computing waits."""
+    """How long the computing waits; for ever, where there is no room for all."""
     bytes: int
+    further_bytes: int = 0
+    """Of them, what goes on to the disk."""
 
 
 def schedule_transfers(
@@ -82,14 +89,25 @@ def schedule_transfers(
         tier: where they go.
         early: the buffers that must be gone when forward ends.
     """
+    size = sum(buffer.bytes for buffer, _ in moved)
+    full = tier.capacity_bytes is not None and size > tier.capacity_bytes
+    if full and tier.beyond is None:
+        return Transfers((), float("inf"), size)
     clock = _Clock(keeping, recomputed)
+    leaving = [buffer for buffer, _ in sorted(moved, key=lambda row: row[0].last)]
+    overflow = Overflow(leaving, tier.capacity_bytes or 0, tier.beyond) if full and tier.beyond else None
     ends: dict[str, float] = {}
     free_s = 0.0
-    for buffer, _ in sorted(moved, key=lambda row: row[0].last):
+    for buffer in leaving:
         start = max(free_s, clock.forward_end[buffer.last])
+        if overflow is not None:
+            start = overflow.admit(buffer, start)
         free_s = ends[buffer.name] = start + buffer.bytes / tier.out_bytes_per_s
+        if overflow is not None:
+            overflow.left(buffer, free_s)
     turn_s = max((ends[name] for name in early), default=0.0) - (clock.forward_end[-1] if clock.forward_end else 0.0)
-    clock.wait_at_turn(max(0.0, turn_s))
+    turn_s = max(0.0, turn_s, overflow.waited_s if overflow is not None else 0.0)
+    clock.wait_at_turn(turn_s)
     needs = sorted(moved, key=lambda row: (-row[1], row[0].born))
     starts: dict[str, float] = {}
     later = float("inf")
@@ -97,15 +115,21 @@ def schedule_transfers(
         lasts = buffer.bytes / tier.in_bytes_per_s
         later = min(later, clock.backward_start[need]) - lasts
         starts[buffer.name] = max(later - (_AHEAD - 1) * lasts, ends[buffer.name])
+    if overflow is not None:
+        overflow.turn(clock.backward_start[-1])
     found, free_s, stall_s = [], 0.0, 0.0
     for buffer, need in needs:
-        fetch = max(_no_later(keeping, clock.before_backward(starts[buffer.name])), need)
-        begins = max(free_s, clock.backward_start[fetch] + stall_s, ends[buffer.name])
+        ready_s = overflow.ready(buffer) if overflow is not None else 0.0
+        fetch = max(_no_later(keeping, clock.before_backward(max(starts[buffer.name], ready_s - stall_s))), need)
+        begins = max(free_s, clock.backward_start[fetch] + stall_s, ends[buffer.name], ready_s)
         free_s = begins + buffer.bytes / tier.in_bytes_per_s
         stall_s += max(0.0, free_s - clock.backward_start[need] - stall_s)
+        if overflow is not None:
+            overflow.returned(buffer, free_s)
         out_s = min(ends[buffer.name], clock.forward_end[-1]) if buffer.name in early else ends[buffer.name]
         found.append(_transfer(keeping, clock, buffer, out_s, fetch))
-    return Transfers(tuple(found), stall_s + max(0.0, turn_s), sum(b.bytes for b, _ in moved))
+    further = sum(b.bytes for b in leaving if b.name in overflow.further) if overflow is not None else 0
+    return Transfers(tuple(found), stall_s + turn_s, size, further)
 
 
 def _transfer(keeping: Keeping, clock: _Clock, buffer: Buffer, out_s: float, fetch: int) -> Transfer:

@@ -1,0 +1,32 @@
+"""How much of the host's memory tensors may take.
+
+What the system and the container leave, with a fifth for everybody else; or what ``OUTCORE_HOST_MEMORY`` says, on a
+host that is shared. What has no room goes on to the disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+from outcore.machine.units import parse_bytes
+
+__all__ = ["host_room"]
+
+_OURS = 0.8
+
+
+def host_room() -> int:
+    """Bytes."""
+    if told := os.environ.get("OUTCORE_HOST_MEMORY"):
+        return parse_bytes(told)
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), free)
+    group = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError):
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        free = min(free, limit - used)
+    return max(0, int(_OURS * free))
