@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import outcore
+from outcore.cli.one_device import _tier
 from outcore.cost.rough import by_bytes
 from outcore.cost.saved import account
+from outcore.machine import Device, HostLink, Link, Machine
 from outcore.memory import governor, rates, room, tiers
 from outcore.memory.spilling import SpillTier, SpillTrip
 from outcore.planner.explanation import explain
@@ -195,6 +197,14 @@ def test_the_explanation_tells_of_the_disk() -> None:
     policy = policies(Keeping(graph, costs := by_bytes(account(graph), 1e9), 0.0, tier), "offload")
     plan = plan_memory(graph, costs, budget_bytes=None, tier=tier, policy=policy)
     assert "of it by way of the disk" in explain(plan)
+
+
+def test_a_machine_says_how_much_room_its_host_has() -> None:
+    gpu, cpu = Device("V100", "cuda", 16 << 30, 9e11, {}), Device("host", "cpu", 10 << 30, 1e11, {})
+    link = Link(1e10, 1e10, 1.5e10)
+    machine = Machine("small host", (gpu,), cpu, HostLink(link, link), disk=Link(2e9, 3e9, 4e9))
+    tier = _tier(machine)
+    assert tier is not None and tier.capacity_bytes == 8 << 30 and tier.beyond == Tier(2e9, 3e9)
 
 
 def test_the_room_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from outcore.graph import Graph
 from outcore.job import Job
 from outcore.machine import Machine
 from outcore.machine.units import format_bytes
+from outcore.memory.room import HOST_SHARE
 from outcore.planner.budget import Assignment
 from outcore.planner.frontier import frontier
 from outcore.planner.keeping import Keeping
@@ -110,4 +111,8 @@ def _tier(where: Machine) -> Tier | None:
         return None
     # Copies share the memory and, both ways at once, the bus.
     both = link.both_bytes_per_s / (link.away_bytes_per_s + link.back_bytes_per_s)
-    return Tier(both * link.away_bytes_per_s, both * link.back_bytes_per_s)
+    rates = (both * link.away_bytes_per_s, both * link.back_bytes_per_s)
+    if where.devices[0].kind != "cuda" or where.host is None:
+        return Tier(*rates)
+    disk = Tier(where.disk.away_bytes_per_s, where.disk.back_bytes_per_s) if where.disk is not None else None
+    return Tier(*rates, int(HOST_SHARE * where.host.memory_bytes), beyond=disk)

@@ -12,9 +12,10 @@ from pathlib import Path
 
 from outcore.machine.units import parse_bytes
 
-__all__ = ["host_room"]
+__all__ = ["HOST_SHARE", "host_room"]
 
-_OURS = 0.8
+HOST_SHARE = 0.8
+"""Of the memory that is free."""
 
 
 def host_room() -> int:
@@ -29,4 +30,4 @@ def host_room() -> int:
     with contextlib.suppress(OSError, ValueError):
         limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
         free = min(free, limit - used)
-    return max(0, int(_OURS * free))
+    return max(0, int(HOST_SHARE * free))
