@@ -24,7 +24,7 @@ import platform
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +34,14 @@ from workloads import TINY, WORKLOADS, Workload, loss_of
 import outcore
 from outcore.cost.optimizer import OptimizerCost
 from outcore.cost.rough import without_gaps
-from outcore.graph import capture
+from outcore.graph import Graph, capture
 from outcore.graph.keys import key_of
 from outcore.memory.governor import Governor, Settings
 from outcore.memory.graph_pool import give_back
 from outcore.memory.rates import measured_tier, memory_rate
 from outcore.planner.budget import Assignment, fit
 from outcore.planner.keeping import Keeping
+from outcore.planner.transfers import Tier
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -59,7 +60,7 @@ def allocated() -> int:
 class Trial:
     """One model."""
 
-    def __init__(self, workload: Workload, measure_s: float, known: Keeping | None) -> None:
+    def __init__(self, workload: Workload, measure_s: float, known: Known | None) -> None:
         self.workload, before = workload, allocated()
         self.model, self.args, self.kwargs = workload.make(DEVICE)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)  # all ways train the same weights
@@ -69,11 +70,10 @@ class Trial:
             costs = without_gaps(outcore.measure(self.graph, time_limit_s=measure_s))
             device = torch.device(DEVICE)
             tier = measured_tier(torch.device("cuda", 0) if DEVICE == "cuda" else device)
-            known = Keeping(self.graph, costs, 0.0, tier, memory_rate(device))
+            self.keeping = Keeping(self.graph, costs, 0.0, tier, memory_rate(device))
         else:
-            graph = replace(known.graph, executable=self.graph.executable)  # which is not kept with the costs
-            known = Keeping(graph, known.costs, 0.0, known.tier, known.memory_bytes_per_s)
-        self.keeping, self.costs = known, known.costs
+            self.keeping = known.keeping(self.graph)
+        self.costs = self.keeping.costs
         self.weights = [p.detach().cpu() for p in self.model.parameters()]
         self.own, self.others = allocated() - before, 0
         """Memory of this model, and of all others that wait for their turn."""
@@ -217,10 +217,52 @@ def search_all(
     return {name: {key: future.result() for key, future in plans.items()} for name, plans in found.items()}
 
 
-def known_costs(folder: Path, workload: Workload) -> Keeping:
+@dataclass(frozen=True)
+class Known:
     """What the plans of a model are searched from, as it was measured before."""
-    known: Keeping = pickle.loads(gzip.decompress(kept(folder, workload).read_bytes()))
-    return known
+
+    graph: Graph
+    costs: outcore.Costs
+    link: tuple[float, float] | None
+    """Bytes per second to the host and back."""
+    memory_bytes_per_s: float
+
+    @classmethod
+    def read(cls, folder: Path, workload: Workload) -> Known:
+        """As `write` has left it."""
+        return cls(*pickle.loads(gzip.decompress(kept(folder, workload).read_bytes())))
+
+    @staticmethod
+    def write(folder: Path, workload: Workload, keeping: Keeping) -> None:
+        """Costs of a model, for another time."""
+        link = keeping.tier and (keeping.tier.out_bytes_per_s, keeping.tier.in_bytes_per_s)
+        facts = (keeping.graph, keeping.costs, link, keeping.memory_bytes_per_s)
+        kept(folder, workload).write_bytes(gzip.compress(pickle.dumps(facts)))
+
+    def keeping(self, graph: Graph) -> Keeping:
+        """For the same model, recorded here: its steps are not kept with the costs."""
+        whole = replace(self.graph, executable=graph.executable)
+        return Keeping(whole, self.costs, 0.0, Tier(*self.link) if self.link else None, self.memory_bytes_per_s)
+
+    def searchable(self, workload: Workload) -> Keeping:
+        """Where there is no device."""
+        model, args, kwargs = workload.make("cpu")
+        return self.keeping(capture(model, args, kwargs))
+
+
+def written(plans: dict[str, Plans]) -> bytes:
+    """Plans as JSON: what was decided, by name."""
+    rows = [[name, *key, dict(a.policy)] for name, found in plans.items() for key, a in found.items()]
+    return gzip.compress(json.dumps(rows).encode(), mtime=0)
+
+
+def read(path: Path, keepings: dict[str, Keeping]) -> dict[str, Plans]:
+    """Plans again, with what they are predicted to take."""
+    found: dict[str, Plans] = {name: {} for name in keepings}
+    for name, graphs, share, policy in json.loads(gzip.decompress(path.read_bytes())):
+        if name in keepings:
+            found[name][graphs, share] = Assignment(policy, keepings[name].evaluate(policy))
+    return found
 
 
 def main() -> None:
@@ -236,7 +278,7 @@ def main() -> None:
     parser.add_argument("--search-s", type=float, default=5.0)
     parser.add_argument("--keep-costs", action="store_true", help="write what the plans are searched from")
     parser.add_argument("--costs", type=Path, help="a folder that --keep-costs has written on this device")
-    parser.add_argument("--plan-only", action="store_true", help="search from --costs and write plans.pickle.gz")
+    parser.add_argument("--plan-only", action="store_true", help="search from --costs and write plans.json.gz")
     parser.add_argument("--plans", type=Path, help="what --plan-only has written")
     parser.add_argument("--shared", action="store_true", help="others use the device: times are not for the table")
     parser.add_argument("--measure-only", action="store_true", help="no more than --keep-costs")
@@ -247,24 +289,25 @@ def main() -> None:
     chosen = [w for w in (TINY if args.tiny else WORKLOADS) if w.name in wanted]
     chosen.sort(key=lambda w: wanted.index(w.name))
     args.out.mkdir(parents=True, exist_ok=True)
-    known = {w.name: known_costs(args.costs, w) for w in chosen} if args.costs is not None else {}
+    known = {w.name: Known.read(args.costs, w) for w in chosen} if args.costs is not None else {}
     if args.plan_only:
-        plans = search_all(known, shares, args.graphs.split(","), args.search_s)
-        (args.out / "plans.pickle.gz").write_bytes(gzip.compress(pickle.dumps(plans)))
+        keepings = {w.name: known[w.name].searchable(w) for w in chosen}
+        plans = search_all(keepings, shares, args.graphs.split(","), args.search_s)
+        (args.out / "plans.json.gz").write_bytes(written(plans))
         for name, found in plans.items():
             for (graphs, share), a in found.items():
-                least = a.outcome.peak_bytes / known[name].plain.peak_bytes
-                print(name, graphs, share, f"{least:.2f} at {a.outcome.time_s / known[name].plain_s:.2f}x")
+                least = a.outcome.peak_bytes / keepings[name].plain.peak_bytes
+                print(name, graphs, share, f"{least:.3f} at {a.outcome.time_s / keepings[name].plain_s:.3f}x")
         return
     trials = []
     for w in chosen:
         trials.append(Trial(w, args.measure_s, known.get(w.name)))
         if args.keep_costs:
-            kept(args.out, w).write_bytes(gzip.compress(pickle.dumps(trials[-1].keeping)))
+            Known.write(args.out, w, trials[-1].keeping)
     if args.measure_only:
         return
     if args.plans is not None:
-        plans = pickle.loads(gzip.decompress(args.plans.read_bytes()))
+        plans = read(args.plans, {t.workload.name: t.keeping for t in trials})
     else:
         plans = search_all({t.workload.name: t.keeping for t in trials}, shares, args.graphs.split(","), args.search_s)
     for trial in trials:
