@@ -288,3 +288,29 @@ def test_products_are_made_again_as_they_were_made() -> None:
         result = compare(Folds(), (torch.randn(64, 4, 4, 64),), mode="recompute")
     assert result is not None and result.equal, result.differing
     assert "aten.mm.default" in ran.names and "aten.bmm.default" not in ran.names
+
+
+@pytest.mark.parametrize("way", ["module", "function", "volume"])
+def test_pools_over_windows_wider_than_a_byte_can_tell(way: str) -> None:
+    class Pools(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv3d(1, 4, 3, padding=1) if way == "volume" else nn.Conv2d(3, 4, 3, padding=1)
+            self.pool = nn.MaxPool3d((1, 16, 18)) if way == "volume" else nn.MaxPool2d(17)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.conv(x).tanh()
+            return F.max_pool2d(x, [16], stride=4) if way == "function" else self.pool(x)
+
+    torch.manual_seed(0)
+    model = Pools()
+    images = torch.randn(2, 1, 3, 36, 36) if way == "volume" else torch.randn(2, 3, 36, 36)
+    result = compare(model, (images,), mode="encode")
+    assert result is not None and result.equal, result
+    graph = outcore.capture(model, (images,))
+    keeping = Keeping(graph, by_bytes(account(graph), 1e9), 0.0, LINK)
+    (indices,) = [name for name, b in keeping.buffers.items() if b.what.startswith("int64")]
+    assert "encode:window" not in keeping.choices(keeping.buffers[indices])
+    assert graph.executable is not None
+    with pytest.raises(PlanError, match="at most 255 pixels each"):
+        prepare(graph, graph.executable[1], model, keeping.buffers, {indices: "encode:window"})

@@ -16,7 +16,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from outcore.cost.costs import CallCost, Costs, Saved
 from outcore.cost.memory import calls_with_backward
@@ -24,6 +24,7 @@ from outcore.graph import Graph
 from outcore.graph.recording import Ref
 from outcore.graph.structure import leaves
 from outcore.ops.again import Need, again, need
+from outcore.ops.encoding import PIXELS, POOLS
 
 __all__ = ["Buffer", "buffers_of"]
 
@@ -51,7 +52,7 @@ class Buffer:
     what: str = ""
     """For a derived tensor: what it is."""
     maker: str = ""
-    """For a derived tensor: the type of the call that made it."""
+    """For a derived tensor: the type of the call that made it; empty where its smaller form would not hold it."""
     writers: tuple[str, ...] = ()
     """The calls that make it again, in order."""
     sources: tuple[str, ...] = ()
@@ -173,13 +174,25 @@ class _Survey:
             i,
             {i: "full"},
             what=saved.what,
-            maker=self.costs.calls[call].type,
+            maker="" if self.too_wide(call) else self.costs.calls[call].type,
             sources=(self.first(value),) if value else (),
             opaque=self.graph.blocks[self.graph.calls[call].block].kind == "opaque",
             obstacle=obstacle,
             again_s=(read + saved.bytes) / (self.costs.sum_bytes_per_s or _CAST_BYTES_PER_S) if value else 0.0,
             copy_of=value,
         )
+
+    def too_wide(self, call: str) -> bool:
+        """Whether it is a pool over windows of more pixels than one byte can tell apart."""
+        step, kind = self.steps[call], self.costs.calls[call].type
+        if kind not in POOLS:
+            return False
+        module: Any = self.graph.module.model.get_submodule(step.target) if step.kind == "module" else None
+        named = step.kwargs.get("kernel_size", step.args[1] if len(step.args) > 1 else 1)
+        size = module.kernel_size if module is not None else named
+        sizes = (size,) if isinstance(size, int) else tuple(int(s) for s in size)
+        dims = 3 if "3" in kind else 2
+        return math.prod(sizes * dims if len(sizes) == 1 else sizes) > PIXELS
 
     def copied(self, call: str, saved: Saved) -> str:
         """The input of which autocast made this copy in another type; empty if it is something else."""

@@ -27,7 +27,7 @@ from outcore.memory.fused_norm import replacements
 from outcore.memory.norm_choice import Norms
 from outcore.memory.renorm import Norm, Renorm
 from outcore.memory.rerun import Rerun, compile_rerun
-from outcore.ops.encoding import CODECS, codec_of, held_bytes, moves
+from outcore.ops.encoding import CODECS, PIXELS, codec_for, codec_of, held_bytes, moves
 from outcore.planner.transfers import Transfers
 
 __all__ = ["CellPlan", "Holding", "prepare"]
@@ -251,6 +251,11 @@ def _check(buffer: Buffer, how: str) -> None:
             raise PlanError(f"policy {how!r} of {buffer.name} is not known; encodings are {', '.join(CODECS)}")
         if codec == "sign" and buffer.need != "sign":
             raise PlanError(f"{buffer.name} cannot be encoded as {codec}: its backward needs all of it")
+        if codec == "window" and codec_for(buffer) != "window":
+            raise PlanError(
+                f"{buffer.name} cannot be encoded as window: these are no indices of a max pool over at most "
+                f"{PIXELS} pixels each; keep or offload it"
+            )
     if buffer.opaque and how != "keep":
         raise PlanError(f"{buffer.name} is kept by a part that must stay whole; keep it")
 

@@ -4,9 +4,9 @@ Forward writes the maxima and their positions in one pass; backward goes over th
 the windows it lies in give it, row by row, in the order in which torch does. No index of eight bytes is ever written,
 and backward needs nothing of the input but its shape.
 
-The first of equal maxima counts, and the last of what is no number, as in torch. (Where a window holds nothing but
-minus infinity, torch gives its gradient to the window's first pixel, but to the image's where channels are last; here
-it is the window's.)
+The first of equal maxima counts, and the last of what is no number, as in torch. Where a window holds nothing but minus
+infinity, torch gives its gradient to the window's first pixel; where channels are last it names the image's first
+pixel, and no pixel gets the gradient of a window in which that is not (`outcore.memory.windows.NOWHERE`).
 
 Where channels are contiguous, a program has a run of pixels; where those of a pixel lie side by side (channels last), a
 tile of pixels and channels, so that coordinates are divided out once per pixel.
@@ -16,14 +16,11 @@ tile of pixels and channels, so that coordinates are divided out once per pixel.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 
-if TYPE_CHECKING:
-    from outcore.memory.windows import Window
+from outcore.memory.windows import NOWHERE, Window
 
 __all__ = ["pool", "unpool"]
 
@@ -49,11 +46,13 @@ def _place(height, width, BLOCK: tl.constexpr):
 def _pool(
     x, out, positions, pixels, channels, height, width, image_height, image_width,
     KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
-    DH: tl.constexpr, DW: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
+    DH: tl.constexpr, DW: tl.constexpr, NONE: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     image, place, over, row, column = _place(height, width, BLOCK)
     top, left = row * SH - PH, column * SW - PW
     code = tl.maximum(-top + DH - 1, 0) // DH * KW + tl.maximum(-left + DW - 1, 0) // DW
+    if NONE:
+        code = tl.where((top > 0) | (left > 0) | (top % DH != 0) | (left % DW != 0), NONE, code)
     base = (image + over) * image_height * image_width
     inside = place < pixels
     if CHANNELS == 1:
@@ -126,7 +125,10 @@ def pool(x: torch.Tensor, out: torch.Tensor, positions: torch.Tensor, window: Wi
     """Write the maximum of every window, and where in it that lies; channels of all three are last, or of none."""
     if out.numel():
         grid, pixels, channels, tile = _tiles(out, last=last)
-        _pool[grid](x, out, positions, pixels, channels, *out.shape[-2:], *window.image, **_geometry(window), **tile)
+        _pool[grid](
+            x, out, positions, pixels, channels, *out.shape[-2:], *window.image, **_geometry(window),
+            NONE=NOWHERE if last else 0, **tile,
+        )  # fmt: skip
 
 
 def unpool(gradient: torch.Tensor, positions: torch.Tensor, out: torch.Tensor, window: Window, *, last: bool) -> None:

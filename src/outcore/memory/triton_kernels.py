@@ -10,14 +10,13 @@ than the memory it is for.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-if TYPE_CHECKING:
-    from outcore.memory.windows import Window
+from outcore.memory.windows import NOWHERE, Window
 
 __all__ = ["pack", "rectify", "through", "to_indices", "to_positions", "unpack"]
 
@@ -94,16 +93,19 @@ def _to_positions(
     indices, out, count, inner, depth, height, width, image_height, image_width,
     KH: tl.constexpr, KW: tl.constexpr, SD: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr,
     PD: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, DD: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr,
-    NUMBER: tl.constexpr, CONTIGUOUS: tl.constexpr, BLOCK: tl.constexpr,
+    NONE: tl.constexpr, NUMBER: tl.constexpr, CONTIGUOUS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     place, z, y, x = _place_in_image(inner, depth, height, width, NUMBER, CONTIGUOUS, BLOCK)
     index = tl.load(indices + place, mask=place < count, other=0).to(NUMBER)
     row = index // image_width
     plane = row // image_height
-    dx = (index - row * image_width - (x * SW - PW)) // DW
-    dy = (row - plane * image_height - (y * SH - PH)) // DH
-    dz = (plane - (z * SD - PD)) // DD
-    tl.store(out + place, ((dz * KH + dy) * KW + dx).to(tl.uint8), mask=place < count)
+    x, y, z = x * SW - PW, y * SH - PH, z * SD - PD
+    dx = (index - row * image_width - x) // DW
+    dy = (row - plane * image_height - y) // DH
+    dz = (plane - z) // DD
+    outside = (x > 0) | (y > 0) | (z > 0) | (x % DW != 0) | (y % DH != 0) | (z % DD != 0)
+    code = tl.where(outside & (index == 0), NONE, (dz * KH + dy) * KW + dx)
+    tl.store(out + place, code.to(tl.uint8), mask=place < count)
 
 
 @triton.jit
@@ -111,14 +113,15 @@ def _to_indices(
     positions, out, count, inner, depth, height, width, image_height, image_width,
     KH: tl.constexpr, KW: tl.constexpr, SD: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr,
     PD: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, DD: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr,
-    NUMBER: tl.constexpr, CONTIGUOUS: tl.constexpr, BLOCK: tl.constexpr,
+    NONE: tl.constexpr, NUMBER: tl.constexpr, CONTIGUOUS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     place, z, y, x = _place_in_image(inner, depth, height, width, NUMBER, CONTIGUOUS, BLOCK)
     position = tl.load(positions + place, mask=place < count, other=0).to(NUMBER)
     plane = z * SD - PD + (position // (KH * KW)) * DD
     row = y * SH - PH + (position // KW) % KH * DH
     column = x * SW - PW + position % KW * DW
-    tl.store(out + place, ((plane * image_height + row) * image_width + column).to(tl.int64), mask=place < count)
+    index = tl.where(position == NONE, 0, (plane * image_height + row) * image_width + column)
+    tl.store(out + place, index.to(tl.int64), mask=place < count)
 
 
 def pack(flat: torch.Tensor, bits: torch.Tensor) -> None:
@@ -178,5 +181,5 @@ def _positions(kernel: Any, given: torch.Tensor, out: torch.Tensor, window: Wind
     kernel[(triton.cdiv(count, _BLOCK),)](
         given, out, count, inner, *sizes, *three(window.image, 1)[1:],
         KH=kh, KW=kw, SD=sd, SH=sh, SW=sw, PD=pd, PH=ph, PW=pw, DD=dd, DH=dh, DW=dw,
-        NUMBER=tl.int32 if largest < 2**31 else tl.int64, CONTIGUOUS=inner == 1, BLOCK=_BLOCK,
+        NONE=NOWHERE, NUMBER=tl.int32 if largest < 2**31 else tl.int64, CONTIGUOUS=inner == 1, BLOCK=_BLOCK,
     )  # fmt: skip

@@ -1,4 +1,8 @@
-"""Positions in the window of a pool, one byte instead of an index of eight."""
+"""Positions in the window of a pool, one byte instead of an index of eight.
+
+A maximum lies in its window, with one exception: on a GPU with channels last, torch names the image's first pixel where
+it has found nothing above minus infinity, wherever the window is. That is a code of its own.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,12 @@ from typing import Any
 
 import torch
 
-__all__ = ["Window", "indices_of", "positions_of", "window_of"]
+from outcore.ops.encoding import PIXELS
+
+__all__ = ["NOWHERE", "Window", "indices_of", "positions_of", "window_of"]
+
+NOWHERE = PIXELS
+"""The position of the image's first pixel in windows that it does not lie in; others are smaller."""
 
 _CHUNK = 2**14
 """Elements that are coded at a time where it takes more memory on the way than in the end."""
@@ -29,7 +38,7 @@ class Window:
     @property
     def fits(self) -> bool:
         """Whether a position in the window is one byte."""
-        return math.prod(self.kernel) <= 256
+        return math.prod(self.kernel) <= PIXELS
 
 
 def window_of(call: Any, image: Sequence[int]) -> Window | None:
@@ -37,7 +46,8 @@ def window_of(call: Any, image: Sequence[int]) -> Window | None:
     dims = len(image)
 
     def wide(value: Any) -> tuple[int, ...]:
-        return (int(value),) * dims if isinstance(value, int) else tuple(int(v) for v in value)
+        given = (value,) if isinstance(value, int) else tuple(int(v) for v in value)
+        return given * dims if len(given) == 1 else given
 
     kernel = wide(call["kernel_size"])
     stride = wide(call["stride"]) if call.get("stride") not in (None, ()) else kernel
@@ -54,12 +64,15 @@ def positions_of(indices: torch.Tensor, window: Window) -> torch.Tensor:
         return small
     for index, position in _rows(indices, small, window):
         rest, code, radix = index, torch.zeros((), dtype=torch.int64), 1
+        outside = torch.zeros((), dtype=torch.bool)
         for dim in reversed(range(len(window.image))):
             size = window.image[dim]
             at, rest = rest % size, torch.div(rest, size, rounding_mode="floor")
-            offset = (at - _origin(indices, window, dim)) // window.dilation[dim]
+            origin = _origin(indices, window, dim)
+            offset = (at - origin) // window.dilation[dim]
             code, radix = code + offset * radix, radix * window.kernel[dim]
-        position.copy_(code)
+            outside = outside | (origin > 0) | (origin % window.dilation[dim] != 0)
+        position.copy_(torch.where(outside & (index == 0), NOWHERE, code))
     return small
 
 
@@ -79,7 +92,7 @@ def indices_of(positions: torch.Tensor, window: Window) -> torch.Tensor:
             offset, rest = rest % kernel, torch.div(rest, kernel, rounding_mode="floor")
             found = found + (_origin(positions, window, dim) + offset * window.dilation[dim]) * scale
             scale *= window.image[dim]
-        index.copy_(found)
+        index.copy_(torch.where(position == NOWHERE, 0, found))
     return whole
 
 

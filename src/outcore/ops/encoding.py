@@ -8,13 +8,15 @@ Lossy ones (fewer bits per number) are never chosen unless they are asked for by
 
     codec     for                              bytes in between        bytes when it is back
     sign      output of ReLU, used nowhere     1 bit per element       the same: bits are all backward reads
-    window    indices of a max pool            1 per index             8 per index
+    window    indices of a max pool (*)        1 per index             8 per index
     bits      mask of a dropout                1 bit per element       as it was
     sparse    any with many zeros              1 bit + the others      all
     half      any float32 (lossy)              half                    all
     bf16      the same with float32's range    half                    all
     int8      any float (lossy)                1 per element + scales  all
     int4      any float (lossy)                a half each + scales    all
+
+(*) over windows of at most 255 pixels, so that a byte can name each, and none.
 """
 
 from __future__ import annotations
@@ -23,16 +25,18 @@ from typing import Literal, Protocol
 
 from outcore.ops.again import Need
 
-__all__ = ["CODECS", "LOSSY", "Kept", "codec_for", "codec_of", "held_bytes", "moves"]
+__all__ = ["CODECS", "LOSSY", "PIXELS", "POOLS", "Kept", "codec_for", "codec_of", "held_bytes", "moves"]
 
 Codec = Literal["sign", "window", "bits", "sparse", "half", "bf16", "int8", "int4"]
 CODECS: tuple[Codec, ...] = ("sign", "window", "bits", "sparse", "half", "bf16", "int8", "int4")
 LOSSY: tuple[Codec, ...] = ("half", "bf16", "int8", "int4")
 GROUP = 256
 """Numbers that share a scale under int8 and int4."""
+PIXELS = 255
+"""The largest window whose pixels one byte can name."""
+POOLS = frozenset({"MaxPool2d", "MaxPool3d", "max_pool2d", "max_pool3d"})
 
 _MOVED = "+offload"
-_POOLS = {"MaxPool2d", "MaxPool3d", "max_pool2d", "max_pool3d"}
 _DROPOUTS = {"Dropout", "dropout"}
 _MASKS = ("bool", "float", "bfloat16")
 
@@ -58,7 +62,7 @@ class Kept(Protocol):
 
     @property
     def maker(self) -> str:
-        """For a derived tensor: the type of the call that made it."""
+        """For a derived tensor: the type of the call that made it; empty where its smaller form would not hold it."""
 
     @property
     def need(self) -> Need:
@@ -73,7 +77,7 @@ def codec_for(kept: Kept) -> Codec | None:
     'sign'
     """
     if kept.kind == "derived":
-        if kept.maker in _POOLS and kept.what.startswith("int64"):
+        if kept.maker in POOLS and kept.what.startswith("int64"):
             return "window"
         return "bits" if kept.maker in _DROPOUTS and kept.what.startswith(_MASKS) else None
     return "sign" if kept.need == "sign" else None
