@@ -19,7 +19,7 @@ import torch
 from run import DEVICE, Case, Subject, policy_for
 
 CASES = "alexnet:8x224,vgg19:8x224,inception_v3:8x299,resnet50:8x224,unet:2x224,densenet121:8x224"
-KINDS = ("lossless", "sparse")
+KINDS = ("lossless", "again", "sparse")
 
 
 def cast(bf16: bool) -> contextlib.AbstractContextManager[Any]:

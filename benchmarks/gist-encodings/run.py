@@ -5,8 +5,9 @@
 Gist (Jain et al., ISCA 2018) holds what backward needs in fewer bits between forward and backward: up to 2x less memory
 without loss at 4 % more time, beyond 4x with loss. Here every buffer that has an exact smaller form gets it (lossless:
 signs of ReLU outputs, positions in pool windows, masks as bits), then the outputs of ReLU as bitmap and values too
-("sparse"), then everything that is left as half, bfloat16 or 8 bits in groups (lossy, with what that does to the
-gradients). Nothing is recomputed or moved.
+("sparse"), then everything that is left as half, or 8 or 4 bits in groups (lossy, with what that does to the
+gradients). Nothing is moved, and nothing recomputed but under "again", which is exact too: beside the smaller forms,
+what a norm, a ReLU, a sum or a `cat` made comes from what they were made of.
 
 A process per network prepares beside the others and measures alone (`benchmarks/gate.py`). All ways of a network take
 turns, a few steps each, and a ratio is the median of those within a turn. `--graphs` adds the same ways as CUDA graphs,
@@ -50,7 +51,11 @@ from outcore.planner.keeping import Keeping
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = "alexnet:64x224,vgg19:64x224,inception_v3:64x299,resnet50:64x224,densenet121:64x224,unet:16x224"
-KINDS = ("lossless", "sparse", "half", "int8")
+KINDS = ("lossless", "again", "sparse", "half", "int8", "int4")
+LIGHT = {"BatchNorm2d", "ReLU", "relu", "cat", "add", "iadd"}
+"""What "again" recomputes: operations of one pass over memory."""
+DEEPEST = 2
+"""How many of these may follow each other."""
 WARM_UPS, STEPS = 2, 2
 BYTES_PER_S = 4e12
 """Of the device's memory: nothing is chosen by it here."""
@@ -99,17 +104,33 @@ def policy_for(keeping: Keeping, kind: str) -> dict[str, str]:
         if exact:
             if kind != "signs" or exact == ["encode:sign"]:
                 found[buffer.name] = exact[0]
-        elif kind not in ("signs", "lossless") and buffer.kind == "value" and buffer.element_bytes == 4:
+        elif kind not in ("signs", "lossless", "again") and buffer.kind == "value" and buffer.element_bytes == 4:
             rectified = "sign" in buffer.savers.values()
             if kind != "sparse" or rectified:
                 found[buffer.name] = f"encode:{kind}"
-    return found
+    return found | made_again(keeping, found) if kind == "again" else found
+
+
+def made_again(keeping: Keeping, coded: dict[str, str]) -> dict[str, str]:
+    """Recomputing what light operations made, from what is there in full."""
+    graph, depth = keeping.graph, dict[str, int]()
+    blocks = [graph.blocks[call.block] for call in graph.calls.values()]
+    for name, buffer in keeping.buffers.items():
+        if name in coded or buffer.bytes < 2**16 or "recompute" not in keeping.choices(buffer):
+            continue
+        deep = 1 + max((depth.get(source, 0) for source in buffer.sources), default=0)
+        torn = any(coded.get(source) == "encode:sign" for source in buffer.sources)
+        if blocks[buffer.born].type in LIGHT and deep <= DEEPEST and not torn:
+            depth[name] = deep
+    return dict.fromkeys(depth, "recompute")
 
 
 def stashed(keeping: Keeping, policy: dict[str, str]) -> int:
     """Bytes that are held between forward and backward."""
     kept = [b for b in keeping.buffers.values() if b.savers and b.kind != "given"]
-    return sum(held_bytes(b, policy[b.name])[0] if b.name in policy else b.bytes for b in kept)
+    held = {b.name: 0 if policy.get(b.name) == "recompute" else b.bytes for b in kept}
+    held |= {b.name: held_bytes(b, how)[0] for b in kept if (how := policy.get(b.name, "")).startswith("encode")}
+    return sum(held.values())
 
 
 class Subject:
@@ -130,7 +151,7 @@ class Subject:
         What `outcore.within` does with a plan by hand, but with one recording for all kinds.
         """
         plan = policy_for(self.keeping, kind) if kind != "plain" else {}
-        self.enter("plain")
+        self.model.__dict__.pop("forward", None)
         settings = Settings(None, OptimizerCost.of(0.0, DEVICE), policy=plan, graphs=graphs)
         governor = Governor(self.model, settings, self.costs)
         governor.admit(key_of(self.model, (self.images,), {}), (self.images,), {}, graph=self.graph)
@@ -207,14 +228,13 @@ def synchronise() -> None:
 def work(text: str, index: int, gate: Gate, rows: Any, args: argparse.Namespace) -> None:
     """One network, in a process of its own."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    case, deadline = Case.of(text), args.deadline
+    case = Case.of(text)
     with gate.inside(index):
         try:
             subject = Subject(case)
             measure(subject, [k for k in args.kinds.split(",") if k], gate, rows, args)
-            for kind in [k for k in args.graphs.split(",") if k]:
-                if time.time() < deadline:
-                    as_graphs(subject, kind, gate, rows, args)
+            if args.graphs:
+                as_graphs(subject, args.graphs.split(","), gate, rows, args)
         except Exception as error:
             rows.put({**case.facts, "how": "all", "error": f"{type(error).__name__}: {str(error)[:300]}"})
     rows.put(None)
@@ -243,29 +263,38 @@ def measure(subject: Subject, kinds: list[str], gate: Gate, rows: Any, args: arg
         rows.put({**subject.case.facts, "how": kind, **facts[kind], **summary(times, kind)})
 
 
-def as_graphs(subject: Subject, kind: str, gate: Gate, rows: Any, args: argparse.Namespace) -> None:
-    """One way beside plain, both as CUDA graphs."""
-    facts: dict[str, Any] = {}
+def as_graphs(subject: Subject, kinds: list[str], gate: Gate, rows: Any, args: argparse.Namespace) -> None:
+    """One way after the other beside plain, both as CUDA graphs."""
     tidy(subject)
-    for way in ("plain", kind):
-        governors, subject.governors = subject.governors, {"plain": None}
-        subject.prepare(way, graphs=True)
-        governors[way] = subject.governors[way]
-        subject.governors = governors
-        subject.enter(way)
-        subject.warm_up()
-        graphed = next(iter(subject.governors[way].admitted.values())).graphed
-        facts[f"{way}_reserved"] = graphed.bytes if graphed is not None else 0
-    with gate.alone():
-        times = subject.turns(["plain", kind], args.rounds)
-    rows.put({**subject.case.facts, "how": kind, "graphs": True, **facts, **summary(times, kind)})
+    base = recorded(subject, "plain")
+    for kind in kinds:
+        if time.time() > args.deadline:
+            return
+        try:
+            reserved = recorded(subject, kind)
+            with gate.alone():
+                times = subject.turns(["plain", kind], args.rounds)
+            facts = {"plain_reserved": base, "reserved": reserved, **summary(times, kind)}
+        except Exception as error:
+            facts = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+        rows.put({**subject.case.facts, "how": kind, "graphs": True, **facts})
+        tidy(subject, but="plain")
     tidy(subject)
 
 
-def tidy(subject: Subject) -> None:
+def recorded(subject: Subject, kind: str) -> int:
+    """Bring the model under a kind as CUDA graphs; returns the memory of these."""
+    subject.prepare(kind, graphs=True)
+    subject.enter(kind)
+    subject.warm_up()
+    graphed = next(iter(subject.governors[kind].admitted.values())).graphed
+    return graphed.bytes if graphed is not None else 0
+
+
+def tidy(subject: Subject, but: str = "") -> None:
     """Let go of what was prepared, and of the allocator's memory."""
-    subject.governors = {"plain": None}
-    subject.enter("plain")
+    subject.model.__dict__.pop("forward", None)
+    subject.governors = {k: g for k, g in subject.governors.items() if k == but} or {"plain": None}
     subject.optimizer.zero_grad(set_to_none=True)
     gc.collect()
     if DEVICE == "cuda":
