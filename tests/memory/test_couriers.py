@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -54,3 +56,16 @@ def test_interrupts_at_any_line_break_nothing() -> None:
     assert interrupts == 300
     assert [couriers.submit(str, i).result() for i in range(3)] == ["0", "1", "2"]
     couriers.close()
+
+
+def test_a_process_ends_well_while_something_is_being_copied() -> None:
+    code = """
+import torch
+from outcore.memory.couriers import Couriers
+a, b = torch.zeros(2**18), torch.ones(2**18)
+couriers = Couriers(1, "copies")
+for _ in range(3000):
+    couriers.submit(a.copy_, b)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -8,7 +8,9 @@ are one operation each: a `SimpleQueue`, and a lock that is taken at birth and r
 
 from __future__ import annotations
 
+import atexit
 import threading
+import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
@@ -16,6 +18,7 @@ from typing import Any, Generic, TypeVar
 __all__ = ["Couriers", "Errand"]
 
 T = TypeVar("T")
+_PATIENCE_S = 10.0
 
 
 class Errand(Generic[T]):
@@ -60,6 +63,7 @@ class Couriers:
         self.count, self.name = count, name
         self.queue: SimpleQueue[Errand[Any] | None] = SimpleQueue()
         self.threads: list[threading.Thread] = []
+        _WORKING.add(self)
 
     def submit(self, function: Callable[..., T], *args: Any) -> Errand[T]:
         """Have a call made, after those that were handed over before."""
@@ -71,13 +75,23 @@ class Couriers:
         self.queue.put(errand)
         return errand
 
-    def close(self) -> None:
-        """Finish what was handed over."""
+    def close(self, most_s: float | None = None) -> None:
+        """Finish what was handed over; wait so long for it, or until it is done."""
         threads, self.threads = self.threads, []
         for _ in threads:
             self.queue.put(None)
         for thread in threads:
-            thread.join()
+            thread.join(most_s)
+
+
+_WORKING: weakref.WeakSet[Couriers] = weakref.WeakSet()
+
+
+@atexit.register
+def _finish() -> None:
+    """The process ends: a thread that is stopped in the middle of a copy would abort it."""
+    for couriers in list(_WORKING):
+        couriers.close(_PATIENCE_S)
 
 
 def _work(queue: SimpleQueue[Errand[Any] | None]) -> None:
