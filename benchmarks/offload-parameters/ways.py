@@ -146,7 +146,8 @@ class Way:
         lanes = TimedLanes(self.device)
         for lot in governor.keeper.lots:
             if lot.weights is not None:
-                lot.weights.lanes, lot.weights.turning = lanes, None
+                lot.weights.complete()
+                lot.weights.lanes, lot.weights.turns = lanes, []
         for _ in range(steps):
             lanes.events = []
             run()
@@ -160,13 +161,13 @@ class TimedTurn:
     """Copies out and back, each timed."""
 
     def __init__(self, lanes: TimedLanes, ends: Any) -> None:
-        self.lanes, self.ends = lanes, ends
+        self.lanes, self.ends, self.left = lanes, ends, None
 
-    def book(self) -> Any:
+    def book(self, after: Any = ()) -> Any:
         ready, mark = self.lanes.now(), None
         for here, home in self.ends:
-            (left,) = self.lanes.copy([(home, here, [ready])], out=True)
-            (mark,) = self.lanes.copy([(here, home, [left])], out=False)
+            (self.left,) = self.lanes.copy([(home, here, [ready, *after])], out=True)
+            (mark,) = self.lanes.copy([(here, home, [self.left])], out=False)
         return mark
 
 

@@ -38,10 +38,12 @@ class Late:
 
 
 class LateTurn:
+    left = None
+
     def __init__(self, ends: Sequence[Ends]) -> None:
         self.ends = ends
 
-    def book(self) -> Late:
+    def book(self, after: Sequence[Any] = ()) -> Late:
         for here, home in self.ends:
             home.copy_(here)
         return Late(self.ends)

@@ -25,6 +25,9 @@ __all__ = [
     "lanes_for",
 ]
 
+_FEW = 2
+"""Copies that the host books one by one as fast as it launches a graph."""
+
 
 class Mark(Protocol):
     """The end of something."""
@@ -48,8 +51,11 @@ Ends = tuple[torch.Tensor, torch.Tensor]
 class Turn(Protocol):
     """Copies out and back."""
 
-    def book(self) -> Mark:
-        """Book them after what was computed so far; gives the mark of the last."""
+    left: Mark | None
+    """When the last one booked has left, if that can be known before it is back."""
+
+    def book(self, after: Sequence[Mark] = ()) -> Mark:
+        """Book them after what was computed so far and some marks; gives the mark of the last."""
 
 
 class Lanes(Protocol):
@@ -79,8 +85,8 @@ def lanes_for(device: torch.device) -> Lanes:
 class _Event:
     """A mark on a stream."""
 
-    def __init__(self, stream: torch.cuda.Stream, device: torch.device) -> None:
-        self.event, self.device = stream.record_event(), device
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+        self.event, self.device = event, device
 
     def wait(self) -> None:
         torch.cuda.current_stream(self.device).wait_event(self.event)
@@ -102,7 +108,7 @@ class CudaLanes:
 
     def now(self) -> Mark:
         """The end of what was given to the computing stream."""
-        return _Event(torch.cuda.current_stream(self.device), self.device)
+        return _Event(torch.cuda.current_stream(self.device).record_event(), self.device)
 
     def copy(self, copies: Sequence[Copy], *, out: bool, express: bool = False) -> list[Mark]:
         """Book copies on a stream."""
@@ -114,7 +120,7 @@ class CudaLanes:
                     assert isinstance(mark, _Event)
                     stream.wait_event(mark.event)
                 to.copy_(source, non_blocking=True)
-                marks.append(_Event(stream, self.device))
+                marks.append(_Event(stream.record_event(), self.device))
         return marks
 
     def turn(self, ends: Sequence[Ends]) -> Turn:
@@ -130,27 +136,33 @@ class CudaLanes:
 
 class CudaTurn:
     """Copies out and back as one CUDA graph: the host is what small networks wait for, and copies by the dozen would
-    take it as long as as many kernels. The first time they are booked one by one."""
+    take it as long as as many kernels. The first time they are booked one by one, and always where they are few: in a
+    graph nobody could come after those that have left."""
 
     def __init__(self, ends: Sequence[Ends], device: torch.device) -> None:
         self.ends, self.device = ends, device
         self.streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.left: Mark | None = None
         self.booked = 0
 
-    def book(self) -> Mark:
+    def book(self, after: Sequence[Mark] = ()) -> Mark:
         """After what was computed so far."""
         out, _ = self.streams
-        if self.booked == 1:
+        if self.booked == 1 and len(self.ends) > _FEW:
             self._record()
         self.booked += 1
         out.wait_event(torch.cuda.current_stream(self.device).record_event())
+        for mark in after:
+            assert isinstance(mark, _Event)
+            out.wait_event(mark.event)
         with torch.cuda.stream(out):
             if self.graph is not None:
                 self.graph.replay()
+                self.left = None
             else:
-                self._copy()
-        return _Event(out, self.device)
+                self.left = _Event(self._copy(), self.device)
+        return _Event(out.record_event(), self.device)
 
     def _record(self) -> None:
         for stream in self.streams:
@@ -167,14 +179,17 @@ class CudaTurn:
             return
         self.graph = graph
 
-    def _copy(self) -> None:
+    def _copy(self) -> torch.cuda.Event:
+        """Gives the end of the way out."""
         out, back = self.streams
         for here, home in self.ends:
             home.copy_(here, non_blocking=True)
-            back.wait_event(out.record_event())
+            left: torch.cuda.Event = out.record_event()
+            back.wait_event(left)
             with torch.cuda.stream(back):
                 here.copy_(home, non_blocking=True)
         out.wait_stream(back)
+        return left
 
 
 # Below a CPU
@@ -239,9 +254,11 @@ class ThreadTurn:
 
     def __init__(self, ends: Sequence[Ends], lanes: ThreadLanes) -> None:
         self.ends, self.lanes = ends, lanes
+        self.left: Mark | None = None
 
-    def book(self) -> Mark:
+    def book(self, after: Sequence[Mark] = ()) -> Mark:
         """Now: a CPU has computed what it was told to compute."""
-        left = self.lanes.copy([(home, here, ()) for here, home in self.ends], out=True)
+        left = self.lanes.copy([(home, here, after) for here, home in self.ends], out=True)
+        self.left = left[-1]
         back = [(here, home, [mark]) for (here, home), mark in zip(self.ends, left, strict=True)]
         return self.lanes.copy(back, out=False)[-1]

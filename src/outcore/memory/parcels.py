@@ -11,11 +11,19 @@ the tensor is a view of its place on the *stage* (`outcore.memory.stages`), devi
 
 Large parcels are copied in pieces, and a piece may come in as soon as whatever was in its place has left, so that the
 two directions of the link work at the same time. Who comes next into a place waits for the marks of who was there.
+
+A link carries what was booked first. What is updated last is needed first, so it must not queue behind everything else:
+a large parcel that *turns round* books only its first half, and owes the second until that one has been booked.
+
+    compute   | update 2 | update 1 |   ...   | update 0 |  ...  | use 0 |   ...   | use 1 | use 2 |
+    out           |   2a   |      1a          | 0 |      1b        |   2b   |
+    in              |   2a   |      1a          | 0 |      1b        |   2b   |
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -36,6 +44,11 @@ _PIECE_BYTES = 12 * 2**20
 """A parcel that turns round is back as long after it has left as a piece takes, because the way back follows the way
 out piece by piece; and each piece takes the host some ten microseconds each way."""
 _LEAST_BYTES, _MOST_PIECES = 2 * 2**20, 16
+_TURN_BYTES, _MOST_OF_TURN = 6 * 2**20, 32
+"""Of a parcel that turns round without the host: smaller, because the device waits for the last piece."""
+_HALVED_BYTES = 48 * 2**20
+_AT_ONCE = 0.55
+"""What a larger one books at once: the link must be busy until the first that is needed can be booked too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +86,10 @@ class Parcel:
         self.exposed = False
         """User code may have written to it since it came."""
         self.versions: tuple[int, ...] = ()
-        self.turning: Turn | None = None
-        """Its way out and back, where it is always in the same place."""
+        self.turns: list[Turn] = []
+        """Its way out and back, where it is always in the same place, in one part or two."""
+        self.owed: list[Turn] = []
+        """Parts that have not been booked yet."""
         self._tensors = tuple(m.tensor for m in self.members)
         self._homes = [m.over(home) for m in self.members]
         self._views: list[torch.Tensor] = []
@@ -90,13 +105,27 @@ class Parcel:
             self._copy_in(self.place.before)
 
     def turn(self) -> None:
-        """Send it home and bring it back to where it is: the same bytes, so that whoever looks sees them."""
+        """Send it home and bring it back to where it is: the same bytes, so that whoever looks sees them. A large one
+        owes the second half."""
         assert self.place is not None and self.place.lasting
+        self.complete()
         self.adopt()
-        if self.turning is None:
-            self.turning = self.lanes.turn(self._ends_of_copies())
-        self.arriving = [self.turning.book()]
+        if not self.turns:
+            self.turns = [self.lanes.turn(part) for part in self._parts_of_turn(self.place.memory)]
+        self.arriving, self.owed = [self.turns[0].book()], self.turns[1:]
         self.leaving, self.exposed, self.versions = [], False, self._versions()
+
+    def complete(self, after: Sequence[Mark] = ()) -> None:
+        """Book what it owes."""
+        for turn in self.owed:
+            self.arriving.append(turn.book(after))
+        self.owed = []
+
+    def _parts_of_turn(self, memory: torch.Tensor) -> list[list[Ends]]:
+        pieces = _pieces(self.bytes, _TURN_BYTES, _MOST_OF_TURN)
+        ends = [(memory[a:b], self.home[a:b]) for a, b in pieces]
+        first = math.ceil(_AT_ONCE * len(ends)) if self.bytes > _HALVED_BYTES else len(ends)
+        return [part for part in (ends[:first], ends[first:]) if part]
 
     def _copy_in(self, before: Sequence[Sequence[Mark]]) -> None:
         leaving = self.leaving
@@ -108,6 +137,7 @@ class Parcel:
 
     def arrive(self) -> None:
         """What is computed from here on finds it on the stage; it must have been booked."""
+        self.complete()
         for mark in self.arriving:
             mark.wait()
         self.arriving = []
@@ -147,6 +177,7 @@ class Parcel:
     def send(self) -> None:
         """Start to copy it home; it stays here."""
         assert self.place is not None
+        self.complete()
         self.adopt()
         ready = self.lanes.now()
         copies = [(home, here, (ready,)) for here, home in self._ends_of_copies()]
@@ -157,6 +188,7 @@ class Parcel:
         """Give its place on the stage back; its tensors are at home from now on."""
         if self.place is None:
             return
+        self.complete()
         # What was brought here for nothing was read from home after it had left for there.
         self.leaving = self.arriving or self.leaving
         self.stage.give(self.place, self.pieces, self.leaving)
@@ -167,6 +199,7 @@ class Parcel:
 
     def settle(self) -> None:
         """The host waits until its home holds what was sent."""
+        self.complete()
         for mark in self.leaving:
             mark.finish()
         if self.place is None:
@@ -197,9 +230,9 @@ class Parcel:
         return found
 
 
-def _pieces(size: int) -> list[Piece]:
+def _pieces(size: int, piece_bytes: int = _PIECE_BYTES, most: int = _MOST_PIECES) -> list[Piece]:
     """Equal pieces, since the way back is behind by the largest; a parcel that is not tiny is at least two."""
-    count = max(1, min(2, size // _LEAST_BYTES), min(-(-size // _PIECE_BYTES), _MOST_PIECES))
+    count = max(1, min(2, size // _LEAST_BYTES), min(-(-size // piece_bytes), most))
     return list(itertools.pairwise([i * size // count // _ALIGN * _ALIGN for i in range(count)] + [size]))
 
 

@@ -179,6 +179,8 @@ class StateKeeper(Traffic):
             for q in lot.trained:
                 q.grad = None
             lot.updated = True
+            if all(each.updated for each in self.lots if each.trained):
+                self._complete(lot)
         elif self.windowed:
             self._leave_gradients(lot)
 
@@ -222,6 +224,14 @@ class StateKeeper(Traffic):
             assert self.gradients is not None
             self.gradients.stay(lot, home)
 
+    def _complete(self, last: Lot | None = None) -> None:
+        """All lots are on their way: what they owe follows the one that was updated last and is needed first, in the
+        order in which it is needed."""
+        turns = last.weights.turns[:1] if last is not None and last.weights is not None else ()
+        after = [turn.left for turn in turns if turn.left is not None]
+        for parcel in self.parcels:
+            parcel.complete(after)
+
     # The optimizer's step
 
     def step(self) -> None:
@@ -238,6 +248,7 @@ class StateKeeper(Traffic):
             self.update(lot, then=waiting[i + 1] if i + 1 < len(waiting) else None)
             for p in lot.trained if fast else ():
                 p.grad = None
+        self._complete()
         self.stepper.rest(self.of.keys())
         for lot in self.lots:
             lot.updated = False
