@@ -37,9 +37,11 @@ from outcore.memory.governor import Governor, Settings
 from outcore.memory.graphed import Graphed
 from outcore.memory.lossy import effect_on_gradients
 from outcore.memory.lots import uses_of
+from outcore.memory.order_choice import Way, faster, other_order
 from outcore.memory.state import StateKeeper
 from outcore.memory.stepping import can_be_parted, in_parts
 from outcore.plan_document import Plan
+from outcore.planner.memory_order import CHANNELS_LAST, MemoryOrder
 from outcore.planner.memory_plan import MemoryPlan
 from outcore.planner.state import StatePolicy, ladder
 
@@ -102,7 +104,8 @@ def within(
         graphs: run forward and backward as CUDA graphs: for small steps, which the interpreter cannot feed fast enough.
             Their memory stays reserved between steps, all of it within the budget.
         exact: "bitwise" for the numbers of plain training bit for bit; "reassociated" also allows kernels that round in
-            another order.
+            another order: fused norms, and on a GPU images with their channels last inside the network, each where
+            that is faster.
         state: where parameters, gradients and optimizer state live ("keep" or "offload" each), and when parameters are
             updated (`outcore.planner.state.StatePolicy`); needs the optimizer itself. Without it they leave the device
             if nothing else meets the budget and the optimizer was given.
@@ -124,15 +127,19 @@ def within(
     if state is not None and not StatePolicy.of(state).idle:
         in_parts(optimizer)
     lazy = has_lazy((args, kwargs))
+    reassociated = exact == "reassociated" or (isinstance(plan, Plan) and plan.exactness == "reassociated")
     graph = capture(model, *without_memory((args, kwargs))) if lazy else capture(model, args, kwargs)
     cost = OptimizerCost.of(2.0 if optimizer is None else optimizer, graph_device(graph).type)
+    open_ = reassociated and costs is None and not (lazy or stream)
+    turned, order = _other_order(model, graph, args, kwargs, plan, asked=open_)
     if isinstance(plan, Plan):
+        graph, turned = turned or graph, None
         plan.validate(graph)
     by_hand = plan.stream if isinstance(plan, Plan) else None
     on_output = loss_on_output(loss)
     loss_bytes = _loss_bytes(graph, on_output)
     if costs is None:
-        costs = measure(graph, time_limit_s=measure_s)
+        costs = measure(graph, time_limit_s=measure_s if turned is None else measure_s / 2)
     beside = loss_bytes + bytes_on(graph_device(graph), (args, kwargs))
     wanted = Wanted(budget, cost, beside, statistics, by_hand, dense=loss is not on_output)
     if lazy or stream or by_hand is not None:
@@ -145,7 +152,6 @@ def within(
     policy = dict(plan.policy if isinstance(plan, Plan) else plan) if plan is not None else None
     movable = state is None and budget is not None and plan is None and can_be_parted(optimizer) and not graphs
     states = ladder(costs.parameters) if movable else (StatePolicy.of(state),)
-    reassociated = exact == "reassociated" or (isinstance(plan, Plan) and plan.exactness == "reassociated")
     settings = Settings(
         budget,
         cost,
@@ -154,14 +160,19 @@ def within(
         graphs=graphs,
         states=states,
         reassociated=reassociated,
+        order=order,
         quiet=quiet,
         beside_bytes=loss_bytes,
         margin=margin,
     )
-    governor = Governor(model, settings, without_gaps(costs))
+    way = Way(graph, without_gaps(costs), settings)
     call = arguments_as_called(model, args, kwargs)
     try:
-        governor.admit(key_of(model, *call), *call, graph=graph)
+        if turned is not None:
+            turned_costs = without_gaps(measure(turned, time_limit_s=measure_s / 2))
+            way = faster(way, turned, turned_costs, model, graph_device(graph))
+        governor = Governor(model, way.settings, way.costs)
+        governor.admit(key_of(model, *call), *call, graph=way.graph, found=way.found)
     except PlanError as refused:
         if stream is False or plan is not None or state is not None:
             raise
@@ -171,10 +182,10 @@ def within(
         raise OutcoreError(
             "this model cannot be managed: it draws numbers outside of torch, or nothing in it is trained"
         )
-    effect = effect_on_gradients(governor, graph, *call, loss=on_output)
+    effect = effect_on_gradients(governor, way.graph, *call, loss=on_output)
     if effect is not None and not quiet:
         print(f"outcore: {effect}", file=sys.stderr)
-    _keep_state(governor, graph, optimizer)
+    _keep_state(governor, way.graph, optimizer)
     model.__dict__["forward"] = governor
     return _announced(model, governor.plan, budget, assumed=optimizer is None, quiet=quiet)
 
@@ -187,6 +198,19 @@ def _check(model: nn.Module, exact: str) -> None:
         raise OutcoreError("this model is sharded already; call outcore.within before fully_shard")
     if exact not in get_args(Exactness):
         raise OutcoreError(f"exact is {' or '.join(map(repr, get_args(Exactness)))}, not {exact!r}")
+
+
+def _other_order(
+    model: nn.Module, graph: Graph, args: Any, kwargs: Mapping[str, Any] | None, plan: Any, *, asked: bool
+) -> tuple[Graph | None, MemoryOrder]:
+    """The network with its channels last, where a plan says so or that is a choice; else why it is not, if it could."""
+    named = isinstance(plan, Plan) and plan.memory_order == CHANNELS_LAST
+    if not named and (plan is not None or not asked):
+        return None, MemoryOrder()
+    turned, order = other_order(model, graph, args, kwargs, None if named else graph_device(graph))
+    if named and turned is None:
+        raise PlanError(f"the plan has images with their channels last, but this network stays as it is: {order.why}")
+    return turned, order
 
 
 def _keep_state(governor: Governor, graph: Graph, optimizer: Any) -> None:

@@ -8,6 +8,7 @@ from outcore.cost.optimizer import OptimizerCost
 from outcore.memory.graphed import Graphed
 from outcore.memory.holding import Holding
 from outcore.memory.observer import Measured, Observer
+from outcore.planner.memory_order import MemoryOrder
 from outcore.planner.memory_plan import MemoryPlan
 from outcore.planner.state import StatePolicy
 
@@ -33,6 +34,8 @@ class Settings:
     """Results may differ from plain training by rounding."""
     fuse: bool = True
     """Then, norms may become one operation with their ReLU."""
+    order: MemoryOrder = MemoryOrder()
+    """Of images inside the network."""
     quiet: bool = True
     """Do not say what was measured."""
     beside_bytes: int = 0
@@ -62,5 +65,5 @@ class Admitted:
     """Predicted time of a step in which norms are the library's, where times were measured."""
 
     def __post_init__(self) -> None:
-        self.idle = not self.plan.policy and not self.holding.instead
+        self.idle = not self.plan.policy and not self.holding.instead and self.plan.order.inside is None
         """Whether the model's own forward will do; found once, since resolving policies takes a while."""

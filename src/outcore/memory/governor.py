@@ -27,8 +27,9 @@ from outcore.cost.costs import Costs
 from outcore.cost.rough import belong, by_bytes, scaled
 from outcore.cost.saved import account
 from outcore.errors import CaptureError, OutcoreError, PlanError
-from outcore.graph import Graph, capture
+from outcore.graph import Graph
 from outcore.graph.keys import key_of
+from outcore.graph.order import recorded
 from outcore.graph.preserve import ModelState, state_tensors
 from outcore.graph.recording import Mismatch
 from outcore.graph.structure import leaves
@@ -40,7 +41,7 @@ from outcore.memory.graphed import Graphed
 from outcore.memory.holding import prepare
 from outcore.memory.observer import Measured, Observer, meter_for
 from outcore.memory.passage import Pass
-from outcore.memory.proposal import propose
+from outcore.memory.proposal import Proposal, propose
 from outcore.memory.rates import memory_rate
 from outcore.memory.state import StateKeeper
 from outcore.memory.tiers import Tier, tier_for
@@ -143,8 +144,15 @@ class Governor:
         """The plan of the first way of calling the model."""
         return next(entry.plan for entry in self.admitted.values() if entry is not None)
 
-    def admit(self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any], graph: Graph | None = None) -> None:
-        """Record and plan a way of calling the model."""
+    def admit(
+        self,
+        key: Hashable,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        graph: Graph | None = None,
+        found: Proposal | None = None,
+    ) -> None:
+        """Record and plan a way of calling the model, as far as that is not done yet."""
         if any(hasattr(parameter, "device_mesh") for parameter in self.model.parameters()):
             raise OutcoreError(
                 "blocks of this model were sharded one by one after outcore.within; call outcore.within on each of "
@@ -152,7 +160,7 @@ class Governor:
             )
         try:
             with self.suspended():
-                graph = graph or capture(self.model, args, kwargs)
+                graph = graph or recorded(self.model, args, kwargs, self.settings.order.inside)
         except CaptureError as error:
             warnings.warn(f"outcore runs this call as plain PyTorch: {error}", stacklevel=3)
             self.admitted[key] = None
@@ -163,7 +171,7 @@ class Governor:
             self.admitted[key] = None
             return
         first = self.plan if any(self.admitted.values()) else None
-        found = propose(graph, self.model, self.costs_of(graph), self.settings, self.device, first)
+        found = found or propose(graph, self.model, self.costs_of(graph), self.settings, self.device, first)
         plan = found.plan
         holding = prepare(
             graph,

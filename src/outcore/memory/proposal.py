@@ -55,7 +55,9 @@ def propose(
     fusible = norms_of(graph, model) if settings.reassociated and settings.fuse else {}
     fused = worth_fusing(fusible, costs, rate, issued=not settings.graphs) if fusible else {}
     plan = _plan(graph, as_fused(costs, fused, rate) if fused else costs, settings, device, first)
-    return Proposal(replace(plan, reassociated=settings.reassociated), fused, step_s(costs) + plan.outcome.extra_s)
+    order = settings.order if first is None else replace(settings.order, plain_s=None, plain_bytes=None)
+    plan = replace(plan, reassociated=settings.reassociated, order=order)
+    return Proposal(plan, fused, step_s(costs) + plan.outcome.extra_s)
 
 
 def _plan(graph: Graph, costs: Costs, settings: Settings, device: torch.device, first: MemoryPlan | None) -> MemoryPlan:

@@ -28,8 +28,10 @@ def explain(plan: MemoryPlan, depth: int = 1) -> str:
         f"peak {format_bytes(plan.peak_bytes)} ({ratio:.2f} of plain {format_bytes(plan.plain_bytes)}), "
         f"step {plan.slowdown:.3f}x of plain (predicted)"
     ]
+    if plan.order.why:
+        lines.append(f"  memory order: {plan.order}")
     if not plan.policy and plan.state.idle:
-        return lines[0]
+        return "\n".join(lines)
     lines.append(f"  the peak is in {place(plan.keeping, int(plan.outcome.curve.argmax()))}")
     if (moved := plan.outcome.transfers) is not None:
         waited = f"; the device waits {format_time(moved.stall_s)} for it" if moved.stall_s > _LEAST_S else ""

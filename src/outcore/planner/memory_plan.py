@@ -23,7 +23,9 @@ from outcore.plan_document import Exactness, Plan, Predicted
 from outcore.planner.budget import Assignment, fit
 from outcore.planner.explanation import explain, place
 from outcore.planner.keeping import Keeping, Outcome
-from outcore.planner.state import Relief, StatePolicy
+from outcore.planner.memory_order import MemoryOrder
+from outcore.planner.relief import Relief
+from outcore.planner.state import StatePolicy
 from outcore.planner.transfers import Tier
 from outcore.stages import name_stages
 
@@ -48,6 +50,8 @@ class MemoryPlan:
     loss_bytes: int = 0
     """What the loss adds to the last moment of forward."""
 
+    order: MemoryOrder = MemoryOrder()
+    """Of images inside the network."""
     @cached_property
     def policy(self) -> dict[str, str]:
         """What is not kept as autograd would, by the first value in each buffer."""
@@ -67,6 +71,8 @@ class MemoryPlan:
     def plain_bytes(self) -> int:
         """Predicted peak of plain training."""
         plain = self.keeping.plain
+        if self.order.plain_bytes is not None:
+            return self.order.plain_bytes + self.reserved_bytes
         turn = plain.moments[self.keeping.turn - 1].bytes.total + self.loss_bytes if self.loss_bytes else 0
         return max(plain.peak_bytes, turn) + self.reserved_bytes
 
@@ -78,7 +84,8 @@ class MemoryPlan:
     @property
     def slowdown(self) -> float:
         """Predicted time over that of plain training."""
-        return (self.outcome.time_s + self.state_s) / self.keeping.plain_s if self.keeping.plain_s else 1.0
+        plain_s = self.order.plain_s if self.order.plain_s is not None else self.keeping.plain_s
+        return (self.outcome.time_s + self.state_s) / plain_s if plain_s else 1.0
 
     @property
     def exactness(self) -> Exactness:
@@ -97,6 +104,7 @@ class MemoryPlan:
             exactness=self.exactness,
             state=self.state.to_json(),
             memory_bytes=self.budget_bytes,
+            memory_order=self.order.name,
             predicted=Predicted(self.outcome.time_s + self.state_s, (self.peak_bytes,), 0.0, "memory curve"),
             why=tuple(self.explain().splitlines()),
         )

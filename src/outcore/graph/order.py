@@ -50,8 +50,9 @@ class ChannelsLast:
 
     dims: frozenset[int]
     """Dimensions of the images: 4, or 5 for volumes."""
-    turned_back: tuple[bool, ...]
-    """Which of the model's outputs plain training gives in the usual order."""
+    outputs: tuple[tuple[int, ...] | None, ...]
+    """For every output the order in which plain training gives it, the innermost dimension last; none for one that has
+    gaps or repeats itself."""
 
     @contextlib.contextmanager
     def around(self, model: nn.Module) -> Iterator[None]:
@@ -61,8 +62,8 @@ class ChannelsLast:
         @functools.wraps(inner)
         def forward(*args: Any, **kwargs: Any) -> Any:
             args, kwargs = substitute((args, kwargs), torch.Tensor, self._turned)
-            back = chain(self.turned_back, repeat(True))
-            return substitute(inner(*args, **kwargs), torch.Tensor, lambda t: self._back(t, next(back)))
+            wanted = chain(self.outputs, repeat(None))
+            return substitute(inner(*args, **kwargs), torch.Tensor, lambda t: _in_order(t, next(wanted)))
 
         model.__dict__["forward"] = forward
         try:
@@ -74,9 +75,6 @@ class ChannelsLast:
         if tensor.dim() not in self.dims or not tensor.is_floating_point():
             return tensor
         return tensor.to(memory_format=_FORMATS[tensor.dim()])  # which, unlike contiguous, turns a single channel too
-
-    def _back(self, tensor: torch.Tensor, wanted: bool) -> torch.Tensor:
-        return tensor.contiguous() if wanted and tensor.dim() in self.dims and not tensor.is_contiguous() else tensor
 
 
 def recorded(model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None, order: ChannelsLast | None) -> Graph:
@@ -98,7 +96,7 @@ def channels_last(graph: Graph) -> ChannelsLast | str:
     used = {_CONVOLUTIONS.get(graph.blocks[call.block].type) for call in graph.calls.values()}
     images = [graph.values[name] for name in graph.inputs]
     images = [v for v in images if len(v.shape) in used and getattr(torch, v.dtype).is_floating_point]
-    if not any(_usual(image) for image in images):
+    if all(_is_turned(image) for image in images):
         return ""
     assert graph.executable is not None
     recording = graph.executable[1]
@@ -109,20 +107,34 @@ def channels_last(graph: Graph) -> ChannelsLast | str:
     if any((graph.values[name].alias_of or name) in given for name in (*written, *graph.outputs)):
         return "the network writes into its input, or returns it"
     outputs = [graph.values[ref.name] for _, ref in leaves(recording.result, Ref) if ref.kind == "value"]
-    return ChannelsLast(frozenset(len(image.shape) for image in images), tuple(map(_usual, outputs)))
+    return ChannelsLast(frozenset(len(image.shape) for image in images), tuple(map(_order_of, outputs)))
 
 
-def _usual(value: Value) -> bool:
-    """Whether the last dimension of a value is the innermost one."""
-    made = torch.empty_strided(value.shape, value.stride, device="meta")
-    return made.dim() in _FORMATS and made.is_contiguous() and not _turned_strides(value)
+def _is_turned(image: Value) -> bool:
+    """Whether an image has its channels last, also where it has only one."""
+    strides = [image.stride[i] for i in (1, *range(len(image.shape) - 1, 1, -1), 0)]
+    return strides == sorted(strides) and strides[0] < strides[-1]
 
 
-def _turned_strides(value: Value) -> bool:
-    """Whether a value has its channels last, also where there is one only."""
-    order = [1, *range(len(value.shape) - 1, 1, -1), 0]
-    strides = [value.stride[i] for i in order]
-    return strides == sorted(strides) and value.stride[1] < value.stride[0]
+def _order_of(value: Value) -> tuple[int, ...] | None:
+    """The dimensions of a value, the innermost last; none where it has gaps or repeats itself."""
+    if len(value.stride) != len(value.shape):
+        return None
+    order = tuple(sorted(range(len(value.shape)), key=lambda i: -value.stride[i]))
+    strided = torch.empty_strided(value.shape, value.stride, device="meta")
+    return order if strided.permute(order).is_contiguous() else None
+
+
+def _in_order(tensor: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor:
+    """A tensor with its dimensions in this order in memory."""
+    if order is None or len(order) != tensor.dim():
+        return tensor
+    if order == tuple(range(tensor.dim())):
+        return tensor if tensor.is_contiguous() else tensor.contiguous()
+    if tensor.is_contiguous() or not torch.empty_like(tensor, device="meta").permute(order).is_contiguous():
+        inverse = tuple(order.index(i) for i in range(len(order)))
+        return tensor.permute(order).contiguous().permute(inverse)
+    return tensor
 
 
 def _without_content(tensor: torch.Tensor) -> torch.Tensor:
