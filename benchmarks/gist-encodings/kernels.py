@@ -84,6 +84,9 @@ def packings() -> Iterator[Row]:
         lambda: numbers.dequantise(codes, low, scale, out, levels=255, group=GROUP),
         5 * count,
     )
+    quarter, some = codes[: count // 2], {"levels": 15, "group": GROUP}
+    yield "4 bits in groups", lambda: numbers.quantise(x, quarter, low, scale, tiny=tiny, **some), 4.5 * count
+    yield "4 bits in groups, back", lambda: numbers.dequantise(quarter, low, scale, out, **some), 4.5 * count
     half = x.half()
     yield "to half, torch", lambda: x.half(), 6 * count
     yield "from half, torch", lambda: half.float(), 6 * count
@@ -91,10 +94,10 @@ def packings() -> Iterator[Row]:
     words, packed = x.view(torch.int32), torch.empty(count // 8, dtype=torch.uint8, device="cuda")
     ends = numbers.survey(words, packed)
     values, target = words.new_empty(int(ends[-1])), out.view(torch.int32)
-    some = 4 * values.numel()
+    there = 4 * values.numel()
     yield "not zero: bits and counts", lambda: numbers.survey(words, packed), 4.125 * count
-    yield "not zero: moved together", lambda: numbers.gather(words, ends, values), 4 * count + some
-    yield "not zero: back", lambda: numbers.scatter(packed, values, ends, target), 4.125 * count + some
+    yield "not zero: moved together", lambda: numbers.gather(words, ends, values), 4 * count + there
+    yield "not zero: back", lambda: numbers.scatter(packed, values, ends, target), 4.125 * count + there
 
 
 def main() -> None:

@@ -8,14 +8,15 @@ from typing import Any
 
 HERE = Path(__file__).parent
 BEGIN, END = "<!-- table -->", "<!-- end -->"
-KINDS = ("plain", "lossless", "sparse", "half", "int8")
+KINDS = ("plain", "lossless", "again", "sparse", "half", "int8", "int4")
+LOSSY = ("half", "int8", "int4")
 Key = tuple[str, int, int, bool]
 
 
 def found(pattern: str) -> dict[tuple[Key, str, bool], dict[str, Any]]:
     """Network and way -> the newest row of it that was timed; call by call, or as CUDA graphs.
 
-    Gradients may have been compared in another run.
+    Gradients may have been compared in another run. Files sort by the order in which they were made.
     """
     rows: dict[tuple[Key, str, bool], dict[str, Any]] = {}
     effects: dict[tuple[Key, str], dict[str, Any]] = {}
@@ -25,11 +26,9 @@ def found(pattern: str) -> dict[tuple[Key, str, bool], dict[str, Any]]:
                 continue
             key = (row["model"], row["batch"], row["side"], row["last"])
             if "off" in row:
-                effects[key, row["how"]] = {name: row[name] for name in ("off", "cosine", "worst_off")}
+                effects[key, row["how"]] = {name: row[name] for name in ("off", "cosine", "median_off", "worst_off")}
             if "over" in row:
-                name = (key, row["how"], row.get("graphs", False))
-                before = [*rows[name]["before"], rows[name]["over"]] if name in rows else []
-                rows[name] = row | {"before": before}
+                rows[key, row["how"], row.get("graphs", False)] = row
     return {(key, how, graphs): effects.get((key, how), {}) | row for (key, how, graphs), row in rows.items()}
 
 
@@ -43,8 +42,8 @@ def measured() -> list[str]:
     plain = {key: row for (key, how, graphs), row in rows.items() if how == "plain" and not graphs}
     out = [
         "| network | how | step ms | over plain | as CUDA graphs | peak GiB | less memory | above weights | stashed | "
-        "gradient off by | cosine | worst parameter |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "gradient off by | cosine | median parameter | worst |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for key, base in plain.items():
         for how in KINDS:
@@ -54,12 +53,11 @@ def measured() -> list[str]:
             above, of_plain = row["peak"] - row["held"], base["peak"] - base["held"]
             stashed = f"{row['kept_bytes'] / row['stashed_bytes']:.2f}x" if "kept_bytes" in row else "1.00x"
             if "off" in row:
-                off = f"{row['off']:.2%} | {row['cosine']:.6f} | {row['worst_off']:.2%} |"
+                off = f"{row['off']:.2%} | {row['cosine']:.6f} | {row['median_off']:.2%} | {row['worst_off']:.2%} |"
             else:
-                off = "not compared | | |" if how in ("half", "int8") else "0 | 1 | 0 |"
-            others = "".join(f" ({over:.3f}x)" for over in row["before"] if how != "plain")
+                off = "not compared | | | |" if how in LOSSY else "0 | 1 | 0 | 0 |"
             out.append(
-                f"| {name_of(key)} | {how} | {row['ms']:.1f} | {row['over']:.3f}x{others} | "
+                f"| {name_of(key)} | {how} | {row['ms']:.1f} | {row['over']:.3f}x | "
                 f"{'' if graphed is None else f'{graphed:.3f}x'} | {row['peak'] / 2**30:.2f} | "
                 f"{base['peak'] / row['peak']:.2f}x | {of_plain / above:.2f}x | {stashed} | {off}"
             )
@@ -68,8 +66,8 @@ def measured() -> list[str]:
 
 def sizes() -> list[str]:
     """What is stashed between forward and backward, over what plain training stashes."""
-    out = ["", f"| network | stashed by plain, GiB | {' | '.join(KINDS[1:])} |", "|---|---|---|---|---|---|"]
-    newest = sorted((HERE / "results").glob("*-sizes.json"))[-1]
+    out = ["", f"| network | stashed by plain, GiB | {' | '.join(KINDS[1:])} |", "|---" * (len(KINDS) + 1) + "|"]
+    newest = sorted((HERE / "results").glob("*-sizes*.json"))[-1]
     for row in json.loads(newest.read_text())["rows"]:
         less = " | ".join(f"{row['plain'] / row[kind]:.2f}x" for kind in KINDS[1:])
         out.append(f"| {row['model']} {row['batch']}x{row['side']} | {row['plain'] / 2**30:.2f} | {less} |")
@@ -79,7 +77,7 @@ def sizes() -> list[str]:
 def kernels() -> list[str]:
     """What each kernel costs."""
     out = ["", "| kernel, 64x64x224x224 float32 | ms | TB/s |", "|---|---|---|"]
-    for path in sorted((HERE / "results").glob("*-kernels.json"))[-1:]:
+    for path in sorted((HERE / "results").glob("*-kernels*.json"))[-1:]:
         for row in json.loads(path.read_text())["kernels"]:
             out.append(f"| {row['kernel']} | {row['ms']:.3f} | {row['bytes'] / row['ms'] / 1e9:.2f} |")
     return out
@@ -87,11 +85,12 @@ def kernels() -> list[str]:
 
 def exact() -> list[str]:
     """How many of the loss and the gradients are plain training's bit for bit."""
-    out = ["", "| network | precision | plain repeats itself | lossless | sparse | of |", "|---|---|---|---|---|---|"]
-    for path in sorted((HERE / "results").glob("*-exact.json"))[-1:]:
+    ways = ("plain repeats", "lossless", "again", "sparse", "of")
+    out = ["", f"| network | precision | {' | '.join(ways)} |", "|---|---|---|---|---|---|---|"]
+    for path in sorted((HERE / "results").glob("*-exact*.json"))[-1:]:
         for row in json.loads(path.read_text())["equal"]:
             precision = "bfloat16, channels last" if row["bf16"] else "float32 (TF32)"
-            equal = " | ".join(str(row[name]) for name in ("plain repeats", "lossless", "sparse", "of"))
+            equal = " | ".join(str(row.get(name, "")) for name in ways)
             out.append(f"| {row['case'].replace(':', ' ')} | {precision} | {equal} |")
     return out
 
