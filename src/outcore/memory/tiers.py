@@ -184,6 +184,7 @@ class DiskTier:
         self.device = torch.device("cpu")
         self.workers = Couriers(2, "outcore-disk")
         self.scratch = Scratch(capacity_bytes, directory)
+        self.arena = self.scratch.arena
 
     def evict(self, flat: torch.Tensor) -> DiskTrip:
         """Start to write bytes."""
