@@ -14,7 +14,7 @@ Where no policy is enough, and for images that are read lazily, the early part o
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, get_args
 
@@ -36,7 +36,7 @@ from outcore.machine.units import format_bytes, parse_bytes
 from outcore.memory.governor import Governor, Settings
 from outcore.memory.graphed import Graphed
 from outcore.memory.lossy import effect_on_gradients
-from outcore.memory.lots import uses_of
+from outcore.memory.lots import cargo_of, uses_of
 from outcore.memory.order_choice import Way, faster, other_order
 from outcore.memory.state import StateKeeper
 from outcore.memory.stepping import can_be_parted, in_parts
@@ -151,7 +151,11 @@ def within(
         reserved += Graphed.copied_bytes([t for _, t in leaves((args, kwargs), torch.Tensor)])
     policy = dict(plan.policy if isinstance(plan, Plan) else plan) if plan is not None else None
     movable = state is None and budget is not None and plan is None and can_be_parted(optimizer) and not graphs
-    states = ladder(costs.parameters) if movable else (StatePolicy.of(state),)
+    states: tuple[StatePolicy, ...] = (StatePolicy.of(state),)
+    cargo = None
+    if movable or not states[0].idle:
+        cargo = cargo_of(model, uses_of(model, _calls(graph)))
+        states = ladder({item.name: item.bytes for item in cargo.items}) if movable else states
     settings = Settings(
         budget,
         cost,
@@ -159,6 +163,7 @@ def within(
         policy,
         graphs=graphs,
         states=states,
+        cargo=cargo,
         reassociated=reassociated,
         order=order,
         quiet=quiet,
@@ -218,8 +223,13 @@ def _keep_state(governor: Governor, graph: Graph, optimizer: Any) -> None:
     where = governor.plan.state
     if not where.idle:
         governor.settings = replace(governor.settings, states=(where,))
-        calls = [(name, call.block, call.parameters) for name, call in graph.calls.items()]
-        governor.keeper = StateKeeper(in_parts(optimizer), uses_of(governor.model, calls), where, graph_device(graph))
+        uses = uses_of(governor.model, _calls(graph))
+        governor.keeper = StateKeeper(in_parts(optimizer), uses, where, graph_device(graph))
+
+
+def _calls(graph: Graph) -> list[tuple[str, str, Sequence[str]]]:
+    """Name, block and parameters of every call."""
+    return [(name, call.block, call.parameters) for name, call in graph.calls.items()]
 
 
 def release(model: nn.Module) -> nn.Module:

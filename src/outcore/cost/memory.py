@@ -237,6 +237,7 @@ class _Play:
             if saved.kind == "value" and saved.of not in self.held:
                 self.take(saved.of, call.block, "feature_maps", self.size(saved.of))
         made, latest = [], ""
+        sums: list[int] = []
         for gradient in cost.gradients:
             if gradient.passes is not None:
                 made.append((gradient.of, self.gradient.get(gradient.passes, "")))
@@ -246,6 +247,7 @@ class _Play:
                 made.append((gradient.of, latest))
             elif f"gradient {gradient.of}" in self.held:  # to be added to what is there
                 made.append(("", self.new_gradient(gradient.of, call.block, gradient.bytes)))
+                sums.append(gradient.bytes)
             else:
                 self.take(f"gradient {gradient.of}", call.block, "gradients", gradient.bytes)
         self.moment("backward", call.name, cost.workspace_backward_bytes)
@@ -260,6 +262,8 @@ class _Play:
                 self.receive(name, memory, call.name)
         for memory in given:
             self.let_go(memory)
+        for size in sums:  # those of a parameter that several calls use are never added in place
+            self.moment("backward", call.name, size)
         for _, memory in made:
             if not self.sharing.get(memory):
                 self.give(memory)

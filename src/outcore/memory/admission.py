@@ -9,6 +9,7 @@ from outcore.memory.graphed import Graphed
 from outcore.memory.holding import Holding
 from outcore.memory.observer import Measured, Observer
 from outcore.planner.memory_order import MemoryOrder
+from outcore.planner.cargo import Cargo
 from outcore.planner.memory_plan import MemoryPlan
 from outcore.planner.state import StatePolicy
 
@@ -30,6 +31,8 @@ class Settings:
     """Run forward and backward as CUDA graphs."""
     states: tuple[StatePolicy, ...] = (StatePolicy(),)
     """Where parameters, gradients and optimizer state may live, the first that meets the budget."""
+    cargo: Cargo | None = None
+    """What of the parameters can leave the device."""
     reassociated: bool = False
     """Results may differ from plain training by rounding."""
     fuse: bool = True

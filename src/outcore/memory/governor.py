@@ -99,14 +99,14 @@ class Governor:
         if key not in self.admitted:
             self.admit(key, args, kwargs)
         entry = self.admitted[key]
-        if entry is None or (entry.idle and not self.watched(key, entry)):
+        if entry is None or (entry.idle and not self.watched(key, entry) and not self.windowed):
             return self.plainly(*args, **kwargs)
         tensors = [t for _, t in leaves((args, kwargs), torch.Tensor)]
         if entry.observer is not None:
             seen = entry.observer.look(tensors, self.keeper)
             if seen is not None and self.corrected(key, entry, seen, args, kwargs):
                 return self.run(*args, **kwargs)
-        if entry.idle:
+        if entry.idle and not self.windowed:
             return self.plainly(*args, **kwargs)
         if entry.graphed is not None:
             if entry.graphed.graphs is None and planned_again(self, key, entry, tensors, args, kwargs):
@@ -127,6 +127,12 @@ class Governor:
         """Whether steps that run as they are have something to tell."""
         asked = self.settings.budget_bytes is not None or key in self.contest.waiting
         return asked and entry.observer is not None
+
+    @property
+    def windowed(self) -> bool:
+        """Whether parameters pass through a window, in which modules that run as they are would hold what they read
+        until they are over."""
+        return self.keeper is not None and self.keeper.windowed
 
     def plainly(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's own forward, every value kept."""

@@ -12,6 +12,7 @@ import torch
 from outcore.memory.homes import Home, home_for
 from outcore.memory.lanes import Lanes, Mark
 from outcore.memory.lots import Lot
+from outcore.memory.parcels import movable
 
 __all__ = ["GradientHomes"]
 
@@ -22,8 +23,8 @@ class GradientHomes:
     def __init__(self, lots: list[Lot], device: torch.device, lanes: Lanes) -> None:
         self.device, self.lanes = device, lanes
         self.homes: dict[int, Home] = {}
-        self.leaving: list[tuple[torch.Tensor, Mark]] = []
-        """Memory that is still being copied home."""
+        self.leaving: tuple[torch.Tensor, Mark] | None = None
+        """Memory that is still being copied home; who comes next waits for it."""
         for lot in lots:
             if lot.trained and lot.weights is not None:
                 self.homes[lot.number] = home_for(device, lot.weights.bytes)
@@ -35,15 +36,17 @@ class GradientHomes:
         given = [p.grad for p in lot.trained if p.grad is not None]
         if home is None or not given or any(g.layout is not torch.strided or g.device != self.device for g in given):
             return None
-        flat = torch.empty(lot.weights.bytes, dtype=torch.uint8, device=self.device)
-        for member in lot.weights.members:
-            if member.tensor.grad is not None:
-                member.over(flat).copy_(member.tensor.grad)
-        self.leaving = [row for row in self.leaving if not row[1].done()]
-        for _, earlier in self.leaving:
-            earlier.wait()
-        (mark,) = self.lanes.copy([(home.memory, flat, (self.lanes.now(),))], out=True)
-        self.leaving = [(flat, mark)]
+        if self.leaving is not None:
+            self.leaving[1].wait()
+            self.leaving = None
+        flat = _as_it_is(lot) if len(lot.trained) == 1 else None
+        if flat is None:
+            flat = torch.empty(lot.weights.bytes, dtype=torch.uint8, device=self.device)
+            for member in lot.weights.members:
+                if member.tensor.grad is not None:
+                    member.over(flat).copy_(member.tensor.grad)
+        (mark,) = self.lanes.copy([(home.memory[: flat.numel()], flat, (self.lanes.now(),))], out=True)
+        self.leaving = flat, mark
         return home.memory
 
     def stay(self, lot: Lot, home: torch.Tensor) -> None:
@@ -79,9 +82,9 @@ class GradientHomes:
 
     def settle(self) -> None:
         """The host waits until everything is at home."""
-        for _, mark in self.leaving:
-            mark.finish()
-        self.leaving = []
+        if self.leaving is not None:
+            self.leaving[1].finish()
+            self.leaving = None
 
     def close(self) -> None:
         """Give the homes back."""
@@ -89,3 +92,12 @@ class GradientHomes:
         for home in self.homes.values():
             home.close()
         self.homes = {}
+
+
+def _as_it_is(lot: Lot) -> torch.Tensor | None:
+    """The memory of the only gradient of a lot, where it lies as its home will."""
+    (p,) = lot.trained
+    grad = p.grad
+    if grad is None or not movable(grad) or (grad.dtype, grad.stride()) != (p.dtype, p.stride()):
+        return None
+    return torch.empty(0, dtype=torch.uint8, device=grad.device).set_(grad.untyped_storage())

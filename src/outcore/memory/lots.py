@@ -14,16 +14,14 @@ from outcore.memory.homes import Home, home_for
 from outcore.memory.lanes import Lanes
 from outcore.memory.parcels import Parcel, lay_out, movable
 from outcore.memory.stages import FixedStage, LooseStage
+from outcore.planner.cargo import Cargo, Item, limits
 from outcore.planner.state import StatePolicy
 
 if TYPE_CHECKING:
     from outcore.memory.traffic import Traffic
 
-__all__ = ["Borrowed", "Lot", "Use", "make_lots", "uses_of"]
+__all__ = ["Borrowed", "Lot", "Use", "cargo_of", "make_lots", "uses_of"]
 
-_FIRST_BYTES = 12 * 2**20
-"""What leaves last and must be back first: small, because the device waits for it, but every lot takes the host the
-better part of a millisecond."""
 Use = tuple[str, nn.Module, Sequence[nn.Parameter]]
 """A call, the module in whose forward it happens, and the parameters it reads."""
 
@@ -77,9 +75,7 @@ def make_lots(
     """Pack parameters into lots, those that are trained and those that are not apart; and their home."""
     ordered = list({id(p): p for p in parameters}.values())
     place = {id(p): i for i, p in enumerate(ordered)}
-    first, most = None, policy.parcel_bytes
-    if policy.parameters == "offload" and policy.stage_bytes is None:  # there is room for all: as few as overlap allows
-        first, most = _FIRST_BYTES, max(most, sum(p.numel() * p.element_size() for p in ordered))
+    most, first = limits(policy, sum(p.numel() * p.element_size() for p in ordered))
     laid = [
         row
         for trained in (True, False)
@@ -90,7 +86,7 @@ def make_lots(
         return [Lot(i, _parameters(m.tensor for m in members), None) for i, (members, _) in enumerate(laid)], None
     total = sum(size for _, size in laid)
     home = home_for(device, total)
-    fixed, loose = FixedStage(device, total, lanes), LooseStage(device, lanes, max(size for _, size in laid))
+    fixed, loose = FixedStage(device, total, lanes), LooseStage(device, lanes)
     lots, at = [], 0
     for i, (members, size) in enumerate(laid):
         stage = fixed.part(at) if policy.stage_bytes is None else loose
@@ -121,6 +117,21 @@ def uses_of(model: nn.Module, calls: Iterable[tuple[str, str, Sequence[str]]]) -
         if read:
             found.append((call, _module(model, block), read))
     return found
+
+
+def cargo_of(model: nn.Module, uses: Sequence[Use]) -> Cargo:
+    """The same for whoever plans: names and sizes."""
+    names: dict[int, str] = {}
+    others: dict[str, str] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if names.setdefault(id(p), name) != name:
+            others[name] = names[id(p)]
+    calls: dict[str, tuple[str, ...]] = {}
+    for call, _, parameters in uses:
+        calls[call] = (*calls.get(call, ()), *(names[id(p)] for p in parameters))
+    read = {id(p): p for _, _, parameters in uses for p in parameters}
+    items = (Item(names[i], p.numel() * p.element_size(), p.requires_grad) for i, p in read.items())
+    return Cargo(tuple(items), calls, others)
 
 
 def _module(model: nn.Module, block: str) -> nn.Module:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,12 +33,10 @@ from outcore.errors import OutcoreError
 from outcore.memory.cell import Geometry
 from outcore.memory.lanes import Ends, Lanes, Mark, Turn
 from outcore.memory.stages import Piece, Place, Stage
-from outcore.planner.state import is_full
+from outcore.planner.cargo import ALIGN, packed, rounded
 
 __all__ = ["Member", "Parcel", "lay_out", "movable"]
 
-_ALIGN = 512
-"""As allocators align: kernels choose by alignment, and must choose what they choose in plain training."""
 _EXPRESS_BYTES = 64 * 2**20
 _PIECE_BYTES = 12 * 2**20
 """A parcel that turns round is back as long after it has left as a piece takes, because the way back follows the way
@@ -233,7 +231,7 @@ class Parcel:
 def _pieces(size: int, piece_bytes: int = _PIECE_BYTES, most: int = _MOST_PIECES) -> list[Piece]:
     """Equal pieces, since the way back is behind by the largest; a parcel that is not tiny is at least two."""
     count = max(1, min(2, size // _LEAST_BYTES), min(-(-size // piece_bytes), most))
-    return list(itertools.pairwise([i * size // count // _ALIGN * _ALIGN for i in range(count)] + [size]))
+    return list(itertools.pairwise([i * size // count // ALIGN * ALIGN for i in range(count)] + [size]))
 
 
 def movable(tensor: torch.Tensor) -> bool:
@@ -246,28 +244,14 @@ def movable(tensor: torch.Tensor) -> bool:
 
 
 def lay_out(
-    tensors: Iterable[torch.Tensor], most_bytes: int, first_bytes: int | None = None
+    tensors: Sequence[torch.Tensor], most_bytes: int, first_bytes: int | None = None
 ) -> list[tuple[list[Member], int]]:
-    """Pack tensors, in this order, into parcels of about so many bytes; a larger tensor is one by itself.
-
-    With a size of the first, parcels grow from that by a factor of eight: what is needed first leaves last, and must be
-    back soonest; the others are few, because each takes the host the better part of a millisecond.
-    """
-    parcels: list[tuple[list[Member], int]] = []
-    members: list[Member] = []
-    size = 0
-    for tensor in tensors:
-        needed = _rounded(tensor.numel() * tensor.element_size())
-        grown = most_bytes if first_bytes is None else min(most_bytes, first_bytes << 3 * len(parcels))
-        if is_full(size, needed, grown):
-            parcels.append((members, size))
-            members, size = [], 0
-        members.append(Member(tensor, size, Geometry.of(tensor)))
-        size += needed
-    if members:
+    """Pack tensors, in this order, into parcels of about so many bytes (`outcore.planner.cargo.packed`)."""
+    parcels = []
+    for positions in packed([t.numel() * t.element_size() for t in tensors], most_bytes, first_bytes):
+        members, size = [], 0
+        for tensor in (tensors[i] for i in positions):
+            members.append(Member(tensor, size, Geometry.of(tensor)))
+            size += rounded(tensor.numel() * tensor.element_size())
         parcels.append((members, size))
     return parcels
-
-
-def _rounded(size: int) -> int:
-    return -(-size // _ALIGN) * _ALIGN

@@ -78,6 +78,7 @@ def _plan(graph: Graph, costs: Costs, settings: Settings, device: torch.device, 
             policy=policy,
             time_limit_s=settings.search_s,
             states=settings.states,
+            cargo=settings.cargo,
             draws=not settings.graphs,
             standing=settings.graphs,
         )

@@ -84,28 +84,31 @@ class Part:
 
 
 class LooseStage:
-    """Memory from the allocator: a place lives as long as anybody holds a view of it, autograd for instance."""
+    """Memory from the allocator: a place lives as long as anybody holds a view of it, autograd for instance.
 
-    def __init__(self, device: torch.device, lanes: Lanes, most_leaving: int) -> None:
-        self.device, self.lanes, self.most_leaving = device, lanes, most_leaving
-        self.leaving: list[tuple[torch.Tensor, Sequence[Mark]]] = []
+    Of what leaves, one place at a time is held until its copy is over, so that what is here is known beforehand.
+    """
+
+    def __init__(self, device: torch.device, lanes: Lanes) -> None:
+        self.device, self.lanes = device, lanes
+        self.leaving: tuple[torch.Tensor, Sequence[Mark]] | None = None
         """Memory that is still being copied from."""
 
     def take(self, pieces: Sequence[Piece]) -> Place:
         """New memory."""
-        self.tidy(self.most_leaving)
+        self.tidy()
         memory = torch.empty(pieces[-1][1], dtype=torch.uint8, device=self.device)
         return Place(memory, [[self.lanes.now()]] * len(pieces))
 
     def give(self, place: Place, pieces: Sequence[Piece], marks: Sequence[Mark]) -> None:
-        """Let go of the memory when the copies are over."""
+        """Let go of the memory when the copies are over; what left before is waited for by the computing."""
         if marks:
-            self.leaving.append((place.memory, marks))
-        self.tidy(self.most_leaving)
-
-    def tidy(self, most_bytes: int) -> None:
-        """Let go of what was copied; if more than so much is still being copied, the computing waits for it."""
-        self.leaving = [row for row in self.leaving if not all(mark.done() for mark in row[1])]
-        while sum(memory.numel() for memory, _ in self.leaving) > most_bytes:
-            for mark in self.leaving.pop(0)[1]:
+            for mark in self.leaving[1] if self.leaving is not None else ():
                 mark.wait()
+            self.leaving = place.memory, marks
+        self.tidy()
+
+    def tidy(self) -> None:
+        """Let go of what was copied."""
+        if self.leaving is not None and all(mark.done() for mark in self.leaving[1]):
+            self.leaving = None

@@ -164,7 +164,7 @@ class Visits:
         self.parcels: dict[int, Parcel] = {}
         """By the lot's number."""
         self.homes: dict[int, Home] = {}
-        self.stage = LooseStage(device, lanes, most_leaving=0)
+        self.stage = LooseStage(device, lanes)
 
     def book(self, number: int) -> None:
         """Start to bring the state of a lot."""
@@ -198,7 +198,6 @@ class Visits:
             parcel = self.parcels[number] = Parcel(f"state {number}", members, home.memory, self.stage, self.lanes)
             parcel.adopt()
             return
-        self.stage.most_leaving = max(self.stage.most_leaving, parcel.bytes)
         parcel.send()
         parcel.depart()
 
@@ -214,7 +213,7 @@ class Visits:
         """The host waits until everything is at home; what it was copied from is free."""
         for parcel in self.parcels.values():
             parcel.settle()
-        self.stage.tidy(self.stage.most_leaving)
+        self.stage.tidy()
 
     def close(self) -> None:
         """All state is on the device again, as ordinary tensors."""

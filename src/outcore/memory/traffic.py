@@ -23,6 +23,7 @@ from outcore.memory.lanes import lanes_for
 from outcore.memory.lots import Borrowed, Lot, Use, make_lots
 from outcore.memory.parcels import Parcel
 from outcore.memory.stages import LooseStage
+from outcore.planner.cargo import that_follows, that_leave
 from outcore.planner.state import StatePolicy
 
 __all__ = ["Stats", "Traffic"]
@@ -54,6 +55,7 @@ class Traffic:
         self.policy, self.device, self.lanes = policy, device, lanes_for(device)
         self.windowed = policy.stage_bytes is not None
         self.lots, self.home = make_lots((p for _, _, ps in uses for p in ps), policy, device, self.lanes)
+        self.sizes = [lot.weights.bytes if lot.weights is not None else 0 for lot in self.lots]
         self.of = {id(p): lot for lot in self.lots for p in lot.parameters}
         self.calls: dict[str, list[Lot]] = {}
         """Lots that a call of the model reads."""
@@ -63,6 +65,8 @@ class Traffic:
         """Address of memory -> the lot that is there, where parameters pass through."""
         self.held: Counter[Lot] = Counter()
         """Lots that a module needs until its forward is over."""
+        self.replaying = False
+        """Calls bring what they read one by one, so modules need hold nothing."""
         self.stats = Stats()
         self.asleep = False
         """The model is looked at, not run: hooks do nothing."""
@@ -104,27 +108,24 @@ class Traffic:
 
     def _look_ahead(self, lots: Sequence[Lot], backward: bool) -> None:
         """Start to bring the lot that comes next, if there is room for it beside these."""
-        numbers = [lot.number for lot in lots]
-        number = min(numbers) - 1 if backward else max(numbers) + 1
-        if not 0 <= number < len(self.lots) or (parcel := self.lots[number].weights) is None or parcel.place:
-            return
         assert self.policy.stage_bytes is not None
-        if parcel.bytes + sum(lot.weights.bytes for lot in lots if lot.weights) <= self.policy.stage_bytes:
-            self._make_room(parcel.bytes, lots, backward)
-            self._book(parcel)
+        number = that_follows([lot.number for lot in lots], self.sizes, self.policy.stage_bytes, backward=backward)
+        if number is None or (parcel := self.lots[number].weights) is None or parcel.place is not None:
+            return
+        self._make_room(parcel.bytes, lots, backward)
+        self._book(parcel)
 
     def _make_room(self, size: int, kept: Sequence[Lot], backward: bool) -> None:
         """Send away what will not be needed for longest, until there is room for so many bytes more."""
         if self.policy.stage_bytes is None:
             return
-        there = [(lot, lot.weights) for lot in self.lots if lot.weights is not None and lot.weights.place is not None]
-        taken = sum(parcel.bytes for _, parcel in there)
-        for lot, parcel in reversed(there) if backward else there:
-            if taken + size <= self.policy.stage_bytes:
-                return
-            if lot not in kept and self.held[lot] <= 0:
-                taken -= parcel.bytes
-                self.release(parcel)
+        here = [lot.number for lot in self.lots if lot.weights is not None and lot.weights.place is not None]
+        held = () if self.replaying else (lot for lot, times in self.held.items() if times > 0)
+        needed = {lot.number for lot in (*kept, *held)}
+        for number in that_leave(here, self.sizes, size, needed, self.policy.stage_bytes, backward=backward):
+            parcel = self.lots[number].weights
+            assert parcel is not None
+            self.release(parcel)
 
     # Leaving
 
@@ -166,7 +167,7 @@ class Traffic:
             parcel.settle()
         for stage in {id(parcel.stage): parcel.stage for parcel in self.parcels}.values():
             if isinstance(stage, LooseStage):
-                stage.tidy(stage.most_leaving)  # copied from by now, and not to be held until somebody else comes
+                stage.tidy()  # copied from by now, and not to be held until somebody else comes
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
@@ -190,7 +191,11 @@ class Traffic:
     def perform(self, tape: Tape, step: Step) -> None:
         """Run a step of a recording."""
         if (lots := self.calls.get(step.name)) is not None:
-            self.need(*lots)
+            self.replaying = True
+            try:
+                self.need(*lots)
+            finally:
+                self.replaying = False
         Tape.step(tape, step)
 
     def summon(self, steps: Iterable[Step]) -> None:

@@ -21,6 +21,7 @@ from outcore.machine.units import format_bytes
 from outcore.ops.encoding import LOSSY
 from outcore.plan_document import Exactness, Plan, Predicted
 from outcore.planner.budget import Assignment, fit
+from outcore.planner.cargo import Cargo
 from outcore.planner.explanation import explain, place
 from outcore.planner.keeping import Keeping, Outcome
 from outcore.planner.memory_order import MemoryOrder
@@ -128,6 +129,7 @@ def plan_memory(
     policy: Mapping[str, str] | None = None,
     time_limit_s: float = 4.0,
     states: Sequence[StatePolicy] = (StatePolicy(),),
+    cargo: Cargo | None = None,
     draws: bool = True,
     standing: bool = False,
 ) -> MemoryPlan:
@@ -147,6 +149,7 @@ def plan_memory(
         time_limit_s: for the search.
         states: policies for parameters, gradients and optimizer state; a later one is taken only if none before it
             meets the budget.
+        cargo: the parameters that can leave the device; all of them if it is not said.
         draws: whether what draws random numbers may be made again.
         standing: whether gradients have memory of their own from the beginning, to which they are copied.
 
@@ -169,7 +172,7 @@ def plan_memory(
 
     base = keeping.base
     for where in states:
-        relief = _relief(keeping, where, optimizer)
+        relief = _relief(keeping, where, optimizer, cargo)
         keeping.base = base + relief.bytes if relief is not None else base
         time_s = relief.time_s if relief is not None else 0.0
         if policy is not None:
@@ -203,12 +206,16 @@ def _refusal(keeping: Keeping, least: Outcome, budget_bytes: int, reserved_bytes
     return refused
 
 
-def _relief(keeping: Keeping, where: StatePolicy, optimizer: OptimizerCost | float) -> Relief | None:
+def _relief(
+    keeping: Keeping, where: StatePolicy, optimizer: OptimizerCost | float, cargo: Cargo | None
+) -> Relief | None:
     """What a policy for state does to a step."""
     if where.idle:
         return None
     if keeping.tier is None:
         raise PlanError("state cannot leave the device: there is no tier below it in this plan")
-    cost = optimizer if isinstance(optimizer, OptimizerCost) else OptimizerCost.of(optimizer, keeping.costs.device_kind)
+    costs = keeping.costs
+    cost = optimizer if isinstance(optimizer, OptimizerCost) else OptimizerCost.of(optimizer, costs.device_kind)
+    cargo = cargo or Cargo.of(keeping.graph, costs.parameters)
     seconds = sum(keeping.forward_s), sum(keeping.backward_s)
-    return Relief.of(where, keeping.plain, keeping.costs.parameters, cost, keeping.tier, *seconds)
+    return Relief.of(where, cargo, keeping.plain, costs, cost, keeping.tier, seconds)

@@ -20,15 +20,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
-import numpy as np
-import numpy.typing as npt
-
-from outcore.cost.memory import MemoryCurve
-from outcore.cost.optimizer import OptimizerCost
 from outcore.errors import PlanError
-from outcore.planner.transfers import Tier
 
-__all__ = ["Relief", "StatePolicy", "is_full", "ladder", "lot_bytes"]
+__all__ = ["StatePolicy", "ladder"]
 
 _PARCEL_BYTES = 32 * 2**20
 
@@ -92,84 +86,14 @@ class StatePolicy:
         return {name: value for name, value in asdict(self).items() if value != plain[name]}
 
 
-@dataclass(frozen=True)
-class Relief:
-    """What a policy for state changes in a step: memory at every moment, and time."""
-
-    policy: StatePolicy
-    bytes: npt.NDArray[np.int64]
-    """Less (negative) or more at every moment of the plain step."""
-    time_s: float
-
-    @classmethod
-    def of(
-        cls,
-        policy: StatePolicy,
-        plain: MemoryCurve,
-        parameters: Mapping[str, int],
-        optimizer: OptimizerCost,
-        tier: Tier,
-        forward_s: float,
-        backward_s: float,
-    ) -> Relief:
-        """The effect of a policy.
-
-        Of what passes through, up to three lots are here at once: one in use, one coming, one leaving. Gradients are
-        gathered before they leave.
-        """
-        total, lot = sum(parameters.values()), lot_bytes(policy, parameters)
-        slow = min(tier.in_bytes_per_s, tier.out_bytes_per_s)
-        changes, time_s = [], 0.0
-        state_bytes = optimizer.state_bytes(parameters)
-        visiting = min(state_bytes, round(3 * optimizer.state_per_parameter * lot))
-        window = total if policy.stage_bytes is None else min(total, policy.stage_bytes + lot)
-        for moment in plain.moments:
-            held, change = moment.bytes, 0
-            if policy.optimizer == "offload":
-                change += (visiting if moment.phase == "optimizer" else 0) - held.state
-            if policy.parameters == "offload":
-                change += window - total
-            if policy.gradients == "offload" or policy.update == "backward":
-                change += min(held.gradients, (1 if moment.phase == "optimizer" else 3) * lot) - held.gradients
-            if moment.phase == "optimizer":  # it works on one lot at a time
-                change += min(0, round(optimizer.workspace_per_parameter * (lot - total)))
-            changes.append(change)
-        if policy.optimizer == "offload":
-            time_s += state_bytes / slow
-        if policy.parameters == "offload":
-            once = total / tier.in_bytes_per_s
-            time_s += max(0.0, once - forward_s) + total / slow
-            if policy.stage_bytes is not None:
-                out_s = total / tier.out_bytes_per_s if policy.gradients == "offload" else 0.0
-                time_s += max(0.0, max(once, out_s) - backward_s)
-        if policy.gradients == "offload":
-            time_s += total / tier.in_bytes_per_s
-        return cls(policy, np.array(changes, dtype=np.int64), time_s)
-
-
-def is_full(size: int, needed: int, most_bytes: int) -> bool:
-    """Whether a lot of a size cannot take so many bytes more; small tensors (biases) go along with a lot that is full,
-    rather than travel alone."""
-    if not size or size + needed <= most_bytes or needed <= most_bytes // 64:
-        return False
-    return needed > most_bytes // 8 or size + needed > 9 * most_bytes // 8
-
-
-def lot_bytes(policy: StatePolicy, parameters: Mapping[str, int]) -> int:
-    """The largest lot."""
-    size = largest = 0
-    for each in parameters.values():
-        needed = -(-each // 512) * 512
-        size = needed if is_full(size, needed, policy.parcel_bytes) else size + needed
-        largest = max(largest, size)
-    return largest
-
-
 def ladder(parameters: Mapping[str, int]) -> tuple[StatePolicy, ...]:
-    """Policies for state that keep less and less on the device, the cheapest first."""
-    total, largest = sum(parameters.values()), max(parameters.values(), default=0)
+    """Policies for state that keep less and less on the device, the cheapest first.
+
+    A lot is a small part of all, so that little is here at once; a parameter larger than the window comes alone.
+    """
+    total = sum(parameters.values())
     if not total:
         return (StatePolicy(),)
-    parcel = max(largest, min(_PARCEL_BYTES, total // 16))
+    parcel = min(_PARCEL_BYTES, total // 16)
     window = StatePolicy("offload", "offload", "offload", stage_bytes=9 * parcel // 4, parcel_bytes=parcel)
     return StatePolicy(), StatePolicy(optimizer="offload", parcel_bytes=parcel), window
