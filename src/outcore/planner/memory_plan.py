@@ -25,8 +25,7 @@ from outcore.planner.cargo import Cargo
 from outcore.planner.explanation import explain, place
 from outcore.planner.keeping import Keeping, Outcome
 from outcore.planner.memory_order import MemoryOrder
-from outcore.planner.relief import Relief
-from outcore.planner.state import StatePolicy
+from outcore.planner.state import Relief, StatePolicy
 from outcore.planner.transfers import Tier
 from outcore.stages import name_stages
 
