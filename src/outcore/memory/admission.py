@@ -8,8 +8,8 @@ from outcore.cost.optimizer import OptimizerCost
 from outcore.memory.graphed import Graphed
 from outcore.memory.holding import Holding
 from outcore.memory.observer import Measured, Observer
-from outcore.planner.memory_order import MemoryOrder
 from outcore.planner.cargo import Cargo
+from outcore.planner.memory_order import MemoryOrder
 from outcore.planner.memory_plan import MemoryPlan
 from outcore.planner.state import StatePolicy
 

@@ -25,7 +25,8 @@ from outcore.planner.cargo import Cargo
 from outcore.planner.explanation import explain, place
 from outcore.planner.keeping import Keeping, Outcome
 from outcore.planner.memory_order import MemoryOrder
-from outcore.planner.state import Relief, StatePolicy
+from outcore.planner.relief import Relief
+from outcore.planner.state import StatePolicy
 from outcore.planner.transfers import Tier
 from outcore.stages import name_stages
 
@@ -49,9 +50,9 @@ class MemoryPlan:
     """Norms may round in another order."""
     loss_bytes: int = 0
     """What the loss adds to the last moment of forward."""
-
     order: MemoryOrder = MemoryOrder()
     """Of images inside the network."""
+
     @cached_property
     def policy(self) -> dict[str, str]:
         """What is not kept as autograd would, by the first value in each buffer."""
@@ -70,9 +71,9 @@ class MemoryPlan:
     @property
     def plain_bytes(self) -> int:
         """Predicted peak of plain training."""
-        plain = self.keeping.plain
         if self.order.plain_bytes is not None:
             return self.order.plain_bytes + self.reserved_bytes
+        plain = self.keeping.plain
         turn = plain.moments[self.keeping.turn - 1].bytes.total + self.loss_bytes if self.loss_bytes else 0
         return max(plain.peak_bytes, turn) + self.reserved_bytes
 
@@ -103,8 +104,8 @@ class MemoryPlan:
             policy=self.policy,
             exactness=self.exactness,
             state=self.state.to_json(),
-            memory_bytes=self.budget_bytes,
             memory_order=self.order.name,
+            memory_bytes=self.budget_bytes,
             predicted=Predicted(self.outcome.time_s + self.state_s, (self.peak_bytes,), 0.0, "memory curve"),
             why=tuple(self.explain().splitlines()),
         )
