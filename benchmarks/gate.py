@@ -78,16 +78,16 @@ class Gate:
         for taking_part in self.pids:
             if taking_part in (0, os.getpid()):
                 continue
-            for pid in (taking_part, *_children(taking_part)):
+            for pid in (taking_part, *children(taking_part)):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, what)
 
 
-def _children(pid: int) -> list[int]:
+def children(pid: int) -> list[int]:
     """The processes that a process has started, theirs too; none where the system does not tell."""
     found = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):
             for child in map(int, path.read_text().split()):
-                found += [child, *_children(child)]
+                found += [child, *children(child)]
     return found
