@@ -115,7 +115,7 @@ def main() -> None:
         cases.on_cpu()
     given.out.mkdir(parents=True, exist_ok=True)
     begun = time.time()
-    import torch._dynamo  # before processes are forked from here
+    import torch._dynamo  # noqa: F401  # before processes are forked from here
 
     torchvision()
     context = multiprocessing.get_context("fork")

@@ -10,7 +10,6 @@ compiles as always otherwise (`loaded` in a row says which).
 from __future__ import annotations
 
 import lzma
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -81,7 +80,7 @@ class Compiled:
             return
         unfinished = path.with_suffix(".part")
         unfinished.write_bytes(lzma.compress(made[0], preset=2))
-        os.replace(unfinished, path)
+        unfinished.replace(path)
 
 
 def torch_first() -> None:
