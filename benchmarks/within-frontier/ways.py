@@ -143,7 +143,7 @@ class Prepared:
         assert keeping is not None
         tier, rate = keeping.tier, keeping.memory_bytes_per_s
         governor = Governor(training.model, settings, keeping.costs)
-        known = patch.multiple(proposal, measured_tier=lambda _: tier, memory_rate=lambda _: rate)
+        known = patch.multiple(proposal, tier_below=lambda *_, **__: tier, memory_rate=lambda _: rate)
         with known, self.case.precision():  # others use the link now
             call = arguments_as_called(training.model, (training.images,))
             governor.admit(key_of(training.model, *call), *call, graph=self.graph)
