@@ -129,6 +129,14 @@ def test_a_loop_that_leaves_its_parameters_alone_waits_where_they_are_used() -> 
     assert type(next(model.parameters())) is not nn.Parameter and isinstance(next(model.parameters()), nn.Parameter)
 
 
+def test_a_gradient_that_is_given_to_one_that_is_late_is_heard() -> None:
+    model, _, _, _ = pair()
+    last = list(model.parameters())[-1]
+    assert last.grad is None and type(last) is not nn.Parameter
+    last.grad = torch.ones_like(last)
+    assert type(last) is nn.Parameter and torch.equal(last.grad, torch.ones(4))
+
+
 def test_copies_saved_and_loaded_ones_are_ordinary_parameters() -> None:
     model, optimizer, plain, twin = pair()
     other = copy.deepcopy(plain)

@@ -7,7 +7,9 @@ copy that is still running, so that everything had to wait for all copies, just 
 
 Instead, a parameter that is late changes its class for that while. The first thing that torch is asked to do with it
 makes the computing stream wait for all that are late and gives them their class back; what was asked for is done then.
-A loop that leaves its parameters alone never waits. What `zero_grad` looks at is let through.
+A loop that leaves its parameters alone never waits. What `zero_grad` looks at is let through: a parameter that is late
+has no gradient, because it was used up, and says so without asking torch, which would take the host of a small network
+longer than all the rest of this.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ _HARMLESS = frozenset(
     getattr(torch.Tensor, name).__get__ for name in ("grad", "requires_grad", "is_leaf", "grad_fn", "shape", "dtype")
 )
 """Says nothing about what is in a tensor."""
+_GRADIENT: Any = torch.Tensor.grad
 
 
 class Latecomers:
@@ -40,7 +43,7 @@ class Latecomers:
     def expect(self, parcels: Iterable[Parcel]) -> None:
         """User code runs, and these are still coming; whoever touches one waits for all."""
         for parcel in parcels:
-            if any(type(m.tensor) is not nn.Parameter for m in parcel.members):
+            if any(type(m.tensor) is not nn.Parameter or m.tensor.grad is not None for m in parcel.members):
                 parcel.arrive()
                 continue
             self.parcels.append(parcel)
@@ -71,6 +74,8 @@ def _late(group: Latecomers) -> type[nn.Parameter]:
 
         def __new__(cls, data: torch.Tensor, requires_grad: bool = True) -> Any:
             return nn.Parameter(data, requires_grad)  # a copy of it is an ordinary one
+
+        grad: Any = property(lambda _: None, lambda p, gradient: _GRADIENT.__set__(p, gradient))
 
         @classmethod
         def __torch_function__(
