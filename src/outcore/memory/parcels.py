@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -92,6 +92,8 @@ class Parcel:
         self._homes = [m.over(home) for m in self.members]
         self._views: list[torch.Tensor] = []
         self._lasting: list[torch.Tensor] = []
+        self._at = _addresses(self._homes)
+        """Where its tensors are, unless somebody gave them other memory."""
         self._ends: list[Ends] = []
 
     # Coming
@@ -143,7 +145,7 @@ class Parcel:
             self._views = self._over_place()
             for member, view in zip(self.members, self._views, strict=True):
                 member.tensor.data = view
-            self.here = True
+            self.here, self._at = True, _addresses(self._views)
             self.versions = self._versions()
 
     def _over_place(self) -> list[torch.Tensor]:
@@ -193,6 +195,7 @@ class Parcel:
         if self.here:
             for member, home in zip(self.members, self._homes, strict=True):
                 member.tensor.data = home
+            self._at = _addresses(self._homes)
         self.place, self.arriving, self._views, self.here, self.exposed = None, [], [], False, False
 
     def settle(self) -> None:
@@ -210,6 +213,8 @@ class Parcel:
 
     def adopt(self) -> bool:
         """Take over tensors that somebody gave other memory (``p.data = ...``); returns whether there were any."""
+        if _addresses(self._tensors) == self._at:
+            return False
         found = False
         views = self._views if self.here else self._homes
         for member, view in zip(self.members, views, strict=True):
@@ -226,6 +231,10 @@ class Parcel:
             tensor.data = view
             found = True
         return found
+
+
+def _addresses(tensors: Iterable[torch.Tensor]) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors]
 
 
 def _pieces(size: int, piece_bytes: int = _PIECE_BYTES, most: int = _MOST_PIECES) -> list[Piece]:
