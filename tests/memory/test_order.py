@@ -5,12 +5,15 @@ import pickle
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import outcore
 from outcore.cost.costs import Costs
@@ -20,6 +23,7 @@ from outcore.graph.order import ChannelsLast, channels_last, recorded
 from outcore.memory import order_choice
 from outcore.memory.governor import Governor
 from outcore.planner.memory_plan import MemoryPlan
+from outcore.verification import verify_job
 
 BOUND = 1e-10
 """Of the largest gradient, in float64."""
@@ -219,7 +223,7 @@ def test_gradients_of_the_images_come_back_in_their_order() -> None:
 
 
 @pytest.mark.usefixtures("everywhere")
-def test_a_plan_names_the_order_and_brings_it_along(tmp_path: Any) -> None:
+def test_a_plan_names_the_order_and_brings_it_along(tmp_path: Path) -> None:
     model, images = made("dense")
     plain = copy.deepcopy(model)
     document = turned(model, images).document()
@@ -232,6 +236,36 @@ def test_a_plan_names_the_order_and_brings_it_along(tmp_path: Any) -> None:
     plan = outcore.memory_plan(again)
     assert isinstance(plan, MemoryPlan) and plan.order.inside is not None and "by the plan" in plan.explain()
     agrees(again, plain, images)
+
+
+@pytest.mark.usefixtures("everywhere")
+def test_verification_takes_a_plan_with_an_order() -> None:
+    model, images = made("residual")
+    plan = turned(model, images).document()
+    job = outcore.Job(lambda: made("residual")[0], lambda size: (made("residual")[1], None))
+    verdict = verify_job(job, plan=plan, device="cpu")
+    assert verdict.agrees and "re-associated" in verdict.grade
+
+
+@pytest.mark.usefixtures("everywhere")
+def test_data_parallel_and_sharded_around(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        model, images = made("residual")
+        plain = copy.deepcopy(model)
+        turned(model, images)
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        agrees(wrapped, nn.parallel.DistributedDataParallel(plain), images)
+        model, images = made("residual")
+        plain = copy.deepcopy(model)
+        turned(model, images)
+        fully_shard(model)
+        for m in (model, plain):
+            total(m(images)).backward()
+        for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(a.grad.full_tensor(), b.grad, rtol=1e-9, atol=1e-12)  # type: ignore[union-attr]
+    finally:
+        dist.destroy_process_group()
 
 
 def timed(graph: Graph, factor: float) -> Costs:

@@ -138,5 +138,7 @@ def _in_order(tensor: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tens
 
 
 def _without_content(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.layout is not torch.strided:
+        return tensor
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     return made.requires_grad_(tensor.requires_grad)

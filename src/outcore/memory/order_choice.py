@@ -67,7 +67,8 @@ def other_order(
     try:
         return recorded(model, args, kwargs, order), MemoryOrder(order, "by the plan" if device is None else "")
     except CaptureError as error:
-        return None, MemoryOrder(why=f"the network cannot run with its channels last: {error}")
+        reason = str(error).partition("; and ")[0]  # why there was no second try does not matter here
+        return None, MemoryOrder(why=f"the network cannot run with its channels last: {reason}")
 
 
 def faster(given: Way, turned: Graph, costs: Costs, model: nn.Module, device: torch.device) -> Way:
