@@ -174,6 +174,7 @@ def compared(name: str, options: argparse.Namespace, gate: Gate, report: Callabl
     document: dict[str, Any] = {"parameters": count, "link": {}, "ways": {}}
     rows: dict[str, Row] = {}
     equal: dict[str, bool] = {}
+    started = time.perf_counter()
     plain: dict[str, torch.Tensor] = {}
     for way in [way for way in WAYS if way in options.ways]:
         try:
@@ -190,6 +191,7 @@ def compared(name: str, options: argparse.Namespace, gate: Gate, report: Callabl
         weights = row.weights()
         plain = plain or weights
         equal[way] = all(torch.equal(weights[k], plain[k]) for k in plain)
+    print(f"{name:13} trained after {time.perf_counter() - started:.1f} s", flush=True)
     fast = [row for way, row in rows.items() if way in equal and way in INTERLEAVED]
     with gate.alone():
         document["link"] = link(4 * count, device)
@@ -244,6 +246,17 @@ def work(index: int, name: str, options: argparse.Namespace, gate: Gate, path: P
         compared(name, options, gate, report)
 
 
+def joined(parts: list[Path], path: Path) -> None:
+    """What the processes have written, as one file."""
+    found = [json.loads(part.read_text()) for part in parts if part.exists()]
+    if not found:
+        return
+    models = {name: row for document in found for name, row in document["models"].items()}
+    path.write_text(json.dumps({**found[0], "models": models}, indent=1) + "\n")
+    for part in parts:
+        part.unlink(missing_ok=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -260,16 +273,19 @@ def main() -> None:
     options = parser.parse_args()
     names = options.models.split(",")
     context = multiprocessing.get_context("spawn")
-    gate, workers = Gate(context, len(names), 100.0), []
+    gate, workers, parts = Gate(context, len(names), 100.0), [], []
+    whole = f"{time.strftime('%Y-%m-%d')}-{options.name or options.device}"
     for i, name in enumerate(names):
         path = None
         if options.out is not None:
             options.out.mkdir(parents=True, exist_ok=True)
-            path = options.out / f"{time.strftime('%Y-%m-%d')}-{options.name or options.device}-{name}.json"
+            parts.append(path := options.out / f"{whole}-{name}.json")
         workers.append(context.Process(target=work, args=(i, name, options, gate, path)))
         workers[-1].start()
     for worker in workers:
         worker.join()
+    if options.out is not None:
+        joined(parts, options.out / f"{whole}.json")
 
 
 if __name__ == "__main__":
