@@ -52,6 +52,7 @@ def main() -> None:
     options.add_argument("--cases", nargs="*", default=[], help="model:BATCHxSIDE:precision[:share,share…]")
     options.add_argument("--processes", type=int, default=1)
     options.add_argument("--seconds", type=float, default=float("inf"), help="begin no budget after so long")
+    options.add_argument("--measure", type=float, default=8.0, help="seconds for the costs of a model's calls")
     options.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
     options.add_argument("--collect", type=Path, nargs="*", help="rows to make a result of")
     chosen = options.parse_args()
@@ -90,7 +91,7 @@ def work(chosen: argparse.Namespace, following: Any) -> None:
         asked = [float(share) for share in shares[0].split(",")] if shares else SHARES
         case = Case.parse(f"{model}:{size}:{precision}")
         try:
-            for row in rows(case, device, asked, chosen.seconds):
+            for row in rows(case, device, asked, chosen):
                 write(chosen.out, case, device, row)
         except Exception as error:
             write(
@@ -112,18 +113,18 @@ def write(out: Path, case: Case, device: torch.device, row: Row) -> None:
         file.write(json.dumps({"case": str(case), **row, **where}) + "\n")
 
 
-def rows(case: Case, device: torch.device, shares: Iterable[float], seconds: float) -> Iterator[Row]:
+def rows(case: Case, device: torch.device, shares: Iterable[float], chosen: argparse.Namespace) -> Iterator[Row]:
     """Plain training, then budgets."""
     trained = Trained(case, device)
     with trained.autocast():
-        costs = outcore.measure(outcore.capture(trained.model, (trained.batch,)), time_limit_s=8.0)
+        costs = outcore.measure(outcore.capture(trained.model, (trained.batch,)), time_limit_s=chosen.measure)
         within(trained, None, costs)
     plain = outcore.memory_plan(trained.model).plain_bytes
     outcore.release(trained.model)
     yield {"share": "plain", "predicted": plain, **peaks(trained, watched=2)}
     smallest = 0
     for share in shares:
-        if time.time() - STARTED > seconds:
+        if time.time() - STARTED > chosen.seconds:
             return
         budget, named = int(share * plain), 0
         if share and budget < smallest:

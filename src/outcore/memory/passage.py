@@ -19,6 +19,7 @@ from outcore.cost.trial import same_layout
 from outcore.graph.recording import Step, Tape, fill
 from outcore.memory.cell import Cell, Geometry, Handle, over
 from outcore.memory.holding import CellPlan, Holding
+from outcore.memory.lots import Borrowed
 from outcore.memory.renorm import Norm, Statistics
 from outcore.memory.rerun import States, generator_states
 from outcore.memory.tiers import Tier
@@ -132,6 +133,7 @@ class _Tape(Tape):
             if type(tensor) not in _ORDINARY or tensor.layout is not torch.strided or tensor.is_conj():
                 return tensor.detach()
             if keeper is not None and (borrowed := keeper.claim(tensor)) is not None:
+                self.pending.append(borrowed)  # it counts among what the call keeps
                 return borrowed
             handle = Handle(tensor)
             self.pending.append(handle)
@@ -234,6 +236,9 @@ class _Tape(Tape):
         made: dict[int, Cell] = {}
         for handle in self.pending:
             tensor = handle.tensor
+            if isinstance(handle, Borrowed):
+                seen.setdefault(id(handle.member), len(seen))
+                continue
             assert tensor is not None
             address = tensor.untyped_storage().data_ptr()
             if (cell := self.at.get(address)) is not None:

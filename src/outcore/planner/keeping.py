@@ -131,7 +131,7 @@ class Keeping:
             return {}
         return {b.born: b.name for b in self.buffers.values() if codec_for(b) == "window" and "2" in b.maker}
 
-    @cached_property
+    @property
     def floor(self) -> tuple[int, int]:
         """Bytes that no assignment can go below, and the moment they are needed at.
 

@@ -170,7 +170,7 @@ def plan_memory(
     def made(found: Assignment, where: StatePolicy, time_s: float) -> MemoryPlan:
         return MemoryPlan(keeping, found, budget_bytes, reserved, where, time_s, loss_bytes=at_turn)
 
-    base = keeping.base
+    base, refused = keeping.base, None
     for where in states:
         relief = _relief(keeping, where, optimizer, cargo)
         keeping.base = base + relief.bytes if relief is not None else base
@@ -178,10 +178,20 @@ def plan_memory(
         if policy is not None:
             assignment = Assignment(dict(policy), keeping.evaluate(policy))
             return made(assignment, where, time_s)
+        if where is not states[-1] and keeping.floor[0] > most:
+            continue  # one operation alone needs more than there is
         assignment = fit(keeping, most, time_limit_s=time_limit_s)
         if assignment.fits(most):
             return made(assignment, where, time_s)
-    raise _refusal(keeping, assignment.outcome, budget_bytes or 0, reserved_bytes, margin)
+        again = _refusal(keeping, assignment.outcome, budget_bytes or 0, reserved_bytes, margin)
+        refused = again if refused is None or _least(again) < _least(refused) else refused
+    assert refused is not None
+    raise refused
+
+
+def _least(refused: PlanError) -> int:
+    assert refused.least_bytes is not None
+    return refused.least_bytes
 
 
 def _at_turn(keeping: Keeping, graph: Graph, loss_bytes: int) -> int:
