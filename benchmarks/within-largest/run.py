@@ -162,8 +162,9 @@ def attempt(basis: Basis, size: int, limit: int, least: Assignment | None, args:
     clean()
     row: dict[str, Any] = {"size": size}
     try:
-        model = build(basis.name)
-        images = torch.randn(shape(basis.grows, size), device=DEVICE)
+        memory_format = torch.channels_last if args.channels_last else torch.contiguous_format
+        model = build(basis.name).to(memory_format=memory_format)
+        images = torch.randn(shape(basis.grows, size), device=DEVICE).contiguous(memory_format=memory_format)
         if least is not None:
             plan = dict(least.policy)
             options: dict[str, Any] = {"optimizer": 0.0, "costs": basis.costs, "quiet": True, "plan": plan}
@@ -223,6 +224,7 @@ def main() -> None:
         default=[1.05, 1.0, 0.97, 0.94, 0.91, 0.88, 0.84, 0.8, 0.75, 0.7, 0.62, 0.55, 0.4],
         help="of the predicted largest, to try in this order",
     )
+    parser.add_argument("--channels-last", action="store_true", help="the order of memory, for plain training and ours")
     parser.add_argument("--wait-for", type=Path, help="a file without which nothing is trained")
     parser.add_argument("--begin-after", type=Path, help="a file without which the device is left alone")
     parser.add_argument("--seconds", type=float, default=1e9)
@@ -267,6 +269,7 @@ def main() -> None:
         "python": platform.python_version(),
         "outcore": outcore.__version__,
         "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "default"),
+        "order": "channels last" if args.channels_last else "contiguous",
     }
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"{time.strftime('%Y-%m-%d')}-{args.name}.json"
