@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import hashlib
 import json
 import multiprocessing
 import os
@@ -23,6 +24,7 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import asdict
 from datetime import date
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -123,9 +125,18 @@ def work(cases: list[tuple[str, str]], following: Any, lock: Any, chosen: argpar
 
 
 def environment(device: torch.device) -> Row:
-    """Where a row was made."""
+    """Where a row was made, and with which code."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    return {"on": name, "torch": torch.__version__, "python": platform.python_version(), "date": str(date.today())}
+    versions = {"torch": torch.__version__, "python": platform.python_version()}
+    return {"on": name, **versions, "date": str(date.today()), "code": code()}
+
+
+@cache
+def code() -> str:
+    """A fingerprint of what a step under policies runs: the package without what serves other subjects."""
+    package = HERE.parents[1] / "src" / "outcore"
+    files = sorted(f for part in ("graph", "memory", "ops") for f in (package / part).glob("*.py"))
+    return hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()[:12]
 
 
 def seconds_before() -> dict[tuple[str, str], float]:

@@ -60,7 +60,7 @@ class Verdict:
 
 def examine(foreign: Foreign, device: torch.device, precision: str) -> Verdict:
     """Train a model for one step, plainly and under every policy."""
-    ways = [(precision, False)] if precision == "fp32" else [(precision, False), ("bf16", False)]
+    ways = [(way, False) for way in dict.fromkeys((precision, precision.partition(" ")[0]))]
     refused, varying = "", None
     for way, strict in [*ways, *((way, True) for way, _ in ways)]:
         with _deterministic(strict=strict):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -43,6 +44,26 @@ def test_numbers_and_gradients_are_torch_s(dtype: torch.dtype, last: bool, inpla
         plain, ours = both(x, gradient, inplace=inplace)
         for a, b in zip(plain, ours, strict=True):
             assert torch.equal(a.nan_to_num(3), b.nan_to_num(3)) and a.stride() == b.stride()
+
+
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(
+    "shape", [(2, 40, 1, 1), (1, 40, 1, 1), (2, 1, 3, 4), (2, 5, 1, 4), (1, 5, 3, 4), (1, 1, 1, 1)]
+)
+def test_results_lie_in_memory_as_torch_s_also_where_they_could_lie_both_ways(
+    shape: tuple[int, ...], form: torch.memory_format
+) -> None:
+    """Who comes next would compute in another order."""
+    strides = torch.empty(shape, memory_format=form).stride()
+    for one in (None, 1, 17):  # a dimension of one may have any stride
+        odd = tuple(one if one and n == 1 else s for n, s in zip(shape, strides, strict=True))
+        x = torch.randn(math.prod(shape)).as_strided(shape, odd).requires_grad_()
+        want, got = torch.relu(x), relu_by_bits(x)
+        assert torch.equal(want, got) and want.stride() == got.stride()
+        for lies in {odd, strides, want.stride()}:
+            gradient = torch.randn(math.prod(shape)).as_strided(shape, lies)
+            (a,), (b,) = (torch.autograd.grad(y, x, gradient, retain_graph=True) for y in (want, got))
+            assert torch.equal(a, b) and a.stride() == b.stride()
 
 
 def test_a_gradient_goes_through_what_is_no_number_from_encoded_signs_too() -> None:

@@ -314,3 +314,12 @@ def test_pools_over_windows_wider_than_a_byte_can_tell(way: str) -> None:
     assert graph.executable is not None
     with pytest.raises(PlanError, match="at most 255 pixels each"):
         prepare(graph, graph.executable[1], model, keeping.buffers, {indices: "encode:window"})
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d(4, affine=False), nn.InstanceNorm2d(4, track_running_stats=True)])
+def test_norms_without_weights_are_made_again_in_the_precision_of_their_statistics(norm: nn.Module) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), norm, nn.Tanh(), nn.Conv2d(4, 4, 3))
+    with torch.autocast("cpu", torch.bfloat16):
+        result = compare(model, (torch.randn(2, 3, 9, 9),), mode="recompute")
+    assert result is not None and result.equal, result

@@ -98,7 +98,7 @@ class _ReLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, inplace: bool) -> torch.Tensor:
         """The numbers and the bits in one pass."""
-        out = x if inplace else torch.empty_like(x)
+        out = x if inplace else _room(x)
         ctx.save_for_backward(rectified(x, out))
         ctx.strides = out.stride()
         if inplace:
@@ -134,6 +134,18 @@ def _let_through(gradient: torch.Tensor, bits: torch.Tensor, strides: tuple[int,
         mask = unpack_bits(bits, gradient.numel(), bits.new_ones((), dtype=torch.int8))
         found: torch.Tensor = torch.ops.aten.threshold_backward(gradient, mask.as_strided(gradient.shape, strides), 0)
         return found
-    out = torch.empty_like(gradient)
+    out = _room(gradient)
     through(gradient, bits, out)
     return out
+
+
+def _room(like: torch.Tensor) -> torch.Tensor:
+    """Room for a result where torch's own operation has it: of a tensor that lies in memory both ways, contiguous.
+
+    Who comes next computes in another order otherwise.
+    """
+    if like.is_contiguous():
+        return torch.empty_like(like, memory_format=torch.contiguous_format)
+    if like.dim() == 4 and like.is_contiguous(memory_format=torch.channels_last):
+        return torch.empty_like(like, memory_format=torch.channels_last)
+    return torch.empty_like(like)

@@ -162,11 +162,20 @@ class _Normalised(_Flagged):
         m: Any = self.module
         if isinstance(m, nn.modules.batchnorm._BatchNorm):
             if self.training or m.running_mean is None:
-                return F.batch_norm(x, None, None, m.weight, m.bias, True, 0.0, m.eps)
+                return _batch_norm(x, m.running_mean, m.running_var, m.weight, m.bias, True, 0.0, m.eps)
         elif self.training or not m.track_running_stats:
-            return F.instance_norm(x, None, None, m.weight, m.bias, True, 0.0, m.eps)
+            return _instance_norm(x, m.running_mean, m.running_var, m.weight, m.bias, True, 0.0, m.eps)
         result: torch.Tensor = super().__call__(x)
         return result
+
+
+def _others(
+    weight: torch.Tensor | None, mean: torch.Tensor | None, var: torch.Tensor | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Statistics to write into instead: none, unless theirs is the only type that says in which torch adds up."""
+    if weight is not None or mean is None or var is None:
+        return None, None
+    return torch.zeros_like(mean), torch.zeros_like(var)
 
 
 def _batch_norm(
@@ -180,7 +189,7 @@ def _batch_norm(
     eps: float = 1e-5,
 ) -> torch.Tensor:
     if training:
-        return F.batch_norm(input, None, None, weight, bias, True, 0.0, eps)
+        return F.batch_norm(input, *_others(weight, running_mean, running_var), weight, bias, True, 0.0, eps)
     return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
 
 
@@ -195,7 +204,7 @@ def _instance_norm(
     eps: float = 1e-5,
 ) -> torch.Tensor:
     if use_input_stats:
-        return F.instance_norm(input, None, None, weight, bias, True, 0.0, eps)
+        return F.instance_norm(input, *_others(weight, running_mean, running_var), weight, bias, True, 0.0, eps)
     return F.instance_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
 
 
