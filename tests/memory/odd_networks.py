@@ -106,7 +106,8 @@ class _Draw:
         inplace = self.likely(0.5)
         part = self.one(
             nn.ReLU(inplace), nn.ReLU(inplace), nn.ReLU(), nn.LeakyReLU(0.1, inplace), nn.ReLU6(inplace), nn.GELU(),
-            nn.SiLU(inplace), nn.Hardswish(), nn.ELU(inplace=inplace), nn.Sigmoid(), nn.Tanh(), nn.PReLU(shape[0]), nn.Softmax(1),
+            nn.SiLU(inplace), nn.Hardswish(), nn.ELU(inplace=inplace), nn.Sigmoid(), nn.Tanh(), nn.PReLU(shape[0]),
+            nn.Softmax(1),
         )  # fmt: skip
         return part, part
 
