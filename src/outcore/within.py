@@ -14,6 +14,7 @@ Where no policy is enough, and for images that are read lazily, the early part o
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, get_args
@@ -38,8 +39,8 @@ from outcore.memory.graphed import Graphed
 from outcore.memory.lossy import effect_on_gradients
 from outcore.memory.lots import cargo_of, uses_of
 from outcore.memory.order_choice import Way, faster, other_order
-from outcore.memory.state import StateKeeper
 from outcore.memory.stepping import can_be_parted, in_parts
+from outcore.memory.succession import Duty
 from outcore.plan_document import Plan
 from outcore.planner.memory_order import CHANNELS_LAST, MemoryOrder
 from outcore.planner.memory_plan import MemoryPlan
@@ -219,12 +220,12 @@ def _other_order(
 
 
 def _keep_state(governor: Governor, graph: Graph, optimizer: Any) -> None:
-    """Where the plan says that state lives below the device, let it."""
-    where = governor.plan.state
-    if not where.idle:
-        governor.settings = replace(governor.settings, states=(where,))
-        uses = uses_of(governor.model, _calls(graph))
-        governor.keeper = StateKeeper(in_parts(optimizer), uses, where, graph_device(graph))
+    """Where the plan says that state lives below the device, let it; and further down, should that be needed."""
+    where, states = governor.plan.state, governor.settings.states
+    if len(states) > 1 or not where.idle:
+        governor.duty = Duty(weakref.ref(in_parts(optimizer)), tuple(_calls(graph)), where)
+        governor.settings = replace(governor.settings, states=states[states.index(where) :])
+        governor.duty.keep(governor)
 
 
 def _calls(graph: Graph) -> list[tuple[str, str, Sequence[str]]]:

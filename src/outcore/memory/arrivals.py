@@ -49,7 +49,8 @@ class _Departure(_Arrival):
         """After forward."""
         traffic = self.traffic() if self.traffic is not None else None
         if traffic is not None and not traffic.asleep:
-            traffic.held.subtract(self.lots)
+            for lot in self.lots:  # who has come in the middle of a forward has not seen it begin
+                traffic.held[lot] = max(0, traffic.held[lot] - 1)
 
 
 def hook_modules(traffic: Traffic, uses: Iterable[Use]) -> list[Any]:

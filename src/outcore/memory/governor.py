@@ -44,6 +44,7 @@ from outcore.memory.passage import Pass
 from outcore.memory.proposal import Proposal, propose
 from outcore.memory.rates import memory_rate
 from outcore.memory.state import StateKeeper
+from outcore.memory.succession import Duty, follow, move
 from outcore.memory.tiers import Tier, tier_for
 from outcore.planner.memory_plan import MemoryPlan
 
@@ -68,6 +69,8 @@ class Governor:
         self.tier_bytes = 0
         self.keeper: StateKeeper | None = None
         """Keeps parameters and optimizer state below the device, where the plan says so."""
+        self.duty: Duty | None = None
+        """How that is done, and where they are to be."""
         self.elsewhere: torch.device | None = None
         """Where the model computes, if it is the copy of one whose parameters were not there."""
 
@@ -82,6 +85,8 @@ class Governor:
         """Run the model."""
         if torch.compiler.is_compiling() and torch.is_grad_enabled():
             return _call_by_call(self, *args, **kwargs)
+        if self.duty is not None and torch.is_grad_enabled():
+            move(self, self.duty)
         if self.keeper is not None:
             return self.keeper.around(self.run, *args, **kwargs)
         if self.elsewhere is not None:
@@ -98,6 +103,8 @@ class Governor:
         key = key_of(self.model, args, kwargs, self.device if self.keeper is not None else None)
         if key not in self.admitted:
             self.admit(key, args, kwargs)
+            if (new := self.admitted[key]) is not None and follow(self, new.plan.state):
+                return self(*args, **kwargs)
         entry = self.admitted[key]
         if entry is None or (entry.idle and not self.watched(key, entry) and not self.windowed):
             return self.plainly(*args, **kwargs)
@@ -105,7 +112,9 @@ class Governor:
         if entry.observer is not None:
             seen = entry.observer.look(tensors, self.keeper)
             if seen is not None and self.corrected(key, entry, seen, args, kwargs):
-                return self.run(*args, **kwargs)
+                corrected = self.admitted[key]
+                moved = corrected is not None and follow(self, corrected.plan.state)
+                return self(*args, **kwargs) if moved else self.run(*args, **kwargs)
         if entry.idle and not self.windowed:
             return self.plainly(*args, **kwargs)
         if entry.graphed is not None:

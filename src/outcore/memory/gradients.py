@@ -7,6 +7,8 @@ backward brings them back first, because it adds to them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from outcore.memory.homes import Home, home_for
@@ -56,6 +58,17 @@ class GradientHomes:
             if member.tensor.grad is not None:
                 member.tensor.grad = None
                 member.tensor.grad = member.over(home)
+
+    def hold(self, lot: Lot, gradients: Mapping[int, torch.Tensor]) -> None:
+        """Take gradients (by the id of their parameter) home that were there before; the parameters are there."""
+        assert lot.weights is not None
+        if (home := self.homes.get(lot.number)) is None:
+            return
+        for member in lot.weights.members:
+            if (grad := gradients.get(id(member.tensor))) is not None:
+                view = member.over(home.memory)
+                view.copy_(grad)
+                member.tensor.grad = view
 
     def away(self, lot: Lot) -> bool:
         """Whether some of its gradients are at home."""

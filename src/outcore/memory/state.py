@@ -20,7 +20,7 @@ each lot and one on the last gradient of each, because a small network takes the
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,10 +50,16 @@ class StateKeeper(Traffic):
         uses: the calls of the model that read parameters, in order (`outcore.memory.lots.uses_of`).
         policy: what lives where.
         device: where the model computes.
+        visits: the optimizer's state of the same lots, which is at home already.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, uses: Sequence[Use], policy: StatePolicy, device: torch.device
+        self,
+        optimizer: torch.optim.Optimizer,
+        uses: Sequence[Use],
+        policy: StatePolicy,
+        device: torch.device,
+        visits: Visits | None = None,
     ) -> None:
         super().__init__(uses, policy, device)
         self.optimizer, self.stepper = optimizer, Stepper(optimizer, optimizer.step)
@@ -65,7 +71,9 @@ class StateKeeper(Traffic):
         """Of the optimizer when it updated in backward."""
         self.inside = False
         self.called_back = False
-        self.visits = Visits(self.stepper, device, self.lanes) if policy.optimizer == "offload" else None
+        self.visits = visits
+        if visits is None and policy.optimizer == "offload":
+            self.visits = Visits(self.stepper, device, self.lanes)
         self.gradients: GradientHomes | None = None
         self.handles: list[Any] = []
         self.needs: list[Any] = []
@@ -96,7 +104,8 @@ class StateKeeper(Traffic):
             settle = weakref.WeakMethod(self.settle)
             self.handles.append(optimizer.register_state_dict_pre_hook(lambda _: (settle() or _nothing)()))
             for lot in self.lots:  # what there is already goes home
-                self.visits.leave(lot.number, lot.trained)
+                if lot.number not in self.visits.parcels:
+                    self.visits.leave(lot.number, lot.trained)
 
     @property
     def fast(self) -> bool:
@@ -279,6 +288,32 @@ class StateKeeper(Traffic):
             self.needs, self.thin = hook_modules(self, first_uses(self, self.uses)), True
 
     # The end
+
+    def succeeded(self, policy: StatePolicy) -> StateKeeper:
+        """Who keeps the same state by another policy from now on; nothing may be outstanding."""
+        uses, visits = self.uses, self.visits
+        if self.policy.parcel_bytes == policy.parcel_bytes and policy.optimizer == "offload":
+            self.visits = None  # its lots are the same
+        else:
+            visits = None
+        self.close()
+        waiting = {id(p): p.grad for _, _, parameters in uses for p in parameters if p.grad is not None}
+        for _, _, parameters in uses:
+            for p in parameters:
+                p.grad = None
+        after = StateKeeper(self.optimizer, uses, policy, self.device, visits)
+        after.inherit(waiting)
+        return after
+
+    def inherit(self, gradients: Mapping[int, torch.Tensor]) -> None:
+        """Gradients (by the id of their parameter) that were there before, to be added to."""
+        for lot in self.lots:
+            if self.gradients is not None and lot.weights is not None:
+                self.gradients.hold(lot, gradients)
+                continue
+            for p in lot.trained:
+                if (grad := gradients.get(id(p))) is not None:
+                    p.grad = grad.to(p.device)
 
     def close(self) -> None:
         """Everything is on the device again, in ordinary tensors; hooks are gone."""
