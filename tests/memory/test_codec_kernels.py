@@ -20,7 +20,6 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu, NO_GPU]
-TINY = torch.finfo(torch.float32).tiny
 COUNTS = (1, 7, 8, 255, 256, 257, 4095, 4096, 4097, 20_003)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -79,7 +78,7 @@ def test_eight_or_four_bits_in_groups(kind: str, dtype: torch.dtype, width: int)
         want = (torch.empty(-(-count // per_byte), dtype=torch.uint8), torch.empty(groups), torch.empty(groups))
         got = tuple(torch.empty_like(t, device=DEVICE) for t in want)
         packing._to_levels(flat, *want, levels)
-        quantise(flat.to(DEVICE), *got, levels=levels, group=GROUP, tiny=TINY)
+        quantise(flat.to(DEVICE), *got, levels=levels, group=GROUP, tiny=packing.least_step(dtype))
         assert torch.equal(got[1].cpu().nan_to_num(7), want[1].nan_to_num(7)) and same(got[2], want[2]), count
         there = (want[1] + want[2]).isfinite().repeat_interleave(GROUP)[:count:per_byte]
         assert torch.equal(got[0].cpu()[there], want[0][there]), count

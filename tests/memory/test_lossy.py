@@ -117,6 +117,14 @@ def test_groups_are_off_by_half_a_level_at_most(count: int, codec: str, levels: 
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_small_numbers_above_zero_stay_above_zero(dtype: torch.dtype, codec: str) -> None:
+    torch.manual_seed(0)
+    flat = (torch.randn(1000).clamp_min(0) * torch.finfo(dtype).tiny).to(dtype)
+    assert torch.equal(encode(codec, flat).decoded() > 0, flat > 0)
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
 def test_what_a_relu_let_through_is_let_through_when_rounded(codec: str) -> None:
     """Its backward reads that from the rounded output: a number above zero that became zero would stop a gradient."""
     torch.manual_seed(0)

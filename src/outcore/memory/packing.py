@@ -22,11 +22,10 @@ import torch
 from outcore.memory.bits import pack_bits, unpack_bits
 from outcore.ops.encoding import GROUP
 
-__all__ = ["Survey", "grouped", "halved", "without_zeros"]
+__all__ = ["Survey", "grouped", "halved", "least_step", "without_zeros"]
 
 _PART = 2**18
 """Numbers that are rounded at a time on a CPU."""
-_TINY = torch.finfo(torch.float32).tiny
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Packed = tuple[tuple[torch.Tensor, ...], Callable[..., torch.Tensor]]
@@ -130,7 +129,7 @@ def grouped(flat: torch.Tensor, bits: int = 8) -> Packed:
     if flat.is_cuda:
         from outcore.memory.number_triton_kernels import quantise
 
-        quantise(flat, codes, low, scale, levels=levels, group=GROUP, tiny=_TINY)
+        quantise(flat, codes, low, scale, levels=levels, group=GROUP, tiny=least_step(dtype))
     else:
         _to_levels(flat, codes, low, scale, levels)
 
@@ -147,11 +146,16 @@ def grouped(flat: torch.Tensor, bits: int = 8) -> Packed:
     return (codes, low, scale), decode
 
 
+def least_step(dtype: torch.dtype) -> float:
+    """The smallest step of a group: one that is still a number in what comes back."""
+    return 2.0**-24 if dtype is torch.float16 else torch.finfo(torch.float32).tiny
+
+
 def _to_levels(flat: torch.Tensor, codes: torch.Tensor, low: torch.Tensor, scale: torch.Tensor, levels: int) -> None:
     per_byte = 1 if levels > 15 else 2
     for start, groups, rows in _group_rows(flat):
         least = rows.amin(1)
-        width = rows.amax(1).sub_(least).div_(levels).clamp_min_(_TINY)
+        width = rows.amax(1).sub_(least).div_(levels).clamp_min_(least_step(flat.dtype))
         above = (rows > 0) & ((least == 0) & width.isfinite()).unsqueeze(1)
         steps = rows.sub_(least.unsqueeze(1)).mul_(width.reciprocal().unsqueeze(1)).round_().nan_to_num_()
         level = torch.where(above, steps.clamp_min(1), steps).view(-1)[: flat.numel() - start].to(torch.uint8)
