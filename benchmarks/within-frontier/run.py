@@ -2,15 +2,17 @@
 
     python costs.py --out costs/                                # on the device
     python plans.py --costs costs/ --out plans.json.gz          # anywhere
-    python run.py --out results/DATE-h200-frontier.json --costs costs/ --plans plans.json.gz
+    python compile_ahead.py --out compiled/                     # on the device
+    python run.py --out results/DATE-h200-frontier.json --costs costs/ --plans plans.json.gz --caches compiled/
 
     python run.py --out /tmp/dry.json --device cpu --sizes 1x64,2x64 ...        # everything once, small
 
 A step is forward, loss, backward and an SGD step. The peak is the allocator's own; the time is the median of steps
 timed with CUDA events. Every row is one way of training the same weights on the same batch.
 
-Processes prepare rows beside each other and measure alone (`benchmarks/gate.py`). Some take cases one by one, others
-compile, which takes a processor minutes. A row is admitted by the memory it will take, on the device and on the host.
+Processes prepare rows beside each other and measure alone (`benchmarks/gate.py`). Some take cases one by one, some load
+what torch.compile has made before (`compile_ahead.py`), some wait for pinned memory (`save_on_cpu`). A row is admitted
+by the memory it will take, on the device and on the host.
 Every row is written as soon as it is measured, so that a run that is cut short keeps what it has; what did not fit in
 the time stands in the file as skipped.
 """
@@ -40,15 +42,15 @@ from cases import Case, cases_of  # noqa: E402
 from gate import Gate  # noqa: E402
 from networks import torchvision  # noqa: E402
 from plans import read  # noqa: E402
-from ways import Prepared, Row, clean  # noqa: E402
+from ways import Prepared, Row, clean, pin_quickly  # noqa: E402
 
 import outcore  # noqa: E402
 
 Job = tuple[str, list[str]]
 """A case, and the ways of it that are to be measured."""
-LAST = "save_on_cpu"
-"""What takes longest and tells least, for all cases when all else is done."""
-TOLD = "ms peak reserved budget compile_s error skipped rounds alone_s asked_s begun_s at_s".split()
+SAVED = "save_on_cpu"
+"""What takes tens of gigabytes of pinned memory, for all cases in processes of its own."""
+TOLD = "ms peak reserved budget compile_s loaded error skipped rounds alone_s asked_s begun_s at_s".split()
 
 
 class Lanes:
@@ -57,7 +59,9 @@ class Lanes:
     def __init__(self, given: argparse.Namespace, jobs: list[list[Job]]) -> None:
         self.given, self.begun = given, time.time()
         context = multiprocessing.get_context("fork")
-        self.device = Gate(context, given.workers + given.compilers, given.gib)
+        self.kinds = [kind for kind, count in enumerate(self.counts) for _ in range(count)]
+        """Which queue every process takes from."""
+        self.device = Gate(context, len(self.kinds), given.gib)
         self.host = Gate(context, 1, given.host_gib)
         self.pulse_ms, self.rows = context.Value("d", 1e9, lock=False), context.Queue()
         self.jobs = [context.Queue() for _ in jobs]
@@ -65,16 +69,23 @@ class Lanes:
             for job in some:
                 queue.put(job)
         self.context = context
-        self.workers = [self.worker(index) for index in range(given.workers + given.compilers)]
+        self.workers = [self.worker(index) for index in range(len(self.kinds))]
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Processes for cases, for what is compiled, for `save_on_cpu`."""
+        return self.given.workers, self.given.compilers, self.given.savers
 
     def worker(self, index: int) -> Any:
-        return self.context.Process(target=self.work, args=(index, self.jobs[index >= self.given.workers]))
+        return self.context.Process(target=self.work, args=(index, self.jobs[self.kinds[index]]))
 
     def work(self, index: int, jobs: Any) -> None:
         """One process: prepare beside others, measure alone."""
         warnings.simplefilter("ignore")
         torch.set_num_threads(1)
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+        if self.kinds[index] == 2 and cases.DEVICE == "cuda":
+            pin_quickly()
         with self.device.inside(index):
             awake()
             self.rows.put({"environment": environment()})
@@ -240,11 +251,14 @@ def main() -> None:
     )
     parser.add_argument("--costs", type=Path, help="a folder that costs.py has written")
     parser.add_argument("--plans", type=Path, nargs="+", default=[], help="what plans.py has written; later ones count")
-    parser.add_argument("--caches", type=Path, help="a folder of what was compiled")
+    parser.add_argument(
+        "--caches", type=Path, help="a folder that compile_ahead.py has written; without, all is compiled here"
+    )
     parser.add_argument("--compile", default="0.5", help="memory budgets for torch.compile")
     parser.add_argument("--compile-only", default="", help="compile only these cases")
     parser.add_argument("--workers", type=int, default=12)
-    parser.add_argument("--compilers", type=int, default=8)
+    parser.add_argument("--compilers", type=int, default=4)
+    parser.add_argument("--savers", type=int, default=2)
     parser.add_argument("--gib", type=float, default=117, help="memory of the device that all rows together may take")
     parser.add_argument("--host-gib", type=float, default=80, help="memory of the host that they may pin")
     parser.add_argument("--limit", type=float, default=300, help="seconds after which no row is begun")
@@ -254,13 +268,16 @@ def main() -> None:
         cases.on_cpu()
     preload()
     rows = asked(given)
-    rows = [(label, [w for w in ways if w != LAST]) for label, ways in rows] + [
-        (label, [LAST]) for label, ways in reversed(rows) if LAST in ways
-    ]
+    plain = {label: prepare(cases_of(label, given.sizes)[0], given).plain_bytes for label, _ in rows}
+    saved = sorted((label for label, ways in rows if SAVED in ways), key=plain.__getitem__)
     peers = [f"compile budget {budget}" for budget in given.compile.split(",") if budget]
-    compiled = [(c.label, peers) for c in cases_of(given.compile_only, given.sizes) if peers]
+    queues = [
+        [(label, rest) for label, ways in rows if (rest := [way for way in ways if way != SAVED])],
+        [(case.label, peers) for case in cases_of(given.compile_only, given.sizes) if peers and given.compilers],
+        [(label, [SAVED]) for label in saved if given.savers],
+    ]
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
-    Lanes(given, [[job for job in rows if job[1]], compiled if given.compilers else []]).collect()
+    Lanes(given, queues).collect()
 
 
 if __name__ == "__main__":
