@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping
 
-__all__ = ["Event", "reserved_by"]
+__all__ = ["Event", "Segment", "is_small", "reserved_by", "rounded"]
 
 _MIB = 2**20
 _UNIT, _SMALL = 512, _MIB
@@ -21,88 +21,64 @@ Event = tuple[int, int]
 """Which tensor, and its bytes; none where it goes."""
 
 
-class _Block:
-    """A piece of a segment."""
+class Segment:
+    """A row of blocks, of which only the free ones are written down."""
 
-    __slots__ = ("after", "before", "free", "offset", "size")
+    __slots__ = ("_ends", "_keeps", "_living", "_spare", "_starts", "_step", "size", "top")
 
-    def __init__(self, offset: int, size: int, before: _Block | None, after: _Block | None) -> None:
-        self.offset, self.size, self.before, self.after, self.free = offset, size, before, after, True
+    def __init__(self, *, small: bool = False) -> None:
+        self.size = self.top = 0
+        self._step, self._keeps = _GROWTH[small], _UNIT - 1 if small else _SMALL
+        self._spare: list[tuple[int, int]] = []  # free blocks by size and place
+        self._starts: dict[int, int] = {}  # where one begins, and its size
+        self._ends: dict[int, int] = {}  # where one ends, and where it begins
+        self._living: dict[int, tuple[int, int]] = {}
 
-
-class _Segment:
-    """A row of blocks."""
-
-    def __init__(self, small: bool) -> None:
-        self.small, self.size = small, 0
-        self.last: _Block | None = None
-        self.spare: list[tuple[int, int, _Block]] = []
-        """Free blocks by size and place."""
-
-    def take(self, wanted: int) -> _Block:
-        """A block of this size."""
-        block = self._best(wanted) or self._grown(wanted)
-        self._remove(block)
-        block.free = False
-        rest = block.size - wanted
-        if rest >= _UNIT if self.small else rest > _SMALL:
-            other = _Block(block.offset + wanted, rest, block, block.after)
-            if block.after is not None:
-                block.after.before = other
-            else:
-                self.last = other
-            block.size, block.after = wanted, other
-            self._add(other)
-        return block
-
-    def give(self, block: _Block) -> None:
-        """A block is free again."""
-        block.free = True
-        if (after := block.after) is not None and after.free:
-            self._remove(after)
-            block.size, block.after = block.size + after.size, after.after
-            self._relink(block)
-        if (before := block.before) is not None and before.free:
-            self._remove(before)
-            before.size, before.after = before.size + block.size, block.after
-            self._relink(before)
-            block = before
-        self._add(block)
-
-    def _best(self, wanted: int) -> _Block | None:
-        place = bisect_left(self.spare, (wanted, -1))
-        if place < len(self.spare) and self.spare[place][2] is self.last:
-            place += 1 if place + 1 < len(self.spare) else 0
-        return self.spare[place][2] if place < len(self.spare) else None
-
-    def _grown(self, wanted: int) -> _Block:
-        last, step = self.last, _GROWTH[self.small]
-        if last is not None and last.free:
-            more = -(-(wanted - last.size) // step) * step
-            self._remove(last)
-            last.size += more
+    def take(self, name: int, wanted: int) -> int:
+        """A tensor comes; where it ends."""
+        spare = self._spare
+        place = bisect_left(spare, (wanted, -1))
+        if place < len(spare):
+            size, at = spare[place]
+            if at + size == self.size and place + 1 < len(spare):
+                size, at = spare[place + 1]
+            self._remove(at, size)
         else:
-            more = -(-wanted // step) * step
-            self.last = _Block(self.size, more, last, None)
-            if last is not None:
-                last.after = self.last
-            last = self.last
-        self.size += more
-        self._add(last)
-        return last
+            at, size = self._grown(wanted)
+        if size - wanted > self._keeps:
+            self._add(at + wanted, size - wanted)
+            size = wanted
+        self._living[name] = at, size
+        end = at + wanted
+        if end > self.top:
+            self.top = end
+        return end
 
-    def _relink(self, block: _Block) -> None:
-        if block.after is not None:
-            block.after.before = block
-        else:
-            self.last = block
+    def give(self, name: int) -> None:
+        """A tensor goes."""
+        at, size = self._living.pop(name)
+        if (after := self._starts.get(at + size)) is not None:
+            self._remove(at + size, after)
+            size += after
+        if (before := self._ends.get(at)) is not None:
+            self._remove(before, at - before)
+            at, size = before, size + at - before
+        self._add(at, size)
 
-    def _add(self, block: _Block) -> None:
-        insort(self.spare, (block.size, block.offset, block), key=lambda entry: entry[:2])
+    def _grown(self, wanted: int) -> tuple[int, int]:
+        at = self._ends.get(self.size, self.size)
+        if at < self.size:
+            self._remove(at, self.size - at)
+        self.size += -(-(wanted - (self.size - at)) // self._step) * self._step
+        return at, self.size - at
 
-    def _remove(self, block: _Block) -> None:
-        place = bisect_left(self.spare, (block.size, block.offset), key=lambda entry: entry[:2])
-        del self.spare[place]
+    def _add(self, at: int, size: int) -> None:
+        insort(self._spare, (size, at))
+        self._starts[at], self._ends[at + size] = size, at
+
+    def _remove(self, at: int, size: int) -> None:
+        del self._spare[bisect_left(self._spare, (size, at))]
+        del self._starts[at], self._ends[at + size]
 
 
 def reserved_by(events: Iterable[Event], beside: Mapping[int, Iterable[Event]] | None = None) -> int:
@@ -116,22 +92,24 @@ def reserved_by(events: Iterable[Event], beside: Mapping[int, Iterable[Event]] |
         events: tensors as they come and go, those that go with no bytes.
         beside: further ones, by the number of the event they come before.
     """
-    segments = {small: _Segment(small) for small in (True, False)}
-    living: dict[int, tuple[_Segment, _Block]] = {}
+    segments = {small: Segment(small=small) for small in (True, False)}
+    living: dict[int, Segment] = {}
     beside = beside or {}
-
-    def follow(name: int, size: int) -> None:
-        if size:
-            wanted = -(-size // _UNIT) * _UNIT
-            segment = segments[wanted <= _SMALL]
-            living[name] = segment, segment.take(wanted)
-        else:
-            segment, block = living.pop(name)
-            segment.give(block)
-
     for i, event in enumerate(events):
-        if i in beside:
-            for extra in beside[i]:
-                follow(*extra)
-        follow(*event)
+        for name, size in (*beside.get(i, ()), event):
+            if size:
+                living[name] = segments[is_small(size)]
+                living[name].take(name, rounded(size))
+            else:
+                living.pop(name).give(name)
     return sum(segment.size for segment in segments.values())
+
+
+def rounded(size: int) -> int:
+    """Bytes that a tensor takes."""
+    return -(-size // _UNIT) * _UNIT
+
+
+def is_small(size: int) -> bool:
+    """Whether a tensor lies with the small ones."""
+    return rounded(size) <= _SMALL

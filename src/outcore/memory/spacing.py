@@ -15,18 +15,19 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from outcore.graph.recording import Step, Tape
-from outcore.memory.growing import Event, reserved_by
+from outcore.memory.growing import Event, Segment, is_small, reserved_by, rounded
 
 __all__ = ["Spacer", "Spacing", "best_spacers"]
 
 _MIB = 2**20
-_SEED, _MOST = 0, 3
+_SEED, _MOST, _NEAR = 0, 4, 2**20
+_ROUND = (2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 _OTHERWISE = (AttributeError, KeyError, IndexError, TypeError)
 """What is raised where a version of torch notes its allocations in another form; then there are no spacers."""
 
@@ -139,25 +140,85 @@ def best_spacers(
     Args:
         events: tensors as they come and go.
         steps: number of the event before which every step begins; the last one is the beginning of backward.
-        time_limit_s: for the search.
+        time_limit_s: for the search, of the processor.
     """
-    draw, end = random.Random(_SEED), time.monotonic() + time_limit_s
-    least, found = reserved_by(events), list[Spacer]()
-    floor = _living(events)
-    sizes = sorted({size for _, size in events if size > _MIB} | {n * _MIB for n in (8, 16, 24, 32, 48, 64, 96, 128)})
-    last = len(steps) - 1
-    tries = [Spacer(n * _MIB, 0) for n in range(6, 258, 6)]
-    while time.monotonic() < end and least - floor > 20 * _MIB:
-        if tries:
-            wanted = [tries.pop()]
+    search = _Search(*_large(events, steps))
+    end, before, floor = time.thread_time() + time_limit_s, reserved_by(events), _living(search.events)
+    found, least = list[Spacer](), search.top([])
+    simple = [[Spacer(n * _MIB, 0)] for n in range(6, 258, 6)]
+    while time.thread_time() < end and least - floor > _NEAR:
+        wanted = simple.pop() if simple else search.changed(found)
+        taken = search.top(wanted, least)
+        if taken < least or (taken == least and len(wanted) <= len(found)):
+            found, least = wanted, taken
+    taken = reserved_by(events, _beside(found, steps)) if found else before
+    return (found, taken) if taken < before else ([], before)
+
+
+class _Search:
+    """Spacers tried on large tensors, which take all but a little of the memory."""
+
+    def __init__(self, events: Sequence[Event], steps: Sequence[int]) -> None:
+        self.events, self.steps, self.last = events, steps, len(steps) - 1
+        self.sizes = sorted({size for _, size in events if size} | {n * _MIB for n in _ROUND})
+        self.draw = random.Random(_SEED)
+
+    def top(self, spacers: Sequence[Spacer], most: float = float("inf")) -> int:
+        """How far the segment is used; something above `most` if it is used further."""
+        segment, begun = Segment(), 0
+        beside = _beside(spacers, self.steps)
+        for i in (*sorted(beside), len(self.events)):
+            for name, size in (*self.events[begun:i], *beside.get(i, ())):
+                if not size:
+                    segment.give(name)
+                elif segment.take(name, size) > most:
+                    return segment.top
+            begun = i
+        return segment.top
+
+    def changed(self, found: Sequence[Spacer]) -> list[Spacer]:
+        """What is best so far with one spacer more, less or another one; or something new."""
+        others, chance = list(found), self.draw.random()
+        if not others or chance < 0.15:
+            return [self.spacer() for _ in range(self.draw.randint(1, 2))]
+        if chance < 0.5 and len(others) < _MOST:
+            return [*others, self.spacer()]
+        old = others.pop(self.draw.randrange(len(others)))
+        return others if others and chance < 0.6 else [*others, self.moved(old)]
+
+    def moved(self, spacer: Spacer) -> Spacer:
+        """Another one that shares two of three things with a spacer."""
+        other, what = self.spacer(), self.draw.randrange(3)
+        until = self.last if spacer.ends is None else spacer.ends
+        if what == 0:
+            return replace(spacer, bytes=other.bytes)
+        if what == 1:
+            return replace(spacer, begins=self.draw.randrange(max(until, 1)))
+        return replace(spacer, ends=other.ends if other.ends is None or other.ends > spacer.begins else None)
+
+    def spacer(self) -> Spacer:
+        """Any."""
+        begins = self.draw.randrange(max(self.last, 1))
+        ends = (
+            None if self.draw.random() < 0.5 or begins + 1 >= self.last else self.draw.randrange(begins + 1, self.last)
+        )
+        return Spacer(self.draw.choice(self.sizes), begins, ends)
+
+
+def _large(events: Sequence[Event], steps: Sequence[int]) -> tuple[list[Event], list[int]]:
+    """Events of large tensors alone, and before which of them the steps begin."""
+    kept: list[Event] = []
+    small: set[int] = set()
+    places = []
+    for name, size in events:
+        places.append(len(kept))
+        if size and is_small(size):
+            small.add(name)
+        elif size or name not in small:
+            kept.append((name, rounded(size)))
         else:
-            begins = draw.randrange(last) if last else 0
-            ends = None if draw.random() < 0.6 or begins + 1 >= last else draw.randrange(begins + 1, last)
-            kept = draw.sample(found, draw.randint(0, min(len(found), _MOST - 1)))
-            wanted = [*kept, Spacer(draw.choice(sizes), begins, ends)]
-        if (taken := reserved_by(events, _beside(wanted, steps))) < least:
-            least, found = taken, wanted
-    return found, least
+            small.discard(name)
+    return kept, [places[step] if step < len(places) else len(kept) for step in steps]
 
 
 def _beside(spacers: Sequence[Spacer], steps: Sequence[int]) -> dict[int, list[Event]]:
