@@ -1,7 +1,8 @@
 """Networks nobody would write: layers drawn at random, with the sizes at which layouts and encodings change.
 
-Single pixels and channels, windows wider than a byte can tell, strides beyond the kernel, frozen layers, in-place
-operations on what is still needed, views, skips, and random numbers of every kind. Each number is another network.
+Over images and volumes: single pixels and channels, windows wider than a byte can tell, strides beyond the kernel,
+frozen layers, in-place operations on what is still needed, views, skips, and random numbers of every kind. Each number
+is another network.
 """
 
 from __future__ import annotations
@@ -16,32 +17,30 @@ from torch import Tensor, nn
 
 from ..foreign.foreign import Foreign, floats
 
-Shape = tuple[int, int, int]
-"""Channels, height, width."""
 Piece = tuple[Callable[[Tensor], Tensor], nn.Module | None]
 
 
 def odd_network(number: int) -> Foreign:
-    """A network and how to feed it."""
-    shape = _Draw(number).image()
-
-    def build() -> nn.Module:
-        return _Odd(_Draw(number), shape)
-
-    return Foreign(f"odd/{number}", build, lambda batch: ((floats(batch, *shape),), {}), quick=True)
+    """A network over images, and how to feed it."""
+    shape = _Images(number).shape()
+    return Foreign(f"odd/{number}", lambda: _Sees(_Images(number)), lambda n: ((floats(n, *shape),), {}), quick=True)
 
 
-class _Odd(nn.Module):
-    """A chain with skips."""
+def odd_volume(number: int) -> Foreign:
+    """The same over volumes."""
+    shape = _Volumes(number).shape()
+    build = lambda: _Sees(_Volumes(number))  # noqa: E731
+    return Foreign(f"odd volume/{number}", build, lambda batch: ((floats(batch, *shape),), {}), quick=True)
 
-    def __init__(self, draw: _Draw, shape: Shape) -> None:
+
+class Chain(nn.Module):
+    """Pieces one after the other, some with what goes in added to what comes out."""
+
+    def __init__(self, draw: Draw, x: Tensor) -> None:
         super().__init__()
-        assert draw.image() == shape
-        self.stem = nn.Conv2d(shape[0], width := draw.one(1, 3, 8, 20), 3, padding=1)
         self.parts, self.ways, self.skips = nn.ModuleList(), [], []
-        x = torch.zeros(2, width, *shape[1:])
         for _ in range(draw.between(3, 9)):
-            way, part = draw.piece(x.shape[1:])
+            way, part = draw.piece(tuple(x.shape[1:]))
             with torch.no_grad():
                 made = way(x.clone())
             if not 0 < made.numel() < 40_000:
@@ -51,18 +50,17 @@ class _Odd(nn.Module):
             self.ways.append(way)
             self.skips.append(made.shape == x.shape and draw.likely(0.3))
             x = made
-        self.head = nn.Linear(x.shape[1], 3)
+        self.made = x
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
         for way, skip in zip(self.ways, self.skips, strict=True):
             made = way(x)
             x = x + made if skip else made
-        return self.head(x.mean((2, 3)))
+        return x
 
 
-class _Draw:
-    """Draws pieces of networks."""
+class Draw:
+    """Draws pieces of networks, the same for the same number."""
 
     def __init__(self, number: int) -> None:
         self.random = random.Random(number)
@@ -76,13 +74,34 @@ class _Draw:
     def likely(self, chance: float) -> bool:
         return self.random.random() < chance
 
-    def image(self) -> Shape:
+    def piece(self, shape: tuple[int, ...]) -> Piece:
+        """What comes next, after a value of this shape, without the batch."""
+        raise NotImplementedError
+
+
+class _Sees(nn.Module):
+    """A chain between a convolution and a classifier."""
+
+    def __init__(self, draw: _Images | _Volumes) -> None:
+        super().__init__()
+        channels, *sizes = draw.shape()
+        width = draw.one(1, 3, 8, 20)
+        self.stem = (nn.Conv2d if len(sizes) == 2 else nn.Conv3d)(channels, width, 3, padding=1)
+        self.chain = Chain(draw, torch.zeros(2, width, *sizes))
+        self.head = nn.Linear(self.chain.made.shape[1], 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.chain(self.stem(x)).flatten(2).mean(2))
+
+
+class _Images(Draw):
+    def shape(self) -> tuple[int, ...]:
         return self.one(1, 3, 4), self.one(1, 2, 5, 8, 19, 24), self.one(1, 2, 6, 8, 20, 24)
 
     def piece(self, shape: tuple[int, ...]) -> Piece:
         """What comes next."""
-        return self.one(self.convolution, self.norm, self.activation, self.activation, self.pool, self.pool, self.noise,
-                        self.rearrangement, self.mixture)(shape)  # fmt: skip
+        kinds = (self.convolution, self.norm, self.activation, self.pool, self.noise, self.rearrangement, self.mixture)
+        return self.one(*kinds, self.activation, self.pool)(shape)
 
     def convolution(self, shape: tuple[int, ...]) -> Piece:
         c, out = shape[0], self.one(1, 4, 8, 20)
@@ -157,12 +176,8 @@ class _Draw:
     def mixture(self, shape: tuple[int, ...]) -> Piece:
         def attention(x: Tensor) -> Tensor:
             rows = x.flatten(2).transpose(1, 2).unsqueeze(1)
-            return (
-                F.scaled_dot_product_attention(rows, rows, rows, dropout_p=0.2)
-                .squeeze(1)
-                .transpose(1, 2)
-                .reshape(x.shape)
-            )
+            read = F.scaled_dot_product_attention(rows, rows, rows, dropout_p=0.2)
+            return read.squeeze(1).transpose(1, 2).reshape(x.shape)
 
         def overwritten(x: Tensor) -> Tensor:
             y = x * 2
@@ -176,3 +191,29 @@ class _Draw:
             return F.relu_(y)
 
         return self.one(attention, overwritten, added, lambda x: x * x.amax((2, 3), keepdim=True).sigmoid()), None
+
+
+class _Volumes(Draw):
+    def shape(self) -> tuple[int, ...]:
+        return self.one(1, 2), self.one(1, 3, 6), self.one(1, 4, 9), self.one(1, 5, 8)
+
+    def piece(self, shape: tuple[int, ...]) -> Piece:
+        """What comes next."""
+        c, sizes = shape[0], shape[1:]
+        kernel = tuple(min(self.one(1, 2, 3, 9), size) for size in sizes)
+        stride = tuple(self.one(1, 2, k) for k in kernel)
+        padding = tuple(self.one(0, k // 2) for k in kernel)
+        part: nn.Module = self.one(
+            nn.Conv3d(c, self.one(1, 4, 8), 3, padding=1),
+            nn.BatchNorm3d(c),
+            nn.ReLU(self.likely(0.5)),
+            nn.ReLU(),
+            nn.MaxPool3d(kernel, stride, padding, ceil_mode=self.likely(0.3)),
+            nn.MaxPool3d(kernel, stride),
+            nn.AvgPool3d(kernel, stride, padding),
+            nn.AdaptiveAvgPool3d(self.one(1, 2)),
+            nn.Dropout3d(0.3),
+            nn.Dropout(0.3),
+            nn.SiLU(),
+        )
+        return part, part

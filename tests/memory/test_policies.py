@@ -323,3 +323,23 @@ def test_norms_without_weights_are_made_again_in_the_precision_of_their_statisti
     with torch.autocast("cpu", torch.bfloat16):
         result = compare(model, (torch.randn(2, 3, 9, 9),), mode="recompute")
     assert result is not None and result.equal, result
+
+
+def test_what_is_made_again_lies_in_memory_as_it_did() -> None:
+    """Without autograd, torch lays out the result of this pool otherwise."""
+
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.pool, self.outer = nn.Linear(5, 6), nn.MaxPool1d(2), nn.Linear(6, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            pooled = self.pool(self.inner(x).transpose(1, 2)).transpose(1, 2)
+            return self.outer(pooled + pooled.mean(1, keepdim=True))
+
+    torch.manual_seed(0)
+    model, x = Reads(), torch.randn(2, 8, 5)
+    want = torch.autograd.grad(model(x).square().sum(), tuple(model.parameters()))
+    outcore.within(model, (x,), memory=None, plan={"pool#0:out": "recompute", "add()#0:out": "recompute"}, quiet=True)
+    got = torch.autograd.grad(model(x).square().sum(), tuple(model.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from outcore.cost.trial import same_layout
 from outcore.memory.codecs import Coded, Survey, Window, encode
 from outcore.memory.coded_trip import CodedTrip
 from outcore.memory.rerun import Rerun
@@ -48,6 +49,15 @@ def over(memory: torch.Tensor, geometry: Geometry, dtype: torch.dtype | None = N
     """A tensor that lies in the memory of another."""
     empty = torch.empty(0, dtype=dtype or geometry.dtype, device=memory.device)
     return empty.set_(memory.untyped_storage(), geometry.offset, geometry.size, geometry.stride)
+
+
+def _as_it_lay(made: torch.Tensor, lay: Geometry | None) -> torch.Tensor:
+    """What was made again, in the layout of before: without autograd, torch may have laid it out otherwise (pools)."""
+    if lay is None or (made.storage_offset() == lay.offset and same_layout(lay.size, made.stride(), lay.stride)):
+        return made
+    reach = lay.offset + 1 + sum((size - 1) * stride for size, stride in zip(lay.size, lay.stride, strict=True))
+    memory = over(torch.empty(reach, dtype=lay.dtype, device=made.device), lay)
+    return memory.copy_(made)
 
 
 def raw(tensor: torch.Tensor, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
@@ -253,7 +263,8 @@ class Cell:
             self.owner.keeper.summon(self.rerun.steps)
         self.memory = self.owner.renormalised(self.rerun.norm, values)
         if self.memory is None:
-            self.memory = self.rerun.run(self.owner.model, self.owner.constants, values, self.owner.states)
+            made = self.rerun.run(self.owner.model, self.owner.constants, values, self.owner.states)
+            self.memory = _as_it_lay(made, self.owner.geometry.get(self.name))
         if not _graph_is_kept():
             self.sources = {}
 
