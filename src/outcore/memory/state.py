@@ -20,7 +20,7 @@ each lot and one on the last gradient of each, because a small network takes the
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -288,32 +288,6 @@ class StateKeeper(Traffic):
             self.needs, self.thin = hook_modules(self, first_uses(self, self.uses)), True
 
     # The end
-
-    def succeeded(self, policy: StatePolicy) -> StateKeeper:
-        """Who keeps the same state by another policy from now on; nothing may be outstanding."""
-        uses, visits = self.uses, self.visits
-        if self.policy.parcel_bytes == policy.parcel_bytes and policy.optimizer == "offload":
-            self.visits = None  # its lots are the same
-        else:
-            visits = None
-        self.close()
-        waiting = {id(p): p.grad for _, _, parameters in uses for p in parameters if p.grad is not None}
-        for _, _, parameters in uses:
-            for p in parameters:
-                p.grad = None
-        after = StateKeeper(self.optimizer, uses, policy, self.device, visits)
-        after.inherit(waiting)
-        return after
-
-    def inherit(self, gradients: Mapping[int, torch.Tensor]) -> None:
-        """Gradients (by the id of their parameter) that were there before, to be added to."""
-        for lot in self.lots:
-            if self.gradients is not None and lot.weights is not None:
-                self.gradients.hold(lot, gradients)
-                continue
-            for p in lot.trained:
-                if (grad := gradients.get(id(p))) is not None:
-                    p.grad = grad.to(p.device)
 
     def close(self) -> None:
         """Everything is on the device again, in ordinary tensors; hooks are gone."""

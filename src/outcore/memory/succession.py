@@ -75,5 +75,26 @@ def move(governor: Governor, duty: Duty) -> bool:
         governor.keeper = replace(duty, where=first)._new(governor.model, governor.device)
         governor.keeper.open = True  # for all that is known
         return True
-    governor.keeper = before.succeeded(where)
+    governor.keeper = _successor(before, where)
     return True
+
+
+def _successor(before: StateKeeper, policy: StatePolicy) -> StateKeeper:
+    """Who keeps the same state by another policy from now on."""
+    uses, visits = before.uses, None
+    if before.policy.parcel_bytes == policy.parcel_bytes and policy.optimizer == "offload":
+        visits, before.visits = before.visits, None  # its lots are the same
+    before.close()
+    waiting = {id(p): p.grad for _, _, parameters in uses for p in parameters if p.grad is not None}
+    for _, _, parameters in uses:
+        for p in parameters:
+            p.grad = None
+    after = StateKeeper(before.optimizer, uses, policy, before.device, visits)
+    for lot in after.lots:
+        if after.gradients is not None and lot.weights is not None:
+            after.gradients.hold(lot, waiting)
+            continue
+        for p in lot.trained:
+            if (grad := waiting.get(id(p))) is not None:
+                p.grad = grad.to(p.device)
+    return after

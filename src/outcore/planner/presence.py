@@ -92,14 +92,15 @@ class _Play:
     def _come(self, numbers: Sequence[int], *, backward: bool) -> int:
         """Lots are needed; bytes of parameters that are then here."""
         if self.window is None:
-            return 0
+            return sum(self.sizes) if self.policy.parameters == "offload" else 0
         if numbers:
             self.window.need(numbers, backward=backward)
         return self.window.bytes
 
     def _away(self) -> int:
-        """Bytes of parameters that plain training has on the device and this one only as far as they are needed."""
-        return sum(self.sizes) if self.window is not None else 0
+        """Bytes of parameters that plain training has on the device for good."""
+        there = [item for lot in self.lots for item in lot] if self.policy.parameters == "offload" else []
+        return sum(self._alone(item.bytes) for item in there)
 
     # Backward
 
@@ -134,7 +135,7 @@ class _Play:
                 leaving = 0 if self.used_up else max(self.sizes[number] for number in complete)
                 self.gone.update(complete)
             if self.window is not None:
-                for number in complete:
+                for number in sorted(complete, key=self.sizes.__getitem__):  # the worst order
                     self.window.leave(number, sent=self.used_up)
         return found
 
@@ -152,13 +153,13 @@ class _Play:
         if not self.used_up:
             return self.sizes[number] if len(self.lots[number]) > 1 else 0
         here = self._of_lots([number])
-        state = 3 * self._state_bytes(here) if self.policy.optimizer == "offload" else 0
+        state = 3 * self._visiting(here) if self.policy.optimizer == "offload" else 0
         return state + self.optimizer.workspace_bytes(here)
 
     def _at_most(self, waiting: Sequence[set[str]]) -> int:
         """Bytes of parameters that may be here whatever is made again in backward."""
         if self.window is None:
-            return 0
+            return self._come((), backward=True)
         left = sum(size for size, names in zip(self.sizes, waiting, strict=True) if names)
         return max(self.window.bytes, min(self.window.stage_bytes, left))
 
@@ -176,16 +177,15 @@ class _Play:
             following = self._of_lots(order[i + 1 : i + 2])
             weights = self._come([number], backward=True)
             here = self._of_lots([number])
-            state = self._state_bytes(here) + self._state_bytes(following) if visiting else 0
+            state = self._visiting(here) + self._visiting(following) if visiting else 0
             arrived = self.sizes[number] if number in self.gone else 0
             most = max(most, weights + before + state + stay + arrived + self.optimizer.workspace_bytes(here))
-            before = self._state_bytes(here) if visiting else 0
+            before = self._visiting(here) if visiting else 0
             if self.window is not None:
                 self.window.leave(number, sent=True)
         travelling = self._of_lots(order)
         rest = {name: size for name, size in self.stepped.items() if self.cargo.name(name) not in travelling}
-        left = self.window.bytes if self.window is not None else 0
-        most = max(most, left + before + stay + self.optimizer.workspace_bytes(rest))
+        most = max(most, self._come((), backward=True) + before + stay + self.optimizer.workspace_bytes(rest))
         fixed = self._state_bytes(rest) if visiting else 0
         plain = self.optimizer.state_bytes(self.stepped) if visiting else 0
         workspace = self.optimizer.workspace_bytes(self.stepped)
@@ -203,10 +203,18 @@ class _Play:
         return {item.name: item.bytes for item in items if item.name in self.stepped}
 
     def _gradient_bytes(self, numbers: Iterable[int]) -> int:
-        return sum(map(rounded, self._of_lots(numbers).values()))
+        return sum(map(self._alone, self._of_lots(numbers).values()))
+
+    def _alone(self, size: int) -> int:
+        """Bytes that a tensor takes by itself."""
+        return rounded(size) if self.costs.device_kind == "cuda" else size
 
     def _state_bytes(self, parameters: Mapping[str, int]) -> int:
         return self.optimizer.state_bytes(parameters)
+
+    def _visiting(self, parameters: Mapping[str, int]) -> int:
+        """Of the optimizer's state of parameters, laid out as a lot."""
+        return self.optimizer.state_bytes({name: rounded(size) for name, size in parameters.items()})
 
 
 class _Window:
@@ -230,7 +238,6 @@ class _Window:
         """Lots are about to be used, all at once."""
         for number in numbers:
             if number not in self.here:
-                self.sent = 0  # it was given all the time since the last one
                 self._room(self.sizes[number], numbers, backward)
             self.here[number] = True
         following = that_follows(numbers, self.sizes, self.stage_bytes, backward=backward)
