@@ -37,7 +37,7 @@ class SpillTier:
         self.device = device
         self.lanes = lanes_for(device)
         self.arena = Arena(host_bytes)
-        self.home = PinnedHome(self.arena.size) if device.type == "cuda" else None
+        self.home = PinnedHome(self.arena.size) if device.type == "cuda" and self.arena.size else None
         self.memory = self.home.memory if self.home else torch.empty(self.arena.size, dtype=torch.uint8)
         self.over_bytes = max(0, capacity_bytes - host_bytes)
         """How much of a step goes on to the disk."""
