@@ -54,12 +54,12 @@ SEEDS_S = {
 Pictures = tuple[torch.Tensor, torch.Tensor]
 
 
-def network(name: str) -> nn.Module:
+def network(name: str, device: torch.device) -> nn.Module:
     import torchvision
 
     torch.manual_seed(0)
     extra: dict[str, Any] = {"init_weights": True} if name == "inception_v3" else {}
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), device:
         warnings.simplefilter("ignore")
         model: nn.Module = getattr(torchvision.models, name)(weights=None, num_classes=2, **extra)
     if name in ("vgg19", "alexnet"):  # without norms they learn from nothing only if signals keep their size
@@ -73,14 +73,14 @@ def network(name: str) -> nn.Module:
 
 def pictures(count: int, side: int, seed: int, device: torch.device) -> Pictures:
     """Two classes: stripes across and stripes along, in noise."""
-    generator = torch.Generator().manual_seed(seed)
-    labels = torch.randint(0, 2, (count,), generator=generator)
-    wave = torch.sin(torch.arange(side) * (2 * torch.pi / 16))
-    noise = torch.randn(count, 3, side, side, generator=generator)
-    stripes = torch.where(labels[:, None, None] == 1, wave[None, None, :], wave[None, :, None])
-    tint = (labels.float() * 2 - 1)[:, None, None, None] * torch.tensor([1.0, 0.0, -1.0])[None, :, None, None]
-    images = 0.5 * noise + stripes[:, None] + tint
-    return images.to(device), labels.to(device)
+    generator = torch.Generator(device).manual_seed(seed)
+    with device:
+        labels = torch.randint(0, 2, (count,), generator=generator)
+        wave = torch.sin(torch.arange(side) * (2 * torch.pi / 16))
+        noise = torch.randn(count, 3, side, side, generator=generator)
+        stripes = torch.where(labels[:, None, None] == 1, wave[None, None, :], wave[None, :, None])
+        tint = (labels.float() * 2 - 1)[:, None, None, None] * torch.tensor([1.0, 0.0, -1.0])[None, :, None, None]
+        return 0.5 * noise + stripes[:, None] + tint, labels
 
 
 def link(size: int, device: torch.device) -> dict[str, float]:
@@ -168,7 +168,7 @@ def compared(name: str, options: argparse.Namespace, gate: Gate, report: Callabl
     """All rows of a model."""
     device = torch.device(options.device)
     side = options.side or MODELS[name]
-    model = network(name).train()
+    model = network(name, device).train()
     data = [pictures(n, side, seed, device) for seed, n in ((1, 8 * options.batch), (2, 64))]
     count = sum(p.numel() for p in model.parameters())
     document: dict[str, Any] = {"parameters": count, "link": {}, "ways": {}}
@@ -259,7 +259,7 @@ def joined(parts: list[Path], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default="cuda" if torch.backends.cuda.is_built() else "cpu")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--ways", nargs="*", default=WAYS)
     parser.add_argument("--epochs", type=int, default=0, help="of eight steps, before ways are compared and timed")
@@ -272,7 +272,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
     names = options.models.split(",")
-    context = multiprocessing.get_context("spawn")
+    import torchvision  # noqa: F401  # once, before processes part
+
+    context = multiprocessing.get_context("fork")
     gate, workers, parts = Gate(context, len(names), 100.0), [], []
     whole = f"{time.strftime('%Y-%m-%d')}-{options.name or options.device}"
     for i, name in enumerate(names):
