@@ -34,11 +34,14 @@ os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
-from tests.foreign.zoo import ZOO, by_name
+from tests.foreign.zoo import ZOO, Foreign, by_name
 from tests.memory.examine import PRECISIONS, examine
+from tests.memory.odd_networks import odd_network, odd_volume
+from tests.memory.odd_sequences import odd_sequence
 
 HERE = Path(__file__).parent
 STARTED = time.time()
+ODD = {"odd": odd_network, "odd volume": odd_volume, "odd sequence": odd_sequence}
 Row = dict[str, Any]
 
 
@@ -53,6 +56,9 @@ def main() -> None:
     options.add_argument("--without", default="monai/" if torch.cuda.is_available() else "", help="likewise, left out")
     options.add_argument("--resume", type=Path, nargs="*", default=[], help="rows that are there already")
     options.add_argument("--order", type=Path, nargs="*", default=[], help="rows that say how long cases take")
+    options.add_argument(
+        "--odd", type=int, default=0, help="instead of the zoo: so many networks of each kind drawn at random"
+    )
     options.add_argument("--collect", type=Path, nargs="*", help="rows to make a result of")
     chosen = options.parse_args()
     warnings.simplefilter("ignore")  # of libraries, about what they will change
@@ -66,10 +72,10 @@ def run(chosen: argparse.Namespace) -> None:
     """Take all cases that are not there yet."""
     there = {(row["model"], row["precision"]) for row in read(chosen.resume)}
     only, without = ([part for part in text.split(",") if part] for text in (chosen.only, chosen.without))
-    names = [
-        f.name for f in ZOO if not any(w in f.name for w in without) and (not only or any(o in f.name for o in only))
-    ]
-    cases = [(name, precision) for name in names for precision in PRECISIONS if (name, precision) not in there]
+    all_names = [f"{kind}/{number}" for number in range(chosen.odd) for kind in ODD] or [f.name for f in ZOO]
+    names = [n for n in all_names if not any(w in n for w in without) and (not only or any(o in n for o in only))]
+    precisions = ("fp32 channels_last", *PRECISIONS) if chosen.odd else PRECISIONS
+    cases = [(name, precision) for name in names for precision in precisions if (name, precision) not in there]
     lasted = seconds_before() | {(row["model"], row["precision"]): row["seconds"] for row in read(chosen.order)}
     cases.sort(key=lambda case: -lasted.get(case, 30.0))
     libraries(names)
@@ -84,13 +90,19 @@ def run(chosen: argparse.Namespace) -> None:
     print(f"done after {time.time() - STARTED:.1f} s", flush=True)
 
 
+def model_of(name: str) -> Foreign:
+    """The model of a name: of the zoo, or drawn at random."""
+    kind, _, number = name.partition("/")
+    return ODD[kind](int(number)) if kind in ODD else by_name(name)
+
+
 def libraries(names: Iterable[str]) -> None:
     """Import all that the models need, so that forked processes have it; some is imported by building only."""
     for name in names:
         if name.startswith("hf/"):
             with torch.device("meta"):
                 by_name(name).build()
-    for library in {name.partition("/")[0] for name in names} - {"hf"}:
+    for library in {name.partition("/")[0] for name in names} - {"hf", *ODD}:
         __import__(library)
     gc.collect()
     gc.freeze()  # nobody collects these again, in any process
@@ -109,7 +121,7 @@ def work(cases: list[tuple[str, str]], following: Any, lock: Any, chosen: argpar
         name, precision = cases[number]
         begin = time.time()
         try:
-            found = asdict(examine(by_name(name), device, precision))
+            found = asdict(examine(model_of(name), device, precision))
         except Exception as error:
             found = {
                 "outcome": "failed",

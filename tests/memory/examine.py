@@ -10,6 +10,7 @@ plain training is to itself.
 from __future__ import annotations
 
 import copy
+import math
 import os
 import random
 import warnings
@@ -41,8 +42,8 @@ PRECISIONS = ("fp32", "bf16 channels_last")
 Numbers = dict[str, torch.Tensor]
 Outcome = Literal["equal", "equal where plain repeats itself", "runs as it is", "not trainable", "unequal"]
 
-_MORE = 5
-"""Further plain steps, to see which numbers vary, before one is said to differ."""
+_MORE, _MOST = 5, 42
+"""Further plain steps at a time, and at most, to see which numbers vary, before one is said to differ."""
 _NEAR = 4.0
 """Times the distance between plain steps, for numbers that vary in them."""
 
@@ -66,7 +67,8 @@ def examine(foreign: Foreign, device: torch.device, precision: str) -> Verdict:
         with _deterministic(strict=strict):
             try:
                 case = _Case(foreign, device, way)
-                plain = _Plain([case.step(case.plainly), case.elsewhere()])
+                plain = _Plain(case.step(case.plainly))
+                plain.add(case.elsewhere())
             except RuntimeError as error:
                 refused = refused or str(error).partition(", but you set")[0].splitlines()[0]
                 continue
@@ -87,27 +89,28 @@ def _note(asked: str, way: str, *, strict: bool, refused: str) -> str:
 
 
 class _Plain:
-    """Plain training, several times."""
+    """Plain training, several times: the numbers of the first, and how far others were from it."""
 
-    def __init__(self, steps: list[Numbers]) -> None:
-        self.steps = steps
+    def __init__(self, first: Numbers) -> None:
+        self.first, self.steps = first, 1
+        self.varying: dict[str, float] = {}
+        """Numbers that are not the same in all steps -> the largest distance."""
 
-    @property
-    def varying(self) -> set[str]:
-        """Numbers that are not the same in all steps."""
-        return {name for other in self.steps[1:] for name in differing(self.steps[0], other)}
+    def add(self, step: Numbers) -> None:
+        """One step more."""
+        self.steps += 1
+        for name in differing(self.first, step):
+            self.varying[name] = max(self.varying.get(name, 0.0), self._distance(name, step))
 
     def far(self, step: Numbers) -> list[str]:
         """Numbers of a step that are no plain training's."""
-        varying = self.varying
-        return [n for n in differing(self.steps[0], step) if n not in varying or not self._near(n, step)]
+        near = {n: _NEAR * distance for n, distance in self.varying.items()}
+        return [n for n in differing(self.first, step) if not self._distance(n, step) <= near.get(n, 0.0)]
 
-    def _near(self, name: str, step: Numbers) -> bool:
-        if any(name not in s for s in (*self.steps, step)):
-            return False
-        runs = [s[name].double() for s in self.steps]
-        spread = max(float((a - b).abs().max()) for a in runs for b in runs)
-        return float((step[name].double() - runs[0]).abs().max()) <= _NEAR * spread
+    def _distance(self, name: str, step: Numbers) -> float:
+        if name not in self.first or name not in step:
+            return math.inf
+        return float((self.first[name].double() - step[name].double()).abs().max())
 
 
 class _Case:
@@ -198,8 +201,9 @@ class _Case:
             finally:
                 if tier is not None:
                     tier.close()
-            if plain.far(numbers) and len(plain.steps) <= _MORE:
-                plain.steps += [self.elsewhere() for _ in range(_MORE)]
+            while plain.far(numbers) and plain.steps < (_MOST if plain.varying else _MORE):
+                for _ in range(_MORE):
+                    plain.add(self.elsewhere())
             if far := plain.far(numbers):
                 found[mode] = far
         if found:
@@ -208,7 +212,7 @@ class _Case:
         if recording.uses_data:
             said.append("it looks at data, so guards check that this run decides alike")
         if varying := plain.varying:
-            said.insert(0, f"{len(varying)} of {len(plain.steps[0])} numbers vary in plain training")
+            said.insert(0, f"{len(varying)} of {len(plain.first)} numbers vary in plain training")
             return Verdict("equal where plain repeats itself", "; ".join(said))
         return Verdict("equal", "; ".join(said))
 

@@ -1,6 +1,7 @@
 """State below a GPU: pinned homes, copies on streams of their own, the weights of plain training."""
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +16,13 @@ from tests.memory.test_state_loops import keeper
 from tests.memory.test_state_parameters import tangled
 
 pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    torch.backends.cudnn.deterministic = True
+    yield
+    torch.backends.cudnn.deterministic = False
 
 
 def network() -> nn.Module:
@@ -61,7 +69,6 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_training_on_a_gpu_with_state_on_the_host_is_plain_training(name: str, way: str) -> None:
-    torch.backends.cudnn.deterministic = True
     model, plain = network(), network()
     optimizer, twin = (OPTIMIZERS[name](m.parameters()) for m in (model, plain))
     costs = by_bytes(account(outcore.capture(model, (batch(),))), 1e12)
