@@ -65,12 +65,16 @@ def measured() -> list[str]:
 
 
 def sizes() -> list[str]:
-    """What is stashed between forward and backward, over what plain training stashes."""
-    out = ["", f"| network | stashed by plain, GiB | {' | '.join(KINDS[1:])} |", "|---" * (len(KINDS) + 1) + "|"]
-    newest = sorted((HERE / "results").glob("*-sizes*.json"))[-1]
-    for row in json.loads(newest.read_text())["rows"]:
+    """What plain training stashes between forward and backward, and for what; and how much less the others do."""
+    newest = json.loads(sorted((HERE / "results").glob("*-sizes*.json"))[-1].read_text())["rows"]
+    uses = list(newest[0]["needed_by"])
+    out = ["", f"| network | stashed by plain, GiB | of it for {' | '.join(uses)} | {' | '.join(KINDS[1:])} |"]
+    out.append("|---" * (len(KINDS) + len(uses) + 1) + "|")
+    for row in newest:
+        whole = sum(row["needed_by"].values())
+        shares = " | ".join(f"{row['needed_by'][use] / whole:.0%}" for use in uses)
         less = " | ".join(f"{row['plain'] / row[kind]:.2f}x" for kind in KINDS[1:])
-        out.append(f"| {row['model']} {row['batch']}x{row['side']} | {row['plain'] / 2**30:.2f} | {less} |")
+        out.append(f"| {row['model']} {row['batch']}x{row['side']} | {row['plain'] / 2**30:.2f} | {shares} | {less} |")
     return out
 
 

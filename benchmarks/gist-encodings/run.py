@@ -46,7 +46,7 @@ from outcore.graph.keys import key_of
 from outcore.memory.admission import Settings
 from outcore.memory.governor import Governor
 from outcore.memory.lossy import effect_on_gradients
-from outcore.ops.encoding import held_bytes
+from outcore.ops.encoding import codec_for, held_bytes
 from outcore.planner.keeping import Keeping
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -320,8 +320,21 @@ def sizes(case: Case, kinds: list[str]) -> dict[str, Any]:
     )
     row = {**case.facts, "how": "sizes", "plain": plain}
     row |= {kind: stashed(keeping, policy_for(keeping, kind)) for kind in kinds}
-    print(json.dumps(row), flush=True)
-    return row
+    return row | {"needed_by": needed_by(keeping)}
+
+
+def needed_by(keeping: Keeping) -> dict[str, int]:
+    """What is stashed, by what of it backward needs: bytes."""
+    found = dict.fromkeys(("a sign", "an index or mask", "norm", "convolution", "other"), 0)
+    blocks = [keeping.graph.blocks[call.block].type for call in keeping.graph.calls.values()]
+    for buffer in (b for b in keeping.buffers.values() if b.savers and b.kind != "given"):
+        users = " ".join(blocks[i] for i, need in buffer.savers.items() if need == "full")
+        if codec := codec_for(buffer):
+            what = "a sign" if codec == "sign" else "an index or mask"
+        else:
+            what = "convolution" if "Conv" in users or "Linear" in users else "norm" if "Norm" in users else "other"
+        found[what] += buffer.bytes
+    return found
 
 
 def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
