@@ -99,12 +99,25 @@ def exact() -> list[str]:
     return out
 
 
+def training() -> list[str]:
+    """How networks learn under each way."""
+    out = []
+    for path in sorted((HERE / "results").glob("*-training*.json"))[-1:]:
+        document = json.loads(path.read_text())
+        name = f"ResNet-18, {document['steps']} steps of {document['batch']}"
+        out += ["", f"| {name} | loss, last tenth | accuracy | weights are plain training's |", "|---|---|---|---|"]
+        for row in document["training"]:
+            same = "yes" if row["weights_equal"] else "no"
+            out.append(f"| {row['way']} | {row['last_tenth']:.4f} | {row['accuracy']:.1%} | {same} |")
+    return out
+
+
 def main() -> None:
     readme = HERE / "README.md"
     head, _, rest = readme.read_text().partition(BEGIN)
     readme.write_text(
         f"{head}{BEGIN}\n\n"
-        + "\n".join([*measured(), *sizes(), *exact(), *kernels()])
+        + "\n".join([*measured(), *sizes(), *exact(), *training(), *kernels()])
         + f"\n\n{END}{rest.partition(END)[2]}"
     )
 
