@@ -56,6 +56,8 @@ __all__ = ["memory_plan", "release", "within"]
 Exactness = Literal["bitwise", "reassociated"]
 _MARGIN = {"cuda": 0.02, "cpu": 0.0}
 """Share of the budget that is left free for what predictions miss."""
+_ROUNDING_BYTES = {"cuda": 4 * 2**20}
+"""Blocks that are less than a MiB too large are not split."""
 _GRAPHS_MARGIN = 0.01
 """With CUDA graphs: what they take is known before the first step, and corrects the plan."""
 
@@ -170,6 +172,7 @@ def within(
         quiet=quiet,
         beside_bytes=loss_bytes,
         margin=margin,
+        rounding_bytes=_ROUNDING_BYTES.get(costs.device_kind, 0) if not graphs else 0,
     )
     way = Way(graph, without_gaps(costs), settings)
     call = arguments_as_called(model, args, kwargs)

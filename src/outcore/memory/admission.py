@@ -43,6 +43,8 @@ class Settings:
     """Do not say what was measured."""
     beside_bytes: int = 0
     """What the loss holds between forward and backward."""
+    rounding_bytes: int = 0
+    """What an allocator may give too much in all."""
     margin: float = 0.0
     """Share of the budget to leave free beside that."""
 

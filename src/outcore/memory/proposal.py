@@ -84,6 +84,7 @@ def _plan(graph: Graph, costs: Costs, settings: Settings, device: torch.device, 
         )
 
     if first is None:
+            rounding_bytes=settings.rounding_bytes,
         return planned(by_hand)
     known = by_hand if by_hand is not None else dict(first.assignment.policy)
     with contextlib.suppress(PlanError):

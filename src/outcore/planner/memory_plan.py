@@ -125,6 +125,7 @@ def plan_memory(
     memory_bytes_per_s: float = 10e9,
     reserved_bytes: int = 0,
     margin: float = 0.0,
+    rounding_bytes: int = 0,
     loss_bytes: int = 0,
     policy: Mapping[str, str] | None = None,
     time_limit_s: float = 4.0,
@@ -144,6 +145,7 @@ def plan_memory(
         memory_bytes_per_s: how fast the device's own memory is.
         reserved_bytes: to leave free.
         margin: share of the budget to leave free beside that.
+        rounding_bytes: at most so many more, and a 200th of the plain step: what an allocator gives too much.
         loss_bytes: what the loss holds beside the model's output and its gradient.
         policy: chosen by hand.
         time_limit_s: for the search.
@@ -162,6 +164,7 @@ def plan_memory(
         keeping.base = keeping.base + there.max() - there + np.maximum(np.diff(there, prepend=0), 0)
     if policy is not None and (unknown := [name for name in policy if name not in keeping.buffers]):
         raise PlanError(f"the plan names {unknown[0]}, which is not the first value in any memory of the network")
+    reserved_bytes += min(rounding_bytes, keeping.plain.peak_bytes // 200)
     reserved = reserved_bytes + int(margin * (budget_bytes or 0))
     most = budget_bytes - reserved if budget_bytes is not None else 2**62
     at_turn = _at_turn(keeping, graph, loss_bytes) if loss_bytes else 0
