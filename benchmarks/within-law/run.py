@@ -140,8 +140,11 @@ def rows(case: Case, device: torch.device, shares: Iterable[float], chosen: argp
                 yield {"share": share, "named": named, "refused_again": str(again)}
                 continue
         first = outcore.memory_plan(trained.model)
-        seen = peaks(trained, watched=WATCHED)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            seen = peaks(trained, watched=WATCHED)
         plan = outcore.memory_plan(trained.model)
+        said = [str(w.message) for w in warned if "outcore" in str(w.message)]
         yield {
             "share": "smallest" if named else share,
             "budget": budget,
@@ -151,6 +154,7 @@ def rows(case: Case, device: torch.device, shares: Iterable[float], chosen: argp
             "slowdown": plan.slowdown,
             "state": "" if plan.state.idle else str(plan.state),
             "replanned": plan is not first,
+            **({"said": said} if said else {}),
             **seen,
         }
         outcore.release(trained.model)
