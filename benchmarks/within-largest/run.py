@@ -168,6 +168,7 @@ def attempt(basis: Basis, size: int, limit: int, least: Assignment | None, args:
         if least is not None:
             plan = dict(least.policy)
             options: dict[str, Any] = {"optimizer": 0.0, "costs": basis.costs, "quiet": True, "plan": plan}
+            options["exact"] = args.exact
             outcore.within(model, (images,), memory=limit, **options)
             row["predicted_peak"] = outcore.memory_plan(model).peak_bytes
         while args.wait_for is not None and not args.wait_for.exists():  # all is ready; others still measure
@@ -224,6 +225,7 @@ def main() -> None:
         default=[1.05, 1.0, 0.97, 0.94, 0.91, 0.88, 0.84, 0.8, 0.75, 0.7, 0.62, 0.55, 0.4],
         help="of the predicted largest, to try in this order",
     )
+    parser.add_argument("--exact", default="bitwise", help="or reassociated: numbers of plain training up to rounding")
     parser.add_argument("--channels-last", action="store_true", help="the order of memory, for plain training and ours")
     parser.add_argument("--wait-for", type=Path, help="a file without which nothing is trained")
     parser.add_argument("--begin-after", type=Path, help="a file without which the device is left alone")
@@ -288,7 +290,8 @@ def main() -> None:
                         continue
                     print(name, limit_name, grows, how, flush=True)
                     found = search(basis, limit, least, args)
-                    rows.append({"model": name, "limit": limit_name, "grows": grows, "how": how, **found})
+                    grade = {"exact": args.exact} if how == "outcore" else {}
+                    rows.append({"model": name, "limit": limit_name, "grows": grows, "how": how, **grade, **found})
                     path.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n")
                 if DEVICE == "cuda":
                     torch.cuda.set_per_process_memory_fraction(1.0)
