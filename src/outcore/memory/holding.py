@@ -20,6 +20,7 @@ from outcore.graph import Graph
 from outcore.graph.recording import Recording, Ref, Step, schedule_drops
 from outcore.graph.structure import leaves
 from outcore.memory.arena import Arena
+from outcore.memory.bands import in_bands
 from outcore.memory.bit_relu import bit_relus
 from outcore.memory.byte_pool import byte_pools
 from outcore.memory.codecs import Window, window_of
@@ -135,6 +136,8 @@ def prepare(
     schedule_drops(recording.steps, [ref.name for _, ref in leaves(recording.result, Ref)])
     recording.dropped = True
     steps = {s.name: s for s in recording.steps if s.kind != "guard"}
+    bands = in_bands(graph, steps, model) if reassociated else {}
+    steps |= bands
     order = list(graph.calls)
     types = {name: graph.blocks[call.block].type for name, call in graph.calls.items()}
 
@@ -211,7 +214,7 @@ def prepare(
     stops = frozenset(order[place] for place in (*late, *fetched))
     makers = {maker for v in noted if (maker := graph.values[v].producer) is not None}
     windows = {n.rpartition("~")[0]: p.window for n, p in plans.items() if p.policy == "encode:window"}
-    instead = bit_relus(graph, steps, model, buffers, policy) | byte_pools(steps, model, windows)
+    instead = bit_relus(graph, steps, model, buffers, policy) | byte_pools(steps, model, windows) | bands
     return Holding(
         recording=recording,
         positions={name: i for i, name in enumerate(order)},
