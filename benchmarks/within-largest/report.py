@@ -21,7 +21,8 @@ def merged() -> dict[Key, dict[str, Any]]:
         document = json.loads(path.read_text())
         allocator = document["environment"].get("allocator", "default").partition(":")[0]
         for row in document["rows"]:
-            key = (row["model"], row["limit"], allocator, row["grows"], row["how"])
+            how = row["how"] + (", reassociated" if row.get("exact") == "reassociated" else "")
+            key = (row["model"], row["limit"], allocator, row["grows"], how)
             before = found.get(key, {"failed": []})
             best = max((before, row), key=lambda r: r.get("size", 0))
             failed = {f["size"]: f["error"] for r in (before, row) for f in r["failed"]}

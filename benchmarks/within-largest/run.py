@@ -22,6 +22,7 @@ import os
 import pickle
 import platform
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -185,18 +186,29 @@ def attempt(basis: Basis, size: int, limit: int, least: Assignment | None, args:
     return row
 
 
-def search(basis: Basis, limit: int, least: Assignment | None, args: argparse.Namespace) -> dict[str, Any]:
+def search(
+    basis: Basis,
+    limit: int,
+    least: Assignment | None,
+    args: argparse.Namespace,
+    report: Callable[[dict[str, Any]], None],
+) -> dict[str, Any]:
     """The largest size that trains, with the sizes that did not."""
     predicted, step = basis.predict(limit, "plain" if least is None else "outcore", least), STEPS[basis.grows]
     failed: list[dict[str, Any]] = []
+    best: dict[str, Any] = {}
     sizes = [max(step, int(share * predicted) // step * step) for share in args.shares]
     for size in list(dict.fromkeys(sizes))[: args.tries]:
         row = attempt(basis, size, limit, least, args)
         print("  ", json.dumps(row), flush=True)
-        if "error" not in row:
-            return {**row, "predicted": predicted, "failed": failed}
-        failed.append(row)
-    return {"predicted": predicted, "failed": failed}
+        if "error" in row:
+            failed.append(row)
+            continue
+        best = max((best, row), key=lambda found: found.get("size", 0))
+        report({**best, "predicted": predicted, "failed": failed})
+        if not args.on:
+            break
+    return {**best, "predicted": predicted, "failed": failed}
 
 
 def allowed(limit: str, total: int) -> int:
@@ -227,6 +239,7 @@ def main() -> None:
     )
     parser.add_argument("--exact", default="bitwise", help="or reassociated: numbers of plain training up to rounding")
     parser.add_argument("--channels-last", action="store_true", help="the order of memory, for plain training and ours")
+    parser.add_argument("--on", action="store_true", help="try the other shares too after one that trained")
     parser.add_argument("--wait-for", type=Path, help="a file without which nothing is trained")
     parser.add_argument("--begin-after", type=Path, help="a file without which the device is left alone")
     parser.add_argument("--seconds", type=float, default=1e9)
@@ -289,10 +302,16 @@ def main() -> None:
                     if how not in args.hows.split(",") or time.time() - started > args.seconds:
                         continue
                     print(name, limit_name, grows, how, flush=True)
-                    found = search(basis, limit, least, args)
                     grade = {"exact": args.exact} if how == "outcore" else {}
-                    rows.append({"model": name, "limit": limit_name, "grows": grows, "how": how, **grade, **found})
-                    path.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n")
+                    row = {"model": name, "limit": limit_name, "grows": grows, "how": how, **grade}
+
+                    def report(found: dict[str, Any], row: dict[str, Any] = row) -> None:
+                        document = {"environment": environment, "rows": [*rows, {**row, **found}]}
+                        path.write_text(json.dumps(document, indent=1) + "\n")
+
+                    found = search(basis, limit, least, args, report)
+                    report(found)
+                    rows.append({**row, **found})
                 if DEVICE == "cuda":
                     torch.cuda.set_per_process_memory_fraction(1.0)
     print(f"done after {time.time() - started:.0f} s")
