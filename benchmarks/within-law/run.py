@@ -30,11 +30,12 @@ os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # so that asking for CUDA doe
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-from trained import TEXT, Case, Trained, loss_of, optimizer_of, torchvision
+from trained import TEXT, Case, Trained, loss_of, torchvision
 
 import outcore
 from outcore.cost.live import LiveBytes
 from outcore.errors import PlanError
+from outcore.memory.observer import homes_of
 
 HERE = Path(__file__).parent
 STARTED = time.time()
@@ -66,7 +67,13 @@ def main() -> None:
     if any(text.startswith(TEXT) for text in chosen.cases):
         import transformers
 
-        _ = transformers.BertModel, transformers.GPT2LMHeadModel  # which imports them, before forking
+        # Which imports them, before forking.
+        _ = (
+            transformers.BertModel,
+            transformers.DistilBertModel,
+            transformers.GPT2LMHeadModel,
+            transformers.T5EncoderModel,
+        )
     gc.freeze()
     fork = multiprocessing.get_context("fork")
     following = fork.Value("i", 0)
@@ -161,10 +168,7 @@ def rows(case: Case, device: torch.device, shares: Iterable[float], chosen: argp
 
 
 def within(trained: Trained, budget: int | None, costs: outcore.Costs) -> None:
-    """As somebody would call it; costs are measured once for all budgets.
-
-    On a CPU, where memory below the device is mapped and counts as tensors too, only values may leave.
-    """
+    """As somebody would call it; costs are measured once for all budgets."""
     gc.collect()
     if trained.device.type == "cuda":
         torch.cuda.empty_cache()
@@ -174,7 +178,7 @@ def within(trained: Trained, budget: int | None, costs: outcore.Costs) -> None:
             (trained.batch,),
             memory=budget,
             loss=loss_of,
-            optimizer=trained.optimizer if trained.device.type == "cuda" else optimizer_of(trained.case.model),
+            optimizer=trained.optimizer,
             costs=costs,
             stream=False,
             quiet=True,
@@ -221,14 +225,19 @@ def predicted_phases(plan: Any) -> list[int]:
 
 
 def counted(trained: Trained) -> int:
-    """Bytes of living tensors at most in a step."""
+    """Bytes of living tensors at most in a step, without what is mapped from the disk below the device."""
     trained.step()  # the optimizer's state is there from now on
     trained.optimizer.zero_grad()
     state = [t for s in trained.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
-    here = [*trained.model.parameters(), *trained.model.buffers(), trained.batch, *state]
-    with LiveBytes(here) as live:
+    tensors = [*trained.model.parameters(), *trained.model.buffers(), trained.batch, *state]
+    governor = trained.model.__dict__.get("forward")
+    homes = homes_of(governor.keeper) if governor is not None and governor.keeper is not None else []
+    there = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    for home in homes:
+        there.pop(home.untyped_storage().data_ptr(), None)
+    with LiveBytes([*tensors, *homes]) as live:
         trained.step()
-    return live.peak + sum(t.nbytes for t in here)
+    return live.peak + sum(there.values())
 
 
 def read(paths: Iterable[Path]) -> list[Row]:

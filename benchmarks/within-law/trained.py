@@ -17,7 +17,7 @@ import outcore
 
 IMAGES = ("resnet50", "vgg19", "inception_v3", "densenet121", "unet", "convnext_tiny")
 VISION = ("vit_b_16", "swin_t")
-TEXT = ("bert", "gpt2", "lstm")
+TEXT = ("bert", "distilbert", "gpt2", "lstm", "t5")
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,10 @@ def model_of(name: str) -> nn.Module:
         return Recurrent()
     import transformers
 
+    if name == "distilbert":
+        return Text(transformers.DistilBertModel(transformers.DistilBertConfig()))
+    if name == "t5":
+        return Text(transformers.T5EncoderModel(transformers.T5Config()))
     if name == "bert":
         return Text(transformers.BertModel(transformers.BertConfig(), add_pooling_layer=False))
     return Text(transformers.GPT2LMHeadModel(transformers.GPT2Config(use_cache=False)))

@@ -27,7 +27,7 @@ from outcore.planner.memory_plan import MemoryPlan
 if TYPE_CHECKING:
     from outcore.memory.state import StateKeeper
 
-__all__ = ["Measured", "Meter", "Observer", "meter_for"]
+__all__ = ["Measured", "Meter", "Observer", "homes_of", "meter_for"]
 
 _WARM_UPS, _WATCHED = 1, 2
 
@@ -130,12 +130,12 @@ class Observer:
         mine += [t for state in keeper.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
         mine += [parcel.place.memory for parcel in keeper.parcels if parcel.place is not None]
         found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in mine}
-        for home in _homes(keeper):
+        for home in homes_of(keeper):
             found.pop(home.untyped_storage().data_ptr(), None)
         return sum(found.values())
 
 
-def _homes(keeper: StateKeeper) -> list[torch.Tensor]:
+def homes_of(keeper: StateKeeper) -> list[torch.Tensor]:
     """Memory below the device in which state lives."""
     found = [parcel.home for parcel in keeper.parcels]
     if keeper.visits is not None:
