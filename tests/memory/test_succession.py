@@ -26,15 +26,15 @@ def planned(model: nn.Module) -> MemoryPlan:
     return plan
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, i: int, loop: str) -> None:
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, i: int, loop: str, device: str = "cpu") -> None:
     """A step of one of the loops that people write."""
     if loop in ("zero before", "two forwards"):
         optimizer.zero_grad()
-    loss = model(batch(i)).square().mean()
+    loss = model(batch(i).to(device)).square().mean()
     if loop == "zero between":
         optimizer.zero_grad()
     if loop == "two forwards":
-        loss = loss + model(batch(100 + i)).sum()
+        loss = loss + model(batch(100 + i).to(device)).sum()
     loss.backward()
     if loop == "adding up" and i % 2 == 0:
         return
@@ -44,17 +44,17 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, i: int, loop: str) 
 
 
 def watched(
-    monkeypatch: pytest.MonkeyPatch, share: float, above: int
+    monkeypatch: pytest.MonkeyPatch, share: float, above: int, device: str = "cpu"
 ) -> tuple[nn.Module, torch.optim.Optimizer, Counter]:
     """A model within a share of plain training's peak whose steps take some bytes more than predicted."""
-    model = deep()
+    model, x = deep().to(device), batch().to(device)
     optimizer = ADAM(model.parameters())
-    costs = by_bytes(account(outcore.capture(model, (batch(),))), 1e9)
-    outcore.within(model, (batch(),), memory=None, optimizer=optimizer, costs=costs, quiet=True)
+    costs = by_bytes(account(outcore.capture(model, (x,))), 1e9)
+    outcore.within(model, (x,), memory=None, optimizer=optimizer, costs=costs, quiet=True)
     budget = int(share * planned(model).plain_bytes)
     counter = Counter(budget + above)
     monkeypatch.setattr(governors, "meter_for", lambda _: counter)
-    outcore.within(model, (batch(),), memory=budget, optimizer=optimizer, costs=costs, quiet=True)
+    outcore.within(model, (x,), memory=budget, optimizer=optimizer, costs=costs, quiet=True)
     return model, optimizer, counter
 
 
@@ -111,3 +111,28 @@ def test_a_larger_batch_may_send_state_further_down() -> None:
         assert same(model, plain), i
     keeper = model.__dict__["forward"].keeper
     assert keeper is not None and keeper.policy != StatePolicy()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("loop", LOOPS)
+def test_on_a_gpu_state_moves_further_down_too(monkeypatch: pytest.MonkeyPatch, loop: str) -> None:
+    model, optimizer, counter = watched(monkeypatch, 1.05, 4 * WIDTH * WIDTH * 8, "cuda")
+    plain = deep().to("cuda")
+    twin = ADAM(plain.parameters())
+    governor = model.__dict__["forward"]
+    seen = []
+    for i in range(16):
+        step(model, optimizer, i, loop, "cuda"), step(plain, twin, i, loop, "cuda")
+        if str(planned(model).state) not in seen:
+            seen.append(str(planned(model).state))
+            counter.most += 4 * WIDTH * WIDTH * 16 if len(seen) == 2 else 0
+        if len(seen) == 3:
+            counter.most = 0
+        theirs = plain.state_dict()
+        assert all(torch.equal(p.cuda(), theirs[name]) for name, p in model.state_dict().items()), i
+    assert [text.split(",")[0].split(" below")[0] for text in seen] == [
+        "no state",
+        "the optimizer's state",
+        "parameters",
+    ]
+    assert governor.keeper.policy == planned(model).state
