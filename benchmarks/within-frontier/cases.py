@@ -47,8 +47,9 @@ class Case:
         return self.side <= 512
 
     @property
-    def has_batch_norms(self) -> bool:
-        return self.name not in ("vgg19", "convnext_tiny")
+    def has_fusible(self) -> bool:
+        """Whether there are norms or biases that can be one operation with a ReLU."""
+        return self.name != "convnext_tiny"
 
     def fresh(self) -> Training:
         """A new network with its batch."""

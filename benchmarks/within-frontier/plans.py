@@ -26,6 +26,7 @@ from cases import Case, cases_of
 from networks import build
 
 from outcore.graph import Graph
+from outcore.memory.fused_bias import as_biased, biases_of
 from outcore.memory.fused_norm import norms_of
 from outcore.memory.norm_choice import as_fused, worth_fusing
 from outcore.planner.budget import Assignment, fit, smallest
@@ -47,7 +48,7 @@ PEERS = {
 def ways_of(case: Case, shares: list[str]) -> list[str]:
     """What is planned for a case: small steps as CUDA graphs, large ones call by call; norms also fused."""
     every = shares + [s for s in PEERS.get(case.label, []) if s not in shares and shares]
-    kinds = ["", " reassociated"] if case.has_batch_norms else [""]
+    kinds = ["", " reassociated"] if case.has_fusible else [""]
     kinds += [] if case.bf16 else [" channels_last reassociated"]
     ways = [f"outcore {share}{' graphs' if case.small else ''}{norms}" for norms in kinds for share in every]
     ways = [way for way in ways if "least" not in way or "reassociated" not in way]
@@ -71,13 +72,14 @@ def search(keeping: Keeping, share: str, plain_bytes: int, search_s: float, used
     return fit(keeping, int(used * budget), time_limit_s=search_s), budget
 
 
-def ready(case: Case, keeping: Keeping, turned: bool) -> tuple[Graph, Keeping, dict[str, str | None]]:
-    """A recording of the network, its costs, and the norms of it that can be fused."""
+def ready(case: Case, keeping: Keeping, turned: bool) -> tuple[Graph, Keeping, dict[str, str | None], dict[str, str]]:
+    """A recording of the network, its costs, and the norms and biases of it that can be fused."""
     with torch.autocast("cpu", torch.bfloat16, enabled=case.bf16):
         here = case.graph(build(case.name), (case.batch, 3, case.side, case.side), turned)
     graph = replace(keeping.graph, executable=here.executable)
     there = Keeping(graph, keeping.costs, 0.0, keeping.tier, keeping.memory_bytes_per_s)
-    return graph, there, norms_of(here, here.module.model)
+    model = here.module.model
+    return graph, there, norms_of(here, model), biases_of(here, model, torch.device("cuda"))
 
 
 def plan_case(
@@ -94,10 +96,12 @@ def plan_case(
         graphs, turned = "graphs" in flags, "channels_last" in flags
         if turned not in made:
             continue
-        graph, keeping, fusible = made[turned]
+        graph, keeping, fusible, biases = made[turned]
         costs, rate = keeping.costs, keeping.memory_bytes_per_s
         fused = worth_fusing(fusible, costs, rate, issued=not graphs) if "reassociated" in flags else {}
         taken = as_fused(costs, fused, rate) if fused else costs
+        if "reassociated" in flags:
+            taken = as_biased(taken, biases, rate)
         use = Keeping(graph, taken, 0.0, keeping.tier, rate, draws=not graphs)
         if graphs:
             standing(use)

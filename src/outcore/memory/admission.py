@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from outcore.cost.optimizer import OptimizerCost
 from outcore.memory.graphed import Graphed
@@ -37,7 +37,7 @@ class Settings:
     """Results may differ from plain training by rounding."""
     fuse: bool = True
     """Then, norms may become one operation with their ReLU."""
-    order: MemoryOrder = MemoryOrder()
+    order: MemoryOrder = field(default_factory=MemoryOrder)
     """Of images inside the network."""
     quiet: bool = True
     """Do not say what was measured."""

@@ -197,6 +197,7 @@ class Governor:
             plan.outcome.transfers,
             reassociated=self.settings.reassociated,
             fused=found.fused,
+            biased=found.biased,
         )
         entry = self.admitted[key] = Admitted(plan, holding)
         if self.settings.graphs and (self.device.type != "cuda" or not Graphed.can(holding)):

@@ -21,14 +21,14 @@ from dataclasses import replace
 from outcore.cost.costs import CallCost, Costs
 from outcore.machine.clock import Timing
 
-__all__ = ["Norms", "as_fused", "step_s", "worth_fusing"]
+__all__ = ["RATE", "Norms", "as_fused", "step_s", "totals", "worth_fusing"]
 
 Norms = Mapping[str, str | None]
 """Call of a norm -> call of the ReLU that is all that happens to its output, if there is one."""
 
 _FORWARD, _BACKWARD = 3, 5
 """Passes over memory of a fused norm."""
-_RATE = 0.8
+RATE = 0.8
 """Of the rate of a copy, what its kernels reach."""
 _ISSUE = 4.0
 """Host time of a fused norm over that of torch's norm and ReLU: an estimate; the first steps show where it is wrong."""
@@ -47,7 +47,7 @@ def worth_fusing(
     """
     if not issued:
         return {n: relu for n, relu in norms.items() if _saved_s(n, relu, costs, memory_bytes_per_s) > 0}
-    device_s, host_s = _totals(costs)
+    device_s, host_s = totals(costs)
     if not any(_issue_s(name, relu, costs) for name, relu in norms.items()):
         return dict(norms)
     rows = sorted(norms, key=lambda name: -_saved_s(name, norms[name], costs, memory_bytes_per_s))
@@ -76,10 +76,10 @@ def as_fused(costs: Costs, norms: Norms, memory_bytes_per_s: float) -> Costs:
 
 def step_s(costs: Costs) -> float:
     """Seconds of a step with all norms as they are: the slower of device and host."""
-    return max(_totals(costs))
+    return max(totals(costs))
 
 
-def _totals(costs: Costs) -> tuple[float, float]:
+def totals(costs: Costs) -> tuple[float, float]:
     """Seconds of a step on the device and on the host."""
     times = [t for c in costs.calls.values() for t in (c.forward, c.backward) if t is not None]
     host = sum(t.dispatch_s for t in times) + len(times) * costs.between_s + costs.start_s
@@ -89,7 +89,7 @@ def _totals(costs: Costs) -> tuple[float, float]:
 def _saved_s(name: str, relu: str | None, costs: Costs, rate: float) -> float:
     """Seconds of the device that fusing saves."""
     now = sum(t.median_s for t in _times(name, relu, costs))
-    return now - (_FORWARD + _BACKWARD) * costs.calls[name].output_bytes / (_RATE * rate)
+    return now - (_FORWARD + _BACKWARD) * costs.calls[name].output_bytes / (RATE * rate)
 
 
 def _issue_s(name: str, relu: str | None, costs: Costs) -> float:
@@ -105,7 +105,7 @@ def _fused(cost: CallCost, rate: float) -> CallCost:
     """The cost of a norm that is fused; on a CPU it is left as it is."""
     if cost.forward is None or not cost.forward.dispatch_s:
         return cost
-    second = cost.output_bytes / (_RATE * rate)
+    second = cost.output_bytes / (RATE * rate)
 
     def timing(now: Timing | None, passes: int) -> Timing | None:
         if now is None:

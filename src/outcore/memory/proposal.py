@@ -17,6 +17,7 @@ from outcore.cost.costs import Costs
 from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.memory.admission import Settings
+from outcore.memory.fused_bias import Biases, as_biased, biases_of, worth_it
 from outcore.memory.fused_norm import norms_of
 from outcore.memory.norm_choice import Norms, as_fused, step_s, worth_fusing
 from outcore.memory.rates import memory_rate, tier_below
@@ -31,6 +32,8 @@ class Proposal:
 
     plan: MemoryPlan
     fused: Norms
+    biased: Biases
+    """Convolutions whose bias goes with a ReLU."""
     library_s: float
     """Predicted time of a step in which norms are the library's."""
 
@@ -54,10 +57,17 @@ def propose(
     rate = memory_rate(device)
     fusible = norms_of(graph, model) if settings.reassociated and settings.fuse else {}
     fused = worth_fusing(fusible, costs, rate, issued=not settings.graphs) if fusible else {}
-    plan = _plan(graph, as_fused(costs, fused, rate) if fused else costs, settings, device, first)
+    expected = as_fused(costs, fused, rate) if fused else costs
+    biased = biases_of(graph, model, device) if settings.reassociated and settings.fuse else {}
+    if biased and worth_it(biased, expected, issued=not settings.graphs):
+        expected = as_biased(expected, biased, rate)
+    else:
+        biased = {}
+    plan = _plan(graph, expected, settings, device, first)
     order = settings.order if first is None else replace(settings.order, plain_s=None, plain_bytes=None)
     plan = replace(plan, reassociated=settings.reassociated, order=order)
-    return Proposal(plan, fused, step_s(costs) + plan.outcome.extra_s)
+    biased = biased if plan.state.idle else {}  # a bias that leaves the device is back for its convolution only
+    return Proposal(plan, fused, biased, step_s(costs) + plan.outcome.extra_s)
 
 
 def _plan(graph: Graph, costs: Costs, settings: Settings, device: torch.device, first: MemoryPlan | None) -> MemoryPlan:
@@ -74,6 +84,7 @@ def _plan(graph: Graph, costs: Costs, settings: Settings, device: torch.device, 
             memory_bytes_per_s=memory_rate(device),
             reserved_bytes=settings.reserved_bytes,
             margin=settings.margin,
+            rounding_bytes=settings.rounding_bytes,
             loss_bytes=settings.beside_bytes,
             policy=policy,
             time_limit_s=settings.search_s,
@@ -84,7 +95,6 @@ def _plan(graph: Graph, costs: Costs, settings: Settings, device: torch.device, 
         )
 
     if first is None:
-            rounding_bytes=settings.rounding_bytes,
         return planned(by_hand)
     known = by_hand if by_hand is not None else dict(first.assignment.policy)
     with contextlib.suppress(PlanError):

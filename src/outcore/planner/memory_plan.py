@@ -50,7 +50,7 @@ class MemoryPlan:
     """Norms may round in another order."""
     loss_bytes: int = 0
     """What the loss adds to the last moment of forward."""
-    order: MemoryOrder = MemoryOrder()
+    order: MemoryOrder = field(default_factory=MemoryOrder)
     """Of images inside the network."""
 
     @cached_property
