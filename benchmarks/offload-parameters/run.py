@@ -246,6 +246,17 @@ def work(index: int, name: str, options: argparse.Namespace, gate: Gate, path: P
         compared(name, options, gate, report)
 
 
+def parting() -> Any:
+    """Processes that share what was imported; where the driver was woken before they part, they begin anew."""
+    import torchvision  # noqa: F401
+
+    context = multiprocessing.get_context("fork")
+    trial = context.Process(target=lambda: sys.exit(torch.cuda._is_in_bad_fork()))
+    trial.start()
+    trial.join()
+    return context if trial.exitcode == 0 else multiprocessing.get_context("spawn")
+
+
 def joined(parts: list[Path], path: Path) -> None:
     """What the processes have written, as one file."""
     found = [json.loads(part.read_text()) for part in parts if part.exists()]
@@ -272,9 +283,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
     names = options.models.split(",")
-    import torchvision  # noqa: F401  # once, before processes part
-
-    context = multiprocessing.get_context("fork")
+    context = parting()
     gate, workers, parts = Gate(context, len(names), 100.0), [], []
     whole = f"{time.strftime('%Y-%m-%d')}-{options.name or options.device}"
     for i, name in enumerate(names):
