@@ -50,6 +50,14 @@ def test_predicted_peak_is_the_counted_one(boundary, tile) -> None:
     assert above <= 1.35 * measured
 
 
+def test_a_prediction_counts_no_batch_in_norms_behind_the_tiles() -> None:
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.BatchNorm1d(4), nn.Linear(4, 2)]
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), *head)
+    before = {name: t.clone() for name, t in net.state_dict().items()}
+    predict_bytes(stream(net, tile=16).prepare(torch.empty(2, 3, 40, 40, device="meta")))
+    assert all(torch.equal(t, before[name]) for name, t in net.state_dict().items())
+
+
 def test_memory_does_not_grow_with_the_image() -> None:
     net = network()
     streamed = stream(net, tile=64)

@@ -10,15 +10,17 @@ for it).
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from outcore.cost.live import LiveBytes
+from outcore.graph.preserve import ModelState, state_tensors
 from outcore.graph.recording import Ref, Tape
 from outcore.graph.structure import leaves
 from outcore.ops.region import elements, sizes
@@ -171,7 +173,7 @@ def _tail_bytes(prepared: Prepared, *, training: bool) -> int:
     if not prepared.tail:
         return 0
     device = device_of(network.model)
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with _unchanged(network.model), FakeTensorMode(allow_non_fake_inputs=True):
         values = {
             name: torch.empty(network.shapes[name], dtype=network.dtypes[name], device=device)
             for name in (*prepared.streaming.boundary, *network.graph.inputs)
@@ -183,8 +185,7 @@ def _tail_bytes(prepared: Prepared, *, training: bool) -> int:
         real = [*network.model.parameters(), *network.model.buffers()]
         with LiveBytes([*values.values(), *real]) as live, torch.set_grad_enabled(training):
             tape = Tape(network.model, network.recording.constants, dict(values))
-            with _unchanged(network.model):
-                tape.run(prepared.tail, network.recording.ambient)
+            tape.run(prepared.tail, network.recording.ambient)
             found = [tape.values[r.name] for _, r in leaves(network.recording.result, Ref) if r.kind == "value"]
             outputs = [t for t in found if t.requires_grad]
             del found
@@ -254,15 +255,11 @@ def predict_bytes(
     )
 
 
-class _unchanged:  # noqa: N801 - reads as a word in a with statement
-    """Running a part on fake tensors must not leave them in the model's buffers."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.model = model
-
-    def __enter__(self) -> None:
-        self.held = [(m, dict(m._buffers)) for m in self.model.modules()]
-
-    def __exit__(self, *_: object) -> None:
-        for module, buffers in self.held:
-            module._buffers.update(buffers)
+@contextlib.contextmanager
+def _unchanged(model: torch.nn.Module) -> Iterator[None]:
+    """Running a part on fake tensors must not leave them in the model, nor count batches in buffers that are real."""
+    state = ModelState(model, state_tensors(model))
+    try:
+        yield
+    finally:
+        state.restore()
