@@ -43,6 +43,16 @@ class Gate:
             self.pids[index] = 0
 
     @contextlib.contextmanager
+    def outside(self, index: int) -> Iterator[None]:
+        """A process does what disturbs nobody and takes too long to be stopped; nothing on the device."""
+        self.pids[index] = 0
+        try:
+            yield
+        finally:
+            with self.turn:
+                self.pids[index] = os.getpid()
+
+    @contextlib.contextmanager
     def room(self, gib: float) -> Iterator[None]:
         """Wait until there is so much memory, and have it; never twice at a time."""
         if gib > self.large_gib:
@@ -67,20 +77,20 @@ class Gate:
     def alone(self, settle: Callable[[], None] = lambda: time.sleep(_SETTLED_S)) -> Iterator[None]:
         """Have the machine, once `settle` has seen the device quiet."""
         with self.turn:
+            others = [pid for pid in self.pids if pid not in (0, os.getpid())]
             try:
-                self._send(signal.SIGSTOP)
+                _send(others, signal.SIGSTOP)
                 settle()
                 yield
             finally:
-                self._send(signal.SIGCONT)
+                _send(others, signal.SIGCONT)
 
-    def _send(self, what: signal.Signals) -> None:
-        for taking_part in self.pids:
-            if taking_part in (0, os.getpid()):
-                continue
-            for pid in (taking_part, *children(taking_part)):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, what)
+
+def _send(pids: list[int], what: signal.Signals) -> None:
+    """To processes and to those that they have started."""
+    for pid in [one for taking_part in pids for one in (taking_part, *children(taking_part))]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, what)
 
 
 def children(pid: int) -> list[int]:

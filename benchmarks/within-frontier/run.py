@@ -42,7 +42,7 @@ from cases import Case, cases_of  # noqa: E402
 from gate import Gate  # noqa: E402
 from networks import torchvision  # noqa: E402
 from plans import read  # noqa: E402
-from ways import Prepared, Row, clean, pin_quickly  # noqa: E402
+from ways import Prepared, Row, clean  # noqa: E402
 
 import outcore  # noqa: E402
 
@@ -84,8 +84,7 @@ class Lanes:
         warnings.simplefilter("ignore")
         torch.set_num_threads(1)
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-        if self.kinds[index] == 2 and cases.DEVICE == "cuda":
-            pin_quickly()
+        self.index = index
         with self.device.inside(index):
             awake()
             self.rows.put({"environment": environment()})
@@ -127,7 +126,8 @@ class Lanes:
                 begun.append(time.time())
 
             try:
-                found = prepared.measured(way, lambda: self.device.alone(self.quiet), enter, self.given.caches)
+                alone, aside = (lambda: self.device.alone(self.quiet)), (lambda: self.device.outside(self.index))
+                found = prepared.measured(way, alone, aside, enter, self.given.caches)
             except torch.OutOfMemoryError as error:
                 found = {"error": f"out of memory: {str(error)[:200]}"}
             except Exception as error:

@@ -95,8 +95,8 @@ class Prepared:
             return float("inf")
         return float(share) * (self.plain_peak or self.plain_bytes)
 
-    def measured(self, way: str, alone: Alone, enter: Enter, caches: Path | None = None) -> Row:
-        """One row of the table; `enter` waits until there is memory."""
+    def measured(self, way: str, alone: Alone, aside: Alone, enter: Enter, caches: Path | None = None) -> Row:
+        """One row of the table; `enter` waits until there is memory, `aside` lets others measure meanwhile."""
         if way.startswith("compile"):
             one = Compiled(self.case, float(way.split()[-1]), caches)
             if one.kept and not one.kept[0].exists():
@@ -117,7 +117,7 @@ class Prepared:
             training = self.case.fresh()
             CHECKPOINTS[way](self.case.name, training.model)
             return training.measured(alone, self.warm)
-        return saved_on_cpu(self.case, alone)
+        return saved_on_cpu(self.case, alone, aside)
 
     def ours(self, way: str, alone: Alone) -> Row:
         """Under outcore, by the plan that was found."""
@@ -162,9 +162,26 @@ class Prepared:
         return governor
 
 
-def saved_on_cpu(case: Case, alone: Alone) -> Row:
-    """All that autograd saves, in pinned memory; one step, because on a large image it takes seconds."""
+def saved_on_cpu(case: Case, alone: Alone, aside: Alone) -> Row:
+    """All that autograd saves, in pinned memory; one step, because on a large image it takes seconds.
+
+    The first step would pin that memory piece by piece, for up to a minute. It is pinned before, `aside` from others.
+    """
     training = case.fresh()
+    sizes: list[int] = []
+
+    def noted(tensor: torch.Tensor) -> torch.Tensor:
+        sizes.append(tensor.nbytes)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(noted, lambda tensor: tensor):
+        training.step()
+    if cases.DEVICE == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        with aside():
+            pinned = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes]
+        del pinned  # torch keeps it for who asks next
     inner = training.step
 
     def step() -> None:
@@ -172,16 +189,7 @@ def saved_on_cpu(case: Case, alone: Alone) -> Row:
             inner()
 
     training.step = step  # type: ignore[method-assign]
-    return training.measured(alone, warm=1, least=1)
-
-
-def pin_quickly() -> None:
-    """Let torch take pinned memory as it is told to for large amounts: pages by eight threads, registered afterwards.
-
-    What a step does with it is the same, but tens of gigabytes are there in a fraction of the time.
-    """
-    tell = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
-    tell("pinned_use_cuda_host_register:True,pinned_num_register_threads:8")
+    return {**training.measured(alone, warm=1, least=1), "pinned": sum(sizes)}
 
 
 def clean() -> None:
