@@ -10,7 +10,7 @@ import torch
 
 from outcore.graph.recording import Tape
 from outcore.memory.growing import Event, reserved_by
-from outcore.memory.spacing import Spacer, Spacing, _beside, _living, _ordered, best_spacers
+from outcore.memory.spacing import Spacer, Spacing, _beside, _large, _living, _ordered, _Search, best_spacers
 
 MIB = 2**20
 
@@ -89,6 +89,21 @@ def test_a_hole_is_closed() -> None:
     events, steps = [*forward, *backward], [0, 1, 2, 3]
     spacers, least = best_spacers(events, steps, time_limit_s=1.0)
     assert spacers and least < reserved_by(events)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_spacers_are_judged_by_how_far_the_segment_is_used(seed: int) -> None:
+    """Twenty MiB at a time, that is what the allocator takes for large tensors; also where backward brings none."""
+    events = [(name, size) for name, size in some_events(seed, 200) if not size or size > MIB]
+    there = {name for name, size in events if size}
+    events = [event for event in events if event[0] in there]
+    steps = [*range(0, len(events), 5), len(events)]
+    search = _Search(*_large(events, steps))
+    for _ in range(20):
+        spacers = search.changed([])
+        beside = _beside(spacers, steps)
+        whole = [e for i in range(len(events) + 1) for e in (*beside.get(i, ()), *events[i : i + 1])]
+        assert slowly(whole) == -(-search.top(spacers) // (20 * MIB)) * 20 * MIB
 
 
 def test_what_goes_before_a_step_goes_first() -> None:

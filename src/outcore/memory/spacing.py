@@ -167,7 +167,7 @@ class _Search:
         """How far the segment is used; something above `most` if it is used further."""
         segment, begun = Segment(), 0
         beside = _beside(spacers, self.steps)
-        for i in (*sorted(beside), len(self.events)):
+        for i in sorted({*beside, len(self.events)}):
             for name, size in (*self.events[begun:i], *beside.get(i, ())):
                 if not size:
                     segment.give(name)
