@@ -26,9 +26,10 @@ from cases import Case, cases_of
 from networks import build
 
 from outcore.graph import Graph
-from outcore.memory.fused_bias import as_biased, biases_of
+from outcore.memory.fused_bias import Biases, as_biased, biases_of
 from outcore.memory.fused_norm import norms_of
-from outcore.memory.norm_choice import as_fused, worth_fusing
+from outcore.memory.fused_sum import Sums, as_summed, sums_of
+from outcore.memory.norm_choice import Norms, as_fused, worth_fusing
 from outcore.planner.budget import Assignment, fit, smallest
 from outcore.planner.keeping import Keeping
 
@@ -72,14 +73,14 @@ def search(keeping: Keeping, share: str, plain_bytes: int, search_s: float, used
     return fit(keeping, int(used * budget), time_limit_s=search_s), budget
 
 
-def ready(case: Case, keeping: Keeping, turned: bool) -> tuple[Graph, Keeping, dict[str, str | None], dict[str, str]]:
-    """A recording of the network, its costs, and the norms and biases of it that can be fused."""
+def ready(case: Case, keeping: Keeping, turned: bool) -> tuple[Graph, Keeping, Norms, Biases, Sums]:
+    """A recording of the network, its costs, and the norms, biases and sums of it that can be fused."""
     with torch.autocast("cpu", torch.bfloat16, enabled=case.bf16):
         here = case.graph(build(case.name), (case.batch, 3, case.side, case.side), turned)
     graph = replace(keeping.graph, executable=here.executable)
     there = Keeping(graph, keeping.costs, 0.0, keeping.tier, keeping.memory_bytes_per_s)
-    model = here.module.model
-    return graph, there, norms_of(here, model), biases_of(here, model, torch.device("cuda"))
+    model, device = here.module.model, torch.device("cuda")
+    return graph, there, norms_of(here, model), biases_of(here, model, device), sums_of(here, model, device)
 
 
 def plan_case(
@@ -96,12 +97,12 @@ def plan_case(
         graphs, turned = "graphs" in flags, "channels_last" in flags
         if turned not in made:
             continue
-        graph, keeping, fusible, biases = made[turned]
+        graph, keeping, fusible, biases, sums = made[turned]
         costs, rate = keeping.costs, keeping.memory_bytes_per_s
         fused = worth_fusing(fusible, costs, rate, issued=not graphs) if "reassociated" in flags else {}
         taken = as_fused(costs, fused, rate) if fused else costs
         if "reassociated" in flags:
-            taken = as_biased(taken, biases, rate)
+            taken = as_summed(as_biased(taken, biases, rate), sums)
         use = Keeping(graph, taken, 0.0, keeping.tier, rate, draws=not graphs)
         if graphs:
             standing(use)

@@ -198,6 +198,7 @@ class Governor:
             reassociated=self.settings.reassociated,
             fused=found.fused,
             biased=found.biased,
+            sums=found.sums,
         )
         entry = self.admitted[key] = Admitted(plan, holding)
         if self.settings.graphs and (self.device.type != "cuda" or not Graphed.can(holding)):

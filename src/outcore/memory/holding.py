@@ -26,6 +26,7 @@ from outcore.memory.byte_pool import byte_pools
 from outcore.memory.codecs import Window, window_of
 from outcore.memory.fused_bias import Biases, rectifiers
 from outcore.memory.fused_norm import replacements
+from outcore.memory.fused_sum import Sums, summed
 from outcore.memory.norm_choice import Norms
 from outcore.memory.renorm import Norm, Renorm
 from outcore.memory.rerun import Rerun, compile_rerun
@@ -122,6 +123,7 @@ def prepare(
     reassociated: bool = False,
     fused: Norms | None = None,
     biased: Biases | None = None,
+    sums: Sums | None = None,
 ) -> Holding:
     """Make policies ready to run.
 
@@ -136,6 +138,7 @@ def prepare(
         fused: norms that become one operation with their ReLU.
         biased: convolutions whose bias goes with a ReLU, unless that holds its output as bits or something is made
             from the convolution's.
+        sums: sums that are one operation with their ReLU, unless that holds its output as bits.
     """
     schedule_drops(recording.steps, [ref.name for _, ref in leaves(recording.result, Ref)])
     recording.dropped = True
@@ -220,6 +223,7 @@ def prepare(
     windows = {n.rpartition("~")[0]: p.window for n, p in plans.items() if p.policy == "encode:window"}
     instead = bit_relus(graph, steps, model, buffers, policy) | byte_pools(steps, model, windows) | bands
     instead |= rectifiers(graph, model, _free(biased or {}, graph, instead, plans))
+    instead |= summed(graph, {name: relu for name, relu in (sums or {}).items() if relu not in instead})
     return Holding(
         recording=recording,
         positions={name: i for i, name in enumerate(order)},

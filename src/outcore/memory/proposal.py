@@ -19,6 +19,7 @@ from outcore.graph import Graph
 from outcore.memory.admission import Settings
 from outcore.memory.fused_bias import Biases, as_biased, biases_of, worth_it
 from outcore.memory.fused_norm import norms_of
+from outcore.memory.fused_sum import Sums, as_summed, sums_of
 from outcore.memory.norm_choice import Norms, as_fused, step_s, worth_fusing
 from outcore.memory.rates import memory_rate, tier_below
 from outcore.planner.memory_plan import MemoryPlan, plan_memory
@@ -34,6 +35,8 @@ class Proposal:
     fused: Norms
     biased: Biases
     """Convolutions whose bias goes with a ReLU."""
+    sums: Sums
+    """Sums that are one operation with their ReLU."""
     library_s: float
     """Predicted time of a step in which norms are the library's."""
 
@@ -63,11 +66,12 @@ def propose(
         expected = as_biased(expected, biased, rate)
     else:
         biased = {}
-    plan = _plan(graph, expected, settings, device, first)
+    sums = sums_of(graph, model, device) if settings.reassociated and settings.fuse else {}
+    plan = _plan(graph, as_summed(expected, sums), settings, device, first)
     order = settings.order if first is None else replace(settings.order, plain_s=None, plain_bytes=None)
     plan = replace(plan, reassociated=settings.reassociated, order=order)
     biased = biased if plan.state.idle else {}  # a bias that leaves the device is back for its convolution only
-    return Proposal(plan, fused, biased, step_s(costs) + plan.outcome.extra_s)
+    return Proposal(plan, fused, biased, sums, step_s(costs) + plan.outcome.extra_s)
 
 
 def _plan(graph: Graph, costs: Costs, settings: Settings, device: torch.device, first: MemoryPlan | None) -> MemoryPlan:

@@ -1,0 +1,142 @@
+"""The sum of two values with the ReLU that writes over it, as one operation: how blocks with a residual end.
+
+Torch passes over memory three times for the sum and twice for ReLU; together it is three times. The numbers are torch's
+bit for bit, forward and backward, and what is kept is the same: ReLU's output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from outcore.cost.costs import Costs
+from outcore.graph import Graph
+from outcore.graph.parts import Value
+from outcore.graph.recording import Ref, Step
+from outcore.machine.clock import Timing
+from outcore.memory.renorm import RELUS, dense
+
+__all__ = ["Sums", "as_summed", "summed", "sums_of"]
+
+Sums = Mapping[str, str]
+"""Call of a sum -> call of the ReLU that writes over it."""
+_SUMS = {"add", "add_", "iadd"}
+_DEVICES = {"cuda"}
+"""Where passes over memory are what a sum costs."""
+
+
+def sums_of(graph: Graph, model: nn.Module, device: torch.device) -> dict[str, str]:
+    """The sums that can be one operation with a ReLU."""
+    if device.type not in _DEVICES:
+        return {}
+    assert graph.executable is not None
+    steps = {s.name: s for s in graph.executable[1].steps if s.kind != "guard"}
+    readers: dict[str, list[str]] = {}
+    for name, call in graph.calls.items():
+        for value in call.inputs:
+            readers.setdefault(value, []).append(name)
+    found = {}
+    for name, call in graph.calls.items():
+        if graph.blocks[call.block].type not in _SUMS or not _alike(steps[name], graph) or len(call.outputs) != 1:
+            continue
+        after = readers.get(call.outputs[0], [])
+        if len(after) == 1 and _writes_over(graph, steps, call.outputs[0], after[0], model):
+            found[name] = after[0]
+    return found
+
+
+def _alike(step: Step, graph: Graph) -> bool:
+    """Whether a step adds two different values that lie alike in memory."""
+    if step.kind != "function" or len(step.args) != 2 or step.kwargs or not all(isinstance(a, Ref) for a in step.args):
+        return False
+    if any(a.kind != "value" for a in step.args):
+        return False
+    one, other = (graph.values[a.name] for a in step.args)
+    return _place(one) != _place(other) and (one.shape, one.stride, one.dtype) == (
+        other.shape,
+        other.stride,
+        other.dtype,
+    )
+
+
+def _place(value: Value) -> str:
+    return value.alias_of or value.name
+
+
+def _writes_over(graph: Graph, steps: Mapping[str, Step], total: str, relu: str, model: nn.Module) -> bool:
+    """Whether a call is a ReLU in place of a value that nobody sees before."""
+    call, step = graph.calls[relu], steps[relu]
+    if graph.blocks[call.block].type not in RELUS or total in graph.outputs or len(call.outputs) != 1:
+        return False
+    if step.kind == "module":
+        module = model.get_submodule(step.target)
+        hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+        if type(module) is not nn.ReLU or any(hooks):
+            return False
+    return _place(graph.values[call.outputs[0]]) == _place(graph.values[total])
+
+
+def as_summed(costs: Costs, sums: Sums) -> Costs:
+    """Costs in which ReLUs after sums take no time in forward."""
+    calls = dict(costs.calls)
+    for relu in sums.values():
+        calls[relu] = replace(calls[relu], forward=Timing.of([0.0]))
+    return replace(costs, calls=calls)
+
+
+def summed(graph: Graph, sums: Sums) -> dict[str, Step]:
+    """The steps to run instead of the recorded ones."""
+    assert graph.executable is not None
+    steps = {s.name: s for s in graph.executable[1].steps if s.kind != "guard"}
+    found = {}
+    for name, relu in sums.items():
+        inplace = graph.blocks[graph.calls[name].block].type != "add"
+        found[name] = replace(steps[name], target=_Summed(inplace))
+        found[relu] = replace(steps[relu], kind="function", target=_as_it_is)
+    return found
+
+
+def _as_it_is(x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    return x
+
+
+class _Summed:
+    """A sum with its ReLU."""
+
+    def __init__(self, inplace: bool) -> None:
+        self.inplace = inplace
+
+    def __call__(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if x.shape != y.shape or x.stride() != y.stride() or x.dtype != y.dtype or not dense(x):
+            return torch.relu_(x.add_(y) if self.inplace else x + y)
+        result: torch.Tensor = _Sum.apply(x, y, self.inplace)  # type: ignore[no-untyped-call]
+        return result
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor, inplace: bool) -> torch.Tensor:
+        """Both in one pass."""
+        out = x if inplace else torch.empty_like(x)
+        if x.is_cuda:
+            from outcore.memory.sum_triton_kernels import rectified_sum
+
+            rectified_sum(x, y, out)
+            torch.autograd.graph.increment_version(out)
+        else:
+            torch.add(x, y, out=out).relu_()
+        if inplace:
+            ctx.mark_dirty(x)
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        """ReLU's, for both."""
+        (out,) = ctx.saved_tensors
+        through = torch.ops.aten.threshold_backward(gradient, out, 0)
+        return through, through, None
