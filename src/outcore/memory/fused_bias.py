@@ -26,8 +26,9 @@ from outcore.cost.costs import CallCost, Costs
 from outcore.graph import Graph
 from outcore.graph.recording import Ref, Step
 from outcore.machine.clock import Timing
+from outcore.memory.followers import Followers, hooked
 from outcore.memory.norm_choice import RATE, totals
-from outcore.memory.renorm import RELUS, dense, memory_format
+from outcore.memory.renorm import dense, memory_format
 
 __all__ = ["Biases", "as_biased", "biases_of", "rectifiers", "worth_it"]
 
@@ -43,39 +44,16 @@ def biases_of(graph: Graph, model: nn.Module, device: torch.device) -> dict[str,
     """The convolutions whose bias can go with a ReLU."""
     if device.type not in _DEVICES:
         return {}
-    assert graph.executable is not None
-    steps = {s.name: s for s in graph.executable[1].steps if s.kind != "guard"}
-    readers: dict[str, list[str]] = {}
-    for name, call in graph.calls.items():
-        for value in call.inputs:
-            readers.setdefault(value, []).append(name)
-    found = {}
-    for name, call in graph.calls.items():
-        if not _convolves(steps[name], model) or call.outputs[0] in graph.outputs:
-            continue
-        after = readers.get(call.outputs[0], [])
-        if len(after) == 1 and _rectifies(steps[after[0]], graph.blocks[graph.calls[after[0]].block].type, model):
-            found[name] = after[0]
-    return found
+    after = Followers(graph, model)
+    found = {name: after.relu(name) for name in graph.calls if _convolves(after.steps[name], model)}
+    return {name: relu for name, relu in found.items() if relu is not None}
 
 
 def _convolves(step: Step, model: nn.Module) -> bool:
     if step.kind != "module" or len(step.args) != 1 or step.kwargs or not isinstance(step.args[0], Ref):
         return False
     module = model.get_submodule(step.target)
-    return type(module) in (nn.Conv2d, nn.Conv3d) and module.bias is not None and not _hooked(module)
-
-
-def _rectifies(step: Step, type_: str, model: nn.Module) -> bool:
-    if step.kind == "module":
-        module = model.get_submodule(step.target)
-        return type(module) is nn.ReLU and not _hooked(module)
-    return type_ in RELUS
-
-
-def _hooked(module: nn.Module) -> bool:
-    kinds = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return any(kinds)
+    return type(module) in (nn.Conv2d, nn.Conv3d) and module.bias is not None and not hooked(module)
 
 
 def worth_it(biases: Biases, costs: Costs, *, issued: bool) -> bool:

@@ -24,31 +24,21 @@ from torch import nn
 
 from outcore.graph import Graph
 from outcore.graph.recording import Ref, Step
+from outcore.memory.followers import Followers, hooked
 from outcore.memory.norm_choice import Norms
-from outcore.memory.renorm import NORMS, RELUS, dense, memory_format, normalised, usual_order
+from outcore.memory.renorm import NORMS, dense, memory_format, normalised, usual_order
 
 __all__ = ["norms_of", "replacements"]
 
 
 def norms_of(graph: Graph, model: nn.Module) -> dict[str, str | None]:
     """Call of a norm -> call of the ReLU that is all that happens to its output, if there is one."""
-    assert graph.executable is not None
-    steps = {s.name: s for s in graph.executable[1].steps if s.kind != "guard"}
-    readers: dict[str, list[str]] = {}
-    for name, call in graph.calls.items():
-        for value in call.inputs:
-            readers.setdefault(value, []).append(name)
-    found: dict[str, str | None] = {}
-    for name, call in graph.calls.items():
-        if not _fusible(steps[name], graph.blocks[call.block].type, model) or len(call.outputs) != 1:
-            continue
-        (output,) = call.outputs
-        found[name] = None
-        if output in graph.outputs or len(after := readers.get(output, [])) != 1:
-            continue
-        if graph.blocks[graph.calls[after[0]].block].type in RELUS and not _hooked(steps[after[0]], model):
-            found[name] = after[0]
-    return found
+    after = Followers(graph, model)
+    return {
+        name: after.relu(name)
+        for name, call in graph.calls.items()
+        if _fusible(after.steps[name], graph.blocks[call.block].type, model) and len(call.outputs) == 1
+    }
 
 
 def _fusible(step: Step, type_: str, model: nn.Module) -> bool:
@@ -57,16 +47,7 @@ def _fusible(step: Step, type_: str, model: nn.Module) -> bool:
         return False
     module = model.get_submodule(step.target)
     plain = type(module) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d) and module.training
-    return plain and module.weight is not None and not _hooked(step, model)
-
-
-def _hooked(step: Step, model: nn.Module) -> bool:
-    if step.kind != "module":
-        return False
-    module = model.get_submodule(step.target)
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
+    return plain and module.weight is not None and not hooked(module)
 
 
 def replacements(graph: Graph, model: nn.Module, norms: Norms) -> dict[str, Step]:

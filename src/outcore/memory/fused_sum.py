@@ -18,7 +18,8 @@ from outcore.graph import Graph
 from outcore.graph.parts import Value
 from outcore.graph.recording import Ref, Step
 from outcore.machine.clock import Timing
-from outcore.memory.renorm import RELUS, dense
+from outcore.memory.followers import Followers
+from outcore.memory.renorm import dense
 
 __all__ = ["Sums", "as_summed", "summed", "sums_of"]
 
@@ -33,20 +34,10 @@ def sums_of(graph: Graph, model: nn.Module, device: torch.device) -> dict[str, s
     """The sums that can be one operation with a ReLU."""
     if device.type not in _DEVICES:
         return {}
-    assert graph.executable is not None
-    steps = {s.name: s for s in graph.executable[1].steps if s.kind != "guard"}
-    readers: dict[str, list[str]] = {}
-    for name, call in graph.calls.items():
-        for value in call.inputs:
-            readers.setdefault(value, []).append(name)
-    found = {}
-    for name, call in graph.calls.items():
-        if graph.blocks[call.block].type not in _SUMS or not _alike(steps[name], graph) or len(call.outputs) != 1:
-            continue
-        after = readers.get(call.outputs[0], [])
-        if len(after) == 1 and _writes_over(graph, steps, call.outputs[0], after[0], model):
-            found[name] = after[0]
-    return found
+    after = Followers(graph, model)
+    sums = [name for name, call in graph.calls.items() if graph.blocks[call.block].type in _SUMS]
+    found = {name: after.relu(name) for name in sums if _alike(after.steps[name], graph)}
+    return {name: relu for name, relu in found.items() if relu is not None and _writes_over(graph, name, relu)}
 
 
 def _alike(step: Step, graph: Graph) -> bool:
@@ -67,17 +58,10 @@ def _place(value: Value) -> str:
     return value.alias_of or value.name
 
 
-def _writes_over(graph: Graph, steps: Mapping[str, Step], total: str, relu: str, model: nn.Module) -> bool:
-    """Whether a call is a ReLU in place of a value that nobody sees before."""
-    call, step = graph.calls[relu], steps[relu]
-    if graph.blocks[call.block].type not in RELUS or total in graph.outputs or len(call.outputs) != 1:
-        return False
-    if step.kind == "module":
-        module = model.get_submodule(step.target)
-        hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-        if type(module) is not nn.ReLU or any(hooks):
-            return False
-    return _place(graph.values[call.outputs[0]]) == _place(graph.values[total])
+def _writes_over(graph: Graph, name: str, relu: str) -> bool:
+    """Whether a ReLU writes where the sum is."""
+    total, result = (graph.values[graph.calls[call].outputs[0]] for call in (name, relu))
+    return _place(total) == _place(result)
 
 
 def as_summed(costs: Costs, sums: Sums) -> Costs:
