@@ -88,3 +88,24 @@ def test_a_forward_that_writes_to_a_parameter(way: str) -> None:
     model, optimizer, plain, twin = pair(SGD, lambda: nn.Sequential(Centred(), network()), **state)
     train(model, optimizer, 5), train(plain, twin, 5)
     assert same(model, plain)
+
+
+def test_another_batch_size_of_what_is_made_again_while_parameters_are_away() -> None:
+    """The hooks that let parameters come are not the user's, which must not run twice."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Sigmoid(), nn.Linear(16, 3))
+
+    model, plain = build(), build()
+    x = torch.randn(8, 8)
+    optimizer, twin = ADAM(model.parameters()), ADAM(plain.parameters())
+    plan = {"0#0:out": "recompute", "1#0:out": "recompute", "2#0:out": "recompute", "3#0:out": "recompute"}
+    state = {"parameters": "offload"}
+    outcore.within(model, (x,), memory=None, plan=plan, optimizer=optimizer, state=state, quiet=True, measure_s=0.1)
+    for net, opt in ((model, optimizer), (plain, twin)):
+        for size in (8, 8, 5, 8):
+            opt.zero_grad()
+            net(x[:size]).square().mean().backward()
+            opt.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), plain.state_dict().values(), strict=True))

@@ -21,6 +21,7 @@ from typing import Any, Literal
 from outcore.cost.costs import CallCost, Costs, Saved
 from outcore.cost.memory import calls_with_backward
 from outcore.graph import Graph
+from outcore.graph.keys import hooks_of
 from outcore.graph.recording import Ref
 from outcore.graph.structure import leaves
 from outcore.ops.again import Need, again, need
@@ -280,8 +281,7 @@ class _Survey:
             return True
         if step.kind != "module":
             return False
-        module = model.get_submodule(step.target)
-        return bool(module._forward_hooks or module._forward_pre_hooks)
+        return bool(hooks_of(model.get_submodule(step.target), backward=False))
 
 
 _CAST = re.compile(r"(float32|float16|bfloat16) ([\dx]+) of _to_copy of (.+)")

@@ -29,6 +29,7 @@ from outcore.cost.kept import keep_on
 from outcore.cost.trial import same_layout, try_call
 from outcore.errors import OutcoreError
 from outcore.graph import Call, Graph
+from outcore.graph.keys import hooks_of
 from outcore.graph.preserve import preserved
 from outcore.graph.recording import Recording, Ref, Step
 from outcore.graph.structure import substitute
@@ -155,7 +156,7 @@ def signature(graph: Graph, step: Step) -> Hashable:
     if step.kind == "module":
         module = model.get_submodule(step.target)
         own = [(n, tuple(t.shape), t.dtype, t.requires_grad) for n, t in module.named_parameters()]
-        hooks = bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+        hooks = bool(hooks_of(module))
         target: Hashable = (type(module), module.extra_repr(), module.training, tuple(own), id(module) if hooks else 0)
     else:
         target = step.target if isinstance(step.target, Hashable) else id(step.target)

@@ -16,7 +16,7 @@ from torch import nn
 from outcore.graph.recording import Context
 from outcore.graph.structure import leaves, substitute
 
-__all__ = ["key_of"]
+__all__ = ["hooks_of", "key_of"]
 
 
 def key_of(
@@ -36,7 +36,7 @@ def key_of(
     for module in model.modules():  # once: a walk over a large model takes as long as many of its calls
         flags.append((id(module), module.training))
         frozen += [p.requires_grad for p in module._parameters.values() if p is not None]
-        if module._modules and module is not model and (found := _hooks(module)):
+        if module._modules and module is not model and (found := hooks_of(module)):
             hooks.append((id(module), found))
     if device is None:
         first = next(itertools.chain(model.parameters(), model.buffers()), None)
@@ -52,9 +52,10 @@ def key_of(
     )
 
 
-def _hooks(module: nn.Module) -> tuple[int, ...]:
-    """The user's hooks on a module that contains others: steps of its recording, as layers' own are not."""
-    kinds = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
+def hooks_of(module: nn.Module, *, backward: bool = True) -> tuple[int, ...]:
+    """The user's hooks on a module: those that let its parameters come to the device are ours."""
+    kinds = [module._forward_pre_hooks, module._forward_hooks]
+    kinds += [module._backward_pre_hooks, module._backward_hooks] if backward else []
     ours = "outcore."
     return tuple(
         k for kind in kinds for k, hook in kind.items() if not getattr(hook, "__module__", "").startswith(ours)
