@@ -124,8 +124,8 @@ class Training:
     ) -> dict[str, Any]:
         """Median time of a step, with the machine for itself, and the allocator's peak.
 
-        A round is as many steps as fit into a time; it counts if they were alike, at most the third one. What has
-        reserved more than `most` bytes is not timed.
+        A round is as many steps as fit into a time; it counts if they were alike, at most the third one (the second, if
+        steps are long). What has reserved more than `most` bytes is not timed.
         """
         for _ in range(warm):
             self.step()
@@ -139,13 +139,14 @@ class Training:
         with alone():
             begun = time.perf_counter()
             first = self.timed(1)[0]
-            runs = min(15, max(least if first < 500 else min(least, 2), int(1e3 * seconds / first)))
+            long = first > 500 * seconds
+            runs = min(15, max(min(least, 2) if long else least, int(1e3 * seconds / first)))
             rounds, times = 1, [first] if runs == 1 else self.timed(runs)
-            while rounds < 3 and times[runs // 2] > 1.04 * times[0]:
+            while rounds < (2 if long else 3) and times[runs // 2] > 1.04 * times[0]:
                 rounds, times = rounds + 1, self.timed(runs)
             alone_s = time.perf_counter() - begun
         return {
-            "ms": times[runs // 2],
+            "ms": times[(runs - 1) // 2],
             "fastest_ms": times[0],
             "peak": torch.cuda.max_memory_allocated(),
             "reserved": torch.cuda.max_memory_reserved(),

@@ -116,7 +116,7 @@ class Prepared:
         if way in CHECKPOINTS:
             training = self.case.fresh()
             CHECKPOINTS[way](self.case.name, training.model)
-            return training.measured(alone, self.warm)
+            return training.measured(alone, self.warm, least=1 if "offload" in way else 3)
         return saved_on_cpu(self.case, alone, aside)
 
     def ours(self, way: str, alone: Alone) -> Row:
