@@ -26,10 +26,7 @@ from cases import Case, cases_of
 from networks import build
 
 from outcore.graph import Graph
-from outcore.memory.fused_bias import Biases, as_biased, biases_of
-from outcore.memory.fused_norm import norms_of
-from outcore.memory.fused_sum import Sums, as_summed, sums_of
-from outcore.memory.norm_choice import Norms, as_fused, worth_fusing
+from outcore.memory.fusions import Fusions
 from outcore.planner.budget import Assignment, fit, smallest
 from outcore.planner.keeping import Keeping
 
@@ -73,14 +70,12 @@ def search(keeping: Keeping, share: str, plain_bytes: int, search_s: float, used
     return fit(keeping, int(used * budget), time_limit_s=search_s), budget
 
 
-def ready(case: Case, keeping: Keeping, turned: bool) -> tuple[Graph, Keeping, Norms, Biases, Sums]:
-    """A recording of the network, its costs, and the norms, biases and sums of it that can be fused."""
+def ready(case: Case, keeping: Keeping, turned: bool) -> tuple[Graph, Keeping]:
+    """A recording of the network, and its costs."""
     with torch.autocast("cpu", torch.bfloat16, enabled=case.bf16):
         here = case.graph(build(case.name), (case.batch, 3, case.side, case.side), turned)
     graph = replace(keeping.graph, executable=here.executable)
-    there = Keeping(graph, keeping.costs, 0.0, keeping.tier, keeping.memory_bytes_per_s)
-    model, device = here.module.model, torch.device("cuda")
-    return graph, there, norms_of(here, model), biases_of(here, model, device), sums_of(here, model, device)
+    return graph, Keeping(graph, keeping.costs, 0.0, keeping.tier, keeping.memory_bytes_per_s)
 
 
 def plan_case(
@@ -97,12 +92,11 @@ def plan_case(
         graphs, turned = "graphs" in flags, "channels_last" in flags
         if turned not in made:
             continue
-        graph, keeping, fusible, biases, sums = made[turned]
-        costs, rate = keeping.costs, keeping.memory_bytes_per_s
-        fused = worth_fusing(fusible, costs, rate, issued=not graphs) if "reassociated" in flags else {}
-        taken = as_fused(costs, fused, rate) if fused else costs
+        graph, keeping = made[turned]
+        taken, rate = keeping.costs, keeping.memory_bytes_per_s
         if "reassociated" in flags:
-            taken = as_summed(as_biased(taken, biases, rate), sums)
+            model, device = graph.module.model, torch.device("cuda")
+            taken = Fusions.worth_it(graph, model, taken, rate, device, issued=not graphs).expected(taken, rate)
         use = Keeping(graph, taken, 0.0, keeping.tier, rate, draws=not graphs)
         if graphs:
             standing(use)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import outcore
-from outcore.memory import proposal
+from outcore.memory import fusions
 from outcore.memory.governor import Governor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -50,7 +50,7 @@ def network() -> nn.Module:
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("share", [1.0, 0.7])
 def test_trains_as_plain_does(graphs: bool, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proposal, "worth_it", lambda *_, **__: True)
+    monkeypatch.setattr(fusions, "worth_it", lambda *_, **__: True)
     torch.manual_seed(0)
     model, images = network().cuda().double(), torch.randn(2, 3, 512, 512, device="cuda", dtype=torch.float64)
     plain = copy.deepcopy(model)

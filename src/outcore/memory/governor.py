@@ -197,8 +197,6 @@ class Governor:
             plan.outcome.transfers,
             reassociated=self.settings.reassociated,
             fused=found.fused,
-            biased=found.biased,
-            sums=found.sums,
         )
         entry = self.admitted[key] = Admitted(plan, holding)
         if self.settings.graphs and (self.device.type != "cuda" or not Graphed.can(holding)):
@@ -212,7 +210,7 @@ class Governor:
             costs = plan.keeping.costs
             state = self.settings.optimizer.state_bytes(costs.parameters)
             entry.observer = Observer(self.model, state, costs.library_bytes, meter_for(self.device))
-            if found.fused and self.costs is not None:
+            if found.fused.norms and self.costs is not None:
                 entry.library_s = found.library_s
 
     def costs_of(self, graph: Graph) -> Costs:

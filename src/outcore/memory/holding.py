@@ -24,10 +24,7 @@ from outcore.memory.bands import in_bands
 from outcore.memory.bit_relu import bit_relus
 from outcore.memory.byte_pool import byte_pools
 from outcore.memory.codecs import Window, window_of
-from outcore.memory.fused_bias import Biases, rectifiers
-from outcore.memory.fused_norm import replacements
-from outcore.memory.fused_sum import Sums, summed
-from outcore.memory.norm_choice import Norms
+from outcore.memory.fusions import Fusions
 from outcore.memory.renorm import Norm, Renorm
 from outcore.memory.rerun import Rerun, compile_rerun
 from outcore.ops.encoding import CODECS, PIXELS, codec_for, codec_of, held_bytes, moves
@@ -121,9 +118,7 @@ def prepare(
     transfers: Transfers | None = None,
     *,
     reassociated: bool = False,
-    fused: Norms | None = None,
-    biased: Biases | None = None,
-    sums: Sums | None = None,
+    fused: Fusions | None = None,
 ) -> Holding:
     """Make policies ready to run.
 
@@ -135,10 +130,7 @@ def prepare(
         policy: buffer -> policy, without what has no effect (`Keeping.resolved`).
         transfers: where copies start and end; without it each is waited for at once.
         reassociated: whether results may differ by rounding.
-        fused: norms that become one operation with their ReLU.
-        biased: convolutions whose bias goes with a ReLU, unless that holds its output as bits or something is made
-            from the convolution's.
-        sums: sums that are one operation with their ReLU, unless that holds its output as bits.
+        fused: what becomes one operation with its ReLU.
     """
     schedule_drops(recording.steps, [ref.name for _, ref in leaves(recording.result, Ref)])
     recording.dropped = True
@@ -222,8 +214,7 @@ def prepare(
     makers = {maker for v in noted if (maker := graph.values[v].producer) is not None}
     windows = {n.rpartition("~")[0]: p.window for n, p in plans.items() if p.policy == "encode:window"}
     instead = bit_relus(graph, steps, model, buffers, policy) | byte_pools(steps, model, windows) | bands
-    instead |= rectifiers(graph, model, _free(biased or {}, graph, instead, plans))
-    instead |= summed(graph, {name: relu for name, relu in (sums or {}).items() if relu not in instead})
+    instead |= (fused or Fusions()).instead(graph, model, instead, set(plans))
     return Holding(
         recording=recording,
         positions={name: i for i, name in enumerate(order)},
@@ -245,24 +236,9 @@ def prepare(
         views=views,
         norms={rerun.norm.call: rerun.norm for rerun in reruns if rerun.norm is not None},
         renorm=Renorm(reassociated),
-        instead=instead | replacements(graph, model, fused or {}),
+        instead=instead,
         offloaded_bytes=sum(_room(buffers[n], p.policy) for n, p in plans.items() if moves(p.policy)),
     )
-
-
-def _free(biases: Biases, graph: Graph, instead: Mapping[str, Step], plans: Mapping[str, CellPlan]) -> dict[str, str]:
-    """The convolutions whose bias may go with their ReLU: neither runs in another way, and nothing is made from what
-    lies between them."""
-
-    def written_over(name: str, relu: str) -> bool:
-        before, after = (graph.values[graph.calls[call].outputs[0]] for call in (name, relu))
-        return (after.alias_of or after.name) == before.name or before.name not in plans
-
-    return {
-        name: relu
-        for name, relu in biases.items()
-        if name not in instead and relu not in instead and written_over(name, relu)
-    }
 
 
 def _check(buffer: Buffer, how: str) -> None:

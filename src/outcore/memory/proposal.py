@@ -1,4 +1,4 @@
-"""What is proposed for one way of calling a model: which norms are fused, and a policy for every piece of memory.
+"""What is proposed for one way of calling a model: what is fused, and a policy for every piece of memory.
 
 A model is called in several ways (a smaller last batch, another image size). What was chosen by hand is done or
 refused, never replaced. What was planned for the first way is taken over by the next where it fits the budget there;
@@ -17,10 +17,8 @@ from outcore.cost.costs import Costs
 from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.memory.admission import Settings
-from outcore.memory.fused_bias import Biases, as_biased, biases_of, worth_it
-from outcore.memory.fused_norm import norms_of
-from outcore.memory.fused_sum import Sums, as_summed, sums_of
-from outcore.memory.norm_choice import Norms, as_fused, step_s, worth_fusing
+from outcore.memory.fusions import Fusions
+from outcore.memory.norm_choice import step_s
 from outcore.memory.rates import memory_rate, tier_below
 from outcore.planner.memory_plan import MemoryPlan, plan_memory
 
@@ -29,14 +27,10 @@ __all__ = ["Proposal", "propose"]
 
 @dataclass(frozen=True)
 class Proposal:
-    """A plan, with the norms that it expects to be fused."""
+    """A plan, with what it expects to be fused."""
 
     plan: MemoryPlan
-    fused: Norms
-    biased: Biases
-    """Convolutions whose bias goes with a ReLU."""
-    sums: Sums
-    """Sums that are one operation with their ReLU."""
+    fused: Fusions
     library_s: float
     """Predicted time of a step in which norms are the library's."""
 
@@ -58,20 +52,14 @@ def propose(
         PlanError: the budget is too small, or policies chosen by hand do not meet it.
     """
     rate = memory_rate(device)
-    fusible = norms_of(graph, model) if settings.reassociated and settings.fuse else {}
-    fused = worth_fusing(fusible, costs, rate, issued=not settings.graphs) if fusible else {}
-    expected = as_fused(costs, fused, rate) if fused else costs
-    biased = biases_of(graph, model, device) if settings.reassociated and settings.fuse else {}
-    if biased and worth_it(biased, expected, issued=not settings.graphs):
-        expected = as_biased(expected, biased, rate)
-    else:
-        biased = {}
-    sums = sums_of(graph, model, device) if settings.reassociated and settings.fuse else {}
-    plan = _plan(graph, as_summed(expected, sums), settings, device, first)
+    fused = Fusions()
+    if settings.reassociated and settings.fuse:
+        fused = Fusions.worth_it(graph, model, costs, rate, device, issued=not settings.graphs)
+    plan = _plan(graph, fused.expected(costs, rate), settings, device, first)
+    fused = fused if plan.state.idle else fused.with_state_elsewhere()
     order = settings.order if first is None else replace(settings.order, plain_s=None, plain_bytes=None)
     plan = replace(plan, reassociated=settings.reassociated, order=order)
-    biased = biased if plan.state.idle else {}  # a bias that leaves the device is back for its convolution only
-    return Proposal(plan, fused, biased, sums, step_s(costs) + plan.outcome.extra_s)
+    return Proposal(plan, fused, step_s(costs) + plan.outcome.extra_s)
 
 
 def _plan(graph: Graph, costs: Costs, settings: Settings, device: torch.device, first: MemoryPlan | None) -> MemoryPlan:
