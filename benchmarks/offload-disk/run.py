@@ -94,9 +94,10 @@ def main() -> None:
     gradients = [p.grad.clone() for p in plain.parameters()]
     del plain
     policy, size = _everything(made(), x)
+    costs = outcore.measure(outcore.capture(made(), (x,)), device, time_limit_s=6.0)
     for share in SHARES:
         os.environ["OUTCORE_HOST_MEMORY"] = str(int(share * 1.02 * size))
-        model = outcore.within(made(), (x,), memory=None, plan=policy, quiet=True)
+        model = outcore.within(made(), (x,), memory=None, plan=policy, costs=costs, quiet=True)
         plan = outcore.memory_plan(model)
         moved = plan.outcome.transfers
         seen = trained(model)
