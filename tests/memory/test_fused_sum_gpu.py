@@ -1,7 +1,13 @@
 """A sum with its ReLU as one kernel, on a GPU: torch's numbers bit for bit."""
 
+import copy
+
 import pytest
 import torch
+
+import outcore
+from outcore.memory.governor import Governor
+from tests.memory.test_fused_sum import made
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -20,3 +26,25 @@ def test_kernel(shape: tuple[int, ...], dtype: torch.dtype, inplace: bool) -> No
     rectified_sum(x, y, out)
     assert torch.equal(out.isnan(), wanted.isnan())
     assert torch.equal(out.nan_to_num(), wanted.nan_to_num())
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("policy", ["keep", "recompute", "offload"])
+def test_trains_as_plain_does(graphs: bool, policy: str) -> None:
+    model, images = made()
+    model, images = model.cuda(), images.cuda()
+    plain = copy.deepcopy(model)
+    plan = {"1.norm#0:out": policy} if policy != "keep" else None
+    options = {"memory": None, "optimizer": 0.0, "quiet": True, "measure_s": 0.5, "exact": "reassociated"}
+    outcore.within(model, (images,), plan=plan, graphs=graphs, **options)
+    governor = model.__dict__["forward"]
+    assert isinstance(governor, Governor)
+    assert any(e is not None and "1.add_()#0" in e.holding.instead for e in governor.admitted.values())
+    for _ in range(3):
+        for m in (model, plain):
+            m.zero_grad(set_to_none=False)
+            m(images).square().mean().backward()
+    largest = max(p.grad.abs().max().item() for p in plain.parameters() if p.grad is not None)
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        assert a.grad is not None and b.grad is not None
+        assert (a.grad - b.grad).abs().max() <= 1e-10 * largest
