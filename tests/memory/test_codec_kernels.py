@@ -193,7 +193,7 @@ def test_positions_in_a_window(kernel: int, stride: int, padding: int, dilation:
 def test_more_numbers_than_32_bits_can_count() -> None:
     from outcore.memory.codecs import encode
 
-    count = 2**31 + 4099
+    count = 2**31 + 4399  # each of the numbers in a group of its own
     flat = torch.zeros(count, dtype=torch.bfloat16, device="cuda")
     places = torch.tensor([0, 300, 2**31 - 1, 2**31, 2**31 + 4096, count - 1], device="cuda")
     flat[places] = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], dtype=torch.bfloat16, device="cuda")
