@@ -13,23 +13,35 @@ LOSSY = ("half", "int8", "int4")
 Key = tuple[str, int, int, bool]
 
 
-def found(pattern: str) -> dict[tuple[Key, str, bool], dict[str, Any]]:
-    """Network and way -> the newest row of it that was timed; call by call, or as CUDA graphs.
+def found() -> dict[tuple[Key, str, bool], dict[str, Any]]:
+    """Network and way -> the newest row of it that was timed, else the newest; call by call, or as CUDA graphs.
 
     Gradients may have been compared in another run. Files sort by the order in which they were made.
     """
     rows: dict[tuple[Key, str, bool], dict[str, Any]] = {}
     effects: dict[tuple[Key, str], dict[str, Any]] = {}
-    for path in sorted((HERE / "results").glob(pattern)):
+    for path in sorted((HERE / "results").glob("2026-11-16-h200*.json")):
         for row in json.loads(path.read_text()).get("rows", ()):
-            if "last" not in row:
+            if "last" not in row or "error" in row:
                 continue
             key = (row["model"], row["batch"], row["side"], row["last"])
             if "off" in row:
                 effects[key, row["how"]] = {name: row[name] for name in ("off", "cosine", "median_off", "worst_off")}
-            if "over" in row:
-                rows[key, row["how"], row.get("graphs", False)] = row
-    return {(key, how, graphs): effects.get((key, how), {}) | row for (key, how, graphs), row in rows.items()}
+            name = (key, row["how"], row.get("graphs", False))
+            if "over" in row or name not in rows:
+                rows[name] = row
+    return {(key, how, graphs): row | effects.get((key, how), {}) for (key, how, graphs), row in rows.items()}
+
+
+def alone() -> dict[tuple[Key, str], float]:
+    """Network and way -> what the device needs by its kernels, over what plain training needs."""
+    found: dict[tuple[Key, str], float] = {}
+    for path in sorted((HERE / "results").glob("*-device*.json")):
+        rows = [row for row in json.loads(path.read_text())["rows"] if "device_ms" in row]
+        keyed = {((r["model"], r["batch"], r["side"], r["last"]), r["how"]): r for r in rows}
+        plain = {key: row["device_ms"] for (key, how), row in keyed.items() if how == "plain"}
+        found |= {(key, how): row["device_ms"] / plain[key] for (key, how), row in keyed.items() if how != "plain"}
+    return found
 
 
 def name_of(key: Key) -> str:
@@ -38,18 +50,20 @@ def name_of(key: Key) -> str:
 
 
 def measured() -> list[str]:
-    rows = found("*-h200*.json")
+    rows, device = found(), alone()
     plain = {key: row for (key, how, graphs), row in rows.items() if how == "plain" and not graphs}
     out = [
-        "| network | how | step ms | over plain | as CUDA graphs | peak GiB | less memory | above weights | stashed | "
-        "gradient off by | cosine | median parameter | worst |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| network | how | step ms | over plain | as CUDA graphs | kernels alone | peak GiB | less memory | "
+        "above weights | stashed | gradient off by | cosine | median parameter | worst |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for key, base in plain.items():
         for how in KINDS:
             if (row := rows.get((key, how, False))) is None:
                 continue
-            graphed = rows.get((key, how, True), {}).get("over")
+            ratios = (row.get("over"), rows.get((key, how, True), {}).get("over"), device.get((key, how)))
+            times = [f"{row['ms']:.1f}" if "ms" in row else "not timed"]
+            times += ["" if ratio is None else f"{ratio:.3f}x" for ratio in ratios]
             above, of_plain = row["peak"] - row["held"], base["peak"] - base["held"]
             stashed = f"{row['kept_bytes'] / row['stashed_bytes']:.2f}x" if "kept_bytes" in row else "1.00x"
             if "off" in row:
@@ -57,8 +71,7 @@ def measured() -> list[str]:
             else:
                 off = "not compared | | | |" if how in LOSSY else "0 | 1 | 0 | 0 |"
             out.append(
-                f"| {name_of(key)} | {how} | {row['ms']:.1f} | {row['over']:.3f}x | "
-                f"{'' if graphed is None else f'{graphed:.3f}x'} | {row['peak'] / 2**30:.2f} | "
+                f"| {name_of(key)} | {how} | {' | '.join(times)} | {row['peak'] / 2**30:.2f} | "
                 f"{base['peak'] / row['peak']:.2f}x | {of_plain / above:.2f}x | {stashed} | {off}"
             )
     return out
@@ -88,14 +101,16 @@ def kernels() -> list[str]:
 
 
 def exact() -> list[str]:
-    """How many of the loss and the gradients are plain training's bit for bit."""
+    """How many of the loss and the gradients are plain training's bit for bit, in the newest run of each network."""
     ways = ("plain repeats", "lossless", "again", "sparse", "of")
     out = ["", f"| network | precision | {' | '.join(ways)} |", "|---|---|---|---|---|---|---|"]
-    for path in sorted((HERE / "results").glob("*-exact*.json"))[-1:]:
-        for row in json.loads(path.read_text())["equal"]:
-            precision = "bfloat16, channels last" if row["bf16"] else "float32 (TF32)"
-            equal = " | ".join(str(row.get(name, "")) for name in ways)
-            out.append(f"| {row['case'].replace(':', ' ')} | {precision} | {equal} |")
+    found: dict[tuple[str, bool], dict[str, Any]] = {}
+    for path in sorted((HERE / "results").glob("*-exact*.json")):
+        found |= {(row["case"], row["bf16"]): row for row in json.loads(path.read_text())["equal"]}
+    for (case, bf16), row in sorted(found.items()):
+        precision = "bfloat16, channels last" if bf16 else "float32 (TF32)"
+        equal = " | ".join(str(row.get(name, "not run")) for name in ways)
+        out.append(f"| {case.replace(':', ' ')} | {precision} | {equal} |")
     return out
 
 
