@@ -15,6 +15,7 @@ is wrapped around the model. Without gradients the model runs as it always did.
 Other kernels sum in another order, so this needs ``exact="reassociated"``; and it is taken only where the calls as
 measured in both orders say that it is faster, or where nothing else meets the budget. Some networks cannot: those that
 call ``view`` on what is not in order any more, that write into their input, or that look at numbers while they run.
+Random numbers are drawn in the order of memory, so a network that draws them for images would draw others (`drawn`).
 """
 
 from __future__ import annotations
@@ -34,14 +35,17 @@ from outcore.graph.capture import arguments_as_called
 from outcore.graph.parts import Value
 from outcore.graph.recording import Ref
 from outcore.graph.structure import leaves, substitute
+from outcore.ops.again import again
 
-__all__ = ["ChannelsLast", "channels_last", "recorded"]
+__all__ = ["ChannelsLast", "channels_last", "drawn", "recorded"]
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 _CONVOLUTIONS = {
     f"{kind}{dims}d": dims + 2 for dims in (2, 3) for kind in ("Conv", "ConvTranspose", "conv", "conv_transpose")
 }
 """Type of a block -> dimensions of its images."""
+_BY_CHANNEL = {"Dropout2d", "Dropout3d", "dropout2d", "dropout3d", "FeatureAlphaDropout", "feature_alpha_dropout"}
+"""Draw one number for a channel of an image, however that lies in memory."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,24 @@ def channels_last(graph: Graph) -> ChannelsLast | str:
         return "the network writes into its input, or returns it"
     outputs = [graph.values[ref.name] for _, ref in leaves(recording.result, Ref) if ref.kind == "value"]
     return ChannelsLast(frozenset(len(image.shape) for image in images), tuple(map(_order_of, outputs)))
+
+
+def drawn(graph: Graph, turned: Graph) -> str | None:
+    """A call that may draw other random numbers where a network is turned: it is random, or nothing is known of it."""
+    for name, call in graph.calls.items():
+        type_ = graph.blocks[call.block].type
+        if again(type_) in ("pure", "statistics") or type_ in _BY_CHANNEL or name not in turned.calls:
+            continue
+        there = turned.calls[name]
+        pairs = [*zip(call.inputs, there.inputs, strict=False), *zip(call.outputs, there.outputs, strict=False)]
+        if any(_nesting(graph.values[a]) != _nesting(turned.values[b]) for a, b in pairs):
+            return name
+    return None
+
+
+def _nesting(value: Value) -> list[int]:
+    """The dimensions of a value that have a length, the innermost last."""
+    return [i for i in sorted(range(len(value.stride)), key=lambda i: -value.stride[i]) if value.shape[i] > 1]
 
 
 def _is_turned(image: Value) -> bool:

@@ -21,7 +21,7 @@ from torch import nn
 from outcore.cost.costs import Costs
 from outcore.errors import CaptureError, PlanError
 from outcore.graph import Graph
-from outcore.graph.order import ChannelsLast, channels_last, recorded
+from outcore.graph.order import ChannelsLast, channels_last, drawn, recorded
 from outcore.machine.units import format_bytes
 from outcore.memory.admission import Settings
 from outcore.memory.proposal import Proposal, propose
@@ -65,10 +65,13 @@ def other_order(
     if not isinstance(order, ChannelsLast):
         return None, MemoryOrder(why=order)
     try:
-        return recorded(model, args, kwargs, order), MemoryOrder(order, "by the plan" if device is None else "")
+        turned = recorded(model, args, kwargs, order)
     except CaptureError as error:
         reason = str(error).partition("; and ")[0]  # why there was no second try does not matter here
         return None, MemoryOrder(why=f"the network cannot run with its channels last: {reason}")
+    if (call := drawn(graph, turned)) is not None:
+        return None, MemoryOrder(why=f"{call} could draw other random numbers with channels last")
+    return turned, MemoryOrder(order, "by the plan" if device is None else "")
 
 
 def faster(given: Way, turned: Graph, costs: Costs, model: nn.Module, device: torch.device) -> Way:
