@@ -22,6 +22,10 @@ from torch.profiler import ProfilerActivity, profile
 from run import DEVICE, KINDS, Case, Subject, synchronise
 
 
+_NAMED = 12
+"""Kernels that are named, those that take longest."""
+
+
 def on_device(event: Any) -> bool:
     """Whether an event is a kernel or a copy, and not the name of a stretch of time."""
     named = getattr(event, "is_user_annotation", bool)() or event.name().startswith(("Optimizer.", "ProfilerStep"))
@@ -29,7 +33,7 @@ def on_device(event: Any) -> bool:
 
 
 def kernels(subject: Subject, steps: int) -> dict[str, Any]:
-    """Milliseconds of a step's kernels, and how many there are; by name where a step is not like the others."""
+    """Milliseconds of a step's kernels, how many there are, and which take longest."""
     synchronise()
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         for _ in range(steps):
@@ -40,15 +44,19 @@ def kernels(subject: Subject, steps: int) -> dict[str, Any]:
     per_step, left = divmod(len(events), steps)
     names = [[e.name() for e in events[i * per_step : (i + 1) * per_step]] for i in range(steps)]
     alike = not left and all(row == names[0] for row in names)
+    least: dict[str, int] = {}
     if alike:
-        runs = [events[i::per_step] for i in range(per_step)]
-        least = sum(min(e.duration_ns() for e in run) for run in runs)
+        for runs in (events[i::per_step] for i in range(per_step)):
+            name = runs[0].name()
+            least[name] = least.get(name, 0) + min(e.duration_ns() for e in runs)
     else:  # counts differ: the fastest of every name, as often as it runs
-        by_name: dict[str, list[int]] = {}
+        found: dict[str, list[int]] = {}
         for e in events:
-            by_name.setdefault(e.name(), []).append(e.duration_ns())
-        least = sum(sum(sorted(found)[: max(1, len(found) // steps)]) for found in by_name.values())
-    return {"device_ms": least / 1e6, "kernels": per_step, "alike": alike}
+            found.setdefault(e.name(), []).append(e.duration_ns())
+        least = {name: sum(sorted(runs)[: max(1, len(runs) // steps)]) for name, runs in found.items()}
+    longest = sorted(least, key=lambda name: -least[name])[:_NAMED]
+    named = {name[:80]: round(least[name] / 1e6, 3) for name in longest}
+    return {"device_ms": sum(least.values()) / 1e6, "kernels": per_step, "alike": alike, "longest": named}
 
 
 def main() -> None:
