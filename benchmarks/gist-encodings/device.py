@@ -21,7 +21,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from run import DEVICE, KINDS, Case, Subject, synchronise
 
-
 _NAMED = 12
 """Kernels that are named, those that take longest."""
 
