@@ -39,7 +39,7 @@ from gate import Gate
 
 MODELS = {"vgg19": 224, "alexnet": 224, "resnet50": 224, "inception_v3": 299}
 INTERLEAVED = ("baseline", "outcore", "outcore, update in step()")
-RATES = {"Inception3": 0.03}
+RATES = {"Inception3": 0.03, "ResNet": 0.01}
 EPOCHS = {"inception_v3": 4}
 """Until it has learned something; two for the others."""
 SEEDS_S = {
