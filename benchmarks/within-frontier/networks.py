@@ -120,13 +120,20 @@ class Training:
         return [p.grad.clone() for p in self.model.parameters()]
 
     def measured(
-        self, alone: Alone, warm: int = 2, least: int = 3, seconds: float = 0.2, most: float = float("inf")
+        self,
+        alone: Alone,
+        warm: int = 2,
+        least: int = 3,
+        seconds: float = 0.2,
+        most: float = float("inf"),
+        enter: Callable[[], None] = lambda: None,
     ) -> dict[str, Any]:
-        """Median time of a step, with the machine for itself, and the allocator's peak.
+        """Median time of a step, with the machine for itself, and the allocator's peak; `enter` waits for memory.
 
         A round is as many steps as fit into a time; it counts if they were alike, at most the third one (the second, if
         steps are long). What has reserved more than `most` bytes is not timed.
         """
+        enter()
         for _ in range(warm):
             self.step()
         if self.images.device.type != "cuda":  # a dry run

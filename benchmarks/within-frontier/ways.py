@@ -74,11 +74,11 @@ class Prepared:
         return 2 if self.case.small else 1
 
     def gib(self, way: str) -> float:
-        """About what a way will have reserved at most; half of it can be holes."""
+        """About what a way will have reserved; if it becomes more, the allocator gives back what nobody uses."""
         plain = self.plain_bytes / 2**30
         if way in self.plans:
-            return min(1.6 * self.plans[way]["budget"] / 2**30, 1.3 * plain) + (1.5 if self.case.small else 1.0)
-        return {"save_on_cpu": 0.5, "plain": 1.2, "compile": 0.8}.get(way.partition(" budget")[0], 1.1) * plain + 1.0
+            return min(1.4 * self.plans[way]["budget"] / 2**30, 1.2 * plain) + (1.5 if self.case.small else 0.5)
+        return {"save_on_cpu": 0.5, "plain": 1.2, "compile": 0.75}.get(way.partition(" budget")[0], 0.85) * plain + 0.5
 
     def host_gib(self, way: str) -> float:
         """What a way will pin."""
@@ -105,21 +105,21 @@ class Prepared:
             return {**facts, **training.measured(alone, warm=1)}
         if way in self.plans and self.plans[way]["predicted_peak"] > self.plans[way]["budget"]:
             return {**self.plans[way], "policy": None, "error": "no plan was found within this budget"}
-        enter()
         if way == "plain":
-            row = self.case.fresh().measured(alone, self.warm)
+            row = self.case.fresh().measured(alone, self.warm, enter=enter)
             self.plain_peak = row["peak"]
             return row
         if way in self.plans:
-            return self.ours(way, alone)
+            return self.ours(way, alone, enter)
         self.graph = None  # its model would lie beside a peer's
         if way in CHECKPOINTS:
             training = self.case.fresh()
             CHECKPOINTS[way](self.case.name, training.model)
-            return training.measured(alone, self.warm, least=1 if "offload" in way else 3)
+            return training.measured(alone, self.warm, least=1 if "offload" in way else 3, enter=enter)
+        enter()
         return saved_on_cpu(self.case, alone, aside)
 
-    def ours(self, way: str, alone: Alone) -> Row:
+    def ours(self, way: str, alone: Alone, enter: Enter) -> Row:
         """Under outcore, by the plan that was found."""
         plan = self.plans[way]
         facts = {name: fact for name, fact in plan.items() if name != "policy"}
@@ -142,7 +142,7 @@ class Prepared:
             kinds[policy] = kinds.get(policy, 0) + 1
         facts |= {"policies": kinds, "fused": len(entry.holding.instead), "planned_peak": governor.plan.peak_bytes}
         try:
-            return {**facts, **training.measured(alone, self.warm, most=self.most(way))}
+            return {**facts, **training.measured(alone, self.warm, most=self.most(way), enter=enter)}
         finally:
             del training.model.__dict__["forward"]
 
