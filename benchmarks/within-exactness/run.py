@@ -21,6 +21,7 @@ import sys
 import time
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict
 from datetime import date
@@ -74,7 +75,9 @@ def run(chosen: argparse.Namespace) -> None:
     only, without = ([part for part in text.split(",") if part] for text in (chosen.only, chosen.without))
     all_names = [f"{kind}/{number}" for number in range(chosen.odd) for kind in ODD] or [f.name for f in ZOO]
     names = [n for n in all_names if not any(w in n for w in without) and (not only or any(o in n for o in only))]
-    precisions = ("fp32 channels_last", *PRECISIONS) if chosen.odd else PRECISIONS
+    precisions = (*PRECISIONS, "fp32 channels_last") if chosen.odd else PRECISIONS
+    if chosen.odd and chosen.device == "cpu":
+        precisions = ("fp32", "fp32 channels_last")  # see volumes.py
     cases = [(name, precision) for name in names for precision in precisions if (name, precision) not in there]
     lasted = seconds_before() | {(row["model"], row["precision"]): row["seconds"] for row in read(chosen.order)}
     cases.sort(key=lambda case: -lasted.get(case, 30.0))
@@ -153,8 +156,13 @@ def code() -> str:
 
 def seconds_before() -> dict[tuple[str, str], float]:
     """How long each case took when results were last made."""
-    rows = [row for path in sorted((HERE / "results").glob("*.json")) for row in json.loads(path.read_text())]
-    return {(row["model"], row["precision"]): row["seconds"] for row in rows}
+    return {(row["model"], row["precision"]): row["seconds"] for row in results()}
+
+
+def results() -> list[Row]:
+    """Rows of all results, the last of each case."""
+    found = [json.loads(path.read_text()) for path in sorted((HERE / "results").glob("*.json"))]
+    return list({key(row): row for rows in found if isinstance(rows, list) for row in rows}.values())
 
 
 def read(paths: Iterable[Path]) -> list[Row]:
@@ -169,31 +177,46 @@ def key(row: Row) -> tuple[str, str, str]:
 
 
 def collect(rows: list[Row]) -> None:
-    """Write rows as a result of their day and device, and say how they ended."""
-    for device in sorted({row["on"] for row in rows}):
-        of = sorted((r for r in rows if r["on"] == device), key=lambda r: (r["model"], r["precision"]))
-        name = f"{max(r['date'] for r in of)}-{'h200' if 'H200' in device else device.split()[-1].lower()}.json"
-        (HERE / "results" / name).write_text("[\n" + ",\n".join(json.dumps(r) for r in of) + "\n]\n")
-    latest = [json.loads(path.read_text()) for path in sorted((HERE / "results").glob("*.json"))]
+    """Write rows as a result of their day, device and kind, and say how they ended."""
+    for device, odd in sorted({(row["on"], drawn(row)) for row in rows}):
+        of = sorted(
+            (r for r in rows if (r["on"], drawn(r)) == (device, odd)), key=lambda r: (r["model"], r["precision"])
+        )
+        name = f"{max(r['date'] for r in of)}-{'h200' if 'H200' in device else device.split()[-1].lower()}"
+        path = HERE / "results" / f"{name}{'-odd' if odd else ''}.json"
+        path.write_text("[\n" + ",\n".join(json.dumps(r) for r in of) + "\n]\n")
     readme = HERE / "README.md"
     before, _, rest = readme.read_text().partition("<!-- made by --collect -->\n")
     after = rest.partition("<!-- end -->\n")[2]
-    made = table(list({key(row): row for rows in latest for row in rows}.values()))
+    made = table(results())
     readme.write_text(f"{before}<!-- made by --collect -->\n{made}\n<!-- end -->\n{after}")
     print(made)
 
 
+def drawn(row: Row) -> bool:
+    """Whether the network of a row was drawn at random."""
+    return row["model"].partition("/")[0] in ODD
+
+
 def table(rows: list[Row]) -> str:
-    """How many cases ended how, and those that are not simply equal by name."""
+    """How many cases ended how, with which code, and those of the zoo that are not simply equal by name."""
     outcomes = ["equal", "equal where plain repeats itself", "runs as it is", "not trainable", "unequal", "failed"]
-    lines = [f"| on | precision | cases | {' | '.join(outcomes)} |", "|---|---|---|" + "---|" * len(outcomes)]
-    for device, precision in sorted({(r["on"], r["precision"]) for r in rows}):
-        of = [r for r in rows if (r["on"], r["precision"]) == (device, precision)]
+    lines = [
+        f"| on | models | precision | cases | {' | '.join(outcomes)} |",
+        "|---|---|---|---|" + "---|" * len(outcomes),
+    ]
+    for odd, device, precision in sorted({(drawn(r), r["on"], r["precision"]) for r in rows}):
+        of = [r for r in rows if (drawn(r), r["on"], r["precision"]) == (odd, device, precision)]
         counts = [str(sum(r["outcome"] == outcome for r in of)) for outcome in outcomes]
-        lines.append(f"| {device} | {precision} | {len(of)} | {' | '.join(counts)} |")
+        kind = "drawn at random" if odd else "of libraries"
+        lines.append(f"| {device} | {kind} | {precision} | {len(of)} | {' | '.join(counts)} |")
+    lines += ["", "| code | on | models | cases |", "|---|---|---|---|"]
+    codes = Counter((drawn(r), r["on"], r.get("code", "not noted")) for r in rows)
+    for (odd, device, made), count in sorted(codes.items()):
+        lines.append(f"| {made} | {device} | {'drawn at random' if odd else 'of libraries'} | {count} |")
     lines += ["", "| model | precision | on | ended | how |", "|---|---|---|---|---|"]
     for r in sorted(rows, key=lambda r: (r["model"], r["precision"], r["on"])):
-        if r["outcome"] != "equal" or r["note"]:
+        if r["outcome"] in ("unequal", "failed") or (not drawn(r) and (r["outcome"] != "equal" or r["note"])):
             lines.append(f"| {r['model']} | {r['precision']} | {r['on']} | {r['outcome']} | {r['note']} |")
     return "\n".join(lines)
 
