@@ -108,7 +108,7 @@ def within(
             Their memory stays reserved between steps, all of it within the budget.
         exact: "bitwise" for the numbers of plain training bit for bit; "reassociated" also allows kernels that round in
             another order: fused norms, and on a GPU images with their channels last inside the network, each where
-            that is faster.
+            that is faster, and convolutions of more than 2^31 numbers in bands of rows.
         state: where parameters, gradients and optimizer state live ("keep" or "offload" each), and when parameters are
             updated (`outcore.planner.state.StatePolicy`); needs the optimizer itself. Without it they leave the device
             if nothing else meets the budget and the optimizer was given.
