@@ -10,7 +10,8 @@ built on that:
    again (Chen et al., 2016), for several numbers of segments.
 3. *Take back*: from each of these, keep again whatever fits, the most time per byte first; then take turns giving up
    something expensive and repairing what that breaks, while time is left.
-4. *Stir* (`outcore.planner.stirring`): change a few choices at random and repair, as long as that helps now and then.
+4. *Stir* (`outcore.planner.stirring`): change a few choices at random and repair, as long as that helps now and then;
+   where nothing fits, *drift* down along changes that make nothing worse.
 
 The fastest that fits wins. If none fits, the smallest peak that was found is the smallest budget.
 """
@@ -26,7 +27,7 @@ import numpy as np
 
 from outcore.cost.buffers import Buffer
 from outcore.planner.keeping import Keeping, Outcome
-from outcore.planner.stirring import squeezed, stirred
+from outcore.planner.stirring import drifted, squeezed, stirred
 
 __all__ = ["Assignment", "Search", "fit", "smallest"]
 
@@ -63,7 +64,9 @@ def fit(keeping: Keeping, budget_bytes: int, *, time_limit_s: float = 4.0) -> As
         found.append(Search(keeping, budget_bytes, time_limit_s, moving=False).run())
     search.begin()
     if not any(a.fits(budget_bytes) for a in found):
-        found = [min((squeezed(search, a) for a in found), key=_peak)]
+        least = min((squeezed(search, a) for a in found), key=_peak)
+        search.begin()
+        found = [least if least.fits(budget_bytes) else drifted(search, least)]
         if not found[0].fits(budget_bytes):
             return found[0]
     if min(a.outcome.extra_s for a in found) > 0:  # from below, too

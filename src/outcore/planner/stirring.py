@@ -6,7 +6,8 @@ most first; what is then above the budget is given up again and what has room is
 It ends when nothing helped for a while. Ruin and recreate, after Schrimpf et al., J. Comp. Phys. 159 (2000).
 
 `squeezed` does the same for the smallest peak: every choice in turn, judged by the moments near the peak together, so
-that one of several equal peaks can go down before the others.
+that one of several equal peaks can go down before the others. `drifted` goes on where that ends: it takes any change of
+a few choices that makes nothing worse, so that it walks along what is equal until something lower is beside it.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ if TYPE_CHECKING:
     from outcore.planner.budget import Assignment, Search
     from outcore.planner.keeping import Outcome
 
-__all__ = ["squeezed", "stirred"]
+__all__ = ["drifted", "squeezed", "stirred"]
 
 _PATIENCE = 60
 """Tries without success before it ends."""
 _TOO_SLOW = 1.03
 """What is slower than this before anything is taken back is not worth finishing."""
+_SLOWER, _LITTLE = 1.3, 1e-3
+"""How much slower a lower peak may be while drifting; buffers of a smaller share of the peak are left as they are."""
 _NEAR = 0.9
 """Moments above this share of the peak count."""
 
@@ -81,6 +84,25 @@ def squeezed(search: Search, current: Assignment) -> Assignment:
                 current, better = best, True
             if time.monotonic() > search.end:
                 break
+    return current
+
+
+def drifted(search: Search, current: Assignment) -> Assignment:
+    """An assignment whose peak is no higher or within the budget; within it, no slower."""
+    draw, failed, slowest = random.Random(0), 0, _SLOWER * current.outcome.time_s
+    little = _LITTLE * current.outcome.peak_bytes
+    names = [name for name in search.choices if search.keeping.buffers[name].bytes > little]
+    while names and failed < _PATIENCE * len(names) and time.monotonic() < search.end:
+        failed += 1
+        policy = dict(current.policy)
+        for name in draw.sample(names, min(len(names), draw.choice((1, 1, 1, 2, 2, 3)))):
+            policy[name] = draw.choice(("keep", *search.choices[name]))
+        tried = search.assign(policy)
+        peak, time_s = current.outcome.peak_bytes, current.outcome.time_s
+        lower = tried.outcome.peak_bytes < peak > search.budget and tried.outcome.time_s <= slowest
+        if lower or (tried.outcome.peak_bytes <= max(peak, search.budget) and tried.outcome.time_s <= time_s):
+            failed = 0 if lower or tried.outcome.time_s < time_s - search.epsilon_s else failed
+            current = tried
     return current
 
 
