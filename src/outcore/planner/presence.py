@@ -114,9 +114,10 @@ class _Play:
         completes: dict[str, list[str]] = {}
         for name, call in last.items():
             completes.setdefault(call, []).append(name)
+        ends = {moment.call: at for at, moment in enumerate(self.plain.moments) if moment.phase == "backward"}
+        """Gradients that are to be added up are, before they count as arrived."""
         found: dict[int, int] = {}
         gone = leaving = 0
-        seen: set[str] = set()
         for at, moment in enumerate(self.plain.moments):
             if moment.phase != "backward":
                 continue
@@ -124,13 +125,12 @@ class _Play:
             here = [self._come([number], backward=True) for number in self._numbers(saved)]
             weights = max([*here, self._at_most(waiting)]) - self._away()
             found[at] = weights - gone + leaving
-            if moment.call in seen:
+            if ends[moment.call] != at:
                 continue
-            seen.add(moment.call)
             complete = self._complete(waiting, completes.get(moment.call, ()))
             if complete and self.leaves:  # what the call worked in is free by then, and what left before
-                room = max(map(self._leaving, complete)) - self.costs.calls[moment.call].workspace_backward_bytes
-                found[at] = max(found[at], weights - gone + room)
+                free = moment.bytes.workspace - self._alone(self.costs.library_bytes)
+                found[at] = max(found[at], weights - gone + max(map(self._leaving, complete)) - free)
                 gone += self._gradient_bytes(complete)
                 leaving = 0 if self.used_up else max(self.sizes[number] for number in complete)
                 self.gone.update(complete)
