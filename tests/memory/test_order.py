@@ -367,11 +367,18 @@ class Dropping(nn.Sequential):
         super().__init__(nn.Conv2d(3, 4, 3), nn.Dropout(0.5), nn.Conv2d(4, 2, 3))
 
 
+class Paths(nn.Module):
+    """Draws a number per image, as stochastic depth does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * x.new_empty((len(x), 1, 1, 1)).bernoulli_(0.5)
+
+
 class DroppingLate(nn.Sequential):
-    """Draws a number per channel, then one per feature."""
+    """Draws a number per channel, then one per image, then one per feature."""
 
     def __init__(self) -> None:
-        layers = nn.Conv2d(3, 4, 3), nn.Dropout2d(0.5), nn.AdaptiveAvgPool2d(1), nn.Dropout(0.5), nn.Flatten()
+        layers = nn.Conv2d(3, 4, 3), nn.Dropout2d(0.5), Paths(), nn.AdaptiveAvgPool2d(1), nn.Dropout(0.5), nn.Flatten()
         super().__init__(*layers, nn.Dropout(0.5), nn.Linear(4, 2))
 
 

@@ -46,6 +46,8 @@ _CONVOLUTIONS = {
 """Type of a block -> dimensions of its images."""
 _BY_CHANNEL = {"Dropout2d", "Dropout3d", "dropout2d", "dropout3d", "FeatureAlphaDropout", "feature_alpha_dropout"}
 """Draw one number for a channel of an image, however that lies in memory."""
+_NEW = {"new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"}
+"""Make a tensor in the usual order, whatever they are asked of."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ def drawn(graph: Graph, turned: Graph) -> str | None:
     """A call that may draw other random numbers where a network is turned: it is random, or nothing is known of it."""
     for name, call in graph.calls.items():
         type_ = graph.blocks[call.block].type
-        if again(type_) in ("pure", "statistics") or type_ in _BY_CHANNEL or name not in turned.calls:
+        if again(type_) in ("pure", "statistics") or type_ in _BY_CHANNEL | _NEW or name not in turned.calls:
             continue
         there = turned.calls[name]
         pairs = [*zip(call.inputs, there.inputs, strict=False), *zip(call.outputs, there.outputs, strict=False)]
