@@ -32,7 +32,7 @@ def on_device(event: Any) -> bool:
 
 
 def kernels(subject: Subject, steps: int) -> dict[str, Any]:
-    """Milliseconds of a step's kernels, how many there are, and which take longest."""
+    """Milliseconds of a step's kernels, how many there are, and which take longest; none if steps are not alike."""
     synchronise()
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         for _ in range(steps):
@@ -48,14 +48,10 @@ def kernels(subject: Subject, steps: int) -> dict[str, Any]:
         for runs in (events[i::per_step] for i in range(per_step)):
             name = runs[0].name()
             least[name] = least.get(name, 0) + min(e.duration_ns() for e in runs)
-    else:  # counts differ: the fastest of every name, as often as it runs
-        found: dict[str, list[int]] = {}
-        for e in events:
-            found.setdefault(e.name(), []).append(e.duration_ns())
-        least = {name: sum(sorted(runs)[: max(1, len(runs) // steps)]) for name, runs in found.items()}
     longest = sorted(least, key=lambda name: -least[name])[:_NAMED]
     named = {name[:80]: round(least[name] / 1e6, 3) for name in longest}
-    return {"device_ms": sum(least.values()) / 1e6, "kernels": per_step, "alike": alike, "longest": named}
+    found = {"device_ms": sum(least.values()) / 1e6, "longest": named} if alike else {}
+    return {"kernels": per_step, "alike": alike, **found}
 
 
 def main() -> None:

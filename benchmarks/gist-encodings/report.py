@@ -37,10 +37,11 @@ def alone() -> dict[tuple[Key, str], float]:
     """Network and way -> what the device needs by its kernels, over what plain training needs."""
     found: dict[tuple[Key, str], float] = {}
     for path in sorted((HERE / "results").glob("*-device*.json")):
-        rows = [row for row in json.loads(path.read_text())["rows"] if "device_ms" in row]
+        rows = [row for row in json.loads(path.read_text())["rows"] if row.get("alike")]
         keyed = {((r["model"], r["batch"], r["side"], r["last"]), r["how"]): r for r in rows}
         plain = {key: row["device_ms"] for (key, how), row in keyed.items() if how == "plain"}
-        found |= {(key, how): row["device_ms"] / plain[key] for (key, how), row in keyed.items() if how != "plain"}
+        ways = {name: row["device_ms"] for name, row in keyed.items() if name[1] != "plain" and name[0] in plain}
+        found |= {(key, how): ms / plain[key] for (key, how), ms in ways.items()}
     return found
 
 
