@@ -2,8 +2,8 @@
 
 Fast convolutions read the channels of a pixel side by side. Given images channel by channel, as PyTorch makes them, the
 library turns every convolution's input, output and gradient in a workspace of that size, around each of them: at 64
-channels of 4096 x 4096 pixels that is 8 to 12 GiB and a fifth of the step. Turned once, at the entrance, the whole
-network runs in the other order, because convolutions, norms, pools and sums answer in the order of what they are given:
+channels of 4096 x 4096 pixels that is 8 to 12 GiB, and a fifth to 30 % of the step. Turned once, at the entrance, the
+whole network runs in the other order: convolutions, norms, pools and sums answer in the order of what they are given.
 
     images ─▶ to(channels last) ─▶ the network as it is ─▶ contiguous() ─▶ what plain training returns
 
