@@ -9,6 +9,7 @@ COLOURS = {
     "ours, bitwise": "#1f77b4",
     "ours, reassociated": "#2ca02c",
     "checkpoint per block": "#d95f02",
+    "fairscale offload": "#e6ab02",
     "save_on_cpu": "#8c564b",
     "compile, budget 0.5": "#9467bd",
 }
@@ -80,9 +81,7 @@ def _panel(case: Found | None, name: str, left: int, top: int, low: float, high:
     out.append(f'<rect class="frame" x="{left}" y="{top}" width="{WIDE}" height="{TALL}"/>')
     if case is None:
         return [*out, f'<text class="small" x="{left + 60}" y="{top + 70}">not run</text>']
-    ours = [p for p in case.points.values() if p.ours]
-    new = [p for p in ours if not p.old] or ours
-    shown = [p for p in case.points.values() if not p.ours] + new
+    shown = list(case.points.values())
     for kind, colour in COLOURS.items():
         points = sorted((p for p in shown if kind_of(p) == kind), key=lambda p: p.share)
         places = [at(p.share, p.slower) for p in points]
