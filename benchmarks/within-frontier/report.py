@@ -60,7 +60,7 @@ def table(cases: dict[Key, Found], size: str) -> list[str]:
             cells = [shown(best(case, share, reassociated=norms)) for share, norms in COLUMNS.values()]
             if not any(p.reassociated for p in case.points.values()):  # nothing there could round otherwise
                 cells[2:] = ["", ""]
-            floors = [p.row["floor"] for p in case.points.values() if "floor" in p.row]
+            floors = [p.row["floor"] for p in case.points.values() if "floor" in p.row and not p.reassociated]
             floor = f"{min(floors) / case.plain['peak']:.2f}" if floors else ""
             cells[2:2] = [shown(least(case)), floor]
             cells += [cell(case, peer) for peer in PEERS]

@@ -74,11 +74,11 @@ class Prepared:
         return 2 if self.case.small else 1
 
     def gib(self, way: str) -> float:
-        """About what a way will have reserved; if it becomes more, the allocator gives back what nobody uses."""
+        """About what a way will have reserved at most; half of it can be holes. A full device slows everyone down."""
         plain = self.plain_bytes / 2**30
         if way in self.plans:
-            return min(1.4 * self.plans[way]["budget"] / 2**30, 1.2 * plain) + (1.5 if self.case.small else 0.5)
-        return {"save_on_cpu": 0.5, "plain": 1.2, "compile": 0.75}.get(way.partition(" budget")[0], 0.85) * plain + 0.5
+            return min(1.8 * self.plans[way]["budget"] / 2**30, 1.3 * plain) + (1.5 if self.case.small else 1.0)
+        return {"save_on_cpu": 0.6, "plain": 1.2}.get(way, 1.1) * plain + 1.0
 
     def host_gib(self, way: str) -> float:
         """What a way will pin."""
