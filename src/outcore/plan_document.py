@@ -82,7 +82,7 @@ class Plan:
     """Parameter -> stages that hold a copy of it, whose gradients are added up."""
     stream: Mapping[str, Any] | None = None
     memory_order: str | None = None
-    """Of images inside the network: "channels_last", or as they come; the graph is that of the network in this order."""
+    """Of images in the network: "channels_last", or as they come; the graph is that of the network in this order."""
     machine: str | None = None
     """Fingerprint of the machine it was made for."""
     memory_bytes: int | None = None
