@@ -49,7 +49,9 @@ def _serve(connection: Any, port: int) -> None:
             # torch counts process groups, and a count that is not that of the other ranks never meets them again.
             connection.send((None, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
             return
-        before = _open_files()  # the group of the pool is not the engine's; imports of a test may keep it
+        # The group of the pool is not the engine's; imports of a test may keep it. A world that was made to fail may
+        # leave a thread that waits for the transport to give up, which is not the next world's.
+        before, earlier = _open_files(), set(threading.enumerate())
         answer: tuple[bool, Any]
         try:
             answer = (True, function(*args, **kwargs))
@@ -59,17 +61,18 @@ def _serve(connection: Any, port: int) -> None:
             if dist.is_initialized():
                 dist.destroy_process_group()
         store = None
-        if answer[0] and (left := _left_behind(before)):
+        if answer[0] and (left := _left_behind(before, earlier)):
             answer = (False, f"the rank left behind: {', '.join(left)}")
+        del earlier
         connection.send(answer)
 
 
-def _left_behind(before: set[str]) -> list[str]:
+def _left_behind(before: set[str], earlier: set[threading.Thread]) -> list[str]:
     """Threads of the engine's, shared memory and sockets that a world should have taken with it."""
     patience = time.monotonic() + 10.0
     while True:
         gc.collect()
-        found = [t.name for t in threading.enumerate() if t.name.startswith("outcore")]
+        found = [t.name for t in set(threading.enumerate()) - earlier if t.name.startswith("outcore")]
         found += sorted(_open_files() - before)
         if not found or time.monotonic() > patience:
             return found
