@@ -35,6 +35,17 @@ def test_closing_waits_for_what_was_handed_over_and_threads_come_back() -> None:
     couriers.close()
 
 
+def test_a_thread_that_nobody_counts_ends_with_the_others() -> None:
+    for _ in range(20):
+        couriers = Couriers(2, "test")
+        couriers.submit(str, 1).result()
+        uncounted = couriers.threads.pop(0)  # as when Ctrl-C comes between its start and its place in the list
+        couriers.submit(str, 2).result()
+        couriers.close(most_s=20.0)
+        uncounted.join(20.0)
+        assert not uncounted.is_alive() and not couriers.threads
+
+
 def test_interrupts_at_any_line_break_nothing() -> None:
     couriers, draw, interrupts = Couriers(2, "test"), random.Random(0), 0
 

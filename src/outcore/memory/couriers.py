@@ -77,9 +77,9 @@ class Couriers:
 
     def close(self, most_s: float | None = None) -> None:
         """Finish what was handed over; wait so long for it, or until it is done."""
-        threads, self.threads = self.threads, []
-        for _ in threads:
-            self.queue.put(None)
+        fresh: SimpleQueue[Errand[Any] | None] = SimpleQueue()
+        (queue, threads), (self.queue, self.threads) = (self.queue, self.threads), (fresh, [])
+        queue.put(None)
         for thread in threads:
             thread.join(most_s)
 
@@ -98,3 +98,4 @@ def _work(queue: SimpleQueue[Errand[Any] | None]) -> None:
     while (errand := queue.get()) is not None:
         errand.run()
         del errand  # or its result would be held until the next one comes
+    queue.put(None)  # for the others: Ctrl-C may have left one that nobody counts
