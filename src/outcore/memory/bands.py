@@ -26,6 +26,7 @@ from torch import nn
 
 from outcore.graph import Graph
 from outcore.graph.recording import Step
+from outcore.memory.followers import hooked
 
 __all__ = ["in_bands"]
 
@@ -57,8 +58,7 @@ def _plain(step: Step, model: nn.Module) -> bool:
     if step.kind != "module" or len(step.args) != 1 or step.kwargs or any(row[1] for row in step.context.autocast):
         return False
     module = model.get_submodule(step.target)
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    if type(module) is not nn.Conv2d or any(hooks) or module.weight.device.type not in _DEVICES:
+    if type(module) is not nn.Conv2d or hooked(module) or module.weight.device.type not in _DEVICES:
         return False
     return module.padding_mode == "zeros" and not isinstance(module.padding, str)
 

@@ -25,6 +25,7 @@ from outcore.cost.buffers import Buffer
 from outcore.graph import Graph
 from outcore.graph.recording import Step
 from outcore.memory.bits import rectified, through, unpack_bits
+from outcore.memory.followers import hooked
 
 __all__ = ["bit_relus", "relu_by_bits"]
 
@@ -53,8 +54,7 @@ def _as_called(step: Step, model: nn.Module) -> tuple[Callable[..., Any] | None,
         told = step.kwargs.get("inplace", step.args[1] if len(step.args) > 1 else False)
         return step.target, name.endswith("_") or bool(told)
     module: Any = model.get_submodule(step.target)
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return (None if type(module) is not nn.ReLU or any(hooks) else module), bool(getattr(module, "inplace", False))
+    return (None if type(module) is not nn.ReLU or hooked(module) else module), bool(getattr(module, "inplace", False))
 
 
 class _Bits:

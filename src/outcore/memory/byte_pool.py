@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from outcore.graph.recording import Step
+from outcore.memory.followers import hooked
 from outcore.memory.windows import Window, indices_of
 
 __all__ = ["byte_pools"]
@@ -42,8 +43,7 @@ def _as_called(step: Step, model: nn.Module) -> Callable[..., Any] | None:
         wants_indices = step.kwargs.get("return_indices", step.args[6] if len(step.args) > 6 else False)
         return None if wants_indices else step.target
     module: Any = model.get_submodule(step.target)
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return None if type(module) is not nn.MaxPool2d or module.return_indices or any(hooks) else module
+    return None if type(module) is not nn.MaxPool2d or module.return_indices or hooked(module) else module
 
 
 class _Pool:
