@@ -2,6 +2,7 @@
 
     python compile_ahead.py --out compiled/ [--only densenet121,inception_v3] [--processes 7] [--limit 150]
 
+In a first step the fastest variants of kernels are chosen, so these are made one after the other, on a quiet device.
 What is there already is not compiled again; what is not finished in time is left out, and its kernels are found again
 in its scratch folder the next time.
 """
@@ -10,13 +11,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import multiprocessing
 import os
 import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,22 +30,13 @@ import cases  # noqa: E402
 import torch  # noqa: E402
 from cases import Case, cases_of  # noqa: E402
 from compiled import Compiled  # noqa: E402
-from gate import Gate, children  # noqa: E402
+from gate import children  # noqa: E402
 from networks import torchvision  # noqa: E402
 
 FIRST = ("densenet121", "inception_v3", "resnet50", "convnext_tiny", "unet", "vgg19")
 """What takes longest is compiled first."""
-GIB = {"resnet50": 17, "vgg19": 16, "inception_v3": 14, "densenet121": 26, "unet": 60, "convnext_tiny": 19}
-"""Of a step on one image of 4096 px in TF32, about."""
-
-
 READ = (".ttir", ".ttgir", ".llir", ".ptx", ".source")
 """What Triton writes beside a kernel for people to read, nine tenths of it; a kernel is launched without."""
-
-
-def gib(case: Case) -> float:
-    """What the first step takes of the device, about."""
-    return GIB[case.name] * (0.12 if case.small else 1.0) * (0.55 if case.bf16 else 1.0) + 1.0
 
 
 def slim() -> None:
@@ -61,7 +54,16 @@ def slim() -> None:
     TritonBundler.collect = staticmethod(collect)
 
 
-def compile_case(case: Case, budget: float, given: argparse.Namespace, device: Gate) -> None:
+@contextlib.contextmanager
+def turn(scratch: Path) -> Iterator[None]:
+    """Wait for all others that compile into this folder, of whatever program."""
+    scratch.mkdir(parents=True, exist_ok=True)
+    with (scratch / "turn").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def compile_case(case: Case, budget: float, given: argparse.Namespace) -> None:
     """One process: from nothing to files."""
     warnings.simplefilter("ignore")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(given.scratch / case.label)
@@ -73,7 +75,7 @@ def compile_case(case: Case, budget: float, given: argparse.Namespace, device: G
 
         def enter() -> None:
             print(f"{case.label} {budget}: compiled after {time.time() - begun:.0f} s", flush=True)
-            held.enter_context(device.room(gib(case)))
+            held.enter_context(turn(given.scratch))
 
         try:
             _, facts = Compiled(case, budget, given.out).ready(enter)
@@ -108,7 +110,6 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(FIRST))
     parser.add_argument("--budgets", default="0.5")
     parser.add_argument("--processes", type=int, default=7)
-    parser.add_argument("--gib", type=float, default=117, help="memory of the device that first steps may take")
     parser.add_argument("--limit", type=float, default=600)
     given = parser.parse_args()
     if given.device == "cpu":
@@ -119,10 +120,9 @@ def main() -> None:
 
     torchvision()
     context = multiprocessing.get_context("fork")
-    device = Gate(context, 1, given.gib)
 
     def start(case: Case, budget: float) -> multiprocessing.Process:
-        process = context.Process(target=compile_case, args=(case, budget, given, device))
+        process = context.Process(target=compile_case, args=(case, budget, given))
         process.start()
         return process
 
