@@ -258,7 +258,7 @@ def main() -> None:
     parser.add_argument("--compile-only", default="", help="compile only these cases")
     parser.add_argument("--workers", type=int, default=12)
     parser.add_argument("--compilers", type=int, default=4)
-    parser.add_argument("--savers", type=int, default=2)
+    parser.add_argument("--savers", type=int, default=3)
     parser.add_argument("--gib", type=float, default=117, help="memory of the device that all rows together may take")
     parser.add_argument("--host-gib", type=float, default=80, help="memory of the host that they may pin")
     parser.add_argument("--limit", type=float, default=300, help="seconds after which no row is begun")
@@ -269,7 +269,7 @@ def main() -> None:
     preload()
     rows = asked(given)
     plain = {label: prepare(cases_of(label, given.sizes)[0], given).plain_bytes for label, _ in rows}
-    saved = sorted((label for label, ways in rows if SAVED in ways), key=plain.__getitem__)
+    saved = sorted((label for label, ways in rows if SAVED in ways), key=plain.__getitem__, reverse=True)
     peers = [f"compile budget {budget}" for budget in given.compile.split(",") if budget]
     queues = [
         [(label, rest) for label, ways in rows if (rest := [way for way in ways if way != SAVED])],

@@ -165,7 +165,8 @@ class Prepared:
 def saved_on_cpu(case: Case, alone: Alone, aside: Alone) -> Row:
     """All that autograd saves, in pinned memory; one step, because on a large image it takes seconds.
 
-    The first step would pin that memory piece by piece, for up to a minute. It is pinned before, `aside` from others.
+    The first step would pin that memory piece by piece, for up to a minute. It is pinned before, `aside` from others,
+    its pages mapped by several threads.
     """
     training = case.fresh()
     sizes: list[int] = []
@@ -179,6 +180,7 @@ def saved_on_cpu(case: Case, alone: Alone, aside: Alone) -> Row:
     if cases.DEVICE == "cuda":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
+        torch.cuda.memory._set_allocator_settings("pinned_use_cuda_host_register:True,pinned_num_register_threads:4")
         with aside():
             pinned = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes]
         del pinned  # torch keeps it for who asks next
