@@ -180,7 +180,7 @@ def saved_on_cpu(case: Case, alone: Alone, aside: Alone) -> Row:
     if cases.DEVICE == "cuda":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-        torch.cuda.memory._set_allocator_settings("pinned_use_cuda_host_register:True,pinned_num_register_threads:4")
+        torch._C._accelerator_setAllocatorSettings("pinned_use_cuda_host_register:True,pinned_num_register_threads:4")
         with aside():
             pinned = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes]
         del pinned  # torch keeps it for who asks next
