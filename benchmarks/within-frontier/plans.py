@@ -41,18 +41,26 @@ PEERS = {
     "convnext_tiny-1x4096-bf16": ["0.3", "0.23"],
 }
 """What a checkpoint around every block takes, where that is less than a third."""
+GRAPHED = ("resnet50", "inception_v3", "densenet121", "convnext_tiny")
+"""Networks of so many short calls that the interpreter is near the limit on one large image in bf16 too."""
 
 
 def ways_of(case: Case, shares: list[str]) -> list[str]:
-    """What is planned for a case: small steps as CUDA graphs, large ones call by call; norms also fused."""
+    """What is planned for a case: small steps as CUDA graphs, large ones call by call, some both; norms also fused."""
     every = shares + [s for s in PEERS.get(case.label, []) if s not in shares and shares]
     kinds = ["", " reassociated"] if case.has_fusible else [""]
     kinds += [] if case.bf16 else [" channels_last reassociated"]
-    ways = [f"outcore {share}{' graphs' if case.small else ''}{norms}" for norms in kinds for share in every]
-    ways = [way for way in ways if "least" not in way or "reassociated" not in way]
-    if not case.small:
-        return ways
-    return [f"{way} /{part}" for way in ways for part in LADDER if "least" not in way or part == LADDER[-1]]
+    both = case.bf16 and case.name in GRAPHED
+    called = [] if case.small else [f"outcore {share}{norms}" for norms in kinds for share in every]
+    graphed = every if case.small else [share for share in shares if share != "least"] if both else []
+    ladder = LADDER if case.small else LADDER[:2]
+    ways = called + [
+        f"outcore {share} graphs{norms} /{part}"
+        for norms in kinds
+        for share in graphed
+        for part in (ladder[-1:] if share == "least" else ladder)
+    ]
+    return [way for way in ways if "least" not in way or "reassociated" not in way]
 
 
 def search(keeping: Keeping, share: str, plain_bytes: int, search_s: float, used: float) -> tuple[Assignment, int]:
