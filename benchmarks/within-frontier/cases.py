@@ -46,11 +46,6 @@ class Case:
         """Whether the interpreter is the limit, so that a step runs as CUDA graphs."""
         return self.side <= 512
 
-    @property
-    def has_fusible(self) -> bool:
-        """Whether there are norms or biases that can be one operation with a ReLU."""
-        return self.name != "convnext_tiny"
-
     def fresh(self) -> Training:
         """A new network with its batch."""
         torch.manual_seed(0)

@@ -48,8 +48,7 @@ GRAPHED = ("resnet50", "inception_v3", "densenet121", "convnext_tiny")
 def ways_of(case: Case, shares: list[str]) -> list[str]:
     """What is planned for a case: small steps as CUDA graphs, large ones call by call, some both; norms also fused."""
     every = shares + [s for s in PEERS.get(case.label, []) if s not in shares and shares]
-    kinds = ["", " reassociated"] if case.has_fusible else [""]
-    kinds += [] if case.bf16 else [" channels_last reassociated"]
+    kinds = ["", " reassociated"] + ([] if case.bf16 else [" channels_last reassociated"])
     both = case.bf16 and case.name in GRAPHED
     called = [] if case.small else [f"outcore {share}{norms}" for norms in kinds for share in every]
     graphed = every if case.small else [share for share in shares if share != "least"] if both else []
@@ -104,7 +103,8 @@ def plan_case(
         taken, rate = keeping.costs, keeping.memory_bytes_per_s
         if "reassociated" in flags:
             model, device = graph.module.model, torch.device("cuda")
-            taken = Fusions.worth_it(graph, model, taken, rate, device, issued=not graphs).expected(taken, rate)
+            fused = Fusions.worth_it(graph, model, taken, rate, device, issued=not graphs)
+            graph, taken = fused.applied(graph, model, taken, rate)
         use = Keeping(graph, taken, 0.0, keeping.tier, rate, draws=not graphs)
         if graphs:
             standing(use)

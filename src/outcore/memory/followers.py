@@ -1,4 +1,4 @@
-"""Which ReLU is all that happens to a value.
+"""Who reads a value, and which ReLU is all that happens to it.
 
 Norms, biases and sums can be one operation with the ReLU that follows, if nobody else sees what is between the two: no
 other call reads it, it is not an output of the model, and no hook of the user's looks at it.
@@ -36,11 +36,39 @@ class Followers:
         after = self._readers.get(outputs[0], [])
         return after[0] if len(after) == 1 and self._rectifies(after[0]) else None
 
+    def first(self, value: str) -> str:
+        """The value that is first in the memory of a value."""
+        return self.graph.values[value].alias_of or value
+
+    def behind_views(self, value: str) -> list[str]:
+        """The calls that read a value that is first in its memory, at once or through views; none if the user sees it.
+
+        A view that somebody looks at, or that is of another type, counts as a reader.
+        """
+        found, waiting = [], [value]
+        while waiting:
+            seen = waiting.pop()
+            if seen in self.graph.outputs:
+                return []
+            for name in self._readers.get(seen, ()):
+                call = self.graph.calls[name]
+                views = [v for v in call.outputs if self.first(v) == value and v not in call.mutates]
+                alike = all(self.graph.values[v].dtype == self.graph.values[value].dtype for v in views)
+                if views and views == list(call.outputs) and alike and not call.mutates and not self.hooked(name):
+                    waiting += views
+                elif name not in found:
+                    found.append(name)
+        return found
+
+    def hooked(self, call: str) -> bool:
+        """Whether something of the user's is called with a call."""
+        step = self.steps[call]
+        return step.kind == "module" and hooked(self.model.get_submodule(step.target))
+
     def _rectifies(self, call: str) -> bool:
         if self.graph.blocks[self.graph.calls[call].block].type not in RELUS:
             return False
-        step = self.steps[call]
-        return step.kind != "module" or not hooked(self.model.get_submodule(step.target))
+        return not self.hooked(call)
 
 
 def hooked(module: nn.Module) -> bool:

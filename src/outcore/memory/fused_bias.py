@@ -27,7 +27,7 @@ from outcore.graph import Graph
 from outcore.graph.recording import Ref, Step
 from outcore.machine.clock import Timing
 from outcore.memory.followers import Followers, hooked
-from outcore.memory.norm_choice import RATE, totals
+from outcore.memory.norm_choice import RATE, less, totals
 from outcore.memory.renorm import dense, memory_format
 
 __all__ = ["Biases", "as_biased", "biases_of", "rectifiers", "worth_it"]
@@ -71,16 +71,9 @@ def as_biased(costs: Costs, biases: Biases, memory_bytes_per_s: float) -> Costs:
     for name in biases:
         cost = calls[name]
         second = cost.output_bytes / (RATE * memory_bytes_per_s)
-        forward, backward = _less(cost.forward, 2 * second), _less(cost.backward, second)
+        forward, backward = less(cost.forward, 2 * second), less(cost.backward, second)
         calls[name] = replace(cost, forward=forward, backward=backward)
     return replace(costs, calls=calls)
-
-
-def _less(timing: Timing | None, seconds: float) -> Timing | None:
-    """A time that is so much shorter, of which at least half is left."""
-    if timing is None:
-        return None
-    return Timing.of([max(0.5 * timing.median_s, timing.median_s - seconds)], dispatch_s=timing.dispatch_s)
 
 
 def _times(cost: CallCost) -> list[Timing]:

@@ -1,12 +1,14 @@
-"""What becomes one operation with its ReLU where results may be reassociated: norms, biases of convolutions, sums.
+"""What becomes one operation where results may be reassociated: norms, biases of convolutions and sums with their ReLU,
+layer norms with the casts around them.
 
 Each has a file of its own that finds its pairs, says what they are expected to save and how they run. Here they are
-chosen together, because all are issued by the same host.
+chosen together, because all are issued by the same host. Layer norms keep other things than torch's, so with them the
+network is rewritten before it is planned (`outcore.memory.rewriting`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -16,9 +18,13 @@ from outcore.cost.costs import Costs
 from outcore.graph import Graph
 from outcore.graph.recording import Step
 from outcore.memory.fused_bias import Biases, as_biased, biases_of, rectifiers, worth_it
+from outcore.memory.fused_layer_norm import LayerNorms, layer_norms_of
+from outcore.memory.fused_layer_norm import rewrite as rewrite_layer_norms
+from outcore.memory.fused_layer_norm import worth_it as layer_norms_worth_it
 from outcore.memory.fused_norm import norms_of, replacements
 from outcore.memory.fused_sum import Sums, as_summed, summed, sums_of
 from outcore.memory.norm_choice import Norms, as_fused, worth_fusing
+from outcore.memory.rewriting import Rewriting
 
 __all__ = ["Fusions"]
 
@@ -30,6 +36,7 @@ class Fusions:
     norms: Norms = field(default_factory=dict)
     biases: Biases = field(default_factory=dict)
     sums: Sums = field(default_factory=dict)
+    layer_norms: LayerNorms = field(default_factory=dict)
 
     @classmethod
     def worth_it(
@@ -49,10 +56,30 @@ class Fusions:
         norms = worth_fusing(norms, costs, rate, issued=issued) if norms else {}
         if biases and not worth_it(biases, as_fused(costs, norms, rate), issued=issued):
             biases = {}
-        return cls(norms, biases, sums_of(graph, model, device))
+        found = cls(norms, biases, sums_of(graph, model, device))
+        rows = layer_norms_of(graph, model, costs, device)
+        if rows:
+            rows = layer_norms_worth_it(rows, graph, found._expected(costs, rate), rate, issued=issued)
+        return replace(found, layer_norms=rows)
 
-    def expected(self, costs: Costs, rate: float) -> Costs:
-        """Costs under them."""
+    def sparing(self, named: Collection[str]) -> Fusions:
+        """Those that leave memory there that has a policy by hand."""
+        rows = {name: norm for name, norm in self.layer_norms.items() if not norm.gone.intersection(named)}
+        return replace(self, layer_norms=rows)
+
+    @property
+    def contested(self) -> bool:
+        """Whether there is something whose host time is an estimate, so that the first steps have to decide."""
+        return bool(self.norms or self.layer_norms)
+
+    def applied(self, graph: Graph, model: nn.Module, costs: Costs, rate: float) -> tuple[Graph, Costs]:
+        """The network and its costs under them."""
+        to = Rewriting(graph, self._expected(costs, rate))
+        rewrite_layer_norms(to, self.layer_norms, model, rate)
+        return to.result()
+
+    def _expected(self, costs: Costs, rate: float) -> Costs:
+        """Costs where steps take less time and nothing else changes."""
         costs = as_fused(costs, self.norms, rate) if self.norms else costs
         return as_summed(as_biased(costs, self.biases, rate), self.sums)
 
@@ -61,10 +88,10 @@ class Fusions:
         return replace(self, biases={})
 
     def instead(self, graph: Graph, model: nn.Module, others: Mapping[str, Step], planned: set[str]) -> dict[str, Step]:
-        """The steps to run instead of the recorded ones.
+        """The steps to run instead of the recorded ones, those that are in the rewritten recording already among them.
 
         Args:
-            graph: the network.
+            graph: the network, rewritten.
             model: the user's.
             others: steps that are replaced already; their calls are left alone.
             planned: memory that has a policy or is made something from; between two calls that are one there is none.
@@ -77,4 +104,6 @@ class Fusions:
 
         biases = {name: relu for name, relu in self.biases.items() if free(name, relu)}
         sums = {name: relu for name, relu in self.sums.items() if name not in others and relu not in others}
-        return rectifiers(graph, model, biases) | summed(graph, sums) | replacements(graph, model, self.norms)
+        found = rectifiers(graph, model, biases) | summed(graph, sums) | replacements(graph, model, self.norms)
+        assert graph.executable is not None
+        return found | {s.name: s for s in graph.executable[1].steps if s.name in self.layer_norms}

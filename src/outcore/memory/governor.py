@@ -188,9 +188,10 @@ class Governor:
         first = self.plan if any(self.admitted.values()) else None
         found = found or propose(graph, self.model, self.costs_of(graph), self.settings, self.device, first)
         plan = found.plan
+        assert found.graph.executable is not None
         holding = prepare(
-            graph,
-            recording,
+            found.graph,
+            found.graph.executable[1],
             self.model,
             plan.keeping.buffers,
             plan.policy,
@@ -210,7 +211,7 @@ class Governor:
             costs = plan.keeping.costs
             state = self.settings.optimizer.state_bytes(costs.parameters)
             entry.observer = Observer(self.model, state, costs.library_bytes, meter_for(self.device))
-            if found.fused.norms and self.costs is not None:
+            if found.fused.contested and self.costs is not None:
                 entry.library_s = found.library_s
 
     def costs_of(self, graph: Graph) -> Costs:

@@ -21,7 +21,7 @@ from dataclasses import replace
 from outcore.cost.costs import CallCost, Costs
 from outcore.machine.clock import Timing
 
-__all__ = ["RATE", "Norms", "as_fused", "step_s", "totals", "worth_fusing"]
+__all__ = ["RATE", "Norms", "ahead", "as_fused", "less", "step_s", "totals", "worth_fusing"]
 
 Norms = Mapping[str, str | None]
 """Call of a norm -> call of the ReLU that is all that happens to its output, if there is one."""
@@ -45,20 +45,42 @@ def worth_fusing(
         memory_bytes_per_s: of the device.
         issued: the host issues them one by one; else they are part of a CUDA graph, and it does not count.
     """
+    rows = list(norms.items())
+    saved = {name: _saved_s(name, relu, costs, memory_bytes_per_s) for name, relu in rows}
+    added = {name: (_ISSUE - 1) * _issue_s(name, relu, costs) for name, relu in rows}
+    taken = ahead(saved, added, costs, issued=issued)
+    return {name: relu for name, relu in rows if name in taken}
+
+
+def ahead(saved: Mapping[str, float], added: Mapping[str, float], costs: Costs, *, issued: bool) -> set[str]:
+    """Those that save the device most, as long as the host keeps ahead.
+
+    Args:
+        saved: seconds of the device that each saves.
+        added: seconds of the host that each takes more; where none is known, all are worth it.
+        costs: of the graph without them.
+        issued: the host issues them one by one; else its time does not count.
+    """
     if not issued:
-        return {n: relu for n, relu in norms.items() if _saved_s(n, relu, costs, memory_bytes_per_s) > 0}
+        return {name for name, seconds in saved.items() if seconds > 0}
+    if not any(added.values()):
+        return set(saved)
     device_s, host_s = totals(costs)
-    if not any(_issue_s(name, relu, costs) for name, relu in norms.items()):
-        return dict(norms)
-    rows = sorted(norms, key=lambda name: -_saved_s(name, norms[name], costs, memory_bytes_per_s))
+    rows = sorted(saved, key=lambda name: -saved[name])
     best, count = max(device_s, host_s), 0
     for i, name in enumerate(rows):
-        device_s -= _saved_s(name, norms[name], costs, memory_bytes_per_s)
-        host_s += (_ISSUE - 1) * _issue_s(name, norms[name], costs)
+        device_s -= saved[name]
+        host_s += added[name]
         if max(device_s, host_s) <= best:
             best, count = max(device_s, host_s), i + 1
-    taken = set(rows[:count])
-    return {name: relu for name, relu in norms.items() if name in taken}
+    return set(rows[:count])
+
+
+def less(timing: Timing | None, seconds: float) -> Timing | None:
+    """A time that is so much shorter, of which at least half is left."""
+    if timing is None or not seconds:
+        return timing
+    return Timing.of([max(0.5 * timing.median_s, timing.median_s - seconds)], dispatch_s=timing.dispatch_s)
 
 
 def as_fused(costs: Costs, norms: Norms, memory_bytes_per_s: float) -> Costs:

@@ -30,6 +30,8 @@ class Proposal:
     """A plan, with what it expects to be fused."""
 
     plan: MemoryPlan
+    graph: Graph
+    """The network as it runs then."""
     fused: Fusions
     library_s: float
     """Predicted time of a step in which norms are the library's."""
@@ -55,11 +57,13 @@ def propose(
     fused = Fusions()
     if settings.reassociated and settings.fuse:
         fused = Fusions.worth_it(graph, model, costs, rate, device, issued=not settings.graphs)
-    plan = _plan(graph, fused.expected(costs, rate), settings, device, first)
+        fused = fused.sparing(settings.policy or ())
+    graph, expected = fused.applied(graph, model, costs, rate)
+    plan = _plan(graph, expected, settings, device, first)
     fused = fused if plan.state.idle else fused.with_state_elsewhere()
     order = settings.order if first is None else replace(settings.order, plain_s=None, plain_bytes=None)
     plan = replace(plan, reassociated=settings.reassociated, order=order)
-    return Proposal(plan, fused, step_s(costs) + plan.outcome.extra_s)
+    return Proposal(plan, graph, fused, step_s(costs) + plan.outcome.extra_s)
 
 
 def _plan(graph: Graph, costs: Costs, settings: Settings, device: torch.device, first: MemoryPlan | None) -> MemoryPlan:
