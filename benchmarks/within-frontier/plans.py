@@ -35,12 +35,20 @@ MARGIN = 0.02
 LADDER = ("0.95", "0.88", "0.8")
 """What plans for CUDA graphs use of a budget, one after the other, until one keeps to it."""
 PEERS = {
+    "vgg19-1x4096-tf32": ["0.55"],
     "densenet121-1x4096-tf32": ["0.21"],
     "densenet121-1x4096-bf16": ["0.21"],
+    "unet-1x4096-bf16": ["0.62"],
     "convnext_tiny-1x4096-tf32": ["0.23"],
     "convnext_tiny-1x4096-bf16": ["0.3", "0.23"],
+    "vgg19-32x224-tf32": ["0.7"],
+    "vgg19-32x224-bf16": ["0.75"],
+    "densenet121-32x224-tf32": ["0.24"],
+    "densenet121-32x224-bf16": ["0.27"],
+    "convnext_tiny-32x224-tf32": ["0.29"],
+    "convnext_tiny-32x224-bf16": ["0.4"],
 }
-"""What a checkpoint around every block takes, where that is less than a third."""
+"""What a peer takes, where that is far from a half and a third."""
 GRAPHED = ("resnet50", "inception_v3", "densenet121", "convnext_tiny")
 """Networks of so many short calls that the interpreter is near the limit on one large image in bf16 too."""
 
