@@ -1,4 +1,4 @@
-"""Planning for state: what leaves the device when nothing else meets the budget, and what a step then holds."""
+"""Planning for state: what leaves the device when nothing else meets the budget, or is slower; what a step holds."""
 
 import pytest
 import torch
@@ -11,8 +11,9 @@ from outcore.cost.rough import by_bytes
 from outcore.cost.saved import account
 from outcore.errors import PlanError
 from outcore.plan_document import Plan
-from outcore.planner.memory_plan import MemoryPlan
+from outcore.planner.memory_plan import MemoryPlan, plan_memory
 from outcore.planner.state import StatePolicy, ladder
+from outcore.planner.transfers import Tier
 from tests.memory.test_state import ADAM, OPTIMIZERS, same
 from tests.memory.test_state_loops import keeper
 
@@ -70,6 +71,26 @@ def test_state_leaves_when_nothing_else_meets_the_budget(name: str, share: float
     for i in range(3):
         step(model, optimizer, i), step(plain, twin, i)
     assert same(model, plain)
+
+
+@pytest.mark.parametrize(("rate", "leaves"), [(1e13, True), (2e8, False)])
+def test_state_leaves_where_that_is_faster_than_to_make_values_again(rate: float, leaves: bool) -> None:
+    graph = outcore.capture(deep(), (torch.randn(200, WIDTH),))
+    costs = by_bytes(account(graph), 1e9)
+
+    def planned_with(*states: StatePolicy) -> MemoryPlan:
+        tier = Tier(rate, rate, least_bytes=2**40)  # values cannot leave
+        return plan_memory(graph, costs, budget_bytes=budget, optimizer=2.0, tier=tier, states=states)
+
+    budget = None
+    rungs, plain = ladder(costs.parameters), planned_with(StatePolicy())
+    budget = plain.peak_bytes - 3 * sum(costs.parameters.values()) // 4
+    stays, found = planned_with(rungs[0]), planned_with(*rungs)
+    assert stays.slowdown > 1.05 and stays.peak_bytes <= budget
+    assert found.state.idle is not leaves and found.peak_bytes <= budget
+    assert found.slowdown < stays.slowdown or not leaves
+    again = found.keeping.evaluate(found.assignment.policy)
+    assert again.peak_bytes == found.outcome.peak_bytes  # state is where the plan says, not where it was tried last
 
 
 def test_measured_bytes_are_at_most_what_was_predicted() -> None:
