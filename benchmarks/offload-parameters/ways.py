@@ -20,6 +20,7 @@ from outcore.cost.rough import by_bytes
 from outcore.cost.saved import account
 from outcore.memory.governor import Governor
 from outcore.memory.lanes import CudaLanes
+from outcore.memory.trips import Trips
 
 WAYS = (
     "baseline",
@@ -38,7 +39,7 @@ def wait(device: torch.device) -> None:
 
 
 @dataclass
-class Trips:
+class Copies:
     """Seconds per step that copies took, to the device and from it."""
 
     to_device_s: list[float] = field(default_factory=list)
@@ -64,9 +65,9 @@ class ByTensor:
         self.hosts: dict[nn.Parameter, torch.Tensor] = {}
         for p in model.parameters() if pinned else ():
             self.hosts[p] = torch.empty_like(p, device="cpu", pin_memory=device.type == "cuda")
-        self.trips = Trips()
+        self.trips = Copies()
         self.leave()
-        self.trips = Trips()
+        self.trips = Copies()
 
     def come(self) -> None:
         wait(self.device)
@@ -135,19 +136,16 @@ class Way:
             self.mover.leave()
         return right / len(labels)
 
-    def copies(self, run: Callable[[], None], steps: int) -> Trips:
+    def copies(self, run: Callable[[], None], steps: int) -> Copies:
         """What copies took over some steps; for outcore, by events around each copy on its own stream."""
         governor = self.model.__dict__.get("forward")
         if self.mover is not None:
             return self.mover.trips
-        trips = Trips()
+        trips = Copies()
         if not isinstance(governor, Governor) or governor.keeper is None or self.device.type != "cuda":
             return trips
         lanes = TimedLanes(self.device)
-        for lot in governor.keeper.lots:
-            if lot.weights is not None:
-                lot.weights.complete()
-                lot.weights.lanes, lot.weights.turns = lanes, []
+        governor.keeper.trips = Trips(governor.keeper.lots, lanes)
         for _ in range(steps):
             lanes.events = []
             run()
@@ -160,15 +158,17 @@ class Way:
 class TimedTurn:
     """Copies out and back, each timed."""
 
-    def __init__(self, lanes: TimedLanes, ends: Any) -> None:
-        self.lanes, self.ends, self.left = lanes, ends, None
+    def __init__(self, lanes: TimedLanes, parts: Any) -> None:
+        self.lanes, self.parts = lanes, parts
 
-    def book(self, after: Any = ()) -> Any:
-        ready, mark = self.lanes.now(), None
-        for here, home in self.ends:
-            (self.left,) = self.lanes.copy([(home, here, [ready, *after])], out=True)
-            (mark,) = self.lanes.copy([(here, home, [self.left])], out=False)
-        return mark
+    def book(self) -> Any:
+        ready, marks = self.lanes.now(), []
+        for part in self.parts:
+            for here, home in part:
+                left = self.lanes.copy([(home, here, [ready])], out=True)
+                mark = self.lanes.copy([(here, home, left)], out=False)
+            marks += mark
+        return marks
 
 
 class TimedLanes(CudaLanes):
@@ -178,8 +178,8 @@ class TimedLanes(CudaLanes):
         super().__init__(device)
         self.events: list[tuple[bool, Any, Any]] = []
 
-    def turn(self, ends: Any) -> Any:
-        return TimedTurn(self, ends)
+    def turn(self, parts: Any) -> Any:
+        return TimedTurn(self, parts)
 
     def copy(self, copies: Any, *, out: bool, express: bool = False) -> Any:
         stream, marks = self.streams[out, express], []

@@ -25,9 +25,6 @@ __all__ = [
     "lanes_for",
 ]
 
-_FEW = 2
-"""Copies that the host books one by one as fast as it launches a graph."""
-
 
 class Mark(Protocol):
     """The end of something."""
@@ -49,13 +46,10 @@ Ends = tuple[torch.Tensor, torch.Tensor]
 
 
 class Turn(Protocol):
-    """Copies out and back."""
+    """Copies out and back, in parts."""
 
-    left: Mark | None
-    """When the last one booked has left, if that can be known before it is back."""
-
-    def book(self, after: Sequence[Mark] = ()) -> Mark:
-        """Book them after what was computed so far and some marks; gives the mark of the last."""
+    def book(self) -> list[Mark]:
+        """Book them after what was computed so far; gives the mark of each part, when the last of it is back."""
 
 
 class Lanes(Protocol):
@@ -67,8 +61,9 @@ class Lanes(Protocol):
     def copy(self, copies: Sequence[Copy], *, out: bool, express: bool = False) -> list[Mark]:
         """Book copies, out of the device or back to it; gives the mark of each."""
 
-    def turn(self, ends: Sequence[Ends]) -> Turn:
-        """Copies out of the device and, each when it has left, straight back, to be booked again and again."""
+    def turn(self, parts: Sequence[Sequence[Ends]]) -> Turn:
+        """Copies out of the device and, each when it has left, straight back, to be booked again and again; one part
+        after the other."""
 
     def close(self) -> None:
         """Finish everything that was booked."""
@@ -123,9 +118,9 @@ class CudaLanes:
                 marks.append(_Event(stream.record_event(), self.device))
         return marks
 
-    def turn(self, ends: Sequence[Ends]) -> Turn:
+    def turn(self, parts: Sequence[Sequence[Ends]]) -> Turn:
         """On streams of its own."""
-        self.turns.append(turn := CudaTurn(ends, self.device))
+        self.turns.append(turn := CudaTurn(parts, self.device))
         return turn
 
     def close(self) -> None:
@@ -136,33 +131,32 @@ class CudaLanes:
 
 class CudaTurn:
     """Copies out and back as one CUDA graph: the host is what small networks wait for, and copies by the dozen would
-    take it as long as as many kernels. The first time they are booked one by one, and always where they are few: in a
-    graph nobody could come after those that have left."""
+    take it as long as as many kernels. Each part ends with an event that others can wait for while the graph goes on.
+    The first time copies are booked one by one, and always where they could not be recorded."""
 
-    def __init__(self, ends: Sequence[Ends], device: torch.device) -> None:
-        self.ends, self.device = ends, device
+    def __init__(self, parts: Sequence[Sequence[Ends]], device: torch.device) -> None:
+        self.parts, self.device = parts, device
         self.streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.left: Mark | None = None
         self.booked = 0
+        self.ready = torch.cuda.Event()
+        self.back = [torch.cuda.Event(external=True) for _ in parts]
+        self.marks: list[Mark] = [_Event(event, device) for event in self.back]
 
-    def book(self, after: Sequence[Mark] = ()) -> Mark:
-        """After what was computed so far."""
+    def book(self) -> list[Mark]:
+        """After what was computed so far; whoever waits for a mark waits for the last time it was booked."""
         out, _ = self.streams
-        if self.booked == 1 and len(self.ends) > _FEW:
+        if self.booked == 1:
             self._record()
         self.booked += 1
-        out.wait_event(torch.cuda.current_stream(self.device).record_event())
-        for mark in after:
-            assert isinstance(mark, _Event)
-            out.wait_event(mark.event)
+        self.ready.record(torch.cuda.current_stream(self.device))
+        out.wait_event(self.ready)
         with torch.cuda.stream(out):
             if self.graph is not None:
                 self.graph.replay()
-                self.left = None
             else:
-                self.left = _Event(self._copy(), self.device)
-        return _Event(out.record_event(), self.device)
+                self._copy()
+        return list(self.marks)
 
     def _record(self) -> None:
         for stream in self.streams:
@@ -179,17 +173,17 @@ class CudaTurn:
             return
         self.graph = graph
 
-    def _copy(self) -> torch.cuda.Event:
-        """Gives the end of the way out."""
+    def _copy(self) -> None:
         out, back = self.streams
-        for here, home in self.ends:
-            home.copy_(here, non_blocking=True)
-            left: torch.cuda.Event = out.record_event()
-            back.wait_event(left)
+        for part, event in zip(self.parts, self.back, strict=True):
+            for here, home in part:
+                home.copy_(here, non_blocking=True)
+                back.wait_event(out.record_event())
+                with torch.cuda.stream(back):
+                    here.copy_(home, non_blocking=True)
             with torch.cuda.stream(back):
-                here.copy_(home, non_blocking=True)
+                event.record(back)
         out.wait_stream(back)
-        return left
 
 
 # Below a CPU
@@ -234,9 +228,9 @@ class ThreadLanes:
 
         return [_Task(self.threads[out].submit(run, *each)) for each in copies]
 
-    def turn(self, ends: Sequence[Ends]) -> Turn:
+    def turn(self, parts: Sequence[Sequence[Ends]]) -> Turn:
         """On both threads."""
-        return ThreadTurn(ends, self)
+        return ThreadTurn(parts, self)
 
     def close(self) -> None:
         """Let the threads finish and end."""
@@ -252,13 +246,14 @@ class ThreadLanes:
 class ThreadTurn:
     """Copies out on one thread and back on the other."""
 
-    def __init__(self, ends: Sequence[Ends], lanes: ThreadLanes) -> None:
-        self.ends, self.lanes = ends, lanes
-        self.left: Mark | None = None
+    def __init__(self, parts: Sequence[Sequence[Ends]], lanes: ThreadLanes) -> None:
+        self.parts, self.lanes = parts, lanes
 
-    def book(self, after: Sequence[Mark] = ()) -> Mark:
+    def book(self) -> list[Mark]:
         """Now: a CPU has computed what it was told to compute."""
-        left = self.lanes.copy([(home, here, after) for here, home in self.ends], out=True)
-        self.left = left[-1]
-        back = [(here, home, [mark]) for (here, home), mark in zip(self.ends, left, strict=True)]
-        return self.lanes.copy(back, out=False)[-1]
+        marks = []
+        for part in self.parts:
+            left = self.lanes.copy([(home, here, ()) for here, home in part], out=True)
+            back = [(here, home, [mark]) for (here, home), mark in zip(part, left, strict=True)]
+            marks.append(self.lanes.copy(back, out=False)[-1])
+        return marks

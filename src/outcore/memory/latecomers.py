@@ -7,9 +7,12 @@ copy that is still running, so that everything had to wait for all copies, just 
 
 Instead, a parameter that is late changes its class for that while. The first thing that torch is asked to do with it
 makes the computing stream wait for all that are late and gives them their class back; what was asked for is done then.
-A loop that leaves its parameters alone never waits. What `zero_grad` looks at is let through: a parameter that is late
-has no gradient, because it was used up, and says so without asking torch, which would take the host of a small network
-longer than all the rest of this.
+A loop that leaves its parameters alone never waits. What `zero_grad` looks at is let through: between a step and the
+next forward a parameter that is late has no gradient, because it was used up, and says so without asking torch, which
+would take the host of a small network longer than all the rest of this.
+
+Others leave when forward does not need them any more, and are late until backward comes to them; they may be asked for
+gradients.
 """
 
 from __future__ import annotations
@@ -38,17 +41,19 @@ class Latecomers:
 
     def __init__(self) -> None:
         self.parcels: list[Parcel] = []
-        self._late = _late(self)
+        self._late, self._without = _late(self)
 
-    def expect(self, parcels: Iterable[Parcel]) -> None:
-        """User code runs, and these are still coming; whoever touches one waits for all."""
+    def expect(self, parcels: Iterable[Parcel], *, gradients: bool = False) -> None:
+        """User code runs, and these are still coming; whoever touches one waits for all. Backward may bring their
+        gradients before they are received."""
+        late = self._late if gradients else self._without
         for parcel in parcels:
             if any(type(m.tensor) is not nn.Parameter or m.tensor.grad is not None for m in parcel.members):
                 parcel.arrive()
                 continue
             self.parcels.append(parcel)
             for member in parcel.members:
-                member.tensor.__class__ = self._late
+                member.tensor.__class__ = late
 
     def dismiss(self) -> None:
         """User code is over: parameters are what they were, and may still be coming."""
@@ -64,9 +69,17 @@ class Latecomers:
         for parcel in parcels:
             parcel.arrive()
 
+    def admit(self, parcel: Parcel | None) -> None:
+        """One is needed now, if it is late."""
+        if parcel is not None and parcel in self.parcels:
+            self.parcels.remove(parcel)
+            for member in parcel.members:
+                member.tensor.__class__ = nn.Parameter
+            parcel.arrive()
 
-def _late(group: Latecomers) -> type[nn.Parameter]:
-    """The class of a parameter that is late."""
+
+def _late(group: Latecomers) -> tuple[type[nn.Parameter], type[nn.Parameter]]:
+    """The class of a parameter that is late, and of one that has no gradient either."""
     reference = weakref.ref(group)  # a class is held by its objects, where no garbage collector looks
 
     class Late(nn.Parameter):
@@ -74,8 +87,6 @@ def _late(group: Latecomers) -> type[nn.Parameter]:
 
         def __new__(cls, data: torch.Tensor, requires_grad: bool = True) -> Any:
             return nn.Parameter(data, requires_grad)  # a copy of it is an ordinary one
-
-        grad: Any = property(lambda _: None, lambda p, gradient: _GRADIENT.__set__(p, gradient))
 
         @classmethod
         def __torch_function__(
@@ -94,7 +105,12 @@ def _late(group: Latecomers) -> type[nn.Parameter]:
                 _adopt_orphans(cls, (args, kwargs))
             return func(*args, **(kwargs or {}))
 
-    return Late
+    class WithoutGradient(Late):
+        """It was used up."""
+
+        grad: Any = property(lambda _: None, lambda p, gradient: _GRADIENT.__set__(p, gradient))
+
+    return Late, WithoutGradient
 
 
 def _adopt_orphans(late: type[nn.Parameter], given: Any) -> None:

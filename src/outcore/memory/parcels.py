@@ -11,19 +11,11 @@ the tensor is a view of its place on the *stage* (`outcore.memory.stages`), devi
 
 Large parcels are copied in pieces, and a piece may come in as soon as whatever was in its place has left, so that the
 two directions of the link work at the same time. Who comes next into a place waits for the marks of who was there.
-
-A link carries what was booked first. What is updated last is needed first, so it must not queue behind everything else:
-a large parcel that *turns round* books only its first half, and owes the second until that one has been booked.
-
-    compute   | update 2 | update 1 |   ...   | update 0 |  ...  | use 0 |   ...   | use 1 | use 2 |
-    out           |   2a   |      1a          | 0 |      1b        |   2b   |
-    in              |   2a   |      1a          | 0 |      1b        |   2b   |
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -31,22 +23,16 @@ import torch
 
 from outcore.errors import OutcoreError
 from outcore.memory.cell import Geometry
-from outcore.memory.lanes import Ends, Lanes, Mark, Turn
+from outcore.memory.lanes import Ends, Lanes, Mark
 from outcore.memory.stages import Piece, Place, Stage
 from outcore.planner.cargo import ALIGN, packed, rounded
 
-__all__ = ["Member", "Parcel", "lay_out", "movable"]
+__all__ = ["Member", "Parcel", "cut", "lay_out", "movable"]
 
 _EXPRESS_BYTES = 64 * 2**20
 _PIECE_BYTES = 12 * 2**20
-"""A parcel that turns round is back as long after it has left as a piece takes, because the way back follows the way
-out piece by piece; and each piece takes the host some ten microseconds each way."""
+"""What comes into a place follows what leaves it piece by piece; and each takes the host some ten microseconds."""
 _LEAST_BYTES, _MOST_PIECES = 2 * 2**20, 16
-_TURN_BYTES, _MOST_OF_TURN = 6 * 2**20, 32
-"""Of a parcel that turns round without the host: smaller, because the device waits for the last piece."""
-_HALVED_BYTES = 48 * 2**20
-_AT_ONCE = 0.55
-"""What a larger one books at once: the link must be busy until the first that is needed can be booked too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +58,7 @@ class Parcel:
     def __init__(self, name: str, members: Sequence[Member], home: torch.Tensor, stage: Stage, lanes: Lanes) -> None:
         self.name, self.members, self.home, self.stage, self.lanes = name, tuple(members), home, stage, lanes
         self.bytes = home.numel()
-        self.pieces = _pieces(self.bytes)
+        self.pieces = cut(0, self.bytes)
         self.express = self.bytes <= _EXPRESS_BYTES
         self.place: Place | None = None
         """Where it is on the stage, or will be."""
@@ -84,10 +70,8 @@ class Parcel:
         self.exposed = False
         """User code may have written to it since it came."""
         self.versions: tuple[int, ...] = ()
-        self.turns: list[Turn] = []
-        """Its way out and back, where it is always in the same place, in one part or two."""
-        self.owed: list[Turn] = []
-        """Parts that have not been booked yet."""
+        self.owed: set[int] = set()
+        """Where parts begin that were updated here and have not left yet (`outcore.memory.trips`)."""
         self._tensors = tuple(m.tensor for m in self.members)
         self._homes = [m.over(home) for m in self.members]
         self._views: list[torch.Tensor] = []
@@ -104,28 +88,11 @@ class Parcel:
             self.place = self.stage.take(self.pieces)
             self._copy_in(self.place.before)
 
-    def turn(self) -> None:
-        """Send it home and bring it back to where it is: the same bytes, so that whoever looks sees them. A large one
-        owes the second half."""
-        assert self.place is not None and self.place.lasting
-        self.complete()
+    def owe(self, starts: Iterable[int]) -> None:
+        """It was updated where it is; the parts that begin there leave one by one."""
         self.adopt()
-        if not self.turns:
-            self.turns = [self.lanes.turn(part) for part in self._parts_of_turn(self.place.memory)]
-        self.arriving, self.owed = [self.turns[0].book()], self.turns[1:]
-        self.leaving, self.exposed, self.versions = [], False, self._versions()
-
-    def complete(self, after: Sequence[Mark] = ()) -> None:
-        """Book what it owes."""
-        for turn in self.owed:
-            self.arriving.append(turn.book(after))
-        self.owed = []
-
-    def _parts_of_turn(self, memory: torch.Tensor) -> list[list[Ends]]:
-        pieces = _pieces(self.bytes, _TURN_BYTES, _MOST_OF_TURN)
-        ends = [(memory[a:b], self.home[a:b]) for a, b in pieces]
-        first = math.ceil(_AT_ONCE * len(ends)) if self.bytes > _HALVED_BYTES else len(ends)
-        return [part for part in (ends[:first], ends[first:]) if part]
+        self.owed, self.leaving = set(starts), []
+        self.exposed, self.versions = False, self._versions()
 
     def _copy_in(self, before: Sequence[Sequence[Mark]]) -> None:
         leaving = self.leaving
@@ -137,7 +104,6 @@ class Parcel:
 
     def arrive(self) -> None:
         """What is computed from here on finds it on the stage; it must have been booked."""
-        self.complete()
         for mark in self.arriving:
             mark.wait()
         self.arriving = []
@@ -177,21 +143,24 @@ class Parcel:
     def send(self) -> None:
         """Start to copy it home; it stays here."""
         assert self.place is not None
-        self.complete()
+        self.arrive()
         self.adopt()
         ready = self.lanes.now()
         copies = [(home, here, (ready,)) for here, home in self._ends_of_copies()]
         self.leaving = self.lanes.copy(copies, out=True, express=self.express)
-        self.versions, self.exposed = self._versions(), False
+        self.versions, self.exposed, self.owed = self._versions(), False, set()
 
     def depart(self) -> None:
         """Give its place on the stage back; its tensors are at home from now on."""
         if self.place is None:
             return
-        self.complete()
         # What was brought here for nothing was read from home after it had left for there.
-        self.leaving = self.arriving or self.leaving
-        self.stage.give(self.place, self.pieces, self.leaving)
+        marks = self.leaving = self.arriving or self.leaving
+        if self.here and self.arriving:  # parts that come back, not pieces: its place is free after all of them
+            for mark in self.arriving:
+                mark.wait()
+            marks = []
+        self.stage.give(self.place, self.pieces, marks)
         if self.here:
             for member, home in zip(self.members, self._homes, strict=True):
                 member.tensor.data = home
@@ -200,7 +169,6 @@ class Parcel:
 
     def settle(self) -> None:
         """The host waits until its home holds what was sent."""
-        self.complete()
         for mark in self.leaving:
             mark.finish()
         if self.place is None:
@@ -208,8 +176,8 @@ class Parcel:
 
     @property
     def touched(self) -> bool:
-        """Whether a tensor was written, as far as torch counts, since it came or was sent."""
-        return self.here and self.versions != self._versions()
+        """Whether something is not at home: a tensor was written, as far as torch counts, since it came or was sent."""
+        return self.here and (bool(self.owed) or self.versions != self._versions())
 
     def adopt(self) -> bool:
         """Take over tensors that somebody gave other memory (``p.data = ...``); returns whether there were any."""
@@ -237,10 +205,11 @@ def _addresses(tensors: Iterable[torch.Tensor]) -> list[int]:
     return [tensor.data_ptr() for tensor in tensors]
 
 
-def _pieces(size: int, piece_bytes: int = _PIECE_BYTES, most: int = _MOST_PIECES) -> list[Piece]:
-    """Equal pieces, since the way back is behind by the largest; a parcel that is not tiny is at least two."""
+def cut(start: int, end: int, piece_bytes: int = _PIECE_BYTES, most: int = _MOST_PIECES) -> list[Piece]:
+    """Equal pieces, since the way back is behind by the largest; what is not tiny is at least two."""
+    size = end - start
     count = max(1, min(2, size // _LEAST_BYTES), min(-(-size // piece_bytes), most))
-    return list(itertools.pairwise([i * size // count // ALIGN * ALIGN for i in range(count)] + [size]))
+    return list(itertools.pairwise([start + i * size // count // ALIGN * ALIGN for i in range(count)] + [end]))
 
 
 def movable(tensor: torch.Tensor) -> bool:

@@ -32,6 +32,7 @@ from outcore.memory.latecomers import Latecomers
 from outcore.memory.lots import Lot, Use
 from outcore.memory.stepping import Stepper, Visits, stepping_for
 from outcore.memory.traffic import Traffic
+from outcore.memory.trips import Trips
 from outcore.memory.watch import Watch
 from outcore.planner.state import StatePolicy
 
@@ -67,6 +68,8 @@ class StateKeeper(Traffic):
         self.open = False
         """A pass is under way whose backward may need the parameters as they are."""
         self.watch = Watch() if policy.update == "backward" else None
+        self.trips = Trips(self.lots, self.lanes)
+        """Where parameters are updated in backward and have room to stay."""
         self.settings: list[dict[str, Any]] | None = None
         """Of the optimizer when it updated in backward."""
         self.inside = False
@@ -148,9 +151,16 @@ class StateKeeper(Traffic):
         if self.thin and not all(parcel.here for parcel in self.parcels):  # hooks are too few to bring them one by one
             self.need(*self.lots)
 
+    def need(self, *lots: Lot, backward: bool = False) -> None:
+        """The parameters of some lots are about to be used; what forward needs no more may leave."""
+        super().need(*lots, backward=backward)
+        in_forward = self.inside and not backward and not self.asleep and torch.is_grad_enabled()
+        if in_forward and self.fast and not self.windowed:
+            self.late.expect(self.trips.used(lots), gradients=True)
+
     def settle(self) -> None:
         """User code runs: everything is complete."""
-        self.pause()
+        self.pause(but=self.late.parcels)
         for others in (self.visits, self.gradients):
             if others is not None:
                 others.settle()
@@ -164,8 +174,14 @@ class StateKeeper(Traffic):
             self.gradients.come(lot)
 
     def arrived(self, p: torch.Tensor) -> None:
-        """Backward has brought the gradient of a parameter."""
+        """Backward has brought the gradient of a parameter, and comes to the lot before it next."""
         lot = self.of[id(p)]
+        self.late.admit(lot.weights)
+        self._count(lot, p)
+        self.late.admit(self.trips.before.get(lot))
+
+    def _count(self, lot: Lot, p: torch.Tensor) -> None:
+        """Do what is to be done when the gradients of a lot are complete, if they are."""
         if lot.updated:
             raise OutcoreError(
                 'a second backward before optimizer.step(): with update="backward" the first was already applied; '
@@ -188,8 +204,6 @@ class StateKeeper(Traffic):
             for q in lot.trained:
                 q.grad = None
             lot.updated = True
-            if all(each.updated for each in self.lots if each.trained):
-                self._complete(lot)
         elif self.windowed:
             self._leave_gradients(lot)
 
@@ -224,7 +238,7 @@ class StateKeeper(Traffic):
         if self.visits is not None:
             self.visits.leave(lot.number, lot.trained)
         if lot.weights is not None and self.fast and not self.windowed:
-            lot.weights.turn()  # back at once, behind itself: later, the link would stand still in between
+            self.trips.updated(lot)
         elif lot.weights is not None:
             lot.weights.send()
             if self.windowed:
@@ -233,19 +247,12 @@ class StateKeeper(Traffic):
             assert self.gradients is not None
             self.gradients.stay(lot, home)
 
-    def _complete(self, last: Lot | None = None) -> None:
-        """All lots are on their way: what they owe follows the one that was updated last and is needed first, in the
-        order in which it is needed."""
-        turns = last.weights.turns[:1] if last is not None and last.weights is not None else ()
-        after = [turn.left for turn in turns if turn.left is not None]
-        for parcel in self.parcels:
-            parcel.complete(after)
-
     # The optimizer's step
 
     def step(self) -> None:
         """Do what is left of the optimizer's step."""
         fast = self.fast
+        self.late.receive()  # whatever backward has not come to
         if fast:
             self.stepper.refuse_changes(self.settings)
         elif self.watch is not None and self.watch.verdict is None:
@@ -257,7 +264,7 @@ class StateKeeper(Traffic):
             self.update(lot, then=waiting[i + 1] if i + 1 < len(waiting) else None)
             for p in lot.trained if fast else ():
                 p.grad = None
-        self._complete()
+        self.trips.complete()
         self.stepper.rest(self.of.keys())
         for lot in self.lots:
             lot.updated = False
@@ -312,3 +319,4 @@ class StateKeeper(Traffic):
         if self.home is not None:
             self.home.close()
         self.lots, self.uses, self.handles, self.calls, self.of = [], (), [], {}, {}
+        self.trips = Trips((), self.lanes)

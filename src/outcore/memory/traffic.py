@@ -172,19 +172,19 @@ class Traffic:
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
         """All parameters are on the device for a moment, because the model is recorded; hooks do nothing."""
-        if not self.windowed:
-            self.need(*self.lots)
         self.asleep = True
-        away = [m for parcel in self.parcels if not parcel.here for m in parcel.members]
-        before = [m.tensor.data for m in away]
+        away: list[tuple[torch.Tensor, torch.Tensor]] = []
         try:
-            for member in away if self.device.type != "cpu" else ():
-                member.tensor.data = member.tensor.data.to(self.device)
+            if not self.windowed:
+                self.need(*self.lots)
+            away = [(m.tensor, m.tensor.data) for parcel in self.parcels if not parcel.here for m in parcel.members]
+            for tensor, _ in away if self.device.type != "cpu" else ():
+                tensor.data = tensor.data.to(self.device)
             yield
         finally:
             self.asleep = False
-            for member, home in zip(away, before, strict=True):
-                member.tensor.data = home
+            for tensor, home in away:
+                tensor.data = home
 
     # What replays a recording asks these
 
