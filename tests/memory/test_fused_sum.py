@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import outcore
+from outcore.cost.live import LiveBytes
 from outcore.memory import fused_sum
 from outcore.memory.fused_sum import as_summed, sums_of
 from outcore.planner.memory_plan import MemoryPlan
@@ -100,6 +101,24 @@ def test_under_every_policy(mode: str) -> None:
         assert managed(model, images, plan=chosen).policy or mode in ("encode", "mixture")
     for _ in range(2):
         agrees(model, plain, images)
+
+
+def test_what_leaves_is_not_held_by_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between forward and backward there is as much with fused sums as without."""
+    held = []
+    for devices in ({"cpu"}, set()):
+        monkeypatch.setattr(fused_sum, "_DEVICES", devices)
+        model, images = made()
+        buffers = managed(model, images).keeping.buffers.values()
+        policy = {b.name: "offload" for b in buffers if {"1.relu()#0", "3.relu()#0"}.intersection(b.writers)}
+        assert len(policy) == 2
+        managed(model, images, plan=policy)
+        model(images)
+        with LiveBytes([*model.parameters(), images]) as living:
+            output = model(images)
+            held.append(living.live)
+        del output
+    assert held[0] == held[1] > 0
 
 
 def test_gradients_of_gradients() -> None:

@@ -210,11 +210,13 @@ def prepare(
     noted = frozenset({*(v for names in reads.values() for v in names), *views})
     random = frozenset(name for rerun in reruns for name in rerun.random)
     saving = {order[i] for name in plans for i in (*buffers[name].savers, *buffers[name].shapes)}
+    fused = fused or Fusions()
+    saving |= {total for total, relu in fused.sums.items() if relu in saving}  # which keeps what was its ReLU's
     stops = frozenset(order[place] for place in (*late, *fetched))
     makers = {maker for v in noted if (maker := graph.values[v].producer) is not None}
     windows = {n.rpartition("~")[0]: p.window for n, p in plans.items() if p.policy == "encode:window"}
     instead = bit_relus(graph, steps, model, buffers, policy) | byte_pools(steps, model, windows) | bands
-    instead |= (fused or Fusions()).instead(graph, model, instead, set(plans))
+    instead |= fused.instead(graph, model, instead, set(plans))
     return Holding(
         recording=recording,
         positions={name: i for i, name in enumerate(order)},
