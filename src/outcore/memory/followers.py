@@ -36,6 +36,10 @@ class Followers:
         after = self._readers.get(outputs[0], [])
         return after[0] if len(after) == 1 and self._rectifies(after[0]) else None
 
+    def readers(self, value: str) -> list[str]:
+        """The calls that read a value by its name."""
+        return self._readers.get(value, [])
+
     def first(self, value: str) -> str:
         """The value that is first in the memory of a value."""
         return self.graph.values[value].alias_of or value

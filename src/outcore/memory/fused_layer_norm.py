@@ -34,8 +34,9 @@ from outcore.machine.clock import Timing
 from outcore.memory.followers import Followers, hooked
 from outcore.memory.norm_choice import RATE, ahead, less
 from outcore.memory.rewriting import Rewriting, written_later
+from outcore.memory.rows import parts_bytes
 
-__all__ = ["PROGRAMS", "TILE", "LayerNorms", "Normed", "layer_norms_of", "rewrite", "worth_it"]
+__all__ = ["LayerNorms", "Normed", "layer_norms_of", "rewrite", "worth_it"]
 
 
 @dataclass(frozen=True)
@@ -56,10 +57,6 @@ class Normed:
 
 LayerNorms = Mapping[str, Normed]
 """By call."""
-TILE = 4096
-"""Numbers that a program holds at a time."""
-PROGRAMS = 1056
-"""Of backward, at most: more would only leave more to add up."""
 _DEVICES = {"cuda"}
 _WIDEST = 8192
 """Numbers of a row, which a program holds."""
@@ -84,8 +81,8 @@ def layer_norms_of(graph: Graph, model: nn.Module, costs: Costs, device: torch.d
         if x is None or not 0 < width <= _WIDEST or not costs.calls[name].gradients or not call.grad:
             continue
         out = graph.values[call.outputs[0]]
-        flat = all(v.stride == _contiguous(v.shape) and v.dtype in _ITEM_BYTES for v in (x, out))
-        if flat and x.bytes and not written_later(graph, x.name, name):
+        known = out.stride == _contiguous(out.shape) and x.dtype in _ITEM_BYTES and out.dtype in _ITEM_BYTES
+        if known and x.bytes and not written_later(graph, x.name, name):
             kind, casting = _cast(after, costs, out.name)
             copies = {c.of for reader in casting if (c := _copy(costs.calls[reader], after, out.name)) is not None}
             own = {saved.of for saved in costs.calls[name].saved if saved.kind == "derived"}
@@ -125,7 +122,8 @@ def _copy(cost: CallCost, after: Followers, out: str) -> Saved | None:
     """The copy of a value in another type that a call keeps, if it does."""
     for saved in cost.saved:
         match = _CAST.fullmatch(saved.what)
-        if saved.kind == "derived" and match is not None and after.first(match[1]) == out:
+        of = match[1] if saved.kind == "derived" and match is not None else ""
+        if of in after.graph.values and after.first(of) == out:  # else it is a parameter's
             return saved
     return None
 
@@ -170,16 +168,16 @@ def _costs(to: Rewriting, norm: Normed, rate: float) -> None:
     before, now = graph.values[out].bytes, math.prod(graph.values[out].shape) * _ITEM_BYTES[norm.kind]
     first = x.alias_of or x.name
     kept = (*(s for s in cost.saved if s.kind == "parameter"), Saved(first, "value", graph.values[first].bytes))
-    rows = RATE * rate
+    rows, turned = RATE * rate, 0 if x.stride == _contiguous(x.shape) else x.bytes
     to.rows[norm.call] = replace(
         cost,
-        forward=_timed(cost.forward, (x.bytes + now) / rows),
-        backward=_timed(cost.backward, (2 * x.bytes + now) / rows),
+        forward=_timed(cost.forward, (2 * turned + x.bytes + now) / rows),
+        backward=_timed(cost.backward, (2 * turned + 2 * x.bytes + now) / rows),
         outputs={out: now},
         output_bytes=now,
         saved=kept,
-        workspace_forward_bytes=0,
-        workspace_backward_bytes=_parts_bytes(graph.values[out].shape, norm.width),
+        workspace_forward_bytes=turned,
+        workspace_backward_bytes=turned + parts_bytes(math.prod(x.shape), norm.width, 2),
     )
     shared = set(to.sharing(out))
     for name in norm.casting:
@@ -192,12 +190,6 @@ def _costs(to: Rewriting, norm: Normed, rate: float) -> None:
             forward=less(row.forward, seconds),
             backward=less(row.backward, seconds),
         )
-
-
-def _parts_bytes(shape: tuple[int, ...], width: int) -> int:
-    """The parts that programs of backward have of the gradients of weight and bias."""
-    rows = max(1, TILE >> (width - 1).bit_length())
-    return 8 * width * (min(PROGRAMS, -(-math.prod(shape) // (width * rows))) + 1)
 
 
 def _timed(now: Timing | None, seconds: float) -> Timing | None:
@@ -224,7 +216,7 @@ class _LayerNorm:
         if self.module is not None:
             m: Any = self.module
             normalized_shape, weight, bias, eps = m.normalized_shape, m.weight, m.bias, m.eps
-        if not input.is_contiguous() or input.shape[input.dim() - len(normalized_shape) :] != tuple(normalized_shape):
+        if input.shape[input.dim() - len(normalized_shape) :] != tuple(normalized_shape) or not input.numel():
             return F.layer_norm(input, normalized_shape, weight, bias, eps).to(self.kind)
         given = (input, weight, bias, math.prod(normalized_shape), eps, self.kind)
         result: torch.Tensor = _Pass.apply(*given)  # type: ignore[no-untyped-call]
@@ -244,6 +236,7 @@ class _Pass(torch.autograd.Function):
     ) -> torch.Tensor:
         """Statistics and numbers of a row at once."""
         ctx.save_for_backward(x, weight)
+        x = x.contiguous()  # rows that lie apart are brought together, here and again in backward, as torch does it
         ctx.settings, ctx.kinds = (width, eps), tuple(None if t is None else (t.shape, t.dtype) for t in (weight, bias))
         if x.is_cuda:
             from outcore.memory.layer_norm_triton_kernels import normalised
@@ -259,7 +252,7 @@ class _Pass(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         """Of the input, and the sums for weight and bias, in one pass."""
         x, weight = ctx.saved_tensors
-        given = (gradient.contiguous(), x, weight, *ctx.settings)
+        given = (gradient.contiguous(), x.contiguous(), weight, *ctx.settings)
         wanted = any(ctx.needs_input_grad[1:3])
         if x.is_cuda:
             from outcore.memory.layer_norm_triton_kernels import gradients

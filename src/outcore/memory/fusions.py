@@ -1,9 +1,9 @@
 """What becomes one operation where results may be reassociated: norms, biases of convolutions and sums with their ReLU,
-layer norms with the casts around them.
+layer norms with the casts around them, scaled branches with the sums they end in.
 
 Each has a file of its own that finds its pairs, says what they are expected to save and how they run. Here they are
-chosen together, because all are issued by the same host. Layer norms keep other things than torch's, so with them the
-network is rewritten before it is planned (`outcore.memory.rewriting`).
+chosen together, because all are issued by the same host. The last two
+change what memory there is, so the network is rewritten before it is planned (`outcore.memory.rewriting`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from outcore.memory.fused_layer_norm import LayerNorms, layer_norms_of
 from outcore.memory.fused_layer_norm import rewrite as rewrite_layer_norms
 from outcore.memory.fused_layer_norm import worth_it as layer_norms_worth_it
 from outcore.memory.fused_norm import norms_of, replacements
+from outcore.memory.fused_scale import Scales, scales_of
+from outcore.memory.fused_scale import rewrite as rewrite_scales
+from outcore.memory.fused_scale import worth_it as scales_worth_it
 from outcore.memory.fused_sum import Sums, as_summed, summed, sums_of
 from outcore.memory.norm_choice import Norms, as_fused, worth_fusing
 from outcore.memory.rewriting import Rewriting
@@ -37,6 +40,7 @@ class Fusions:
     biases: Biases = field(default_factory=dict)
     sums: Sums = field(default_factory=dict)
     layer_norms: LayerNorms = field(default_factory=dict)
+    scales: Scales = field(default_factory=dict)
 
     @classmethod
     def worth_it(
@@ -60,22 +64,28 @@ class Fusions:
         rows = layer_norms_of(graph, model, costs, device)
         if rows:
             rows = layer_norms_worth_it(rows, graph, found._expected(costs, rate), rate, issued=issued)
-        return replace(found, layer_norms=rows)
+        found = replace(found, layer_norms=rows)
+        scales = scales_of(graph, model, costs, device)
+        if scales:
+            scales = scales_worth_it(scales, graph, found.applied(graph, model, costs, rate)[1], rate, issued=issued)
+        return replace(found, scales=scales)
 
     def sparing(self, named: Collection[str]) -> Fusions:
         """Those that leave memory there that has a policy by hand."""
         rows = {name: norm for name, norm in self.layer_norms.items() if not norm.gone.intersection(named)}
-        return replace(self, layer_norms=rows)
+        scales = {name: row for name, row in self.scales.items() if not row.gone.intersection(named)}
+        return replace(self, layer_norms=rows, scales=scales)
 
     @property
     def contested(self) -> bool:
         """Whether there is something whose host time is an estimate, so that the first steps have to decide."""
-        return bool(self.norms or self.layer_norms)
+        return bool(self.norms or self.layer_norms or self.scales)
 
     def applied(self, graph: Graph, model: nn.Module, costs: Costs, rate: float) -> tuple[Graph, Costs]:
         """The network and its costs under them."""
         to = Rewriting(graph, self._expected(costs, rate))
         rewrite_layer_norms(to, self.layer_norms, model, rate)
+        rewrite_scales(to, self.scales, rate)
         return to.result()
 
     def _expected(self, costs: Costs, rate: float) -> Costs:
@@ -84,8 +94,8 @@ class Fusions:
         return as_summed(as_biased(costs, self.biases, rate), self.sums)
 
     def with_state_elsewhere(self) -> Fusions:
-        """Those that are left where parameters leave the device: a bias is back for its convolution only."""
-        return replace(self, biases={})
+        """Those that are left where parameters leave the device: they are back only for the calls that read them."""
+        return replace(self, biases={}, scales={})
 
     def instead(self, graph: Graph, model: nn.Module, others: Mapping[str, Step], planned: set[str]) -> dict[str, Step]:
         """The steps to run instead of the recorded ones, those that are in the rewritten recording already among them.
@@ -106,4 +116,5 @@ class Fusions:
         sums = {name: relu for name, relu in self.sums.items() if name not in others and relu not in others}
         found = rectifiers(graph, model, biases) | summed(graph, sums) | replacements(graph, model, self.norms)
         assert graph.executable is not None
-        return found | {s.name: s for s in graph.executable[1].steps if s.name in self.layer_norms}
+        rewritten = {*self.layer_norms, *self.scales, *(call for row in self.scales.values() for call in row.products)}
+        return found | {s.name: s for s in graph.executable[1].steps if s.name in rewritten}

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from outcore.memory.fused_layer_norm import PROGRAMS, TILE
+from outcore.memory.rows import PROGRAMS, TILE
 
 __all__ = ["gradients", "normalised"]
 

@@ -58,12 +58,16 @@ def propose(
     if settings.reassociated and settings.fuse:
         fused = Fusions.worth_it(graph, model, costs, rate, device, issued=not settings.graphs)
         fused = fused.sparing(settings.policy or ())
-    graph, expected = fused.applied(graph, model, costs, rate)
-    plan = _plan(graph, expected, settings, device, first)
-    fused = fused if plan.state.idle else fused.with_state_elsewhere()
+    written, expected = fused.applied(graph, model, costs, rate)
+    plan = _plan(written, expected, settings, device, first)
+    if not plan.state.idle:
+        before, fused = fused, fused.with_state_elsewhere()
+        if fused.scales != before.scales:  # then it is another network
+            written, expected = fused.applied(graph, model, costs, rate)
+            plan = _plan(written, expected, settings, device, first)
     order = settings.order if first is None else replace(settings.order, plain_s=None, plain_bytes=None)
     plan = replace(plan, reassociated=settings.reassociated, order=order)
-    return Proposal(plan, graph, fused, step_s(costs) + plan.outcome.extra_s)
+    return Proposal(plan, written, fused, step_s(costs) + plan.outcome.extra_s)
 
 
 def _plan(graph: Graph, costs: Costs, settings: Settings, device: torch.device, first: MemoryPlan | None) -> MemoryPlan:
