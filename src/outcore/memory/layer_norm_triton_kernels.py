@@ -20,6 +20,7 @@ from outcore.memory.rows import PROGRAMS, TILE
 
 __all__ = ["gradients", "normalised"]
 
+_WARPS = 8
 _TILES = 2
 """Tiles that a program of forward writes."""
 
@@ -105,7 +106,7 @@ def _cut(x: torch.Tensor, width: int) -> tuple[int, dict]:
         "ROWS": max(1, TILE // across),
         "WIDTH": across,
         "ACC": acc,
-        "num_warps": 8 if across <= TILE else 16,
+        "num_warps": _WARPS if across <= TILE else 16,
     }
 
 

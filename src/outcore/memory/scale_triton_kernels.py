@@ -17,6 +17,7 @@ from outcore.memory.rows import PROGRAMS, TILE
 
 __all__ = ["gradients", "summed"]
 
+_WARPS = 8
 _TILES = 2
 """Tiles that a program of forward writes."""
 _COLUMNS = 1024
@@ -89,7 +90,7 @@ def summed(
     rows, each, cut = _cut(x, width, noise)
     grid = (triton.cdiv(rows, cut["ROWS"] * _TILES), triton.cdiv(width, cut["COLUMNS"]))
     _sum[grid](
-        x, scale, x if noise is None else noise, residual, out, rows, width, each, TILES=_TILES, num_warps=8, **cut
+        x, scale, x if noise is None else noise, residual, out, rows, width, each, TILES=_TILES, num_warps=_WARPS, **cut
     )
 
 
@@ -105,6 +106,6 @@ def gradients(
     parts = torch.empty((programs, width) if sums else 1, dtype=precision, device=x.device)
     _back[(programs, triton.cdiv(width, cut["COLUMNS"]))](
         gradient, x, scale, x if noise is None else noise, back, parts, rows, width, each,
-        triton.cdiv(tiles, programs), SUMS=sums, num_warps=8, **cut,
+        triton.cdiv(tiles, programs), SUMS=sums, num_warps=_WARPS, **cut,
     )  # fmt: skip
     return back, parts.sum(0) if sums else None
