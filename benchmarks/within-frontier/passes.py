@@ -3,9 +3,9 @@
     python benchmarks/within-frontier/passes.py --out results/FILE.json [--seconds 20] [--sizes]
 
 Each is run at the four sizes that ConvNeXt-T has on one image of 4096 px, between a convolution and a linear layer
-under bf16 autocast, and in float32. The rate is that of the bytes that have to move (inputs read once, outputs written once),
-the same for both, so the ratio of two rates is that of two times. With `--sizes` the kernels are also run with other
-tiles, warps and numbers of programs. Rows are written as they come.
+under bf16 autocast, and in float32. The rate is that of the bytes that have to move (inputs read once, outputs written
+once), the same for both, so the ratio of two rates is that of two times. With `--sizes` the kernels are also run with
+other tiles, warps and numbers of programs. Rows are written as they come.
 """
 
 from __future__ import annotations
