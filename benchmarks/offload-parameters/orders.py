@@ -59,7 +59,6 @@ ORDERS: dict[str, tuple[Callable[..., Trips], dict[str, float]]] = {
     "20 MiB beside the first lot": (Trips, {"_BESIDE_BYTES": 20 * MIB}),
     "pieces of 6 MiB": (Trips, {"_PIECE_BYTES": 6 * MIB}),
     "pieces of 16 MiB": (Trips, {"_PIECE_BYTES": 16 * MIB}),
-    "0.7 at once": (Trips, {"_AT_ONCE": 0.7}),
     "every part a graph": (Apart, {}),
     "the first lot with its update": (Following, {}),
 }

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import outcore
 from outcore.cost.rough import by_bytes
@@ -88,3 +89,20 @@ def test_training_with_all_state_elsewhere_is_plain_training(name: str, way: str
     assert same(model, plain) and same_state(optimizer, twin)
     train(model, optimizer), train(plain, twin)
     assert same(model, plain)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_hooks_on_steps_run_once_a_step(way: str, scheduled: bool) -> None:
+    model = network()
+    optimizer = offloaded(model, SGD, **WAYS[way])
+    if scheduled:
+        torch.optim.lr_scheduler.StepLR(optimizer, 100)
+    seen: list[str] = []
+    everybody = register_optimizer_step_post_hook(lambda *_: seen.append("everybody"))
+    own = optimizer.register_step_pre_hook(lambda *_: seen.append("own"))
+    try:
+        train(model, optimizer, 4)
+    finally:
+        everybody.remove(), own.remove()
+    assert seen == ["own", "everybody"] * 4

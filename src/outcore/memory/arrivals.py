@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from outcore.memory.state import StateKeeper
     from outcore.memory.traffic import Traffic
 
-__all__ = ["first_uses", "hook_gradients", "hook_modules"]
+__all__ = ["hook_gradients", "hook_modules", "thin_out"]
 
 
 class _Arrival:
@@ -67,7 +67,7 @@ def hook_modules(traffic: Traffic, uses: Iterable[Use]) -> list[Any]:
     return handles
 
 
-def first_uses(traffic: Traffic, uses: Iterable[Use]) -> list[Use]:
+def _first_uses(traffic: Traffic, uses: Iterable[Use]) -> list[Use]:
     """The first use of each lot: whoever comes later finds it here."""
     found: dict[Lot, Use] = {}
     for call, module, parameters in uses:
@@ -94,3 +94,16 @@ def hook_gradients(keeper: StateKeeper, *, both: bool) -> tuple[dict[int, Any], 
     after = {id(p): p.register_post_accumulate_grad_hook(arrived) for lot in keeper.lots for p in lot.trained}
     handles = [p.register_hook(before(lot.number)) for lot in keeper.lots for p in lot.trained if both]
     return after, handles
+
+
+def thin_out(keeper: StateKeeper, last: Iterable[int]) -> None:
+    """From now on only the last gradient of each lot (parameters, by id) is of interest, and its first use."""
+    for other in keeper.hooks.keys() - set(last):
+        keeper.hooks.pop(other).remove()
+    for p in (p for lot in keeper.lots for p in lot.trained):
+        if not p._post_accumulate_grad_hooks:  # backward would ask an empty table for every parameter
+            p._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+    if keeper.policy.parameters == "offload" and not keeper.windowed:
+        for hook in keeper.needs:
+            hook.remove()
+        keeper.needs, keeper.thin = hook_modules(keeper, _first_uses(keeper, keeper.uses)), True

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from outcore.errors import OutcoreError
-from outcore.memory.arrivals import first_uses, hook_gradients, hook_modules
+from outcore.memory.arrivals import hook_gradients, hook_modules, thin_out
 from outcore.memory.gradients import GradientHomes
 from outcore.memory.latecomers import Latecomers
 from outcore.memory.lots import Lot, Use
@@ -154,9 +154,9 @@ class StateKeeper(Traffic):
     def need(self, *lots: Lot, backward: bool = False) -> None:
         """The parameters of some lots are about to be used; what forward needs no more may leave."""
         super().need(*lots, backward=backward)
-        in_forward = self.inside and not backward and not self.asleep and torch.is_grad_enabled()
-        if in_forward and self.fast and not self.windowed:
-            self.late.expect(self.trips.used(lots), gradients=True)
+        if self.thin and self.inside and self.trips.last in lots and not (backward or self.asleep):
+            if torch.is_grad_enabled():
+                self.late.expect(self.trips.leave(), gradients=True)
 
     def settle(self) -> None:
         """User code runs: everything is complete."""
@@ -280,19 +280,7 @@ class StateKeeper(Traffic):
         if self.watch is not None and not fast:
             self.watch.after_step(self.lots)
             if self.fast:
-                self._thin_out(self.watch)
-
-    def _thin_out(self, watch: Watch) -> None:
-        """From now on only the last gradient of each lot is of interest, and its first use."""
-        for other in self.hooks.keys() - set(watch.last.values()):
-            self.hooks.pop(other).remove()
-        for p in (p for lot in self.lots for p in lot.trained):
-            if not p._post_accumulate_grad_hooks:  # backward would ask an empty table for every parameter
-                p._post_accumulate_grad_hooks = None  # type: ignore[assignment]
-        if self.policy.parameters == "offload" and not self.windowed:
-            for hook in self.needs:
-                hook.remove()
-            self.needs, self.thin = hook_modules(self, first_uses(self, self.uses)), True
+                thin_out(self, self.watch.last.values())
 
     # The end
 

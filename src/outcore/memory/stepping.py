@@ -15,6 +15,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks as _all_after
+from torch.optim.optimizer import _global_optimizer_pre_hooks as _all_before
 
 from outcore.errors import OutcoreError
 from outcore.memory.homes import Home, home_for
@@ -78,34 +80,31 @@ class Stepper:
     def __init__(self, optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> None:
         self.optimizer, self.step = optimizer, step
         """The optimizer's own step, whatever it was wrapped in."""
-        self._parts: dict[tuple[nn.Parameter, ...], list[list[nn.Parameter]]] = {}
-        self._parted: list[list[nn.Parameter]] = []
-        """By group, the parameters of those who were updated before, as long as the groups are the same."""
+        self._bare = _bare(optimizer, step)
+        self._parts: dict[int, tuple[tuple[nn.Parameter, ...], list[list[nn.Parameter]]]] = {}
+        """By who were updated before (their id), what each group has of them, as long as the groups are the same."""
+        self._whole: list[list[nn.Parameter]] = []
+        self._ids: list[list[int]] = []
 
     def run(self, parameters: tuple[nn.Parameter, ...]) -> None:
-        """Update these parameters, as far as they have gradients."""
+        """Update these parameters, as far as they have gradients; a tuple that comes again is known by its id."""
         whole = [group["params"] for group in self.optimizer.param_groups]
-        if [*map(len, whole)] != [*map(len, self._parted)] or any(
-            p is not q for now, then in zip(whole, self._parted, strict=True) for p, q in zip(now, then, strict=True)
-        ):
-            self._parts, self._parted = {}, [list(params) for params in whole]
-        if (parts := self._parts.get(parameters)) is None:
+        if (ids := [[*map(id, params)] for params in whole]) != self._ids:
+            self._parts, self._whole, self._ids = {}, [list(params) for params in whole], ids
+        if (known := self._parts.get(id(parameters))) is None:
             wanted = {id(p) for p in parameters}
-            parts = self._parts[parameters] = [[p for p in params if id(p) in wanted] for params in whole]
-        with self.narrowed(parts):
-            if self.optimizer.param_groups:
-                self.step()
+            parts = [[p for p in params if id(p) in wanted] for params in whole]
+            known = self._parts[id(parameters)] = parameters, parts
+        self._narrowed(known[1])
 
     def rest(self, done: Collection[int]) -> None:
         """Update all parameters but these (ids)."""
         groups = self.optimizer.param_groups
         if left := {id(p) for group in groups for p in group["params"] if id(p) not in done}:
-            with self.narrowed([[p for p in g["params"] if id(p) in left] for g in self.optimizer.param_groups]):
-                self.step()
+            self._narrowed([[p for p in group["params"] if id(p) in left] for group in groups])
 
-    @contextlib.contextmanager
-    def narrowed(self, parts: Sequence[list[nn.Parameter]]) -> Iterator[None]:
-        """The optimizer with some of the parameters of each group."""
+    def _narrowed(self, parts: Sequence[list[nn.Parameter]]) -> None:
+        """The optimizer's step with some of the parameters of each group."""
         optimizer: Any = self.optimizer
         groups = optimizer.param_groups
         whole = [group["params"] for group in groups]
@@ -115,7 +114,8 @@ class Stepper:
             for group, params in zip(groups, parts, strict=True):
                 group["params"] = params
             optimizer.param_groups = [group for group in groups if group["params"]]
-            yield
+            if optimizer.param_groups:
+                (self._bare or self.step)()
         finally:
             optimizer.__dict__.update(hooks)
             optimizer.param_groups = groups
@@ -126,6 +126,8 @@ class Stepper:
     def hooked(self) -> Iterator[None]:
         """Call the hooks on the optimizer's step around a whole step."""
         before, after = (tuple(self.optimizer.__dict__[name].values()) for name in _HOOKS)
+        if self._bare is not None:  # and those on everybody's, which nobody else does then
+            before, after = (*_all_before.values(), *before), (*after, *_all_after.values())
         for hook in before:
             hook(self.optimizer, (), {})
         yield
@@ -154,6 +156,16 @@ class Stepper:
             state = self.optimizer.state.get(p, {})
             found += [t for t in state.values() if isinstance(t, torch.Tensor) and t.numel() == p.numel() > 1]
         return found
+
+
+def _bare(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> Callable[..., Any] | None:
+    """The step without what torch puts around it for hooks and profilers, which takes the host as long as a third of a
+    small step; None where somebody else has wrapped it too."""
+    outer: Any = type(optimizer).step
+    inner = getattr(outer, "__wrapped__", None) if getattr(outer, "hooked", False) else None
+    if inner is None or getattr(step, "__func__", None) is not outer:
+        return None
+    return MethodType(inner, optimizer)
 
 
 class Visits:

@@ -98,6 +98,7 @@ class Trips:
         self.before = {lot: rows[i - 1][1].parcel for i, (lot, _) in enumerate(rows) if i}
         """Lot -> the parcel that backward comes to next."""
         self.last = rows[-1][0] if len(rows) > 1 else None
+        """The one that forward needs last, if there are several."""
         parts: dict[Lot, tuple[Part, ...]] = {lot: (whole,) for lot, whole in rows}
         for i, (lot, whole) in enumerate(rows):
             if i > 1:
@@ -124,11 +125,9 @@ class Trips:
         if (trip := self.updates.get(lot)) is not None:
             self._book(trip)
 
-    def used(self, lots: Sequence[Lot]) -> list[Parcel]:
-        """Forward has come to some lots; returns the parcels of which something leaves now, until backward."""
-        if self.stays is None or self.last not in lots:
-            return []
-        return self._book(self.stays)
+    def leave(self) -> list[Parcel]:
+        """Forward has come to the last lot; returns the parcels of which something leaves now, until backward."""
+        return self._book(self.stays) if self.stays is not None else []
 
     def complete(self) -> None:
         """A step is over: what has not left and was not to stay leaves now, where lots were not updated in order."""
