@@ -1,5 +1,7 @@
 """Lots leave and come back once in every step, in an order that keeps the link busy."""
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -7,6 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+import outcore
+from outcore.cost.rough import by_bytes
+from outcore.cost.saved import account
 from outcore.memory import parcels, traffic, trips
 from outcore.memory.lanes import Ends, ThreadLanes, Turn
 from tests.memory.test_state import SGD, batch, network, offloaded, same, train
@@ -241,6 +246,19 @@ def test_what_was_written_at_home_is_not_overwritten_by_a_part_that_did_not_have
     assert same(model, plain)
 
 
+def test_values_that_are_made_again_find_the_weights_they_are_made_with() -> None:
+    model, plain = network(), network()
+    optimizer, twin = SGD(model.parameters()), SGD(plain.parameters())
+    costs = by_bytes(account(outcore.capture(model, (batch(),))), 1e9)
+    outcore.within(model, (batch(),), memory=None, costs=costs, quiet=True)
+    kept = outcore.memory_plan(model).keeping
+    plan = {b.name: "recompute" for b in kept.buffers.values() if "recompute" in kept.choices(b)}
+    state = {"parameters": "offload", "update": "backward"}
+    outcore.within(model, (batch(),), memory=None, costs=costs, optimizer=optimizer, plan=plan, state=state, quiet=True)
+    train(model, optimizer, 6), train(plain, twin, 6)
+    assert plan and keeper(model).fast and booked and same(model, plain)
+
+
 def test_nothing_leaves_while_the_model_is_looked_at() -> None:
     model, _ = running()
     state = keeper(model)
@@ -250,3 +268,46 @@ def test_nothing_leaves_while_the_model_is_looked_at() -> None:
     with state.gathered():
         assert {type(p) for p in model.parameters()} == {nn.Parameter} and not booked
     state.inside = False
+
+
+@pytest.mark.parametrize("place", [0, 3, 8, 10])
+def test_an_exception_in_any_lot_loses_nothing(place: int) -> None:
+    model, optimizer, plain, twin = pair()
+
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    for kind in ("register_forward_pre_hook", "register_forward_hook"):
+        hook = getattr(model[place], kind)(fail)
+        with pytest.raises(KeyboardInterrupt):
+            model(batch())
+        hook.remove()
+        with torch.no_grad():  # what an unfinished pass did to statistics is the model's own doing
+            for ours, theirs in zip(model.buffers(), plain.buffers(), strict=True):
+                ours.copy_(theirs)
+        assert same(model, plain)
+    output = model(batch(1))
+    output.register_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        output.sum().backward()
+    plain(batch(1))
+    train(model, optimizer, 3), train(plain, twin, 3)
+    assert same(model, plain)
+
+
+def test_steps_leave_nothing_behind_and_a_model_takes_its_parcels_with_it() -> None:
+    model, optimizer = running()
+    counts = []
+    for _ in range(3):
+        train(model, optimizer, 20)
+        booked.clear()
+        gc.collect()
+        counts.append(len(gc.get_objects()))
+    assert counts[2] <= counts[1] + 20
+    parcel = weakref.ref(keeper(model).parcels[0])
+    gc.disable()
+    try:
+        del model, optimizer
+        assert parcel() is None
+    finally:
+        gc.enable()

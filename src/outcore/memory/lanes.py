@@ -131,8 +131,8 @@ class CudaLanes:
 
 class CudaTurn:
     """Copies out and back as one CUDA graph: the host is what small networks wait for, and copies by the dozen would
-    take it as long as as many kernels. Each part ends with an event that others can wait for while the graph goes on.
-    The first time copies are booked one by one, and always where they could not be recorded."""
+    take it as long as as many kernels. Every part but the last ends with an event inside the graph, for others to wait
+    for while it goes on. The first time copies are booked one by one, and always where they could not be recorded."""
 
     def __init__(self, parts: Sequence[Sequence[Ends]], device: torch.device) -> None:
         self.parts, self.device = parts, device
@@ -156,6 +156,7 @@ class CudaTurn:
                 self.graph.replay()
             else:
                 self._copy()
+        self.back[-1].record(out)
         return list(self.marks)
 
     def _record(self) -> None:
@@ -175,14 +176,15 @@ class CudaTurn:
 
     def _copy(self) -> None:
         out, back = self.streams
-        for part, event in zip(self.parts, self.back, strict=True):
+        for i, part in enumerate(self.parts):
             for here, home in part:
                 home.copy_(here, non_blocking=True)
                 back.wait_event(out.record_event())
                 with torch.cuda.stream(back):
                     here.copy_(home, non_blocking=True)
-            with torch.cuda.stream(back):
-                event.record(back)
+            if i + 1 < len(self.parts):
+                with torch.cuda.stream(back):
+                    self.back[i].record(back)
         out.wait_stream(back)
 
 
