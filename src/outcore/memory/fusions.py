@@ -65,7 +65,7 @@ class Fusions:
         if rows:
             rows = layer_norms_worth_it(rows, graph, found._expected(costs, rate), rate, issued=issued)
         found = replace(found, layer_norms=rows)
-        scales = scales_of(graph, model, costs, device)
+        scales = {n: row for n, row in scales_of(graph, model, costs, device).items() if n not in found.sums}
         if scales:
             scales = scales_worth_it(scales, graph, found.applied(graph, model, costs, rate)[1], rate, issued=issued)
         return replace(found, scales=scales)

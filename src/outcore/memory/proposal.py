@@ -72,7 +72,7 @@ def propose(
 
 def _plan(graph: Graph, costs: Costs, settings: Settings, device: torch.device, first: MemoryPlan | None) -> MemoryPlan:
     """Policies for a graph: those there are, if they fit it, else new ones."""
-    budget, by_hand = settings.budget_bytes, settings.policy
+    budget, by_hand = settings.budget_bytes, _by_memory(settings.policy, graph)
 
     def planned(policy: dict[str, str] | None) -> MemoryPlan:
         return plan_memory(
@@ -102,6 +102,14 @@ def _plan(graph: Graph, costs: Costs, settings: Settings, device: torch.device, 
         if by_hand is not None or budget is None or same.peak_bytes <= budget:
             return same
     return planned(None)
+
+
+def _by_memory(policy: dict[str, str] | None, graph: Graph) -> dict[str, str] | None:
+    """Policies by the first value in each memory: which one that is depends on what is fused."""
+    if policy is None:
+        return None
+    values = graph.values
+    return {(values[name].alias_of if name in values else None) or name: how for name, how in policy.items()}
 
 
 def _applicable(policy: dict[str, str], graph: Graph) -> dict[str, str]:
