@@ -111,6 +111,22 @@ def test_what_goes_before_a_step_goes_first() -> None:
     assert _beside(spacers, [0, 4, 9, 12]) == {4: [(-1, 5)], 9: [(-1, 0), (-2, 7)], 12: [(-2, 0)]}
 
 
+def test_spacers_of_one_step_come_as_they_were_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the same order, also where two are alike: the allocator puts the first one where the second would lie."""
+    spacers = [Spacer(64, 0), Spacer(32, 0), Spacer(32, 0)]
+    asked: list[int] = []
+
+    def empty(size: int, **_: Any) -> torch.Tensor:
+        asked.append(size)
+        return torch.zeros(size, dtype=torch.uint8)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    spacing = Spacing(torch.device("cpu"), spacers)
+    spacing.reached(0)
+    tried = [size for _, size in _beside(spacers, [0, 4])[0]]
+    assert asked == tried == [64, 32, 32] and len(spacing.held) == 3
+
+
 def test_a_trace_is_put_in_order() -> None:
     def entry(action: str, addr: int, size: int = 0) -> dict[str, Any]:
         return {"action": action, "addr": addr, "size": size}

@@ -53,7 +53,7 @@ class Spacing:
     """How many tensors had come and gone before every step, and before backward."""
 
     def __post_init__(self) -> None:
-        self.held: dict[Spacer, torch.Tensor] = {}
+        self.held: dict[int, torch.Tensor] = {}
         self.at, self.tracing = 0, False
 
     def perform(self, tape: Tape, step: Step) -> None:
@@ -68,13 +68,13 @@ class Spacing:
 
     def reached(self, at: int | None) -> None:
         """Before a step, or before backward."""
-        for spacer in [s for s in self.held if s.ends == at]:
-            del self.held[spacer]
+        for number in [n for n in self.held if self.spacers[n].ends == at]:
+            del self.held[number]
         if self.tracing:
             self.steps.append(_count(self.device) - self.begun)
-        for spacer in self.spacers:
+        for number, spacer in enumerate(self.spacers):
             if spacer.begins == at:
-                self.held[spacer] = torch.empty(spacer.bytes, dtype=torch.uint8, device=self.device)
+                self.held[number] = torch.empty(spacer.bytes, dtype=torch.uint8, device=self.device)
 
     def trace(self) -> bool:
         """Begin to note; not if somebody else does."""
@@ -222,15 +222,15 @@ def _large(events: Sequence[Event], steps: Sequence[int]) -> tuple[list[Event], 
 
 
 def _beside(spacers: Sequence[Spacer], steps: Sequence[int]) -> dict[int, list[Event]]:
-    """Spacers as tensors that come and go before events; before a step, those that go are first."""
+    """Spacers as tensors that come and go before events; before a step, those that go are first, then in their order."""
     last = len(steps) - 1
-    changes: list[tuple[int, int, Event]] = []
+    changes: list[tuple[int, int, int]] = []
     for i, spacer in enumerate(spacers):
-        changes.append((spacer.begins, 1, (-1 - i, spacer.bytes)))
-        changes.append((last if spacer.ends is None else spacer.ends, 0, (-1 - i, 0)))
+        changes.append((spacer.begins, 1, i))
+        changes.append((last if spacer.ends is None else spacer.ends, 0, i))
     extra: dict[int, list[Event]] = {}
-    for step, _, event in sorted(changes):
-        extra.setdefault(steps[step], []).append(event)
+    for step, comes, i in sorted(changes):
+        extra.setdefault(steps[step], []).append((-1 - i, comes * spacers[i].bytes))
     return extra
 
 
