@@ -219,6 +219,26 @@ def test_memory_in_between_is_gone_and_the_sum_is_first_in_its_own() -> None:
     assert plan.document().graph == graph.fingerprint
 
 
+@pytest.mark.parametrize("half", [False, True])
+def test_what_autograd_keeps_is_what_was_predicted(half: bool) -> None:
+    model, images = made()
+    with torch.autocast("cpu", torch.bfloat16, enabled=half):
+        plan = managed(model, images)
+        assert len(replaced(model)) == 4 + 6 + 3  # sums, products, layer norms
+        own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        kept: dict[int, torch.UntypedStorage] = {}
+
+        def note(t: torch.Tensor) -> torch.Tensor:
+            kept[t.untyped_storage().data_ptr()] = t.untyped_storage()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+            out = model(images)
+        assert out.requires_grad
+    found = sum(storage.nbytes() for place, storage in kept.items() if place not in own)
+    assert found == plan.keeping.costs.total().saved_bytes
+
+
 def test_memory_that_has_a_policy_by_hand_stays() -> None:
     model, images = made()
     plain = copy.deepcopy(model)
