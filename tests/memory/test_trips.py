@@ -199,6 +199,20 @@ def test_a_forward_without_backward_and_a_second_one() -> None:
     assert same(model, plain)
 
 
+def test_evaluation_between_forward_and_backward() -> None:
+    model, optimizer, plain, twin = pair()
+    for net, opt in ((model, optimizer), (plain, twin)):
+        opt.zero_grad()
+        torch.manual_seed(2)
+        loss = net(batch(8)).square().mean()
+        with torch.no_grad():
+            net.eval()(batch(7))
+        net.train()
+        loss.backward()
+        opt.step()
+    assert same(model, plain)
+
+
 def test_all_of_a_lot_is_at_home_when_backward_ends_early() -> None:
     model, _ = running()
 
