@@ -14,8 +14,10 @@ import outcore
 from outcore.cost.rough import by_bytes
 from outcore.cost.saved import account
 from outcore.graph.recording import Ref
+from outcore.memory import graphed
 from outcore.memory.graph_gradients import Places, stand_ins
 from outcore.memory.graphed import Graphed, _Turn, _unowned, _wanted
+from outcore.memory.spacing import Spacing
 from outcore.planner.memory_plan import plan_memory
 
 
@@ -153,6 +155,24 @@ def test_places_are_filled_as_backward_finds_the_gradients() -> None:
     for parameter, place, gradient in zip(model.parameters(), places.places, want, strict=False):
         assert torch.equal(place, gradient) and place.stride() == parameter.stride()
     assert not any(p._backward_hooks for p in model.parameters())
+
+
+def test_workspaces_are_given_back_after_every_step_and_every_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a step is recorded, not while it is rehearsed."""
+    model, batch = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3)).double(), batches(1)[0]
+    outcore.within(model, (batch,), memory=None, plan={"0#0:out": "recompute"}, optimizer=0.0, quiet=True)
+    (entry,) = model.__dict__["forward"].admitted.values()
+    stage = Graphed(entry.holding, model)
+    stage.inputs, stage.tier, stage.wanted, stage.places = [batch], None, [True], Places(stage.parameters)
+    stage.gradients = [torch.ones(4, 3, dtype=torch.float64)]
+    given: list[int] = []
+    monkeypatch.setattr(graphed, "without_workspaces", lambda: given.append(1))
+    stage.run()
+    assert not given
+    outputs = stage.run(Spacing(torch.device("cpu")))
+    assert len(given) == 3
+    assert stage.differentiate(outputs, stage.parameters, graphed.without_workspaces) == [True] * 4
+    assert len(given) == 3 + 4
 
 
 def test_gradients_with_memory_of_their_own_are_planned_for_from_the_beginning() -> None:

@@ -88,6 +88,28 @@ def test_what_is_reserved_is_within_the_budget(share: float) -> None:
     assert reserved - others <= budget
 
 
+def test_the_workspace_of_a_product_is_not_there_throughout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last layer is the first of backward; what comes after it lies where its workspace was."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 64, 3, padding=1)]
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(1024, 10)).cuda()
+    images, taken, found = torch.randn(8, 3, 128, 128, device="cuda"), [], []
+    for given_back in (True, False):
+        if not given_back:
+            monkeypatch.setattr("outcore.memory.graphed.without_workspaces", lambda: None)
+        net = copy.deepcopy(model)
+        outcore.within(net, (images,), memory=None, optimizer=0.0, graphs=True, measure_s=1.0, quiet=True)
+        for _ in range(2):
+            net.zero_grad()
+            net(images).square().sum().backward()
+        found.append([p.grad.clone() for p in net.parameters()])
+        taken.append(graphed(net).bytes)
+        del net
+        gc.collect()
+    assert taken[0] < taken[1]
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def test_gradients_are_accumulated_over_graphs() -> None:
     images = torch.randn(8, 3, 64, 64, device="cuda")
     model = network()

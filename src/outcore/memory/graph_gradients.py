@@ -16,7 +16,7 @@ parameters of its own, in the same memory. What the user has hooked to the gradi
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -49,10 +49,23 @@ class Places:
         return count
 
     @contextlib.contextmanager
-    def filled(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-        """While this is entered, the gradients that backward finds for these parameters go to their places."""
-        pairs = zip(parameters, self.places, strict=True)
-        handles = [parameter.register_hook(place.copy_) for parameter, place in pairs]
+    def filled(self, parameters: Sequence[nn.Parameter], then: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """While this is entered, the gradients that backward finds for these parameters go to their places.
+
+        Args:
+            parameters: one for every place.
+            then: is called after each.
+        """
+
+        def to(place: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+            def moved(gradient: torch.Tensor) -> torch.Tensor:
+                place.copy_(gradient)
+                then()
+                return place
+
+            return moved
+
+        handles = [p.register_hook(to(place)) for p, place in zip(parameters, self.places, strict=True)]
         try:
             yield
         finally:

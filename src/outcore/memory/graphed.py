@@ -14,7 +14,7 @@ of their own (`graph_gradients`) and are handed out as they lie there.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -22,10 +22,10 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from outcore.graph.preserve import ModelState, state_tensors
-from outcore.graph.recording import Ref, Tape
+from outcore.graph.recording import Ref, Step, Tape
 from outcore.graph.structure import leaves, substitute
 from outcore.memory.graph_gradients import Places, stand_ins
-from outcore.memory.graph_pool import GraphPool, give_back, growing_segments
+from outcore.memory.graph_pool import GraphPool, give_back, growing_segments, without_workspaces
 from outcore.memory.growing import reserved_by
 from outcore.memory.holding import Holding
 from outcore.memory.passage import Pass
@@ -123,7 +123,7 @@ class Graphed:
             self.outputs = [(_unowned(o), o.requires_grad) for o in outputs]
             give_back()
             with pool.recorded(backward):
-                self.found = self.differentiate(outputs, parameters)
+                self.found = self.differentiate(outputs, parameters, without_workspaces)
         self.graphs = (forward, backward)
         if not trace:
             return []
@@ -144,17 +144,32 @@ class Graphed:
     def run(self, spacing: Spacing | None = None) -> list[torch.Tensor]:
         """One pass; its outputs."""
         torch.clear_autocast_cache()  # what autocast makes of weights must be made in the graph, in every step
-        perform = spacing.perform if spacing is not None else Tape.step
+
+        def perform(tape: Tape, step: Step) -> None:
+            if spacing is None:
+                Tape.step(tape, step)
+                return
+            spacing.perform(tape, step)
+            without_workspaces()
+
         result = Pass(self.holding, self.model, self.inputs, self.tier, perform).forward()
         torch.clear_autocast_cache()
         self.template = self.holding.recording.result
         return [t for _, t in leaves(result, torch.Tensor)]
 
-    def differentiate(self, outputs: list[torch.Tensor], parameters: list[nn.Parameter]) -> list[bool]:
-        """Backward of a pass, without its outputs; which parameters have a gradient, which is in its place."""
+    def differentiate(
+        self, outputs: list[torch.Tensor], parameters: list[nn.Parameter], then: Callable[[], None] = lambda: None
+    ) -> list[bool]:
+        """Backward of a pass, without its outputs; which parameters have a gradient, which is in its place.
+
+        Args:
+            outputs: are given up.
+            parameters: of the recording.
+            then: is called after every gradient.
+        """
         edges = [get_gradient_edge(o) for o, wanted in zip(outputs, self.wanted, strict=True) if wanted]
         outputs.clear()
-        with self.places.filled(parameters):
+        with self.places.filled(parameters, then):
             found = torch.autograd.grad(edges, parameters, self.gradients, allow_unused=True)
         return [gradient is not None for gradient in found]
 

@@ -222,7 +222,7 @@ def _large(events: Sequence[Event], steps: Sequence[int]) -> tuple[list[Event], 
 
 
 def _beside(spacers: Sequence[Spacer], steps: Sequence[int]) -> dict[int, list[Event]]:
-    """Spacers as tensors that come and go before events; before a step, those that go are first, then in their order."""
+    """Spacers as tensors that come and go before events; before a step, first those that go, then in their order."""
     last = len(steps) - 1
     changes: list[tuple[int, int, int]] = []
     for i, spacer in enumerate(spacers):
