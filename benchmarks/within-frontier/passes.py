@@ -24,7 +24,7 @@ import torch.nn.functional as F
 
 from outcore.memory import layer_norm_triton_kernels, scale_triton_kernels
 from outcore.memory.fused_layer_norm import _LayerNorm
-from outcore.memory.fused_scale import _ScaledSum
+from outcore.memory.scaled_sum import ScaledSum
 
 SHAPES = [(1, 1024, 1024, 96), (1, 512, 512, 192), (1, 256, 256, 384), (1, 128, 128, 768)]
 Made = Callable[[], torch.Tensor]
@@ -81,7 +81,7 @@ def scaled_sum(shape: tuple[int, ...], half: bool) -> Ways:
     )
     scale = torch.randn(width, 1, 1, device="cuda", requires_grad=True)
     noise, g = torch.rand(1, 1, 1, 1, device="cuda"), torch.randn(shape, device="cuda").permute(0, 3, 1, 2)
-    ours = _ScaledSum(1, torch.float32)
+    ours = ScaledSum(1, torch.float32)
     sizes = (x.nbytes + 2 * residual.nbytes, 2 * x.nbytes + g.nbytes)
     return {
         "torch": (lambda: (scale * x * noise).add_(residual), [x, scale, residual], g, *sizes),

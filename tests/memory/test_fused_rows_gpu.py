@@ -11,8 +11,8 @@ from torch import nn
 import outcore
 from outcore.memory import fusions
 from outcore.memory.fused_layer_norm import _LayerNorm
-from outcore.memory.fused_scale import _ScaledSum
 from outcore.memory.governor import Governor
+from outcore.memory.scaled_sum import ScaledSum
 from outcore.planner.memory_plan import MemoryPlan
 from tests.memory.test_fused_scale import Block, Last
 
@@ -81,11 +81,35 @@ def test_scaled_sum(shape: tuple[int, ...], given: torch.dtype, kind: torch.dtyp
     scale = torch.randn(shape[1], 1, 1, device="cuda", dtype=kind)
     mine = [t.detach().requires_grad_() for t in (x, scale, residual)]
     exact = [t.double().requires_grad_() for t in (x, scale, residual)]
-    y = _ScaledSum(1, kind)(mine[0], mine[1], by, mine[2])
+    y = ScaledSum(1, kind)(mine[0], mine[1], by, mine[2])
+    assert isinstance(y, torch.Tensor)
     wanted = exact[2] + exact[0] * exact[1] * (1 if by is None else by.double())
     y.backward(g)
     wanted.backward(g.double())
     assert y.stride() == x.stride()
+    near(y, wanted)
+    for a, b in zip(mine, exact, strict=True):
+        assert a.grad is not None and b.grad is not None and a.grad.dtype is a.dtype
+        near(a.grad, b.grad)
+
+
+def test_scaled_sum_in_two_types() -> None:
+    torch.manual_seed(0)
+    shape = (3, 96, 33, 21)
+    x, residual, g, h = (
+        torch.randn(shape, device="cuda", dtype=t).contiguous(memory_format=torch.channels_last)
+        for t in (HALF, SINGLE, SINGLE, HALF)
+    )
+    scale = torch.randn(96, 1, 1, device="cuda")
+    mine = [t.detach().requires_grad_() for t in (x, scale, residual)]
+    exact = [t.double().requires_grad_() for t in (x, scale, residual)]
+    found = ScaledSum(1, SINGLE, HALF)(mine[0], mine[1], None, mine[2])
+    assert isinstance(found, tuple)
+    y, copied = found
+    wanted = exact[2] + exact[0] * exact[1]
+    assert torch.equal(copied, y.to(HALF)) and copied.stride() == x.stride()
+    torch.autograd.backward([y, copied], [g, h])
+    wanted.backward(g.double() + h.double())
     near(y, wanted)
     for a, b in zip(mine, exact, strict=True):
         assert a.grad is not None and b.grad is not None and a.grad.dtype is a.dtype

@@ -13,9 +13,10 @@ import outcore
 from outcore.cost.saved import account
 from outcore.machine.clock import Timing
 from outcore.memory import fused_layer_norm, fused_scale, fused_sum
-from outcore.memory.fused_scale import _ScaledSum, scales_of
+from outcore.memory.fused_scale import scales_of
 from outcore.memory.fusions import Fusions
 from outcore.memory.governor import Governor
+from outcore.memory.scaled_sum import ScaledSum
 from outcore.planner.memory_plan import MemoryPlan
 from tests.memory.oracle import policies
 
@@ -158,7 +159,8 @@ def test_the_operation(noise: int | None, kind: torch.dtype, apart: bool) -> Non
     by = None if noise is None else torch.rand(noise, 1, 1, 1, dtype=wide)
     given = [t.clone().requires_grad_() for t in (x, scale, residual)]
     exact = [t.double().requires_grad_() for t in (x, scale, residual)]
-    out = _ScaledSum(1, wide)(given[0], given[1], by, given[2])
+    out = ScaledSum(1, wide)(given[0], given[1], by, given[2])
+    assert isinstance(out, torch.Tensor)
     wanted = exact[2] + exact[0] * exact[1] * (1 if by is None else by.double())
     bound = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 1e-2}[kind]
     torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=1e-5 if wide is torch.float32 else 1e-13)
@@ -197,6 +199,59 @@ def test_under_autocast(mode: str) -> None:
         assert replaced(model) >= SUMS
         for seed in range(3):
             agrees(model, plain, images, 5e-2, seed)
+
+
+class Convolved(nn.Module):
+    """Begins with a convolution, which casts what the block before it has written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.block = nn.Conv2d(6, 6, 3, padding=1, groups=6), Block(0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.block.linear(self.block.norm(self.conv(x).permute(0, 2, 3, 1)))
+        y = self.block.scale * y.permute(0, 3, 1, 2)
+        y += x
+        return y
+
+
+@pytest.mark.parametrize("mode", ["keep", "recompute", "offload", "mixture"])
+def test_a_copy_in_the_type_of_the_next_layer_is_written_along(mode: str) -> None:
+    torch.manual_seed(0)
+    model, images = nn.Sequential(*(Convolved() for _ in range(3))), torch.randn(2, 6, 9, 7)
+    images = images.contiguous(memory_format=torch.channels_last)
+    exact = copy.deepcopy(model).double()
+    with torch.autocast("cpu", torch.bfloat16):
+        graph = outcore.capture(model, (images,))
+        rows = scales_of(graph, model, account(graph), CPU)
+        assert [row.reader for row in rows.values()] == ["1.conv#0", "2.conv#0", ""]
+        plan = managed(model, images)
+        copies = [plan.keeping.buffers[row.copy] for row in rows.values() if row.copy]
+        assert [(c.kind, c.bytes, c.writers[0]) for c in copies] == [
+            ("value", 2 * images.numel(), f"{i}.add_()#0") for i in (0, 1)
+        ]
+        if mode != "keep":
+            chosen = policies(plan.keeping, mode)
+            if mode == "offload":
+                chosen = {b.name: mode for b in plan.keeping.buffers.values() if b.kind == "value" and b.savers}
+            document = managed(model, images, plan=chosen).document()
+            managed(model, images, plan=document)
+        model(images).float().square().mean().backward()
+    exact(images.double()).square().mean().backward()
+    largest = max(p.grad.abs().max().item() for p in exact.parameters() if p.grad is not None)
+    for (name, a), b in zip(model.named_parameters(), exact.parameters(), strict=True):
+        assert a.grad is not None and b.grad is not None
+        assert (a.grad - b.grad).abs().max() <= 2e-2 * largest, name
+
+
+def test_a_hook_before_the_next_layer_sees_the_sum() -> None:
+    torch.manual_seed(0)
+    model, images = nn.Sequential(Convolved(), Convolved()), torch.randn(2, 6, 9, 7)
+    images = images.contiguous(memory_format=torch.channels_last)
+    model[1].conv.register_forward_pre_hook(lambda *_: None)
+    with torch.autocast("cpu", torch.bfloat16):
+        graph = outcore.capture(model, (images,))
+        assert [row.reader for row in scales_of(graph, model, account(graph), CPU).values()] == ["", ""]
 
 
 def test_frozen_parameters() -> None:

@@ -50,7 +50,8 @@ def test_layer_norm(rows: int, width: int, kind: torch.dtype, affine: int) -> No
 @pytest.mark.parametrize(("images", "pixels", "width"), [(2, 35, 96), (3, 1, 5), (4, 75, 20), (1, 3, 1300)])
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("noise", ["none", "one", "each"])
-def test_scaled_sum(images: int, pixels: int, width: int, kind: torch.dtype, noise: str) -> None:
+@pytest.mark.parametrize("copied", [False, True])
+def test_scaled_sum(images: int, pixels: int, width: int, kind: torch.dtype, noise: str, copied: bool) -> None:
     from outcore.memory.scale_triton_kernels import gradients, summed
 
     torch.manual_seed(0)
@@ -60,10 +61,15 @@ def test_scaled_sum(images: int, pixels: int, width: int, kind: torch.dtype, noi
     scale = torch.randn(width, dtype=wide)
     by = None if noise == "none" else torch.rand(images if noise == "each" else 1, dtype=wide)
     factor = scale.double() if by is None else scale.double() * by.double().view(-1, 1, 1)
-    out = torch.empty_like(residual)
-    summed(x, scale, by, residual, out)
-    near(out, residual.double() + x.double() * factor)
-    back, total = gradients(g, x, scale, by, sums=True)
-    assert back.dtype is kind and total is not None
-    near(back, g.double() * factor)
-    near(total, (g.double() * x.double() * (1 if by is None else by.double().view(-1, 1, 1))).sum((0, 1)))
+    out, copy = torch.empty_like(residual), torch.empty_like(x) if copied else None
+    summed(x, scale, by, residual, out, copy)
+    for written in (out, copy) if copy is not None else (out,):
+        near(written, residual.double() + x.double() * factor)
+    more = torch.randn(shape).to(kind) if copied else None
+    back, total, both = gradients(g, more, x, scale, by, sums=True)
+    wide_g = g.double() if more is None else g.double() + more.double()
+    assert back.dtype is kind and total is not None and (both is None) is not copied
+    if both is not None:
+        near(both, wide_g)
+    near(back, wide_g * factor)
+    near(total, (wide_g * x.double() * (1 if by is None else by.double().view(-1, 1, 1))).sum((0, 1)))

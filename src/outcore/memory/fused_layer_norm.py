@@ -18,7 +18,6 @@ not exist.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,7 +32,7 @@ from outcore.graph.recording import Ref, Step
 from outcore.machine.clock import Timing
 from outcore.memory.followers import Followers, hooked
 from outcore.memory.norm_choice import RATE, ahead, less
-from outcore.memory.rewriting import Rewriting, written_later
+from outcore.memory.rewriting import Rewriting, copy_of, written_later
 from outcore.memory.rows import parts_bytes
 
 __all__ = ["LayerNorms", "Normed", "layer_norms_of", "rewrite", "worth_it"]
@@ -60,8 +59,6 @@ LayerNorms = Mapping[str, Normed]
 _DEVICES = {"cuda"}
 _WIDEST = 8192
 """Numbers of a row, which a program holds."""
-_CASTING = {"Linear", *(f"Conv{n}d" for n in (1, 2, 3))}
-_CAST = re.compile(r"(?:float16|bfloat16) [\dx]+ of _to_copy of (.+)")
 _ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 _ISSUE = 3.0
 """Host time over that of torch's layer norm: an estimate."""
@@ -84,7 +81,7 @@ def layer_norms_of(graph: Graph, model: nn.Module, costs: Costs, device: torch.d
         known = out.stride == _contiguous(out.shape) and x.dtype in _ITEM_BYTES and out.dtype in _ITEM_BYTES
         if known and x.bytes and not written_later(graph, x.name, name):
             kind, casting = _cast(after, costs, out.name)
-            copies = {c.of for reader in casting if (c := _copy(costs.calls[reader], after, out.name)) is not None}
+            copies = {c.of for reader in casting if (c := copy_of(out.name, costs.calls[reader], graph)) is not None}
             own = {saved.of for saved in costs.calls[name].saved if saved.kind == "derived"}
             found[name] = Normed(name, x.name, width, kind or out.dtype, casting, frozenset(copies | own))
     return found
@@ -109,23 +106,11 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _cast(after: Followers, costs: Costs, out: str) -> tuple[str, tuple[str, ...]]:
     """The type to which all readers of a value would cast it, and these; empty if there is somebody else."""
     readers = after.behind_views(out)
-    copies = [_copy(costs.calls[name], after, out) for name in readers]
+    copies = [copy_of(out, costs.calls[name], after.graph) for name in readers]
     kinds = {"" if copy is None else copy.what.partition(" ")[0] for copy in copies}
-    plain = all(after.graph.blocks[after.graph.calls[name].block].type in _CASTING for name in readers)
-    alone = plain and not any(after.hooked(name) for name in readers)
-    if len(kinds) != 1 or kinds == {""} or not alone or after.graph.values[out].dtype != "float32":
+    if len(kinds) != 1 or kinds == {""} or any(after.hooked(name) for name in readers):
         return "", ()
     return kinds.pop(), tuple(readers)
-
-
-def _copy(cost: CallCost, after: Followers, out: str) -> Saved | None:
-    """The copy of a value in another type that a call keeps, if it does."""
-    for saved in cost.saved:
-        match = _CAST.fullmatch(saved.what)
-        of = match[1] if saved.kind == "derived" and match is not None else ""
-        if of in after.graph.values and after.first(of) == out:  # else it is a parameter's
-            return saved
-    return None
 
 
 def worth_it(norms: LayerNorms, graph: Graph, costs: Costs, rate: float, *, issued: bool) -> dict[str, Normed]:

@@ -10,6 +10,9 @@ read again. Bytes a number, the branch in bf16:
     backward     read 4, write 4; read 4, write 4; read 4, write 2;             read 6, write 2
                  read 6, write 4; read 4
 
+Where a layer behind the sum casts it, as the next block's first convolution does, the copy is written in the same pass,
+and its gradient is added in backward's: 2 bytes more instead of 6 forward, 6 instead of 18 backward.
+
 What is kept is what was kept before: the branch. The products hand on what they are given, and the sum does it all, so
 the network is rewritten (`outcore.memory.rewriting`): between the branch and the sum there is no memory any more. The
 scale's gradient is summed in another order than torch's, so results must be allowed to be *reassociated*. Gradients of
@@ -21,20 +24,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
 
 from outcore.cost.costs import CallCost, Costs, Gradient, Saved
 from outcore.graph import Graph
-from outcore.graph.recording import Ref
+from outcore.graph.recording import Ref, Step
 from outcore.machine.clock import Timing
-from outcore.memory.norm_choice import RATE, ahead
-from outcore.memory.renorm import dense
-from outcore.memory.rewriting import Rewriting
+from outcore.memory.followers import Followers
+from outcore.memory.norm_choice import RATE, ahead, less
+from outcore.memory.rewriting import Rewriting, copy_of, written_later
 from outcore.memory.rows import parts_bytes
 from outcore.memory.scaled_branches import Scaled, scaled_branches
+from outcore.memory.scaled_sum import ScaledSum
 
 __all__ = ["Scales", "rewrite", "scales_of", "worth_it"]
 
@@ -55,7 +58,23 @@ def scales_of(graph: Graph, model: nn.Module, costs: Costs, device: torch.device
         ends = ((row.products[0], row.input), (row.call, row.branch))
         return all(any(g.of == value for g in costs.calls[call].gradients) for call, value in ends)
 
-    return {name: row for name, row in scaled_branches(graph, model).items() if trained(row)}
+    after = Followers(graph, model)
+    rows = {name: row for name, row in scaled_branches(graph, model).items() if trained(row)}
+    return {name: _with_copy(row, after, costs) for name, row in rows.items()}
+
+
+def _with_copy(row: Scaled, after: Followers, costs: Costs) -> Scaled:
+    """With the copy that a layer would make of the sum, if one does and it is not written over before."""
+    (out,) = after.graph.calls[row.call].outputs
+    found = [
+        (name, copy)
+        for name in after.readers(out)
+        if (copy := copy_of(out, costs.calls[name], after.graph)) is not None and not after.hooked(name)
+    ]
+    if len(found) != 1 or written_later(after.graph, out, row.call):
+        return row
+    ((name, copy),) = found
+    return replace(row, reader=name, copy=copy.of, copy_kind=copy.what.partition(" ")[0])
 
 
 def worth_it(scales: Scales, graph: Graph, costs: Costs, rate: float, *, issued: bool) -> dict[str, Scaled]:
@@ -64,8 +83,10 @@ def worth_it(scales: Scales, graph: Graph, costs: Costs, rate: float, *, issued:
     saved, added = {}, {}
     for name, row in scales.items():
         calls = (name, *row.products)
+        touched = (*calls, row.reader) if row.reader else calls
+        before = sum(fused.rows[c].time_s for c in touched)
         _costs(fused, row, rate)
-        saved[name] = sum(costs.calls[c].time_s for c in calls) - fused.rows[name].time_s
+        saved[name] = before - sum(fused.rows[c].time_s for c in touched)
         added[name] = _dispatch_s(fused.rows[name]) - sum(_dispatch_s(costs.calls[c]) for c in calls)
     taken = ahead(saved, added, costs, issued=issued)
     return {name: row for name, row in scales.items() if name in taken}
@@ -99,12 +120,32 @@ def rewrite(to: Rewriting, scales: Scales, rate: float) -> None:
         )
         noise = None if row.noise is None else Ref("value", row.noise)
         args = (Ref("value", row.branch), Ref("state", row.scale), noise, Ref("value", row.residual))
-        kind = getattr(torch, to.values[out].dtype)
-        to.steps[name] = replace(steps[name], target=_ScaledSum(row.dim, kind), args=args, kwargs={})
+        kinds = [getattr(torch, kind) for kind in (to.values[out].dtype, row.copy_kind) if kind]
+        to.steps[name] = replace(steps[name], target=ScaledSum(row.dim, *kinds), args=args, kwargs={})
+        if row.reader:
+            _hand_copy(to, row, steps[row.reader])
         if row.noise is not None:
             drawn = to.values[row.noise]
             consumers = tuple(name if c == row.products[-1] else c for c in drawn.consumers)
             to.values[row.noise] = replace(drawn, consumers=consumers)
+
+
+def _hand_copy(to: Rewriting, row: Scaled, reader: Step) -> None:
+    """Have the copy as another output of the sum, which its reader reads instead of the sum."""
+    (out,) = to.calls[row.call].outputs
+    value, size = to.values[out], to.rows[row.call].outputs[row.copy]
+    to.values[row.copy] = replace(
+        value, name=row.copy, dtype=row.copy_kind, bytes=size, consumers=(row.reader,), alias_of=None
+    )
+    to.values[out] = replace(value, consumers=tuple(c for c in value.consumers if c != row.reader))
+    to.calls[row.call] = replace(to.calls[row.call], outputs=(out, row.copy))
+    to.steps[row.call] = replace(to.steps[row.call], outputs=(out, row.copy))
+    call = to.calls[row.reader]
+    to.calls[row.reader] = replace(call, inputs=tuple(row.copy if v == out else v for v in call.inputs))
+    step = to.steps.get(row.reader, reader)
+    to.steps[row.reader] = replace(
+        step, args=tuple(Ref("value", row.copy) if a == Ref("value", out) else a for a in step.args)
+    )
 
 
 def _costs(to: Rewriting, row: Scaled, rate: float) -> None:
@@ -121,26 +162,38 @@ def _costs(to: Rewriting, row: Scaled, rate: float) -> None:
     width = graph.values[row.branch].shape[row.dim]
     for name in row.products:
         of = to.rows[name]
-        handed = next(g for g in of.gradients if g.of in (row.input, *row.between))
-        gradient = Gradient(handed.of, 0, graph.calls[name].outputs[0])
+        given = next(g.of for g in of.gradients if g.of in (row.input, *row.between))
+        gradient = Gradient(given, 0, graph.calls[name].outputs[0])
         to.rows[name] = CallCost(of.call, of.block, of.type, _NOTHING, _NOTHING, of.time_source, gradients=(gradient,))
+    copied = math.prod(x.shape) * 2 if row.reader else 0
+    handed = Gradient(row.residual, size) if copied else Gradient(row.residual, 0, out)
     to.rows[row.call] = replace(
         cost,
-        forward=_timed([c.forward for c in old], (x.bytes + 2 * size) / rows),
-        backward=_timed([c.backward for c in old], (2 * x.bytes + size) / rows),
-        outputs={out: size},
-        output_bytes=size,
+        forward=_timed([c.forward for c in old], (x.bytes + 2 * size + copied) / rows),
+        backward=_timed([c.backward for c in old], (2 * x.bytes + size + (copied + size if copied else 0)) / rows),
+        outputs={out: size} | ({row.copy: copied} if copied else {}),
+        output_bytes=size + copied,
         parameter_bytes=product.parameter_bytes,
         saved=tuple(kept),
         gradients=(
             Gradient(row.branch, x.bytes),
-            *(Gradient(g.of, 0, out) for g in cost.gradients if g.of == row.residual),
+            *(handed for g in cost.gradients if g.of == row.residual),
             *(g for g in product.gradients if g.of == row.scale),
         ),
         arriving={},
         workspace_forward_bytes=0,
         workspace_backward_bytes=parts_bytes(math.prod(x.shape), width, 1),
     )
+    if row.reader:
+        of = to.rows[row.reader]
+        issued = of.forward is not None and of.forward.dispatch_s
+        to.rows[row.reader] = replace(
+            of,
+            saved=tuple(Saved(row.copy, "value", copied) if s.of == row.copy else s for s in of.saved),
+            gradients=tuple(Gradient(row.copy, copied) if g.of == out else g for g in of.gradients),
+            forward=less(of.forward, (size + copied) / rows if issued else 0.0),
+            backward=less(of.backward, (size + copied) / rows if issued else 0.0),
+        )
 
 
 def _timed(before: list[Timing | None], seconds: float) -> Timing | None:
@@ -154,74 +207,3 @@ def _timed(before: list[Timing | None], seconds: float) -> Timing | None:
 
 def _as_it_is(x: torch.Tensor) -> torch.Tensor:
     return x
-
-
-class _ScaledSum:
-    """The sum of a residual and a branch that is scaled."""
-
-    def __init__(self, dim: int, kind: torch.dtype) -> None:
-        self.dim, self.kind = dim, kind
-
-    def __call__(
-        self, x: torch.Tensor, scale: torch.Tensor, noise: torch.Tensor | None, residual: torch.Tensor
-    ) -> torch.Tensor:
-        width, numbers = x.shape[self.dim], x.numel()
-        whole = dense(x) and x.stride() == residual.stride() and x.stride(self.dim) == 1 and scale.numel() == width
-        outermost = noise is None or noise.numel() == 1 or x.stride(0) * noise.numel() == numbers
-        if not whole or not outermost or not numbers:
-            by = scale.reshape([width if i == self.dim else 1 for i in range(x.dim())])
-            return (residual + (x * by if noise is None else x * by * noise)).to(self.kind)
-        result: torch.Tensor = _Sum.apply(x, scale, noise, residual, self.dim, self.kind)  # type: ignore[no-untyped-call]
-        return result
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        scale: torch.Tensor,
-        noise: torch.Tensor | None,
-        residual: torch.Tensor,
-        dim: int,
-        kind: torch.dtype,
-    ) -> torch.Tensor:
-        """All in one pass."""
-        ctx.save_for_backward(x, scale, noise)
-        ctx.dim, ctx.kind = dim, residual.dtype
-        if x.is_cuda:
-            from outcore.memory.scale_triton_kernels import summed
-
-            out = torch.empty_like(x, dtype=kind)
-            summed(x, scale, noise, residual, out)
-            return out
-        by = _factor(x, scale, noise, dim)
-        return torch.empty_like(x, dtype=kind).copy_(residual.to(by.dtype) + x.to(by.dtype) * by)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        """Of branch and scale in one pass; the residual's is handed on."""
-        x, scale, noise = ctx.saved_tensors
-        g = gradient
-        if g.stride() != x.stride():
-            g = torch.empty_like(x, dtype=g.dtype).copy_(g)
-        if x.is_cuda:
-            from outcore.memory.scale_triton_kernels import gradients
-
-            back, total = gradients(g, x, scale, noise, sums=ctx.needs_input_grad[1])
-        else:
-            by = _factor(x, scale, noise, ctx.dim)
-            back = torch.empty_like(x).copy_(g.to(by.dtype) * by)
-            along = g.to(by.dtype) * x.to(by.dtype)
-            along = along if noise is None else along * noise.to(by.dtype)
-            total = along.sum([i for i in range(x.dim()) if i != ctx.dim])
-        of_scale = None if total is None else total.to(scale.dtype).view(scale.shape)
-        return back, of_scale, None, gradient.to(ctx.kind), None, None
-
-
-def _factor(x: torch.Tensor, scale: torch.Tensor, noise: torch.Tensor | None, dim: int) -> torch.Tensor:
-    """What every number of a branch is multiplied by."""
-    precision = torch.promote_types(x.dtype, torch.float32)
-    by = scale.detach().to(precision).reshape([x.shape[dim] if i == dim else 1 for i in range(x.dim())])
-    return by if noise is None else by * noise.to(precision)

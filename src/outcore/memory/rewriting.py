@@ -7,15 +7,16 @@ recording and costs are rewritten before anything is planned. The user's own rec
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 
-from outcore.cost.costs import CallCost, Costs
+from outcore.cost.costs import CallCost, Costs, Saved
 from outcore.graph import Call, Graph
 from outcore.graph.parts import Value
 from outcore.graph.recording import Step
 
-__all__ = ["Rewriting", "written_later"]
+__all__ = ["Rewriting", "copy_of", "written_later"]
 
 
 @dataclass
@@ -71,6 +72,22 @@ class _Rewritten(Graph):
     def fingerprint(self) -> str:
         """Of what was recorded."""
         return self.of
+
+
+_CASTING = {"Linear", *(f"Conv{n}d" for n in (1, 2, 3))}
+_CAST = re.compile(r"(?:float16|bfloat16) [\dx]+ of _to_copy of (.+)")
+
+
+def copy_of(value: str, cost: CallCost, graph: Graph) -> Saved | None:
+    """The copy in half precision that a layer makes of what is in the memory of a value, and keeps; if it does."""
+    if cost.type not in _CASTING or graph.values[value].dtype != "float32":
+        return None
+    for saved in cost.saved:
+        match = _CAST.fullmatch(saved.what)
+        of = match[1] if saved.kind == "derived" and match is not None else ""
+        if of in graph.values and _first(graph.values, of) == _first(graph.values, value):  # else it is a parameter's
+            return saved
+    return None
 
 
 def written_later(graph: Graph, value: str, call: str) -> bool:

@@ -35,8 +35,9 @@ def _factor(scale, noise, c, r, first, rows, width, each, ACC: tl.constexpr, NOI
 
 @triton.jit
 def _sum(
-    x, scale, noise, residual, out, rows, width, each,
-    ACC: tl.constexpr, NOISE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr,
+    x, scale, noise, residual, out, copy, rows, width, each,
+    ACC: tl.constexpr, NOISE: tl.constexpr, COPY: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     r = tl.arange(0, ROWS)
@@ -47,13 +48,17 @@ def _sum(
         v = tl.load(x + first * width + place, mask=mask, other=0.0).to(ACC)
         y = tl.load(residual + first * width + place, mask=mask, other=0.0).to(ACC)
         y += v * _factor(scale, noise, c, r, first, rows, width, each, ACC, NOISE)
-        tl.store(out + first * width + place, y.to(out.dtype.element_ty), mask=mask)
+        y = y.to(out.dtype.element_ty)
+        tl.store(out + first * width + place, y, mask=mask)
+        if COPY:
+            tl.store(copy + first * width + place, y.to(copy.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _back(
-    grad, x, scale, noise, back, sums, rows, width, each, tiles,
-    ACC: tl.constexpr, NOISE: tl.constexpr, SUMS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    grad, of_copy, x, scale, noise, back, both, sums, rows, width, each, tiles,
+    ACC: tl.constexpr, NOISE: tl.constexpr, COPY: tl.constexpr, SUMS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Gradients of some tiles, and this program's part of the scale's."""
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -65,6 +70,9 @@ def _back(
         first = (i * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * ROWS
         mask = (first + r < rows)[:, None] & (c < width)[None, :]
         g = tl.load(grad + first * width + place, mask=mask, other=0.0).to(ACC)
+        if COPY:
+            g += tl.load(of_copy + first * width + place, mask=mask, other=0.0).to(ACC)
+            tl.store(both + first * width + place, g.to(both.dtype.element_ty), mask=mask)
         if NOISE:
             g = g * tl.load(noise + (first + r) // each, mask=first + r < rows, other=0.0).to(ACC)[:, None]
         if SUMS:
@@ -83,29 +91,46 @@ def _cut(x: torch.Tensor, width: int, noise: torch.Tensor | None) -> tuple[int, 
 
 
 def summed(
-    x: torch.Tensor, scale: torch.Tensor, noise: torch.Tensor | None, residual: torch.Tensor, out: torch.Tensor
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    noise: torch.Tensor | None,
+    residual: torch.Tensor,
+    out: torch.Tensor,
+    copy: torch.Tensor | None = None,
 ) -> None:
-    """Write residual + x * scale * noise; all but scale and noise lie alike, with the channels of a pixel together."""
+    """Write residual + x * scale * noise, in two types if asked for.
+
+    All but scale and noise lie alike, with the channels of a pixel together.
+    """
     width = scale.numel()
     rows, each, cut = _cut(x, width, noise)
     grid = (triton.cdiv(rows, cut["ROWS"] * _TILES), triton.cdiv(width, cut["COLUMNS"]))
     _sum[grid](
-        x, scale, x if noise is None else noise, residual, out, rows, width, each, TILES=_TILES, num_warps=_WARPS, **cut
-    )
+        x, scale, x if noise is None else noise, residual, out, out if copy is None else copy, rows, width, each,
+        COPY=copy is not None, TILES=_TILES, num_warps=_WARPS, **cut,
+    )  # fmt: skip
 
 
 def gradients(
-    gradient: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, noise: torch.Tensor | None, *, sums: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The gradient of x; and that of the scale, if it is asked for."""
+    gradient: torch.Tensor,
+    of_copy: torch.Tensor | None,
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    noise: torch.Tensor | None,
+    *,
+    sums: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """The gradient of x; that of the scale, if it is asked for; and the sum of the two that were given, if so."""
     width, back = scale.numel(), torch.empty_like(x)
     rows, each, cut = _cut(x, width, noise)
     tiles = triton.cdiv(rows, cut["ROWS"])
     programs = min(tiles, PROGRAMS)
     precision = torch.float64 if x.dtype is torch.float64 else torch.float32
     parts = torch.empty((programs, width) if sums else 1, dtype=precision, device=x.device)
+    both = None if of_copy is None else torch.empty_like(gradient)
     _back[(programs, triton.cdiv(width, cut["COLUMNS"]))](
-        gradient, x, scale, x if noise is None else noise, back, parts, rows, width, each,
-        triton.cdiv(tiles, programs), SUMS=sums, num_warps=_WARPS, **cut,
+        gradient, gradient if of_copy is None else of_copy, x, scale, x if noise is None else noise, back,
+        gradient if both is None else both, parts, rows, width, each,
+        triton.cdiv(tiles, programs), COPY=of_copy is not None, SUMS=sums, num_warps=_WARPS, **cut,
     )  # fmt: skip
-    return back, parts.sum(0) if sums else None
+    return back, parts.sum(0) if sums else None, both

@@ -50,6 +50,11 @@ class Scaled:
     """What the first product reads."""
     noise: str | None = None
     """The number per image."""
+    reader: str = ""
+    """A layer that would cast the sum, which is written in that type too; empty if there is none."""
+    copy: str = ""
+    """The copy that it keeps."""
+    copy_kind: str = ""
 
     @property
     def gone(self) -> frozenset[str]:
