@@ -43,7 +43,7 @@ def slowly(events: list[Event]) -> int:
             row[-1][1] += -(-(wanted - row[-1][1]) // step) * step
         at = min(inner, key=lambda i: (row[i][1], i)) if inner else len(row) - 1
         rest = row[at][1] - wanted
-        if rest >= 512 if small else rest > MIB:
+        if rest:
             row[at : at + 1] = [[name, wanted], [None, rest]]
         else:
             row[at][0] = name
@@ -69,6 +69,13 @@ def test_the_quick_count_is_the_slow_one(seed: int) -> None:
 def test_the_tail_grows_before_a_new_block_is_made() -> None:
     assert reserved_by([(1, 25 * MIB)]) == 40 * MIB
     assert reserved_by([(1, 25 * MIB), (2, 30 * MIB)]) == 60 * MIB  # fifteen were left, twenty more are enough
+
+
+def test_what_is_left_of_a_block_is_used_however_little_it_is() -> None:
+    """A tensor that is smaller by less than a MiB leaves that to what is free beside it."""
+    there: list[Event] = [(1, 40 * MIB), (2, 9 * MIB), (3, 11 * MIB), (1, 0), (4, 40 * MIB - 512 * 1024), (2, 0)]
+    assert reserved_by(there) == 60 * MIB
+    assert reserved_by([*there, (5, 9 * MIB + 512 * 1024)]) == slowly([*there, (5, 9 * MIB + 512 * 1024)]) == 60 * MIB
 
 
 @pytest.mark.parametrize("seed", range(4))

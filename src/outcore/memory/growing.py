@@ -1,9 +1,10 @@
 """What torch's caching allocator takes for tensors that come and go, where its segments grow.
 
 Up to one MiB tensors lie in one segment, larger ones in another; both grow at their end, by two and by twenty MiB at a
-time. The smallest free block that is large enough is taken and split, the lowest of several; the block at the end
-counts as larger than any other, because it can grow; free neighbours join. Fed with what the real one was asked for, it
-takes the same number of bytes.
+time. The smallest free block that is large enough is taken and split, however little is left (in segments that do not
+grow, torch leaves up to a MiB with a large tensor), the lowest of several; the block at the end counts as larger than
+any other, because it can grow; free neighbours join. Fed with what the real one was asked for, it takes the same number
+of bytes.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ Event = tuple[int, int]
 class Segment:
     """A row of blocks, of which only the free ones are written down."""
 
-    __slots__ = ("_ends", "_keeps", "_living", "_spare", "_starts", "_step", "size", "top")
+    __slots__ = ("_ends", "_living", "_spare", "_starts", "_step", "size", "top")
 
     def __init__(self, *, small: bool = False) -> None:
         self.size = self.top = 0
-        self._step, self._keeps = _GROWTH[small], _UNIT - 1 if small else _SMALL
+        self._step = _GROWTH[small]
         self._spare: list[tuple[int, int]] = []  # free blocks by size and place
         self._starts: dict[int, int] = {}  # where one begins, and its size
         self._ends: dict[int, int] = {}  # where one ends, and where it begins
@@ -45,7 +46,7 @@ class Segment:
             self._remove(at, size)
         else:
             at, size = self._grown(wanted)
-        if size - wanted > self._keeps:
+        if size > wanted:
             self._add(at + wanted, size - wanted)
             size = wanted
         self._living[name] = at, size
