@@ -17,7 +17,7 @@ from outcore.graph.recording import Ref
 from outcore.memory import graphed
 from outcore.memory.graph_gradients import Places, stand_ins
 from outcore.memory.graphed import Graphed, _Turn, _unowned, _wanted
-from outcore.memory.spacing import Spacing
+from outcore.memory.spacing import Spacer, Spacing
 from outcore.planner.memory_plan import plan_memory
 
 
@@ -173,6 +173,37 @@ def test_workspaces_are_given_back_after_every_step_and_every_gradient(monkeypat
     assert len(given) == 3
     assert stage.differentiate(outputs, stage.parameters, graphed.without_workspaces) == [True] * 4
     assert len(given) == 3 + 4
+
+
+class Pool:
+    """The memory of a recording."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.sizes, self.bytes = sizes, sizes.pop(0)
+
+    def fresh(self) -> Pool:
+        return Pool(self.sizes)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "want"), [([100], [[]]), ([100, 80], [[], [Spacer(8, 0)]]), ([100, 120, 100], [[], [Spacer(8, 0)], []])]
+)
+def test_spacers_that_save_nothing_are_left_out_again(sizes: list[int], want: list[list[Spacer]]) -> None:
+    recorded = []
+
+    class Recorder(Graphed):
+        def __init__(self) -> None:
+            self.graphs = None
+
+        def record(self, pool: Any, spacing: Spacing, *, trace: bool = False) -> list[Spacer]:
+            self.pool = pool
+            recorded.append(list(spacing.spacers))
+            return [Spacer(8, 0)] if trace and len(want) > 1 else []
+
+    Recorder().record_spaced(Pool(sizes), trace=True)  # type: ignore[arg-type]
+    assert recorded == want and not sizes
 
 
 def test_gradients_with_memory_of_their_own_are_planned_for_from_the_beginning() -> None:

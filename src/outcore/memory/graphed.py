@@ -91,10 +91,7 @@ class Graphed:
                 for _ in range(_WARM_UPS):
                     self.rehearse()
             before.restore()
-            spacers = self.record(pool, Spacing(device), trace=other is None)
-            if spacers:
-                self.graphs = None
-                self.record(pool.fresh(), Spacing(device, spacers))
+            self.record_spaced(pool, trace=other is None)
         before.restore()
         del before
         give_back()
@@ -107,6 +104,16 @@ class Graphed:
             self.wanted = _wanted(outputs)
             self.gradients = [torch.zeros_like(o) for o, w in zip(outputs, self.wanted, strict=True) if w]
             self.differentiate(outputs, parameters)
+
+    def record_spaced(self, pool: GraphPool, *, trace: bool) -> None:
+        """Record both graphs, again with spacers if these save memory, and without if they did not after all."""
+        spacers = self.record(pool, Spacing(pool.device), trace=trace)
+        taken = pool.bytes
+        for tried in (spacers, []) if spacers else ():
+            self.graphs = None
+            self.record(pool.fresh(), Spacing(pool.device, tried))
+            if self.pool.bytes <= taken:
+                return
 
     def record(self, pool: GraphPool, spacing: Spacing, *, trace: bool = False) -> list[Spacer]:
         """Record both graphs; spacers with which they would take less memory, if it is traced."""
@@ -127,12 +134,9 @@ class Graphed:
         self.graphs = (forward, backward)
         if not trace:
             return []
-        taken = pool.bytes
         events, steps = spacing.traced(pool.segments())
-        if reserved_by(events) != taken:  # an allocator with other rules
-            return []
         spacers, least = best_spacers(events, steps)
-        return spacers if least < _WORTH * taken else []
+        return spacers if least < _WORTH * reserved_by(events) else []
 
     def free(self) -> None:
         """Give the graphs' memory back."""
