@@ -153,6 +153,7 @@ def _costs(to: Rewriting, norm: Normed, rate: float) -> None:
     before, now = graph.values[out].bytes, math.prod(graph.values[out].shape) * _ITEM_BYTES[norm.kind]
     first = x.alias_of or x.name
     kept = (*(s for s in cost.saved if s.kind == "parameter"), Saved(first, "value", graph.values[first].bytes))
+    sums = 2 if any(g.of not in graph.values for g in cost.gradients) else 0
     rows, turned = RATE * rate, 0 if x.stride == _contiguous(x.shape) else x.bytes
     to.rows[norm.call] = replace(
         cost,
@@ -162,7 +163,7 @@ def _costs(to: Rewriting, norm: Normed, rate: float) -> None:
         output_bytes=now,
         saved=kept,
         workspace_forward_bytes=turned,
-        workspace_backward_bytes=turned + parts_bytes(math.prod(x.shape), norm.width, 2),
+        workspace_backward_bytes=turned + parts_bytes(math.prod(x.shape), norm.width, sums),
     )
     shared = set(to.sharing(out))
     for name in norm.casting:

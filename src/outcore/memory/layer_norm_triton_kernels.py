@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from outcore.memory.rows import PROGRAMS, TILE
+from outcore.memory.rows import TILE, programs
 
 __all__ = ["gradients", "normalised"]
 
@@ -135,11 +135,11 @@ def gradients(
     back = torch.empty_like(x)
     rows, cut = _cut(x, width)
     tiles = triton.cdiv(rows, cut["ROWS"])
-    programs = min(tiles, PROGRAMS)
+    count = programs(tiles)
     precision = torch.float64 if x.dtype is torch.float64 else torch.float32
-    parts = torch.empty((2, programs, width) if sums else 1, dtype=precision, device=x.device)
-    _back[(programs,)](
-        gradient, x, x if weight is None else weight, back, parts, programs * width, rows, width,
-        triton.cdiv(tiles, programs), EPS=eps, WEIGHT=weight is not None, SUMS=sums, **cut,
+    parts = torch.empty((2, count, width) if sums else 1, dtype=precision, device=x.device)
+    _back[(count,)](
+        gradient, x, x if weight is None else weight, back, parts, count * width, rows, width,
+        triton.cdiv(tiles, count), EPS=eps, WEIGHT=weight is not None, SUMS=sums, **cut,
     )  # fmt: skip
     return back, parts.sum(1) if sums else None

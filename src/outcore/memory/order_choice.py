@@ -124,7 +124,7 @@ def _planned(way: Way, model: nn.Module, device: torch.device) -> Proposal | Pla
 def _told(way: Way, found: Proposal | PlanError, why: str) -> Way:
     """A way that was chosen, with the reason."""
     assert isinstance(found, Proposal)
-    order = replace(way.settings.order, why=why)
+    order = replace(found.plan.order, why=why)
     found = replace(found, plan=replace(found.plan, order=order))
     return replace(way, settings=replace(way.settings, order=order), found=found)
 

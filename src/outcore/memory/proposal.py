@@ -20,6 +20,7 @@ from outcore.memory.admission import Settings
 from outcore.memory.fusions import Fusions
 from outcore.memory.norm_choice import step_s
 from outcore.memory.rates import memory_rate, tier_below
+from outcore.planner.memory_order import MemoryOrder
 from outcore.planner.memory_plan import MemoryPlan, plan_memory
 
 __all__ = ["Proposal", "propose"]
@@ -66,6 +67,8 @@ def propose(
             written, expected = fused.applied(graph, model, costs, rate)
             plan = _plan(written, expected, settings, device, first)
     order = settings.order if first is None else replace(settings.order, plain_s=None, plain_bytes=None)
+    if written is not graph and order.plain_s is None:  # a plan is held against training as the user wrote it
+        order = _against_plain(order, graph, costs, settings)
     plan = replace(plan, reassociated=settings.reassociated, order=order)
     return Proposal(plan, written, fused, step_s(costs) + plan.outcome.extra_s)
 
@@ -102,6 +105,13 @@ def _plan(graph: Graph, costs: Costs, settings: Settings, device: torch.device, 
         if by_hand is not None or budget is None or same.peak_bytes <= budget:
             return same
     return planned(None)
+
+
+def _against_plain(order: MemoryOrder, graph: Graph, costs: Costs, settings: Settings) -> MemoryOrder:
+    """With time and peak of plain training."""
+    beside = settings.beside_bytes
+    plain = plan_memory(graph, costs, budget_bytes=None, optimizer=settings.optimizer, loss_bytes=beside, policy={})
+    return replace(order, plain_s=plain.keeping.plain_s, plain_bytes=plain.plain_bytes)
 
 
 def _by_memory(policy: dict[str, str] | None, graph: Graph) -> dict[str, str] | None:

@@ -6,15 +6,21 @@ and adds up its part of the sums over all rows; the parts are memory that plans 
 
 from __future__ import annotations
 
-__all__ = ["PROGRAMS", "TILE", "parts_bytes"]
+__all__ = ["TILE", "parts_bytes", "programs"]
 
 TILE = 4096
 """Numbers that a program holds at a time."""
-PROGRAMS = 1056
-"""Of backward, at most: more would only leave more to add up."""
+_FEWEST, _MOST, _EACH = 264, 1056, 4
+"""Programs that fill a device, programs at most, and tiles that each has before there are more: parts take room, and
+have to be added up."""
+
+
+def programs(tiles: int) -> int:
+    """Of backward, for so many tiles."""
+    return min(tiles, _MOST, max(_FEWEST, -(-tiles // _EACH)))
 
 
 def parts_bytes(numbers: int, width: int, sums: int) -> int:
     """Bytes of the parts of so many sums over rows of a width, with their totals."""
     rows = max(1, TILE >> (width - 1).bit_length())
-    return 4 * sums * width * (min(PROGRAMS, -(-numbers // (width * rows))) + 1)
+    return 4 * sums * width * (programs(-(-numbers // (width * rows))) + 1) if sums else 0

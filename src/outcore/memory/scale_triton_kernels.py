@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from outcore.memory.rows import PROGRAMS, TILE
+from outcore.memory.rows import TILE, programs
 
 __all__ = ["gradients", "summed"]
 
@@ -124,13 +124,13 @@ def gradients(
     width, back = scale.numel(), torch.empty_like(x)
     rows, each, cut = _cut(x, width, noise)
     tiles = triton.cdiv(rows, cut["ROWS"])
-    programs = min(tiles, PROGRAMS)
+    count = programs(tiles)
     precision = torch.float64 if x.dtype is torch.float64 else torch.float32
-    parts = torch.empty((programs, width) if sums else 1, dtype=precision, device=x.device)
+    parts = torch.empty((count, width) if sums else 1, dtype=precision, device=x.device)
     both = None if of_copy is None else torch.empty_like(gradient)
-    _back[(programs, triton.cdiv(width, cut["COLUMNS"]))](
+    _back[(count, triton.cdiv(width, cut["COLUMNS"]))](
         gradient, gradient if of_copy is None else of_copy, x, scale, x if noise is None else noise, back,
         gradient if both is None else both, parts, rows, width, each,
-        triton.cdiv(tiles, programs), COPY=of_copy is not None, SUMS=sums, num_warps=_WARPS, **cut,
+        triton.cdiv(tiles, count), COPY=of_copy is not None, SUMS=sums, num_warps=_WARPS, **cut,
     )  # fmt: skip
     return back, parts.sum(0) if sums else None, both
