@@ -5,8 +5,8 @@ tensors at the peak but what the allocator once took for them. Three things make
 segments that grow instead of segments of fixed size, whose holes fit nothing else; one stream for running ahead and
 for recording, because libraries keep a workspace for every stream they have seen; and giving these workspaces back
 before and after a recording, so that the graphs' own is in their memory, where the next graph can use it again, and
-after every call in it, because one that stands would be there throughout (32 MiB on an H200, from the first product on)
-and in the way of larger pieces. Whoever needs it next takes it again, which costs nothing when a graph runs.
+after every call in it, because one that stands is there throughout, from the first product on, and in the way of larger
+pieces. Whoever needs it next takes it again, which costs nothing when a graph runs.
 """
 
 from __future__ import annotations
