@@ -1,9 +1,10 @@
 """What was found: for every case the plain step, and every other way as time and memory over it.
 
-The tables are of one run, the newest result called "frontier-all". What it has no row of is taken from the older
-"frontier" results of the same machine, over the new plain step, and marked as old. Memory is the allocator's peak; CUDA
-graphs keep theirs reserved, so for them it is all that is reserved. Of several plans for one budget the fastest that
-keeps to it counts.
+The tables are of one run, the newest results called "frontier-all": in several parts if it did not fit into one, each
+over its own plain steps, a later part before an earlier one. What it has no row of is taken from the older "frontier"
+results of the same machine, over the new plain step, and marked as old. Memory is the allocator's peak; CUDA graphs
+keep theirs reserved, so for them it is all that is reserved. Of several plans for one budget the fastest that keeps to
+it counts.
 """
 
 from __future__ import annotations
@@ -64,43 +65,40 @@ def plain_ms(rows: Iterable[Row]) -> dict[tuple[str, int, int, str], float]:
     return {(r["model"], r["batch"], r["side"], r["precision"]): r["ms"] for r in plain}
 
 
-DISTURBED = {
-    ("vgg19", "1x4096", "tf32"): ("checkpoint per block", "outcore least", "fairscale offload", "save_on_cpu"),
-    ("resnet50", "1x4096", "tf32"): ("compile budget 0.5",),
-}
-"""Rows of the newest run that do not count (README.md says why): twice as slow as the same in the run before."""
-
-
-def newest() -> Path:
-    """The result that the tables are made from."""
-    return sorted((HERE / "results").glob("*-h200-frontier-all.json"))[-1]
+def newest() -> list[Path]:
+    """The results that the tables are made from, the last part first."""
+    every = sorted((HERE / "results").glob("*-h200-frontier-all*.json"))
+    day = every[-1].name.partition("-h200")[0]
+    return [path for path in reversed(every) if path.name.startswith(day)]
 
 
 def results() -> dict[Key, Found]:
     """Every case."""
-    path = newest()
-    found = {key_of(row): Found(row, {}, {}) for row in _rows(path) if row["how"] == "plain" and "ms" in row}
-    _add(found, _rows(path), old=False)
+    parts = newest()
+    found: dict[Key, Found] = {}
+    for path in parts:
+        rows = _rows(path)
+        plain = {key_of(row): row for row in rows if row["how"] == "plain" and "ms" in row}
+        found = {key: Found(row, {}, {}) for key, row in plain.items()} | found
+        _add(found, [row for row in rows if key_of(row) in plain], plain, old=False)
     for before in sorted((HERE / "results").glob("*-h200-frontier*.json"), reverse=True):
-        if before != path:
-            _add(found, _rows(before), old=True)
+        if before not in parts:
+            _add(found, _rows(before), {key: case.plain for key, case in found.items()}, old=True)
     return found
 
 
-def _add(found: dict[Key, Found], rows: list[Row], *, old: bool) -> None:
+def _add(found: dict[Key, Found], rows: list[Row], plain: dict[Key, Row], *, old: bool) -> None:
     """The rows of a file, where there is nothing newer."""
     known = {key: set(case.points) for key, case in found.items()}
     for row in rows:
         key, how = key_of(row), row["how"].partition(" /")[0]
         if how == "plain" or key not in found or how in known[key]:
             continue
-        if not old and how in DISTURBED.get(key, ()):
-            continue
         case = found[key]
         if "ms" not in row:
             case.missed.setdefault(how, row.get("error") or row.get("skipped") or "")
             continue
-        point, other = _point(how, row, case.plain, old=old), case.points.get(how)
+        point, other = _point(how, row, plain[key], old=old), case.points.get(how)
         case.points[how] = point if other is None else _better(other, point)
 
 
