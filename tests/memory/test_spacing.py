@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from typing import Any
 
 import pytest
@@ -111,6 +112,29 @@ def test_spacers_are_judged_by_how_far_the_segment_is_used(seed: int) -> None:
         beside = _beside(spacers, steps)
         whole = [e for i in range(len(events) + 1) for e in (*beside.get(i, ()), *events[i : i + 1])]
         assert slowly(whole) == -(-search.top(spacers) // (20 * MIB)) * 20 * MIB
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_how_much_of_a_step_fits(seed: int) -> None:
+    events = [(name, size) for name, size in some_events(seed, 200) if not size or size > MIB]
+    there = {name for name, size in events if size}
+    search = _Search(*_large([event for event in events if event[0] in there], [0, 1]))
+    for part in (0.3, 0.6, 0.9, 1.0):
+        most = int(part * search.least)
+        fits, _ = search.reach([], most)
+        tops = [_Search(search.events[:count], [0, 1]).least for count in range(len(search.events) + 1)]
+        assert fits == next((i - 1 for i, top in enumerate(tops) if top > most), len(search.events) + 1)
+
+
+def test_a_hole_is_closed_by_what_lets_more_of_the_step_fit() -> None:
+    """Twice forward leaves a hole that is too small; each needs a spacer of its own."""
+    events: list[Event] = []
+    for i in (0, 10):
+        events += [(i + 1, 24 * MIB), (i + 2, 60 * MIB), (i + 1, 0), (i + 3, 30 * MIB)]
+    search = _Search(*_large(events, range(len(events) + 1)))
+    before, _ = search.least, search.by_reach(time.thread_time() + 1.0)
+    assert search.top(search.found) == search.least <= before - 20 * MIB
+    assert search.least >= search.floor
 
 
 def test_what_goes_before_a_step_goes_first() -> None:

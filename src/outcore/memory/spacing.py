@@ -7,13 +7,16 @@ known (`growing`), so any spacer can be tried on that order without recording ag
 put into the second recording, which takes what was foretold. On six networks holes shrank from 3 to 21 % of the memory
 to 1 to 6 %.
 
-A spacer comes before a step of forward, and goes before another or when backward begins.
+A spacer comes before a step of forward, and goes before another or when backward begins. They are searched for in two
+ways: by what the step takes with them, which most changes leave as it is, and by how much of it fits into one piece of
+growth less, which tells sooner whether a change is a good one.
 """
 
 from __future__ import annotations
 
 import random
 import time
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,7 +29,9 @@ from outcore.memory.growing import Event, Segment, is_small, reserved_by, rounde
 __all__ = ["Spacer", "Spacing", "best_spacers"]
 
 _MIB = 2**20
-_SEED, _MOST, _NEAR = 0, 4, 2**20
+_SEED, _MOST, _MOST_REACHING, _NEAR = 0, 4, 6, 2**20
+_BY_SIZE, _IDLE, _GROWTH = 0.6, 600, 20 * _MIB
+"""Share of the time for the first kind of search; changes in vain before the second begins anew; how segments grow."""
 _ROUND = (2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 _OTHERWISE = (AttributeError, KeyError, IndexError, TypeError)
 """What is raised where a version of torch notes its allocations in another form; then there are no spacers."""
@@ -133,7 +138,7 @@ def _ordered(
 
 
 def best_spacers(
-    events: Sequence[Event], steps: Sequence[int], *, time_limit_s: float = 2.0
+    events: Sequence[Event], steps: Sequence[int], *, time_limit_s: float = 3.0
 ) -> tuple[list[Spacer], int]:
     """Spacers with which the allocator takes least, and what it takes; none if that is not less.
 
@@ -143,16 +148,11 @@ def best_spacers(
         time_limit_s: for the search, of the processor.
     """
     search = _Search(*_large(events, steps))
-    end, before, floor = time.thread_time() + time_limit_s, reserved_by(events), _living(search.events)
-    found, least = list[Spacer](), search.top([])
-    simple = [[Spacer(n * _MIB, 0)] for n in range(6, 258, 6)]
-    while time.thread_time() < end and least - floor > _NEAR:
-        wanted = simple.pop() if simple else search.changed(found)
-        taken = search.top(wanted, least)
-        if taken < least or (taken == least and len(wanted) <= len(found)):
-            found, least = wanted, taken
-    taken = reserved_by(events, _beside(found, steps)) if found else before
-    return (found, taken) if taken < before else ([], before)
+    now, before = time.thread_time(), reserved_by(events)
+    search.by_size(now + _BY_SIZE * time_limit_s)
+    search.by_reach(now + time_limit_s)
+    taken = reserved_by(events, _beside(search.found, steps)) if search.found else before
+    return (search.found, taken) if taken < before else ([], before)
 
 
 class _Search:
@@ -162,47 +162,98 @@ class _Search:
         self.events, self.steps, self.last = events, steps, len(steps) - 1
         self.sizes = sorted({size for _, size in events if size} | {n * _MIB for n in _ROUND})
         self.draw = random.Random(_SEED)
+        self.found: list[Spacer] = []
+        self.least, self.floor = self.top([]), _living(events)
+
+    def by_size(self, end: float) -> None:
+        """Change what is best so far in any way that takes no more."""
+        simple = [[Spacer(n * _MIB, 0)] for n in range(6, 258, 6)]
+        while time.thread_time() < end and self.least - self.floor > _NEAR:
+            wanted = simple.pop() if simple else self.changed(self.found)
+            taken = self.top(wanted, self.least)
+            if taken < self.least or (taken == self.least and len(wanted) <= len(self.found)):
+                self.found, self.least = wanted, taken
+
+    def by_reach(self, end: float) -> None:
+        """Get by with as much less as the segment grows by: by changes with which more of the step fits into that."""
+        tried, idle, goal = self.found, 0, self.lower()
+        at = self.reach(tried, goal)[0]
+        while time.thread_time() < end and goal >= self.floor:
+            wanted = self.changed(tried, at)
+            further, top = self.reach(wanted, goal)
+            idle = 0 if further > at else idle + 1
+            if further > at or (further == at and len(wanted) <= len(tried)):
+                tried, at = wanted, further
+            if at > len(self.events):
+                self.found, self.least = tried, top
+                goal = self.lower()
+            elif idle > _IDLE:
+                tried, idle = (self.found if self.draw.random() < 0.5 else []), 0
+            else:
+                continue
+            at = self.reach(tried, goal)[0]
+
+    def lower(self) -> int:
+        """The next size of the segment below the best one so far."""
+        return (-(-self.least // _GROWTH) - 1) * _GROWTH
 
     def top(self, spacers: Sequence[Spacer], most: float = float("inf")) -> int:
         """How far the segment is used; something above `most` if it is used further."""
+        return self.reach(spacers, most)[1]
+
+    def reach(self, spacers: Sequence[Spacer], most: float) -> tuple[int, int]:
+        """How many events fit into so many bytes, one more than all if they do; and how far the segment is used."""
         segment, begun = Segment(), 0
         beside = _beside(spacers, self.steps)
         for i in sorted({*beside, len(self.events)}):
-            for name, size in (*self.events[begun:i], *beside.get(i, ())):
+            for at, (name, size) in enumerate((*self.events[begun:i], *beside.get(i, ())), begun):
                 if not size:
                     segment.give(name)
                 elif segment.take(name, size) > most:
-                    return segment.top
+                    return min(at, i), segment.top
             begun = i
-        return segment.top
+        return len(self.events) + 1, segment.top
 
-    def changed(self, found: Sequence[Spacer]) -> list[Spacer]:
-        """What is best so far with one spacer more, less or another one; or something new."""
+    def changed(self, found: Sequence[Spacer], before: int | None = None) -> list[Spacer]:
+        """What is best so far with one spacer more, less or another one; or something new.
+
+        Args:
+            found: the best.
+            before: an event before which a new spacer is to begin.
+        """
         others, chance = list(found), self.draw.random()
-        if not others or chance < 0.15:
-            return [self.spacer() for _ in range(self.draw.randint(1, 2))]
-        if chance < 0.5 and len(others) < _MOST:
-            return [*others, self.spacer()]
+        if not others or (chance < 0.15 and before is None):
+            return [self.spacer(before) for _ in range(self.draw.randint(1, 2))]
+        if chance < 0.5 and len(others) < (_MOST if before is None else _MOST_REACHING):
+            return [*others, self.spacer(before)]
         old = others.pop(self.draw.randrange(len(others)))
-        return others if others and chance < 0.6 else [*others, self.moved(old)]
+        return others if others and chance < 0.6 else [*others, self.moved(old, before)]
 
-    def moved(self, spacer: Spacer) -> Spacer:
-        """Another one that shares two of three things with a spacer."""
-        other, what = self.spacer(), self.draw.randrange(3)
+    def moved(self, spacer: Spacer, before: int | None = None) -> Spacer:
+        """Another one that shares two of three things with a spacer, or nothing."""
+        other, what = self.spacer(before), self.draw.randrange(3 if before is None else 4)
         until = self.last if spacer.ends is None else spacer.ends
         if what == 0:
             return replace(spacer, bytes=other.bytes)
         if what == 1:
             return replace(spacer, begins=self.draw.randrange(max(until, 1)))
-        return replace(spacer, ends=other.ends if other.ends is None or other.ends > spacer.begins else None)
+        if what == 2:
+            return replace(spacer, ends=other.ends if other.ends is None or other.ends > spacer.begins else None)
+        return other
 
-    def spacer(self) -> Spacer:
-        """Any."""
-        begins = self.draw.randrange(max(self.last, 1))
-        ends = (
-            None if self.draw.random() < 0.5 or begins + 1 >= self.last else self.draw.randrange(begins + 1, self.last)
-        )
-        return Spacer(self.draw.choice(self.sizes), begins, ends)
+    def spacer(self, before: int | None = None) -> Spacer:
+        """Any; or any that begins before an event, often shortly before it and for a short time."""
+        size, near, length = self.draw.choice(self.sizes), self.draw.random(), self.draw.random()
+        steps = self.last if before is None else min(bisect_right(self.steps, before), self.last)
+        begins = self.draw.randrange(max(steps, 1))
+        if before is not None and near < 0.3:
+            begins = max(0, steps - 1 - int(self.draw.expovariate(0.2)))
+        if begins + 1 >= self.last or length < (0.5 if before is None else 0.3):
+            return Spacer(size, begins)
+        if before is None or length > 0.7:
+            return Spacer(size, begins, self.draw.randrange(begins + 1, self.last))
+        ends = begins + 1 + int(self.draw.expovariate(0.15))
+        return Spacer(size, begins, ends if ends < self.last else None)
 
 
 def _large(events: Sequence[Event], steps: Sequence[int]) -> tuple[list[Event], list[int]]:
