@@ -96,7 +96,7 @@ def pieces(size: float, most: float) -> list[float]:
     return [size / count] * count
 
 
-def step_ms(order: str, piece: float = 10.5, beside: float = 12.6, at_once: float = 0.55, steps: int = 16) -> float:
+def step_ms(order: str, piece: float = 16.8, beside: float = 12.6, at_once: float = 0.55, steps: int = 16) -> float:
     """Milliseconds of a step, when steps follow each other.
 
     Args:

@@ -274,7 +274,7 @@ class StateKeeper(Traffic):
             self.go_home()
             self.settle()
         else:
-            coming = [parcel for parcel in self.parcels if not all(mark.done() for mark in parcel.arriving)]
+            coming = [parcel for parcel in self.parcels if parcel.arriving]  # whether it is back takes longer to ask
             self.pause(but=coming)
             self.late.expect(coming)  # what is still coming must not meet what user code writes
         if self.watch is not None and not fast:

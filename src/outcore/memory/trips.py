@@ -30,8 +30,8 @@ from outcore.planner.cargo import ALIGN
 
 __all__ = ["Trips"]
 
-_PIECE_BYTES, _MOST_PIECES = 10 * 2**20, 48
-"""The way back is behind by a piece, and each costs the link 8 us and the host 3 us."""
+_PIECE_BYTES, _MOST_PIECES = 16 * 2**20, 48
+"""The way back is behind by a piece, but each costs the link 8 us, and the host some."""
 _HALVED_BYTES = 48 * 2**20
 _AT_ONCE = 0.55
 """What a larger lot books at once."""
