@@ -24,7 +24,7 @@ AIM = 1.10
 def rows() -> dict[tuple[str, str], dict[str, Any]]:
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for path in sorted((HERE / "results").glob("*h200*.json")):
-        for name, model in json.loads(path.read_text())["models"].items():
+        for name, model in json.loads(path.read_text()).get("models", {}).items():
             for way, row in model["ways"].items():
                 if "step_s" in row:
                     baseline = model["ways"]["baseline"]["step_s"]

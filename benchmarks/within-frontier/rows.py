@@ -1,10 +1,10 @@
 """What was found: for every case the plain step, and every other way as time and memory over it.
 
 The tables are of one run, the newest results called "frontier-all": in several parts if it did not fit into one, each
-over its own plain steps, a later part before an earlier one. What it has no row of is taken from the older "frontier"
-results of the same machine, over the new plain step, and marked as old. Memory is the allocator's peak; CUDA graphs
-keep theirs reserved, so for them it is all that is reserved. Of several plans for one budget the fastest that keeps to
-it counts.
+over its own plain steps, a later part before an earlier one. What has no row so is taken from a part without a plain
+step or from the older "frontier" results of the same machine, over the newest plain step, and marked as old. Memory is
+the allocator's peak; CUDA graphs keep theirs reserved, so for them it is all that is reserved. Of several plans for one
+budget the fastest that keeps to it counts.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ def results() -> dict[Key, Found]:
         plain = {key_of(row): row for row in rows if row["how"] == "plain" and "ms" in row}
         found = {key: Found(row, {}, {}) for key, row in plain.items()} | found
         _add(found, [row for row in rows if key_of(row) in plain], plain, old=False)
-    for before in sorted((HERE / "results").glob("*-h200-frontier*.json"), reverse=True):
-        if before not in parts:
-            _add(found, _rows(before), {key: case.plain for key, case in found.items()}, old=True)
+    every = sorted((HERE / "results").glob("*-h200-frontier*.json"), reverse=True)
+    for before in (*parts, *(path for path in every if path not in parts)):
+        _add(found, _rows(before), {key: case.plain for key, case in found.items()}, old=True)
     return found
 
 
