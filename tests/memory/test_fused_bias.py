@@ -13,8 +13,7 @@ import outcore
 from outcore.machine.clock import Timing
 from outcore.memory import fused_bias
 from outcore.memory.fused_bias import as_biased, biases_of, worth_it
-from outcore.memory.governor import Governor
-from outcore.planner.memory_plan import MemoryPlan
+from tests.memory.fused import managed, replaced
 from tests.memory.oracle import policies
 
 BOUND = 1e-10
@@ -52,19 +51,6 @@ def made(which: str) -> tuple[nn.Module, torch.Tensor]:
 @pytest.fixture(autouse=True)
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_bias, "_DEVICES", {"cpu"})
-
-
-def managed(model: nn.Module, images: torch.Tensor, **options: Any) -> MemoryPlan:
-    given = {"memory": None, "optimizer": 0.0, "quiet": True, "measure_s": 0.3, "exact": "reassociated"} | options
-    plan = outcore.memory_plan(outcore.within(model, (images,), **given))
-    assert isinstance(plan, MemoryPlan)
-    return plan
-
-
-def replaced(model: nn.Module) -> set[str]:
-    governor = model.__dict__["forward"]
-    assert isinstance(governor, Governor)
-    return {name for e in governor.admitted.values() if e is not None for name in e.holding.instead}
 
 
 def agrees(model: nn.Module, plain: nn.Module, images: torch.Tensor) -> None:

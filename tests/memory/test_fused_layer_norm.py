@@ -15,8 +15,7 @@ from outcore.machine.clock import Timing
 from outcore.memory import fused_layer_norm
 from outcore.memory.fused_layer_norm import _Pass, layer_norms_of
 from outcore.memory.fusions import Fusions
-from outcore.memory.governor import Governor
-from outcore.planner.memory_plan import MemoryPlan
+from tests.memory.fused import managed, replaced
 from tests.memory.oracle import policies
 
 CPU = torch.device("cpu")
@@ -59,19 +58,6 @@ def made(which: str = "block") -> tuple[nn.Module, torch.Tensor]:
 @pytest.fixture(autouse=True)
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_layer_norm, "_DEVICES", {"cpu"})
-
-
-def managed(model: nn.Module, images: torch.Tensor, **options: Any) -> MemoryPlan:
-    given = {"memory": None, "optimizer": 0.0, "quiet": True, "measure_s": 0.3, "exact": "reassociated"} | options
-    plan = outcore.memory_plan(outcore.within(model, (images,), **given))
-    assert isinstance(plan, MemoryPlan)
-    return plan
-
-
-def replaced(model: nn.Module) -> set[str]:
-    governor = model.__dict__["forward"]
-    assert isinstance(governor, Governor)
-    return {name for e in governor.admitted.values() if e is not None for name in e.holding.instead}
 
 
 def agrees(model: nn.Module, plain: nn.Module, images: torch.Tensor, bound: float) -> None:

@@ -15,9 +15,8 @@ from outcore.machine.clock import Timing
 from outcore.memory import fused_layer_norm, fused_scale, fused_sum
 from outcore.memory.fused_scale import scales_of
 from outcore.memory.fusions import Fusions
-from outcore.memory.governor import Governor
 from outcore.memory.scaled_sum import ScaledSum
-from outcore.planner.memory_plan import MemoryPlan
+from tests.memory.fused import managed, replaced
 from tests.memory.oracle import policies
 
 CPU = torch.device("cpu")
@@ -77,19 +76,6 @@ def made() -> tuple[nn.Module, torch.Tensor]:
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (fused_scale, fused_layer_norm):
         monkeypatch.setattr(module, "_DEVICES", {"cpu"})
-
-
-def managed(model: nn.Module, images: torch.Tensor, **options: Any) -> MemoryPlan:
-    given = {"memory": None, "optimizer": 0.0, "quiet": True, "measure_s": 0.3, "exact": "reassociated"} | options
-    plan = outcore.memory_plan(outcore.within(model, (images,), **given))
-    assert isinstance(plan, MemoryPlan)
-    return plan
-
-
-def replaced(model: nn.Module) -> set[str]:
-    governor = model.__dict__["forward"]
-    assert isinstance(governor, Governor)
-    return {name for e in governor.admitted.values() if e is not None for name in e.holding.instead}
 
 
 def agrees(model: nn.Module, plain: nn.Module, images: torch.Tensor, bound: float, seed: int = 1) -> None:

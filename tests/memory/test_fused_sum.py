@@ -1,7 +1,6 @@
 """A sum with the ReLU that writes over it as one operation: plain training bit for bit, under every policy."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ import outcore
 from outcore.cost.live import LiveBytes
 from outcore.memory import fused_sum
 from outcore.memory.fused_sum import as_summed, sums_of
-from outcore.planner.memory_plan import MemoryPlan
+from tests.memory.fused import managed
 from tests.memory.oracle import policies
 
 CPU = torch.device("cpu")
@@ -44,13 +43,6 @@ def made() -> tuple[nn.Module, torch.Tensor]:
 @pytest.fixture(autouse=True)
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_sum, "_DEVICES", {"cpu"})
-
-
-def managed(model: nn.Module, images: torch.Tensor, **options: Any) -> MemoryPlan:
-    given = {"memory": None, "optimizer": 0.0, "quiet": True, "measure_s": 0.3, "exact": "reassociated"} | options
-    plan = outcore.memory_plan(outcore.within(model, (images,), **given))
-    assert isinstance(plan, MemoryPlan)
-    return plan
 
 
 def agrees(model: nn.Module, plain: nn.Module, images: torch.Tensor) -> None:

@@ -14,28 +14,12 @@ from outcore.cost.rough import by_bytes
 from outcore.cost.saved import account
 from outcore.memory import parcels, traffic, trips
 from outcore.memory.lanes import Ends, ThreadLanes, Turn
+from tests.memory.test_latecomers import Late
 from tests.memory.test_state import SGD, batch, network, offloaded, same, train
 from tests.memory.test_state_loops import keeper
 
 booked: list[list[int]] = []
 """Where in memory the parts of each trip begin, in the order in which trips were booked."""
-
-
-class Absent:
-    """The end of a part that is away until somebody waits for it."""
-
-    def __init__(self, ends: Sequence[Ends]) -> None:
-        self.ends = ends
-
-    def wait(self) -> None:
-        for here, home in self.ends:
-            here.copy_(home)
-        self.ends = ()
-
-    finish = wait
-
-    def done(self) -> bool:
-        return not self.ends
 
 
 class EmptyTurn:
@@ -44,12 +28,12 @@ class EmptyTurn:
     def __init__(self, parts: Sequence[Sequence[Ends]]) -> None:
         self.parts = parts
 
-    def book(self) -> list[Absent]:
+    def book(self) -> list[Late]:
         booked.append([part[0][0].data_ptr() for part in self.parts])
         for here, home in (ends for part in self.parts for ends in part):
             home.copy_(here)
             here.fill_(255)
-        return [Absent(part) for part in self.parts]
+        return [Late(part) for part in self.parts]
 
 
 class EmptyLanes(ThreadLanes):
