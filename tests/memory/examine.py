@@ -68,10 +68,10 @@ def examine(foreign: Foreign, device: torch.device, precision: str) -> Verdict:
             try:
                 case = _Case(foreign, device, way)
                 plain = _Plain(case.step(case.plainly))
-                plain.add(case.elsewhere())
             except RuntimeError as error:
                 refused = refused or str(error).partition(", but you set")[0].splitlines()[0]
                 continue
+            plain.add(case.elsewhere())
             if plain.varying:
                 varying = varying or (case, plain)
                 continue
@@ -165,12 +165,13 @@ class _Case:
 
     def moved(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same numbers in the same layout, somewhere else."""
-        if tensor.layout is not torch.strided or not tensor.is_floating_point():
+        if tensor.layout is not torch.strided or not tensor.is_floating_point() or not tensor.numel():
             return tensor.clone()
         reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         start = 32 * self.draw.randrange(64)
-        memory = torch.empty(max(reach, 0) + start, dtype=tensor.dtype, device=tensor.device)
-        return memory.as_strided(tensor.shape, tensor.stride(), start).copy_(tensor)
+        memory = torch.empty(reach + start, dtype=tensor.dtype, device=tensor.device)
+        memory[start:].copy_(tensor.as_strided((reach,), (1,)))  # all in between, since numbers may share a place
+        return memory.as_strided(tensor.shape, tensor.stride(), start)
 
     def verdict(self, plain: _Plain, note: str) -> Verdict:
         """Every policy beside plain training."""
