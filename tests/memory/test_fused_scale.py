@@ -247,6 +247,7 @@ def test_frozen_parameters() -> None:
     plain = copy.deepcopy(model)
     managed(model, images)
     agrees(model, plain, images, 1e-10)
+    assert model.blocks[1].scale.grad is None and "blocks.1.add_()#0" in replaced(model)  # type: ignore[index,union-attr]
 
 
 def test_memory_in_between_is_gone_and_the_sum_is_first_in_its_own() -> None:

@@ -96,6 +96,11 @@ class CallCost:
         """Median of forward and backward together; 0 where unknown."""
         return sum(t.median_s for t in (self.forward, self.backward) if t is not None)
 
+    @property
+    def dispatch_s(self) -> float:
+        """What the host needs to issue forward and backward; 0 where unknown."""
+        return sum(t.dispatch_s for t in (self.forward, self.backward) if t is not None)
+
     def at_depth(self, depth: int) -> str:
         """The block at a depth that the call is in, or its own if that lies above."""
         line = [*ancestors(self.block), self.block]

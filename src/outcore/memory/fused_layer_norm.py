@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from outcore.cost.costs import CallCost, Costs, Saved
+from outcore.cost.costs import Costs, Saved
 from outcore.graph import Graph
 from outcore.graph.recording import Ref, Step
 from outcore.machine.clock import Timing
@@ -122,13 +122,9 @@ def worth_it(norms: LayerNorms, graph: Graph, costs: Costs, rate: float, *, issu
         before = sum(costs.calls[call].time_s for call in calls)
         _costs(fused, norm, rate)
         saved[name] = before - sum(fused.rows[call].time_s for call in calls)
-        added[name] = (1 - 1 / _ISSUE) * _dispatch_s(fused.rows[name])
+        added[name] = (1 - 1 / _ISSUE) * fused.rows[name].dispatch_s
     taken = ahead(saved, added, costs, issued=issued)
     return {name: norm for name, norm in norms.items() if name in taken}
-
-
-def _dispatch_s(cost: CallCost) -> float:
-    return sum(t.dispatch_s for t in (cost.forward, cost.backward) if t is not None)
 
 
 def rewrite(to: Rewriting, norms: LayerNorms, model: nn.Module, rate: float) -> None:

@@ -87,13 +87,9 @@ def worth_it(scales: Scales, graph: Graph, costs: Costs, rate: float, *, issued:
         before = sum(fused.rows[c].time_s for c in touched)
         _costs(fused, row, rate)
         saved[name] = before - sum(fused.rows[c].time_s for c in touched)
-        added[name] = _dispatch_s(fused.rows[name]) - sum(_dispatch_s(costs.calls[c]) for c in calls)
+        added[name] = fused.rows[name].dispatch_s - sum(costs.calls[c].dispatch_s for c in calls)
     taken = ahead(saved, added, costs, issued=issued)
     return {name: row for name, row in scales.items() if name in taken}
-
-
-def _dispatch_s(cost: CallCost) -> float:
-    return sum(t.dispatch_s for t in (cost.forward, cost.backward) if t is not None)
 
 
 def rewrite(to: Rewriting, scales: Scales, rate: float) -> None:
