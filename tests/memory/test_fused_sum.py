@@ -61,7 +61,7 @@ def test_which_sums_and_what_they_save() -> None:
     found = sums_of(graph, model, CPU)
     assert found == {"1.add_()#0": "1.relu()#0", "3.add()#0": "3.relu()#0"}
     assert not sums_of(graph, model, torch.device("cuda"))
-    costs = outcore.measure(graph, time_limit_s=0.2)
+    costs = outcore.measure(graph, runs=2)
     less = as_summed(costs, found).calls["1.relu()#0"]
     assert less.forward is not None and less.forward.median_s == 0 and less.saved == costs.calls["1.relu()#0"].saved
 

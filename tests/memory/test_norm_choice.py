@@ -32,7 +32,7 @@ def network() -> nn.Module:
 def measured(model: nn.Module, images: torch.Tensor, device_s: float, host_s: float) -> tuple[Any, Costs]:
     """A graph with costs: so much time per call and direction on the device, and for the host to issue it."""
     graph = outcore.capture(model, (images,))
-    costs = outcore.measure(graph, time_limit_s=0.2)
+    costs = outcore.measure(graph, runs=2)
     timing = Timing.of([device_s], dispatch_s=host_s)
     calls = {n: replace(c, forward=timing, backward=timing) for n, c in costs.calls.items()}
     return graph, replace(costs, calls=calls, between_s=0.0, start_s=0.0)
@@ -90,7 +90,7 @@ def test_the_first_steps_decide(
 ) -> None:
     model, images = network().double(), torch.randn(2, 3, 12, 12, dtype=torch.float64)
     twin = copy.deepcopy(model)
-    costs = outcore.measure(outcore.capture(model, (images,)), time_limit_s=0.2)
+    _, costs = measured(model, images, device_s=0.01, host_s=0.0)
     watched: list[bool] = []
 
     def look(self: Observer, *_: Any) -> Measured:

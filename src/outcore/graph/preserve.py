@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
-import gc
 import random
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -19,6 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+
+from outcore.graph.function_caches import function_caches
 
 __all__ = ["ModelState", "Randomness", "evaluating", "preserved", "state_tensors"]
 
@@ -29,7 +29,7 @@ _CONTAINERS = (list, dict, set, deque)
 def preserved(model: nn.Module, *, contents: bool) -> Iterator[None]:
     """Restore the model on leaving; with `contents` all numbers in it, else the caches that may hold fake tensors."""
     state = ModelState(model, (*model.parameters(), *state_tensors(model)) if contents else ())
-    caches = [] if contents else [(cache, cache.cache_info().misses) for cache in _function_caches()]
+    caches = [] if contents else [(cache, cache.cache_info().misses) for cache in function_caches()]
     try:
         yield
     finally:
@@ -138,10 +138,3 @@ def state_tensors(model: nn.Module) -> list[torch.Tensor]:
     """The tensors a forward pass may write: buffers and plain attributes."""
     plain = (v for m in model.modules() for v in m.__dict__.values() if isinstance(v, torch.Tensor))
     return list({id(t): t for t in (*model.buffers(), *plain) if not t.is_meta}.values())
-
-
-def _function_caches() -> list[functools._lru_cache_wrapper[Any]]:
-    """All functions under ``functools.lru_cache``, but for torch's own."""
-    kind = functools._lru_cache_wrapper
-    found = [o for o in gc.get_referrers(kind) if type(o) is kind]
-    return [f for f in found if not str(getattr(f, "__module__", "")).startswith("torch.")]
