@@ -10,6 +10,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+# torch asks the name server about every address it connects to; one lost question is five seconds otherwise.
+os.environ.setdefault("RES_OPTIONS", "timeout:1")
+
 if importlib.util.find_spec("hypothesis") is not None:
     from hypothesis import settings
 

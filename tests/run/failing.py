@@ -67,7 +67,7 @@ def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1)
 
 
-def fail(how: str, at_rank: int, at_step: int, timeout_s: float = 60.0, grace_s: float = 45.0) -> float:
+def fail(how: str, at_rank: int, at_step: int, timeout_s: float = 200.0, grace_s: float = 190.0) -> float:
     """Train three stages; at a step, a rank gets into trouble."""
     HOW["now"] = "none"
     plan = outcore.Plan(JOB.capture().fingerprint, STAGES, micro_batches=2)

@@ -115,14 +115,14 @@ class Assembly:
         """By stages, the ranks that hold a copy of them, or of what ties them."""
         self.first_holders = {stage: ranks[0] for stage, ranks in holders.items()}
         copies = {stage: len(ranks) for stage, ranks in holders.items()}
-        self.statistics = Statistics(self.plan, copies, self.groups, self.world.place)
+        self.statistics = Statistics(self.plan, copies, self.groups, self.world.patience)
         for key, ranks in shared:
             if self.rank in ranks:
                 names = sorted({n for share in self.holdings.shares if share.stages == key for n in share.names})
                 tensors = [self.parameters[n].data for n in names]
                 if len(key) == 1:
                     tensors += [b for _, b in sorted(self.home.parts[key[0]].named_buffers())]
-                make_equal(tensors, ranks[0], self.groups[key])
+                make_equal(tensors, ranks[0], self.groups[key], self.world.patience)
 
     def stage_state(self, stage: int) -> dict[str, torch.Tensor]:
         """Weights and buffers of one of this rank's stages under the model's own names."""

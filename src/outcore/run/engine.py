@@ -173,7 +173,9 @@ class Engine:
             return None
         Engine._made += 1
         number = self.world.numbers([Engine._made])[0][0]
-        return Watch(self.world.store, self.rank, self.world.size, self.place, number, grace_s=grace_s)
+        watch = Watch(self.world.store, self.rank, self.world.size, self.place, number, grace_s=grace_s)
+        self.world.patience.look = watch.look
+        return watch
 
     def _prepare(
         self, loss: Loss, execute: Execute, reduction: Any, clip_norm: float | None, scale: LossScale | None
@@ -203,8 +205,8 @@ class Engine:
         )
         wire: Wire | None = None
         if shelf is not None:
-            on_gpu = self.device.type == "cuda"
-            wire = StagedWire(self.world.group, shelf, self.device) if on_gpu else HostWire(self.world.group, shelf)
+            group, patience, on_gpu = self.world.group, self.world.patience, self.device.type == "cuda"
+            wire = StagedWire(group, shelf, self.device, patience) if on_gpu else HostWire(group, shelf, patience)
         self.worker = Worker(made, wire, loss, execute, self.update)
         self.worker.gauge.holding = self._held
 

@@ -7,7 +7,8 @@ A thread on each rank (`Watch`) writes a heartbeat with what the rank is doing i
 second, and looks for reports. Whoever fails in talking to others asks the store first: is there a report? Else, whose
 heart has stopped? Else, who is still computing while all wait? The answer becomes the report for everybody.
 A rank that cannot raise (it hangs in a computation or in a wait) is ended by its watch a grace period after a report
-appeared, with that report on its standard error.
+appeared, with that report on its standard error. Who waits for another rank looks for a report once a second
+(`Patience`): that a connection has broken is not always told to all who wait for it.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ __all__ = ["Report", "Watch", "report_of"]
 
 BEAT_S = 0.5
 DEAD_AFTER_S = 4 * BEAT_S
+SILENT_AFTER_S = 30.0
+"""Without a beat for so long, a rank is not waited for, though nothing has broken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,7 @@ class Watch:
         self._fault, self._hearts = f"engine{number}/fault", f"engine{number}/beat"
         self._ended = threading.Event()
         self._handled = False
+        self._seen = time.monotonic(), self._beats()
         self._thread = threading.Thread(target=self._beat, name="outcore watch", daemon=True)
         self._thread.start()
 
@@ -94,6 +98,18 @@ class Watch:
                 f"ended ({str(error).splitlines()[0]})"
             )
         return None
+
+    def look(self) -> None:
+        """For who waits: raises if a rank has reported a failure, or has been silent for long."""
+        if self._main.check([self._fault]):
+            raise ConnectionError("another rank has failed")
+        since, before = self._seen
+        if time.monotonic() - since > SILENT_AFTER_S:
+            now = self._beats()
+            self._seen = time.monotonic(), now
+            for rank, row in before.items():
+                if rank != self.rank and rank in now and row["beat"] == now[rank]["beat"]:
+                    raise ConnectionError(f"rank {rank} is silent")
 
     def close(self) -> None:
         """Stop watching."""

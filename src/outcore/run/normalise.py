@@ -11,25 +11,22 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 
 __all__ = ["synchronised_norm"]
 
 
-def _add(row: torch.Tensor, group: Any) -> torch.Tensor:
-    host = row.cpu()
-    dist.all_reduce(host, group=group)
-    return host.to(row.device)
+Total = Callable[[torch.Tensor], torch.Tensor]
+"""Adds up a row over all copies."""
 
 
 class _Normalise(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, eps: float, group: Any) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, x: torch.Tensor, eps: float, total_of: Total) -> tuple[torch.Tensor, ...]:
         dims = [d for d in range(x.ndim) if d != 1]
         wide = x.double()
         count = wide.new_tensor([x.numel() // x.shape[1]])
-        row = _add(torch.cat([count, wide.sum(dims), (wide * wide).sum(dims)]), group)
+        row = total_of(torch.cat([count, wide.sum(dims), (wide * wide).sum(dims)]))
         total, channels = row[0], x.shape[1]
         mean = row[1 : 1 + channels] / total
         var = (row[1 + channels :] / total - mean * mean).clamp(min=0)
@@ -37,7 +34,7 @@ class _Normalise(torch.autograd.Function):
         scale = (var + eps).rsqrt().view(shape)
         normal = ((wide - mean.view(shape)) * scale).to(x.dtype)
         ctx.save_for_backward(normal, scale)
-        ctx.group, ctx.total, ctx.dims, ctx.shape = group, float(total), dims, shape
+        ctx.total_of, ctx.total, ctx.dims, ctx.shape = total_of, float(total), dims, shape
         ctx.mark_non_differentiable(mean, var)
         return normal, mean, var, total
 
@@ -45,17 +42,17 @@ class _Normalise(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         normal, scale = ctx.saved_tensors
         got, n = gradients[0].double(), normal.double()
-        row = _add(torch.cat([got.sum(ctx.dims), (got * n).sum(ctx.dims)]), ctx.group) / ctx.total
+        row = ctx.total_of(torch.cat([got.sum(ctx.dims), (got * n).sum(ctx.dims)])) / ctx.total
         half = row.numel() // 2
         back = scale * (got - row[:half].view(ctx.shape) - n * row[half:].view(ctx.shape))
         return back.to(normal.dtype), None, None
 
 
-def synchronised_norm(module: _BatchNorm, group: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+def synchronised_norm(module: _BatchNorm, total_of: Total) -> Callable[[torch.Tensor], torch.Tensor]:
     """What to call in place of a layer."""
 
     def call(x: torch.Tensor) -> torch.Tensor:
-        normal, mean, var, total = _Normalise.apply(x, module.eps, group)  # type: ignore[no-untyped-call]
+        normal, mean, var, total = _Normalise.apply(x, module.eps, total_of)  # type: ignore[no-untyped-call]
         if module.running_mean is not None and module.running_var is not None:
             assert module.num_batches_tracked is not None
             module.num_batches_tracked += 1

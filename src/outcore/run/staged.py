@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from outcore.run.clock import Moment
 from outcore.run.errands import Errands
+from outcore.run.patience import Patience
 from outcore.run.shelf import Shelf
 from outcore.run.wire import Arena, Incoming, Layout, Moved, Outgoing, Sent
 
@@ -25,11 +26,11 @@ __all__ = ["StagedWire"]
 
 
 class _Landing:
-    def __init__(self, future: Future[Any], layout: Layout) -> None:
-        self._future, self._layout = future, layout
+    def __init__(self, future: Future[Any], layout: Layout, patience: Patience) -> None:
+        self._future, self._layout, self._patience = future, layout, patience
 
     def wait(self) -> torch.Tensor:
-        flat, ready = self._future.result()
+        flat, ready = self._patience.result(self._future)
         stream = torch.cuda.current_stream(flat.device)
         stream.wait_event(ready)
         flat.record_stream(stream)
@@ -39,8 +40,8 @@ class _Landing:
 class StagedWire:
     """Between tensors in device memory, through pinned host memory and gloo."""
 
-    def __init__(self, group: Any, shelf: Shelf, device: torch.device) -> None:
-        self._group, self.shelf, self._device = group, shelf, device
+    def __init__(self, group: Any, shelf: Shelf, device: torch.device, patience: Patience) -> None:
+        self._group, self.shelf, self._device, self._patience = group, shelf, device, patience
         self.arena = Arena(pinned=True)
         self._out, self._in = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._senders, self._sent = Errands("send"), Errands("sent")
@@ -73,7 +74,7 @@ class StagedWire:
             work.wait()
             done("send", since, time.perf_counter())
 
-        return Sent(self._sent.do(finish))
+        return Sent(self._sent.do(finish), self._patience)
 
     def receive(self, layout: Layout, source: int, tag: int, done: Moved) -> Incoming:
         """Provide for a tensor."""
@@ -95,7 +96,7 @@ class StagedWire:
             self._landed.do(lambda: self._keep(host, ended))
             return flat, ended
 
-        return _Landing(self._receivers.do(land), layout)
+        return _Landing(self._receivers.do(land), layout, self._patience)
 
     def _keep(self, host: torch.Tensor, until: Moment) -> None:
         """Only when it has been copied may a row be used again; kernels that wait for the copy are issued before."""

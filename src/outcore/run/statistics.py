@@ -20,11 +20,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -32,7 +32,7 @@ from outcore.errors import PlanError
 from outcore.plan_document import Plan
 from outcore.run.form import Form
 from outcore.run.normalise import synchronised_norm
-from outcore.run.place import Place
+from outcore.run.patience import Patience
 
 __all__ = ["Statistics", "make_equal"]
 
@@ -53,9 +53,9 @@ class Statistics:
     """The running statistics of one rank's stages."""
 
     def __init__(
-        self, plan: Plan, copies: Mapping[int, int], groups: Mapping[tuple[int, ...], Any], place: Place
+        self, plan: Plan, copies: Mapping[int, int], groups: Mapping[tuple[int, ...], Any], patience: Patience
     ) -> None:
-        self.mode, self._place = plan.batch_norm, place
+        self.mode, self._patience = plan.batch_norm, patience
         self._copies, self._groups = copies, groups
         self._layers: dict[int, dict[str, _Layer]] = {}
         self._versions: dict[int, list[int]] = {}
@@ -138,10 +138,7 @@ class Statistics:
                 continue
             row = torch.cat([torch.cat([la.mean, la.var, la.mean.new_tensor([la.count])]) for la in layers])
             if self._copies[stage] > 1:
-                host = row.cpu()
-                with self._place.talking():
-                    dist.all_reduce(host, group=self._groups[stage,])
-                row = host.to(row.device)
+                row = self._total(row, stage)
             for layer in layers:
                 n = layer.mean.numel()
                 mean, var, count, row = row[:n], row[n : 2 * n], float(row[2 * n]), row[2 * n + 1 :]
@@ -177,10 +174,13 @@ class Statistics:
         part = form.parts[stage]
         if self._copies[stage] == 1 or part.instead:
             return
-        group = self._groups[stage,]
         for name, module in part.named_modules():
             if isinstance(module, _BatchNorm) and module.training:
-                part.instead[name] = synchronised_norm(module, group)
+                part.instead[name] = synchronised_norm(module, partial(self._total, stage=stage))
+
+    def _total(self, row: torch.Tensor, stage: int) -> torch.Tensor:
+        """A row added up over the copies of a stage."""
+        return self._patience.sum_(row.cpu(), self._groups[stage,]).to(row.device)
 
     def share_buffers(self, form: Form, first: Mapping[int, int]) -> None:
         """Other buffers that a step wrote become those of the first copy."""
@@ -190,17 +190,15 @@ class Statistics:
             buffers = [b for b in _other_buffers(part) if not b.is_meta]
             versions = [b._version for b in buffers]
             if versions != self._versions.setdefault(stage, versions):
-                with self._place.talking():
-                    make_equal(buffers, first[stage], self._groups[stage,])
+                make_equal(buffers, first[stage], self._groups[stage,], self._patience)
                 self._versions[stage] = [b._version for b in buffers]
 
 
-def make_equal(tensors: Sequence[torch.Tensor], source: int, group: Any) -> None:
+def make_equal(tensors: Sequence[torch.Tensor], source: int, group: Any, patience: Patience) -> None:
     """Give the numbers of one rank to all of a group, in place."""
     with torch.no_grad():
         for tensor in tensors:
-            host = tensor.detach().cpu().contiguous()
-            dist.broadcast(host, src=source, group=group)
+            host = patience.broadcast_(tensor.detach().cpu().contiguous(), source, group)
             if host.data_ptr() != tensor.data_ptr():
                 tensor.copy_(host)
 

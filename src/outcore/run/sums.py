@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from outcore.run.patience import Patience
 from outcore.run.shelf import Shelf
 
 __all__ = ["GlooSum", "SharedSum", "Sum"]
@@ -26,13 +27,13 @@ class Sum(Protocol):
 class GlooSum:
     """Over a process group, through the host."""
 
-    def __init__(self, row: torch.Tensor, group: Any) -> None:
-        self._row, self._host = row, row.cpu()
+    def __init__(self, row: torch.Tensor, group: Any, patience: Patience) -> None:
+        self._row, self._host, self._patience = row, row.cpu(), patience
         self._work: Any = dist.all_reduce(self._host, group=group, async_op=True)
 
     def wait(self) -> None:
         """The row holds the sum when this returns."""
-        self._work.wait()
+        self._patience.wait(self._work)
         if self._host is not self._row:
             self._row.copy_(self._host)
 

@@ -134,6 +134,7 @@ class Update:
 
     def abandon(self) -> None:
         """Drop what is under way after a failure."""
+        self.world.leftovers += self._started
         self._started.clear()
 
     def close(self) -> None:
@@ -161,7 +162,7 @@ class Update:
         nbytes = row.numel() * row.element_size()
         if len(others) == 1 and self._shelf is not None and self._shelf.reaches(others[0], nbytes):
             return SharedSum(row, others[0], tag, self._shelf, self.world.group)
-        return GlooSum(row, self._groups[share.stages])
+        return GlooSum(row, self._groups[share.stages], self.world.patience)
 
     def _row(self, names: Sequence[str], dtype: torch.dtype) -> torch.Tensor:
         """Gradients one after the other, then a mark for each: 1 where there is one."""

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from outcore.graph import Value
 from outcore.run.clock import Moment
 from outcore.run.errands import Errands
+from outcore.run.patience import Patience
 from outcore.run.shelf import Shelf
 
 __all__ = ["Arena", "HostWire", "Incoming", "Layout", "Outgoing", "Sent", "Told", "Wire"]
@@ -184,23 +185,19 @@ class _Named:
 class Told:
     """The name of a shared row on its way from here; what was sent is free already."""
 
-    def __init__(self, work: Any) -> None:
-        self._work = work
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self.finish = finish
 
     def ended(self) -> bool:
         """Known only to who waits; it costs no memory until then."""
         return False
 
-    def finish(self) -> None:
-        """Wait until it has left."""
-        self._work.wait()
-
 
 class Sent:
     """A tensor on its way, of which another thread sees the end."""
 
-    def __init__(self, future: Future[Any]) -> None:
-        self._future = future
+    def __init__(self, future: Future[Any], patience: Patience) -> None:
+        self._future, self._patience = future, patience
 
     def ended(self) -> bool:
         """Whether its memory is free again; raises what went wrong."""
@@ -208,15 +205,16 @@ class Sent:
 
     def finish(self) -> None:
         """Wait for that."""
-        self._future.result()
+        self._patience.result(self._future)
 
 
 class HostWire:
     """Between tensors in host memory, by shared memory or gloo."""
 
-    def __init__(self, group: Any, shelf: Shelf) -> None:
-        self._group, self.shelf = group, shelf
+    def __init__(self, group: Any, shelf: Shelf, patience: Patience) -> None:
+        self._group, self.shelf, self._patience = group, shelf, patience
         self.arena = Arena()
+        self._told: list[Any] = []
         self._waiting = Errands("send")
 
     def send(self, tensor: torch.Tensor, layout: Layout, target: int, tag: int, done: Moved) -> Outgoing:
@@ -226,16 +224,22 @@ class HostWire:
         if self.shelf.reaches(target, layout.nbytes):
             row = self.shelf.take(layout.nbytes)
             row.tensor.copy_(flat)
-            told = Told(dist.isend(row.name, dst=target, group=self._group, tag=tag))
+            self._told.append(dist.isend(row.name, dst=target, group=self._group, tag=tag))
             done("send", posted, time.perf_counter())
-            return told
+            return Told(self._finish_told)
         work: Any = dist.isend(flat, dst=target, group=self._group, tag=tag)
 
         def finish() -> None:
             work.wait()
             done("send", posted, time.perf_counter())
 
-        return Sent(self._waiting.do(finish))
+        return Sent(self._waiting.do(finish), self._patience)
+
+    def _finish_told(self) -> None:
+        """Wait until all names have left, with one change of threads."""
+        works, self._told = self._told, []
+        if works:
+            self._patience.result(self._waiting.do(lambda: [work.wait() for work in works]))
 
     def receive(self, layout: Layout, source: int, tag: int, done: Moved) -> Incoming:
         """Provide for a tensor."""

@@ -114,6 +114,7 @@ class Worker:
         self._made: dict[Key, torch.Tensor] = {}
         self._coming: dict[Key, Incoming] = {}
         self._going: list[Outgoing] = []
+        self._leftovers = made.world.leftovers
 
     def run(self, instructions: Sequence[Instruction], tags: Mapping[Key, int], run: Pass, *, update: bool) -> None:
         """Execute a program's instructions for this rank; with `update` also reductions and the optimizer."""
@@ -181,9 +182,8 @@ class Worker:
         if run.training:
             self.statistics.settle(run.pieces[0].form)
             self.statistics.share_buffers(run.pieces[0].form, self.first_holders)
-        with self.place.talking():
-            for going in self._going:
-                going.finish()
+        for going in self._going:
+            going.finish()
         self._going.clear()
         if self.wire is not None:
             self.wire.end_step()
@@ -195,6 +195,7 @@ class Worker:
         self.gauge.stop()
         self._run = _IDLE
         self.update.abandon()
+        self._leftovers += [*self._coming.values(), *self._going]
         for held in (self._flights, self._made, self._coming, self._going):
             held.clear()
 

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from outcore.errors import EngineError
-from outcore.run.lines import Lines, let_go
+from outcore.run.lines import Lines
+from outcore.run.patience import Patience
 from outcore.run.place import Place
 
 __all__ = ["Identity", "World", "identify"]
@@ -84,6 +85,9 @@ class World:
         self._owned = owned
         self._groups: list[Any] = []
         self._lines = Lines()
+        self.patience = Patience(self.place)
+        self.leftovers: list[Any] = []
+        """What was under way when this rank failed: gloo may still write into it."""
 
     @classmethod
     def join(cls, *, timeout_s: float) -> World:
@@ -134,8 +138,7 @@ class World:
         work: Any = dist.all_gather(list(table), mine, group=self.group, async_op=True)
 
         def wait() -> list[list[int]]:
-            with self.place.talking():
-                work.wait()
+            self.patience.wait(work)
             rows: list[list[int]] = table.tolist()
             return rows
 
@@ -151,35 +154,23 @@ class World:
         mine = torch.zeros(width, dtype=torch.uint8)
         mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         rows = list(torch.zeros(self.size, width, dtype=torch.uint8))
-        with self.place.talking():
-            dist.all_gather(rows, mine, group=self.group)
+        self.patience.wait(dist.all_gather(rows, mine, group=self.group, async_op=True))
         return [json.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Add a tensor on the host over all ranks, in place."""
-        if self.size > 1:
-            with self.place.talking():
-                dist.all_reduce(tensor, group=self.group)
-        return tensor
+        return self.patience.sum_(tensor, self.group) if self.size > 1 else tensor
 
     def start_sum(self, tensor: torch.Tensor) -> Callable[[], None]:
         """Begin to add a tensor on the host over all ranks, in place; what is returned waits for it."""
         if self.size == 1:
             return lambda: None
         work: Any = dist.all_reduce(tensor, group=self.group, async_op=True)
-
-        def wait() -> None:
-            with self.place.talking():
-                work.wait()
-
-        return wait
+        return lambda: self.patience.wait(work)
 
     def broadcast_(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         """Give a tensor on the host of one rank to all, in place."""
-        if self.size > 1:
-            with self.place.talking():
-                dist.broadcast(tensor, src=source, group=self.group)
-        return tensor
+        return self.patience.broadcast_(tensor, source, self.group) if self.size > 1 else tensor
 
     def gather(self, mine: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Tensors of all ranks by name, on the host of every rank; of equal names, the first rank's."""
@@ -203,15 +194,15 @@ class World:
 
     def close(self) -> None:
         """Leave; only what this world made is taken down."""
-        last = [*self._groups, self.group]
+        last = [self.leftovers, *self._groups, self.group]
         self.group = self.store = None
-        for group in self._groups:
-            dist.destroy_process_group(group)
-        self._groups.clear()
+        while self._groups:
+            dist.destroy_process_group(self._groups.pop())
+        self.leftovers = []
         if self._owned and dist.is_initialized():
             dist.destroy_process_group()
         self.rank, self.size, self._owned = 0, 1, False
-        let_go(last)
+        self._lines.let_go(last)
 
 
 def _store(identity: Identity, timeout: timedelta) -> Any:
