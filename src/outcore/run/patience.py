@@ -5,8 +5,8 @@ forgotten, and whoever waits for it waits until the timeout, minutes after all o
 to gloo alone. It looks up once a second: has a rank reported a failure, has a heart stopped (`Watch.look`)? Where all
 is well this costs nothing: the wait returns when the work is done, as it would without.
 
-Receives into host memory are the exception (`outcore.run.wire`): gloo takes their wait for a last word. They are told
-of a broken connection, and where they are not, the watch ends the rank.
+Receives into host memory are the exception (`outcore.run.wire`, `SharedSum`): gloo takes the first wait for one that is
+not long enough as the end of the connection. They are told when it breaks; where they are not, the watch ends the rank.
 """
 
 from __future__ import annotations
@@ -27,16 +27,12 @@ LOOK_S = 1.0
 T = TypeVar("T")
 
 
-def _nothing() -> None:
-    return None
-
-
 class Patience:
     """How a rank waits."""
 
     def __init__(self, place: Place) -> None:
         self.place = place
-        self.look: Callable[[], None] = _nothing
+        self.look: Callable[[], None] | None = None
         """Raises if there is nothing to wait for any more."""
 
     def wait(self, work: Any) -> None:
@@ -50,7 +46,7 @@ class Patience:
                     if work.is_completed():
                         work.wait()  # raises, unless it was done just now
                         return
-                self.look()
+                self._look_up()
 
     def result(self, future: Future[T]) -> T:
         """What another thread waits for."""
@@ -61,7 +57,11 @@ class Patience:
                 except TimeoutError:
                     if future.done():
                         return future.result()
-                self.look()
+                self._look_up()
+
+    def _look_up(self) -> None:
+        if self.look is not None:
+            self.look()
 
     def sum_(self, tensor: torch.Tensor, group: Any) -> torch.Tensor:
         """Add a tensor on the host over a group, in place."""

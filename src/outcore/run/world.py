@@ -195,7 +195,7 @@ class World:
     def close(self) -> None:
         """Leave; only what this world made is taken down."""
         last = [self.leftovers, *self._groups, self.group]
-        self.group = self.store = None
+        self.group = self.store = self.patience.look = None
         while self._groups:
             dist.destroy_process_group(self._groups.pop())
         self.leftovers = []
