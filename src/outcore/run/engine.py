@@ -205,7 +205,7 @@ class Engine:
         )
         wire: Wire | None = None
         if shelf is not None:
-            group, patience, on_gpu = self.world.group, self.world.patience, self.device.type == "cuda"
+            group, patience, on_gpu = self.world.mail, self.world.patience, self.device.type == "cuda"
             wire = StagedWire(group, shelf, self.device, patience) if on_gpu else HostWire(group, shelf, patience)
         self.worker = Worker(made, wire, loss, execute, self.update)
         self.worker.gauge.holding = self._held

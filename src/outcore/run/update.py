@@ -154,14 +154,15 @@ class Update:
         for number, (dtype, names) in enumerate(by_dtype.items()):
             row = self._row(names, dtype if dtype in _BY_GLOO else torch.float32)
             tag = _TAGS + 16 * self.holdings.shares.index(share) + number
-            rows.append((row, names, self._add_up(row, share, tag)))
+            with self.world.place.talking():
+                rows.append((row, names, self._add_up(row, share, tag)))
         self._started.append(_Started(share, rows, began))
 
     def _add_up(self, row: torch.Tensor, share: Share, tag: int) -> Sum:
         others = [rank for rank in share.ranks if rank != self.world.rank]
         nbytes = row.numel() * row.element_size()
         if len(others) == 1 and self._shelf is not None and self._shelf.reaches(others[0], nbytes):
-            return SharedSum(row, others[0], tag, self._shelf, self.world.group)
+            return SharedSum(row, others[0], tag, self._shelf, self.world.mail)
         return GlooSum(row, self._groups[share.stages], self.world.patience)
 
     def _row(self, names: Sequence[str], dtype: torch.dtype) -> torch.Tensor:

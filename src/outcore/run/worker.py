@@ -344,7 +344,8 @@ class Worker:
         def done(stream: str, start: Moment, end: Moment) -> None:
             self.record(stream, kind, name, start, end, *labels)
 
-        self._coming[to.key] = self.wire.receive(layout, to.source, self._tags[to.key], done)
+        with self.place.talking():
+            self._coming[to.key] = self.wire.receive(layout, to.source, self._tags[to.key], done)
 
     def _send(self, of: Send) -> None:
         assert self.wire is not None
@@ -355,8 +356,9 @@ class Worker:
         def done(stream: str, start: Moment, end: Moment) -> None:
             self.record(stream, kind, name, start, end, *labels)
 
-        self._going = [going for going in self._going if not going.ended()]
-        self._going.append(self.wire.send(self._made.pop(of.key), layout, of.target, self._tags[of.key], done))
+        with self.place.talking():
+            self._going = [going for going in self._going if not going.ended()]
+            self._going.append(self.wire.send(self._made.pop(of.key), layout, of.target, self._tags[of.key], done))
 
     # Notes
 

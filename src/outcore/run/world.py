@@ -82,6 +82,9 @@ class World:
         self.place = Place()
         self.rank, self.size, self.local_rank = rank, size, local_rank
         self.group, self.store = group, store
+        self.mail: Any = None
+        """A group for what goes from one rank to another. A collective that fails on `group` leaves its connections
+        clogged by messages that nobody takes any more, and what comes behind them would never arrive."""
         self._owned = owned
         self._groups: list[Any] = []
         self._lines = Lines()
@@ -100,9 +103,7 @@ class World:
             if size == 1:
                 return cls(0, 1, local, None, None, owned=False)
             world = cls(rank, size, local, None, store, owned=False)
-            with world._lines.noted():
-                world.group = dist.new_group(backend="gloo", timeout=timeout)
-            world._groups.append(world.group)
+            world.group, world.mail = (world.new_group(range(size), timeout_s) for _ in range(2))
             return world
         identity = identify(os.environ)
         if identity is None:
@@ -114,11 +115,11 @@ class World:
         world = cls(identity.rank, identity.size, identity.local_rank, None, store, owned=True)
         with world._lines.noted():
             dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=timeout)
-        world.group = dist.group.WORLD
+        world.group, world.mail = dist.group.WORLD, world.new_group(range(world.size), timeout_s)
         return world
 
     def new_group(self, ranks: Sequence[int], timeout_s: float) -> Any:
-        """A group of some ranks for reductions; collective over all ranks, also those outside."""
+        """A group of some ranks; collective over all ranks, also those outside."""
         with self._lines.noted():
             group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), backend="gloo")
         if self.rank in ranks:
@@ -195,7 +196,7 @@ class World:
     def close(self) -> None:
         """Leave; only what this world made is taken down."""
         last = [self.leftovers, *self._groups, self.group]
-        self.group = self.store = self.patience.look = None
+        self.group = self.mail = self.store = self.patience.look = None
         while self._groups:
             dist.destroy_process_group(self._groups.pop())
         self.leftovers = []
