@@ -31,7 +31,6 @@ from outcore.cost.saved import account
 from outcore.errors import OutcoreError, PlanError
 from outcore.graph import Graph, capture
 from outcore.graph.capture import arguments_as_called
-from outcore.graph.keys import key_of
 from outcore.graph.structure import leaves
 from outcore.machine.units import format_bytes, parse_bytes
 from outcore.memory.governor import Governor, Settings
@@ -181,7 +180,7 @@ def within(
             turned_costs = without_gaps(measure(turned, time_limit_s=measure_s / 2))
             way = faster(way, turned, turned_costs, model, graph_device(graph))
         governor = Governor(model, way.settings, way.costs)
-        governor.admit(key_of(model, *call), *call, graph=way.graph, found=way.found)
+        governor.admit(governor.key(*call), *call, graph=way.graph, found=way.found)
     except PlanError as refused:
         if stream is False or plan is not None or state is not None:
             raise

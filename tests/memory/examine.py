@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -27,9 +28,9 @@ from torch.autograd.graph import saved_tensors_hooks
 import outcore
 from outcore.cost.rough import by_bytes
 from outcore.cost.saved import account
-from outcore.graph.recording import Mismatch
-from outcore.graph.structure import leaves, substitute
-from outcore.memory import Pass, prepare
+from outcore.graph.structure import substitute
+from outcore.memory.live_forward import LiveForward
+from outcore.memory.policy_table import compile_policies
 from outcore.memory.tiers import tier_for
 from outcore.planner.keeping import Keeping
 
@@ -180,25 +181,16 @@ class _Case:
             graph = outcore.capture(self.model, self.args, self.kwargs)
             assert graph.executable is not None
             recording = graph.executable[1]
-            if recording.volatile:
-                return Verdict(
-                    "runs as it is",
-                    "numbers leave torch on the way (drawn by NumPy, matched by SciPy), so no recording of it holds",
-                )
             keeping = Keeping(graph, by_bytes(account(graph), 1e9), 0.0, LINK)
-        tensors = [t for _, t in leaves((self.args, self.kwargs), torch.Tensor)]
         found: dict[str, list[str]] = {}
         for mode in MODES:
             policy = policies(keeping, mode)
             outcome = keeping.evaluate(policy)
-            holding = prepare(
-                graph, recording, self.model, keeping.buffers, keeping.resolved(policy), outcome.transfers
-            )
-            tier = tier_for(self.device, holding.offloaded_bytes) if holding.offloaded_bytes else None
+            table = compile_policies(graph, self.model, keeping.buffers, keeping.resolved(policy), outcome.transfers)
+            tier = tier_for(self.device, table.offloaded_bytes) if table.offloaded_bytes else None
+            forward = type(self.model).forward.__get__(self.model)
             try:
-                numbers = self.step(Pass(holding, self.model, tensors, tier).forward)
-            except Mismatch as other:
-                return Verdict("runs as it is", f"its data takes another way than when it was recorded: {other}")
+                numbers = self.step(partial(LiveForward(table, tier).run, forward, self.args, self.kwargs))
             finally:
                 if tier is not None:
                     tier.close()
@@ -210,8 +202,8 @@ class _Case:
         if found:
             return Verdict("unequal", note, found)
         said = [note] if note else []
-        if recording.uses_data:
-            said.append("it looks at data, so guards check that this run decides alike")
+        if recording.uses_data or recording.volatile:
+            said.append("it looks at data or draws numbers outside of torch; the plan is of one such run")
         if varying := plain.varying:
             said.insert(0, f"{len(varying)} of {len(plain.first)} numbers vary in plain training")
             return Verdict("equal where plain repeats itself", "; ".join(said))

@@ -22,4 +22,9 @@ def replaced(model: nn.Module) -> set[str]:
     """The calls of a managed model that run as something else."""
     governor = model.__dict__["forward"]
     assert isinstance(governor, Governor)
-    return {name for e in governor.admitted.values() if e is not None for name in e.holding.instead}
+    return {
+        name
+        for e in governor.admitted.values()
+        if e is not None
+        for name in (e.holding.instead if e.holding is not None else ())
+    }

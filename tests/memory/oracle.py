@@ -14,7 +14,8 @@ from outcore.cost.live import LiveBytes
 from outcore.cost.rough import by_bytes
 from outcore.cost.saved import account
 from outcore.graph.structure import leaves
-from outcore.memory import Pass, prepare
+from outcore.memory.live_forward import LiveForward
+from outcore.memory.policy_table import compile_policies
 from outcore.memory.tiers import DiskTier
 from outcore.planner.keeping import Keeping
 from outcore.planner.transfers import Tier
@@ -81,12 +82,12 @@ def compare(
     keeping = Keeping(graph, by_bytes(account(graph), 1e9), 0.0, link)
     policy = policies(keeping, mode, seed)
     outcome = keeping.evaluate(policy)
-    holding = prepare(graph, recording, model, keeping.buffers, keeping.resolved(policy), outcome.transfers)
+    table = compile_policies(graph, model, keeping.buffers, keeping.resolved(policy), outcome.transfers)
     tensors = [t for _, t in leaves((args, kwargs), torch.Tensor)]
-    tier = DiskTier(holding.offloaded_bytes) if holding.offloaded_bytes else None
+    tier = DiskTier(table.offloaded_bytes) if table.offloaded_bytes else None
 
     def under_policies() -> torch.Tensor:
-        return loss(Pass(holding, model, tensors, tier).forward())
+        return loss(LiveForward(table, tier).run(type(model).forward.__get__(model), args, kwargs))
 
     plain_loss, plain_bytes = _step(lambda: loss(twin(*args, **kwargs)), twin, tensors)
     our_loss, our_bytes = _step(under_policies, model, tensors)

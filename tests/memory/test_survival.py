@@ -246,13 +246,19 @@ def test_data_parallel_and_sharded_around_on_two_ranks() -> None:
             assert all(not difference for found in ranks.run(function, 2) for difference in found)
 
 
-def test_blocks_sharded_one_by_one_are_refused_with_what_to_do(one_rank: None) -> None:
-    model = budgeted(network(), 0.6)
-    for block in model.children():
-        fully_shard(block)
-    fully_shard(model)
-    with pytest.raises(OutcoreError, match=r"outcore\.within on each of these blocks"):
-        model(images())
+def test_blocks_may_be_sharded_one_by_one(one_rank: None) -> None:
+    """Their parameters are not there between forward and backward, so what is made with them is kept."""
+    model = network()
+    twin = copy.deepcopy(model)
+    budgeted(model, 0.6)
+    for net in (model, twin):
+        for block in list(net.children())[:6]:
+            fully_shard(block)
+        fully_shard(net)
+    for seed in range(2):
+        assert torch.equal(step(model, images(), seed), step(twin, images(), seed))
+    pairs = zip(model.parameters(), twin.parameters(), strict=True)
+    assert all(torch.equal(_whole(p.grad), _whole(q.grad)) for p, q in pairs)
 
 
 def test_blocks_within_budgets_of_their_own_may_be_sharded(one_rank: None) -> None:

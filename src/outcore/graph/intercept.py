@@ -26,7 +26,7 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.autograd.function import _SingleLevelFunction
 
-__all__ = ["Observer", "intercepted", "opened"]
+__all__ = ["Observer", "intercepted", "is_recording", "opened"]
 
 
 class Observer(Protocol):
@@ -54,8 +54,24 @@ def intercepted(observer: Observer) -> Iterator[None]:
     def here() -> bool:
         return threading.get_ident() == thread
 
-    with _module_calls(observer, here), _autograd_functions(observer, here), _checkpoints(observer, here):
-        yield
+    before, _THREAD.recording = _THREAD.recording, True
+    try:
+        with _module_calls(observer, here), _autograd_functions(observer, here), _checkpoints(observer, here):
+            yield
+    finally:
+        _THREAD.recording = before
+
+
+class _Thread(threading.local):
+    recording = False
+
+
+_THREAD = _Thread()
+
+
+def is_recording() -> bool:
+    """Whether a model is being recorded on this thread."""
+    return _THREAD.recording
 
 
 call_module = nn.Module.__call__

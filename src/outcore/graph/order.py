@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Any
@@ -63,7 +63,17 @@ class ChannelsLast:
     @contextlib.contextmanager
     def around(self, model: nn.Module) -> Iterator[None]:
         """Images are turned where they enter the model, and back where they leave it."""
-        inner = model.forward
+        before = model.__dict__.get("forward")
+        model.__dict__["forward"] = self.turned(model.forward)
+        try:
+            yield
+        finally:
+            del model.__dict__["forward"]
+            if before is not None:
+                model.__dict__["forward"] = before
+
+    def turned(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        """A model's forward with images turned where they enter and back where they leave."""
 
         @functools.wraps(inner)
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -71,11 +81,7 @@ class ChannelsLast:
             wanted = chain(self.outputs, repeat(None))
             return substitute(inner(*args, **kwargs), torch.Tensor, lambda t: _in_order(t, next(wanted)))
 
-        model.__dict__["forward"] = forward
-        try:
-            yield
-        finally:
-            del model.__dict__["forward"]
+        return forward
 
     def _turned(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dim() not in self.dims or not tensor.is_floating_point():

@@ -83,7 +83,7 @@ def _open(tree: Any, kind: type | tuple[type, ...], depth: int = 0) -> _Parts | 
     if cls is slice:
         return _Parts(["start", "stop", "step"], [tree.start, tree.stop, tree.step], lambda new: slice(*new))
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return _Parts([str(name) for name in tree._fields], list(tree), lambda new: cls(*new))
+        return _Parts([str(name) for name in tree._fields], list(tree), cls._make)
     if cls in pytree.SUPPORTED_NODES:
         return _open_pytree(tree, pytree.SUPPORTED_NODES[cls])
     if isinstance(tree, functools.partial):

@@ -8,6 +8,7 @@ from outcore.cost.optimizer import OptimizerCost
 from outcore.memory.graphed import Graphed
 from outcore.memory.holding import Holding
 from outcore.memory.observer import Measured, Observer
+from outcore.memory.policy_table import PolicyTable
 from outcore.planner.cargo import Cargo
 from outcore.planner.memory_order import MemoryOrder
 from outcore.planner.memory_plan import MemoryPlan
@@ -49,6 +50,11 @@ class Settings:
     """Share of the budget to leave free beside that."""
 
     @property
+    def replays(self) -> bool:
+        """Whether a recording may run in the place of the model's own code: as a CUDA graph, or with calls merged."""
+        return self.graphs or self.reassociated
+
+    @property
     def free(self) -> bool:
         """Whether nothing is asked of values: however the model is called, all of them are kept."""
         return self.budget_bytes is None and not (self.policy or self.graphs or self.reassociated)
@@ -59,7 +65,11 @@ class Admitted:
     """One way of calling the model, ready to run."""
 
     plan: MemoryPlan
-    holding: Holding
+    table: PolicyTable
+    holding: Holding | None = None
+    """The recording with its policies, where it may run in the place of the model's own code."""
+    diverged: int = 0
+    """Forwards in a row that were not as the plan expects."""
     graphed: Graphed | None = None
     """Forward and backward as CUDA graphs, where that was asked for and can be."""
     observer: Observer | None = None
@@ -70,5 +80,6 @@ class Admitted:
     """Predicted time of a step in which norms are the library's, where times were measured."""
 
     def __post_init__(self) -> None:
-        self.idle = not self.plan.policy and not self.holding.instead and self.plan.order.inside is None
+        self.merged = self.holding is not None and self.holding.ahead
+        self.idle = not self.plan.policy and not self.merged and self.plan.order.inside is None
         """Whether the model's own forward will do; found once, since resolving policies takes a while."""

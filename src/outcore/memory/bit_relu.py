@@ -27,7 +27,7 @@ from outcore.graph.recording import Step
 from outcore.memory.bits import rectified, through, unpack_bits
 from outcore.memory.followers import hooked
 
-__all__ = ["bit_relus", "relu_by_bits"]
+__all__ = ["bit_relus", "rectified_by_bits", "relu_by_bits"]
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -67,6 +67,24 @@ class _Bits:
         if not _suits(x, inplace=self.inplace):
             return self.run(x, *more, **settings)
         return relu_by_bits(x, inplace=self.inplace)
+
+
+def rectified_by_bits(run: Callable[..., Any], *, inplace: bool, of_module: bool) -> Callable[..., Any]:
+    """What to call instead of a ReLU, with the same arguments.
+
+    Args:
+        run: the ReLU itself, for what bits are not enough for.
+        inplace: whether it writes into its input.
+        of_module: whether the first argument is the module, and the input the second.
+    """
+
+    def rectify(*called: Any, **settings: Any) -> Any:
+        given = called[1:] if of_module else called
+        if not given or not _suits(given[0], inplace=inplace):
+            return run(*called, **settings)
+        return relu_by_bits(given[0], inplace=inplace)
+
+    return rectify
 
 
 def _suits(x: torch.Tensor, *, inplace: bool) -> bool:

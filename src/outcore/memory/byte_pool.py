@@ -20,7 +20,7 @@ from outcore.graph.recording import Step
 from outcore.memory.followers import hooked
 from outcore.memory.windows import Window, indices_of
 
-__all__ = ["byte_pools"]
+__all__ = ["byte_pools", "pooled_by_bytes"]
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _MOST = 2**31 - 2**11
@@ -65,6 +65,26 @@ class _Pool:
         if not x.is_contiguous(memory_format=form):
             return self.run(x, *more, **settings)
         return _MaxPool.apply(x, shape, form, self.window)  # type: ignore[no-untyped-call]
+
+
+def pooled_by_bytes(run: Callable[..., Any], window: Window, *, of_module: bool) -> Callable[..., Any]:
+    """What to call instead of a max pool that returns no indices, with the same arguments.
+
+    Args:
+        run: the pool itself, for what the kernels cannot do.
+        window: of the pool.
+        of_module: whether the first argument is the module, and the input the second.
+    """
+    if not window.fits or len(window.image) != 2:
+        return run
+
+    def pool(*called: Any, **settings: Any) -> Any:
+        own, given = (called[:1], called[1:]) if of_module else ((), called)
+        if not given:
+            return run(*called, **settings)
+        return _Pool(lambda *args, **kwargs: run(*own, *args, **kwargs), window)(*given, **settings)
+
+    return pool
 
 
 def _suits(x: torch.Tensor, window: Window) -> bool:

@@ -13,7 +13,7 @@ these of the cells they are made from. A graph that is never differentiated take
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ from outcore.ops.encoding import codec_of, moves
 if TYPE_CHECKING:
     from outcore.memory.passage import Pass
 
-__all__ = ["Cell", "Geometry", "Handle", "over", "raw"]
+__all__ = ["Cell", "Geometry", "Handle", "as_it_lay", "graph_is_kept", "over", "raw"]
 
 
 class Geometry(NamedTuple):
@@ -51,7 +51,7 @@ def over(memory: torch.Tensor, geometry: Geometry, dtype: torch.dtype | None = N
     return empty.set_(memory.untyped_storage(), geometry.offset, geometry.size, geometry.stride)
 
 
-def _as_it_lay(made: torch.Tensor, lay: Geometry | None) -> torch.Tensor:
+def as_it_lay(made: torch.Tensor, lay: Geometry | None) -> torch.Tensor:
     """What was made again, in the layout of before: without autograd, torch may have laid it out otherwise (pools)."""
     if lay is None or (made.storage_offset() == lay.offset and same_layout(lay.size, made.stride(), lay.stride)):
         return made
@@ -113,7 +113,7 @@ class Handle:
         if self.cell is not None:
             assert self.geometry is not None
             self.cell.owner.reached(self.position)
-            return self.cell.view(self.geometry)
+            return self.cell.view(self.geometry, self.version)
         assert self.tensor is not None
         if not self.tensor.is_inference() and self.tensor._version != self.version:
             raise RuntimeError(
@@ -211,8 +211,8 @@ class Cell:
         if self.memory is None and self.trip is not None:
             self.trip.fetch()
 
-    def view(self, geometry: Geometry) -> torch.Tensor:
-        """A tensor in its memory, which comes back if it must."""
+    def view(self, geometry: Geometry, version: int | None = None) -> torch.Tensor:
+        """A tensor in its memory, which comes back if it must; `version` is that of the memory when it was saved."""
         if self.spoiled or (self.memory is not None and not self.away and self.memory._version != self.version):
             raise RuntimeError(
                 f"{self.name}, which is needed for gradient computation, has been modified by an inplace operation"
@@ -230,11 +230,11 @@ class Cell:
         """Get the memory back and keep it for those who ask next."""
         if self.trip is not None:
             self.memory = self.trip.bytes_back()
-            if not _graph_is_kept():
+            if not graph_is_kept():
                 self.trip = None
         elif self.coded is not None:
             self.memory = self.coded.decoded()
-            if not _graph_is_kept():
+            if not graph_is_kept():
                 self.coded = None
         else:
             self.remake_chain()
@@ -246,13 +246,17 @@ class Cell:
         waiting = [self]
         while waiting:
             cell = waiting[-1]
-            missing = [s for s in cell.sources.values() if s.memory is None and s.trip is None and s.coded is None]
+            missing = [s for s in cell.made_from() if s.memory is None and s.trip is None and s.coded is None]
             if missing and cell.memory is None:
                 waiting.extend(missing)
                 continue
             waiting.pop()
             if cell.memory is None:
                 cell.remake()
+
+    def made_from(self) -> Iterable[Cell]:
+        """The cells that making it again reads."""
+        return self.sources.values()
 
     def remake(self) -> None:
         """Make it again from its sources."""
@@ -264,8 +268,8 @@ class Cell:
         self.memory = self.owner.renormalised(self.rerun.norm, values)
         if self.memory is None:
             made = self.rerun.run(self.owner.model, self.owner.constants, values, self.owner.states)
-            self.memory = _as_it_lay(made, self.owner.geometry.get(self.name))
-        if not _graph_is_kept():
+            self.memory = as_it_lay(made, self.owner.geometry.get(self.name))
+        if not graph_is_kept():
             self.sources = {}
 
     def __repr__(self) -> str:
@@ -279,7 +283,7 @@ def _fills(tensor: torch.Tensor) -> bool:
     return whole and any(tensor.is_contiguous(memory_format=f) for f in formats)
 
 
-def _graph_is_kept() -> bool:
+def graph_is_kept() -> bool:
     """Whether the running backward was told to keep the graph."""
     autograd: Any = torch._C._autograd
     if torch._C._current_graph_task_id() == -1:

@@ -30,7 +30,7 @@ class Contest:
 
     def wanted(self, entry: Admitted, seen: Measured) -> bool:
         """Whether fused norms disappoint."""
-        return bool(entry.holding.instead) and seen.step_s > _SLOWER * entry.library_s
+        return entry.merged and seen.step_s > _SLOWER * entry.library_s
 
     def begin(self, key: Hashable, entry: Admitted, seen: Measured) -> None:
         """Fused norms were watched; now the library's are."""

@@ -1,9 +1,11 @@
 """Stands where a model's ``forward`` was, and runs it under the policies of its plan.
 
-Calls that train go through a `Pass`; all others (`no_grad`, inference) go straight to the model. A recording is valid
-for the shapes, dtypes, modes and flags it was made under (`outcore.graph.keys`), so a call under another key is
-recorded and planned when it first comes: a smaller batch takes over the policies as they are, anything else is planned
-again.
+Calls that train run the model's own forward (`outcore.memory.live_forward`); all others (`no_grad`, inference, tracing,
+export, ``torch.func``) go straight to the model. A plan serves every call that is no larger than the one it was made
+for (`outcore.memory.call_size`); a larger one is recorded and planned when it first comes.
+
+Where a recording has to run in the model's place (as a CUDA graph, or with calls merged into one kernel), it is valid
+for the shapes, dtypes, modes, flags and attributes it was made under (`outcore.graph.keys`).
 
 It is an attribute of the model, so that the model stays the object it was: its class, parameters, hooks and state_dict
 are untouched. A copied or pickled model brings its governor along, which records again when it is first called.
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import sys
 import warnings
 import weakref
@@ -28,6 +31,7 @@ from outcore.cost.rough import belong, by_bytes, scaled
 from outcore.cost.saved import account
 from outcore.errors import CaptureError, OutcoreError, PlanError
 from outcore.graph import Graph
+from outcore.graph.intercept import is_recording
 from outcore.graph.keys import key_of
 from outcore.graph.order import recorded
 from outcore.graph.preserve import ModelState, state_tensors
@@ -35,12 +39,15 @@ from outcore.graph.recording import Mismatch
 from outcore.graph.structure import leaves
 from outcore.machine.units import format_bytes
 from outcore.memory.admission import Admitted, Settings
+from outcore.memory.call_size import CallSize
 from outcore.memory.contest import Contest
 from outcore.memory.graph_budget import planned_again
 from outcore.memory.graphed import Graphed
 from outcore.memory.holding import prepare
+from outcore.memory.live_forward import LiveForward
 from outcore.memory.observer import Measured, Observer, meter_for
 from outcore.memory.passage import Pass
+from outcore.memory.policy_table import compile_policies
 from outcore.memory.proposal import Proposal, propose
 from outcore.memory.rates import memory_rate
 from outcore.memory.state import StateKeeper
@@ -54,8 +61,19 @@ __all__ = ["Governor", "Settings"]
 class Governor:
     """What is called instead of the model's ``forward``."""
 
-    def __init__(self, model: nn.Module, settings: Settings, costs: Costs | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: Settings,
+        costs: Costs | None = None,
+        inner: Callable[..., Any] | None = None,
+    ) -> None:
         self._model = weakref.ref(model)  # the model holds this object, not the other way round
+        self.inner = inner
+        """The forward that another tool has put on this one model, if any."""
+        self._parameters: list[weakref.ref[nn.Parameter]] = []
+        self.covering: dict[Hashable, Hashable] = {}
+        """Call -> the call whose plan serves it."""
         self.__signature__ = inspect.signature(self.original)  # some trainers look up which arguments a model takes
         self.settings = settings
         self.costs = costs
@@ -96,11 +114,11 @@ class Governor:
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, whose parameters come when they are needed."""
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or _is_looked_at():
             return self.original(*args, **kwargs)
         if self.keeper is not None and self.settings.free:  # a key takes the host as long as twenty calls of the model
             return self.plainly(*args, **kwargs)
-        key = key_of(self.model, args, kwargs, self.device if self.keeper is not None else None)
+        key = self.key(args, kwargs)
         if key not in self.admitted:
             self.admit(key, args, kwargs)
             if (new := self.admitted[key]) is not None and follow(self, new.plan.state):
@@ -108,8 +126,8 @@ class Governor:
         entry = self.admitted[key]
         if entry is None or (entry.idle and not self.watched(key, entry) and not self.windowed):
             return self.plainly(*args, **kwargs)
-        tensors = [t for _, t in leaves((args, kwargs), torch.Tensor)]
         if entry.observer is not None:
+            tensors = [t for _, t in leaves((args, kwargs), torch.Tensor)]
             seen = entry.observer.look(tensors, self.keeper)
             if seen is not None and self.corrected(key, entry, seen, args, kwargs):
                 corrected = self.admitted[key]
@@ -118,11 +136,29 @@ class Governor:
         if entry.idle and not self.windowed:
             return self.plainly(*args, **kwargs)
         if entry.graphed is not None:
+            tensors = [t for _, t in leaves((args, kwargs), torch.Tensor)]
             if entry.graphed.graphs is None and planned_again(self, key, entry, tensors, args, kwargs):
                 return self.run(*args, **kwargs)
             if entry.graphed is not None and (result := entry.graphed(tensors)) is not None:
                 return result[0]
-            self.make_room(entry.holding.offloaded_bytes)
+            self.make_room(entry.table.offloaded_bytes)
+        if entry.merged:
+            return self.replayed(entry, args, kwargs)
+        return self.live(key, entry, args, kwargs)
+
+    def live(self, key: Hashable, entry: Admitted, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the model's own forward under its policies."""
+        order = entry.plan.order.inside
+        forward = self.original if order is None else order.turned(self.original)
+        running = LiveForward(entry.table, self.tier, self.keeper)
+        result = running.run(forward, args, kwargs)
+        entry.diverged = entry.diverged + 1 if running.diverged else 0
+        return result
+
+    def replayed(self, entry: Admitted, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the recording, in which calls were merged."""
+        assert entry.holding is not None
+        tensors = [t for _, t in leaves((args, kwargs), torch.Tensor)]
         if not entry.holding.recording.uses_data:
             return Pass(entry.holding, self.model, tensors, self.tier, keeper=self.keeper).forward()
         before = ModelState(self.model, state_tensors(self.model))
@@ -131,6 +167,27 @@ class Governor:
         except Mismatch:
             before.restore()
             return self.plainly(*args, **kwargs)
+
+    def key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+        """Under what the plan for a call is found: that of a call which is at least as large, if there is one."""
+        if self.settings.replays:
+            return key_of(self.model, args, kwargs, self.device if self.keeper is not None else None)
+        size = CallSize.of(args, kwargs, self.parameters(), self.device.type)
+        if size in self.admitted:
+            return size
+        if (known := self.covering.get(size)) is None or known not in self.admitted:
+            free = self.settings.budget_bytes is None
+            known = next((k for k in self.admitted if isinstance(k, CallSize) and (free or k.covers(size))), size)
+            self.covering[size] = known
+        return known
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Of the model: walking over its modules takes as long as many of its calls, so they are remembered."""
+        found = [p for reference in self._parameters if (p := reference()) is not None]
+        if not found or len(found) < len(self._parameters):
+            found = list(self.model.parameters())
+            self._parameters = [weakref.ref(p) for p in found]
+        return found
 
     def watched(self, key: Hashable, entry: Admitted) -> bool:
         """Whether steps that run as they are have something to tell."""
@@ -151,6 +208,8 @@ class Governor:
     @property
     def original(self) -> Callable[..., Any]:
         """The model's own forward."""
+        if self.inner is not None:
+            return self.inner
         own: Callable[..., Any] = type(self.model).forward.__get__(self.model)
         return own
 
@@ -182,31 +241,42 @@ class Governor:
             return
         assert graph.executable is not None
         recording = graph.executable[1]
-        if recording.volatile or not any(v.requires_grad for v in map(graph.values.get, graph.outputs) if v):
+        if not any(v.requires_grad for v in map(graph.values.get, graph.outputs) if v):
             self.admitted[key] = None
             return
         first = self.plan if any(self.admitted.values()) else None
-        found = found or propose(graph, self.model, self.costs_of(graph), self.settings, self.device, first)
+        settings = replace(self.settings, fuse=False) if recording.volatile else self.settings
+        found = found or propose(graph, self.model, self.costs_of(graph), settings, self.device, first)
         plan = found.plan
         assert found.graph.executable is not None
-        holding = prepare(
+        table = compile_policies(
             found.graph,
-            found.graph.executable[1],
             self.model,
             plan.keeping.buffers,
             plan.policy,
             plan.outcome.transfers,
             reassociated=self.settings.reassociated,
-            fused=found.fused,
         )
-        entry = self.admitted[key] = Admitted(plan, holding)
-        if self.settings.graphs and (self.device.type != "cuda" or not Graphed.can(holding)):
+        holding = None
+        if self.settings.replays and not recording.volatile:
+            holding = prepare(
+                found.graph,
+                found.graph.executable[1],
+                self.model,
+                plan.keeping.buffers,
+                plan.policy,
+                plan.outcome.transfers,
+                reassociated=self.settings.reassociated,
+                fused=found.fused,
+            )
+        entry = self.admitted[key] = Admitted(plan, table, holding)
+        if self.settings.graphs and (self.device.type != "cuda" or holding is None or not Graphed.can(holding)):
             warnings.warn("outcore: this step cannot be a CUDA graph; it runs call by call", stacklevel=3)
-        elif self.settings.graphs:
+        elif self.settings.graphs and holding is not None:
             other = next((e.graphed for e in self.admitted.values() if e is not None and e.graphed is not None), None)
             entry.graphed, entry.idle = Graphed(holding, self.model, other), False
         if entry.graphed is None:
-            self.make_room(holding.offloaded_bytes)
+            self.make_room(table.offloaded_bytes)
         if not self.settings.graphs:
             costs = plan.keeping.costs
             state = self.settings.optimizer.state_bytes(costs.parameters)
@@ -291,7 +361,7 @@ class Governor:
         """Where the model computes."""
         if self.keeper is not None:
             return self.keeper.device
-        first = next(iter((*self.model.parameters(), *self.model.buffers())), None)
+        first = next(itertools.chain(self.parameters(), self.model.buffers()), None)
         return first.device if first is not None else torch.device("cpu")
 
     @contextlib.contextmanager
@@ -308,12 +378,29 @@ class Governor:
 
     def __getstate__(self) -> dict[str, Any]:
         device = self.device if self.keeper is not None else self.elsewhere
-        return {"model": self.model, "settings": self.settings, "costs": self.costs, "elsewhere": device}
+        return {
+            "model": self.model,
+            "settings": self.settings,
+            "costs": self.costs,
+            "inner": self.inner,
+            "elsewhere": device,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         elsewhere = state.pop("elsewhere", None)
         self.__init__(**state)  # type: ignore[misc]
         self.elsewhere = elsewhere
+
+
+def _is_looked_at() -> bool:
+    """Whether the model is recorded, traced, exported or transformed, and not trained: then it runs as it is."""
+    return (
+        is_recording()
+        or torch._C._get_tracing_state() is not None
+        or torch.compiler.is_exporting()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    )
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]

@@ -30,7 +30,7 @@ from outcore.memory.rerun import Rerun, compile_rerun
 from outcore.ops.encoding import CODECS, PIXELS, codec_for, codec_of, held_bytes, moves
 from outcore.planner.transfers import Transfers
 
-__all__ = ["CellPlan", "Holding", "prepare"]
+__all__ = ["CellPlan", "Holding", "check_policy", "prepare", "room_below"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +90,8 @@ class Holding:
     renorm: Renorm
     instead: Mapping[str, Step]
     """Call -> the step to run instead of the recorded one."""
+    ahead: bool = False
+    """A call does what a later one would: the model's own code cannot run in between."""
     offloaded_bytes: int = 0
     like_source: dict[str, bool] = field(default_factory=dict)
     """Copy in another type -> whether it lies in memory as a cast of its source does; filled in by the first run."""
@@ -152,7 +154,7 @@ def prepare(
         buffer = buffers.get(name)
         if buffer is None:
             raise PlanError(f"the plan names {name}, which is no memory of {graph.root.type}")
-        _check(buffer, how)
+        check_policy(buffer, how)
         how = "offload" if how == "offload:early" else how
         if how != "recompute":
             plans[name] = CellPlan(name, how, window=_window(graph, steps, buffer, model) if "window" in how else None)
@@ -216,7 +218,8 @@ def prepare(
     makers = {maker for v in noted if (maker := graph.values[v].producer) is not None}
     windows = {n.rpartition("~")[0]: p.window for n, p in plans.items() if p.policy == "encode:window"}
     instead = bit_relus(graph, steps, model, buffers, policy) | byte_pools(steps, model, windows) | bands
-    instead |= fused.instead(graph, model, instead, set(plans))
+    merged = fused.instead(graph, model, instead, set(plans))
+    instead |= merged
     return Holding(
         recording=recording,
         positions={name: i for i, name in enumerate(order)},
@@ -239,11 +242,12 @@ def prepare(
         norms={rerun.norm.call: rerun.norm for rerun in reruns if rerun.norm is not None},
         renorm=Renorm(reassociated),
         instead=instead,
-        offloaded_bytes=sum(_room(buffers[n], p.policy) for n, p in plans.items() if moves(p.policy)),
+        ahead=bool(merged or bands),
+        offloaded_bytes=sum(room_below(buffers[n], p.policy) for n, p in plans.items() if moves(p.policy)),
     )
 
 
-def _check(buffer: Buffer, how: str) -> None:
+def check_policy(buffer: Buffer, how: str) -> None:
     """Refuse a policy that a buffer cannot have."""
     if how == "recompute" and buffer.obstacle:
         raise PlanError(f"{buffer.name} cannot be recomputed: {buffer.obstacle}; keep or offload it")
@@ -265,7 +269,7 @@ def _check(buffer: Buffer, how: str) -> None:
         raise PlanError(f"{buffer.name} is kept by a part that must stay whole; keep it")
 
 
-def _room(buffer: Buffer, policy: str) -> int:
+def room_below(buffer: Buffer, policy: str) -> int:
     """Bytes that a buffer takes where it goes: whole, or the two or three pieces of its smaller form."""
     if not codec_of(policy):
         return Arena.rounded(buffer.bytes)

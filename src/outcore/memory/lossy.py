@@ -23,7 +23,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from outcore.graph import Graph
-from outcore.graph.keys import key_of
 from outcore.graph.preserve import ModelState, state_tensors
 from outcore.graph.structure import leaves
 from outcore.machine.units import format_bytes
@@ -171,7 +170,7 @@ def _gradients(
     parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
     before = ModelState(model, state_tensors(model))
     try:
-        other.admit(key_of(model, args, kwargs), args, kwargs, graph=graph)
+        other.admit(other.key(args, kwargs), args, kwargs, graph=graph)
         output = other(*args, **kwargs)
         value = loss(output) if loss is not None else _squares(output)
         found = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)

@@ -7,15 +7,16 @@ it has found nothing above minus infinity, wherever the window is. That is a cod
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
-from outcore.ops.encoding import PIXELS
+from outcore.ops.encoding import PIXELS, POOLS
 
-__all__ = ["NOWHERE", "Window", "indices_of", "positions_of", "window_of"]
+__all__ = ["NOWHERE", "Window", "indices_of", "positions_of", "window_of", "window_of_call"]
 
 NOWHERE = PIXELS
 """The position of the image's first pixel in windows that it does not lie in; others are smaller."""
@@ -52,6 +53,30 @@ def window_of(call: Any, image: Sequence[int]) -> Window | None:
     kernel = wide(call["kernel_size"])
     stride = wide(call["stride"]) if call.get("stride") not in (None, ()) else kernel
     return Window(kernel, stride, wide(call.get("padding", 0)), wide(call.get("dilation", 1)), tuple(image))
+
+
+def window_of_call(
+    name: str, module: nn.Module | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Window | None:
+    """The window of a max pool that is being called; none if the call is something else, or not one of images.
+
+    Args:
+        name: of the function or the type of the module.
+        module: that is called, if it is one.
+        args: of the call.
+        kwargs: of the call.
+    """
+    if name not in POOLS or not args or not isinstance(args[0], torch.Tensor):
+        return None
+    dims = 3 if "3" in name else 2
+    if args[0].dim() < dims:
+        return None
+    if module is not None:
+        settings = {n: getattr(module, n) for n in ("kernel_size", "stride", "padding", "dilation")}
+    else:
+        settings = dict(zip(("kernel_size", "stride", "padding", "dilation"), args[1:5], strict=False)) | dict(kwargs)
+    window = window_of(settings, args[0].shape[-dims:])
+    return window if window is not None and window.fits else None
 
 
 def positions_of(indices: torch.Tensor, window: Window) -> torch.Tensor:

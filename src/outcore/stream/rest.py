@@ -20,7 +20,6 @@ from outcore.cost.rough import by_bytes, scaled, without_gaps
 from outcore.cost.saved import account
 from outcore.errors import PlanError
 from outcore.graph import capture
-from outcore.graph.keys import key_of
 from outcore.graph.recording import Ref, Tape, fill
 from outcore.graph.structure import leaves
 from outcore.memory.governor import Governor, Settings
@@ -101,7 +100,7 @@ class Rest(nn.Module):
                 settings = Settings(most, OptimizerCost.of(0.0), policy=chosen, search_s=_SEARCH_S)
                 governor = Governor(self, settings, timed)
                 try:
-                    governor.admit(key_of(self, stand_ins, {}), stand_ins, {}, graph=graph)
+                    governor.admit(governor.key(stand_ins, {}), stand_ins, {}, graph=graph)
                 except PlanError:
                     continue
                 self.__dict__.update(governor=governor, forward=governor)

@@ -1,0 +1,29 @@
+"""Programs that do what Python can, trained under policies and plainly: none differs, whatever it does."""
+
+import pytest
+
+from .programs import attributes, effects, loops  # noqa: F401 - they fill the collection
+from .programs.run import PROGRAMS, differences, run_program
+
+
+def test_there_are_enough_programs() -> None:
+    assert len(PROGRAMS) >= 120
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_trains_as_plain_pytorch_does(name: str) -> None:
+    plain = run_program(name, None)
+    assert plain.notes
+    assert differences(plain, run_program(name, "recompute")) == []
+    assert differences(plain, run_program(name, "mixture")) == []
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mode", ["offload", "encode", "keep", *(f"mixture {seed}" for seed in range(1, 6))])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_trains_as_plain_pytorch_does_under_every_policy(name: str, mode: str) -> None:
+    how, _, seed = mode.partition(" ")
+    plain = run_program(name, None, int(seed or 0))
+    assert differences(plain, run_program(name, how, int(seed or 0))) == []
