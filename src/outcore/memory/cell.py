@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -47,14 +48,21 @@ class Geometry(NamedTuple):
 
 def over(memory: torch.Tensor, geometry: Geometry, dtype: torch.dtype | None = None) -> torch.Tensor:
     """A tensor that lies in the memory of another."""
+    dtype_, size, stride, offset = geometry
+    if (dtype is None or dtype == dtype_) and memory.dtype is dtype_ and memory.shape == size:
+        if memory.stride() == stride and memory.storage_offset() == offset:
+            return memory.detach()
     empty = torch.empty(0, dtype=dtype or geometry.dtype, device=memory.device)
     return empty.set_(memory.untyped_storage(), geometry.offset, geometry.size, geometry.stride)
 
 
 def as_it_lay(made: torch.Tensor, lay: Geometry | None) -> torch.Tensor:
     """What was made again, in the layout of before: without autograd, torch may have laid it out otherwise (pools)."""
-    if lay is None or (made.storage_offset() == lay.offset and same_layout(lay.size, made.stride(), lay.stride)):
+    if lay is None:
         return made
+    if made.storage_offset() == lay.offset:
+        if made.stride() == lay.stride or same_layout(lay.size, made.stride(), lay.stride):
+            return made
     reach = lay.offset + 1 + sum((size - 1) * stride for size, stride in zip(lay.size, lay.stride, strict=True))
     memory = over(torch.empty(reach, dtype=lay.dtype, device=made.device), lay)
     return memory.copy_(made)
@@ -137,25 +145,27 @@ class Cell:
         window: Window | None = None,
     ) -> None:
         self.name, self.policy, self.owner, self.rerun, self.window = name, policy, owner, rerun, window
-        self.sources: Mapping[str, Cell] = {}
-        """Value -> cell of the memory it lies in, for what the rerun reads."""
         self.uses = dependents
         """How often backward will ask."""
-        self.asked = 0
-        self.memory: torch.Tensor | None = None
-        self.dtype: torch.dtype | None = None
-        """Of the elements when they are back, where it is another."""
-        self.version = 0
-        self.saved = False
-        """Autograd has a handle of it."""
-        self.coded: Coded | None = None
-        self.survey: tuple[Survey, int] | None = None
-        """What was counted before it leaves, and of which version."""
-        self.trip: Trip | None = None
-        self.away = False
-        """The memory was given away; what is there now is there for a while."""
-        self.spoiled = False
-        """It was overwritten after autograd had saved it."""
+
+    # Most cells never change these, and there is one cell per buffer and step.
+    sources: Mapping[str, Cell] = MappingProxyType({})
+    """Value -> cell of the memory it lies in, for what the rerun reads."""
+    asked = 0
+    memory: torch.Tensor | None = None
+    dtype: torch.dtype | None = None
+    """Of the elements when they are back, where it is another."""
+    version = 0
+    saved = False
+    """Autograd has a handle of it."""
+    coded: Coded | None = None
+    survey: tuple[Survey, int] | None = None
+    """What was counted before it leaves, and of which version."""
+    trip: Trip | None = None
+    away = False
+    """The memory was given away; what is there now is there for a while."""
+    spoiled = False
+    """It was overwritten after autograd had saved it."""
 
     # Forward
 
@@ -243,6 +253,9 @@ class Cell:
 
     def remake_chain(self) -> None:
         """Make it again, after whatever it is made from (chains may be longer than Python's stack)."""
+        if all(s.memory is not None or s.trip is not None or s.coded is not None for s in self.made_from()):
+            self.remake()
+            return
         waiting = [self]
         while waiting:
             cell = waiting[-1]

@@ -38,20 +38,24 @@ class LiveCell(Cell):
     def __init__(
         self, name: str, policy: str, owner: LiveForward, *, derived: bool = False, window: Window | None = None
     ) -> None:
-        super().__init__(name, policy, owner, window=window)  # type: ignore[arg-type]
-        self.derived = derived
-        """An operation made it for its own backward."""
+        self.name, self.policy, self.owner, self.window = name, policy, owner, window
+        self.uses, self.derived = 0, derived
         self.writers: list[RecordedCall] = []
-        self.path = ""
-        """Where it stands in what its first writer returns."""
-        self.lay: Geometry | None = None
-        self.norm: tuple[Norm, Statistics] | None = None
-        """The batch norm that its first writer is, where that can be made again from its statistics."""
-        self.rectified = False
-        """Its second writer is a ReLU."""
-        self.has_left = False
-        self.cast: torch.dtype | None = None
-        """It is a copy in another type of what its only writer holds."""
+
+    derived: bool
+    """An operation made it for its own backward."""
+    path = ""
+    """Where it stands in what its first writer returns."""
+    lay: Geometry | None = None
+    norm: tuple[Norm, Statistics] | None = None
+    """The batch norm that its first writer is, where that can be made again from its statistics."""
+    rectified = False
+    """Its second writer is a ReLU."""
+    has_left = False
+    cast: torch.dtype | None = None
+    """It is a copy in another type of what its only writer holds."""
+    rescued = False
+    """Its memory is not the one that was saved."""
 
     # Forward
 
@@ -93,9 +97,6 @@ class LiveCell(Cell):
         self.away, self.policy = False, "keep"
         self.version, self.rescued = memory._version, True
         self._forget_writers()
-
-    rescued = False
-    """Its memory is not the one that was saved."""
 
     # Backward
 

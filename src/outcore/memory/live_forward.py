@@ -57,35 +57,29 @@ _FACTORIES = {"zeros", "ones", "full", "arange", "linspace", "eye", "rand", "ran
 _HARMLESS = {"requires_grad_", "retain_grad"}
 _autograd: Any = torch._C._autograd
 _torch_c: Any = torch._C
+_stack_depth, _pop_mode, _push_mode = (
+    _torch_c._len_torch_function_stack,
+    _torch_c._pop_torch_function_stack,
+    _torch_c._push_on_torch_function_stack,
+)
 
 
 class _Function:
     """What is known of a function in one module's forward."""
 
-    __slots__ = ("composite", "name", "plans", "writes")
+    __slots__ = ("busy", "composite", "name", "plans", "writes")
 
     def __init__(self, func: Callable[..., Any], name: str, plans: Mapping[int, CallPlan]) -> None:
         self.name, self.plans, self.composite = name, plans, func in _COMPOSITES
         self.writes = (name.endswith("_") and name not in _HARMLESS) or name == "setitem"
+        self.busy = bool(plans) or self.writes or self.composite
 
 
-class _Mode(TorchFunctionMode):
-    """Tells a forward of functions on tensors."""
-
-    def __init__(self, live: LiveForward) -> None:
-        super().__init__()
-        self.live = live
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return self.live.on_function(func, args, kwargs or {})
-
-
-class LiveForward:
+class LiveForward(TorchFunctionMode):
     """One forward of the user's model; what backward needs to know of it lives as long as a cell does."""
 
     def __init__(self, table: PolicyTable, tier: Tier | None, keeper: StateKeeper | None = None) -> None:
+        super().__init__()
         self.table, self.tier, self.keeper = table, tier, keeper
         self.position = table.length
         """How far backward has come."""
@@ -107,7 +101,8 @@ class LiveForward:
         """Inside a call that is one step of the plan."""
         self._sharded = False
         """Inside a module that was sharded since it was planned: its parameters are gone when its forward is over."""
-        self._mode: _Mode | None = None
+        self._depth = 0
+        """Of the stack of modes, with this one on top."""
 
     @property
     def diverged(self) -> bool:
@@ -117,13 +112,13 @@ class LiveForward:
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model's forward; returns what it returns."""
         outer = current_watcher()
-        self._mode = _Mode(self)
         if isinstance(outer, LiveForward):
             outer._quiet += 1
         try:
             with self.keeper.hooked() if self.keeper is not None else contextlib.nullcontext():
                 self._hooks = _top_hooks()
-                with watched(self), self._mode:
+                with watched(self), self:
+                    self._depth = _stack_depth()
                     result = forward(*args, **kwargs)
             for cell in self._cells.values():
                 if not cell.has_left:  # the plan expected another call
@@ -140,7 +135,6 @@ class LiveForward:
         for table in (self._cells, self._at, self._readers, self._copying, self._counts):
             table.clear()
         self._pending.clear()
-        self._mode = None
 
     # What the user's code does
 
@@ -156,42 +150,61 @@ class LiveForward:
                 return call_module(module, *args, **kwargs)
             finally:
                 self._node, self._sharded = before
-        count = self._counts.get(node, 0)
-        self._counts[node] = count + 1
-        plan = node.calls.get(count) if node.type is type(module) else None
         if node.kind == "opaque":
             return self._aside(call_module, (module, *args), kwargs, compiled=True)
-        if _hooked(module) or "forward" in module.__dict__:
-            return self._beside(plan, call_module, (module, *args), kwargs)
-        if plan is None:
-            if module.__dict__.get("inplace") and args:
-                self._about_to_write(args[0])
+        plan = None
+        if node.calls:
+            count = self._counts.get(node, 0)
+            self._counts[node] = count + 1
+            plan = node.calls.get(count) if node.type is type(module) else None
+        own = module.__dict__
+        if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or "forward" in own:
+            if "forward" in own or hooks_of(module):
+                return self._beside(plan, call_module, (module, *args), kwargs)
+        if plan is not None:
+            return self._aside(self._managed, (plan, plan.type, call_module, module, args, kwargs), {})
+        if own.get("inplace") and args:
+            self._about_to_write(args[0])
+        if _stack_depth() != self._depth:  # somebody else's mode is on top
             return self._aside(call_module, (module, *args), kwargs)
-        return self._aside(self._managed, (plan, plan.type, call_module, module, args, kwargs), {})
+        _pop_mode()
+        try:
+            return call_module(module, *args, **kwargs)
+        finally:
+            _push_mode(self)
 
-    def on_function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         """A function on tensors is called."""
         known: _Function | None = self._node.seen.get(func)
         if known is None:
             known = self._look_up(func)
-        if known.composite and not self._quiet:
-            assert self._mode is not None
-            with self._mode, opened():
-                return func(*args, **kwargs)
-        plan = None
-        if known.plans and not self._quiet:
-            count = self._counts.get(known, 0)
-            self._counts[known] = count + 1
-            plan = known.plans.get(count)
-        if plan is not None:
-            return self._managed(plan, known.name, func, None, args, kwargs)
+        if not known.busy and not kwargs:
+            return func(*args)
+        return self._on_function(func, known, args, kwargs or {})
+
+    def _on_function(
+        self, func: Callable[..., Any], known: _Function, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A function that may be planned, or write in place."""
+        if self._quiet == 0:
+            if known.composite:
+                with self, opened():
+                    return func(*args, **kwargs)
+            if known.plans:
+                count = self._counts.get(known, 0)
+                self._counts[known] = count + 1
+                if (plan := known.plans.get(count)) is not None:
+                    return self._managed(plan, known.name, func, None, args, kwargs)
         if known.writes and args:
             self._about_to_write(args[0])
         elif kwargs:
-            if kwargs.get("inplace") and args:
+            if args and kwargs.get("inplace"):
                 self._about_to_write(args[0])
-            for tensor in _written(kwargs.get("out")):
-                self._about_to_write(tensor)
+            if "out" in kwargs:
+                for tensor in _written(kwargs["out"]):
+                    self._about_to_write(tensor)
         return func(*args, **kwargs)
 
     def _look_up(self, func: Callable[..., Any]) -> _Function:
@@ -209,10 +222,9 @@ class LiveForward:
         self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, compiled: bool = False
     ) -> Any:
         """Run something whose inside is not looked at."""
-        top = _torch_c._len_torch_function_stack()
-        mine = bool(top) and _torch_c._get_function_stack_at(top - 1) is self._mode
+        mine = _stack_depth() == self._depth
         if mine:
-            _torch_c._pop_torch_function_stack()
+            _pop_mode()
         self._quiet += 1
         try:
             if not compiled:
@@ -222,7 +234,7 @@ class LiveForward:
         finally:
             self._quiet -= 1
             if mine:
-                _torch_c._push_on_torch_function_stack(self._mode)
+                _push_mode(self)
 
     def _beside(
         self, plan: CallPlan | None, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -250,11 +262,11 @@ class LiveForward:
     ) -> Any:
         """Run a call that the plan has something to say about."""
         called = args if module is None else (module, *args)
-        others = _top_hooks() is not self._hooks and _top_hooks() != self._hooks
         written = self._written_by(name, module, args, kwargs)
-        for tensor in _written(kwargs.get("out")):
-            self._about_to_write(tensor)
-        if not torch.is_grad_enabled() or others or _torch_c._are_functorch_transforms_active():
+        if "out" in kwargs:
+            for tensor in _written(kwargs["out"]):
+                self._about_to_write(tensor)
+        if not torch.is_grad_enabled() or _top_hooks() != self._hooks or _torch_c._are_functorch_transforms_active():
             if written is not None:
                 self._about_to_write(written)
             return self._beside(plan, run, called, kwargs)
@@ -545,13 +557,6 @@ def _unpack(packed: Any) -> torch.Tensor:
 def _top_hooks() -> Any:
     """The hooks on saved tensors that are in force."""
     return _autograd._top_saved_tensors_default_hooks(True)
-
-
-def _hooked(module: nn.Module) -> bool:
-    """Whether the user has hooks on a module."""
-    if not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks):
-        return False
-    return bool(hooks_of(module))
 
 
 def _tensors(result: Any) -> Iterable[tuple[str, torch.Tensor]]:

@@ -23,7 +23,7 @@ from outcore.graph.parts import BlockKind
 from outcore.graph.recording import Ref
 from outcore.graph.structure import leaves
 from outcore.memory.holding import check_policy, room_below
-from outcore.memory.renorm import Renorm
+from outcore.memory.renorm import NORMS, Renorm
 from outcore.ops.encoding import codec_of, moves
 from outcore.planner.transfers import Transfers
 
@@ -72,10 +72,8 @@ class CallPlan:
     windows: bool = False
     """It is a max pool that keeps positions alone."""
 
-    @property
-    def hooked(self) -> bool:
-        """Whether what autograd keeps of it is looked at."""
-        return bool(self.saves or self.derived or self.shape_only or self.records or self.signs or self.windows)
+    hooked: bool = False
+    """What autograd keeps of it is looked at."""
 
 
 class Node:
@@ -170,7 +168,8 @@ class _Compiler:
             if buffer.kind == "value" and buffer.shapes:
                 planned.setdefault(buffer.name, "keep")
         for name, how in planned.items():
-            self.add(buffers[name], how)
+            if how != "keep" or buffers[name].shapes:  # what others are made from is held by them
+                self.add(buffers[name], how)
 
     def refuse_signs_that_others_need(self, policy: Mapping[str, str]) -> None:
         """A value of which only signs are kept cannot be what another is made from."""
@@ -242,6 +241,8 @@ class _Compiler:
         named = paths(self.model)
         nodes = {path: Node(module, path, kind_of(module) if path else "container") for module, path in named.items()}
         for name, plan in self.calls.items():
+            norm = plan.records and plan.type in NORMS  # whose statistics are wanted
+            plan.hooked = bool(plan.saves or plan.derived or plan.shape_only or norm)
             block, _, count = name.rpartition("#")
             if (node := nodes.get(block)) is not None and node.kind == "module":
                 node.calls[int(count)] = plan

@@ -137,8 +137,10 @@ class RecordedCall:
         for argument in self.arguments:  # parameters of a layer are among them, though not among what it is given
             if argument.tensor is not None:
                 argument.check()
-        args = tuple(self._filled(a, memory) for a in self.args)
-        kwargs = {k: self._filled(v, memory) for k, v in self.kwargs.items()}
+        args = [self._filled(a, memory) for a in self.args]
+        kwargs = {k: self._filled(v, memory) for k, v in self.kwargs.items()} if self.kwargs else {}
+        if not (self.folds or self.states or self.autocast or torch.is_grad_enabled() or _any_autocast()):
+            return self.target(*args, **kwargs)  # as most are: what follows takes longer than a small operation
         with torch.set_grad_enabled(self.folds), _modes(self._changed()), _generators(self.states):
             return self.target(*args, **kwargs)
 
