@@ -31,18 +31,21 @@ from outcore.cost.saved import account
 from outcore.errors import OutcoreError, PlanError
 from outcore.graph import Graph, capture
 from outcore.graph.capture import arguments_as_called
-from outcore.graph.structure import leaves
+from outcore.graph.recording import Ref
+from outcore.graph.structure import leaves, substitute
 from outcore.machine.units import format_bytes, parse_bytes
 from outcore.memory.governor import Governor, Settings
+from outcore.memory.graph_pool import grow_segments_from_now_on
 from outcore.memory.graphed import Graphed
 from outcore.memory.lossy import effect_on_gradients
 from outcore.memory.lots import cargo_of, uses_of
 from outcore.memory.order_choice import Way, faster, other_order
+from outcore.memory.rehearsal import rehearse
 from outcore.memory.stepping import can_be_parted, in_parts
 from outcore.memory.succession import Duty
 from outcore.plan_document import Plan
 from outcore.planner.memory_order import CHANNELS_LAST, MemoryOrder
-from outcore.planner.memory_plan import MemoryPlan
+from outcore.planner.memory_plan import MemoryPlan, plan_memory
 from outcore.planner.state import StatePolicy, ladder
 
 if TYPE_CHECKING:
@@ -94,8 +97,9 @@ def within(
         model: any module, in the mode it will be trained in; nothing in it is changed but what ``forward`` runs.
         args: the positional arguments of a call, or their shapes.
         kwargs: the keyword arguments.
-        memory: the most a training step may hold ("8GiB", bytes), with weights, gradients and optimizer state in
-            it; None for the fastest step whatever it holds.
+        memory: the most a training step may hold ("8GiB", bytes, or "50%" of what plain training is predicted to
+            take), with weights, gradients and optimizer state in it, on a GPU all that is reserved, on a CPU the
+            bytes of living tensors; None for the fastest step whatever it holds.
         loss: a function of the model's output, so that its memory is counted too; without it nothing is. An
             `outcore.stream.PixelLoss` is taken in one pass over the tiles, by `outcore.stream.pixel_loss`.
         optimizer: the optimizer, or how it is made, or the size of its state over that of the parameters; without it
@@ -123,7 +127,8 @@ def within(
 
     release(model)
     _check(model, exact)
-    budget = parse_bytes(memory) if isinstance(memory, str) else memory
+    inner = model.__dict__.get("forward")
+    share, budget = _budget(memory)
     if state is None and isinstance(plan, Plan) and plan.state:
         state = plan.state
     if state is not None and not StatePolicy.of(state).idle:
@@ -142,6 +147,9 @@ def within(
     loss_bytes = _loss_bytes(graph, on_output)
     if costs is None:
         costs = measure(graph, time_limit_s=measure_s if turned is None else measure_s / 2)
+    if share is not None:
+        plain = plan_memory(graph, costs, budget_bytes=None, optimizer=cost, loss_bytes=loss_bytes, policy={})
+        budget = int(share * plain.plain_bytes)
     beside = loss_bytes + bytes_on(graph_device(graph), (args, kwargs))
     wanted = Wanted(budget, cost, beside, statistics, by_hand, dense=loss is not on_output)
     if lazy or stream or by_hand is not None:
@@ -179,8 +187,12 @@ def within(
         if turned is not None:
             turned_costs = without_gaps(measure(turned, time_limit_s=measure_s / 2))
             way = faster(way, turned, turned_costs, model, graph_device(graph))
-        governor = Governor(model, way.settings, way.costs)
-        governor.admit(governor.key(*call), *call, graph=way.graph, found=way.found)
+        if budget is not None and graph_device(graph).type == "cuda":
+            grow_segments_from_now_on()
+        governor = Governor(model, way.settings, way.costs, inner)
+        key = governor.key(*call)
+        governor.admit(key, *call, graph=way.graph, found=way.found)
+        rehearse(governor, key, *call, on_output)
     except PlanError as refused:
         if stream is False or plan is not None or state is not None:
             raise
@@ -188,7 +200,7 @@ def within(
         return _announced(model, step, budget, assumed=optimizer is None, quiet=quiet)
     if not any(governor.admitted.values()):
         raise OutcoreError(
-            "this model cannot be managed: it draws numbers outside of torch, or nothing in it is trained"
+            "nothing that this model returns leads back to a parameter that requires a gradient; unfreeze some of them"
         )
     effect = effect_on_gradients(governor, way.graph, *call, loss=on_output)
     if effect is not None and not quiet:
@@ -200,8 +212,8 @@ def within(
 
 def _check(model: nn.Module, exact: str) -> None:
     """Refuse what cannot be managed."""
-    if "forward" in model.__dict__:
-        raise OutcoreError("this model's forward was replaced by another tool; remove that before calling within")
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise OutcoreError("give outcore.within the model, then wrap the result: DDP(outcore.within(model, ...))")
     if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
         raise OutcoreError("this model is sharded already; call outcore.within before fully_shard")
     if exact not in get_args(Exactness):
@@ -247,6 +259,8 @@ def release(model: nn.Module) -> nn.Module:
     governor = model.__dict__.get("forward")
     if isinstance(governor, Governor):
         del model.__dict__["forward"]
+        if governor.inner is not None:
+            model.__dict__["forward"] = governor.inner
         if governor.keeper is not None:
             governor.keeper.close()
             governor.keeper = None
@@ -274,28 +288,53 @@ def graph_device(graph: Graph) -> torch.device:
 
 
 class _Loss(nn.Module):
-    """A loss as a network."""
+    """A loss as a network, on the device of its model."""
 
-    def __init__(self, loss: Callable[[Any], torch.Tensor]) -> None:
+    def __init__(self, loss: Callable[[Any], torch.Tensor], device: torch.device) -> None:
         super().__init__()
         self.loss = loss
+        self.register_buffer("place", torch.empty(0, device=device), persistent=False)
 
-    def forward(self, output: torch.Tensor) -> torch.Tensor:
+    def forward(self, output: Any) -> torch.Tensor:
         """The loss of an output."""
         return self.loss(output)
 
 
 def _loss_bytes(graph: Graph, loss: Callable[[Any], torch.Tensor] | None) -> int:
-    """What the loss holds beside the model's output."""
-    if loss is None:
+    """What the loss holds beside the model's output, which may be any structure of tensors."""
+    if loss is None or graph.executable is None:
         return 0
-    shapes = [tuple(graph.values[name].shape) for name in graph.outputs]
-    if len(shapes) != 1:
-        raise PlanError(f"loss takes one output, but the model returns {len(shapes)}; leave loss out")
 
-    alone = capture(_Loss(loss), (torch.empty(shapes[0], device="meta").requires_grad_(),))
-    curve = memory_curve(alone, account(alone), optimizer=0.0)
+    def stand_in(ref: Ref) -> Any:
+        value = graph.values.get(ref.name)
+        if value is None:
+            return ref
+        dtype = getattr(torch, value.dtype)
+        return torch.empty(value.shape, dtype=dtype, device="meta").requires_grad_(value.requires_grad)
+
+    output = substitute(graph.executable[1].result, Ref, stand_in)
+    try:
+        alone = capture(_Loss(loss, graph_device(graph)), (output,))
+        curve = memory_curve(alone, account(alone), optimizer=0.0)
+    except OutcoreError as error:
+        print(f"outcore: what the loss holds is not counted: {error}", file=sys.stderr)
+        return 0
     return max(0, curve.peak_bytes - 2 * sum(alone.values[v].bytes for v in alone.inputs))
+
+
+def _budget(memory: str | int | None) -> tuple[float | None, int | None]:
+    """A budget as a share of what plain training takes, or in bytes."""
+    if isinstance(memory, (float, bool)):
+        raise OutcoreError(f'memory={memory} says neither bytes nor a share; write memory="8GiB" or memory="50%"')
+    if isinstance(memory, str) and memory.strip().endswith("%"):
+        try:
+            share = float(memory.strip()[:-1]) / 100
+        except ValueError:
+            share = 0.0
+        if not share > 0:
+            raise OutcoreError(f'memory={memory!r} is no share of what plain training takes; write memory="50%"')
+        return share, None
+    return None, parse_bytes(memory) if isinstance(memory, str) else memory
 
 
 def _is_streamed(forward: Any) -> TypeGuard[Conductor]:

@@ -175,7 +175,7 @@ def test_a_norm_is_made_again_in_the_order_of_its_library(dtype: torch.dtype, la
     got = gradients(model, images, bf16=bf16)
     assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
     (entry,) = model.__dict__["forward"].admitted.values()
-    print(f"orders of rounding, {dtype}, channels last {last}: {entry.holding.renorm.orders}")
+    print(f"orders of rounding, {dtype}, channels last {last}: {entry.table.renorm.orders}")
 
 
 @pytest.mark.parametrize("mode", ["recompute", "offload", "encode", "mixture"])

@@ -369,10 +369,13 @@ class Governor:
         """The model as it was."""
         attributes = self.model.__dict__
         here = attributes.pop("forward", None)
+        if self.inner is not None:
+            attributes["forward"] = self.inner
         try:
             with self.keeper.gathered() if self.keeper is not None else contextlib.nullcontext():
                 yield
         finally:
+            attributes.pop("forward", None)
             if here is not None:
                 attributes["forward"] = here
 

@@ -21,7 +21,7 @@ import torch
 
 from outcore.memory.tiers import HostTier
 
-__all__ = ["GraphPool", "give_back", "growing_segments", "without_workspaces"]
+__all__ = ["GraphPool", "give_back", "grow_segments_from_now_on", "growing_segments", "without_workspaces"]
 
 
 class GraphPool:
@@ -92,18 +92,41 @@ def _generator(device: torch.device) -> torch.Generator:
 @contextlib.contextmanager
 def growing_segments() -> Iterator[None]:
     """Let the allocator take memory in segments that grow; afterwards as the user has told it."""
-    told = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
-    if "expandable_segments" in told or "backend" in told:
+    if _stays or not _expandable_segments(on=True):
         yield
         return
-    tell: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-    if tell is None:  # as it was called before
-        tell = torch.cuda.memory._set_allocator_settings
-    tell(",".join(filter(None, (told, "expandable_segments:True"))))
     try:
         yield
     finally:
-        tell(",".join(filter(None, (told, "expandable_segments:False"))))
+        _expandable_segments(on=False)
+
+
+_stays = False
+"""Segments grow for good."""
+
+
+def grow_segments_from_now_on() -> None:
+    """Let the allocator take memory in segments that grow, unless the user has told it how to.
+
+    Blocks of many sizes that come and go, as under a plan, leave holes in segments of fixed sizes: up to two thirds
+    more than what is allocated was reserved so.
+    """
+    global _stays
+    if not _stays and _expandable_segments(on=True):
+        _stays = True
+        torch.cuda.empty_cache()  # what is there already lies in segments of the other kind
+
+
+def _expandable_segments(*, on: bool) -> bool:
+    """Tell the allocator; false if the user has told it something about this."""
+    told = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    if "expandable_segments" in told or "backend" in told:
+        return False
+    tell: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    if tell is None:  # as it was called before
+        tell = torch.cuda.memory._set_allocator_settings
+    tell(",".join(filter(None, (told, f"expandable_segments:{on}"))))
+    return True
 
 
 def give_back() -> None:

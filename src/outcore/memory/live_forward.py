@@ -422,7 +422,11 @@ class LiveForward(TorchFunctionMode):
                     if derived is None:
                         continue
                     made[address] = derived
+                    derived.version = handle.version
+                # Parts of one piece may count their versions each for itself (cuDNN's weights do).
+                version = made[address].version
                 handle.point_to(made[address], plan.position)
+                made[address].version = version
         self._pending = []
         for cell in made.values():
             cell.leave(self.tier)

@@ -1,0 +1,259 @@
+"""`outcore.within` as a user calls it: networks that no plan was tuned on, at half of plain's memory, with defaults.
+
+    python benchmarks/within-default/run.py --out DIR [--only NAME ...] [--share 0.5] [--wall] [--seconds 500]
+
+For every network, in one process of its own: plain training first (its reserved peak, its time, its gradients), then
+the public call with a budget of a share of that, first step included: planning time, reserved peak, median of ten
+steps, how many gradients are bitwise plain's. With --wall the process may not reserve more than the budget
+(`torch.cuda.set_per_process_memory_fraction`) while it trains within it, and allocator retries are counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing as mp
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+STEPS = 10
+
+
+class UNet3d(nn.Module):
+    """A small 3-D U-Net with instance norms and biases before them."""
+
+    def __init__(self, width: int = 24) -> None:
+        super().__init__()
+
+        def block(i: int, o: int) -> nn.Module:
+            layers = [
+                nn.Conv3d(i, o, 3, padding=1),
+                nn.InstanceNorm3d(o, affine=True),
+                nn.LeakyReLU(0.01, inplace=True),
+            ]
+            return nn.Sequential(
+                *layers,
+                nn.Conv3d(o, o, 3, padding=1),
+                nn.InstanceNorm3d(o, affine=True),
+                nn.LeakyReLU(0.01, inplace=True),
+            )
+
+        widths = [width * 2**i for i in range(4)]
+        self.down = nn.ModuleList([block(1 if i == 0 else widths[i - 1], w) for i, w in enumerate(widths)])
+        self.up = nn.ModuleList([nn.ConvTranspose3d(widths[i + 1], widths[i], 2, stride=2) for i in range(3)])
+        self.merge = nn.ModuleList([block(2 * widths[i], widths[i]) for i in range(3)])
+        self.head = nn.Conv3d(width, 3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        skips = []
+        for i, part in enumerate(self.down):
+            x = part(x if i == 0 else F.max_pool3d(x, 2))
+            skips.append(x)
+        skips.pop()
+        for i in (2, 1, 0):
+            x = self.merge[i](torch.cat([self.up[i](x), skips.pop()], 1))
+        return self.head(x)
+
+
+def _torchvision(name: str, batch: int, side: int, **options: Any) -> Any:
+    def make() -> tuple[nn.Module, torch.Tensor]:
+        import torchvision
+
+        return getattr(torchvision.models, name)(weights=None, **options), torch.randn(batch, 3, side, side)
+
+    return make
+
+
+def _timm(name: str, batch: int, side: int) -> Any:
+    def make() -> tuple[nn.Module, torch.Tensor]:
+        import timm
+
+        return timm.create_model(name), torch.randn(batch, 3, side, side)
+
+    return make
+
+
+NETWORKS: dict[str, Any] = {
+    "resnet50 1x4096": _torchvision("resnet50", 1, 4096),
+    "resnet50 64x224": _torchvision("resnet50", 64, 224),
+    "resnext50 64x224": _torchvision("resnext50_32x4d", 64, 224),
+    "wide_resnet50 64x224": _torchvision("wide_resnet50_2", 64, 224),
+    "densenet121 64x224": _torchvision("densenet121", 64, 224),
+    "efficientnet_b0 64x224": _torchvision("efficientnet_b0", 64, 224),
+    "efficientnet_v2_s 64x224": _torchvision("efficientnet_v2_s", 64, 224),
+    "mobilenet_v3_large 128x224": _torchvision("mobilenet_v3_large", 128, 224),
+    "regnet_y_1_6gf 64x224": _torchvision("regnet_y_1_6gf", 64, 224),
+    "shufflenet_v2 128x224": _torchvision("shufflenet_v2_x1_0", 128, 224),
+    "mnasnet1_0 128x224": _torchvision("mnasnet1_0", 128, 224),
+    "squeezenet1_1 128x224": _torchvision("squeezenet1_1", 128, 224),
+    "convnext_tiny 64x224": _torchvision("convnext_tiny", 64, 224),
+    "swin_t 64x224": _torchvision("swin_t", 64, 224),
+    "vit_b_16 64x224": _torchvision("vit_b_16", 64, 224),
+    "maxvit_t 32x224": _torchvision("maxvit_t", 32, 224),
+    "poolformer_s12 64x224": _timm("poolformer_s12", 64, 224),
+    "mixer_b16 64x224": _timm("mixer_b16_224", 64, 224),
+    "coatnet_0 32x224": _timm("coatnet_0_rw_224", 32, 224),
+    "rexnet_100 64x224": _timm("rexnet_100", 64, 224),
+    "unet3d 2x96": lambda: (UNet3d(), torch.randn(2, 1, 96, 96, 96)),
+    "vgg16_bn 32x224": _torchvision("vgg16_bn", 32, 224),
+}
+
+
+def loss_of(output: torch.Tensor) -> torch.Tensor:
+    """The mean of squares in float32."""
+    return output.float().square().mean()
+
+
+def take_step(model: nn.Module, x: torch.Tensor, optimizer: torch.optim.Optimizer, bf16: bool, seed: int) -> None:
+    """One step of training."""
+    torch.manual_seed(seed)
+    optimizer.zero_grad()
+    with torch.autocast("cuda", torch.bfloat16, enabled=bf16):
+        output = model(x)
+    loss_of(output).backward()
+    optimizer.step()
+
+
+def timed(model: nn.Module, x: torch.Tensor, optimizer: torch.optim.Optimizer, bf16: bool) -> list[float]:
+    """Seconds of steps, after three that warm up."""
+    found = []
+    for i in range(3 + STEPS):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        take_step(model, x, optimizer, bf16, i)
+        torch.cuda.synchronize()
+        found.append(time.perf_counter() - begin)
+    return found[3:]
+
+
+def one(name: str, share: float, bf16: bool, wall: bool, options: dict[str, Any], pipe: Any) -> None:
+    """One network, in a process of its own."""
+    row: dict[str, Any] = {
+        "network": name,
+        "precision": "bf16" if bf16 else "tf32",
+        "share": share,
+        "wall": wall,
+        **options,
+    }
+    try:
+        row |= _one(name, share, bf16, wall, options)
+    except Exception as error:
+        row["error"] = f"{type(error).__name__}: {error}"[:400]
+    pipe.send(row)
+
+
+def _one(name: str, share: float, bf16: bool, wall: bool, options: dict[str, Any]) -> dict[str, Any]:
+    import outcore
+
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True
+    torch.manual_seed(0)
+    model, x = NETWORKS[name]()
+    model, x = model.cuda().train(), x.cuda()
+    state = {n: t.clone() for n, t in model.state_dict().items()}
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    plain = timed(model, x, optimizer, bf16)
+    reserved, allocated = torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()
+
+    def gradients() -> list[torch.Tensor]:
+        model.load_state_dict(state)
+        take_step(model, x, torch.optim.SGD(model.parameters(), 0.0), bf16, 7)
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    want, repeated = gradients(), gradients()
+    same = [torch.equal(a, b) for a, b in zip(want, repeated, strict=True)]
+    host = [g.cpu() for g in want]
+    del want, repeated, optimizer
+    model.load_state_dict(state)
+    model.zero_grad()
+    torch.cuda.empty_cache()
+    budget = int(share * reserved)
+    if wall:
+        torch.cuda.set_per_process_memory_fraction(budget / torch.cuda.get_device_properties(0).total_memory)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    torch.cuda.reset_peak_memory_stats()
+    begin = time.perf_counter()
+    with torch.autocast("cuda", torch.bfloat16, enabled=bf16):
+        outcore.within(model, (x,), memory=budget, optimizer=optimizer, loss=loss_of, quiet=True, **options)
+    planning_s = time.perf_counter() - begin
+    plan_peak = outcore.memory_plan(model).peak_bytes if hasattr(outcore.memory_plan(model), "peak_bytes") else 0
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    retries = torch.cuda.memory_stats()["num_alloc_retries"]
+    first: list[float] = []
+    for i in range(3):
+        torch.cuda.reset_peak_memory_stats()
+        take_step(model, x, optimizer, bf16, i)
+        first.append(torch.cuda.max_memory_reserved() / budget)
+    ours = timed(model, x, optimizer, bf16)
+    peak = torch.cuda.max_memory_reserved()
+    retries = torch.cuda.memory_stats()["num_alloc_retries"] - retries
+    active = torch.cuda.max_memory_allocated()
+    found = gradients()
+    equal = sum(torch.equal(a, b.cpu()) for a, b in zip(host, found, strict=True))
+    return {
+        "plain_ms": 1e3 * statistics.median(plain),
+        "plain_reserved": reserved,
+        "plain_allocated": allocated,
+        "budget": budget,
+        "planning_s": planning_s,
+        "predicted": plan_peak,
+        "ours_ms": 1e3 * statistics.median(ours),
+        "ratio": statistics.median(ours) / statistics.median(plain),
+        "first_steps": first,
+        "reserved": max(peak, int(max(first) * budget)),
+        "allocated": active,
+        "retries": retries,
+        "gradients": len(host),
+        "bitwise": equal,
+        "plain_repeats": sum(same),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--share", type=float, default=0.5)
+    parser.add_argument("--wall", action="store_true")
+    parser.add_argument("--tf32", action="store_true")
+    parser.add_argument("--seconds", type=float, default=500)
+    parser.add_argument("--graphs", action="store_true")
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    began, rows = time.perf_counter(), []
+    context = mp.get_context("spawn")
+    for name in given.only or NETWORKS:
+        if time.perf_counter() - began > given.seconds:
+            break
+        here, there = context.Pipe()
+        options = {"graphs": True} if given.graphs else {}
+        process = context.Process(target=one, args=(name, given.share, not given.tf32, given.wall, options, there))
+        process.start()
+        row = here.recv() if here.poll(180) else {"network": name, "error": "took more than three minutes"}
+        process.join(10)
+        process.kill()
+        rows.append(row)
+        shown = row.get("error") or (
+            "{ratio:.2f}x at {share_reserved:.2f} reserved ({of_budget:.2f} of budget, allocated {of_allocated:.2f})"
+            ", planning {planning_s:.0f} s, retries {retries}, {bitwise}/{gradients} (plain {plain_repeats})"
+        ).format(
+            share_reserved=row["reserved"] / row["plain_reserved"],
+            of_budget=row["reserved"] / row["budget"],
+            of_allocated=row["allocated"] / row["budget"],
+            **row,
+        )
+        print(f"{name:28s} {shown}", flush=True)
+        facts = {"torch": torch.__version__, "device": torch.cuda.get_device_name(), "rows": rows}
+        (given.out / f"default-{'wall-' if given.wall else ''}{given.share}.json").write_text(
+            json.dumps(facts, indent=1)
+        )
+
+
+if __name__ == "__main__":
+    main()
