@@ -1,4 +1,4 @@
-"""Who am I: launchers' variables, torchrun's launcher from Python, its restarts; data for ranks; the arena."""
+"""Who am I: launchers' variables, the launcher from Python, its restarts; data for ranks; the arena."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_variables_of_launchers_are_read() -> None:
 
 
 @pytest.mark.slow
-def test_torchruns_launcher_from_python() -> None:
+def test_ranks_are_launched_from_python() -> None:
     oracle = plain("unet", 4)
     assert [losses == pytest.approx(oracle["losses"]) for losses in launch(train_two, 2)] == [True, True]
 

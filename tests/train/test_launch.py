@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import stat
 import subprocess
 import sys
 from pathlib import Path
 
-from outcore.train.launch import rank_environment
+from outcore.run.launch import rank_variables
+from outcore.run.rendezvous import StoreServer
 
 COUNTING = f"""#!{sys.executable}
 import os, signal, sys, time
@@ -44,7 +44,9 @@ def test_keys_pressed_once_are_heard_once_by_every_rank(tmp_path: Path) -> None:
     assert [(tmp_path / f"heard-{k}").read_text() for k in range(2)] == ["1", "1"]
 
 
-def test_a_rank_is_told_what_torchrun_would_tell_it() -> None:
-    told = rank_environment(1, 2, 4711)
-    assert (told["RANK"], told["WORLD_SIZE"], told["MASTER_PORT"]) == ("1", "2", "4711")
-    assert told["PATH"] == os.environ["PATH"]
+def test_a_rank_is_told_what_torchrun_would_tell_it_and_the_secret() -> None:
+    store = StoreServer("s" * 32)
+    told = rank_variables(1, 2, store, "s" * 32)
+    assert (told["RANK"], told["WORLD_SIZE"], told["MASTER_PORT"]) == ("1", "2", str(store.port))
+    assert (told["MASTER_ADDR"], told["OUTCORE_SECRET"]) == ("127.0.0.1", "s" * 32)
+    store.close()

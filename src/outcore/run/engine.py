@@ -173,7 +173,11 @@ class Engine:
             return None
         Engine._made += 1
         number = self.world.numbers([Engine._made])[0][0]
-        watch = Watch(self.world.store, self.rank, self.world.size, self.place, number, grace_s=grace_s)
+        meeting = self.world.meeting
+        assert meeting is not None
+        watch = Watch(
+            meeting.store, self.rank, self.world.size, self.place, number, grace_s=grace_s, keeper=meeting.keeper
+        )
         self.world.patience.look = watch.look
         return watch
 

@@ -21,6 +21,7 @@ from rich.console import Console
 from outcore.errors import TrainError
 from outcore.job import Job
 from outcore.machine.units import parse_bytes
+from outcore.run.parent import end_with_parent, launcher_pid
 from outcore.run.world import identify
 from outcore.train.build import build_runner
 from outcore.train.closing import say_ending, write_beginning, write_ending
@@ -47,6 +48,8 @@ def train(config: Config, console: Console) -> int:
         return _launch(config, console)
     wish = Wish()
     with listening(wish, speaks=first_rank()):
+        if (parent := launcher_pid()) is not None:
+            end_with_parent(parent)()
         return _train(config, console, wish)
 
 
