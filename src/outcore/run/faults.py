@@ -115,8 +115,9 @@ class Watch:
         talking = self.place.waiting and not isinstance(error, OutcoreError | KeyboardInterrupt)
         self.place.waiting, self.place.doing, place = False, "failed", replace(self.place)
         found = self._find_culprit(error, place) if talking else report_of(error, self.rank, place)
-        with contextlib.suppress(ConnectionError):
-            found = self._post(found)
+        if not self._keeper_is_lost(DEAD_AFTER_S):
+            with contextlib.suppress(ConnectionError):
+                found = self._post(found)
         if found.rank != self.rank or not isinstance(error, OutcoreError):
             return EngineError(f"{found}; all {self.size} ranks end")
         return None
@@ -137,8 +138,9 @@ class Watch:
         """Stop watching, and say that this rank leaves in good order."""
         self._ended.set()
         self._thread.join(5 * BEAT_S)
-        with contextlib.suppress(ConnectionError):
-            self._store.set(f"beat/{self.rank}", json.dumps(self.place.to_json() | {"beat": -1, "left": True}))
+        if not self._keeper_is_lost(DEAD_AFTER_S):
+            with contextlib.suppress(ConnectionError):
+                self._store.set(f"beat/{self.rank}", json.dumps(self.place.to_json() | {"beat": -1, "left": True}))
         self._store.close()
 
     # What is known of the others

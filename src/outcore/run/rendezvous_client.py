@@ -112,7 +112,7 @@ class StoreClient(dist.Store):  # type: ignore[name-defined]
         with self._lock:
             if self._closed:
                 raise ConnectionError("this rank has left the store")
-            line = self._line = self._line or self._connect(SILENT_S)
+            line = self._line = self._line or self._again()
             try:
                 send(line, json.dumps(head).encode() + b"\n" + value)
                 return receive(line)
@@ -120,6 +120,13 @@ class StoreClient(dist.Store):  # type: ignore[name-defined]
                 line.close()  # an answer may still come; it would be taken for another's
                 self._line = None
                 raise ConnectionError(f"the store at {self.address}:{self.port} does not answer: {error}") from error
+
+    def _again(self) -> socket.socket:
+        """A new connection to a server that was there: tried once, whoever asks may ask again."""
+        try:
+            return self._entered(SILENT_S)
+        except OSError as error:
+            raise ConnectionError(f"the store at {self.address}:{self.port} does not answer: {error}") from error
 
     def _connect(self, timeout_s: float) -> socket.socket:
         deadline = time.monotonic() + timeout_s
