@@ -34,6 +34,7 @@ from outcore.run.assembly import Assembly
 from outcore.run.blueprint import Script
 from outcore.run.faults import Watch
 from outcore.run.intake import Intake
+from outcore.run.learning import check_optimizer
 from outcore.run.loader import Loader
 from outcore.run.measured import Comparison, gather
 from outcore.run.parking import Parking
@@ -165,6 +166,7 @@ class Engine:
             if optimizer is not None:
                 every = list(self.model.named_parameters())
                 self.update.optimizer = make_optimizer(optimizer, groups, every, self.parameters)
+                check_optimizer(self.update.optimizer, self.parameters.values(), EngineError)
             self.scheduler = scheduler(self.optimizer) if scheduler is not None and self.optimizer is not None else None
             self.keeper = Keeper(self)
 
