@@ -29,6 +29,23 @@ def test_a_killed_rank_is_named_by_the_others(ranks: Pool) -> None:
         assert "EngineError: rank 1" in outcomes[rank][1] and "ended without a word" in outcomes[rank][1]
 
 
+def test_a_rank_that_closes_early_is_named_by_the_others(ranks: Pool) -> None:
+    outcomes = ranks.outcomes(fail, 3, "leave", 1, 2)
+    assert outcomes[1] == (True, 0.0)
+    for rank in (0, 2):
+        assert "EngineError: rank 1" in outcomes[rank][1], outcomes[rank][1]
+        assert "it has left: its engine was closed while others went on" in outcomes[rank][1]
+
+
+@pytest.mark.slow  # a stopped rank is waited for
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_stopped_rank_is_named_whoever_it_is(ranks: Pool, stopped: int) -> None:
+    outcomes = ranks.outcomes(fail, 3, "stop", stopped, 2, grace_s=5.0, silent_after_s=12.0)
+    for rank in {0, 1, 2} - {stopped}:
+        assert f"EngineError: rank {stopped}" in outcomes[rank][1], outcomes[rank][1]
+        assert "stopped" in outcomes[rank][1]
+
+
 @pytest.mark.slow  # its short timeout may strike a rank that is merely slow, on a busy machine
 def test_a_stuck_rank_is_named_and_ended(ranks: Pool) -> None:
     outcomes = ranks.outcomes(fail, 3, "hang", 1, 2, timeout_s=15.0, grace_s=5.0)

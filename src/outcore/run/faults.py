@@ -159,16 +159,15 @@ class Watch:
 
     def _find_culprit(self, error: BaseException, place: Place) -> Report:
         """Whose fault a broken or silent connection is."""
-        if self._report is None and (left := self._left()):
-            row = self._hearts[left[0]][1]
-            said = "it has left: its engine was closed while others went on; make as many steps on every rank"
-            return _about(left[0], row, said)
         was, before = dict(self._hearts), dict(self._hearts)
         began = time.monotonic()
         while time.monotonic() - began < DEAD_AFTER_S + 2 * BEAT_S:
             time.sleep(BEAT_S / 4)
             if self._report is not None:
                 return self._report
+            if left := self._left():
+                said = "it has left: its engine was closed while others went on; make as many steps on every rank"
+                return _about(left[0], self._hearts[left[0]][1], said)
             if time.monotonic() - began < 2 * BEAT_S:  # what is known is a beat old, and it may have beaten since
                 before = dict(self._hearts)
         if self._keeper is not None and self._keeper_is_lost(DEAD_AFTER_S - BEAT_S):

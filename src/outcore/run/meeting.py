@@ -55,7 +55,7 @@ class Identity:
     port: int
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Meeting:
     """A rank's way into the store, and the store where it keeps it."""
 
@@ -63,6 +63,14 @@ class Meeting:
     server: StoreServer | None = None
     keeper: int | None = 0
     """The rank that keeps the store; None where the launcher does."""
+
+    worlds: int = 0
+    """Further worlds that met through this one."""
+
+    def beside(self) -> Meeting:
+        """A connection of its own for another world of the same ranks; they make them in one order."""
+        self.worlds += 1
+        return Meeting(self.store.another(f"world{self.worlds}/"), keeper=self.keeper)
 
     def leave(self, *, failed: bool = False) -> None:
         """Hang up. A failed rank waits until the others know; one that is done does not keep its caller."""

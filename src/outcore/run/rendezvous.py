@@ -110,6 +110,8 @@ class StoreServer:
         with contextlib.closing(line):
             try:
                 known = self._knows_secret(line)
+            except OSError:  # it hung up, or said nothing
+                return
             finally:
                 self._handshakes.release()
             if not known:
@@ -123,18 +125,16 @@ class StoreServer:
             self._connections.discard(line)
 
     def _knows_secret(self, line: socket.socket) -> bool:
-        try:
-            line.settimeout(_HANDSHAKE_S)
-            line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            nonce = secrets.token_bytes(NONCE_BYTES)
-            line.sendall(nonce)
-            theirs, proof = exactly(line, NONCE_BYTES), exactly(line, NONCE_BYTES)
-            if not hmac.compare_digest(proof, prove(self._secret, b"client", nonce, theirs)):
+        line.settimeout(_HANDSHAKE_S)
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        line.sendall(nonce)
+        theirs, proof = exactly(line, NONCE_BYTES), exactly(line, NONCE_BYTES)
+        if not hmac.compare_digest(proof, prove(self._secret, b"client", nonce, theirs)):
+            with contextlib.suppress(OSError):
                 line.sendall(bytes(NONCE_BYTES))
-                return False
-            line.sendall(prove(self._secret, b"server", nonce, theirs))
-        except OSError:
             return False
+        line.sendall(prove(self._secret, b"server", nonce, theirs))
         return True
 
     def _refuse(self, peer: Any) -> None:

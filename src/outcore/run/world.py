@@ -32,6 +32,8 @@ _LAUNCHERS = (
     ("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
 )
 _PORT = 29500
+_met: list[Meeting] = []
+"""How this process met the others that its launcher started, as long as it is with them."""
 
 
 def identify(variables: Mapping[str, str]) -> Identity | None:
@@ -93,7 +95,8 @@ class World:
                 return cls(0, 1, local, None, None, owned=False)
             world = cls(rank, size, local, None, None, owned=False)
             world.group, world.mail = (world.new_group(range(size), timeout_s) for _ in range(2))
-            world.meeting = meet_over(world, timeout_s)
+            known = _met[-1].beside() if _met else None
+            world.meeting = known if known is not None else meet_over(world, timeout_s)
             return world
         identity = identify(os.environ)
         if identity is None:
@@ -102,6 +105,7 @@ class World:
         import torch.distributed.nn.functional  # noqa: F401
 
         meeting = meet(identity, timeout_s)
+        _met.append(meeting)
         world = cls(identity.rank, identity.size, identity.local_rank, None, meeting, owned=True)
         timeout = timedelta(seconds=timeout_s)
         with world._lines.noted():
@@ -200,4 +204,6 @@ class World:
         failed = self._lines.are_cut
         self._lines.let_go(last)
         if meeting is not None:
+            if meeting in _met:
+                _met.remove(meeting)
             meeting.leave(failed=failed)
