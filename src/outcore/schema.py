@@ -14,6 +14,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,7 +99,11 @@ class Number(Schema):
     def problem(self, value: Any, place: str) -> Problem | None:
         """What is wrong with a value, if something is."""
         kind = int if self.whole else (int, float)
-        if not isinstance(value, kind) or isinstance(value, bool) or not math.isfinite(value):
+        if not isinstance(value, kind) or isinstance(value, bool):
+            return self._wrong(value, place)
+        if isinstance(value, float) and not math.isfinite(value):
+            return self._wrong(value, place)
+        if not self.whole and abs(value) > sys.float_info.max:  # a whole number that no float can hold
             return self._wrong(value, place)
         low = (self.least is not None and value < self.least) or (self.above is not None and value <= self.above)
         return self._wrong(value, place) if low or (self.most is not None and value > self.most) else None
@@ -221,7 +226,8 @@ class Maybe(Schema):
 
     def problem(self, value: Any, place: str) -> Problem | None:
         """What is wrong with a value, if something is."""
-        return None if value is None else self.inner.problem(value, place)
+        found = None if value is None else self.inner.problem(value, place)
+        return found if found is None or found[0] != place else (*found[:2], self.expected)
 
 
 @dataclass(frozen=True)
