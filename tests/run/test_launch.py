@@ -36,6 +36,15 @@ def test_variables_of_launchers_are_read() -> None:
     ):
         assert identify({rank: "1", size: "2"}).rank == 1  # type: ignore[union-attr]
     assert identify({}) is None
+    for wrong in (
+        {"RANK": "first"},
+        {"WORLD_SIZE": "many"},
+        {"MASTER_PORT": "http"},
+        {"RANK": "7"},
+        {"MASTER_PORT": "99999"},
+    ):
+        with pytest.raises(EngineError, match=r"must be a number|ranks go from 0 to 3, ports up to 65535"):
+            identify({"RANK": "2", "WORLD_SIZE": "4"} | wrong)
     # Inside sbatch, but not in a step: one process.
     assert identify({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) is None
 

@@ -17,6 +17,7 @@ import torch
 from outcore.data import write_slides
 from outcore.errors import CheckpointError, TrainError
 from outcore.train.config import Config
+from outcore.train.journal import Table
 
 from .running import BREAK, TERMINATE, run, same, table, weights, write_job
 
@@ -146,6 +147,17 @@ def test_facts_of_a_run_that_cannot_be_understood_are_named(tmp_path: Path, text
     (out / "run.json").write_text(text)
     with pytest.raises(TrainError, match=r"run\.json"):
         run(write_job(tmp_path), out, *WORDS)
+
+
+def test_a_log_that_was_cut_short_loses_its_last_row_and_nothing_else(tmp_path: Path) -> None:
+    log = Table(tmp_path / "steps.csv", ("step", "loss"))
+    for step in range(13):
+        log.add({"step": step, "loss": step / 2})
+    whole = log.path.read_bytes()
+    for torn in (whole[:-5], whole[:-4], whole[: whole.rindex(b"12") + 1], whole + b"\x00\xff,\n", whole + b"1"):
+        log.path.write_bytes(torn)
+        log.keep("step", 12)
+        assert [row["step"] for row in table(log.path)] == [str(step) for step in range(12)]
 
 
 def test_a_terminal_that_is_gone_saves_unless_it_was_to_be_ignored(tmp_path: Path) -> None:

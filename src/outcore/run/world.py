@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from outcore.errors import EngineError
 from outcore.run.lines import Lines
 from outcore.run.meeting import Identity, Meeting, meet, meet_over
 from outcore.run.patience import Patience
@@ -43,12 +44,24 @@ def identify(variables: Mapping[str, str]) -> Identity | None:
     1
     """
     for launcher, rank, size, local in _LAUNCHERS:
-        if rank in variables and int(variables.get(size, "1")) > 1:
+        if rank in variables and (count := _number(variables, size, 1)) > 1:
             address = variables.get("MASTER_ADDR") or _first_host(launcher, variables)
-            port = int(variables.get("MASTER_PORT") or _port(variables))
-            count = int(variables[size])
-            return Identity(launcher, int(variables[rank]), count, int(variables.get(local, "0")), address, port)
+            port = _number(variables, "MASTER_PORT", _port(variables))
+            mine, here = _number(variables, rank, 0), _number(variables, local, 0)
+            if not (0 <= mine < count and 0 < port < 65_536):
+                raise EngineError(
+                    f"{launcher} says rank {mine} of {count} and port {port}; ranks go from 0 to {count - 1}, ports "
+                    "up to 65535"
+                )
+            return Identity(launcher, mine, count, here, address, port)
     return None
+
+
+def _number(variables: Mapping[str, str], name: str, default: int) -> int:
+    given = variables.get(name) or str(default)
+    if not given.strip().isdigit():
+        raise EngineError(f"{name}={given!r} was given; it must be a number, as launchers set it, or not be set")
+    return int(given)
 
 
 def _first_host(launcher: str, variables: Mapping[str, str]) -> str:
