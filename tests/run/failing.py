@@ -88,8 +88,13 @@ def fail(
             if how == "leave":
                 engine.close()
                 return 0.0
+            if how == "between steps":
+                os.kill(os.getpid(), signal.SIGKILL)
             if how == "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
+        if how == "between steps":
+            assert engine.largest(engine.rank) == 2
+            assert engine.share(engine.rank) == [0, 1, 2]
         loss = engine.step(*JOB.batch(4))
     engine.close()
     return loss

@@ -23,8 +23,9 @@ def test_an_exception_ends_all_ranks_with_its_place_and_cause(ranks: Pool, how: 
         assert "block b." in outcomes[0][1]
 
 
-def test_a_killed_rank_is_named_by_the_others(ranks: Pool) -> None:
-    outcomes = ranks.outcomes(fail, 3, "kill", 1, 2)
+@pytest.mark.parametrize("how", ["kill", "between steps"])
+def test_a_killed_rank_is_named_by_the_others(ranks: Pool, how: str) -> None:
+    outcomes = ranks.outcomes(fail, 3, how, 1, 2)
     for rank in (0, 2):
         assert "EngineError: rank 1" in outcomes[rank][1] and "ended without a word" in outcomes[rank][1]
 

@@ -373,6 +373,22 @@ class Engine:
                 self.worker.keep_outputs = False
         return batches.joined([run.outputs[i] for i in sorted(run.outputs)]) if run.outputs else None
 
+    def share(self, value: Any) -> list[Any]:
+        """One JSON value from every rank, by rank; collective, and a rank that fails meanwhile is named."""
+        with self._guarded():
+            self._between_steps()
+            return self.world.share(value)
+
+    def largest(self, number: int) -> int:
+        """The largest of the whole numbers that the ranks give; collective, as `share`."""
+        with self._guarded():
+            self._between_steps()
+            return max(row[0] for row in self.world.numbers([number]))
+
+    def _between_steps(self) -> None:
+        place = self.place
+        place.stage, place.micro_batch, place.doing, place.call = -1, -1, "between steps", ""
+
     def timeline(self) -> Timeline:
         """What happened in the last step on every rank; collective."""
         name = self.assembly.blueprint.training.name
