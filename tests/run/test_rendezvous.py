@@ -115,6 +115,9 @@ def test_a_stopped_server_is_an_error_in_bounded_time(monkeypatch: pytest.Monkey
         process.send_signal(signal.SIGCONT)
         assert client.get("a") == b"b"
         client.close()
+        process.send_signal(signal.SIGSTOP)
+        with pytest.raises(ConnectionError, match="no store at"):  # what a rank meets whose launcher was stopped
+            StoreClient("right" * 8, "127.0.0.1", client.port, timeout_s=600.0, is_there=True)
     finally:
         process.kill()
         process.communicate()

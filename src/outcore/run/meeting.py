@@ -92,7 +92,8 @@ def meet(identity: Identity, timeout_s: float) -> Meeting:
     secret = find_secret()
     if told := os.environ.get(ADDRESS):
         address, _, port = told.rpartition(":")
-        return Meeting(_enter(identity, secret, address, int(port), timeout_s, prefix), keeper=None)
+        there = _enter(identity, secret, address, int(port), timeout_s, prefix, is_there=True)
+        return Meeting(there, keeper=None)
     server = None
     address, number = identity.address, identity.port
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -159,9 +160,11 @@ def _serve(secret: str, address: str, port: int) -> StoreServer:
         ) from error
 
 
-def _enter(identity: Identity, secret: str, address: str, port: int, timeout_s: float, prefix: str) -> StoreClient:
+def _enter(
+    identity: Identity, secret: str, address: str, port: int, timeout_s: float, prefix: str, is_there: bool = False
+) -> StoreClient:
     try:
-        store = StoreClient(secret, address, port, timeout_s=timeout_s, prefix=prefix)
+        store = StoreClient(secret, address, port, timeout_s=timeout_s, is_there=is_there, prefix=prefix)
         _wait_for_all(identity, store, timeout_s)
         return store
     except ConnectionError as error:

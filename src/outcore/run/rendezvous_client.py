@@ -26,22 +26,31 @@ __all__ = ["StoreClient"]
 
 
 class StoreClient(dist.Store):  # type: ignore[name-defined]
-    """A rank's connection to the store; safe to use from several threads."""
+    """A rank's connection to the store; safe to use from several threads.
 
-    def __init__(self, secret: str, address: str, port: int, *, timeout_s: float, prefix: str = "") -> None:
+    Args:
+        secret: of the run.
+        address: of the server, and its `port`.
+        timeout_s: how long to wait for a key.
+        is_there: whether the server was there before this process: then it is not waited for longer than for an answer.
+        prefix: of all keys.
+    """
+
+    def __init__(
+        self, secret: str, address: str, port: int, *, timeout_s: float, is_there: bool = False, prefix: str = ""
+    ) -> None:
         super().__init__()
         self.address, self.port, self.prefix = address, port, prefix
         self._secret, self._timeout_s = secret, timeout_s
         self._lock = threading.Lock()
         self._line: socket.socket | None = None
         self._closed = False
-        self._line = self._connect(timeout_s)
+        self._line = self._connect(min(timeout_s, 2 * SILENT_S) if is_there else timeout_s)
 
     def another(self, prefix: str = "") -> StoreClient:
         """A further connection, so that who waits on this one keeps nobody else from asking."""
-        return StoreClient(
-            self._secret, self.address, self.port, timeout_s=self._timeout_s, prefix=f"{self.prefix}{prefix}"
-        )
+        where = (self._secret, self.address, self.port)
+        return StoreClient(*where, timeout_s=self._timeout_s, is_there=True, prefix=f"{self.prefix}{prefix}")
 
     def close(self) -> None:
         """Hang up; an operation of another thread ends with an error."""
