@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, Protocol, get_args
 
 from outcore.errors import PlanError, suggest
 from outcore.graph import Graph
 from outcore.ops.encoding import CODECS
 from outcore.schema import Anything, Choice, Either, Flag, ListOf, MapOf, Maybe, Number, Record, Text, Whole
-
-if TYPE_CHECKING:
-    from outcore.plan_document import Plan
 
 __all__ = ["MOST", "check_against", "check_policy", "schema"]
 
@@ -50,6 +47,34 @@ _PREDICTED = Record(
     {"time_s": Number(least=0), "peak_bytes": ListOf(_BYTES, 1), "bubble": Number(least=0, most=1)},
     {"judge": Text()},
 )
+
+
+class Said(Protocol):
+    """What a plan says that only its graph can confirm."""
+
+    @property
+    def stages(self) -> tuple[tuple[str, ...], ...]:
+        """Names per stage."""
+
+    @property
+    def policy(self) -> Mapping[str, str]:
+        """How values are kept."""
+
+    @property
+    def tied(self) -> Mapping[str, tuple[int, ...]]:
+        """Stages of shared parameters."""
+
+    @property
+    def stream(self) -> Mapping[str, Any] | None:
+        """Tiles."""
+
+    @property
+    def predicted(self) -> Any:
+        """What a step is expected to take."""
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """Ranks of one copy of the pipeline."""
 
 
 def schema(choices: Mapping[str, Any]) -> Record:
@@ -85,7 +110,7 @@ def check_policy(value: str, policy: object) -> None:
         )
 
 
-def check_against(plan: Plan, graph: Graph, stage_of: Mapping[str, int]) -> None:
+def check_against(plan: Said, graph: Graph, stage_of: Mapping[str, int]) -> None:
     """Refuse what a plan says of blocks, values and parameters that the graph does not have, or has elsewhere."""
     for value, policy in plan.policy.items():
         call, derived, _ = value.partition("~")
