@@ -97,6 +97,10 @@ class Job:
     size: int = field(default=1, kw_only=True)
     """Batch size used when none is asked for."""
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.size, int) or isinstance(self.size, bool) or self.size < 1:
+            raise JobError(f"size of {self.name} is {self.size!r}; it must be a whole number of at least 1: size = 8")
+
     @classmethod
     def load(cls, text: str, *, inputs: Sequence[str] = (), arguments: Sequence[str] = ()) -> Job:
         """Find a job by what a user types.
@@ -155,7 +159,7 @@ class Job:
                 return function(*args)
         except JobError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             given = ", ".join(map(str, args))
             raise JobError(f"{what}({given}) of {self.name} failed{_place(error)}: {_first_line(error)}") from error
 
@@ -170,7 +174,7 @@ def _from_file(path: Path, values: dict[str, Any]) -> Job:
     sys.path.insert(0, str(path.resolve().parent))
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a file that ends the program must not end it as a success
         raise JobError(f"{path} cannot be imported{_place(error)}: {_first_line(error)}") from error
     finally:
         sys.path.remove(str(path.resolve().parent))
@@ -208,7 +212,7 @@ def _from_class(text: str, inputs: list[Input], values: dict[str, Any]) -> Job:
         module = importlib.import_module(package)
     except ModuleNotFoundError as error:
         raise JobError(f"no module {error.name!r} here; is it installed in this environment?") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise JobError(f"{package} cannot be imported{_place(error)}: {_first_line(error)}") from error
     finally:
         sys.path.remove("")

@@ -21,9 +21,12 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from outcore.documents import read_json
 from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.machine.units import format_bytes, format_time
+from outcore.plan_schema import MOST, check_against, check_policy, schema
+from outcore.schema import MapOf, check
 from outcore.stages import place_calls
 
 __all__ = ["FORMAT", "BatchNorm", "Exactness", "Plan", "Predicted", "Schedule"]
@@ -35,7 +38,7 @@ Exactness = Literal["bitwise", "reassociated", "lossy"]
 BatchNorm = Literal["micro_batch", "deferred", "synchronised"]
 """Statistics of each micro-batch, updated every time; of each, but updated once per step; or of the whole batch."""
 
-_POLICIES = ("keep", "offload", "recompute", "encode:")
+_SCHEMA = schema({"schedule": Schedule, "exactness": Exactness, "batch_norm": BatchNorm})
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,21 +99,24 @@ class Plan:
             if (given := getattr(self, name)) not in get_args(choices):
                 raise PlanError(f"{name} {given!r} is not known; choose one of {', '.join(get_args(choices))}")
         for name in ("micro_batches", "batches", "replicas"):
-            if not isinstance(given := getattr(self, name), int) or given < 1:
+            given = getattr(self, name)
+            if not isinstance(given, int) or isinstance(given, bool) or given < 1:
                 raise PlanError(f"{name} must be a whole number of at least 1, not {given!r}")
+            if given > MOST:
+                raise PlanError(f"{name} is {given:,}; at most {MOST:,} make sense")
         if not self.stages or not all(self.stages):
             raise PlanError("every stage needs at least one block; give a list of names per stage")
         if self.placement is not None:
             if len(self.placement) != len(self.stages):
                 raise PlanError(f"placement names {len(self.placement)} ranks for {len(self.stages)} stages")
+            if min(self.placement) < 0:
+                raise PlanError(
+                    f"placement {list(self.placement)} names rank {min(self.placement)}; ranks begin with 0"
+                )
             if set(self.placement) != set(range(max(self.placement) + 1)):
                 raise PlanError(f"placement {list(self.placement)} leaves a rank without a stage")
         for value, policy in self.policy.items():
-            if not policy.startswith(_POLICIES) or policy == "encode:":
-                raise PlanError(
-                    f"policy {policy!r} of {value} is not known; choose keep, offload, offload:early, recompute or "
-                    "encode:<how>"
-                )
+            check_policy(value, policy)
 
     @property
     def ranks_per_replica(self) -> int:
@@ -138,14 +144,7 @@ class Plan:
                 f"the plan was made for graph {self.graph}, but this is {graph.root.type} with fingerprint "
                 f"{graph.fingerprint}; plan this one"
             )
-        place_calls(graph, self.stages)
-        for value in self.policy:
-            call, derived, _ = value.partition("~")
-            if value not in graph.values and not (derived and call in graph.calls):
-                raise PlanError(f"policy names {value}, which is no value of {graph.root.type}")
-        for parameter, stages in self.tied.items():
-            if any(not 0 <= k < len(self.stages) for k in stages):
-                raise PlanError(f"tied parameter {parameter} names stage {max(stages)} of {len(self.stages)}")
+        check_against(self, graph, place_calls(graph, self.stages))
         if ranks is not None and ranks != self.ranks:
             raise PlanError(
                 f"the plan needs {self.ranks} ranks ({self.replicas} replicas of {self.ranks_per_replica}), "
@@ -190,8 +189,9 @@ class Plan:
         return plain
 
     @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Plan:
-        """The plan in a document, also a hand-written one."""
+    def from_json(cls, document: Any, source: str | Path = "the plan") -> Plan:
+        """The plan in a document, also a hand-written one; `source` is what a refusal calls it."""
+        check(document, MapOf(), source, PlanError)
         if document.get("format") != FORMAT:
             raise PlanError(f'this plan has "format": {document.get("format")!r}; this outcore reads format {FORMAT}')
         known = {f.name for f in fields(cls)}
@@ -199,6 +199,7 @@ class Plan:
             raise PlanError(f"a plan has no field {unknown[0]!r}; it has {', '.join(sorted(known))}")
         if missing := [name for name in ("graph", "stages") if name not in document]:
             raise PlanError(f"the plan has no field {missing[0]!r}")
+        check(document, _SCHEMA, source, PlanError)
         given: dict[str, Any] = {k: v for k, v in document.items() if k != "format"}
         given["stages"] = tuple(tuple([s] if isinstance(s, str) else s) for s in given["stages"])
         for name in ("placement", "why"):
@@ -227,11 +228,7 @@ class Plan:
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read a plan from a file."""
-        try:
-            document = json.loads(Path(path).read_text())
-        except json.JSONDecodeError as error:
-            raise PlanError(f"{path} is not JSON: {error}") from None
-        return cls.from_json(document)
+        return cls.from_json(read_json(path, MapOf(), PlanError), path)
 
     @property
     def arrangement(self) -> str:

@@ -77,7 +77,7 @@ def test_a_word_names_a_machine(text: str, ranks: int, gpu: str) -> None:
         ("tpu", "known are k80, p100"),
         ("", "empty"),
         ("0xv100", "between 1 and"),
-        ("missing.json", "No such file"),
+        ("missing.json", "no file missing.json"),
     ],
 )
 def test_an_unknown_word_gets_near_matches(text: str, message: str) -> None:
@@ -107,5 +107,5 @@ def test_a_cluster_file_names_devices_and_links(tmp_path: Path) -> None:
     with pytest.raises(MachineError, match="unknown network 'string and cup'; known are"):
         parse(str(path))
     path.write_text(json.dumps({**document, "between_devices": {"speed": 3}}))
-    with pytest.raises(MachineError, match="not a link"):
+    with pytest.raises(MachineError, match=r"between_devices\.\w+ is not"):
         parse(str(path))

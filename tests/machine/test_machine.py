@@ -99,11 +99,14 @@ def test_printing_names_every_part() -> None:
     ("content", "message"),
     [
         ("{", "not JSON"),
-        ("[1]", "holds a list"),
+        ("[1]", "the document is .1.; expected an object"),
         ('{"version": 99}', "version 99"),
-        ('{"version": 1, "name": "x"}', "not a machine document: 'devices'"),
-        ('{"version": 1, "name": "x", "devices": []}', "no device"),
-        ('{"version": 1, "name": "x", "devices": [{"name": "y"}]}', "not a machine document"),
+        ('{"version": 1, "name": "x"}', "devices is not there; expected a list"),
+        ('{"version": 1, "name": "x", "devices": []}', "devices is ..; expected a list of at least 1"),
+        (
+            '{"version": 1, "name": "x", "devices": [{"name": "y"}]}',
+            r"devices\[0\]\.kind is not there",
+        ),
     ],
 )
 def test_a_file_that_is_no_machine_is_refused_with_its_reason(tmp_path: Path, content: str, message: str) -> None:
@@ -111,7 +114,7 @@ def test_a_file_that_is_no_machine_is_refused_with_its_reason(tmp_path: Path, co
     path.write_text(content)
     with pytest.raises(OutcoreError, match=message):
         Machine.load(path)
-    with pytest.raises(MachineError, match="No such file"):
+    with pytest.raises(MachineError, match="no file"):
         Machine.load(tmp_path / "none.json")
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import outcore
-from outcore.run import Engine
+from outcore.run import Engine, faults
 
 HOW = {"now": "none"}
 """What happens on this rank."""
@@ -67,8 +67,17 @@ def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1)
 
 
-def fail(how: str, at_rank: int, at_step: int, timeout_s: float = 200.0, grace_s: float = 190.0) -> float:
+def fail(
+    how: str,
+    at_rank: int,
+    at_step: int,
+    timeout_s: float = 200.0,
+    grace_s: float = 190.0,
+    silent_after_s: float | None = None,
+) -> float:
     """Train three stages; at a step, a rank gets into trouble."""
+    if silent_after_s is not None:
+        faults.SILENT_AFTER_S = silent_after_s
     HOW["now"] = "none"
     plan = outcore.Plan(JOB.capture().fingerprint, STAGES, micro_batches=2)
     engine = Engine(JOB, plan, optimizer=sgd, timeout_s=timeout_s, grace_s=grace_s)
@@ -76,6 +85,16 @@ def fail(how: str, at_rank: int, at_step: int, timeout_s: float = 200.0, grace_s
     for step in range(4):
         if step == at_step and engine.rank == at_rank:
             HOW["now"] = how
+            if how == "leave":
+                engine.close()
+                return 0.0
+            if how == "between steps":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if how == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+        if how == "between steps":
+            assert engine.largest(engine.rank) == 2
+            assert engine.share(engine.rank) == [0, 1, 2]
         loss = engine.step(*JOB.batch(4))
     engine.close()
     return loss

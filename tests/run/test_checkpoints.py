@@ -69,7 +69,7 @@ def test_weights_load_in_plain_pytorch(ranks: Pool, tmp_path: Path) -> None:
     model.load_state_dict(state)
     assert equal(dict(model.state_dict()), saved["weights"])
     assert equal(read_weights(tmp_path), saved["weights"])
-    assert not [f for f in directory.rglob("*") if f.suffix not in (".json", ".safetensors")]
+    assert {f.suffix or f.name for f in directory.rglob("*")} == {".json", ".safetensors", "SHA256SUMS"}
 
 
 def test_an_engine_can_begin_with_stored_weights_and_none_of_its_own(ranks: Pool, tmp_path: Path) -> None:

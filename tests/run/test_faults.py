@@ -23,10 +23,28 @@ def test_an_exception_ends_all_ranks_with_its_place_and_cause(ranks: Pool, how: 
         assert "block b." in outcomes[0][1]
 
 
-def test_a_killed_rank_is_named_by_the_others(ranks: Pool) -> None:
-    outcomes = ranks.outcomes(fail, 3, "kill", 1, 2)
+@pytest.mark.parametrize("how", ["kill", "between steps"])
+def test_a_killed_rank_is_named_by_the_others(ranks: Pool, how: str) -> None:
+    outcomes = ranks.outcomes(fail, 3, how, 1, 2)
     for rank in (0, 2):
         assert "EngineError: rank 1" in outcomes[rank][1] and "ended without a word" in outcomes[rank][1]
+
+
+def test_a_rank_that_closes_early_is_named_by_the_others(ranks: Pool) -> None:
+    outcomes = ranks.outcomes(fail, 3, "leave", 1, 2)
+    assert outcomes[1] == (True, 0.0)
+    for rank in (0, 2):
+        assert "EngineError: rank 1" in outcomes[rank][1], outcomes[rank][1]
+        assert "it has left: its engine was closed while others went on" in outcomes[rank][1]
+
+
+@pytest.mark.slow  # a stopped rank is waited for
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_stopped_rank_is_named_whoever_it_is(ranks: Pool, stopped: int) -> None:
+    outcomes = ranks.outcomes(fail, 3, "stop", stopped, 2, grace_s=5.0, silent_after_s=12.0)
+    for rank in {0, 1, 2} - {stopped}:
+        assert f"EngineError: rank {stopped}" in outcomes[rank][1], outcomes[rank][1]
+        assert "stopped" in outcomes[rank][1]
 
 
 @pytest.mark.slow  # its short timeout may strike a rank that is merely slow, on a busy machine

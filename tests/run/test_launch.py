@@ -1,4 +1,4 @@
-"""Who am I: launchers' variables, torchrun's launcher from Python, its restarts; data for ranks; the arena."""
+"""Who am I: launchers' variables, the launcher from Python, its restarts; data for ranks; the arena."""
 
 from __future__ import annotations
 
@@ -36,12 +36,21 @@ def test_variables_of_launchers_are_read() -> None:
     ):
         assert identify({rank: "1", size: "2"}).rank == 1  # type: ignore[union-attr]
     assert identify({}) is None
+    for wrong in (
+        {"RANK": "first"},
+        {"WORLD_SIZE": "many"},
+        {"MASTER_PORT": "http"},
+        {"RANK": "7"},
+        {"MASTER_PORT": "99999"},
+    ):
+        with pytest.raises(EngineError, match=r"must be a number|ranks go from 0 to 3, ports up to 65535"):
+            identify({"RANK": "2", "WORLD_SIZE": "4"} | wrong)
     # Inside sbatch, but not in a step: one process.
     assert identify({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) is None
 
 
 @pytest.mark.slow
-def test_torchruns_launcher_from_python() -> None:
+def test_ranks_are_launched_from_python() -> None:
     oracle = plain("unet", 4)
     assert [losses == pytest.approx(oracle["losses"]) for losses in launch(train_two, 2)] == [True, True]
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import threading
+import time
+from collections.abc import Iterator
 from concurrent.futures import Future
 from datetime import timedelta
+from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from outcore.run import faults, patience
 from outcore.run.faults import Watch
 from outcore.run.patience import Patience
 from outcore.run.place import Place
+from outcore.run.rendezvous import StoreServer
+from outcore.run.rendezvous_client import StoreClient
 from tests.run.failing import fail
 from tests.run.pool import Pool
 
@@ -93,29 +97,59 @@ def test_another_threads_wait_is_given_up_too(monkeypatch: pytest.MonkeyPatch) -
         looking(10)[0].result(failed)
 
 
-def test_a_report_and_a_heart_that_stopped_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = dist.HashStore()
+@pytest.fixture
+def store() -> Iterator[StoreClient]:
+    server = StoreServer("right" * 8).start()
+    client = StoreClient("right" * 8, server.address, server.port, timeout_s=10.0)
+    yield client
+    client.close()
+    server.close()
+
+
+def beat(store: StoreClient, rank: int, **more: Any) -> None:
+    store.set(f"engine1/beat/{rank}", json.dumps({"beat": 1, **more}))
+
+
+def watched_until(watch: Watch, said: str) -> None:
+    """Look as a wait does, until there is nothing to wait for any more."""
+    with pytest.raises(ConnectionError, match=said):
+        while True:
+            watch.look()
+            time.sleep(0.02)
+
+
+def test_a_heart_that_stopped_is_reported_to_all(store: StoreClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faults, "SILENT_AFTER_S", 1.0)
+    watches = [Watch(store, rank, 3, Place(), 1, grace_s=1e9) for rank in (0, 2)]
+    try:
+        beat(store, 1, stage=1)
+        for watch in watches:
+            watched_until(watch, "another rank has failed")
+            told = watch.failed(ConnectionError("broken"))
+            assert told is not None and "rank 1, stage 1" in str(told) and "stopped, or its machine" in str(told)
+    finally:
+        for watch in watches:
+            watch.close()
+
+
+def test_a_rank_that_left_in_good_order_is_no_reason_to_wait(store: StoreClient) -> None:
     watch = Watch(store, 0, 3, Place(), 1, grace_s=1e9)
     try:
-        monkeypatch.setattr(faults, "SILENT_AFTER_S", 0.0)
+        watch.look()
+        beat(store, 2, left=True)
+        watched_until(watch, "rank 2 has left")
+        watch.place.waiting = True
+        assert "rank 2 (unknown, step 0): it has left" in str(watch.failed(ConnectionError("broken")))
+    finally:
+        watch.close()
 
-        def beat(rank: int, number: int) -> None:
-            store.set(f"engine1/beat/{rank}", json.dumps({"beat": number}))
 
-        watch.look()  # nobody has begun
-        beat(1, 1)
-        beat(2, 1)
-        watch.look()
-        beat(1, 2)
-        beat(2, 2)
-        watch.look()
-        beat(1, 3)
-        store.delete_key("engine1/beat/2")  # it has left
-        watch.look()
-        with pytest.raises(ConnectionError, match="rank 1 is silent"):
-            watch.look()
-        watch.failed(ValueError("mine"))
-        with pytest.raises(ConnectionError, match="another rank"):
+def test_what_is_no_report_is_not_taken_for_one(store: StoreClient) -> None:
+    watch = Watch(store, 0, 2, Place(), 1, grace_s=1e9)
+    try:
+        for text in ("not json", "[]", '{"rank": "x"}'):
+            store.set("engine1/fault", text)
+            watch._refresh(1)
             watch.look()
     finally:
         watch.close()

@@ -43,6 +43,14 @@ def test_arguments_of_an_optimizer_are_free() -> None:
         (["train=3"], "train is 3; it holds settings"),
         (["epochs"], "'epochs' is not a setting; write for example plan.memory=20GiB"),
         (["train.clip=[1]"], "a number"),
+        (["train.clip=-1"], "train.clip=-1.0 was given; it is the largest norm of the gradients"),
+        (["train.clip=0"], "must be a number above 0"),
+        (["train.clip=.nan"], "must be a number above 0"),
+        (["optimizer.lr=-0.1"], "optimizer.lr=-0.1 was given; a learning rate is a number of at least 0"),
+        (["data.std=[1, 0, 1]"], "data.std=0.0 was given"),
+        (["data.level=-1"], "levels are numbered from 0"),
+        (["watch=nope"], "watch=nope is no figure; known are loss"),
+        (["watch=acuracy"], "did you mean accuracy"),
     ],
 )
 def test_what_is_not_known_is_refused(words: list[str], said: str) -> None:
@@ -50,7 +58,15 @@ def test_what_is_not_known_is_refused(words: list[str], said: str) -> None:
         Config.read({"job": "a.py"}, words)
 
 
-@pytest.mark.parametrize("text", ["- a\n- b\n", "job: [", "just words"])
+ALIASES = "a: &a [x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{b}: &{b} [*{a}, *{a}, *{a}, *{a}, *{a}, *{a}, *{a}, *{a}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["- a\n- b\n", "job: [", "just words", "", "1: 2", "\x00\x01", "job: 2001-13-45", "[" * 5000, ALIASES, "&a [*a]"],
+)
 def test_a_file_that_holds_no_settings_is_refused_by_name(tmp_path: Path, text: str) -> None:
     (tmp_path / "run.yaml").write_text(text)
     with pytest.raises(ConfigError, match=r"run\.yaml"):

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import stat
 import subprocess
 import sys
 from pathlib import Path
 
-from outcore.train.launch import rank_environment
+import pytest
+
+from outcore.run.launch import rank_variables
+from outcore.run.rendezvous import StoreServer
+
+from .running import write_job
 
 COUNTING = f"""#!{sys.executable}
 import os, signal, sys, time
@@ -44,7 +51,37 @@ def test_keys_pressed_once_are_heard_once_by_every_rank(tmp_path: Path) -> None:
     assert [(tmp_path / f"heard-{k}").read_text() for k in range(2)] == ["1", "1"]
 
 
-def test_a_rank_is_told_what_torchrun_would_tell_it() -> None:
-    told = rank_environment(1, 2, 4711)
-    assert (told["RANK"], told["WORLD_SIZE"], told["MASTER_PORT"]) == ("1", "2", "4711")
-    assert told["PATH"] == os.environ["PATH"]
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
+def test_ranks_that_others_start_meet_by_the_users_secret(tmp_path: Path, launcher: str) -> None:
+    job = write_job(tmp_path)
+    job.write_text(job.read_text().replace("nn.Dropout(0.3), nn.BatchNorm1d(16), ", ""))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CONFIG_HOME": str(tmp_path / "settings")}
+    train = ["-m", "outcore", "train", "job.py", "--device", "cpu", "--out", "run"]
+    if launcher == "torchrun":
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        commands = [([sys.executable, *torchrun, *train], environment)]
+    else:
+        ranks = [{"OMPI_COMM_WORLD_RANK": str(k), "OMPI_COMM_WORLD_SIZE": "2", "MASTER_PORT": port} for k in range(2)]
+        commands = [([sys.executable, *train], environment | told) for told in ranks]
+    with contextlib.ExitStack() as stack:
+        started = [
+            stack.enter_context(subprocess.Popen(command, env=told, cwd=tmp_path, stderr=subprocess.PIPE, text=True))
+            for command, told in commands
+        ]
+        for process in started:
+            said = process.communicate()[1]
+            assert process.returncode == 0, said
+    assert (tmp_path / "run" / "report.html").is_file()
+    assert (tmp_path / "settings" / "outcore" / "secret").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_rank_is_told_what_torchrun_would_tell_it_and_the_secret() -> None:
+    store = StoreServer("s" * 32)
+    told = rank_variables(1, 2, store, "s" * 32)
+    assert (told["RANK"], told["WORLD_SIZE"], told["MASTER_PORT"]) == ("1", "2", str(store.port))
+    assert (told["MASTER_ADDR"], told["OUTCORE_SECRET"]) == ("127.0.0.1", "s" * 32)
+    store.close()

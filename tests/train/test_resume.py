@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import torch
 from outcore.data import write_slides
 from outcore.errors import CheckpointError, TrainError
 from outcore.train.config import Config
+from outcore.train.journal import Table
 
 from .running import BREAK, TERMINATE, run, same, table, weights, write_job
 
@@ -116,6 +118,58 @@ def test_a_run_can_begin_from_a_named_checkpoint(straight: Path, tmp_path: Path)
         run(write_job(tmp_path), tmp_path / "third", *WORDS, "resume=/nowhere")
 
 
+def test_a_run_killed_in_its_very_first_checkpoint_begins_again_and_says_so(straight: Path, tmp_path: Path) -> None:
+    job, out = write_job(tmp_path), tmp_path / "run"
+    last = out / "checkpoints" / "last"
+    with pytest.raises(KeyboardInterrupt), mock.patch("outcore.run.checkpoint._finish", side_effect=KeyboardInterrupt):
+        run(job, out, *WORDS)
+    assert [path.name for path in last.iterdir()] == [".step-0000000004.partial"]
+    for name in (".run.json.99999", ".report.html.99999", ".steps.csv.99999", ".owner.99999"):
+        (out / name).write_text("half of")
+    (out / ".mine.txt").write_text("the user's own")
+    code, said = run(job, out, *WORDS)
+    assert code == 0 and "came to no checkpoint; it begins again from the start" in said
+    assert same(weights(out), weights(straight))
+    assert sorted(path.name for path in out.glob(".*")) == [".mine.txt"]
+    assert all(not path.name.startswith(".") for path in last.iterdir())
+
+
+def test_a_checkpoint_that_is_not_there_is_an_error_also_where_a_run_could_go_on(tmp_path: Path) -> None:
+    run(write_job(tmp_path, stop_at=(14,)), tmp_path / "run", *WORDS)
+    with pytest.raises(CheckpointError, match="no good checkpoint in /nowhere, which --resume names"):
+        run(write_job(tmp_path), tmp_path / "run", *WORDS, "resume=/nowhere")
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "{", "", '{"position": 7}', '{"time_s": "long"}'])
+def test_facts_of_a_run_that_cannot_be_understood_are_named(tmp_path: Path, text: str) -> None:
+    out = tmp_path / "run"
+    run(write_job(tmp_path, stop_at=(14,)), out, *WORDS)
+    (out / "run.json").write_text(text)
+    with pytest.raises(TrainError, match=r"run\.json"):
+        run(write_job(tmp_path), out, *WORDS)
+
+
+def test_a_log_that_was_cut_short_loses_its_last_row_and_nothing_else(tmp_path: Path) -> None:
+    log = Table(tmp_path / "steps.csv", ("step", "loss"))
+    for step in range(13):
+        log.add({"step": step, "loss": step / 2})
+    whole = log.path.read_bytes()
+    for torn in (whole[:-5], whole[:-4], whole[: whole.rindex(b"12") + 1], whole + b"\x00\xff,\n", whole + b"1"):
+        log.path.write_bytes(torn)
+        log.keep("step", 12)
+        assert [row["step"] for row in table(log.path)] == [str(step) for step in range(12)]
+
+
+def test_a_terminal_that_is_gone_saves_unless_it_was_to_be_ignored(tmp_path: Path) -> None:
+    hang_up = TERMINATE.replace("SIGTERM", "SIGHUP")
+    assert run(write_job(tmp_path, stop_at=(5,), how=hang_up), tmp_path / "run", *WORDS)[0] == 128 + signal.SIGHUP
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        assert run(write_job(tmp_path, stop_at=(5,), how=hang_up), tmp_path / "other", *WORDS)[0] == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 STREAMED = """
 import os, signal
 import torch
@@ -145,7 +199,7 @@ def test_a_streamed_run_draws_the_same_masks_again(tmp_path: Path) -> None:
     words = (f"data.train={data}", "plan.tile=20", "train.epochs=2")
     for name, stops in (("straight", (0,)), ("stopped", (3, 0))):
         for stop in stops:
-            (tmp_path / "job.py").write_text(STREAMED.replace("{stop}", str(stop)))
+            (tmp_path / "job.py").write_text(STREAMED.replace("{stop}", str(stop or -1)))
             code, _ = run(tmp_path / "job.py", tmp_path / name, *words)
             assert code == (128 + signal.SIGTERM if stop else 0)
     assert same(weights(tmp_path / "straight"), weights(tmp_path / "stopped"))

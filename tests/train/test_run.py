@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional as F
 
 from outcore.data import write_slides
-from outcore.errors import CheckpointError, ConfigError, DataError, TrainError
+from outcore.errors import CheckpointError, ConfigError, DataError, JobError, TrainError
 from outcore.job import Job
 from outcore.train.examples import OwnExamples
 from outcore.train.feed import Feed
@@ -173,6 +173,48 @@ def test_or_is_skipped_and_counted(tmp_path: Path) -> None:
     code, said = run(not_finite(write_job(tmp_path)), tmp_path / "run", "train.on_nan=skip")
     assert code == 0 and "the weights were left alone (1 so far)" in said and "1 steps were not finite" in said
     assert all(torch.isfinite(t).all() for t in weights(tmp_path / "run").values())
+
+
+@pytest.mark.parametrize("number", ["inf", "nan"])
+def test_a_loss_that_is_never_finite_ends_the_run_instead_of_training_nothing(tmp_path: Path, number: str) -> None:
+    job = write_job(tmp_path)
+    job.write_text(job.read_text().replace("return F.cross", f"return float({number!r}) * F.cross"))
+    with pytest.raises(TrainError, match="no step of epoch 1 had a finite loss, so nothing was learned"):
+        run(job, tmp_path / "run", "train.on_nan=skip")
+    assert (tmp_path / "run" / "report.html").is_file()
+
+
+def test_a_figure_that_is_not_measured_cannot_be_watched(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="watch=dice was given, and this run measures only the loss and acc"):
+        run(write_job(tmp_path), tmp_path / "run", "watch=dice")
+
+
+LAST_LINE = "return F.cross_entropy(output, target)"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("SGD(parameters, ", "SGD([torch.nn.Parameter(torch.ones(2))], ", "holds 1 parameters and none of the 6"),
+        (
+            "return F.cross_entropy(output, target)",
+            "return F.cross_entropy(output.detach(), target)",
+            "does not depend",
+        ),
+        (LAST_LINE, "return OTHER.sum()", "gave no parameter of the model a gradient"),
+        (LAST_LINE, "return 1.0", "returned float; it must return a tensor"),
+        (LAST_LINE, "return output", "of shape .4, 3.; it must be one number"),
+        ("size = 4", 'size = "4"', "size of .* is '4'; it must be a whole number"),
+        ("size = 4", "size = -3", "it must be a whole number of at least 1"),
+        ("size = 4", "raise SystemExit(0)", "cannot be imported.*SystemExit"),
+    ],
+)
+def test_what_can_teach_nothing_is_refused(tmp_path: Path, old: str, new: str, said: str) -> None:
+    job = write_job(tmp_path)
+    assert old in job.read_text()
+    job.write_text(job.read_text().replace(old, new) + "\nOTHER = nn.Parameter(torch.ones(2))\n")
+    with pytest.raises((TrainError, JobError), match=said):
+        run(job, tmp_path / "run")
 
 
 def test_out_of_memory_is_tried_once_more_and_then_said(tmp_path: Path) -> None:

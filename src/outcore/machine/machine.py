@@ -23,10 +23,13 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from outcore.documents import read_json
 from outcore.errors import MachineError
 from outcore.machine.device import PRECISIONS, Device
+from outcore.machine.document import MACHINE
 from outcore.machine.link import HostLink, Link
 from outcore.machine.units import format_bytes, format_rate, format_time
+from outcore.schema import MapOf, check
 
 __all__ = ["VERSION", "Machine"]
 
@@ -119,11 +122,13 @@ class Machine:
         return [{**asdict(device), "rates": dict(device.rates)} for device in self.devices]
 
     @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Machine:
-        """The machine that `to_json` described."""
+    def from_json(cls, document: Mapping[str, Any], source: str | Path = "the machine document") -> Machine:
+        """The machine that `to_json` described; `source` is what a refusal calls it."""
+        check(document, MapOf(), source, MachineError)
         version = document.get("version")
         if version != VERSION:
             raise MachineError(f"a machine document of version {version} was given; this outcore reads {VERSION}")
+        check(document, MACHINE, source, MachineError)
         try:
             return cls(
                 name=str(document["name"]),
@@ -150,15 +155,7 @@ class Machine:
     @classmethod
     def load(cls, path: str | Path) -> Machine:
         """Read a machine that `save` wrote."""
-        try:
-            document = json.loads(Path(path).read_text())
-        except OSError as error:
-            raise MachineError(f"cannot read the machine file {path}: {error.strerror}") from error
-        except json.JSONDecodeError as error:
-            raise MachineError(f"the machine file {path} is not JSON: {error}") from error
-        if not isinstance(document, dict):
-            raise MachineError(f"the machine file {path} holds a {type(document).__name__}; needed an object")
-        return cls.from_json(document)
+        return cls.from_json(read_json(path, MapOf(), MachineError), path)
 
     def __str__(self) -> str:
         size = f"{self.nodes} nodes x {len(self.devices)} devices" if self.nodes > 1 else f"{len(self.devices)} device"

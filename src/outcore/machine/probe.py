@@ -17,10 +17,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from outcore.documents import read_json
 from outcore.errors import MachineError
 from outcore.machine.device import Device
 from outcore.machine.link import HostLink, Link
 from outcore.machine.machine import VERSION, Machine
+from outcore.schema import Anything, MapOf, Record
 
 __all__ = ["Progress", "cache_directory", "probe", "remembered"]
 
@@ -62,7 +64,7 @@ def probe(
     directory = cache if cache is not None else cache_directory()
     facts = _facts(names)
     path = directory / f"machine-{_assemble(facts, {}).fingerprint}.json"
-    measures: Measures = {} if fresh else _recall(path)
+    measures: Measures = {} if fresh else _recall(path, facts)
     steps = list(_steps(names, directory))
     for position, (key, words, measure) in enumerate(steps):
         if key in measures:
@@ -79,7 +81,7 @@ def remembered(*, cache: Path | None = None, devices: tuple[str, ...] | None = N
     """This machine with what is already measured of it; where nothing was, there are no rates."""
     facts = _facts(devices if devices is not None else _present())
     directory = cache if cache is not None else cache_directory()
-    return _assemble(facts, _recall(directory / f"machine-{_assemble(facts, {}).fingerprint}.json"))
+    return _assemble(facts, _recall(directory / f"machine-{_assemble(facts, {}).fingerprint}.json", facts))
 
 
 def _present() -> tuple[str, ...]:
@@ -182,11 +184,14 @@ def _plain(value: Any) -> Any:
     return asdict(value) if isinstance(value, HostLink) else value
 
 
-def _recall(path: Path) -> Measures:
+def _recall(path: Path, facts: dict[str, dict[str, Any]]) -> Measures:
+    """What was measured before, if a machine can be made of it."""
     try:
-        document = json.loads(path.read_text())
-        return dict(document["measures"]) if document["version"] == VERSION else {}
-    except (OSError, ValueError, KeyError, TypeError):
+        document = read_json(path, Record({"version": Anything(), "measures": MapOf()}, open=True), MachineError)
+        measures = dict(document["measures"]) if document["version"] == VERSION else {}
+        _assemble(facts, measures)
+        return measures
+    except (MachineError, ValueError, TypeError, KeyError, AttributeError, IndexError):
         return {}  # nothing kept, or kept by another version: measuring again costs seconds
 
 

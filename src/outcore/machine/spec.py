@@ -11,17 +11,19 @@ given by such a word:
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from outcore.documents import read_json
 from outcore.errors import MachineError
 from outcore.machine import catalogue
+from outcore.machine.document import CLUSTER
 from outcore.machine.link import Link
 from outcore.machine.machine import VERSION, Machine
+from outcore.schema import MapOf, check
 
 __all__ = ["parse"]
 
@@ -79,14 +81,10 @@ def _cluster(entry: catalogue.Entry, *, nodes: int, count: int) -> Machine:
 
 
 def _from_file(path: Path) -> Machine:
-    try:
-        document = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError):
-        return Machine.load(path)
-    if not isinstance(document, dict) or not isinstance(document.get("devices"), str):
-        return Machine.load(path)
-    if document.get("version") != VERSION:
-        return Machine.from_json(document)
+    document = read_json(path, MapOf(), MachineError)
+    if not isinstance(document.get("devices"), str) or document.get("version") != VERSION:
+        return Machine.from_json(document, path)
+    check(document, CLUSTER, path, MachineError)
     machine = parse(document["devices"])
     nodes = int(document.get("nodes", machine.nodes))
     between_nodes = _link(document.get("between_nodes")) or machine.between_nodes

@@ -21,7 +21,7 @@ import torch
 from outcore.errors import EngineError
 from outcore.graph.structure import leaves, substitute
 
-__all__ = ["arguments", "cut", "describe", "fingerprint", "joined", "parts", "rows", "stand_in"]
+__all__ = ["arguments", "cut", "describe", "difference", "fingerprint", "joined", "parts", "rows", "stand_in"]
 
 _PLAIN = (int, float, bool, str, type(None))
 
@@ -83,6 +83,37 @@ def describe(batch: Any) -> Any:
     if isinstance(batch, _PLAIN):
         return {"plain": batch}
     return {"object": f"{type(batch).__module__}.{type(batch).__qualname__}"}
+
+
+def difference(one: Any, other: Any, place: str = "inputs") -> str | None:
+    """Where two descriptions differ first, and how: ``inputs[1]: float32 8x3 and float64 8x3``.
+
+    >>> difference(describe((torch.ones(2), None)), describe((torch.ones(2), 3)))
+    'inputs[1]: None and 3'
+    """
+    ((kind, here),), ((other_kind, there),) = one.items(), other.items()
+    if kind == other_kind == "dict":
+        keys, other_keys = [k for k, _ in here], [k for k, _ in there]
+        if keys != other_keys:
+            return f"{place}: names {', '.join(keys)} and {', '.join(other_keys)}"
+        pairs = [(f"{place}[{k!r}]", a, b) for (k, a), (_, b) in zip(here, there, strict=True)]
+    elif kind == other_kind and kind in ("tuple", "list"):
+        if len(here) != len(there):
+            return f"{place}: a {kind} of {len(here)} and one of {len(there)}"
+        pairs = [(f"{place}[{i}]", a, b) for i, (a, b) in enumerate(zip(here, there, strict=True))]
+    else:
+        shown, other_shown = _in_words(one), _in_words(other)
+        if shown == other_shown and one != other:
+            shown, other_shown = f"strides {here[1]}", f"strides {there[1]}"
+        return None if one == other else f"{place}: {shown} and {other_shown}"
+    return next((text for where, a, b in pairs if (text := difference(a, b, where))), None)
+
+
+def _in_words(description: Any) -> str:
+    ((kind, content),) = description.items()
+    if kind == "tensor":
+        return f"{content[2]} {'x'.join(map(str, content[0])) or 'number'}"
+    return repr(content) if kind == "plain" else content if kind == "object" else f"a {kind}"
 
 
 def stand_in(description: Any) -> Any:

@@ -5,12 +5,16 @@
         weights-00001-of-00004.safetensors    one file per stage, the model's own names
         state-00001-of-00004.safetensors      one file per rank: optimizer state, generators
         model.safetensors.index.json          which weight is in which file, as Hugging Face writes it
-        checkpoint.json                       step, plan, groups, scheduler, loss scale, checksums
+        checkpoint.json                       step, plan, groups, scheduler, loss scale
+        SHA256SUMS                            checksums of all of these, as `sha256sum -c` reads them
       latest                                  the name of the last good one
 
 Every rank writes what it holds (a stage that several hold is written by the first) into a directory beside the final
 one. The ranks then exchange checksums; only if all succeeded does rank 0 write the index and rename the directory.
-Until that moment the checkpoint before it is the latest, and it is not removed before. Whatever is saved is named after
+Until that moment the checkpoint before it is the latest, and it is not removed before. Removed are only directories
+whose names are ours to the last character, never the one that `latest` names. A checkpoint of the same step that is
+there already is moved aside for the moment of the rename (``.step-….replaced``), where a reader still finds it. What a
+killed run left of a checkpoint that it was writing is removed by the next one. Whatever is saved is named after
 parameters, not ranks, so any number of ranks can read it under any plan. Weights alone load in plain PyTorch:
 
     for file in set(json.load(open("model.safetensors.index.json"))["weight_map"].values()):
@@ -22,6 +26,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import threading
 from collections.abc import Mapping
@@ -35,12 +40,16 @@ from safetensors.torch import save_file
 from outcore.errors import CheckpointError
 from outcore.run.world import World
 
-__all__ = ["FORMAT", "Files", "Writing", "checksum", "commit", "write"]
+__all__ = ["FORMAT", "Files", "Writing", "checksum", "commit", "complete_ones", "latest_name", "write"]
 
-FORMAT = 1
+FORMAT = 2
+"""Of `checkpoint.json`; format 1 had no checksums of the documents themselves, and is still read."""
 INDEX = "model.safetensors.index.json"
 DOCUMENT = "checkpoint.json"
+SUMS = "SHA256SUMS"
 LATEST = "latest"
+_NAME = re.compile(r"step-\d{10,}")
+_LEFTOVER = re.compile(r"\.step-\d{10,}\.(partial|replaced)|\.latest")
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -100,8 +109,9 @@ def write(
     trouble = None
     if world.rank == 0:
         try:
-            shutil.rmtree(writing.aside, ignore_errors=True)
-            writing.aside.mkdir(parents=True)
+            root.mkdir(parents=True, exist_ok=True)
+            remove_leftovers(root)
+            writing.aside.mkdir()
         except OSError as error:
             trouble = f"{writing.aside} cannot be made: {error.strerror}"
     if told := next((t for t in world.share(trouble) if t), None):
@@ -145,7 +155,7 @@ def commit(world: World, writing: Writing) -> Path:
     if failed:
         if world.rank == 0:
             shutil.rmtree(writing.aside, ignore_errors=True)
-        kept = f"; {kept_one.name} is still good" if (kept_one := _latest(writing.root)) else ""
+        kept = f"; {kept_one} is still good" if (kept_one := latest_name(writing.root)) else ""
         raise CheckpointError(f"checkpoint {writing.name} was not written ({'; '.join(failed)}){kept}")
     return writing.root / writing.name
 
@@ -161,27 +171,60 @@ def _finish(writing: Writing, told: list[dict[str, Any]]) -> None:
     _put(writing.aside / INDEX, json.dumps(index, indent=1))
     document = writing.document | {"format": FORMAT, "step": writing.step, "files": rows, "state_map": names["state"]}
     _put(writing.aside / DOCUMENT, json.dumps(document))
+    sums = {file: digest for file, (_, digest) in rows.items()}
+    sums |= {file: checksum(writing.aside / file) for file in (INDEX, DOCUMENT)}
+    _put(writing.aside / SUMS, "\n".join(f"{digest}  {file}" for file, digest in sorted(sums.items())))
     _sync(writing.aside)
-    final = writing.root / writing.name
+    final, replaced = writing.root / writing.name, writing.root / f".{writing.name}.replaced"
     if final.exists():
-        shutil.rmtree(final)
+        final.rename(replaced)
     writing.aside.rename(final)
     _put(writing.root / f".{LATEST}", writing.name)
     (writing.root / f".{LATEST}").rename(writing.root / LATEST)
     _sync(writing.root)
-    for old in sorted(writing.root.glob("step-*"))[: -writing.keep]:
-        shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(replaced, ignore_errors=True)
+    for old in complete_ones(writing.root)[writing.keep :]:
+        if old.name != writing.name:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def complete_ones(root: Path) -> list[Path]:
+    """The checkpoints of a directory, the newest first: names of ours, and nothing else that may lie there."""
+    found = [path for path in root.glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
+
+
+def replaced_ones(root: Path) -> list[Path]:
+    """Checkpoints that were moved aside for one of the same step, which then did not come."""
+    found = [path for path in root.glob(".step-*.replaced") if _LEFTOVER.fullmatch(path.name)]
+    return [path for path in found if not (root / path.name.removeprefix(".").removesuffix(".replaced")).exists()]
+
+
+def remove_leftovers(root: Path) -> None:
+    """Remove what a killed run left of a checkpoint that it did not finish."""
+    for path in replaced_ones(root):
+        path.rename(root / path.name.removeprefix(".").removesuffix(".replaced"))
+    for path in root.glob(".*"):
+        if _LEFTOVER.fullmatch(path.name) and not path.is_symlink():
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+
+def latest_name(root: Path) -> str | None:
+    """The checkpoint that `latest` names, if it names one of ours."""
+    try:
+        name = (root / LATEST).read_bytes()[:64].decode("ascii", "replace").strip()
+    except OSError:
+        return None
+    return name if _NAME.fullmatch(name) else None
 
 
 def checksum(path: Path) -> str:
     """SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _latest(root: Path) -> Path | None:
-    pointer = root / LATEST
-    return root / pointer.read_text().strip() if pointer.is_file() else None
 
 
 def _put(path: Path, text: str) -> None:

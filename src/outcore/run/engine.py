@@ -34,6 +34,7 @@ from outcore.run.assembly import Assembly
 from outcore.run.blueprint import Script
 from outcore.run.faults import Watch
 from outcore.run.intake import Intake
+from outcore.run.learning import check_optimizer
 from outcore.run.loader import Loader
 from outcore.run.measured import Comparison, gather
 from outcore.run.parking import Parking
@@ -165,6 +166,7 @@ class Engine:
             if optimizer is not None:
                 every = list(self.model.named_parameters())
                 self.update.optimizer = make_optimizer(optimizer, groups, every, self.parameters)
+                check_optimizer(self.update.optimizer, self.parameters.values(), EngineError)
             self.scheduler = scheduler(self.optimizer) if scheduler is not None and self.optimizer is not None else None
             self.keeper = Keeper(self)
 
@@ -173,7 +175,11 @@ class Engine:
             return None
         Engine._made += 1
         number = self.world.numbers([Engine._made])[0][0]
-        watch = Watch(self.world.store, self.rank, self.world.size, self.place, number, grace_s=grace_s)
+        meeting = self.world.meeting
+        assert meeting is not None
+        watch = Watch(
+            meeting.store, self.rank, self.world.size, self.place, number, grace_s=grace_s, keeper=meeting.keeper
+        )
         self.world.patience.look = watch.look
         return watch
 
@@ -366,6 +372,22 @@ class Engine:
             finally:
                 self.worker.keep_outputs = False
         return batches.joined([run.outputs[i] for i in sorted(run.outputs)]) if run.outputs else None
+
+    def share(self, value: Any) -> list[Any]:
+        """One JSON value from every rank, by rank; collective, and a rank that fails meanwhile is named."""
+        with self._guarded():
+            self._between_steps()
+            return self.world.share(value)
+
+    def largest(self, number: int) -> int:
+        """The largest of the whole numbers that the ranks give; collective, as `share`."""
+        with self._guarded():
+            self._between_steps()
+            return max(row[0] for row in self.world.numbers([number]))
+
+    def _between_steps(self) -> None:
+        place = self.place
+        place.stage, place.micro_batch, place.doing, place.call = -1, -1, "between steps", ""
 
     def timeline(self) -> Timeline:
         """What happened in the last step on every rank; collective."""

@@ -98,9 +98,11 @@ class Intake:
             first = min(rows)
             for rank, row in rows.items():
                 if row[:2] != rows[first][:2]:
+                    told = self.world.share(description)  # every rank sees the same table, so every rank comes here
+                    differs = batches.difference(told[first], told[rank]) or "their descriptions"
                     raise EngineError(
-                        f"ranks {first} and {rank} belong to one replica, but were given batches of different shapes "
-                        f"({rows[first][0]} and {row[0]} samples); give them the same batch"
+                        f"ranks {first} and {rank} belong to one replica, but were given different batches "
+                        f"({differs}); give them the same batch"
                     )
             if rows[first][0] == 0:
                 raise EngineError(f"replica {replica} was given 0 samples; give every replica at least 1")

@@ -77,6 +77,11 @@ def load_optimizer(
     name_of = {id(p): name for name, p in parameters.items()}
     current = optimizer.state_dict()
     ordered = [p for group in optimizer.param_groups for p in group["params"]]
+    if foreign := sum(id(p) not in name_of for p in ordered):
+        raise CheckpointError(
+            f"{foreign} of {len(ordered)} parameters of the optimizer are not the model's, and a checkpoint names them "
+            "by the model; give the optimizer the parameters of the model"
+        )
     current["state"] = {i: state[name_of[id(p)]] for i, p in enumerate(ordered) if state[name_of[id(p)]]}
     for group, stored in zip(current["param_groups"], options, strict=True):
         for key, value in stored.items():

@@ -1,13 +1,15 @@
 """Reading checkpoints: the newest good one, whoever wrote it.
 
-Candidates are tried from the newest on. The files of one are shared out among the ranks, each verifies size and
-checksum of its own, and only if all agree is it used; a torn one is passed over with a warning. Then each rank reads,
-tensor by tensor, what its stages need.
+Candidates are tried from the newest on. Their documents are checked first: against their checksums, then against what
+a checkpoint says (`outcore.schema`), and every file they name must lie beside them. The files are then shared out among
+the ranks, each verifies size and checksum of its own, and only if all agree is the candidate used; a torn one, and one
+whose documents cannot be understood, is passed over with a warning. Then each rank reads, tensor by tensor, what its
+stages need.
 """
 
 from __future__ import annotations
 
-import json
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -16,11 +18,47 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from outcore.documents import read_json, read_text
 from outcore.errors import CheckpointError
-from outcore.run.checkpoint import DOCUMENT, FORMAT, INDEX, LATEST, checksum
+from outcore.run.checkpoint import DOCUMENT, FORMAT, INDEX, SUMS, checksum, complete_ones, latest_name, replaced_ones
 from outcore.run.world import World
+from outcore.schema import Anything, Choice, ListOf, MapOf, Maybe, Number, Record, Schema, Text, Whole
 
-__all__ = ["Stored", "find_checkpoint", "read_weights"]
+__all__ = ["Stored", "find_checkpoint", "has_checkpoint", "read_weights"]
+
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
+
+
+class _FileName(Schema):
+    """The name of a file beside the document that names it."""
+
+    expected = "the name of a .safetensors file in the same folder"
+
+    def problem(self, value: Any, place: str) -> tuple[str, str, str] | None:
+        """What is wrong with a value, if something is."""
+        return None if isinstance(value, str) and _FILE.fullmatch(value) else self._wrong(value, place)
+
+
+_INDEX = Record({"weight_map": MapOf(_FileName())}, {"metadata": Anything()})
+_DOCUMENT = Record(
+    {
+        "format": Choice((1, FORMAT)),
+        "step": Whole(least=0),
+        "files": MapOf(ListOf(Anything(), 2, 2)),
+        "state_map": MapOf(_FileName()),
+        "ranks": Whole(least=1),
+        "seed": Whole(),
+        "samples": Whole(least=0),
+        "skipped": Whole(least=0),
+        "groups": ListOf(MapOf()),
+        "scalars": MapOf(MapOf()),
+        "scheduler": Maybe(MapOf()),
+        "scale": Maybe(ListOf(Number(), 2, 2)),
+        "loader": Maybe(MapOf()),
+        "extra": Anything(),
+    },
+    {"plan": Maybe(MapOf()), "network": Maybe(Text())},
+)
 
 
 class Stored:
@@ -28,8 +66,8 @@ class Stored:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.document: dict[str, Any] = json.loads((path / DOCUMENT).read_text(encoding="utf-8"))
-        self.weights: dict[str, str] = json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        self.document: dict[str, Any] = read_json(path / DOCUMENT, _DOCUMENT, CheckpointError)
+        self.weights: dict[str, str] = read_json(path / INDEX, _INDEX, CheckpointError)["weight_map"]
         self.state: dict[str, str] = self.document["state_map"]
 
     def read(self, names: Iterable[str], where: Mapping[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -42,8 +80,18 @@ class Stored:
                 for name in inside:
                     yield name, opened.get_tensor(name)
 
-    def load_weights(self, targets: Mapping[str, torch.Tensor]) -> None:
-        """Copy stored weights into tensors of the same names."""
+    def load_weights(self, targets: Mapping[str, torch.Tensor], model: Iterable[str] = ()) -> None:
+        """Copy stored weights into tensors of the same names.
+
+        Args:
+            targets: the tensors that this rank holds.
+            model: all names of the model, on any rank; what is stored beyond them is another model's.
+        """
+        if (known := set(model)) and (extra := self.weights.keys() - known):
+            raise CheckpointError(
+                f"{self.path} has {min(extra)}, which the model has not ({len(extra)} weights are too many): it is of "
+                "another model"
+            )
         if missing := [name for name in targets if name not in self.weights]:
             raise CheckpointError(
                 f"{self.path} has no {missing[0]} ({len(missing)} of {len(targets)} weights are missing): it is of "
@@ -74,32 +122,58 @@ def find_checkpoint(world: World, path: str | Path) -> Stored:
     raise CheckpointError(f"no good checkpoint in {root}{reasons}; give the directory that `save` was given")
 
 
+def has_checkpoint(path: Path) -> bool:
+    """Whether there is a finished checkpoint at a path or under it, good or not."""
+    return (path / DOCUMENT).exists() or bool(_candidates(path))
+
+
 def _candidates(root: Path) -> list[Path]:
     if (root / DOCUMENT).is_file():
         return [root]
-    found = sorted(root.glob("step-*"), reverse=True)
-    if (root / LATEST).is_file():
-        latest = root / (root / LATEST).read_text().strip()
-        found = [latest, *(p for p in found if p != latest)]
-    return found
+    found = complete_ones(root)
+    if (name := latest_name(root)) is not None and (root / name).is_dir():
+        found = [root / name, *(p for p in found if p.name != name)]
+    return found + replaced_ones(root)
 
 
 def _verify(world: World, path: Path) -> str | None:
-    """Check this rank's share of the files; what is wrong, if something is."""
+    """Check the documents, and this rank's share of the files; what is wrong, if something is."""
     try:
-        document = json.loads((path / DOCUMENT).read_text(encoding="utf-8"))
-        if document.get("format") != FORMAT:
-            return f"{path} has format {document.get('format')!r}; this outcore reads {FORMAT}"
-        json.loads((path / INDEX).read_text(encoding="utf-8"))
-        for file, (size, digest) in sorted(document["files"].items())[world.rank :: world.size]:
+        sums = _sums(path)
+        stored = Stored(path)
+        files = stored.document["files"]
+        if sums and sums.keys() != {*files, INDEX, DOCUMENT}:
+            return f"{path / SUMS} lists other files than {DOCUMENT}"
+        if missing := {*stored.weights.values(), *stored.state.values()} - files.keys():
+            return f"{path / DOCUMENT}: files does not list {min(missing)}, which holds tensors"
+        for file, row in sorted(files.items())[world.rank :: world.size]:
+            size, digest = row
+            if (problem := _FileName().problem(file, "files")) is not None:
+                return f"{path / DOCUMENT}: files names {file!r}; expected {problem[2]}"
             found = (path / file).stat().st_size
             if found != size:
                 return f"{path / file} has {found:,} bytes, {size:,} were written"
-            if checksum(path / file) != digest:
+            if checksum(path / file) != digest or (sums and sums[file] != digest):
                 return f"{path / file} is not what was written (its checksum differs)"
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except CheckpointError as error:
+        return str(error)
+    except (OSError, ValueError, TypeError, SafetensorError) as error:
         return f"{path}: {type(error).__name__}: {error}"
     return None
+
+
+def _sums(path: Path) -> dict[str, str]:
+    """The checksums of a checkpoint's files, those of its documents compared; none where format 1 has none."""
+    if not (path / SUMS).exists():
+        if read_json(path / DOCUMENT, Record({"format": Anything()}, open=True), CheckpointError)["format"] == 1:
+            return {}
+        raise CheckpointError(f"{path} has no {SUMS}; it is not complete")
+    rows = [line.partition("  ") for line in read_text(path / SUMS, CheckpointError, "checksums").splitlines()]
+    sums = {file: digest for digest, _, file in rows}
+    for file in (INDEX, DOCUMENT):
+        if checksum(path / file) != sums.get(file):
+            raise CheckpointError(f"{path / file} is not what was written (its checksum differs)")
+    return sums
 
 
 def read_weights(path: str | Path) -> dict[str, torch.Tensor]:

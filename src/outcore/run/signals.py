@@ -1,4 +1,6 @@
-"""Signals: SIGUSR1 asks for a checkpoint, SIGTERM for a checkpoint and the end.
+"""Signals: SIGUSR1 asks for a checkpoint, SIGTERM or SIGHUP (a terminal that is gone) for a checkpoint and the end.
+
+A signal that was ignored stays so: that is what ``nohup`` asks for.
 
 A handler only notes the wish. The ranks tell each other at the beginning of the next step, so all of them save after
 the same step, whichever of them was signalled.
@@ -23,11 +25,13 @@ class Signals:
         self.wish = 0
         self._before: dict[signal.Signals, Any] = {}
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGUSR1, signal.SIGTERM):
+            for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(number) is signal.SIG_IGN:
+                    continue
                 self._before[number] = signal.signal(number, self._note)
 
     def _note(self, number: int, _: FrameType | None) -> None:
-        self.wish |= STOP if number == signal.SIGTERM else SAVE
+        self.wish |= SAVE if number == signal.SIGUSR1 else STOP
 
     def close(self) -> None:
         """Put the handlers back that were there before."""

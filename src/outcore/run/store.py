@@ -70,7 +70,7 @@ class Keeper:
         """Take over a checkpoint; returns what was saved as `extra`. Collective."""
         engine = self.engine
         stored = find_checkpoint(engine.world, path)
-        stored.load_weights(engine.assembly.local_state())
+        stored.load_weights(engine.assembly.local_state(), engine.model.state_dict())
         document = stored.document
         if engine.optimizer is not None and document["groups"]:
             wanted = {key for key in stored.state if key.rpartition("/")[0] in engine.parameters}

@@ -23,6 +23,7 @@ from torch import nn
 from outcore.errors import EngineError
 from outcore.program import Reduce
 from outcore.run.holdings import Holdings, Share
+from outcore.run.learning import check_gradients
 from outcore.run.shelf import Shelf
 from outcore.run.sums import GlooSum, SharedSum, Sum
 from outcore.run.world import World
@@ -96,6 +97,7 @@ class Update:
         self._groups, self._shelf = groups, shelf
         self._owner = holdings.owner()
         self._started: list[_Started] = []
+        self._has_learned = False
         # Norms of all parameters are added in the widest of their dtypes, the same on every rank.
         self._norm_dtype = torch.float64 if torch.float64 in dtypes else torch.float32
 
@@ -115,6 +117,10 @@ class Update:
 
     def step(self) -> None:
         """Unscale, clip and step, when everything is settled."""
+        if not self._has_learned and self.optimizer is not None:
+            held = torch.tensor([float(sum(p.grad is not None for p in self.parameters.values()))])
+            check_gradients(float(self.world.sum_(held)), EngineError)
+            self._has_learned = True
         overflowed = self._unscale() if self.scale is not None else False
         if self.clip_norm is not None and not overflowed:
             self._clip(self.clip_norm)

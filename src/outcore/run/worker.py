@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from outcore.errors import EngineError
 from outcore.graph.recording import Ref, fill
 from outcore.graph.structure import leaves, substitute
 from outcore.program import Backward, Edge, Event, Forward, OptimizerStep, Receive, Reduce, Send
@@ -27,6 +28,7 @@ from outcore.run.draws import Draws
 from outcore.run.form import Form
 from outcore.run.gauge import Gauge
 from outcore.run.holdings import Share
+from outcore.run.learning import check_loss
 from outcore.run.parking import Parking
 from outcore.run.part import Execute, Slot, arrive
 from outcore.run.policies import UnderPolicies
@@ -274,6 +276,8 @@ class Worker:
             return None
         self.place.call = "loss"
         loss = self.loss(output, self._here(piece.targets))
+        if self._run.training:
+            check_loss(loss, EngineError)
         # A copy: some losses (mse_loss on a CPU) are a number in memory of the size of the output.
         self._run.losses[of.micro_batch] = loss.detach().clone()
         return loss * (piece.weight * self._run.scale) if self._run.training else None

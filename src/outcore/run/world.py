@@ -1,17 +1,16 @@
 """The ranks of a run: who this process is, who the others are, and small talk between them.
 
 A process learns its rank from whatever launched it: torchrun, SLURM, mpirun, or nobody, which is a world of one that
-needs no process group at all. Small facts (shapes, losses, norms, checksums) travel as numbers or JSON text through one
-gloo group on the hosts; nothing is pickled. `share` and `numbers` are collective: every rank calls them, in one order.
+needs no process group at all. The ranks meet in a store that only they may enter (`outcore.run.meeting`). Small facts
+(shapes, losses, norms, checksums) travel as numbers or JSON text through one gloo group on the hosts; nothing is
+pickled. `share` and `numbers` are collective: every rank calls them, in one order.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch.distributed as dist
 
 from outcore.errors import EngineError
 from outcore.run.lines import Lines
+from outcore.run.meeting import Identity, Meeting, meet, meet_over
 from outcore.run.patience import Patience
 from outcore.run.place import Place
 
@@ -33,18 +33,8 @@ _LAUNCHERS = (
     ("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
 )
 _PORT = 29500
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """What a launcher told this process."""
-
-    launcher: str
-    rank: int
-    size: int
-    local_rank: int
-    address: str
-    port: int
+_met: list[Meeting] = []
+"""How this process met the others that its launcher started, as long as it is with them."""
 
 
 def identify(variables: Mapping[str, str]) -> Identity | None:
@@ -54,15 +44,29 @@ def identify(variables: Mapping[str, str]) -> Identity | None:
     1
     """
     for launcher, rank, size, local in _LAUNCHERS:
-        if rank in variables and int(variables.get(size, "1")) > 1:
+        if rank in variables and (count := _number(variables, size, 1)) > 1:
             address = variables.get("MASTER_ADDR") or _first_host(launcher, variables)
-            port = int(variables.get("MASTER_PORT") or _port(variables))
-            count = int(variables[size])
-            return Identity(launcher, int(variables[rank]), count, int(variables.get(local, "0")), address, port)
+            port = _number(variables, "MASTER_PORT", _port(variables))
+            mine, here = _number(variables, rank, 0), _number(variables, local, 0)
+            if not (0 <= mine < count and 0 < port < 65_536):
+                raise EngineError(
+                    f"{launcher} says rank {mine} of {count} and port {port}; ranks go from 0 to {count - 1}, ports "
+                    "up to 65535"
+                )
+            return Identity(launcher, mine, count, here, address, port)
     return None
 
 
+def _number(variables: Mapping[str, str], name: str, default: int) -> int:
+    given = variables.get(name) or str(default)
+    if not given.strip().isdigit():
+        raise EngineError(f"{name}={given!r} was given; it must be a number, as launchers set it, or not be set")
+    return int(given)
+
+
 def _first_host(launcher: str, variables: Mapping[str, str]) -> str:
+    if variables.get("SLURM_STEP_NUM_NODES") == "1":
+        return "127.0.0.1"
     if launcher == "SLURM" and (nodes := variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST")):
         head, bracket, inside = nodes.partition("[")
         return head + inside.split(",")[0].split("-")[0].rstrip("]") if bracket else nodes.split(",")[0]
@@ -78,10 +82,12 @@ def _port(variables: Mapping[str, str]) -> int:
 class World:
     """All ranks of a run; the process group, if there is one, is torch's."""
 
-    def __init__(self, rank: int, size: int, local_rank: int, group: Any, store: Any, *, owned: bool) -> None:
+    def __init__(
+        self, rank: int, size: int, local_rank: int, group: Any, meeting: Meeting | None, *, owned: bool
+    ) -> None:
         self.place = Place()
         self.rank, self.size, self.local_rank = rank, size, local_rank
-        self.group, self.store = group, store
+        self.group, self.meeting = group, meeting
         self.mail: Any = None
         """A group for what goes from one rank to another. A collective that fails on `group` leaves its connections
         clogged by messages that nobody takes any more, and what comes behind them would never arrive."""
@@ -95,15 +101,15 @@ class World:
     @classmethod
     def join(cls, *, timeout_s: float) -> World:
         """The world this process belongs to; joins the others if a launcher started several."""
-        timeout = timedelta(seconds=timeout_s)
         if dist.is_initialized():
             local = int(os.environ.get("LOCAL_RANK", "0"))
-            store = dist.distributed_c10d._get_default_store()
             rank, size = dist.get_rank(), dist.get_world_size()
             if size == 1:
                 return cls(0, 1, local, None, None, owned=False)
-            world = cls(rank, size, local, None, store, owned=False)
+            world = cls(rank, size, local, None, None, owned=False)
             world.group, world.mail = (world.new_group(range(size), timeout_s) for _ in range(2))
+            known = _met[-1].beside() if _met else None
+            world.meeting = known if known is not None else meet_over(world, timeout_s)
             return world
         identity = identify(os.environ)
         if identity is None:
@@ -111,10 +117,14 @@ class World:
         # Its functions have the group of the moment of their import as a default, and would keep it for good.
         import torch.distributed.nn.functional  # noqa: F401
 
-        store = _store(identity, timeout)
-        world = cls(identity.rank, identity.size, identity.local_rank, None, store, owned=True)
+        meeting = meet(identity, timeout_s)
+        _met.append(meeting)
+        world = cls(identity.rank, identity.size, identity.local_rank, None, meeting, owned=True)
+        timeout = timedelta(seconds=timeout_s)
         with world._lines.noted():
-            dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=timeout)
+            dist.init_process_group(
+                "gloo", store=meeting.store, rank=world.rank, world_size=world.size, timeout=timeout
+            )
         world.group, world.mail = dist.group.WORLD, world.new_group(range(world.size), timeout_s)
         return world
 
@@ -196,36 +206,17 @@ class World:
     def close(self) -> None:
         """Leave; only what this world made is taken down."""
         last = [self.leftovers, *self._groups, self.group]
-        self.group = self.mail = self.store = self.patience.look = None
+        meeting, self.meeting = self.meeting, None
+        self.group = self.mail = self.patience.look = None
         while self._groups:
             dist.destroy_process_group(self._groups.pop())
         self.leftovers = []
         if self._owned and dist.is_initialized():
             dist.destroy_process_group()
         self.rank, self.size, self._owned = 0, 1, False
+        failed = self._lines.are_cut
         self._lines.let_go(last)
-
-
-def _store(identity: Identity, timeout: timedelta) -> Any:
-    """The meeting place: torchrun's agent keeps one, otherwise rank 0 does."""
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    try:
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            identity.address,
-            identity.port,
-            identity.size,
-            is_master=identity.rank == 0 and not agent,
-            timeout=timeout,
-        )
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
-        if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
-            raise EngineError(
-                f"port {identity.port} on {socket.gethostname()} is in use; set MASTER_PORT to a free one"
-            ) from error
-        raise EngineError(
-            f"rank {identity.rank} of {identity.size} ({identity.launcher}) could not reach rank 0 at "
-            f"{identity.address}:{identity.port}: {str(error).splitlines()[0]}; set MASTER_ADDR and MASTER_PORT"
-        ) from error
-    return dist.PrefixStore(  # type: ignore[attr-defined]
-        f"outcore/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store
-    )
+        if meeting is not None:
+            if meeting in _met:
+                _met.remove(meeting)
+            meeting.leave(failed=failed)

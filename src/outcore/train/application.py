@@ -17,22 +17,27 @@ from pathlib import Path
 import numpy as np
 import torch
 from rich.console import Console
+from torch import nn
 
-from outcore.errors import TrainError
+from outcore.errors import CheckpointError, ConfigError, OutcoreError, TrainError
 from outcore.job import Job
 from outcore.machine.units import parse_bytes
+from outcore.run.parent import end_with_parent, launcher_pid
+from outcore.run.restore import has_checkpoint
 from outcore.run.world import identify
 from outcore.train.build import build_runner
 from outcore.train.closing import say_ending, write_beginning, write_ending
 from outcore.train.config import Config
-from outcore.train.feed import Feed, JobFeed
+from outcore.train.experiment import describe
+from outcore.train.feed import Feed, JobFeed, MicroBatch
 from outcore.train.journal import Journal
 from outcore.train.launch import launch
 from outcore.train.loop import Loop
 from outcore.train.metrics import default_metrics, make_metrics
+from outcore.train.owner import owning
 from outcore.train.progress import make_show
 from outcore.train.run_folder import RunFolder
-from outcore.train.runner import Runner
+from outcore.train.runner import Runner, default_loss
 from outcore.train.schedules import make_schedule
 from outcore.train.start import forecast, start_table
 from outcore.train.stopping import Wish, listening
@@ -43,10 +48,17 @@ __all__ = ["train"]
 
 def train(config: Config, console: Console) -> int:
     """Run to the end, or to where it is asked to stop."""
+    if config.resume not in ("auto", "never") and not has_checkpoint(Path(config.resume)):
+        raise CheckpointError(
+            f"no good checkpoint in {config.resume}, which --resume names; give the folder of one, like "
+            "runs/first/checkpoints/last"
+        )
     if config.plan.ranks > 1 and identify(os.environ) is None:
         return _launch(config, console)
     wish = Wish()
     with listening(wish, speaks=first_rank()):
+        if (parent := launcher_pid()) is not None:
+            end_with_parent(parent)()
         return _train(config, console, wish)
 
 
@@ -56,7 +68,8 @@ def _launch(config: Config, console: Console) -> int:
     job = Job.load(config.job, inputs=config.input, arguments=config.arguments)
     if config.data.train is not None:
         find_supply(config, job)
-    return launch(folder.config, config.plan.ranks) if begin(folder, config, console) else 0
+    with owning(folder.path):
+        return launch(folder.config, config.plan.ranks) if begin(folder, config, console) else 0
 
 
 def _train(config: Config, console: Console, wish: Wish) -> int:
@@ -65,8 +78,14 @@ def _train(config: Config, console: Console, wish: Wish) -> int:
     supply = find_supply(config, job)
     _seed(config)
     first = supply.first(config, job)
-    if not begin(folder, config, console):
-        return 0
+    with owning(folder.path, beside=launcher_pid()) if first_rank() else contextlib.nullcontext():
+        return _train_in(folder, config, console, wish, job, supply, first) if begin(folder, config, console) else 0
+
+
+def _train_in(
+    folder: RunFolder, config: Config, console: Console, wish: Wish, job: Job, supply: Supply, first: MicroBatch
+) -> int:
+    """Train in a folder that is this run's."""
     with console.status("planning") if first_rank() else contextlib.nullcontext():
         expected = forecast(job, first.inputs, config)
         supply.check_labels(expected.graph)
@@ -81,6 +100,11 @@ def _train(config: Config, console: Console, wish: Wish) -> int:
         console.print(start_table(config, job, expected, steps=feed.steps, examples=examples, batch=supply.batch))
         console.print()
     metrics = _metrics(config, runner, validation)
+    if config.watch != "loss" and config.watch not in metrics:
+        measured = f"only the loss and {', '.join(metrics)}" if metrics else "only the loss"
+        raise ConfigError(
+            f"watch={config.watch} was given, and this run measures {measured}; add it to metrics=, and validation data"
+        )
     assert runner.optimizer is not None
     loop = Loop(
         config,
@@ -94,6 +118,7 @@ def _train(config: Config, console: Console, wish: Wish) -> int:
         metrics,
         parse_bytes(config.plan.memory) if config.plan.memory else None,
         wish=wish,
+        experiment=describe(expected.graph, _skeleton(job), job.loss or default_loss, first.targets, supply),
     )
     if loop.resume() and runner.rank == 0:
         where, epochs = loop.position, config.train.epochs
@@ -164,6 +189,15 @@ def _metrics(config: Config, runner: Runner, validation: Feed | JobFeed | None) 
     if first is None or not isinstance(first.targets, torch.Tensor):
         return ()
     return default_metrics(first.targets)
+
+
+def _skeleton(job: Job) -> nn.Module | None:
+    """The model without its weights, for the options of its layers; None if it cannot be made so."""
+    try:
+        with torch.random.fork_rng(devices=[]):
+            return job.build("meta")
+    except (OutcoreError, NotImplementedError):
+        return None
 
 
 def _figures(metrics: tuple[str, ...], validated: bool) -> list[str]:

@@ -10,6 +10,7 @@ the nearest that does. The resolved settings are written beside the run, which c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,10 @@ from typing import Any, Literal
 
 import yaml
 
-from outcore.errors import ConfigError
+from outcore.documents import read_yaml
+from outcore.errors import ConfigError, suggest
+from outcore.schema import Anything, MapOf, check
+from outcore.train.metrics import METRICS
 from outcore.train.settings import copied, flatten, make, override, plain
 
 __all__ = [
@@ -136,6 +140,8 @@ class CheckpointConfig:
 
     every_steps: int | None = None
     """Also after so many steps."""
+    allow_changes: bool = False
+    """Go on from a checkpoint of another experiment: other settings, network, loss, classes or data."""
 
 
 @dataclass(frozen=True)
@@ -191,8 +197,31 @@ class Config:
         for name, value in at_least_one:
             if value is not None and value < 1:
                 raise ConfigError(f"{name}={value} was given; it is 1 or more")
+        self._refuse_harm()
         if isinstance(self.data.validation, float) and not 0 < self.data.validation < 1:
             raise ConfigError(f"data.validation={self.data.validation} was given; a share lies between 0 and 1")
+
+    def _refuse_harm(self) -> None:
+        """Numbers that would train nothing, or away from the goal, without a word."""
+        above_zero = (
+            ("train.clip", self.train.clip, "the largest norm of the gradients; leave it out for no bound"),
+            ("data.microns_per_pixel", self.data.microns_per_pixel, "a resolution"),
+            ("data.crop", self.data.crop, "the side of a square in pixels"),
+            ("data.resize", self.data.resize, "the side of a square in pixels"),
+            ("plan.tile", self.plan.tile, "the side of a tile in pixels"),
+            *(("data.std", value, "what a channel is divided by") for value in self.data.std),
+        )
+        for name, value, what in above_zero:
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"{name}={value} was given; it is {what}, and must be a number above 0")
+        if self.optimizer.lr is not None and not (math.isfinite(self.optimizer.lr) and self.optimizer.lr >= 0):
+            raise ConfigError(f"optimizer.lr={self.optimizer.lr} was given; a learning rate is a number of at least 0")
+        if self.data.level < 0:
+            raise ConfigError(f"data.level={self.data.level} was given; levels are numbered from 0, the finest")
+        if not -(2**63) <= self.train.seed < 2**63:
+            raise ConfigError(f"train.seed={self.train.seed} was given; it must fit into 64 bits")
+        if self.watch not in ("loss", *METRICS):
+            raise ConfigError(f"watch={self.watch} is no figure; {suggest(self.watch, ['loss', *METRICS])}")
 
     @classmethod
     def read(cls, given: Mapping[str, Any], overrides: Iterable[str] = ()) -> Config:
@@ -207,13 +236,10 @@ class Config:
     @classmethod
     def load(cls, path: Path, overrides: Iterable[str] = ()) -> Config:
         """From a YAML file; a job named in it is looked for beside it."""
-        try:
-            given = yaml.safe_load(path.read_text())
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+        given = read_yaml(path, Anything(), ConfigError)
         if not isinstance(given, dict):
             raise ConfigError(f"{path} holds {type(given).__name__}; it must hold settings, like  job: job.py")
-        given = copied(given)
+        given = copied(check(given, MapOf(), path, ConfigError))
         _beside(given, path.parent)
         return cls.read(given, overrides)
 

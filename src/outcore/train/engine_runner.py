@@ -72,7 +72,7 @@ class EngineRunner:
         if world.size == 1:
             return loss, output
         small = isinstance(output, Tensor) and output.numel() <= _MOST_SHARED
-        shared = world.share(output.tolist() if small else None)
+        shared = self.engine.share(output.tolist() if small else None)
         found = next((rows for rows in shared if rows is not None), None)
         return loss, None if found is None or self.rank else torch.tensor(found)
 
@@ -103,11 +103,11 @@ class EngineRunner:
 
     def agree(self, wish: int) -> int:
         """The signal that any rank was sent, the same on all; 0 for none."""
-        return max(row[0] for row in self._world.numbers([wish]))
+        return self.engine.largest(wish)
 
     def tell(self, figures: dict[str, float]) -> dict[str, float]:
         """The figures of the first rank, on all."""
-        return dict(self._world.share(figures)[0])
+        return dict(self.engine.share(figures)[0])
 
 
 def _arguments(inputs: Any) -> Any:

@@ -46,11 +46,12 @@ class Table:
         """Rows that could not be written."""
 
     def keep(self, key: str, below: int) -> None:
-        """Drop the rows whose key is not below a number."""
+        """Drop the rows whose key is not below a number, and those that a kill has cut short."""
         if not self.path.exists():
             return
-        with self.path.open(newline="") as file:
-            rows = [row for row in csv.DictReader(file) if row.get(key) and int(row[key]) < below]
+        with self.path.open(newline="", encoding="utf-8", errors="replace") as file:
+            rows = [row for row in csv.DictReader(file) if _is_whole(row) and row.get(key, "").isdigit()]
+        rows = [row for row in rows if int(row[key]) < below]
         out = io.StringIO(newline="")
         writer = csv.DictWriter(out, self.columns, lineterminator="\n", extrasaction="ignore")
         writer.writeheader()
@@ -197,6 +198,11 @@ def _started(name: str, make: Callable[[], Sink]) -> Sink:
     except Exception as error:
         said = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ConfigError(f"log.{name} was asked for, and {name} does not start: {said}") from error
+
+
+def _is_whole(row: Mapping[Any, Any]) -> bool:
+    """Whether a row has all its columns, and no more."""
+    return None not in row and None not in row.values()
 
 
 def _shown(value: Any) -> Any:

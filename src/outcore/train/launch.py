@@ -1,16 +1,18 @@
 """Several ranks from one command, on this computer: the same program started once for each, as torchrun would.
 
-Each process gets the variables that torchrun sets and finds its rank in them. Signals are passed on to all of them;
+Each process gets the variables that torchrun sets and finds its rank in them. The ranks meet in a store that this
+process keeps, on loopback, behind a secret of this run (`outcore.run.rendezvous`): a rank that is killed or stopped,
+the first one too, does not take it along, and the others can say which it was. Signals are passed on to all of them;
 each finishes its step, saves and leaves. A terminal sends Ctrl-C to a whole process group, so the ranks have groups of
 their own: heard twice it would mean to stop at once, without saving. If one ends with an error the others are asked to
-end too, and after a while made to; the first error is the one that is reported.
+end too, and after a while made to; the first error is the one that is reported. Should this process be killed, the
+ranks save and leave (`outcore.run.parent`).
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,59 +20,57 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["launch", "rank_environment"]
+from outcore.run.launch import rank_variables
+from outcore.run.rendezvous import StoreServer, new_secret
+
+__all__ = ["launch"]
 
 _GRACE_S = 20.0
 _LOOK_S = 0.05
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
-def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """What torchrun tells a process."""
-    threads = max(1, (os.cpu_count() or 1) // ranks)
-    return {
-        "OMP_NUM_THREADS": str(threads),
-        **os.environ,
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-
-
 def launch(config: Path, ranks: int) -> int:
     """Train with so many processes; returns the exit code of the first that failed, or 0."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    secret = new_secret()
+    store = StoreServer(secret).start()
     command = [sys.executable, "-m", "outcore", "train", str(config)]
-    environments = (rank_environment(rank, ranks, port) for rank in range(ranks))
-    processes = [subprocess.Popen(command, env=environment, process_group=0) for environment in environments]
+    processes: list[subprocess.Popen[bytes]] = []
 
     def pass_on(number: int, frame: Any) -> None:
         for process in processes:
             if process.poll() is None:
                 process.send_signal(number)
 
-    before = {number: signal.signal(number, pass_on) for number in _PASSED_ON}
+    handled = [number for number in _PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, pass_on) for number in handled}
     try:
-        return _wait(processes)
+        for rank in range(ranks):
+            environment = {**os.environ, **rank_variables(rank, ranks, store, secret)}
+            processes.append(subprocess.Popen(command, env=environment, process_group=0))
+        return _wait(processes, store)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
         _end(processes)
+        store.close()
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
+def _wait(processes: Sequence[subprocess.Popen[bytes]], store: StoreServer) -> int:
     """Until all are done, or one has failed."""
     while True:
         codes = [process.poll() for process in processes]
-        failed = next((code for code in codes if code), None)
+        failed = next(((rank, code) for rank, code in enumerate(codes) if code), None)
         if failed is not None:
+            rank, code = failed
+            when = "" if store.find(f"beat/{rank}") is not None else " while starting"
+            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+            said = f"rank {rank} {how}{when}; all {len(processes)} ranks end"
+            if code < 0:  # it could not say so itself
+                print(f"outcore: {said}", file=sys.stderr, flush=True)
+            store.fail(said)
             _end(processes)
-            return failed if failed > 0 else 128 - failed
+            return code if code > 0 else 128 - code
         if all(code == 0 for code in codes):
             return 0
         time.sleep(_LOOK_S)

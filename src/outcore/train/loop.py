@@ -8,6 +8,7 @@ after an interruption does bitwise what it would have done without one.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,7 +20,9 @@ from torch.optim import lr_scheduler
 
 from outcore.errors import CheckpointError, DataError, TrainError
 from outcore.program import Timeline
+from outcore.run.restore import has_checkpoint
 from outcore.train.config import Config
+from outcore.train.experiment import changes
 from outcore.train.feed import Feed, JobFeed, MicroBatch
 from outcore.train.journal import Journal
 from outcore.train.metrics import make_metrics
@@ -59,6 +62,8 @@ class Loop:
     budget_bytes: int | None = None
     position: Position = field(default_factory=Position)
     wish: Wish = field(default_factory=Wish)
+    experiment: dict[str, Any] = field(default_factory=dict)
+    """Fingerprints of what is trained on what, saved with every checkpoint."""
     checkpoints_lost: int = 0
     unsaved: bool = False
     """Whether the last checkpoint to go on from could not be written."""
@@ -72,13 +77,24 @@ class Loop:
     def resume(self) -> bool:
         """Take up the last checkpoint, or the one that was named; False if there is none."""
         named = Path(self.config.resume) if self.config.resume not in ("auto", "never") else None
-        source = self.folder.last if self.folder.last.exists() else named
+        # One rank decides for all: a file system need not show everybody the same at once.
+        begun = bool(self.runner.agree(int(has_checkpoint(self.folder.last))))
+        source = self.folder.last if begun else named
         if source is None:
+            if self.folder.last.exists() or self.folder.steps.exists():
+                self.show.say("the run in this folder came to no checkpoint; it begins again from the start")
             if self.journal is not None:
                 self.journal.resume(step=0, epoch=0)
             return False
         state = self.runner.load(source)
-        self.position = Position.from_json(state["position"])
+        self.position = Position.from_json(state.get("position"), f"the position in {source}")
+        if (before := state.get("experiment")) and (found := changes(before, self.experiment)):
+            said = f"{source} is of another experiment: {'; '.join(found)}"
+            if not self.config.checkpoint.allow_changes:
+                raise TrainError(
+                    f"{said}; say another --out to begin anew, or go on all the same with checkpoint.allow_changes=true"
+                )
+            self.show.say(f"warning: {said}; going on as told")
         if self.schedule is not None and state.get("schedule"):
             self.schedule.load_state_dict(state["schedule"])
         if self.journal is not None:
@@ -105,7 +121,7 @@ class Loop:
     def save(self, *, best: bool = False) -> None:
         """Write a checkpoint; a disk that is full is said and counted, and the last good one is kept."""
         schedule = None if self.schedule is None else _plain_state(self.schedule.state_dict())
-        state = {"position": self.position.to_json(), "schedule": schedule}
+        state = {"position": self.position.to_json(), "schedule": schedule, "experiment": self.experiment}
         try:
             self.runner.save(self.folder.best if best else self.folder.last, state, keep=1 if best else 2)
             self.unsaved = False
@@ -170,7 +186,7 @@ class Loop:
             "memory_bytes": self.runner.peak_bytes(),
             "budget_bytes": self.budget_bytes,
         }
-        if not outcome.updated or outcome.loss != outcome.loss:
+        if not outcome.updated or not math.isfinite(outcome.loss):
             self._not_finite(outcome, micro_batches)
         where.add(outcome.loss, examples, time_s)
         self._times.append(time_s)
@@ -202,7 +218,7 @@ class Loop:
         where.not_finite += 1
         names = ", ".join(name for m in micro_batches for name in m.names[:3])
         said = f"the loss of step {where.step} is {outcome.loss} ({names})"
-        if self.config.train.precision == "fp16" and outcome.loss == outcome.loss:
+        if self.config.train.precision == "fp16" and math.isfinite(outcome.loss):
             return  # the loss scale was too large, and has learned it
         if self.config.train.on_nan == "skip":
             self.show.say(f"warning: {said}; the weights were left alone ({where.not_finite} so far)")
@@ -213,6 +229,11 @@ class Loop:
     def _end_epoch(self) -> None:
         """Validate, note, and save."""
         where = self.position
+        if where.not_finite and where.examples and not where.loss_examples:
+            raise TrainError(
+                f"no step of epoch {where.epoch + 1} had a finite loss, so nothing was learned in it; look at the loss "
+                "and the data, or try a smaller optimizer.lr; the last checkpoint is from before it"
+            )
         if self._times:
             self.timeline = self.runner.timeline() or self.timeline  # before the validation's own passes
         row: dict[str, Any] = {

@@ -136,6 +136,8 @@ _KNOWN: dict[str, Callable[[], Metric]] = {
     "mae": lambda: _Error(1),
     "rmse": lambda: _Error(2),
 }
+METRICS = tuple(_KNOWN)
+"""Their names."""
 HIGHER_IS_BETTER = frozenset(("accuracy", "auc", "dice"))
 
 

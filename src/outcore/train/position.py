@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from outcore.errors import CheckpointError
+from outcore.schema import Maybe, Number, Record, Whole, check
 from outcore.train.metrics import HIGHER_IS_BETTER
 
 __all__ = ["Position"]
+
+_COUNT = Whole(least=0)
+_SCHEMA = Record(
+    {"epoch": _COUNT, "step_in_epoch": _COUNT, "step": _COUNT},
+    {
+        "examples": _COUNT,
+        "loss_sum": Number(),
+        "loss_examples": _COUNT,
+        "best": Maybe(Number()),
+        "best_epoch": Maybe(_COUNT),
+        "not_finite": _COUNT,
+        "epoch_time_s": Number(least=0),
+    },
+    open=True,
+)
 
 
 @dataclass
@@ -34,7 +52,7 @@ class Position:
         self.step_in_epoch += 1
         self.examples += examples
         self.epoch_time_s += time_s
-        if loss == loss:
+        if math.isfinite(loss):
             self.loss_sum += loss * examples
             self.loss_examples += examples
 
@@ -56,7 +74,7 @@ class Position:
 
     def judge(self, name: str, value: float) -> bool:
         """Whether a validation figure is the best so far; remembered if it is."""
-        if value != value:
+        if not math.isfinite(value):
             return False
         higher = name in HIGHER_IS_BETTER
         if self.best is not None and not (value > self.best if higher else value < self.best):
@@ -73,6 +91,7 @@ class Position:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, given: dict[str, Any]) -> Position:
+    def from_json(cls, given: Any, source: str = "the position of a run") -> Position:
         """From plain values; names that are not known are left out."""
+        check(given, _SCHEMA, source, CheckpointError)
         return cls(**{f.name: given[f.name] for f in fields(cls) if f.name in given})

@@ -9,20 +9,24 @@
            checkpoints/     last and best
            report.html      all of it as a page
 
-Files that are replaced are written aside and renamed, so a reader or a killed run never sees half of one.
+Files that are replaced are written aside and renamed, so a reader or a killed run never sees half of one; what a killed
+run left of that is removed by the next. While a run is at work, ``.owner`` says so (`outcore.train.owner`).
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from outcore.documents import read_json
 from outcore.errors import TrainError
+from outcore.schema import MapOf, Maybe, Number, Record, Text
 from outcore.train.config import Config
+from outcore.train.owner import NAME as OWNER
 
 __all__ = ["RunFolder"]
 
@@ -38,6 +42,18 @@ _MAY_CHANGE = (
     "train.on_",
 )
 """Settings that a run may go on with although they were others before."""
+_LEFTOVER = re.compile(r"\.(.+\.(yaml|json|html|csv|svg)|owner)\.\d+")
+_FACTS = Record(
+    may={
+        "ended": Maybe(Text()),
+        "error": Maybe(Text()),
+        "position": Maybe(MapOf()),
+        "time_s": Maybe(Number()),
+        "wandb": Maybe(Text()),
+        "mlflow": Maybe(Text()),
+    },
+    open=True,
+)
 
 
 @dataclass(frozen=True)
@@ -94,18 +110,24 @@ class RunFolder:
         """
         begun = self.steps.exists() or self.last.exists()
         before = Config.load(self.config) if self.config.exists() else None
-        if before is None and self.path.exists() and any(p.name != self.plan.name for p in self.path.iterdir()):
+        if before is None and self.path.exists() and any(not self._is_ours(p) for p in self.path.iterdir()):
             raise TrainError(f"{self.path} is a folder with other files in it; say another --out")
         if begun and config.resume == "never":
             raise TrainError(f"{self.path} holds a run already; go on with --resume auto, or say another --out")
         changed = {} if before is None else config.differences(before)
         others = {name: pair for name, pair in changed.items() if not name.startswith(_MAY_CHANGE)}
-        if begun and others:
+        if begun and others and not config.checkpoint.allow_changes:
             shown = "; ".join(f"{name} was {old!r}, now {new!r}" for name, (new, old) in others.items())
-            raise TrainError(f"{self.path} holds another run: {shown}; say another --out, or the same settings")
-        if others:  # a first try that never came to a step, with a plan for what it was told
+            raise TrainError(
+                f"{self.path} holds another run: {shown}; say another --out, the same settings, or "
+                "checkpoint.allow_changes=true"
+            )
+        if others and not begun:  # a first try that never came to a step, with a plan for what it was told
             self.plan.unlink(missing_ok=True)
         self.path.mkdir(parents=True, exist_ok=True)
+        for path in self.path.iterdir():
+            if _LEFTOVER.fullmatch(path.name) and path.is_file() and not path.name.endswith(f".{os.getpid()}"):
+                path.unlink(missing_ok=True)
         replace(self.config, config.to_yaml())
         return begun
 
@@ -115,17 +137,21 @@ class RunFolder:
 
     def read_facts(self) -> dict[str, Any]:
         """What is noted so far."""
-        if not self.facts.exists():
-            return {}
-        read = json.loads(self.facts.read_text())
-        return dict(read) if isinstance(read, Mapping) else {}
+        return dict(read_json(self.facts, _FACTS, TrainError)) if self.facts.exists() else {}
+
+    def _is_ours(self, path: Path) -> bool:
+        """Whether a file may lie in the folder of a run that did not come to write its settings."""
+        return path.name in (self.plan.name, OWNER) or _LEFTOVER.fullmatch(path.name) is not None
 
 
 def replace(path: Path, text: str) -> None:
     """Write a file aside and rename it."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        aside.write_text(text)
+        with aside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)

@@ -22,6 +22,7 @@ from outcore.cost.live import LiveBytes
 from outcore.data import Batch
 from outcore.errors import TrainError
 from outcore.program import Timeline
+from outcore.run.learning import check_gradients, check_loss, check_optimizer
 from outcore.train.feed import MicroBatch
 from outcore.train.fitting import Fit
 from outcore.train.precision import computing
@@ -108,6 +109,7 @@ class PlainRunner:
     ) -> None:
         self.model, self.loss, self.device = model.to(device), loss, torch.device(device)
         self.optimizer: torch.optim.Optimizer | None = optimizer([p for p in model.parameters() if p.requires_grad])
+        check_optimizer(self.optimizer, self.model.parameters(), TrainError)
         self.lazy = lazy
         self._clip, self._skip_nan, self._accumulate = clip, skip_nan, accumulate
         self._computes = precision
@@ -129,8 +131,11 @@ class PlainRunner:
                 share = micro_batch.examples / count
                 with self._precision():
                     loss = self._loss(micro_batch)
+                check_loss(loss, TrainError)
                 losses.append((share, _OnItsWay(loss.detach())))
                 self.scaler.scale(loss * share if share != 1.0 else loss).backward()
+            if self._steps == 1:
+                check_gradients(sum(p.grad is not None for p in self.model.parameters()), TrainError)
             total = sum(share * loss.value() for share, loss in losses)
             norm, updated = self._update(total)
             if self.device.type == "cuda":

@@ -70,7 +70,7 @@ def load_state(
 ) -> dict[str, Any]:
     """Read all of it back; returns what the loop remembered."""
     stored = find_checkpoint(_alone(), path)
-    stored.load_weights(_weights(model))
+    stored.load_weights(_weights(model), model.state_dict())
     document, parameters = stored.document, _trained(model)
     if document["groups"]:
         wanted = {key for key in stored.state if key.rpartition("/")[0] in parameters}

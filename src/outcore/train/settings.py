@@ -90,7 +90,7 @@ def override(settings: dict[str, Any], word: str) -> None:
         inside = inside[part]
     try:
         inside[last] = yaml.safe_load(text) if text else None
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):  # a date of month 13 is a ValueError
         inside[last] = text
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 __all__ = ["Wish", "listening"]
 
-_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
+_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP")
 _HEARD = b"\nstopping when this step is done and saved; Ctrl-C again stops at once, without saving\n"
 
 
@@ -29,7 +29,9 @@ class Wish:
 
 @contextlib.contextmanager
 def listening(wish: Wish, *, speaks: bool = False) -> Iterator[None]:
-    """Take SIGTERM, SIGUSR1 and Ctrl-C as wishes; a second Ctrl-C ends the program as it always does.
+    """Take SIGTERM, SIGUSR1, SIGHUP and Ctrl-C as wishes; a second Ctrl-C ends the program as it always does.
+
+    A signal that was ignored stays so: that is what ``nohup`` asks for.
 
     Args:
         wish: to be noted in.
@@ -38,7 +40,8 @@ def listening(wish: Wish, *, speaks: bool = False) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    numbers = [getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)]
+    known = [getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)]
+    numbers = [number for number in known if signal.getsignal(number) is not signal.SIG_IGN]
 
     def heard(number: int, frame: FrameType | None) -> None:
         if wish.signal is not None and number == signal.SIGINT:

@@ -1,0 +1,86 @@
+"""Documents that people and programs write: JSON and YAML, read into what a schema says or refused in one sentence.
+
+A file can hold anything: binary, a list where an object belongs, a word where a number does, a million nested lists. It
+may be a folder, a pipe, or larger than the memory. Code that takes such a document apart by hand answers with a
+KeyError. Here it is read and compared with a schema (`outcore.schema`) once, at the border; a refusal names the file,
+the place inside it, what was found and what was expected.
+"""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from outcore.errors import OutcoreError
+from outcore.schema import Schema, check
+
+__all__ = ["read_json", "read_text", "read_yaml"]
+
+_MOST_BYTES = 256 << 20
+_MOST_NODES = 100_000
+"""Values of a YAML document with its aliases written out."""
+
+
+def read_text(path: str | Path, error: type[OutcoreError], kind: str = "text") -> str:
+    """The characters of a file; what is no file, too large or binary is refused in a sentence."""
+    path = Path(path)
+    try:
+        status = path.stat()
+        if stat.S_ISDIR(status.st_mode):
+            raise error(f"{path} is a folder; expected a file with {kind}")
+        if not stat.S_ISREG(status.st_mode):
+            raise error(f"{path} is not an ordinary file; expected a file with {kind}")
+        if status.st_size > _MOST_BYTES:
+            raise error(f"{path} has {status.st_size:,} bytes; expected {kind} of at most {_MOST_BYTES:,}")
+        text = path.read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        raise error(f"no file {path}; expected one with {kind}") from None
+    except OSError as trouble:
+        raise error(f"{path} cannot be read: {trouble.strerror or trouble}") from trouble
+    except UnicodeDecodeError as trouble:
+        byte = trouble.object[trouble.start]
+        raise error(f"{path} is binary (byte 0x{byte:02x} at {trouble.start}); expected {kind} in UTF-8") from None
+    if "\0" in text:
+        raise error(f"{path} is binary (byte 0x00 at {text.index(chr(0))}); expected {kind} in UTF-8")
+    return text
+
+
+def read_json(path: str | Path, schema: Schema, error: type[OutcoreError]) -> Any:
+    """A JSON file that is what the schema says."""
+    text = read_text(path, error, "JSON")
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as trouble:
+        raise error(f"{path} is not JSON: {trouble.msg} in line {trouble.lineno}, column {trouble.colno}") from None
+    except (RecursionError, ValueError) as trouble:  # nested too deeply, or a number of thousands of digits
+        raise error(f"{path} is not JSON that can be read: {str(trouble).splitlines()[0]}") from None
+    return check(value, schema, path, error)
+
+
+def read_yaml(path: str | Path, schema: Schema, error: type[OutcoreError]) -> Any:
+    """A YAML file that is what the schema says; aliases may be used, but not to build a document without end."""
+    text = read_text(path, error, "YAML")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as trouble:
+        raise error(f"{path} is not YAML: {' '.join(str(trouble).split())}") from None
+    except (RecursionError, ValueError, OverflowError) as trouble:  # a date of month 13 is a ValueError
+        raise error(f"{path} is not YAML that can be read: {str(trouble).splitlines()[0]}") from None
+    if _nodes(value, {}) > _MOST_NODES:
+        raise error(f"{path} holds more than {_MOST_NODES:,} values with its aliases written out; write fewer")
+    return check(value, schema, path, error)
+
+
+def _nodes(value: Any, known: dict[int, int]) -> int:
+    """Values inside a value, those that are shared counted as often as they are used; endless ones are too many."""
+    if not isinstance(value, (dict, list)):
+        return 1
+    if id(value) not in known:
+        known[id(value)] = _MOST_NODES + 1  # met again inside itself
+        inside = [*value.keys(), *value.values()] if isinstance(value, dict) else value
+        known[id(value)] = min(_MOST_NODES + 1, 1 + sum(_nodes(one, known) for one in inside))
+    return known[id(value)]
