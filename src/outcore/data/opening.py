@@ -16,11 +16,13 @@ from outcore.data.reader import Reader
 from outcore.data.slide import OnDamage, Slide
 from outcore.errors import DataError, MissingPackageError
 
-__all__ = ["open_slide"]
+__all__ = ["SLIDE_ENDINGS", "is_zarr", "open_slide"]
 
 _TIFF = (".tif", ".tiff", ".btf", ".tf8", ".svs")
 _SCANNERS = (".svs", ".ndpi", ".mrxs", ".scn", ".bif", ".vms", ".vmu", ".svslide", ".dcm", ".czi")
 _IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
+SLIDE_ENDINGS = frozenset((*_TIFF, *_SCANNERS, *_IMAGES, ".npy", ".zarr"))
+"""What names of readable files and folders end in."""
 
 
 def open_slide(source: str | Path | np.ndarray[Any, Any] | Tensor, *, on_damage: OnDamage = "raise") -> Slide:
@@ -48,11 +50,14 @@ def open_slide(source: str | Path | np.ndarray[Any, Any] | Tensor, *, on_damage:
     return slide
 
 
+def is_zarr(path: Path) -> bool:
+    """Whether a path is a folder that holds a Zarr array or group."""
+    return path.is_dir() and any((path / name).is_file() for name in ("zarr.json", ".zgroup", ".zarray"))
+
+
 def _reader(path: Path) -> Callable[[], Reader]:
     suffix = path.suffix.lower()
-    if path.is_dir() and (
-        suffix == ".zarr" or any((path / name).exists() for name in ("zarr.json", ".zgroup", ".zarray"))
-    ):
+    if path.is_dir() and (suffix == ".zarr" or is_zarr(path)):
         return partial(_zarr, path)
     if suffix == ".npy":
         return partial(_array, path)

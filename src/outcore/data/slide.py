@@ -25,6 +25,7 @@ from torch import Tensor
 
 from outcore.data.cache import handles, tile_cache
 from outcore.data.colours import Colour, Colours
+from outcore.data.limits import check_layout
 from outcore.data.reader import Layout, Level, Pixels, Reader
 from outcore.data.resample import Resampled
 from outcore.data.source import Region, Source, Span, spans
@@ -95,7 +96,9 @@ class Slide:
     def layout(self) -> Layout:
         """Levels, channels and dtype; opens the file the first time."""
         if self._layout is None:
-            self._layout = self._reader().layout
+            layout = self._reader().layout
+            check_layout(self.name, layout)
+            self._layout = layout
         return self._layout
 
     @property
