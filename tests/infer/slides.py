@@ -45,10 +45,14 @@ def write_work(folder: Path, *, size: tuple[int, int] = (300, 410), slides: int 
     for number in range(slides):
         name = "slide.tif" if slides == 1 else f"slide{number}.tif"
         write_slide(folder / name, Scene(size=size, share=0.4, tile=64, seed=number))
-    torch.manual_seed(5)
     net = Job.load(str(folder / "job.py")).build()
-    last = net.local[2]
-    last.bias.data = torch.tensor([0.3, 0.1, 0.0])
+    first, last = net.local[0], net.local[2]
+    for tensor in (first.weight, first.bias, last.weight, last.bias):
+        tensor.data.zero_()
+    first.weight.data[0] = 1 / 27  # brightness, over nine pixels
+    first.weight.data[1, 2] = 1 / 9  # blue
+    last.weight.data[:, :2, 0, 0] = torch.tensor([[20.0, 0.0], [0.0, 0.0], [-20.0, 20.0]])
+    last.bias.data[0] = -18.0  # glass is bright
     save_file(net.state_dict(), folder / "w.safetensors")
     return folder
 

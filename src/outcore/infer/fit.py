@@ -85,7 +85,8 @@ def fit(
     dense = stream(network.model, tile=1 << 40, statistics=statistics).is_map(image)
     shared = network.device.type == "cpu"
     itemsize = torch.empty(0, dtype=image.sources[0].dtype).element_size()
-    cache = min(_CACHE_BYTES, memory_bytes // _CACHE_SHARE)
+    whole = sum(math.prod(level.size) for level in slide.levels) * slide.layout.channels * slide.layout.dtype.itemsize
+    cache = min(_CACHE_BYTES, memory_bytes // _CACHE_SHARE, whole)
     refused: PlanError | None = None
     for threads in sorted({workers, min(workers, 1), 0}, reverse=True):
         fixed = held_bytes(slide) + cache + decoding_bytes(slide) * max(1, threads)

@@ -6,10 +6,14 @@ files that are mapped are not counted: the system takes them back when it needs 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import threading
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 __all__ = ["ProcessMemory", "anonymous_bytes"]
+
+_EVERY_S = 0.02
 
 
 def anonymous_bytes() -> int | None:
@@ -24,15 +28,32 @@ def anonymous_bytes() -> int | None:
     return None
 
 
-@dataclass
 class ProcessMemory:
-    """The most that was held, as far as it was looked at, and what was held before."""
+    """The most that is held inside of a ``with`` statement, looked at by a thread of its own."""
 
-    before_bytes: int | None = field(default_factory=anonymous_bytes)
-    peak_bytes: int | None = None
+    def __init__(self) -> None:
+        self.before_bytes = self.peak_bytes = anonymous_bytes()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="outcore-process-memory", daemon=True)
 
-    def look(self) -> None:
-        """Compare with what is held now."""
+    def __enter__(self) -> Self:
+        if self.before_bytes is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._look()
+
+    def _watch(self) -> None:
+        while not self._over.wait(_EVERY_S):
+            self._look()
+
+    def _look(self) -> None:
         now = anonymous_bytes()
         if now is not None:
             self.peak_bytes = max(self.peak_bytes or 0, now)

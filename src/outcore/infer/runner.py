@@ -87,21 +87,15 @@ class SlideRunner:
         self, opened: Opened, outputs: Callable[[], MapOutputs], report: Report = lambda done, total: None
     ) -> dict[str, Any]:
         """Run the network; the results as a row. `outputs` is asked for only where there is a map."""
-        held, start = ProcessMemory(), time.perf_counter()
-
-        def seen(done: int, total: int) -> None:
-            held.look()
-            report(done, total)
-
-        with torch.no_grad():
+        start = time.perf_counter()
+        with torch.no_grad(), ProcessMemory() as held:
             if opened.fitted.is_map:
                 about = {"slide": _stamp(opened.path), "weights": self._digest}
                 row = infer_map(
-                    self.network, opened.fitted, opened.slide, opened.image, outputs(), about=about, report=seen
+                    self.network, opened.fitted, opened.slide, opened.image, outputs(), about=about, report=report
                 )
             else:
                 row = class_scores(self.network, opened.fitted.streamed(opened.image))
-        held.look()
         return row | {
             "data": str(opened.path),
             "damaged_tiles": len(opened.slide.damage),

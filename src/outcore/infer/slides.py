@@ -19,6 +19,9 @@ from outcore.errors import DataError
 
 __all__ = ["SlideInput", "find_slides", "holds_several"]
 
+_OUTPUTS = (".mask.tif", ".heat.tif", ".overlay.png")
+"""What infer writes beside a slide, which is no slide."""
+
 
 @dataclass(frozen=True)
 class SlideInput:
@@ -72,7 +75,8 @@ def _walk(folder: Path) -> Iterator[Path]:
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         arrays = [name for name in folders if name.lower().endswith(".zarr") or is_zarr(here / name)]
         folders[:] = [name for name in folders if name not in arrays]
-        slides = (name for name in files if not name.startswith(".") and _ending(name) in SLIDE_ENDINGS)
+        slides = (name for name in files if _ending(name) in SLIDE_ENDINGS and not name.startswith("."))
+        slides = (name for name in slides if not name.endswith(_OUTPUTS))
         yield from (here / name for name in sorted([*slides, *arrays]))
 
 
