@@ -94,6 +94,7 @@ def infer(
     complete. The same command again goes on where an interrupted one stopped.
     """
     from outcore.infer import SlideRunner, load_network
+    from outcore.infer.process_memory import give_back_freed
     from outcore.infer.slides import holds_several
     from outcore.run.setup import choose_device
 
@@ -104,6 +105,7 @@ def infer(
     values = "scores" if scores else "probabilities" if probabilities else "classes"
     written = _Written(cast(Any, values), heat, overlay, overwrite, json)
     _check_paths(data, output, weights, job, overwrite, several=holds_several(data))
+    give_back_freed()
     network = load_network(
         job,
         weights=weights,

@@ -3,6 +3,7 @@
 On a CPU the budget bounds together
 
     the network's tile    as planned (`outcore.stream.plan_tiles`)
+    kernels               copies in another order that convolutions make: half of the tile, as was measured
     read-ahead            pixels of the tile that is computed and of those being read
     decoding              a stored tile, what is made of it and a copy, for each thread that reads
     kept tiles            the cache of decoded tiles, an eighth of the budget at most
@@ -49,12 +50,14 @@ class Fitted:
     workers: int
     reading_bytes: int
     """Read-ahead, decoding and kept tiles, at most."""
+    kernel_bytes: int
+    """What kernels take for themselves, about."""
     cache_bytes: int
 
     @property
     def peak_bytes(self) -> int:
         """Predicted, of tensors and of reading together."""
-        return self.plan.peak_bytes + self.reading_bytes
+        return self.plan.peak_bytes + self.kernel_bytes + self.reading_bytes
 
 
 def decoding_bytes(slide: Slide) -> int:
@@ -96,7 +99,9 @@ def fit(
             refused = error
             continue
         streamed = plan.apply(network.model, workers=threads)
-        return Fitted(streamed, plan, dense, graph.fingerprint, threads, fixed + ahead, cache)
+        return Fitted(
+            streamed, plan, dense, graph.fingerprint, threads, fixed + ahead, _kernels(plan) if shared else 0, cache
+        )
     assert refused is not None
     raise _refusal(slide, memory_bytes, fixed - cache, refused)
 
@@ -105,17 +110,21 @@ def _plan(
     graph: Graph, memory: int, fixed: int, per_pixel: int, statistics: bool, dense: bool, shared: bool
 ) -> tuple[StreamPlan, int]:
     """The fastest plan that fits beside what reading takes, and the bytes of its read-ahead."""
-    ahead = 0
+    rest = (memory - fixed) * 2 // 3 if shared else memory
     for _ in range(_TRIES):
-        rest = memory - fixed - ahead if shared else memory
         plan = plan_tiles(graph, memory=max(1, rest), training=False, statistics=statistics, dense=dense)
         ahead = plan.bytes.read * per_pixel
-        taken = (plan.peak_bytes if shared else 0) + ahead + fixed
-        if taken <= memory:
+        beside = fixed + ahead + (_kernels(plan) if shared else 0)
+        if beside + (plan.peak_bytes if shared else 0) <= memory:
             return plan, ahead
+        rest = memory - beside if shared else memory
     refused = PlanError("reading ahead does not fit")
-    refused.least_bytes = plan.peak_bytes + ahead
+    refused.least_bytes = plan.peak_bytes + _kernels(plan) + ahead
     raise refused
+
+
+def _kernels(plan: StreamPlan) -> int:
+    return plan.bytes.tile_forward // 2
 
 
 def _refusal(slide: Slide, memory: int, decoding: int, error: PlanError) -> PlanError:

@@ -25,7 +25,7 @@ __all__ = ["can_draw", "slide_thumbnail", "write_overlay"]
 Pixels = np.ndarray[Any, Any]
 
 _SIDE = 1024
-_BAND_BYTES = 16 << 20
+_BAND_BYTES = 4 << 20
 _OPACITY = 0.5
 _LINE = 22
 """Height of a line of the legend."""
@@ -63,7 +63,7 @@ def _bytes(pixels: torch.Tensor, slide: Slide) -> Pixels:
         low, high = pixels.min(), pixels.max()
         pixels = (pixels - low) / (high - low).clamp(min=1e-12) * 255
     pixels = pixels[:3] if pixels.shape[0] >= 3 else pixels[:1].expand(3, -1, -1)
-    made: Pixels = pixels.round().clamp(0, 255).byte().permute(1, 2, 0).numpy()
+    made: Pixels = np.ascontiguousarray(pixels.round().clamp(0, 255).byte().permute(1, 2, 0).numpy())
     return made
 
 
@@ -82,18 +82,19 @@ def write_overlay(
     """
     from PIL import Image, ImageDraw
 
-    picture = slide_thumbnail(slide).astype(np.float32)
+    picture = slide_thumbnail(slide)
     height, width, _ = picture.shape
     rows, columns = (
         ((np.arange(n) + 0.5) * m / n).astype(int) for n, m in zip((height, width), mask.shape, strict=True)
     )
-    classes = np.stack([mask[row][columns] for row in rows])
     colours = class_colours(len(names))
-    opacity = np.where(classes == 0, 0.0, _OPACITY)[..., None]
-    mixed = picture * (1 - opacity) + colours[classes].astype(np.float32) * opacity
+    for line, row in enumerate(rows):
+        classes = mask[row][columns]
+        opacity = np.where(classes == 0, 0.0, _OPACITY)[:, None]
+        picture[line] = (picture[line] * (1 - opacity) + colours[classes] * opacity).round()
     listed = [int(n) for n in np.argsort(-np.asarray(shares), kind="stable")[:shown] if shares[n] > 0]
     canvas = Image.new("RGB", (max(width, 200), height + _LINE * len(listed) + 6), "white")
-    canvas.paste(Image.fromarray(mixed.round().astype(np.uint8)), (0, 0))
+    canvas.paste(Image.fromarray(picture), (0, 0))
     draw = ImageDraw.Draw(canvas)
     for line, number in enumerate(listed):
         top = height + 6 + line * _LINE
