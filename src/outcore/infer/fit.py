@@ -130,8 +130,8 @@ def _kernels(plan: StreamPlan) -> int:
 def _refusal(slide: Slide, memory: int, decoding: int, error: PlanError) -> PlanError:
     """The refusal of a plan, with what reading takes in it."""
     tiles = error.least_bytes or 0
-    # An eighth of the budget is for kept tiles.
-    least = math.ceil((decoding + tiles) * _CACHE_SHARE / (_CACHE_SHARE - 1) * 1.05)
+    # Kernels take half as much again, reading ahead some, and an eighth of the budget is for kept tiles.
+    least = math.ceil((decoding + tiles * 1.7) * _CACHE_SHARE / (_CACHE_SHARE - 1))
     size = " x ".join(map(str, max((level.tile for level in slide.levels), key=math.prod)[::-1]))
     made = PlanError(
         f"{slide.name} does not fit into --memory {format_bytes(memory)}: the least that the network takes is "
