@@ -73,7 +73,7 @@ def check_layout(name: str, layout: Layout) -> None:
         raise DataError(f"{name} has {len(layout.levels)} levels; an image has 1 to {_MOST_LEVELS}")
     if not 1 <= layout.channels <= _MOST_CHANNELS:
         raise DataError(f"{name} has {layout.channels} channels; an image has 1 to {_MOST_CHANNELS:,}")
-    if layout.dtype.kind not in "buif" or not _known(layout.dtype):
+    if layout.dtype is None or layout.dtype.kind not in "buif" or not _known(layout.dtype):
         raise DataError(f"{name} holds numbers of type {layout.dtype}; an image has whole or floating-point numbers")
     rank = len(layout.levels[0].size)
     for number, level in enumerate(layout.levels):
@@ -82,7 +82,7 @@ def check_layout(name: str, layout: Layout) -> None:
             raise DataError(f"{name} has a level {number} of {size} px; every side has 1 to {_LARGEST_SIDE:,}")
         if not all(0 < n < _LARGEST_SIDE for n in level.tile) or not 0 < level.downsample < math.inf:
             raise DataError(f"{name} has tiles of {tile} px in level {number}; it is damaged")
-        if layout.format == "array":  # mapped, never decoded
+        if layout.format in ("array", "image"):  # mapped, never decoded
             continue
         if math.prod(level.grid) > _MOST_TILES:
             raise DataError(f"{name} has {math.prod(level.grid):,} tiles of {tile} px; at most are {_MOST_TILES:,}")

@@ -43,11 +43,22 @@ def open_slide(source: str | Path | np.ndarray[Any, Any] | Tensor, *, on_damage:
         array = source.numpy() if isinstance(source, Tensor) else source
         return Slide("array", partial(ArrayReader, array), on_damage=on_damage)
     path = Path(source)
-    if not path.exists():
-        raise DataError(f"no file {path}")
+    _check_file(path)
     slide = Slide(str(path), _reader(path), on_damage=on_damage)
     slide.layout  # noqa: B018  a file that cannot be read is named now, not in the middle of an epoch
     return slide
+
+
+def _check_file(path: Path) -> None:
+    """Refuse what is not there, and what would block or never end when it is read."""
+    try:
+        if not path.exists():
+            raise DataError(f"no file {path}")
+        plain = path.is_file() or path.is_dir()
+    except (OSError, ValueError) as error:  # names that are too long, or hold a zero byte
+        raise DataError(f"no file {str(path)[:200]!r}: {error}") from None
+    if not plain:
+        raise DataError(f"{path} is a pipe, a socket or a device, not a file; write it to a file first")
 
 
 def is_zarr(path: Path) -> bool:
@@ -59,6 +70,8 @@ def _reader(path: Path) -> Callable[[], Reader]:
     suffix = path.suffix.lower()
     if path.is_dir() and (suffix == ".zarr" or is_zarr(path)):
         return partial(_zarr, path)
+    if path.is_dir():
+        raise DataError(f"{path} is a folder, not a slide; name a file in it")
     if suffix == ".npy":
         return partial(_array, path)
     if suffix in _IMAGES:
@@ -77,7 +90,10 @@ def _vendor(path: Path) -> str | None:
         return None
     import openslide
 
-    vendor: str | None = openslide.OpenSlide.detect_format(str(path))
+    try:
+        vendor: str | None = openslide.OpenSlide.detect_format(str(path))
+    except openslide.OpenSlideError:
+        return None
     return vendor
 
 
@@ -112,4 +128,4 @@ def _array(path: Path) -> Reader:
 
 
 def _image(path: Path) -> Reader:
-    return ArrayReader(load_image(path), str(path))
+    return ArrayReader(load_image(path), str(path), "image")

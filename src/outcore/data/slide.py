@@ -164,6 +164,10 @@ class Slide:
         chosen = 0 if level is None and microns_per_pixel is None else level
         source = self.at(level=chosen, microns_per_pixel=microns_per_pixel)
         extent = source.shape[1:]
+        if not len(corner) == len(size) == len(extent):
+            raise DataError(
+                f"{self.name} has {len(extent)} dimensions; corner {corner} and size {size} must have as many"
+            )
         out = torch.full((source.shape[0], *size), self.blank, dtype=source.dtype)
         inside = [(max(0, a), min(n, a + s)) for a, s, n in zip(corner, size, extent, strict=True)]
         if all(start < stop for start, stop in inside):
