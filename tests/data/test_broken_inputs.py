@@ -18,28 +18,31 @@ from tests.data.mutations import FORMATS, broken
 
 _SECONDS = 20
 """A read of a few kilobytes takes milliseconds; so long is a hang."""
-_MORE_BYTES = 1 << 30
-"""The largest piece of a file that may be decoded."""
+_MORE_BYTES = 256 << 20
+"""A few kilobytes that claim to be more must be found out."""
 
 
 @contextmanager
 def bounded() -> Iterator[None]:
-    """Raise inside of what hangs, and where more memory is mapped than a piece may take."""
+    """Raise inside of what hangs, and after what made the process grow by more than a piece of a file may take."""
 
     def stop(*_: object) -> None:
         raise TimeoutError(f"not done after {_SECONDS} s")
 
     before = signal.signal(signal.SIGALRM, stop)
     signal.alarm(_SECONDS)
-    old = resource.getrlimit(resource.RLIMIT_AS)
-    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (mapped + _MORE_BYTES, old[1]))
+    most = _most_bytes()
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_AS, old)
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
+    assert _most_bytes() - most <= _MORE_BYTES
+
+
+def _most_bytes() -> int:
+    """The most memory that this process has ever had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def use(path: Path) -> str:

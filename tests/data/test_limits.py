@@ -149,3 +149,14 @@ def test_metadata_of_an_image_is_read_with_the_types_it_must_have(tmp_path: Path
     group.attrs["ome"] = change
     with pytest.raises(DataError, match=said):
         open_slide(tmp_path / "a.zarr")
+
+
+def test_a_file_that_is_refused_is_closed(tmp_path: Path) -> None:
+    tifffile.imwrite(tmp_path / "a.tif", np.zeros((64, 64), "c8"), tile=(64, 64))
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(DataError, match="holds numbers of type"):
+        open_slide(tmp_path / "a.tif")
+    tifffile.imwrite(tmp_path / "t.tif", np.zeros((2, 64, 64), "u1"), metadata={"axes": "TYX"})
+    with pytest.raises(DataError, match="has axes"):
+        open_slide(tmp_path / "t.tif")
+    assert len(list(Path("/proc/self/fd").iterdir())) == before

@@ -29,7 +29,7 @@ class OpenSlideReader:
 
         try:
             self._slide = openslide.OpenSlide(str(path))
-        except (openslide.OpenSlideError, OSError) as error:
+        except (openslide.OpenSlideError, OSError, ValueError) as error:
             raise DataError(f"{path} cannot be opened as a slide: {error}; is it complete?") from error
         properties = self._slide.properties
         microns = _number(properties.get(openslide.PROPERTY_NAME_MPP_X))

@@ -54,15 +54,18 @@ class TiffReader:
 
         # What is odd about a file is in our own error; a program that wants tifffile's log has its own handler.
         logging.getLogger("tifffile").addHandler(logging.NullHandler())
+        opened: Any = None
         try:
-            self._file = tifffile.TiffFile(path)
+            self._file = opened = tifffile.TiffFile(path)
             series = self._file.series[0]
             self._levels = _pyramid(self._file)
             self._axes = _axes(path, series)
             self.layout = self._layout(series.keyframe)
-        except DataError:
-            raise
-        except Exception as error:
+        except BaseException as error:
+            if opened is not None:
+                opened.close()
+            if isinstance(error, DataError) or not isinstance(error, Exception):
+                raise
             raise DataError(f"{path} is not a readable TIFF: {error}; is it complete?") from error
         self._descriptor = os.open(path, os.O_RDONLY)
         self._bytes = os.fstat(self._descriptor).st_size
