@@ -37,7 +37,7 @@ def batch(size):
 
 def timed(what: str, start: float) -> None:
     held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(f"{what}: {time.perf_counter() - start:.1f} s, process at most {held:.0f} MiB")
+    print(f"{what}: {time.perf_counter() - start:.1f} s by the clock, pytest held at most {held:.0f} MiB")
 
 
 def test_a_table_of_200_000_rows(tmp_path: Path) -> None:
@@ -84,8 +84,8 @@ def test_a_slide_of_100_000_pixels_a_side_is_killed_and_continued(tmp_path: Path
     timed(f"inferred in {said['tiles']} tiles, holding {held:.0f} MiB of 256", start)
     process = subprocess.Popen(command(tmp_path, "m.npy"), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     done = tmp_path / ".m.npy.partial" / "done.jsonl"
-    while process.poll() is None and not (done.is_file() and done.stat().st_size):
-        time.sleep(0.05)
+    while process.poll() is None and not (done.is_file() and done.read_text().count("\n") > said["tiles"] // 2):
+        time.sleep(0.2)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert done.is_file() and not (tmp_path / "m.npy").exists()
