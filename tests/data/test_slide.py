@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
+import threading
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -285,3 +286,18 @@ def test_equal_bytes_of_tiles_are_decoded_once_and_what_lies_beyond_the_end_does
     assert 1 < len(slide._reader()._met) <= 8  # glass inside, at both ends and in the corner; the mark
     assert slide.colour([(0, 3), (192, 300), (0, 420)]) == (200, 200, 200)  # whatever lies beyond the end
     assert slide.colour([(0, 3), (100, 300), (0, 420)]) is None
+
+
+def test_a_slide_that_is_freed_by_the_thread_that_opens_another_does_not_wait_for_it() -> None:
+    files: Handles[str] = Handles()
+    files.get("old", lambda: "old")
+
+    def opened() -> str:
+        freeing = threading.Thread(target=files.drop, args=("old",), daemon=True)
+        freeing.start()
+        freeing.join(10)
+        assert not freeing.is_alive()
+        return "new"
+
+    assert files.get("new", opened) == "new"
+    assert files.get("old", lambda: "again") == "again"

@@ -15,6 +15,7 @@ from outcore.data import ArraySource, Batch, Scene, open_slide, write_slide
 from outcore.errors import DataError, StreamError
 from outcore.stream import FunctionSource, stream
 from outcore.stream.ahead import read_ahead
+from outcore.stream.twins import colour
 
 from .oracle import assert_equal_to_plain, with_statistics
 
@@ -232,3 +233,11 @@ def test_a_damaged_tile_stops_the_step_by_name_or_is_glass_and_listed(tmp_path) 
     streamed(lazy).sum().backward()
     assert [d.index for d in slide.damage] == [(1, 2)]
     torch.testing.assert_close(streamed(lazy), streamed.model(lazy.tensor()))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32, torch.int16, torch.float32])
+def test_the_colour_of_a_crop_is_found_for_every_kind_of_number(dtype: torch.dtype) -> None:
+    crop = torch.full((1, 2, 8, 8), 40_000 if dtype in (torch.uint16, torch.uint32, torch.float32) else 40).to(dtype)
+    assert colour(crop) == (crop.flatten()[0].item(),) * 2
+    crop[0, 1, 5, 3] = 7
+    assert colour(crop) is None

@@ -63,7 +63,7 @@ def test_a_run_is_used_as_it_was_trained(tmp_path: Path) -> None:
 
 def test_an_image_is_brought_to_the_size_of_training(tmp_path: Path) -> None:
     write_slides(tmp_path, 1, size=(64, 48), tile=16, form="npy")
-    image = read_image(tmp_path / "slides-000.npy", DataConfig(resize=32))
+    image = read_image(open_slide(tmp_path / "slides-000.npy"), DataConfig(resize=32))
     assert image.shape == (1, 3, 32, 32) and image.tensor().max() <= 1
 
 

@@ -1,34 +1,45 @@
-"""`outcore infer`: a trained network on an image of any size, within a budget."""
+"""`outcore infer`: a trained network on slides of any size, within a budget."""
 
 from __future__ import annotations
 
 import csv
+import io
 import json as json_module
 import sys
 import time
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from outcore.cli.options import Arguments, JobName, Json
-from outcore.errors import JobError
-from outcore.job import Job
+from outcore.errors import DataError, MissingPackageError, OutcoreError
+
+if TYPE_CHECKING:
+    from outcore.infer import ResultsFolder, SlideRunner
+    from outcore.infer.runner import Opened
+    from outcore.infer.slides import SlideInput
 
 __all__ = ["infer"]
 
 
 def infer(
     job: JobName,
-    data: Annotated[Path, typer.Option("--data", help="Slide, image, array or volume.", show_default=False)],
+    data: Annotated[
+        Path,
+        typer.Option("--data", help="Slide, image, array or volume; or a table or folder of them.", show_default=False),
+    ],
     weights: Annotated[
         Path | None, typer.Option("--weights", "-w", help="A run's folder, a checkpoint, or a .safetensors file.")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="For a map .tif, .zarr or .npy; for classes .csv.")
+        Path | None,
+        typer.Option("--output", "-o", help="For a map .tif, .zarr or .npy; for classes .csv; a folder for several."),
     ] = None,
     memory: Annotated[
         str, typer.Option("--memory", "-m", help="The most the device may hold.", show_default=True)
@@ -37,11 +48,29 @@ def infer(
         int | None, typer.Option("--level", min=0, help="Level of the slide.", show_default="the run's, or 0")
     ] = None,
     scores: Annotated[bool, typer.Option("--scores", help="Write the numbers, not the class of each pixel.")] = False,
+    probabilities: Annotated[
+        bool, typer.Option("--probabilities", help="Write the probability of each class, not the class.")
+    ] = False,
+    heat: Annotated[
+        str | None, typer.Option("--heat", metavar="CLASS", help="Also write a map of the probability of a class.")
+    ] = None,
+    overlay: Annotated[bool, typer.Option(help="Write a small picture of the slide with its mask.")] = True,
+    key: Annotated[
+        str | None, typer.Option("--key", help="Which output, of a model that returns several: its name or number.")
+    ] = None,
+    classes: Annotated[
+        str | None, typer.Option("--classes", help="Names: benign,malignant.", show_default="the run's")
+    ] = None,
+    untrained: Annotated[bool, typer.Option("--untrained", help="Run without weights, to try something.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace outputs that exist.")] = False,
+    on_damage: Annotated[
+        str | None, typer.Option("--on-damage", help="raise, or white: read damaged tiles as glass.")
+    ] = None,
     statistics: Annotated[
         bool, typer.Option("--statistics", help="Allow further passes for norms and pools over the whole image.")
     ] = False,
     device: Annotated[str | None, typer.Option("--device", help="cpu or cuda.", show_default="a GPU if any")] = None,
-    workers: Annotated[int, typer.Option("--workers", min=0, help="Threads that read ahead.")] = 2,
+    workers: Annotated[int, typer.Option("--workers", min=0, max=64, help="Threads that read ahead.")] = 2,
     inputs: Annotated[
         list[str] | None, typer.Option("--input", "-i", help="Shape of an input of package.module:Class.")
     ] = None,
@@ -54,86 +83,212 @@ def infer(
 
         outcore infer job.py --weights runs/first --data slide.tif -o mask.tif
 
-    With the folder of a run come its best weights, the arguments of its model and how it prepared its images (level,
-    mean and std); with other weights --arg and --level say it.
+    With the folder of a run come its best weights, the arguments of its model, the names of its classes and how it
+    prepared its images (level, mean and std); with other weights --arg, --classes and --level say it.
+
+    A table (a column path) or a folder of slides writes results.csv and its maps into a folder:
+
+        outcore infer job.py --weights runs/first --data slides.csv -o results
+
+    Nothing that exists is replaced unless --overwrite is said, and nothing is there under its name until it is
+    complete. The same command again goes on where an interrupted one stopped.
     """
-    import torch
-
-    from outcore.graph import capture
+    from outcore.infer import SlideRunner, load_network
+    from outcore.infer.process_memory import give_back_freed
+    from outcore.infer.slides import holds_several
     from outcore.run.setup import choose_device
-    from outcore.stream import plan_tiles, stream
-    from outcore.train.config import DataConfig
-    from outcore.train.trained import Trained, read_image
 
-    where = choose_device(device)
-    trained = Trained.read(weights) if weights is not None else None
-    seen = trained.data if trained is not None else DataConfig()
-    if level is not None:
-        seen = replace(seen, level=level, microns_per_pixel=None)
-    # The image says what the input is; a class asks for a shape only to make batches, and none is made here.
-    shapes = inputs or (("1x1",) if ":" in job and not Path(job).exists() else ())
-    given = (*(trained.arguments if trained is not None else ()), *(arguments or ()))
-    model = Job.load(job, inputs=shapes, arguments=given).build().to(where).eval()
-    if trained is not None:
-        trained.load_into(model)
-    image = read_image(data, seen)
-    graph = capture(model, [torch.empty(image.shape, device="meta")])
-    dense = stream(model, tile=1 << 40, statistics=statistics).is_map(image)
-    plan = plan_tiles(graph, memory=memory, training=False, statistics=statistics, dense=dense)
-    streamed = plan.apply(model, workers=workers)
-    console = Console(stderr=True)
-    if not json:
-        console.print(f"{data}: {' x '.join(map(str, image.shape[:0:-1]))} px; {plan}", highlight=False)
-    start = time.perf_counter()
-    with torch.no_grad():
-        if dense:
-            row = _map(streamed, image, output or data.with_suffix(".mask.tif"), scores, quiet=json)
-        else:
-            row = _row(streamed(image), data, output)
-    row |= {"data": str(data), "time_s": time.perf_counter() - start, "predicted_bytes": plan.peak_bytes}
-    if json:
-        typer.echo(json_module.dumps(row))
+    if scores and probabilities:
+        raise DataError("--scores and --probabilities contradict each other; leave out one")
+    if on_damage not in (None, "raise", "white"):
+        raise DataError(f"--on-damage {on_damage} is not known; say raise or white")
+    values = "scores" if scores else "probabilities" if probabilities else "classes"
+    written = _Written(cast(Any, values), heat, overlay, overwrite, json)
+    _check_paths(data, output, weights, job, overwrite, several=holds_several(data))
+    give_back_freed()
+    network = load_network(
+        job,
+        weights=weights,
+        untrained=untrained,
+        arguments=arguments or (),
+        inputs=inputs or (),
+        level=level,
+        classes=tuple(name.strip() for name in classes.split(",")) if classes else (),
+        key=key,
+        device=choose_device(device),
+    )
+    damage = on_damage or network.data.on_damage
+    runner = SlideRunner(network, memory, statistics, workers, cast(Literal["raise", "white"], damage))
+    if holds_several(data):
+        assert output is not None
+        _many(runner, data, output, written)
     else:
-        typer.echo(row.get("output") or f"class {row['class']}: {row['scores']}")
+        _one(runner, data, output, written)
 
 
-def _map(streamed: Any, image: Any, path: Path, scores: bool, *, quiet: bool) -> dict[str, Any]:
-    import numpy as np
+class _Written:
+    """What is written, and how it is told."""
 
-    from outcore.stream.map_writer import MapWriter
+    def __init__(self, values: Any, heat: str | None, overlay: bool, overwrite: bool, json: bool) -> None:
+        self.values, self.heat, self.overlay, self.overwrite, self.json = values, heat, overlay, overwrite, json
 
-    prepared = streamed.prepare(image)
-    _, channels, *pixels = prepared.network.shapes[prepared.graph.outputs[0]]
-    classes = channels > 1 and not scores
-    shape = tuple(pixels) if classes else (channels, *pixels)
-    kind = np.dtype("uint8" if classes and channels <= 256 else "int32" if classes else "float32")
-    if path.suffix.lower() in (".tif", ".tiff") and not classes and channels == 1:
-        shape = tuple(pixels)
-    with (
-        Progress(console=Console(stderr=True), transient=True, disable=quiet or not sys.stderr.isatty()) as bar,
-        MapWriter(path, shape, kind) as writer,
-    ):
-        task = bar.add_task("tiles", total=len(prepared.grids[-1]))
-        for region, part in streamed.tiles(image):
-            flat = part[0].argmax(0) if classes else part[0].float()
-            if flat.dim() > len(shape):
-                flat = flat[0]
-            writer.write(region[2:] if flat.dim() == len(pixels) else ((0, channels), *region[2:]), flat)
-            bar.advance(task)
-    return {"output": str(path), "shape": list(shape), "classes": classes}
+    def outputs(self, path: Path) -> Any:
+        from outcore.infer import MapOutputs
+        from outcore.infer.partial import check_free
+
+        made = MapOutputs(path, self.values, self.heat, self.overlay and self.values == "classes")
+        for each in made.paths():
+            check_free(each, overwrite=self.overwrite)
+        return made
 
 
-def _row(result: Any, data: Path, output: Path | None) -> dict[str, Any]:
-    import torch
+def _check_paths(
+    data: Path, output: Path | None, weights: Path | None, job: str, overwrite: bool, *, several: bool
+) -> None:
+    """What is wrong with the paths is said before anything is loaded."""
+    from outcore.infer.partial import check_free, check_not_read
 
-    if not isinstance(result, torch.Tensor):
-        raise JobError(f"the model returned {type(result).__name__}; infer writes one tensor, a map or class scores")
-    numbers = result.float().flatten().tolist()
-    row: dict[str, Any] = {"class": int(result.flatten().argmax()), "scores": [round(n, 6) for n in numbers]}
+    if not data.exists():
+        raise DataError(f"no file {data}")
+    if several and output is None:
+        raise DataError(f"{data} holds several slides; say a folder for their results: -o results")
     if output is not None:
-        with output.open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(["path", "class", *(f"score{i}" for i in range(len(numbers)))])
-            writer.writerow([str(data), row["class"], *row["scores"]])
-        row["output"] = str(output)
-    return row
+        check_not_read(output, [data, *([weights] if weights is not None else []), *([Path(job)] if job else [])])
+        if not several:
+            check_free(output, overwrite=overwrite)
+
+
+def _one(runner: SlideRunner, data: Path, output: Path | None, written: _Written) -> None:
+    opened = runner.open(data)
+    if not opened.fitted.is_map and output is not None and output.suffix.lower() != ".csv":
+        raise DataError(f"the network gives classes, not a map; they are written as .csv, not {output.name}")
+    if not written.json:
+        Console(stderr=True).print(str(opened), highlight=False, markup=False, soft_wrap=True)
+    with _interruptible("the same command goes on from there", written.json):
+        row = _run(runner, opened, output or data.with_suffix(".mask.tif"), written)
+    if not opened.fitted.is_map and output is not None:
+        _write_row(row, data, output)
+    if written.json:
+        typer.echo(json_module.dumps(row))
+        return
+    for name in ("output", "heat", "overlay"):
+        if name in row:
+            typer.echo(f"wrote {row[name]}")
+    if not opened.fitted.is_map:
+        named = f" ({row['name']})" if "name" in row and row["name"] != str(row["class"]) else ""
+        typer.echo(f"class {row['class']}{named}: scores {row['scores']}, probabilities {row['probabilities']}")
+    if runner.network.device.type == "cpu" and row["process_bytes"] is not None:
+        typer.echo(_held(row), err=True)
+
+
+def _held(row: dict[str, Any]) -> str:
+    from outcore.machine.units import format_bytes
+
+    peak, before = row["process_bytes"], row["process_bytes_before"] or 0
+    grown, predicted = (format_bytes(n) for n in (max(0, peak - before), row["predicted_bytes"]))
+    return f"the process held {grown} above the {format_bytes(before)} it began with; predicted were {predicted}"
+
+
+def _run(runner: SlideRunner, opened: Opened, path: Path, written: _Written) -> dict[str, Any]:
+    """One slide, with a bar for its tiles on a terminal."""
+    quiet = written.json or not sys.stderr.isatty()
+    with _bar(quiet) as bar:
+        task = bar.add_task(escape(opened.path.name), total=None)
+        return runner.run(
+            opened, lambda: written.outputs(path), lambda done, total: bar.update(task, completed=done, total=total)
+        )
+
+
+def _bar(quiet: bool) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet)
+
+
+@contextmanager
+def _interruptible(said: str, quiet: bool) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not quiet:
+            typer.echo(f"stopped; what was done is kept, {said}", err=True)
+        raise
+
+
+def _write_row(row: dict[str, Any], data: Path, output: Path) -> None:
+    """A table of one row."""
+    from outcore.infer.results import replace_text, result_row
+    from outcore.infer.slides import SlideInput
+
+    text = io.StringIO()
+    found = result_row(SlideInput(data, str(data), data.stem), row)
+    writer = csv.DictWriter(text, list(found), lineterminator="\n")
+    writer.writeheader()
+    writer.writerow(found)
+    replace_text(output, text.getvalue())
+    row["output"] = str(output)
+
+
+def _many(runner: SlideRunner, data: Path, output: Path, written: _Written) -> None:
+    from outcore.infer import ResultsFolder, find_slides
+    from outcore.infer.partial import check_not_read
+
+    slides = find_slides(data)
+    check_not_read(output, [slide.path for slide in slides[:1]])
+    about = runner.describe() | {"values": written.values, "heat": written.heat, "key": runner.network.key}
+    with (
+        ResultsFolder(output, about, written.overwrite) as folder,
+        _interruptible("the same command goes on", written.json),
+    ):
+        before = sum(slide.given in folder.done for slide in slides)
+        if before and not written.json:
+            typer.echo(f"{before} of {len(slides)} slides are done already", err=True)
+        failed = sum(not _try(runner, slide, folder, written, n, len(slides)) for n, slide in _numbered(folder, slides))
+    said = {"slides": len(slides), "from_before": before, "failed": failed, "output": str(output / "results.csv")}
+    if written.json:
+        typer.echo(json_module.dumps(said))
+    else:
+        typer.echo(f"wrote {output / 'results.csv'}: {len(slides) - failed} of {len(slides)} slides")
+    if failed:
+        raise DataError(
+            f"{failed} of {len(slides)} slides could not be run; the reasons are in {output / 'failed.csv'}"
+        )
+
+
+def _numbered(folder: ResultsFolder, slides: list[SlideInput]) -> Iterator[tuple[str, SlideInput]]:
+    """The slides that are left, each with its number and the time left, once one is done."""
+    left, start = list(folder.left(slides)), time.monotonic()
+    for number, slide in enumerate(left):
+        rest = (time.monotonic() - start) / number * (len(left) - number) if number else None
+        told = "" if rest is None else f", about {_duration(rest)} left"
+        yield f"{len(slides) - len(left) + number + 1} of {len(slides)}{told}", slide
+
+
+def _duration(seconds: float) -> str:
+    return (
+        f"{seconds:.0f} s"
+        if seconds < 90
+        else f"{seconds / 60:.0f} min"
+        if seconds < 5400
+        else f"{seconds / 3600:.1f} h"
+    )
+
+
+def _try(
+    runner: SlideRunner, slide: SlideInput, folder: ResultsFolder, written: _Written, number: str, total: int
+) -> bool:
+    """One slide of several; whether it could be run."""
+    from outcore.infer.results import result_row
+
+    if not written.json:
+        Console(stderr=True).print(f"{slide.given} ({number})", highlight=False, markup=False, soft_wrap=True)
+    try:
+        row = _run(runner, runner.open(slide.path), folder.path / f"{slide.name}.mask.tif", written)
+    except MissingPackageError:
+        raise
+    except (OutcoreError, OSError) as error:
+        folder.fail(slide, str(error))
+        if not written.json:
+            Console(stderr=True).print(f"  failed: {error}", highlight=False, markup=False, soft_wrap=True)
+        return False
+    folder.add(result_row(slide, row))
+    return True

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from typing import Any, Generic, TypeVar
 
@@ -79,6 +79,7 @@ class Handles(Generic[Handle]):
     def __init__(self, limit: int = 32) -> None:
         self.limit = limit
         self._open: OrderedDict[Hashable, Handle] = OrderedDict()
+        self._dropped: deque[Hashable] = deque()
         self._lock = threading.RLock()
         self._process = os.getpid()
 
@@ -87,6 +88,7 @@ class Handles(Generic[Handle]):
         if self._process != os.getpid():
             self._open, self._lock, self._process = OrderedDict(), threading.RLock(), os.getpid()
         with self._lock:
+            self._forget()
             handle = self._open.get(key)
             if handle is None:
                 handle = self._open[key] = opened()
@@ -96,9 +98,21 @@ class Handles(Generic[Handle]):
             return handle
 
     def drop(self, key: Hashable) -> None:
-        """Let go of a file; it is closed when no read uses it any more."""
-        with self._lock:
-            self._open.pop(key, None)
+        """Let go of a file; it is closed when no read uses it any more. Never waits.
+
+        The interpreter frees slides in whatever thread it happens to be in. That may be the one which the thread that
+        holds the lock waits for, because it opens a file with it.
+        """
+        self._dropped.append(key)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._forget()
+            finally:
+                self._lock.release()
+
+    def _forget(self) -> None:
+        while self._dropped:
+            self._open.pop(self._dropped.popleft(), None)
 
 
 tile_cache = TileCache()

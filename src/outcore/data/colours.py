@@ -52,7 +52,9 @@ class Colours:
             return colour
         flat = pixels.reshape(pixels.shape[0], -1)
         first = flat[:, 0]
-        if not np.array_equal(first, flat[:, -1]) or not (flat == first[:, None]).all():
+        # Channel by channel: the comparison takes memory, too.
+        alike = ((plane == n).all() for plane, n in zip(flat, first, strict=True))
+        if not np.array_equal(first, flat[:, -1]) or not all(alike):
             self._numbers[level][index] = _MIXED
             return None
         colour = tuple(first.tolist())

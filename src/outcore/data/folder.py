@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from outcore.data.opening import SLIDE_ENDINGS
 from outcore.data.slide import OnDamage
 from outcore.data.table import OnBad, SlideRow, SlideTable
 from outcore.errors import DataError
 
 __all__ = ["read_folder"]
-
-_ENDINGS = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".npy", ".svs", ".ndpi", ".mrxs", ".zarr"}
 
 
 def read_folder(
@@ -42,7 +41,9 @@ def read_folder(
     if unknown:
         raise DataError(f"{path} has a folder {unknown[0]}, which is none of the classes {', '.join(names)}")
     files = [(file, names.index(p.name)) for p in folders for file in sorted(p.iterdir())]
-    rows = [SlideRow(n, file, label) for n, (file, label) in enumerate(files, 1) if file.suffix.lower() in _ENDINGS]
+    rows = [
+        SlideRow(n, file, label) for n, (file, label) in enumerate(files, 1) if file.suffix.lower() in SLIDE_ENDINGS
+    ]
     if not rows:
-        raise DataError(f"{path} has folders but no images in them; images end in {', '.join(sorted(_ENDINGS))}")
+        raise DataError(f"{path} has folders but no images in them; images end in {', '.join(sorted(SLIDE_ENDINGS))}")
     return SlideTable(tuple(rows), names, on_bad, on_damage, str(path))

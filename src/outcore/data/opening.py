@@ -16,11 +16,13 @@ from outcore.data.reader import Reader
 from outcore.data.slide import OnDamage, Slide
 from outcore.errors import DataError, MissingPackageError
 
-__all__ = ["open_slide"]
+__all__ = ["SLIDE_ENDINGS", "is_zarr", "open_slide"]
 
 _TIFF = (".tif", ".tiff", ".btf", ".tf8", ".svs")
 _SCANNERS = (".svs", ".ndpi", ".mrxs", ".scn", ".bif", ".vms", ".vmu", ".svslide", ".dcm", ".czi")
 _IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
+SLIDE_ENDINGS = frozenset((*_TIFF, *_SCANNERS, *_IMAGES, ".npy", ".zarr"))
+"""What names of readable files and folders end in."""
 
 
 def open_slide(source: str | Path | np.ndarray[Any, Any] | Tensor, *, on_damage: OnDamage = "raise") -> Slide:
@@ -41,19 +43,35 @@ def open_slide(source: str | Path | np.ndarray[Any, Any] | Tensor, *, on_damage:
         array = source.numpy() if isinstance(source, Tensor) else source
         return Slide("array", partial(ArrayReader, array), on_damage=on_damage)
     path = Path(source)
-    if not path.exists():
-        raise DataError(f"no file {path}")
+    _check_file(path)
     slide = Slide(str(path), _reader(path), on_damage=on_damage)
     slide.layout  # noqa: B018  a file that cannot be read is named now, not in the middle of an epoch
     return slide
 
 
+def _check_file(path: Path) -> None:
+    """Refuse what is not there, and what would block or never end when it is read."""
+    try:
+        if not path.exists():
+            raise DataError(f"no file {path}")
+        plain = path.is_file() or path.is_dir()
+    except (OSError, ValueError) as error:  # names that are too long, or hold a zero byte
+        raise DataError(f"no file {str(path)[:200]!r}: {error}") from None
+    if not plain:
+        raise DataError(f"{path} is a pipe, a socket or a device, not a file; write it to a file first")
+
+
+def is_zarr(path: Path) -> bool:
+    """Whether a path is a folder that holds a Zarr array or group."""
+    return path.is_dir() and any((path / name).is_file() for name in ("zarr.json", ".zgroup", ".zarray"))
+
+
 def _reader(path: Path) -> Callable[[], Reader]:
     suffix = path.suffix.lower()
-    if path.is_dir() and (
-        suffix == ".zarr" or any((path / name).exists() for name in ("zarr.json", ".zgroup", ".zarray"))
-    ):
+    if path.is_dir() and (suffix == ".zarr" or is_zarr(path)):
         return partial(_zarr, path)
+    if path.is_dir():
+        raise DataError(f"{path} is a folder, not a slide; name a file in it")
     if suffix == ".npy":
         return partial(_array, path)
     if suffix in _IMAGES:
@@ -72,7 +90,10 @@ def _vendor(path: Path) -> str | None:
         return None
     import openslide
 
-    vendor: str | None = openslide.OpenSlide.detect_format(str(path))
+    try:
+        vendor: str | None = openslide.OpenSlide.detect_format(str(path))
+    except openslide.OpenSlideError:
+        return None
     return vendor
 
 
@@ -107,4 +128,4 @@ def _array(path: Path) -> Reader:
 
 
 def _image(path: Path) -> Reader:
-    return ArrayReader(load_image(path), str(path))
+    return ArrayReader(load_image(path), str(path), "image")

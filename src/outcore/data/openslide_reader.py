@@ -6,6 +6,7 @@ be shared among threads.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -28,10 +29,10 @@ class OpenSlideReader:
 
         try:
             self._slide = openslide.OpenSlide(str(path))
-        except (openslide.OpenSlideError, OSError) as error:
+        except (openslide.OpenSlideError, OSError, ValueError) as error:
             raise DataError(f"{path} cannot be opened as a slide: {error}; is it complete?") from error
         properties = self._slide.properties
-        microns = properties.get(openslide.PROPERTY_NAME_MPP_X)
+        microns = _number(properties.get(openslide.PROPERTY_NAME_MPP_X))
         levels = [
             Level((height, width), (_TILE, _TILE), float(downsample))
             for (width, height), downsample in zip(
@@ -42,7 +43,7 @@ class OpenSlideReader:
             tuple(levels),
             3,
             np.dtype(np.uint8),
-            float(microns) if microns else None,
+            microns,
             properties.get(openslide.PROPERTY_NAME_VENDOR, "openslide"),
         )
 
@@ -62,3 +63,12 @@ class OpenSlideReader:
             share = opacity[..., None].astype(np.uint16)
             pixels = ((pixels * share + 255 * (255 - share)) // 255).astype(np.uint8)
         return np.ascontiguousarray(pixels.transpose(2, 0, 1))
+
+
+def _number(text: str | None) -> float | None:
+    """A number that a scanner wrote, where it is one."""
+    try:
+        number = float(text or "")
+    except ValueError:
+        return None
+    return number if 0 < number < math.inf else None

@@ -8,6 +8,7 @@ that overlap agree bitwise: a slide resampled tile by tile has no seams.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,9 @@ from torch import Tensor
 from outcore.data.source import Region, Source, Span, spans
 
 __all__ = ["Resampled"]
+
+_BAND_BYTES = 8 << 20
+"""Of pixels as numbers of 64 bits that are held at once."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,15 @@ class Resampled:
         channels, *box = spans(region, self.shape)
         if any(start == stop for start, stop in box):
             return torch.empty([b - a for a, b in (channels, *box)], dtype=self.dtype)
+        first, *others = box
+        beside = math.prod(b - a for a, b in (channels, *others)) * self.factor ** len(box)
+        rows = max(1, int(_BAND_BYTES / (8 * beside)))
+        cuts = range(*first, rows)
+        return torch.cat([self._band([channels, (a, min(a + rows, first[1])), *others]) for a in cuts], dim=1)
+
+    def _band(self, region: Sequence[Span]) -> Tensor:
+        """Some rows of a box: numbers of 64 bits are made of the pixels below, so few of them at a time."""
+        channels, *box = region
         needed = [self._needed(span, size) for span, size in zip(box, self.source.shape[1:], strict=True)]
         values = self.source.read([channels, *needed]).to(torch.float64)
         for dim, (span, held) in enumerate(zip(box, needed, strict=True), start=1):

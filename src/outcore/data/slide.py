@@ -25,6 +25,7 @@ from torch import Tensor
 
 from outcore.data.cache import handles, tile_cache
 from outcore.data.colours import Colour, Colours
+from outcore.data.limits import check_layout
 from outcore.data.reader import Layout, Level, Pixels, Reader
 from outcore.data.resample import Resampled
 from outcore.data.source import Region, Source, Span, spans
@@ -95,7 +96,9 @@ class Slide:
     def layout(self) -> Layout:
         """Levels, channels and dtype; opens the file the first time."""
         if self._layout is None:
-            self._layout = self._reader().layout
+            layout = self._reader().layout
+            check_layout(self.name, layout)
+            self._layout = layout
         return self._layout
 
     @property
@@ -161,6 +164,10 @@ class Slide:
         chosen = 0 if level is None and microns_per_pixel is None else level
         source = self.at(level=chosen, microns_per_pixel=microns_per_pixel)
         extent = source.shape[1:]
+        if not len(corner) == len(size) == len(extent):
+            raise DataError(
+                f"{self.name} has {len(extent)} dimensions; corner {corner} and size {size} must have as many"
+            )
         out = torch.full((source.shape[0], *size), self.blank, dtype=source.dtype)
         inside = [(max(0, a), min(n, a + s)) for a, s, n in zip(corner, size, extent, strict=True)]
         if all(start < stop for start, stop in inside):
@@ -218,7 +225,7 @@ class Slide:
         except Exception as error:
             found = DamagedTile(self.name, level, index, str(error) or type(error).__name__)
         if self.on_damage == "raise":
-            message = "to read such tiles as glass, open the slide with on_damage='white'"
+            message = "to read such tiles as glass: on_damage='white', or --on-damage white of outcore infer"
             raise DataError(f"{found}; {message}")
         with self._lock:
             if all((d.name, d.level, d.index) != (self.name, level, index) for d in self.damage):

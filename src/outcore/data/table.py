@@ -12,7 +12,7 @@ asked, is skipped and listed in `SlideTable.bad`.
 
 from __future__ import annotations
 
-import csv
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,11 +20,13 @@ from typing import Literal
 
 from outcore.data.opening import open_slide
 from outcore.data.slide import DamagedTile, OnDamage, Slide
+from outcore.data.table_file import read_rows
 from outcore.errors import DataError, MissingPackageError
 
 __all__ = ["BadSlide", "Example", "OnBad", "SlideRow", "SlideTable", "read_table"]
 
 OnBad = Literal["raise", "skip"]
+_MOST_CLASSES = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -144,14 +146,9 @@ def read_table(
     path = Path(path)
     if on_bad not in ("raise", "skip"):
         raise DataError(f"on_bad={on_bad!r} is not known; say 'raise' or 'skip'")
-    if not path.is_file():
-        raise DataError(f"no table {path}; write a CSV file with columns path and label")
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        reader = csv.DictReader(file)
-        columns = reader.fieldnames or []
-        if "path" not in columns or not {"label", "mask"} & set(columns):
-            raise DataError(f"{path} has columns {', '.join(columns) or 'none'}; needed are path, and label or mask")
-        lines = [(number, line) for number, line in enumerate(reader, start=2) if (line["path"] or "").strip()]
+    columns, lines = read_rows(path)
+    if "path" not in columns or not {"label", "mask"} & set(columns):
+        raise DataError(f"{path} has columns {', '.join(columns) or 'none'}; needed are path, and label or mask")
     if not lines:
         raise DataError(f"{path} names no slide")
     labels, names = _labels(path, [(n, line.get("label")) for n, line in lines], "label" in columns, classes)
@@ -161,7 +158,7 @@ def read_table(
         slide = path.parent / line["path"].strip()
         masked = path.parent / mask if mask else None
         for file_path in filter(None, (slide, masked)):
-            if on_bad == "raise" and not file_path.exists():
+            if on_bad == "raise" and not _exists(file_path):
                 raise DataError(f"{path}, line {number}: no file {file_path}")
         rows.append(SlideRow(number, slide, label, masked))
     return SlideTable(tuple(rows), names, on_bad, on_damage, str(path))
@@ -186,16 +183,28 @@ def _labels(
     numbers = [_number(word) for _, word in words]
     if all(isinstance(n, int) for n in numbers):
         for (number, word), value in zip(words, numbers, strict=True):
-            if value is not None and value < 0:
-                raise DataError(f"{path}, line {number}: label {word} is negative; classes count from 0")
+            if value is not None and not 0 <= value < _MOST_CLASSES:
+                what = "negative" if value < 0 else f"above {_MOST_CLASSES:,}"
+                raise DataError(f"{path}, line {number}: label {word} is {what}; classes count from 0")
         return list(numbers), ()
     if all(n is not None for n in numbers):
+        for (number, word), value in zip(words, numbers, strict=True):
+            if value is not None and not math.isfinite(value):
+                raise DataError(f"{path}, line {number}: label {word} is not a finite number")
         return [float(n) for n in numbers if n is not None], ()
     strays = [(n, word) for (n, word), value in zip(words, numbers, strict=True) if value is not None]
     if strays:
         raise DataError(f"{path}, line {strays[0][0]}: label {strays[0][1]!r} is a number, others are words")
     names = tuple(sorted({word for _, word in words}))
-    return [names.index(word) for _, word in words], names
+    known = {name: i for i, name in enumerate(names)}
+    return [known[word] for _, word in words], names
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # a name that is too long, or holds a zero byte
+        return False
 
 
 def _number(word: str) -> int | float | None:

@@ -15,6 +15,7 @@ it (generic pyramids): smaller ones of the same kind, all sides reduced by the s
 from __future__ import annotations
 
 import importlib.util
+import logging
 import math
 import os
 import weakref
@@ -51,17 +52,23 @@ class TiffReader:
     def __init__(self, path: Path) -> None:
         import tifffile
 
+        # What is odd about a file is in our own error; a program that wants tifffile's log has its own handler.
+        logging.getLogger("tifffile").addHandler(logging.NullHandler())
+        opened: Any = None
         try:
-            self._file = tifffile.TiffFile(path)
+            self._file = opened = tifffile.TiffFile(path)
             series = self._file.series[0]
             self._levels = _pyramid(self._file)
             self._axes = _axes(path, series)
             self.layout = self._layout(series.keyframe)
-        except DataError:
-            raise
-        except Exception as error:
+        except BaseException as error:
+            if opened is not None:
+                opened.close()
+            if isinstance(error, DataError) or not isinstance(error, Exception):
+                raise
             raise DataError(f"{path} is not a readable TIFF: {error}; is it complete?") from error
         self._descriptor = os.open(path, os.O_RDONLY)
+        self._bytes = os.fstat(self._descriptor).st_size
         self._inflates = importlib.util.find_spec("imagecodecs") is None
         self._met = TileCache(_MET_BYTES)
         weakref.finalize(self, _close, self._file, self._descriptor)
@@ -130,9 +137,11 @@ class TiffReader:
             count = page.databytecounts[number]
             if not count:
                 return None
-            data = os.pread(self._descriptor, count, page.dataoffsets[number])
-            if len(data) < count:
-                raise DataError(f"{len(data)} of its {count} bytes are there; the file is truncated")
+            offset = page.dataoffsets[number]
+            if count > self._bytes - offset:
+                there = max(0, self._bytes - offset)
+                raise DataError(f"{there} of its {count} bytes are there; the file is truncated")
+            data = os.pread(self._descriptor, count, offset)
             planes.append(data)
         return tuple(planes)
 
@@ -173,7 +182,7 @@ def _plain_deflate(page: Any) -> tuple[int, int, int] | None:
 def inflated(data: bytes, size: tuple[int, int, int]) -> Pixels:
     """A tile of bytes from its compressed form."""
     wanted = math.prod(size)
-    raw = zlib.decompress(data, bufsize=wanted)
+    raw = zlib.decompressobj().decompress(data, wanted)  # and no more, whatever is in it
     if len(raw) < wanted:
         raise DataError(f"it holds {len(raw)} of its {wanted} bytes")
     return np.frombuffer(raw, np.uint8, wanted).reshape(size)

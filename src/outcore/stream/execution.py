@@ -10,7 +10,7 @@ Sums over tiles are kept in float32 where the tensors are of half precision: hun
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,8 +48,8 @@ class Execution(Work):
             del self.store.values[name]
         return made
 
-    def output_tiles(self) -> Iterator[tuple[Region, torch.Tensor]]:
-        """The parts of the one map that the last stage makes, one after the other."""
+    def output_tiles(self, skip: Collection[Region] = ()) -> Iterator[tuple[Region, torch.Tensor]]:
+        """The parts of the one map that the last stage makes, one after the other, without those to skip."""
         last = len(self.streaming.stages) - 1
         for index in range(last):
             self.forward_stage(index)
@@ -58,7 +58,9 @@ class Execution(Work):
         state = self.state_of(stage)
         (name,) = stage.maps
         twins: dict[Hashable, torch.Tensor] = {}
-        for plan, pixels in self.read(stage, self.plans(last)):
+        """The latest part of one colour; one of every colour and kind would be more than the budget knows of."""
+        wanted = (plan for plan in self.plans(last) if plan.targets[name] not in skip)
+        for plan, pixels in self.read(stage, wanted):
             key = self.twin_key(stage, plan, pixels)
             part = twins.get(key)
             if part is None:
@@ -68,7 +70,7 @@ class Execution(Work):
             else:
                 self.counts.reused += 1
             if key is not None:
-                twins[key] = part
+                twins = {key: part}
             yield plan.targets[name], part
 
     def run_globals(self, index: int) -> None:

@@ -118,12 +118,18 @@ class Streamed(nn.Module):
         return self.prepare(*args, **kwargs).is_map
 
     @torch.no_grad()
-    def tiles(self, *args: Any, **kwargs: Any) -> Iterator[tuple[Region, torch.Tensor]]:
-        """The output of a network that gives a map, tile by tile: each region with its part, nothing kept."""
+    def tiles(self, *args: Any, skip: Collection[Region] = (), **kwargs: Any) -> Iterator[tuple[Region, torch.Tensor]]:
+        """The output of a network that gives a map, tile by tile: each region with its part, nothing kept.
+
+        Args:
+            args: as the model takes them.
+            skip: regions of the output that are not wanted, of those that an earlier call gave.
+            kwargs: as the model takes them.
+        """
         prepared, execution, _ = self._begin(args, kwargs, dense=True)
         if not prepared.is_map:
             raise StreamError("the network is not streamed to one output that is a map; call it for its output")
-        yield from execution.output_tiles()
+        yield from execution.output_tiles(skip)
 
     def loss(self, *args: Any, target: Any, loss: PixelLoss | Function, **kwargs: Any) -> torch.Tensor:
         """The loss over all pixels of a network whose output is a map, in one pass.

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Family", "Twins", "colour", "signature"]
 
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
 
 @dataclass
 class Family:
@@ -67,7 +69,9 @@ def colour(crop: torch.Tensor) -> Hashable | None:
     if not torch.equal(first, middle) or not torch.equal(first, last):
         return None
     dims = tuple(range(2, crop.dim()))
-    if not torch.equal(crop.amin(dims, keepdim=True), first) or not torch.equal(crop.amax(dims, keepdim=True), first):
+    # torch has no extremes of wide unsigned numbers; bits that are all equal are so under any name.
+    seen, one = (x.view(_SIGNED[x.dtype]) if x.dtype in _SIGNED else x for x in (crop, first))
+    if not torch.equal(seen.amin(dims, keepdim=True), one) or not torch.equal(seen.amax(dims, keepdim=True), one):
         return None
     return tuple(first.flatten().tolist())
 

@@ -127,6 +127,7 @@ def _train_in(
         console.print(done if where.epoch >= epochs else said, highlight=False)
     if runner.rank == 0:
         write_beginning(loop, expected)
+        folder.note(classes=list(supply.classes))
     return _run(loop, supply, console)
 
 

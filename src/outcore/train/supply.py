@@ -93,6 +93,11 @@ class Supply:
         return [tile for table in self._tables for tile in table.damage]
 
     @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes, where the training table has words for them."""
+        return next((table.classes for table in self._tables), ())
+
+    @property
     def _tables(self) -> list[SlideTable]:
         examples = [e for e in (self.train, self.validation) if isinstance(e, SlideExamples)]
         return list({id(e.table): e.table for e in examples}.values())

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from outcore.data import ArraySource, Batch, open_slide
+from outcore.data import ArraySource, Batch, Slide
 from outcore.errors import CheckpointError
 from outcore.run.restore import read_weights
 from outcore.train.config import Config, DataConfig
@@ -33,6 +33,8 @@ class Trained:
     data: DataConfig = field(default_factory=DataConfig)
     arguments: tuple[str, ...] = ()
     """Of the model, as the run was told."""
+    classes: tuple[str, ...] = ()
+    """Names of the classes, where the run knew them."""
 
     @classmethod
     def read(cls, path: Path) -> Trained:
@@ -45,7 +47,8 @@ class Trained:
         run = RunFolder(path)
         if run.config.is_file():
             config = Config.load(run.config)
-            return cls(path, read_weights(run.best if run.best.exists() else run.last), config.data, config.arguments)
+            weights = read_weights(run.best if run.best.exists() else run.last)
+            return cls(path, weights, config.data, config.arguments, _classes(run, config))
         if path.is_dir():
             return cls(path, read_weights(path))
         try:
@@ -79,8 +82,16 @@ class Trained:
         model.load_state_dict(self.weights)
 
 
-def read_image(path: Path, data: DataConfig) -> Batch:
+def _classes(run: RunFolder, config: Config) -> tuple[str, ...]:
+    """The names that the run noted, or was told."""
+    noted = run.read_facts().get("classes")
+    if isinstance(noted, list) and noted and all(isinstance(name, str) for name in noted):
+        return tuple(noted)
+    return config.data.classes
+
+
+def read_image(slide: Slide, data: DataConfig) -> Batch:
     """One image, still lazy, as a network that was trained under these settings sees its images."""
-    image = at_scale(open_slide(path), data)
+    image = at_scale(slide, data)
     shown = image if data.resize is None else ArraySource(resized(image, data.resize))
     return Batch((shown,), mean=data.mean, std=data.std)

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 from outcore.data import Batch, Scene, open_slide, write_slide
-from outcore.errors import StreamError
+from outcore.errors import DataError, StreamError
+from outcore.infer.map_file import check_kind
 from outcore.stream import stream
-from outcore.stream.map_writer import MapWriter
 from tests.cli.command import outcore_command
 
 JOB = """
@@ -42,7 +42,7 @@ def batch(size):
 @pytest.fixture
 def work(tmp_path):
     (tmp_path / "job.py").write_text(JOB)
-    write_slide(tmp_path / "slide.tif", Scene(size=(560, 730), share=0.3))
+    write_slide(tmp_path / "slide.tif", Scene(size=(560, 730), share=0.3, tile=128))
     from outcore.job import Job
 
     net = Job.load(str(tmp_path / "job.py")).build().eval()
@@ -77,7 +77,7 @@ def test_a_map_is_that_of_the_untiled_network(work, name) -> None:
     got = open_slide(folder / name).region((0, 0), (560, 730))[0] if name.endswith(".tif") else _read(folder / name)
     agree = (np.asarray(got) == expected[0].argmax(0).numpy()).mean()
     assert agree > 0.9999  # a pixel may be torn between two classes by the order of a sum
-    assert not list(folder.glob("*.part.npy"))
+    assert not list(folder.glob(".*partial*"))
 
 
 def _read(path):
@@ -97,7 +97,7 @@ def test_scores_and_a_row_of_classes(work) -> None:
     shown = outcore_command("infer", "job.py", *common, "-a", "pooled=True", "-o", "row.csv", "--json", folder=folder)
     assert shown.returncode == 0, shown.stderr
     np.testing.assert_allclose(json.loads(shown.stdout)["scores"], expected.mean((2, 3))[0].numpy(), atol=1e-4)
-    assert (folder / "row.csv").read_text().startswith("path,class,score0")
+    assert (folder / "row.csv").read_text().startswith("path,label,class,name,score_0,score_1")
 
 
 def test_what_does_not_fit_is_refused(work) -> None:
@@ -105,12 +105,15 @@ def test_what_does_not_fit_is_refused(work) -> None:
     save_file({"other": torch.zeros(1)}, folder / "other.safetensors")
     shown = outcore_command("infer", "job.py", "--weights", "other.safetensors", "--data", "slide.tif", folder=folder)
     assert shown.returncode == 1 and "does not fit the model" in shown.stderr
-    shown = outcore_command("infer", "job.py", "--data", "slide.tif", "--memory", "10KiB", folder=folder)
+    shown = outcore_command("infer", "job.py", "--untrained", "--data", "slide.tif", "--memory", "10KiB", folder=folder)
+    assert shown.returncode == 1 and "allow more memory" in shown.stderr
+    told = ("infer", "job.py", "--untrained", "--data", "slide.tif", "--memory", "160KiB")
+    shown = outcore_command(*told, folder=folder)
     assert shown.returncode == 1 and "give at least that" in shown.stderr
     shown = outcore_command("infer", "job.py", "--data", "nothing.tif", folder=folder)
     assert shown.returncode == 1 and "no file nothing.tif" in shown.stderr
-    with pytest.raises(StreamError, match=r"\.tif, \.zarr or \.npy"):
-        MapWriter(folder / "mask.png", (4, 4), np.dtype("uint8"))
+    with pytest.raises(DataError, match=r"\.tif, \.zarr or \.npy"):
+        check_kind(folder / "mask.png", (4, 4))
 
 
 def test_tiles_of_a_map_come_one_by_one_and_fill_it() -> None:
