@@ -14,7 +14,7 @@ from outcore.graph import capture as capture
 from outcore.job import Job as Job
 from outcore.memory.lossy import gradient_effect as gradient_effect
 from outcore.plan_document import Plan as Plan
-from outcore.planner import plan as plan
+from outcore.planner.on_devices import plan as plan
 from outcore.within import memory_plan as memory_plan
 from outcore.within import release as release
 from outcore.within import within as within
