@@ -36,7 +36,7 @@ from outcore.train.runner import Runner
 from outcore.train.schedules import make_schedule
 from outcore.train.start import forecast, start_table
 from outcore.train.stopping import Wish, listening
-from outcore.train.supply import Supply, find_supply
+from outcore.train.supply import Supply, find_supply, with_batch
 
 __all__ = ["train"]
 
@@ -54,6 +54,7 @@ def _launch(config: Config, console: Console) -> int:
     """Start the ranks; what is wrong with the job or its tables is said once, before there are any."""
     folder = RunFolder(Path(config.out))
     job = Job.load(config.job, inputs=config.input, arguments=config.arguments)
+    config = _with_batch(config, job, folder, config.plan.ranks, console)
     if config.data.train is not None:
         find_supply(config, job)
     return launch(folder.config, config.plan.ranks) if begin(folder, config, console) else 0
@@ -62,6 +63,8 @@ def _launch(config: Config, console: Console) -> int:
 def _train(config: Config, console: Console, wish: Wish) -> int:
     folder = RunFolder(Path(config.out))
     job = Job.load(config.job, inputs=config.input, arguments=config.arguments)
+    identity = identify(os.environ)
+    config = _with_batch(config, job, folder, identity.size if identity is not None else 1, console)
     supply = find_supply(config, job)
     _seed(config)
     first = supply.first(config, job)
@@ -103,6 +106,15 @@ def _train(config: Config, console: Console, wish: Wish) -> int:
     if runner.rank == 0:
         write_beginning(loop, expected)
     return _run(loop, supply, console)
+
+
+def _with_batch(config: Config, job: Job, folder: RunFolder, ranks: int, console: Console) -> Config:
+    """The settings with a batch that the ranks can share; said where it was not told."""
+    made = with_batch(config, job, folder, ranks)
+    if made.train.batch != config.train.batch and not folder.begun and first_rank():
+        said = f"a step trains on {made.train.batch} examples, one for each rank; --batch sets another number"
+        console.print(said, highlight=False)
+    return made
 
 
 def begin(folder: RunFolder, config: Config, console: Console) -> bool:

@@ -8,14 +8,12 @@ from typing import Any, cast
 
 import torch
 
-from outcore.cost.estimate import estimate
 from outcore.errors import OutcoreError, TrainError
 from outcore.job import Job
 from outcore.machine import known
-from outcore.machine.units import parse_bytes
 from outcore.plan_document import Plan
-from outcore.planner import Weights
-from outcore.planner import plan as make_plan
+from outcore.planner.norms import norms_see
+from outcore.planner.on_devices import plan as make_plan
 from outcore.run.world import World, identify
 from outcore.train.config import Config
 from outcore.train.engine_runner import EngineRunner, finite_only
@@ -91,7 +89,10 @@ def _engine(
     )
     predicted = plan.predicted
     decided = ("plan", f"{plan.arrangement}, on {world.size} ranks")
-    expected = replace(expected, decisions=(decided,))
+    seen = norms_see(plan, expected.graph) if expected.graph is not None and world.size > 1 else None
+    if seen is not None and plan.batch_norm != "synchronised":
+        seen += "; plan.batch_norm=synchronised lets them see all"
+    expected = replace(expected, decisions=(decided, *([("batch norms", seen)] if seen else [])))
     if predicted is not None:
         expected = replace(expected, planned_step_s=predicted.time_s, planned_peak_bytes=max(predicted.peak_bytes))
     return EngineRunner(engine, world), expected
@@ -122,11 +123,14 @@ def _plan(config: Config, expected: Forecast, ranks: int) -> Plan:
         raise TrainError(f"{ranks} ranks need a plan, and {'; '.join(expected.notes)}; write one by hand: plan.file=…")
     if ranks == 1:
         return Plan(graph.fingerprint, (("",),))
-    machine = known()
-    budget = parse_bytes(config.plan.memory) if config.plan.memory else machine.devices[0].memory_bytes
-    weights = Weights.of(graph, estimate(graph, machine))
-    schedule = cast("Any", config.plan.schedule)
-    return make_plan(graph, weights, devices=ranks, memory_bytes=budget, schedule=schedule, machine=machine.fingerprint)
+    return make_plan(
+        graph,
+        devices=ranks,
+        memory=config.plan.memory,
+        machine=known(),
+        schedule=cast("Any", config.plan.schedule),
+        batch_norm=config.plan.batch_norm,
+    )
 
 
 def _stand_in(inputs: Any) -> Any:

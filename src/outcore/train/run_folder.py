@@ -86,13 +86,18 @@ class RunFolder:
         """The plan."""
         return self.path / "plan.json"
 
+    @property
+    def begun(self) -> bool:
+        """Whether a run made a step in it."""
+        return self.steps.exists() or self.last.exists()
+
     def open(self, config: Config) -> bool:
         """Make or enter the folder; returns whether a run was begun in it before: whether it made a step.
 
         Raises:
             TrainError: the folder holds another run, or one that must not be continued.
         """
-        begun = self.steps.exists() or self.last.exists()
+        begun = self.begun
         before = Config.load(self.config) if self.config.exists() else None
         if before is None and self.path.exists() and any(p.name != self.plan.name for p in self.path.iterdir()):
             raise TrainError(f"{self.path} is a folder with other files in it; say another --out")

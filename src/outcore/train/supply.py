@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from outcore.data import DamagedTile, SlideTable
@@ -13,8 +13,9 @@ from outcore.job import Job
 from outcore.train.config import Config
 from outcore.train.examples import OwnExamples, SlideExamples, find_tables
 from outcore.train.feed import Feed, JobFeed, MicroBatch
+from outcore.train.run_folder import RunFolder
 
-__all__ = ["Supply", "find_supply"]
+__all__ = ["Supply", "find_supply", "with_batch"]
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,20 @@ class Supply:
     def _tables(self) -> list[SlideTable]:
         examples = [e for e in (self.train, self.validation) if isinstance(e, SlideExamples)]
         return list({id(e.table): e.table for e in examples}.values())
+
+
+def with_batch(config: Config, job: Job, folder: RunFolder, ranks: int) -> Config:
+    """The settings with the batch of a step, where several ranks share it and nobody said how large it is.
+
+    A batch that is smaller than the number of ranks cannot be shared, so every rank gets an example. A run that goes on
+    has the batch it began with, on however many ranks.
+    """
+    if config.train.batch is not None or config.plan.file is not None:
+        return config
+    if folder.begun and folder.config.exists():
+        return replace(config, train=replace(config.train, batch=Config.load(folder.config).train.batch))
+    own = 1 if config.data.train is not None else job.size
+    return replace(config, train=replace(config.train, batch=ranks)) if own < ranks else config
 
 
 def find_supply(config: Config, job: Job) -> Supply:
