@@ -85,7 +85,7 @@ def plan(
     graph = found.capture(batch or chosen)
     budget = parse_bytes(memory) if memory else where.devices[0].memory_bytes
     if count == 1 and stages is None and not vertical and schedule is None and balance is None:
-        plan_on_one_device(found, graph, where, budget, output=output, svg=svg, json=json)
+        plan_on_one_device(found, graph, where, budget, batch=batch, output=output, svg=svg, json=json)
         return
     weights = Weights.of(graph, estimate(graph, where))
     wanted: dict[str, Any] = {

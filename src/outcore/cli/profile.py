@@ -86,10 +86,11 @@ def profile(
         svg.write_text(profile_svg(shown))
         if curve is not None:
             name = f"{shown.job} on {device.name}"
-            svg.with_name(f"{svg.stem}-frontier{svg.suffix}").write_text(frontier_svg(*curve, name=name))
+            drawn = frontier_svg(*curve, name=name, plain_s=shown.step.step_s)
+            svg.with_name(f"{svg.stem}-frontier{svg.suffix}").write_text(drawn)
     document: dict[str, Any] = {"profiles": [shown.to_json()], "largest_batch": best}
     if curve is not None:
-        document["frontier"] = frontier_json(*curve)
+        document["frontier"] = frontier_json(*curve, plain_s=shown.step.step_s)
     _write(document, output, json)
     if not json:
         console = Console()
@@ -98,7 +99,7 @@ def profile(
             console.print(f"largest batch that fits: {best}", highlight=False)
         if curve is not None:
             console.print()
-            console.print(frontier_table(*curve))
+            console.print(frontier_table(*curve, plain_s=shown.step.step_s))
 
 
 def _show_sizes(
