@@ -8,13 +8,14 @@ from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
-from rich.filesize import decimal
 from rich.table import Table
 
 from outcore import report
 from outcore.cli.options import Arguments, Batch, Inputs, JobName, Json
+from outcore.cli.telling import working, wrote
 from outcore.graph import Graph
 from outcore.job import Job
+from outcore.machine.units import format_bytes
 
 __all__ = ["graph"]
 
@@ -60,7 +61,8 @@ def graph(
     if direction not in ("outputs", "inputs"):
         raise typer.BadParameter(f"must be outputs or inputs, not {direction}", param_hint="--direction")
     way: Literal["outputs", "inputs"] = "inputs" if direction == "inputs" else "outputs"
-    found = Job.load(job, inputs=inputs or (), arguments=arguments or ()).capture(batch, training=not eval_)
+    with working(f"recording {job}", quiet=json):
+        found = Job.load(job, inputs=inputs or (), arguments=arguments or ()).capture(batch, training=not eval_)
     opened = tuple(expand or ())
     for path in opened:
         found[path]
@@ -80,8 +82,7 @@ def graph(
         _print_cuts(console, found, depth)
     elif svg is None and html is None:
         console.print(report.tree(found, depth=depth or 2, expand=opened))
-    for file in filter(None, (svg, html)):
-        Console(stderr=True).print(f"wrote {file}", highlight=False)
+    wrote(svg, html)
     for note in found.notes:
         Console(stderr=True).print(f"note: {note}", style="yellow", highlight=False)
 
@@ -96,12 +97,12 @@ def _print_lists(console: Console, lists: dict[str, list[str]], direction: str) 
 def _print_skips(console: Console, graph: Graph, depth: int | None) -> None:
     table = Table("value", "from", "to", "distance", "size", box=None, header_style="bold")
     for skip in graph.skips(depth):
-        table.add_row(skip.value, skip.source, skip.target, str(skip.distance), decimal(skip.bytes))
+        table.add_row(skip.value, skip.source, skip.target, str(skip.distance), format_bytes(skip.bytes))
     console.print(table if table.rows else "no value is used further away than the next block")
 
 
 def _print_cuts(console: Console, graph: Graph, depth: int | None) -> None:
     table = Table("after", "before", "values", "crossing", box=None, header_style="bold")
     for cut in graph.cuts(depth):
-        table.add_row(cut.after, cut.before, str(len(cut.values)), decimal(cut.bytes))
+        table.add_row(cut.after, cut.before, str(len(cut.values)), format_bytes(cut.bytes))
     console.print(table)

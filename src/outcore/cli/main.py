@@ -124,7 +124,7 @@ def main() -> None:
         app(prog_name="outcore")
     except OutcoreError as error:
         typer.secho("error: ", fg=typer.colors.RED, bold=True, nl=False, err=True)
-        typer.echo(typed(str(error)), err=True)
+        typer.echo("; ".join([typed(str(error)), *_hints(error)]), err=True)
         sys.exit(1)
     except OSError as error:
         typer.secho("error: ", fg=typer.colors.RED, bold=True, nl=False, err=True)
@@ -134,8 +134,21 @@ def main() -> None:
         typer.echo("interrupted", err=True)
         sys.exit(130)
     except Exception as error:
+        said = _hints(error)
         traceback.print_exception(error.with_traceback(_below_the_command(error.__traceback__)))
+        for hint in said:
+            typer.echo(hint, err=True)
         sys.exit(1)
+
+
+def _hints(error: BaseException) -> list[str]:
+    """What the frames of an error tell beside its words; nothing is worth failing again for."""
+    from outcore.cli.blame import hints
+
+    try:
+        return hints(error) if "torch" in sys.modules else []
+    except Exception:
+        return []
 
 
 def _below_the_command(frames: TracebackType | None) -> TracebackType | None:

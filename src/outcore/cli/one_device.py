@@ -11,6 +11,7 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
+from outcore.cli.telling import working, wrote
 from outcore.cost.costs import Costs
 from outcore.cost.estimate import estimate
 from outcore.cost.optimizer import OptimizerCost
@@ -49,18 +50,20 @@ def plan_on_one_device(
     costs = estimate(graph, where)
     plain_s = make_profile(job, device, size=batch).step.step_s
     try:
-        made = plan_memory(
-            graph,
-            costs,
-            budget_bytes=budget_bytes,
-            optimizer=optimizer,
-            tier=_tier(where),
-            memory_bytes_per_s=device.bandwidth_bytes_per_s,
-        )
+        with working("planning", quiet=json):
+            made = plan_memory(
+                graph,
+                costs,
+                budget_bytes=budget_bytes,
+                optimizer=optimizer,
+                tier=_tier(where),
+                memory_bytes_per_s=device.bandwidth_bytes_per_s,
+            )
     except PlanError as refused:
         _in_tiles(graph, device.name, budget_bytes, optimizer, costs, refused, output=output, json=json)
         return
-    found = frontier(made.keeping, known=[made.assignment])
+    with working("searching for faster and smaller steps", quiet=json):
+        found = frontier(made.keeping, known=[made.assignment])
     document = made.document()
     if output is not None:
         document.save(output)
@@ -68,6 +71,7 @@ def plan_on_one_device(
         name = f"{graph.root.type} on {device.name}"
         options = {"budget_bytes": budget_bytes, "chosen": made.assignment, "plain_s": plain_s}
         svg.write_text(frontier_svg(made.keeping, found, name=name, **options))  # type: ignore[arg-type]
+    wrote(output, svg)
     if json:
         plan, points = document.to_json(), frontier_json(made.keeping, found, plain_s=plain_s)
         typer.echo(json_module.dumps({"plan": plan, "frontier": points}, indent=1))
@@ -107,6 +111,7 @@ def _in_tiles(
     document = step.document()
     if output is not None:
         document.save(output)
+        wrote(output)
     if json:
         typer.echo(json_module.dumps({"plan": document.to_json(), "frontier": []}, indent=1))
         return

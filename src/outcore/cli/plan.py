@@ -12,6 +12,7 @@ from rich.console import Console
 
 from outcore.cli.one_device import plan_on_one_device
 from outcore.cli.options import Arguments, Batch, Inputs, JobName, Json
+from outcore.cli.telling import working, wrote
 from outcore.cost.estimate import estimate
 from outcore.errors import PlanError
 from outcore.graph import Graph
@@ -82,7 +83,8 @@ def plan(
     count = devices or where.ranks
     told = batch is not None or bool(inputs) or vertical or stages is not None
     chosen = batch_for(found, count) if count > 1 and not told else None
-    graph = found.capture(batch or chosen)
+    with working(f"recording {job}", quiet=json):
+        graph = found.capture(batch or chosen)
     budget = parse_bytes(memory) if memory else where.devices[0].memory_bytes
     if count == 1 and stages is None and not vertical and schedule is None and balance is None:
         plan_on_one_device(found, graph, where, budget, batch=batch, output=output, svg=svg, json=json)
@@ -104,16 +106,17 @@ def plan(
             made = plan_vertically(graph, weights, ranks=where.ranks, **wanted)
     else:
         granularity = cast("Any", int(level) if level.isdigit() else level)
-        made = make_plan(
-            graph,
-            devices=count,
-            memory=budget,
-            machine=where,
-            schedule=cast("Any", schedule),
-            balance=cast("Any", balance),
-            granularity=granularity,
-            batch_norm=cast("Any", batch_norm),
-        )
+        with working(f"planning for {count} devices", quiet=json):
+            made = make_plan(
+                graph,
+                devices=count,
+                memory=budget,
+                machine=where,
+                schedule=cast("Any", schedule),
+                balance=cast("Any", balance),
+                granularity=granularity,
+                batch_norm=cast("Any", batch_norm),
+            )
     if chosen is not None and chosen > found.size:
         said = f"a step trains on {chosen} samples, one for each device; --batch {found.size} for the job's own batch"
         made = replace(made, why=(said, *made.why))
@@ -123,6 +126,7 @@ def plan(
         typer.echo(json_module.dumps(made.to_json(), indent=1))
     else:
         _show(made, graph, weights, where)
+    wrote(output)
 
 
 def _show(made: Plan, graph: Graph, weights: Weights, where: Machine) -> None:
@@ -167,10 +171,14 @@ def simulate(
     else:
         console = Console()
         console.print(rich_gantt(timeline, width=console.width))
+    wrote(trace, svg)
 
 
 def _machine(name: str | None) -> Machine:
-    return parse(name) if name is not None else known()
+    if name is not None:
+        return parse(name)
+    with working("looking at this machine"):
+        return known()
 
 
 def _stages(path: Path) -> tuple[tuple[str, ...], ...]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from outcore.machine.units import counted
 from outcore.program import chart, save_trace
 from outcore.report import page, run_bundle
 from outcore.train.loop import Ending, Loop
@@ -74,7 +75,7 @@ def say_ending(loop: Loop, supply: Supply, ending: Ending, console: Console) -> 
     for bad in supply.bad:
         console.print(f"skipped: {bad}", highlight=False, markup=False)
     if supply.damage:
-        said = f"{len(supply.damage)} damaged tiles were read as glass; the first: {supply.damage[0]}"
+        said = f"read as glass: {counted(len(supply.damage), 'damaged tile')}; the first: {supply.damage[0]}"
         console.print(said, highlight=False, markup=False)
     if where.not_finite:
         console.print(f"{where.not_finite} steps were not finite and left the weights alone", highlight=False)
@@ -86,7 +87,7 @@ def say_ending(loop: Loop, supply: Supply, ending: Ending, console: Console) -> 
     best = ""
     if where.best is not None and where.best_epoch is not None:
         best = f"; best {loop.config.watch} {where.best:.4g} in epoch {where.best_epoch + 1}"
-    console.print(f"{ending.how} after {where.step} steps{best}", highlight=False)
+    console.print(f"{ending.how} after {counted(where.step, 'step')}{best}", highlight=False)
     console.print(f"report: {loop.folder.report}", highlight=False, markup=False, soft_wrap=True)
     if ending.how == "interrupted":
         console.print("run the same command again to go on", highlight=False)
