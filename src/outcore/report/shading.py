@@ -15,7 +15,7 @@ from outcore.graph.graph import Graph
 from outcore.graph.parts import ancestors
 from outcore.plan_document import Plan
 
-__all__ = ["Shading", "memory_by_block", "moved_by_block", "time_by_block"]
+__all__ = ["Shading", "memory_by_block", "mixed", "moved_by_block", "time_by_block"]
 
 _LIGHT, _DARK = (244, 248, 251), (0, 90, 150)
 
@@ -39,7 +39,7 @@ class Shading:
 
     def colour(self, block: str) -> str:
         """The fill of a block."""
-        return _mixed(self.share(block))
+        return mixed(self.share(block))
 
     def is_dark(self, block: str) -> bool:
         """Whether words on it must be white."""
@@ -54,7 +54,7 @@ class Shading:
         elif "memory" in name:
             by, unit = bytes_unit(most)
             most /= by
-        steps = [rectangle(x + 12 * i, y, 12.5, 12, _mixed(i / 9)) for i in range(10)]
+        steps = [rectangle(x + 12 * i, y, 12.5, 12, mixed(i / 9)) for i in range(10)]
         said = f"{name}: 0 to {most:.3g}{' ' + unit if unit else ''}"
         return [*steps, text(x + 130, y + 10, said, "small")]
 
@@ -89,6 +89,7 @@ def _added(graph: Graph, calls: Mapping[str, float]) -> dict[str, float]:
     return found
 
 
-def _mixed(share: float) -> str:
+def mixed(share: float) -> str:
+    """The colour of a share between 0 and 1."""
     parts = (round(a + (b - a) * share) for a, b in zip(_LIGHT, _DARK, strict=True))
     return "#" + "".join(f"{part:02x}" for part in parts)

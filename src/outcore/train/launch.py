@@ -9,6 +9,7 @@ end too, and after a while made to; the first error is the one that is reported.
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -18,7 +19,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["launch", "rank_environment"]
+__all__ = ["COMMAND", "launch", "rank_environment"]
+
+COMMAND = "OUTCORE_COMMAND"
+"""The variable in which ranks find the command that was typed."""
 
 _GRACE_S = 20.0
 _LOOK_S = 0.05
@@ -37,6 +41,7 @@ def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        COMMAND: os.environ.get(COMMAND) or shlex.join(["outcore", *sys.argv[1:]]),
     }
 
 

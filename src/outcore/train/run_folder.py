@@ -5,6 +5,7 @@
            steps.csv        one row for each step
            epochs.csv       one row for each epoch, with the validation
            plan.json        the plan, where there is one
+           predictions.csv  what the best epoch said about every example of the validation
            bad.csv          slides that were skipped, and why
            checkpoints/     last and best
            report.html      all of it as a page
@@ -75,6 +76,11 @@ class RunFolder:
     def best(self) -> Path:
         """The checkpoint of the best validation."""
         return self.path / "checkpoints" / "best"
+
+    @property
+    def predictions(self) -> Path:
+        """A row for each example of the validation."""
+        return self.path / "predictions.csv"
 
     @property
     def report(self) -> Path:
