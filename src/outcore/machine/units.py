@@ -76,8 +76,8 @@ def format_time(seconds: float) -> str:
 def counted(number: int, noun: str) -> str:
     """A number with its noun, in the plural where it is not one.
 
-    >>> counted(1, "epoch"), counted(1200, "step"), counted(2, "batch")
-    ('1 epoch', '1,200 steps', '2 batches')
+    >>> counted(1, "epoch"), counted(2, "epoch"), counted(1200, "step"), counted(2, "batch")
+    ('1 epoch', '2 epochs', '1,200 steps', '2 batches')
     """
-    ending = "" if number == 1 else "es" if noun.endswith(("ch", "s", "x")) else "s"
+    ending = "" if number == 1 else "es" if noun.endswith(("tch", "sh", "s", "x")) else "s"
     return f"{number:,} {noun}{ending}"

@@ -12,6 +12,7 @@ import contextlib
 import os
 import random
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ from outcore.run.world import identify
 from outcore.train.build import build_runner
 from outcore.train.closing import say_ending, write_beginning, write_ending
 from outcore.train.config import Config
-from outcore.train.feed import Feed, JobFeed
+from outcore.train.feed import Feed, JobFeed, MicroBatch
 from outcore.train.journal import Journal
 from outcore.train.launch import launch
 from outcore.train.loop import Loop
@@ -67,13 +68,13 @@ def _train(config: Config, console: Console, wish: Wish) -> int:
     config = _with_batch(config, job, folder, identity.size if identity is not None else 1, console)
     supply = find_supply(config, job)
     _seed(config)
-    first = supply.first(config, job)
+    first, apart = _first(supply, config, job, identity.size if identity is not None else 1)
     if not begin(folder, config, console):
         return 0
     with console.status("planning") if first_rank() else contextlib.nullcontext():
         expected = forecast(job, first.inputs, config)
         supply.check_labels(expected.graph)
-        runner, expected = build_runner(config, job, expected, first, folder)
+        runner, expected = build_runner(config, job, expected, first, folder, apart=apart)
     feed, validation = supply.feeds(
         config, job, lazy=runner.lazy, replica=runner.replica, whole_steps=runner.whole_steps
     )
@@ -106,6 +107,18 @@ def _train(config: Config, console: Console, wish: Wish) -> int:
     if runner.rank == 0:
         write_beginning(loop, expected)
     return _run(loop, supply, console)
+
+
+def _first(supply: Supply, config: Config, job: Job, ranks: int) -> tuple[MicroBatch, bool]:
+    """The first micro-batch, and whether every rank has a slide of its own instead of a share of a batch.
+
+    Whole slides differ in size, if not the first two then the next, and cannot be put together.
+    """
+    whole = config.data.train is not None and config.data.crop is None and config.data.resize is None
+    asked = config.plan.file is not None or config.plan.schedule is not None or config.data.on_bad == "skip"
+    if ranks > 1 and supply.batch == ranks and whole and not asked:
+        return replace(supply, batch=1).first(config, job), True
+    return supply.first(config, job), False
 
 
 def _with_batch(config: Config, job: Job, folder: RunFolder, ranks: int, console: Console) -> Config:

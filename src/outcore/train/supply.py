@@ -54,6 +54,8 @@ class Supply:
         )
         if self.validation is None:
             return feed, None
+        # Every replica validates on all of it, with as many at a time as it trains on: slides may differ in size.
+        common["batch"] = max(1, self.batch // replica[1])
         return feed, Feed(self.validation, training=False, **common)  # type: ignore[arg-type]
 
     def first(self, config: Config, job: Job) -> MicroBatch:
