@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PYTEST  = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-all lint types docs wheel clean
+.PHONY: demo test test-all lint types docs wheel release clean
 
 demo: $(VENV)/.demo
 	$(BIN)/outcore demo
@@ -28,6 +28,9 @@ docs: $(VENV)/.test
 
 wheel: $(VENV)/.test
 	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
+
+release:
+	packaging/release.sh dist
 
 # Stamps: an environment is installed again only when what it was made from changed.
 $(VENV)/bin/python:

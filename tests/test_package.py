@@ -29,8 +29,20 @@ def test_the_version_is_that_of_the_project() -> None:
 
 
 def test_public_names_are_few_and_there() -> None:
-    public = {name for name in vars(outcore) if not name.startswith("_")}
-    assert {"Graph", "Job", "OutcoreError", "capture"} <= public
+    public = set(dir(outcore)) - {"__version__"}
+    assert {"Graph", "Job", "OutcoreError", "capture", "memory_of", "plan"} <= public
+    assert all(not name.startswith("_") and hasattr(outcore, name) for name in public)
+    assert not public & {"sys", "Any", "TYPE_CHECKING", "import_module", "planner", "errors", "cost"}
+
+
+def test_a_function_is_not_hidden_by_the_file_of_its_name() -> None:
+    program = "import outcore, outcore.within; from outcore.within import release; assert callable(outcore.within)"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_importing_the_package_waits_for_nothing() -> None:
+    program = "import sys, outcore; assert not sys.modules.get('torch'); assert outcore.Job and sys.modules['torch']"
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_what_is_imported_when_first_used_is_there() -> None:

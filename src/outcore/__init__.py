@@ -1,47 +1,87 @@
-"""outcore: train networks that do not fit, and fill the GPU with the ones that do."""
+"""outcore: train networks that do not fit, and fill the GPU with the ones that do.
 
+Everything a user imports is listed here and nowhere else. It is imported when it is first used: ``outcore --version``
+and a mistyped command answer before torch is loaded, and a loop that only needs `within` does not wait for the planner
+of many ranks. Some public functions have the name of the file they are in, so a module that the import system would
+put in a function's place is left out.
+"""
+
+import sys
+from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
-
-from outcore import models as models
-from outcore.cost.costs import Costs as Costs
-from outcore.cost.estimate import estimate as estimate
-from outcore.cost.measure import measure as measure
-from outcore.errors import CaptureError as CaptureError
-from outcore.errors import JobError as JobError
-from outcore.errors import OutcoreError as OutcoreError
-from outcore.graph import Graph as Graph
-from outcore.graph import capture as capture
-from outcore.job import Job as Job
-from outcore.memory.lossy import gradient_effect as gradient_effect
-from outcore.plan_document import Plan as Plan
-from outcore.planner import plan as plan
-from outcore.within import memory_plan as memory_plan
-from outcore.within import release as release
-from outcore.within import within as within
-
-__version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from outcore import data as data
+    from outcore import models as models
     from outcore import run as run
     from outcore import scan as scan
     from outcore import stream as stream
+    from outcore.cost.costs import Costs as Costs
+    from outcore.cost.measure import measure as measure
+    from outcore.errors import CaptureError as CaptureError
+    from outcore.errors import JobError as JobError
+    from outcore.errors import OutcoreError as OutcoreError
     from outcore.fusion import fuse as fuse
+    from outcore.graph import Graph as Graph
+    from outcore.graph import capture as capture
+    from outcore.job import Job as Job
+    from outcore.memory.lossy import gradient_effect as gradient_effect
+    from outcore.plan_document import Plan as Plan
+    from outcore.planner.on_devices import plan as plan
+    from outcore.predict import estimate as estimate
+    from outcore.predict import memory_of as memory_of
     from outcore.run import Engine as Engine
+    from outcore.within import memory_plan as memory_plan
+    from outcore.within import release as release
+    from outcore.within import within as within
+
+__version__ = "0.1.0"
+
+_NAMES = {
+    "CaptureError": "errors",
+    "Costs": "cost.costs",
+    "Engine": "run",
+    "Graph": "graph",
+    "Job": "job",
+    "JobError": "errors",
+    "OutcoreError": "errors",
+    "Plan": "plan_document",
+    "capture": "graph",
+    "estimate": "predict",
+    "fuse": "fusion",
+    "gradient_effect": "memory.lossy",
+    "measure": "cost.measure",
+    "memory_of": "predict",
+    "memory_plan": "within",
+    "plan": "planner.on_devices",
+    "release": "within",
+    "within": "within",
+}
+"""Every public function and class, and the module it is in."""
+_MODULES = ("data", "models", "run", "scan", "stream")
+
+
+class _Package(ModuleType):
+    """The package as users see it."""
+
+    def __dir__(self) -> list[str]:
+        return sorted((*_NAMES, *_MODULES, "__version__"))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _NAMES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:
     """What is imported when it is first used."""
-    if name == "Engine":
-        from outcore.run import Engine
-
-        return Engine
-    if name == "fuse":
-        from outcore.fusion import fuse
-
-        return fuse
-    if name in ("data", "run", "scan", "stream"):
-        import importlib
-
-        return importlib.import_module(f"outcore.{name}")
+    if name in _MODULES:
+        return import_module(f"outcore.{name}")
+    if name in _NAMES:
+        found = getattr(import_module(f"outcore.{_NAMES[name]}"), name)
+        globals()[name] = found
+        return found
     raise AttributeError(f"module 'outcore' has no attribute {name!r}")

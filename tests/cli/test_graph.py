@@ -45,7 +45,7 @@ def test_lists_json_and_pictures(tmp_path: Path) -> None:
         (["graph", *UNET, "--svg", "no/such/folder/a.svg"], 1, "no/such/folder/a.svg"),
         (["graph", *UNET, "--depth", "0"], 2, "depth"),
         (["graph", *UNET, "--direction", "up"], 2, "outputs or inputs"),
-        (["grph"], 2, "No such command"),
+        (["grph"], 2, "did you mean graph?"),
     ],
 )
 def test_wrong_use_says_why(tmp_path: Path, arguments: list[str], code: int, message: str) -> None:

@@ -61,7 +61,7 @@ def test_the_frontier_is_a_table_a_picture_and_numbers(tmp_path: Path) -> None:
     assert shown.returncode == 0, shown.stderr
     assert "time against memory" in shown.stdout
     picture = (tmp_path / "p-frontier.svg").read_text()
-    assert picture.count("<circle") >= 3 and ">plain</text>" in picture
+    assert picture.count("<circle") >= 3 and ">plain training</text>" in picture
     points = json.loads((tmp_path / "p.json").read_text())["frontier"]
     peaks, times = [p["peak_bytes"] for p in points], [p["time_s"] for p in points]
     assert peaks == sorted(peaks, reverse=True) and times == sorted(times) and len(points) > 1

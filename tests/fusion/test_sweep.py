@@ -290,7 +290,7 @@ def test_the_command_refuses_a_device_that_is_not_there(job: str, tmp_path: Path
 
 
 def test_the_command_measures_and_says_what_it_achieved(job: str, tmp_path: Path) -> None:
-    arguments = ["sweep", job, "-s", "lr=0.1:0.2", "--trials", "3", "--search", "random", "--steps", "4"]
+    arguments = ["sweep", job, "-s", "lr=0.1:0.2", "--trials", "3", "--search", "random", "--steps", "40"]
     ran = CliRunner().invoke(app, [*arguments, "-o", str(tmp_path / "out")])
     assert ran.exit_code == 0, ran.output
     assert "over one after the other" in ran.output and "predicted" in ran.output and "best: trial" in ran.output
@@ -327,3 +327,17 @@ def test_an_unknown_setting_is_refused_with_the_known_ones(job: str, tmp_path: P
 
 def test_results_begin_as_running() -> None:
     assert Result(0, {}).state == "running"
+
+
+def test_a_short_sweep_measures_nothing_and_runs_a_plain_loop(job: str, tmp_path: Path) -> None:
+    """Measuring took five times as long as what there was to train."""
+    rates = [{"lr": 0.1}, {"lr": 0.01}]
+    measured = Sweep(_options(job, tmp_path / "a", measure=True), Listed(rates, tmp_path / "a.jsonl"))
+    fused = Sweep(_options(job, tmp_path / "b"), Listed(rates, tmp_path / "b.jsonl"))
+    seen: list[str] = []
+    measured.on_progress = lambda now: seen.append(now.activity)
+    for one, other in zip(measured.run(), fused.run(), strict=True):
+        assert one.value == pytest.approx(other.value, rel=1e-9)
+    assert not measured.choices
+    assert seen[0] == "building trial 0" and seen[-1] == "training" and measured.stepped == 24
+    assert measured.best is not None and measured.best.value == pytest.approx(_alone(measured, measured.best.number))

@@ -24,7 +24,11 @@ from outcore.train.config import Config
 from tests.cli.command import outcore_command
 
 ROOT = Path(__file__).parents[2]
-PAGES = ["docs/tutorial.md", "docs/design/slides.md", *(f"docs/how-to/{n}.md" for n in ("fit", "data", "split"))]
+PAGES = [
+    "docs/tutorial.md",
+    "docs/design/slides.md",
+    *(f"docs/how-to/{n}.md" for n in ("fit", "data", "split", "schedule")),
+]
 SLOW = {"docs/how-to/fit.md"}
 
 

@@ -54,6 +54,16 @@ def test_batches_of_a_job_can_be_made_again_and_leave_the_random_numbers_alone()
     assert seen(feed, 0, 2) == whole[2:] and seen(feed, 1) != whole and len(whole[0]) == 4
 
 
+def test_replicas_share_the_batch_that_a_job_makes() -> None:
+    """On two ranks a step trained on two batches, each of the size that was asked for once."""
+    job = Job(model=lambda: torch.nn.Linear(1, 1), batch=lambda n: (torch.rand(n, 1), torch.rand(n)))
+    whole = next(JobFeed(job, 4, 1, steps=1).epoch(0))[0]
+    shares = [next(JobFeed(job, 4, 1, steps=1, replica=(i, 2)).epoch(0))[0] for i in range(2)]
+    assert torch.equal(torch.cat([share.inputs for share in shares]), whole.inputs)
+    assert torch.equal(torch.cat([share.targets for share in shares]), whole.targets)
+    assert [share.examples for share in shares] == [2, 2]
+
+
 def test_crops_depend_on_the_seed_the_epoch_and_the_slide_alone(tmp_path: Path) -> None:
     table = write_slides(tmp_path, 4, size=(96, 128), tile=32, masks=True)
     examples, _ = find_tables(DataConfig(train=str(table), crop=24), seed=5)

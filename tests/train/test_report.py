@@ -83,3 +83,21 @@ def test_a_browser_draws_it_without_complaint(finished: Path, tmp_path: Path, hi
     assert not complaints
     assert len(re.findall(r'<figure class="chart"', shown.stdout)) >= 5
     assert "Predicted beside measured" in shown.stdout and "NaN" not in re.sub(r"<script.*?</script>", "", shown.stdout)
+
+
+def test_the_command_that_was_typed_is_in_the_report(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On several ranks it was that of a process that the command had started."""
+    import sys
+
+    from outcore.train.closing import typed_command
+    from outcore.train.launch import COMMAND, command_variable
+
+    monkeypatch.setattr(sys, "argv", ["/some/where/outcore", "train", "my job.py", "--ranks", "2"])
+    assert typed_command() == "outcore train 'my job.py' --ranks 2"
+    told = command_variable()[COMMAND]
+    monkeypatch.setattr(sys, "argv", ["-m", "train", "runs/x/config.yaml"])
+    monkeypatch.setenv(COMMAND, told)
+    assert typed_command() == "outcore train 'my job.py' --ranks 2"
+    found = read_run(finished)
+    assert found["commands"] and found["environment"]["ranks"] == 1 and found["environment"]["processors"]
+    assert found["measured"]["examples_per_s"] > 0

@@ -140,7 +140,7 @@ def test_damage_found_while_streaming_is_treated_the_same(tmp_path: Path) -> Non
     assert code == 0 and said.count("skipped: ") == 1 and len(table(tmp_path / "run2" / "steps.csv")) == 6
     code, said = run(job, tmp_path / "run3", *words, "data.on_damage=white")
     assert code == 0 and len(table(tmp_path / "run3" / "steps.csv")) == 8
-    assert "1 damaged tiles were read as glass; the first: " in said
+    assert "read as glass: 1 damaged tile; the first: " in said
 
 
 def test_a_label_the_network_cannot_give_is_named_before_training(tmp_path: Path) -> None:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json as json_module
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
-from rich.filesize import decimal
 from rich.table import Table
 
 from outcore import report
 from outcore.cli.options import Arguments, Batch, Inputs, JobName, Json
+from outcore.cli.telling import working, wrote
 from outcore.graph import Graph
 from outcore.job import Job
+from outcore.machine.units import format_bytes
+from outcore.plan_document import Plan
 
 __all__ = ["graph"]
 
@@ -41,6 +43,13 @@ def graph(
     cuts: Annotated[bool, typer.Option("--cuts", help="Print where it can be cut, and the bytes that cross.")] = False,
     eval_: Annotated[bool, typer.Option("--eval", help="Record in eval mode.")] = False,
     svg: Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Write a picture.")] = None,
+    form: Annotated[
+        str, typer.Option("--form", help="Of the picture: portrait, landscape, or u for encoder-decoders.")
+    ] = "portrait",
+    shade: Annotated[
+        str | None, typer.Option("--shade", help="Shade blocks (landscape, u) by time, memory or a plan's file.")
+    ] = None,
+    on: Annotated[str | None, typer.Option("--on", help="The device of --shade.", show_default="this machine")] = None,
     html: Annotated[
         Path | None,
         typer.Option("--html", metavar="FILE", help="Write a page in which blocks open and close."),
@@ -56,17 +65,26 @@ def graph(
         outcore graph job.py --depth 1 --adjacency
 
         outcore graph torchvision.models:resnet50 -i 1x3x224x224 --html resnet50.html
+
+        outcore graph outcore.models:UNet -i 1x3x256x256 --svg unet.svg --form u --shade time --on a100
     """
     if direction not in ("outputs", "inputs"):
         raise typer.BadParameter(f"must be outputs or inputs, not {direction}", param_hint="--direction")
+    if form not in ("portrait", "landscape", "u"):
+        raise typer.BadParameter(f"must be portrait, landscape or u, not {form}", param_hint="--form")
+    if shade is not None and (form == "portrait" or svg is None):
+        raise typer.BadParameter("is for pictures: --svg FILE --form landscape, or u", param_hint="--shade")
+    if shade not in (None, "time", "memory") and not Path(str(shade)).is_file():
+        raise typer.BadParameter(f"must be time, memory or the file of a plan, not {shade}", param_hint="--shade")
     way: Literal["outputs", "inputs"] = "inputs" if direction == "inputs" else "outputs"
-    found = Job.load(job, inputs=inputs or (), arguments=arguments or ()).capture(batch, training=not eval_)
+    with working(f"recording {job}", quiet=json):
+        found = Job.load(job, inputs=inputs or (), arguments=arguments or ()).capture(batch, training=not eval_)
     opened = tuple(expand or ())
     for path in opened:
         found[path]
 
     if svg is not None:
-        svg.write_text(report.svg(found, depth=depth or 2, expand=opened))
+        svg.write_text(_picture(found, form, depth, opened, shade, on))
     if html is not None:
         html.write_text(report.page(report.bundle(found, depth=depth)))
     console = Console()
@@ -80,10 +98,34 @@ def graph(
         _print_cuts(console, found, depth)
     elif svg is None and html is None:
         console.print(report.tree(found, depth=depth or 2, expand=opened))
-    for file in filter(None, (svg, html)):
-        Console(stderr=True).print(f"wrote {file}", highlight=False)
+    wrote(svg, html)
     for note in found.notes:
         Console(stderr=True).print(f"note: {note}", style="yellow", highlight=False)
+
+
+def _picture(
+    graph: Graph, form: str, depth: int | None, opened: tuple[str, ...], shade: str | None, on: str | None
+) -> str:
+    """The network in one of its forms."""
+    if form == "portrait":
+        return report.svg(graph, depth=depth or 2, expand=opened)
+    from outcore.report.wide import landscape, u_shape
+
+    draw = u_shape if form == "u" else landscape
+    return draw(graph, depth=depth or 1, title=graph.root.type, **_shades(graph, shade, on))
+
+
+def _shades(graph: Graph, shade: str | None, on: str | None) -> dict[str, Any]:
+    if shade is None:
+        return {}
+    from outcore.predict import estimate
+    from outcore.report.shading import memory_by_block, moved_by_block, time_by_block
+
+    if shade == "time":
+        return {"shade": time_by_block(graph, estimate(graph, machine=on)), "unit": "time of forward and backward"}
+    if shade == "memory":
+        return {"shade": memory_by_block(graph, estimate(graph, machine=on)), "unit": "memory kept for backward"}
+    return {"shade": moved_by_block(graph, Plan.load(shade)), "unit": "memory that the plan does not keep"}
 
 
 def _print_lists(console: Console, lists: dict[str, list[str]], direction: str) -> None:
@@ -96,12 +138,12 @@ def _print_lists(console: Console, lists: dict[str, list[str]], direction: str) 
 def _print_skips(console: Console, graph: Graph, depth: int | None) -> None:
     table = Table("value", "from", "to", "distance", "size", box=None, header_style="bold")
     for skip in graph.skips(depth):
-        table.add_row(skip.value, skip.source, skip.target, str(skip.distance), decimal(skip.bytes))
+        table.add_row(skip.value, skip.source, skip.target, str(skip.distance), format_bytes(skip.bytes))
     console.print(table if table.rows else "no value is used further away than the next block")
 
 
 def _print_cuts(console: Console, graph: Graph, depth: int | None) -> None:
     table = Table("after", "before", "values", "crossing", box=None, header_style="bold")
     for cut in graph.cuts(depth):
-        table.add_row(cut.after, cut.before, str(len(cut.values)), decimal(cut.bytes))
+        table.add_row(cut.after, cut.before, str(len(cut.values)), format_bytes(cut.bytes))
     console.print(table)

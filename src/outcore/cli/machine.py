@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from outcore.cli.telling import wrote
 from outcore.errors import MachineError
 from outcore.machine import Machine, catalogue_table, find, machine_table, names, parse, probe
 
@@ -44,6 +45,7 @@ def machine(
         raise MachineError(f"only this machine can be calibrated, not {name!r}; leave out --on or --calibrate")
     if output is not None:
         shown.save(output)
+        wrote(output)
     if json:
         typer.echo(json_module.dumps(shown.to_json(), indent=2))
     else:

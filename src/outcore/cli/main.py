@@ -1,5 +1,8 @@
 """The `outcore` command.
 
+Each command is imported when it is called: torch takes seconds, and a version, a list of commands or a typing error
+need none of it.
+
 Exit codes: 0 done; 1 outcore refused, with a message on standard error that says why and what to type instead, or the
 job's own code failed, with its traceback; 2 the command line itself was wrong; 130 interrupted.
 """
@@ -8,43 +11,93 @@ from __future__ import annotations
 
 import sys
 import traceback
+from difflib import get_close_matches
+from importlib import import_module
 from types import TracebackType
+from typing import Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
-from outcore.cli.demo import demo
-from outcore.cli.graph import graph
-from outcore.cli.infer import infer
-from outcore.cli.machine import machine
-from outcore.cli.plan import plan, simulate
-from outcore.cli.profile import profile
-from outcore.cli.report import report
-from outcore.cli.sweep import sweep
-from outcore.cli.train import train
-from outcore.cli.verify import verify
+__all__ = ["COMMANDS", "app", "main"]
 
-__all__ = ["app", "main"]
+COMMANDS = {
+    "graph": "Show a network: its blocks, how they connect, what flows between them.",
+    "profile": "Show what a training step takes: time and memory, by block and by kind of layer.",
+    "plan": "Decide how to share a network among devices: stages, schedule, micro-batches, replicas.",
+    "simulate": "Show what a training step by a plan would look like, rank by rank.",
+    "verify": "Train a few steps under a plan and in plain PyTorch, and compare every parameter.",
+    "sweep": "Train many configurations of a job together, one row per configuration.",
+    "machine": "Probe this machine and show it; or show one from the catalogue.",
+    "train": "Train a network: within a budget, on one device or many, to be stopped and continued at any time.",
+    "infer": "Run a network on whole slides, tile by tile, within a budget.",
+    "report": "Show a run as one page: curves, plan, predicted beside measured. It may still be going on.",
+    "demo": "A slide too large for the budget: looked at, planned, trained on and reported, in about a minute.",
+}
+"""Every command with a line of help; each is the function of its name, in the file of its name."""
+_FILES = {"simulate": "plan"}
+_STYLE: dict[str, Any] = {"add_completion": False, "rich_markup_mode": "rich", "pretty_exceptions_enable": False}
+
+
+class _Command(TyperCommand):
+    """A command whose flags are shown without a type."""
+
+    def get_params(self, ctx: Any) -> Any:
+        return _bare(super().get_params(ctx))
+
+
+class _Commands(TyperGroup):
+    """Commands that are imported when they are called: what needs none of them does not wait for torch."""
+
+    _listing = False
+
+    def get_params(self, ctx: Any) -> Any:
+        return _bare(super().get_params(ctx))
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            close = get_close_matches(args[0], COMMANDS, 1)
+            said = f"no command {args[0]!r}; " + (f"did you mean {close[0]}?" if close else "see outcore --help")
+            ctx.fail(said)
+        return super().resolve_command(ctx, args)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in COMMANDS:
+            return None
+        if self._listing:
+            return TyperCommand(cmd_name, help=COMMANDS[cmd_name], rich_markup_mode="rich")
+        made = typer.Typer(**_STYLE)
+        module = import_module(f"outcore.cli.{_FILES.get(cmd_name, cmd_name)}")
+        made.command(cmd_name, cls=_Command)(getattr(module, cmd_name))
+        return typer.main.get_command(made)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        self._listing = True
+        try:
+            super().format_help(ctx, formatter)
+        finally:
+            self._listing = False
+
+
+def _bare(params: Any) -> Any:
+    """Options, the flags among them without the name of a type."""
+    for param in params:
+        if getattr(param, "is_flag", False):
+            param.metavar = ""
+    return params
+
 
 app = typer.Typer(
     name="outcore",
+    cls=_Commands,
     help="Train networks that do not fit, and fill the GPU with the ones that do.",
     epilog="JOB is a Python file with model() and batch(size), or package.module:Class with --input 1x3x512x512.",
     no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
+    **_STYLE,
 )
-app.command()(graph)
-app.command()(profile)
-app.command()(plan)
-app.command()(simulate)
-app.command()(verify)
-app.command()(sweep)
-app.command()(machine)
-app.command()(train)
-app.command()(infer)
-app.command()(report)
-app.command()(demo)
 
 
 def _version(wanted: bool) -> None:
@@ -64,13 +117,14 @@ def _options(
 
 def main() -> None:
     """Run the command; every refusal becomes one message and an exit code."""
+    from outcore.cli.wording import typed
     from outcore.errors import OutcoreError
 
     try:
-        app()
+        app(prog_name="outcore")
     except OutcoreError as error:
         typer.secho("error: ", fg=typer.colors.RED, bold=True, nl=False, err=True)
-        typer.echo(str(error), err=True)
+        typer.echo("; ".join([typed(str(error)), *_hints(error)]), err=True)
         sys.exit(1)
     except OSError as error:
         typer.secho("error: ", fg=typer.colors.RED, bold=True, nl=False, err=True)
@@ -80,8 +134,21 @@ def main() -> None:
         typer.echo("interrupted", err=True)
         sys.exit(130)
     except Exception as error:
+        said = _hints(error)
         traceback.print_exception(error.with_traceback(_below_the_command(error.__traceback__)))
+        for hint in said:
+            typer.echo(hint, err=True)
         sys.exit(1)
+
+
+def _hints(error: BaseException) -> list[str]:
+    """What the frames of an error tell beside its words; nothing is worth failing again for."""
+    from outcore.cli.blame import hints
+
+    try:
+        return hints(error) if "torch" in sys.modules else []
+    except Exception:
+        return []
 
 
 def _below_the_command(frames: TracebackType | None) -> TracebackType | None:

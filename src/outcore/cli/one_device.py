@@ -11,9 +11,11 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
+from outcore.cli.telling import working, wrote
 from outcore.cost.costs import Costs
 from outcore.cost.estimate import estimate
 from outcore.cost.optimizer import OptimizerCost
+from outcore.cost.profile import profile as make_profile
 from outcore.cost.rough import without_gaps
 from outcore.errors import MachineError, PlanError
 from outcore.graph import Graph
@@ -32,33 +34,46 @@ __all__ = ["frontier_on_one_device", "plan_on_one_device"]
 
 
 def plan_on_one_device(
-    job: Job, graph: Graph, where: Machine, budget_bytes: int, *, output: Path | None, svg: Path | None, json: bool
+    job: Job,
+    graph: Graph,
+    where: Machine,
+    budget_bytes: int,
+    *,
+    batch: int | None,
+    output: Path | None,
+    svg: Path | None,
+    json: bool,
 ) -> None:
     """Plan a step within a budget and print it."""
     device = where.devices[0]
     optimizer = OptimizerCost.of(job.optimizer or 2.0, device.kind)
     costs = estimate(graph, where)
+    plain_s = make_profile(job, device, size=batch).step.step_s
     try:
-        made = plan_memory(
-            graph,
-            costs,
-            budget_bytes=budget_bytes,
-            optimizer=optimizer,
-            tier=_tier(where),
-            memory_bytes_per_s=device.bandwidth_bytes_per_s,
-        )
+        with working("planning", quiet=json):
+            made = plan_memory(
+                graph,
+                costs,
+                budget_bytes=budget_bytes,
+                optimizer=optimizer,
+                tier=_tier(where),
+                memory_bytes_per_s=device.bandwidth_bytes_per_s,
+            )
     except PlanError as refused:
         _in_tiles(graph, device.name, budget_bytes, optimizer, costs, refused, output=output, json=json)
         return
-    found = frontier(made.keeping, known=[made.assignment])
+    with working("searching for faster and smaller steps", quiet=json):
+        found = frontier(made.keeping, known=[made.assignment])
     document = made.document()
     if output is not None:
         document.save(output)
     if svg is not None:
         name = f"{graph.root.type} on {device.name}"
-        svg.write_text(frontier_svg(made.keeping, found, name=name, budget_bytes=budget_bytes, chosen=made.assignment))
+        options = {"budget_bytes": budget_bytes, "chosen": made.assignment, "plain_s": plain_s}
+        svg.write_text(frontier_svg(made.keeping, found, name=name, **options))  # type: ignore[arg-type]
+    wrote(output, svg)
     if json:
-        plan, points = document.to_json(), frontier_json(made.keeping, found)
+        plan, points = document.to_json(), frontier_json(made.keeping, found, plain_s=plain_s)
         typer.echo(json_module.dumps({"plan": plan, "frontier": points}, indent=1))
         return
     console = Console()
@@ -67,7 +82,7 @@ def plan_on_one_device(
     )
     console.print(made.explain(), highlight=False, markup=False)
     console.print()
-    console.print(frontier_table(made.keeping, found, chosen=made.assignment))
+    console.print(frontier_table(made.keeping, found, chosen=made.assignment, plain_s=plain_s))
 
 
 def frontier_on_one_device(job: Job, graph: Graph, costs: Costs, where: Machine) -> tuple[Keeping, list[Assignment]]:
@@ -96,6 +111,7 @@ def _in_tiles(
     document = step.document()
     if output is not None:
         document.save(output)
+        wrote(output)
     if json:
         typer.echo(json_module.dumps({"plan": document.to_json(), "frontier": []}, indent=1))
         return

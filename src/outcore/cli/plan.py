@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import json as json_module
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, cast, get_args
 
 import typer
 from rich.console import Console
 
 from outcore.cli.one_device import plan_on_one_device
 from outcore.cli.options import Arguments, Batch, Inputs, JobName, Json
+from outcore.cli.telling import working, wrote
 from outcore.cost.estimate import estimate
-from outcore.errors import OutcoreError, PlanError
+from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.job import Job
 from outcore.machine import Machine, known, parse
-from outcore.machine.link import Link
 from outcore.machine.units import parse_bytes
-from outcore.plan_document import Plan
+from outcore.plan_document import BatchNorm, Plan
 from outcore.planner import SCHEDULES, Weights, plan_vertically
-from outcore.planner import plan as make_plan
-from outcore.planner.lower import predict_timeline
-from outcore.program import Links, Timeline, chart, rich_gantt, save_trace
+from outcore.planner.lower import predict_timeline, predicted_by
+from outcore.planner.on_devices import UNKNOWN_LINK, batch_for, links_of
+from outcore.planner.on_devices import plan as make_plan
+from outcore.program import Timeline, chart, rich_gantt, save_trace
 
 __all__ = ["plan", "simulate"]
-
-_UNKNOWN_LINK = Link.symmetric(bandwidth_bytes_per_s=12e9, latency_s=10e-6)
 
 MachineName = Annotated[
     str | None,
@@ -46,6 +46,10 @@ def plan(
     level: Annotated[
         str, typer.Option("--level", help="Cut between blocks, layers, or modules down to a depth.")
     ] = "layer",
+    batch_norm: Annotated[
+        str | None,
+        typer.Option("--batch-norm", help=f"What batch norms see: {', '.join(get_args(BatchNorm))} (the whole batch)."),
+    ] = None,
     vertical: Annotated[
         bool, typer.Option("--vertical", help="Fold a U-Net: each encoder level with its decoder level.")
     ] = False,
@@ -71,38 +75,58 @@ def plan(
         raise typer.BadParameter(f"must be one of {', '.join(SCHEDULES)}, not {schedule}", param_hint="--schedule")
     if level not in ("block", "layer") and not level.isdigit():
         raise typer.BadParameter(f"must be block, layer or a depth like 2, not {level}", param_hint="--level")
+    if batch_norm is not None and batch_norm not in get_args(BatchNorm):
+        wrong = f"must be one of {', '.join(get_args(BatchNorm))}, not {batch_norm}"
+        raise typer.BadParameter(wrong, param_hint="--batch-norm")
     where = _machine(machine)
     found = Job.load(job, inputs=inputs or (), arguments=arguments or ())
-    graph = found.capture(batch)
     count = devices or where.ranks
+    told = batch is not None or bool(inputs) or vertical or stages is not None
+    chosen = batch_for(found, count) if count > 1 and not told else None
+    with working(f"recording {job}", quiet=json):
+        graph = found.capture(batch or chosen)
     budget = parse_bytes(memory) if memory else where.devices[0].memory_bytes
     if count == 1 and stages is None and not vertical and schedule is None and balance is None:
-        plan_on_one_device(found, graph, where, budget, output=output, svg=svg, json=json)
+        plan_on_one_device(found, graph, where, budget, batch=batch, output=output, svg=svg, json=json)
         return
     weights = Weights.of(graph, estimate(graph, where))
     wanted: dict[str, Any] = {
         "memory_bytes": budget,
         "schedule": schedule,
-        "link": where.between_devices or _UNKNOWN_LINK,
+        "link": where.between_devices or UNKNOWN_LINK,
         "machine": where.fingerprint,
     }
     if stages is not None:
         made = Plan(graph.fingerprint, _stages(stages), cast("Any", schedule) or "gpipe")
         made.validate(graph, ranks=count if devices else None)
+        made = predicted_by(_timeline(made, graph, weights, where), made)
     elif vertical:
         made = plan_vertically(graph, weights, ranks=devices, **wanted)
         if devices is None and 1 < where.ranks < made.ranks:
             made = plan_vertically(graph, weights, ranks=where.ranks, **wanted)
     else:
         granularity = cast("Any", int(level) if level.isdigit() else level)
-        options: dict[str, Any] = {"balance": balance, "granularity": granularity}
-        made = make_plan(graph, weights, devices=count, **options, **wanted)
+        with working(f"planning for {count} devices", quiet=json):
+            made = make_plan(
+                graph,
+                devices=count,
+                memory=budget,
+                machine=where,
+                schedule=cast("Any", schedule),
+                balance=cast("Any", balance),
+                granularity=granularity,
+                batch_norm=cast("Any", batch_norm),
+            )
+    if chosen is not None and chosen > found.size:
+        said = f"a step trains on {chosen} samples, one for each device; --batch {found.size} for the job's own batch"
+        made = replace(made, why=(said, *made.why))
     if output is not None:
         made.save(output)
     if json:
         typer.echo(json_module.dumps(made.to_json(), indent=1))
     else:
         _show(made, graph, weights, where)
+    wrote(output)
 
 
 def _show(made: Plan, graph: Graph, weights: Weights, where: Machine) -> None:
@@ -135,7 +159,8 @@ def simulate(
     if made.machine not in (None, where.fingerprint):
         shown = "this machine" if machine is None else machine
         typer.echo(f"the plan was made for another machine; these are the times of {shown} (--machine)", err=True)
-    graph = Job.load(job, inputs=inputs or (), arguments=arguments or ()).capture(batch)
+    found = Job.load(job, inputs=inputs or (), arguments=arguments or ())
+    graph = found.capture(batch or (batch_for(found, made.ranks) if made.ranks > 1 and not inputs else None))
     timeline = _timeline(made, graph, Weights.of(graph, estimate(graph, where)), where)
     if trace is not None:
         save_trace(timeline, trace)
@@ -146,10 +171,14 @@ def simulate(
     else:
         console = Console()
         console.print(rich_gantt(timeline, width=console.width))
+    wrote(trace, svg)
 
 
 def _machine(name: str | None) -> Machine:
-    return parse(name) if name is not None else known()
+    if name is not None:
+        return parse(name)
+    with working("looking at this machine"):
+        return known()
 
 
 def _stages(path: Path) -> tuple[tuple[str, ...], ...]:
@@ -162,8 +191,4 @@ def _stages(path: Path) -> tuple[tuple[str, ...], ...]:
 
 
 def _timeline(made: Plan, graph: Graph, weights: Weights, machine: Machine) -> Timeline:
-    try:
-        links = Links.of(machine)
-    except OutcoreError:
-        links = Links(_UNKNOWN_LINK)
-    return predict_timeline(made, graph, weights, links if links.between_devices else Links(_UNKNOWN_LINK))
+    return predict_timeline(made, graph, weights, links_of(machine))

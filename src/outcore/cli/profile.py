@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json as json_module
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,9 +12,12 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from outcore.cli.image_sizes import multiple_of, rounded, scale_images
 from outcore.cli.options import Arguments, Inputs, JobName, Json
+from outcore.cli.telling import Interruption, working, wrote
 from outcore.cost.profile import Profile, largest_batch, scale
 from outcore.cost.profile import profile as make_profile
+from outcore.cost.scaling import Scaling
 from outcore.job import Job
 from outcore.machine import Device, Machine, known, parse
 from outcore.planner.budget import Assignment
@@ -80,16 +83,20 @@ def profile(
         _show_sizes(found, device, sizes, sides, measured=measured, seconds=seconds, output=output, json=json, svg=svg)
         return
     shown = _one(found, device, sizes[0] if sizes else None, measured, seconds, quiet=json)
-    best = largest_batch(found, device) if largest else None
+    with working("looking for the largest batch that fits", quiet=json):
+        best = largest_batch(found, device) if largest else None
     curve = _frontier(found, shown, where, quiet=json) if frontier else None
+    beside: Path | None = None
     if svg is not None:
         svg.write_text(profile_svg(shown))
         if curve is not None:
             name = f"{shown.job} on {device.name}"
-            svg.with_name(f"{svg.stem}-frontier{svg.suffix}").write_text(frontier_svg(*curve, name=name))
+            drawn = frontier_svg(*curve, name=name, plain_s=shown.step.step_s)
+            beside = svg.with_name(f"{svg.stem}-frontier{svg.suffix}")
+            beside.write_text(drawn)
     document: dict[str, Any] = {"profiles": [shown.to_json()], "largest_batch": best}
     if curve is not None:
-        document["frontier"] = frontier_json(*curve)
+        document["frontier"] = frontier_json(*curve, plain_s=shown.step.step_s)
     _write(document, output, json)
     if not json:
         console = Console()
@@ -98,7 +105,8 @@ def profile(
             console.print(f"largest batch that fits: {best}", highlight=False)
         if curve is not None:
             console.print()
-            console.print(frontier_table(*curve))
+            console.print(frontier_table(*curve, plain_s=shown.step.step_s))
+    wrote(svg, beside, output)
 
 
 def _show_sizes(
@@ -113,20 +121,21 @@ def _show_sizes(
     json: bool,
     svg: Path | None,
 ) -> None:
-    """A table over batch or image sizes, predicted by estimate and with --measure from measured blocks beside it."""
-    if sides:
-        found = scale(job, device, along="image", sizes=sides, size=sizes[0] if sizes else None)
-    else:
-        found = scale(job, device, sizes=sizes)
+    """A table over batch or image sizes: by estimate, or with --measure by measured blocks and what follows of them."""
+    with working("predicting", quiet=json):
+        if sides:
+            multiple = multiple_of(job, sizes[0] if sizes else None, sides[0])
+            sides = _taken(sides, multiple, quiet=json)
+            found = scale_images(job, device, sides, sizes[0] if sizes else None, multiple)
+        else:
+            found = scale(job, device, sizes=sizes)
     profiles = []
     if measured:
-        points = {p.size: p for p in found.points}
-        for size in sides or sizes:
-            if size in points:
-                batch, side = (sizes[0] if sizes else None, size) if sides else (size, None)
-                profiles.append(_one(job, device, batch, True, seconds, quiet=json, image=side))
-                points[size] = replace(points[size], measured_s=profiles[-1].step.step_s)
-        found = replace(found, points=tuple(points.values()))
+        known = {p.size for p in found.points}
+        for size in (s for s in sides or sizes if s in known):
+            batch, side = (sizes[0] if sizes else None, size) if sides else (size, None)
+            profiles.append(_one(job, device, batch, True, seconds, quiet=json, image=side))
+        found = from_measured(found, dict(zip((s for s in sides or sizes if s in known), profiles, strict=True)))
     else:
         profiles = [_one(job, device, size, False, seconds, quiet=True) for size in sizes]
     if svg is not None and profiles:
@@ -137,6 +146,34 @@ def _show_sizes(
     _write(document, output, json)
     if not json:
         Console().print(scaling_table(found))
+    wrote(svg if profiles else None, output)
+
+
+def _taken(sides: list[int], multiple: int, *, quiet: bool) -> list[int]:
+    """Sides that the network takes; said where they are others than those that were asked for."""
+    taken = sorted({rounded(side, multiple) for side in sides})
+    if taken != sorted(set(sides)) and not quiet:
+        said = f"this network takes sides in multiples of {multiple}: {', '.join(map(str, taken))}"
+        Console(stderr=True).print(said, highlight=False)
+    return taken
+
+
+def from_measured(found: Scaling, profiles: dict[int, Profile]) -> Scaling:
+    """A prediction corrected by what was measured: steps that were, and the others by the ratio at the nearest."""
+    if not profiles:
+        return found
+    ratios = {p.size: profiles[p.size].step.step_s / p.step_s for p in found.points if p.size in profiles}
+    points = []
+    for p in found.points:
+        if p.size in profiles:
+            step = profiles[p.size].step
+            points.append(replace(p, step_s=step.step_s, low_s=step.interval_s[0], high_s=step.interval_s[1]))
+            points[-1] = replace(points[-1], measured_s=step.step_s)
+        else:
+            ratio = ratios[min(ratios, key=lambda size: abs(math.log(size / p.size)))]
+            scaled = {name: getattr(p, name) * ratio for name in ("step_s", "low_s", "high_s")}
+            points.append(replace(p, **scaled))
+    return replace(found, points=tuple(points))
 
 
 def _write(document: dict[str, Any], output: Path | None, json: bool) -> None:
@@ -158,8 +195,7 @@ def _sizes(text: str, option: str) -> list[int]:
 
 def _here() -> Machine:
     """This machine; measured on the first call where no catalogue knows it."""
-    console = Console(stderr=True)
-    with console.status("looking at this machine"):
+    with working("looking at this machine"):
         return known()
 
 
@@ -167,7 +203,7 @@ def _frontier(job: Job, shown: Profile, where: Machine, *, quiet: bool) -> tuple
     """The fastest step for every budget."""
     from outcore.cli.one_device import frontier_on_one_device
 
-    with contextlib.nullcontext() if quiet else Console(stderr=True).status("searching for faster and smaller steps"):
+    with working("searching for faster and smaller steps", quiet=quiet):
         return frontier_on_one_device(job, shown.graph, shown.costs, where)
 
 
@@ -182,11 +218,16 @@ def _one(
     image: int | None = None,
 ) -> Profile:
     if not measured:
-        return make_profile(job, device, size=size, image=image)
-    with Progress(console=Console(stderr=True), transient=True, disable=quiet) as bar:
+        with working("estimating", quiet=quiet):
+            return make_profile(job, device, size=size, image=image)
+    with (
+        Interruption() as interruption,
+        Progress(console=Console(stderr=True), transient=True, disable=quiet) as bar,
+    ):
         task = bar.add_task("measuring")
 
         def show(done: int, of: int, name: str) -> None:
+            interruption.check()
             bar.update(task, completed=done, total=of, description=name or "measuring")
 
         return make_profile(job, device, size=size, image=image, measured=True, time_limit_s=seconds, progress=show)

@@ -34,6 +34,6 @@ def report(
     target = output or run / "report.html"
     made = page(run_bundle(run))
     target.write_text(made, encoding="utf-8")
-    typer.echo(str(target))
+    typer.echo(f"wrote {target}")
     if show:
         typer.launch(target.resolve().as_uri())

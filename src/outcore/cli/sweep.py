@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json as json_module
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from outcore.fusion.sweep import Sweep
 
 __all__ = ["sweep"]
+
+_QUIET_S = 5.0
+"""Seconds between two lines about progress, where there is no terminal to draw on."""
 
 
 def sweep(
@@ -37,7 +41,7 @@ def sweep(
     pruner: Annotated[str, typer.Option("--pruner", help="none, asha, hyperband or median.")] = "none",
     steps: Annotated[int, typer.Option("--steps", min=1, help="Training steps of a configuration.")] = 100,
     interval: Annotated[
-        int | None, typer.Option("--every", min=1, help="Steps between reports.", show_default="a tenth")
+        int | None, typer.Option("--every", min=1, help="Steps between reports.", show_default="a tenth, 5 or more")
     ] = None,
     members: Annotated[int, typer.Option("--members", min=1, help="Configurations that train at the same time.")] = 16,
     output: Annotated[
@@ -72,7 +76,7 @@ def sweep(
             raise typer.BadParameter(f"must be one of {', '.join(allowed)}, not {value}", param_hint=hint)
     where = choose_device(device)
     wanted = parse_settings(settings or [])
-    every = interval or max(1, steps // 10)
+    every = interval or min(steps, max(5, steps // 10))
     options = Options(
         job,
         output,
@@ -88,18 +92,18 @@ def sweep(
         seed=seed,
     )
     output.mkdir(parents=True, exist_ok=True)
+    count = trials or len(grid(wanted))
     source: Source
     if trials is None and pruner == "none":
         source = Listed(grid(wanted), output / "trials.jsonl")
     else:
-        count = trials or len(grid(wanted))
         source = Tuner(
             wanted, output, trials=count, search=search, pruner=pruner, interval=every, steps=steps, seed=seed
         )
     running = Sweep(options, source)
     console = Console(stderr=json)
     try:
-        _run(running, console, live=sys.stdout.isatty() and not json)
+        _run(running, console, count * steps, live=sys.stdout.isatty() and not json)
     except KeyboardInterrupt:
         typer.echo(f"interrupted; run the same command again to go on with {output}", err=True)
         raise typer.Exit(130) from None
@@ -111,8 +115,10 @@ def sweep(
     _conclude(running, console)
 
 
-def _run(running: Sweep, console: Console, *, live: bool) -> None:
-    said = 0
+def _run(running: Sweep, console: Console, total: int, *, live: bool) -> None:
+    """Run, and show what is being done: from the first second on, and at most a few times in each."""
+    said, begun, told = 0, time.monotonic(), 0.0
+    quiet_s = 0.25 if live else _QUIET_S
 
     def change(now: Sweep) -> None:
         nonlocal said
@@ -120,7 +126,7 @@ def _run(running: Sweep, console: Console, *, live: bool) -> None:
             console.print(str(choice), highlight=False, markup=False)
         said = len(now.choices)
         if shown is not None:
-            shown.update(_table(now))
+            shown.update(Group(_table(now), _activity(now, total, begun)))
         else:
             states = [r.state for r in now.results.values()]
             counts = ", ".join(
@@ -133,14 +139,33 @@ def _run(running: Sweep, console: Console, *, live: bool) -> None:
             )
             console.print(f"{counts}{best}", highlight=False, markup=False)
 
+    def progress(now: Sweep) -> None:
+        nonlocal told
+        if time.monotonic() - told >= quiet_s:
+            told = time.monotonic()
+            if shown is not None:
+                shown.update(Group(_table(now), _activity(now, total, begun)))
+            else:
+                console.print(_activity(now, total, begun), highlight=False, markup=False)
+
     shown: Live | None = None
-    running.on_change = change
+    running.on_change, running.on_progress = change, progress
     if live:
         with Live(console=console, refresh_per_second=4) as shown:
             running.run()
             shown.update(_table(running))
     else:
         running.run()
+
+
+def _activity(now: Sweep, total: int, begun: float) -> str:
+    """What is being done, how much of it is done, and how long the rest will take."""
+    if not now.stepped:
+        return now.activity
+    rate = now.stepped / (time.monotonic() - begun)
+    left = max(0, total - now.stepped) / rate
+    time_left = f"{left:.0f} s" if left < 120 else f"{left / 60:.0f} min"
+    return f"{now.activity}: {now.stepped:,} of {total:,} steps, {time_left} left at most"
 
 
 def _table(running: Sweep, limit: int = 40) -> Table:
@@ -170,4 +195,5 @@ def _conclude(running: Sweep, console: Console) -> None:
     if running.best is not None:
         where = running.options.directory
         console.print(f"best: trial {running.best.number}, weights in {where / 'best.safetensors'}", highlight=False)
-    console.print(f"rows and curves in {running.options.directory}: results.csv, curves.svg", highlight=False)
+    for name in ("results.csv", "curves.svg"):
+        console.print(f"wrote {running.options.directory / name}", highlight=False, soft_wrap=True)

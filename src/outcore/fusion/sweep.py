@@ -4,6 +4,9 @@ Configurations whose models have the same shapes and take the same batch size tr
 of their own, by themselves. Every `interval` steps each member is judged on held-out batches and its source told; one
 that is given up, done or diverged makes room, and its slot goes to the next configuration while the others train on,
 with their weights and optimizers as they are.
+
+Which way of running is fastest is measured, for no more than a small part of what there is to train; where that is too
+little to measure, or nothing is faster than one configuration after the other, a plain loop runs.
 """
 
 from __future__ import annotations
@@ -24,11 +27,20 @@ from outcore.fusion.array import FusedArray
 from outcore.fusion.choice import Choice, lane_width
 from outcore.fusion.curves import draw_curves
 from outcore.fusion.fuse import fuse
+from outcore.fusion.member import twin
+from outcore.fusion.plain_loop import PlainLoop
 from outcore.fusion.recipe import Recipe
 from outcore.fusion.runner import Way
 from outcore.fusion.trials import Outcome, Result, Source, Trial
 
 __all__ = ["Options", "Sweep"]
+
+_MEASURED = 120
+"""Steps of single members that measuring takes, about: two serial ones, two ways with two and with four members."""
+_WORTH = 5.0
+"""How many times what measuring takes there must be to train."""
+_LONG_STEP_S = 0.05
+"""A step that takes longer on a CPU is made of operations that fill it: nothing is gained by fusing them."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +73,7 @@ class _Group:
     """Configurations that train in one array."""
 
     size: int
-    array: FusedArray
+    array: FusedArray | PlainLoop
     slots: list[Trial | None]
     done: list[int]
     """Steps each slot's trial has made."""
@@ -77,9 +89,15 @@ class Sweep:
     source: Source
     results: dict[int, Result] = field(default_factory=dict)
     on_change: Callable[[Sweep], None] = lambda sweep: None
+    on_progress: Callable[[Sweep], None] = lambda sweep: None
+    """Called often: with every step, and with whatever takes its time before the first."""
     best: Result | None = None
     choices: list[Choice] = field(default_factory=list)
     member_steps: int = 0
+    activity: str = "starting"
+    """What is being done now."""
+    stepped: int = 0
+    """Steps of single members so far, also those of the interval that is not judged yet."""
     seconds: float = 0.0
     """Spent training, without building models."""
     _exhausted: bool = False
@@ -152,6 +170,7 @@ class Sweep:
                 self._exhausted = True
                 return
             self.results[trial.number] = Result(trial.number, trial.settings)
+            self._say(f"building trial {trial.number}")
             model = self.recipe.model(trial)
             waiting.setdefault(self.recipe.key(trial, model), []).append((trial, model))
 
@@ -168,17 +187,43 @@ class Sweep:
         trials = [trial for trial, _ in members]
         size = self.recipe.batch_size(trials[0])
         slots: list[Trial | None] = list(trials)
-        array = fuse(
-            [model for _, model in members],
-            loss=self.recipe.loss(trials[0]),
-            optimizer=lambda params, i: self.recipe.optimizer(slots[i] or trials[i], params),
-            autocast=torch.bfloat16 if self.options.amp else None,
-            way=_usual_way(members[0][1], len(members)),
-        )
+        models = [model for _, model in members]
+        terms: dict[str, Any] = {
+            "loss": self.recipe.loss(trials[0]),
+            "optimizer": lambda params, i: self.recipe.optimizer(slots[i] or trials[i], params),
+            "autocast": torch.bfloat16 if self.options.amp else None,
+        }
         judged_on = [self.recipe.batch(trials[0], size, -1 - n) for n in range(self.options.held_out)]
-        if self.options.measure and len(members) > 1:
-            self.choices.append(array.tune(*self.recipe.batch(trials[0], size, 0), seconds=0.1))
+        batch = self.recipe.batch(trials[0], size, 0)
+        array: FusedArray | PlainLoop
+        if self.options.measure and (len(models) == 1 or not self._is_worth_measuring(models[0], batch, terms["loss"])):
+            array = PlainLoop(models, **terms)
+        else:
+            array = fuse(models, way=_usual_way(models[0], len(models)), **terms)
+            if self.options.measure:
+                self._say("measuring which way of running is fastest")
+                choice = array.tune(*batch, seconds=0.1)
+                self.choices.append(choice)
+                if choice.speedup <= 1:
+                    array = PlainLoop([array[i].copy() for i in range(len(models))], **terms)
         return _Group(size, array, slots, [0] * len(slots), judged_on)
+
+    def _is_worth_measuring(self, model: nn.Module, batch: tuple[Any, Any], loss: Callable[..., Any]) -> bool:
+        """Whether there is enough to train, of steps that are short enough."""
+        if self.options.members * self.options.steps < _WORTH * _MEASURED:
+            return False
+        if self.options.device != "cpu":
+            return True
+        self._say("timing one step")
+        alone = PlainLoop([twin(model)], loss=loss, optimizer=lambda params, i: torch.optim.SGD(params, lr=0.0))
+        alone.step(*batch)
+        begun = time.perf_counter()
+        alone.step(*batch)
+        return time.perf_counter() - begun < _LONG_STEP_S
+
+    def _say(self, activity: str) -> None:
+        self.activity = activity
+        self.on_progress(self)
 
     def _fill(self, group: _Group, members: list[tuple[Trial, nn.Module]]) -> None:
         if not any(group.slots):
@@ -213,12 +258,15 @@ class Sweep:
         left = min(self.options.steps - n for t, n in zip(group.slots, group.done, strict=True) if t is not None)
         count = min(self.options.interval, left)
         begun = time.perf_counter()
+        training = sum(t is not None for t in group.slots)
         for _ in range(count):
             group.array.step(*self.recipe.batch(some, group.size, group.step))
             group.step += 1
+            self.stepped += training
+            self._say("training")
         values = self._judge(group)
         self.seconds += time.perf_counter() - begun
-        self.member_steps += count * sum(t is not None for t in group.slots)
+        self.member_steps += count * training
         self._settle(group, count, values)
         self.write()
         self.on_change(self)

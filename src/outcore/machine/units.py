@@ -10,7 +10,7 @@ import re
 
 from outcore.errors import MachineError
 
-__all__ = ["format_bytes", "format_rate", "format_time", "parse_bytes"]
+__all__ = ["counted", "format_bytes", "format_rate", "format_time", "parse_bytes"]
 
 _BINARY = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
@@ -56,14 +56,28 @@ def format_rate(per_second: float, unit: str) -> str:
 
 
 def format_time(seconds: float) -> str:
-    """A duration with three significant digits.
+    """A duration with three significant digits; nothing and what is next to it as such.
 
-    >>> format_time(4.2e-6), format_time(0.25)
-    ('4.20 µs', '250 ms')
+    >>> format_time(4.2e-6), format_time(0.25), format_time(0.0), format_time(4e-10)
+    ('4.20 µs', '250 ms', '0 s', '<1 ns')
     """
+    if seconds == 0:
+        return "0 s"
+    if abs(seconds) < 1e-9:
+        return "<1 ns"
     for factor, unit in ((1e9, "ns"), (1e6, "µs"), (1e3, "ms")):
         value = seconds * factor
         if abs(value) < 999.5:
             digits = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
             return f"{value:.{digits}f} {unit}"
     return f"{seconds:.2f} s"
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun, in the plural where it is not one.
+
+    >>> counted(1, "epoch"), counted(2, "epoch"), counted(1200, "step"), counted(2, "batch")
+    ('1 epoch', '2 epochs', '1,200 steps', '2 batches')
+    """
+    ending = "" if number == 1 else "es" if noun.endswith(("tch", "sh", "s", "x")) else "s"
+    return f"{number:,} {noun}{ending}"

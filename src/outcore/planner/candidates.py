@@ -27,11 +27,18 @@ class Candidate:
     pipeline: Pipeline
     time_s: float = 0.0
     peak_bytes: int = 0
+    shared: bool = True
+    """Whether the replicas divide one batch among them, or each has a batch of its own."""
 
     @property
     def fraction(self) -> float:
         """The part of the batch that one piece is."""
-        return 1 / (self.replicas * self.pipeline.pieces)
+        return 1 / ((self.replicas if self.shared else 1) * self.pipeline.pieces)
+
+    @property
+    def batches_trained(self) -> int:
+        """Batches of the recorded size that one step trains on."""
+        return 1 if self.shared else self.replicas
 
     @property
     def in_flight(self) -> float:
@@ -41,22 +48,33 @@ class Candidate:
 
     def __str__(self) -> str:
         p = self.pipeline
-        return f"{p.schedule}, {self.stages} stages x {self.replicas}, {p.micro_batches} micro-batches x {p.batches}"
+        if self.stages == 1:
+            said = f"data parallel, {self.replicas} replicas" if self.replicas > 1 else "one stage"
+        else:
+            copies = f" x {self.replicas} replicas" if self.replicas > 1 else ""
+            said = f"{self.stages} stages{copies}, {p.schedule}"
+        said += f", {p.micro_batches} micro-batches" if p.micro_batches > 1 else ""
+        return said + (f", {p.batches} batches in turn" if p.batches > 1 else "")
 
 
-def candidates_for(units: int, devices: int, samples: int, schedule: Schedule | None) -> list[Candidate]:
-    """Every way to share so many devices and samples."""
+def candidates_for(
+    units: int, devices: int, samples: int, schedule: Schedule | None, *, shared: bool = True
+) -> list[Candidate]:
+    """Every way to share so many devices and samples.
+
+    Whoever names a schedule wants a pipeline: on several devices the network is then cut.
+    """
     found = []
     for stages in _divisors(devices):
         replicas = devices // stages
-        if stages > units or samples % replicas:
+        if stages > units or (shared and samples % replicas) or (stages == 1 < devices and schedule is not None):
             continue
-        for pieces in _divisors(samples // replicas):
+        for pieces in _divisors(samples // replicas if shared else samples):
             if pieces > MOST_PIECES:
                 break
             for name in SCHEDULES if schedule is None else (schedule,):
                 if stages > 1 or name == "model_parallel" or schedule is not None:
-                    found += [Candidate(stages, replicas, p) for p in _pipelines(name, pieces)]
+                    found += [Candidate(stages, replicas, p, shared=shared) for p in _pipelines(name, pieces)]
     return found
 
 

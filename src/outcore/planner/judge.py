@@ -1,9 +1,9 @@
 """What a step of a candidate takes: the event simulator's word, on the program that would run.
 
 Closed forms rank hundreds of candidates; the few best are compiled and simulated, and what stands in the plan as
-predicted is what the simulator said. Data-parallel replicas all do the same at the same time, so one is simulated and
-the ring over all of them counts into its step. A program of very many pieces repeats itself: two shorter ones are
-simulated, and what one piece more takes is counted on.
+predicted is what the simulator said, with all replicas in it: a rank that waits for a sum of gradients waits, here and
+in the timeline that is shown. A program of very many pieces repeats itself: two shorter ones of a single replica are
+simulated, the ring over all replicas counting into its step, and what one piece more takes is counted on.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ _LARGEST = 3_000
 
 def judge(stages: Stages, pipeline: Pipeline, replicas: int, route: Route) -> Predicted:
     """Time, peak per rank of a replica, and bubble."""
+    if replicas * len(stages) * pipeline.pieces <= _LARGEST:
+        timeline = _timeline(stages, pipeline, route, replicas)
+        return Predicted(timeline.step_s, timeline.peak_bytes[: len(stages)], timeline.bubble, "simulated")
     stages = _with_rings(stages, pipeline, replicas, route)
     number = pipeline.batches if pipeline.batches > 1 else pipeline.micro_batches
     # Batches in turn repeat at once, micro-batches when the pipeline has filled.
@@ -51,12 +54,13 @@ def _shortened(pipeline: Pipeline, number: int) -> Pipeline:
     return replace(pipeline, batches=number) if pipeline.batches > 1 else replace(pipeline, micro_batches=number)
 
 
-def _timeline(stages: Stages, pipeline: Pipeline, route: Route) -> Timeline:
+def _timeline(stages: Stages, pipeline: Pipeline, route: Route, replicas: int = 1) -> Timeline:
     program = compile_program(
         stages,
         SCHEDULE_NAMES[pipeline.schedule],
         micro_batches=pipeline.micro_batches,
         batches=pipeline.batches,
+        replicas=replicas,
     )
     link = Link.symmetric(bandwidth_bytes_per_s=route.bytes_per_s, latency_s=route.latency_s)
     return simulate(program, stages, Links(link))

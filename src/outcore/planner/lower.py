@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from outcore.graph import Graph
-from outcore.plan_document import Plan
+from outcore.plan_document import Plan, Predicted
 from outcore.planner.judge import SCHEDULE_NAMES
 from outcore.planner.partition import split_by_hand
 from outcore.planner.pipeline import Pipeline
 from outcore.planner.weights import Weights
 from outcore.program import Links, Program, Stages, Timeline, check, compile_program, simulate
 
-__all__ = ["lower", "predict_timeline"]
+__all__ = ["lower", "predict_timeline", "predicted_by"]
 
 
 def lower(plan: Plan, graph: Graph, weights: Weights) -> tuple[Program, Stages]:
@@ -34,4 +36,10 @@ def lower(plan: Plan, graph: Graph, weights: Weights) -> tuple[Program, Stages]:
 def predict_timeline(plan: Plan, graph: Graph, weights: Weights, links: Links) -> Timeline:
     """What a step of the plan is expected to look like."""
     program, stages = lower(plan, graph, weights)
-    return simulate(program, stages, links)
+    return replace(simulate(program, stages, links), name=plan.arrangement)
+
+
+def predicted_by(timeline: Timeline, plan: Plan) -> Plan:
+    """The plan with the figures of its timeline, so that both say the same."""
+    peaks = timeline.peak_bytes[: plan.ranks_per_replica]
+    return replace(plan, predicted=Predicted(timeline.step_s, peaks, timeline.bubble, "simulated"))

@@ -5,6 +5,10 @@ batch is a candidate (`outcore.planner.candidates`). Most are ruled out by what 
 is cut roughly and ranked by closed forms. The best of them are cut with full effort, compiled and simulated, and the
 fastest that stays within the memory of a rank becomes the plan, with the others as runners-up.
 
+Where predictions are the same (within a hundredth: they are no better than that) the plan that changes least is taken:
+batch norms over the most images, then the fewest pieces. A network that waits for itself anyway, one batch through all
+stages, is cut evenly.
+
 Cuts are looked for between units as fine as asked, and again between coarser ones: blocks are where little crosses, and
 a program that sees fewer places sees farther. Both are simulated.
 
@@ -22,10 +26,11 @@ from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.machine.link import Link
 from outcore.machine.units import format_bytes, format_time
-from outcore.plan_document import Plan, Predicted
+from outcore.plan_document import BatchNorm, Plan, Predicted
 from outcore.planner.candidates import Candidate, Ideal, candidates_for
 from outcore.planner.cutting import Balance, cut_pieces
 from outcore.planner.judge import judge
+from outcore.planner.norms import batch_norms, batch_size, norms_see
 from outcore.planner.pieces import Pieces, weigh
 from outcore.planner.pipeline import Route, Schedule
 from outcore.planner.quick import QuickCut
@@ -41,6 +46,9 @@ _FINALISTS = 7
 _CAREFUL = 3
 _COARSE_UNITS = 160
 _TRIES = 3
+_TIE = 1.01
+_EVEN = 1.25
+"""How much longer a step of even stages may take where stages wait for each other in any case."""
 
 Judged = tuple[Predicted, Candidate, Stages]
 
@@ -57,6 +65,8 @@ def plan(
     granularity: Granularity = "layer",
     tied: Literal["together", "copies"] = "together",
     machine: str | None = None,
+    batch_norm: BatchNorm | None = None,
+    shared: bool = True,
 ) -> Plan:
     """The fastest plan for a network on so many devices.
 
@@ -71,6 +81,8 @@ def plan(
         granularity: how fine the parts are.
         tied: whether calls that share a parameter stay together.
         machine: fingerprint to note in the plan.
+        batch_norm: what batch norms are to see; "synchronised" for the whole batch, each micro-batch if not told.
+        shared: whether replicas divide the batch among them, or each is given one of its own.
 
     Raises:
         PlanError: the memory cannot be met; says the smallest that can, and how many ranks would do.
@@ -78,13 +90,17 @@ def plan(
     if devices < 1:
         raise PlanError(f"a plan needs at least 1 device, not {devices}")
     route = Route(link.away_bytes_per_s, link.latency_s) if isinstance(link, Link) else link or Route()
-    samples = max((graph.values[v].shape[0] for v in graph.inputs[:1] if graph.values[v].shape), default=1)
-    search = Search(_levels(graph, weights, granularity, tied), samples, schedule, balance or "search", route)
+    samples = batch_size(graph)
+    normed = bool(batch_norms(graph))
+    levels = _levels(graph, weights, granularity, tied)
+    whole = normed and batch_norm == "synchronised"
+    search = Search(levels, samples, schedule, balance or "search", route, normed and not whole, whole, shared)
     candidates = search.candidates(devices)
     if not candidates:
+        norms = " and batch norms that see all of it" if whole else ""
         raise PlanError(
             f"{devices} devices cannot share {len(search.finest)} units and a batch of {samples} under "
-            f"{schedule or 'any'} schedule; use fewer devices, a larger batch or a finer granularity"
+            f"{schedule or 'any'} schedule{norms}; use fewer devices, a larger batch or a finer granularity"
         )
     found = search.judged(candidates, memory_bytes)
     if not found and memory_bytes is not None:
@@ -93,10 +109,10 @@ def plan(
         from outcore.planner.refusal import refusal
 
         raise PlanError(refusal(search, devices, memory_bytes))
-    found.sort(key=lambda row: row[0].time_s)
+    found = search.in_order(found)
     predicted, best, stages = found[0]
     copies = _copies(weights, stages)
-    return Plan(
+    made = Plan(
         graph.fingerprint,
         name_stages(graph, [s.calls for s in stages.stages]),
         best.pipeline.schedule,
@@ -104,12 +120,14 @@ def plan(
         best.pipeline.batches,
         best.replicas,
         exactness="bitwise" if best.replicas == 1 and not best.pipeline.paired and not copies else "reassociated",
+        batch_norm=batch_norm or "micro_batch",
         tied=copies,
         machine=machine,
         memory_bytes=memory_bytes,
         predicted=predicted,
-        why=_why(found, len(candidates)),
     )
+    said = norms_see(made, graph, samples * best.batches_trained)
+    return replace(made, why=(*([said] if said else []), *_why(found, len(candidates))))
 
 
 @dataclass
@@ -122,6 +140,12 @@ class Search:
     schedule: Schedule | None
     balance: Balance
     route: Route
+    normed: bool = False
+    """Whether it has norms that see only the piece they are given."""
+    whole: bool = False
+    """Whether norms must see the whole batch."""
+    shared: bool = True
+    """Whether replicas divide the batch among them."""
 
     def __post_init__(self) -> None:
         self._parts: dict[tuple[int, float], Pieces] = {}
@@ -136,7 +160,24 @@ class Search:
 
     def candidates(self, devices: int) -> list[Candidate]:
         """Every way to share so many devices."""
-        return candidates_for(len(self.finest), devices, self.samples, self.schedule)
+        found = candidates_for(len(self.finest), devices, self.samples, self.schedule, shared=self.shared)
+        if self.whole:
+            found = [c for c in found if c.pipeline.pieces == 1]
+        return found
+
+    def change(self, candidate: Candidate) -> tuple[float, int]:
+        """How much a candidate changes, to compare by: what norms do not see, then the pieces of a batch."""
+        return -candidate.fraction if self.normed else 0.0, candidate.pipeline.pieces
+
+    def in_order(self, found: Sequence[Judged]) -> list[Judged]:
+        """The fastest first, per batch; of those that take the same time, the one that changes least."""
+
+        def pace_s(row: Judged) -> float:
+            return row[0].time_s / row[1].batches_trained
+
+        best = min(map(pace_s, found))
+        tied = sorted((j for j in found if pace_s(j) <= _TIE * best), key=lambda j: (self.change(j[1]), pace_s(j)))
+        return tied + sorted((j for j in found if pace_s(j) > _TIE * best), key=pace_s)
 
     def part(self, level: int, fraction: float) -> Pieces:
         """The pieces of a level for a part of the batch."""
@@ -153,7 +194,7 @@ class Search:
     def ranked(self, candidates: Sequence[Candidate], balance: Balance, cap: float | None) -> list[Candidate]:
         """The candidates that a quick cut makes fit, the fastest first; those that cannot be among them are not cut."""
         found = []
-        bounds = {c: self.ideal(c).time_s(c, self.route) for c in candidates}
+        bounds = {c: self.ideal(c).time_s(c, self.route) / c.batches_trained for c in candidates}
         best: dict[str, float] = {}
         for c in sorted(candidates, key=bounds.__getitem__):
             name = c.pipeline.schedule
@@ -163,8 +204,15 @@ class Search:
                 continue
             if (rough := self.rough(c, balance, cap)) is not None:
                 found.append(rough)
-                best[name] = min(rough.time_s, best.get(name, float("inf")))
-        return sorted(found, key=lambda c: (c.time_s, c.peak_bytes))
+                best[name] = min(rough.time_s / c.batches_trained, best.get(name, float("inf")))
+        if not found:
+            return []
+        fastest = min(c.time_s / c.batches_trained for c in found)
+        return sorted(found, key=lambda c: self._rank(c, fastest))
+
+    def _rank(self, candidate: Candidate, fastest: float) -> tuple[float, ...]:
+        pace_s = candidate.time_s / candidate.batches_trained
+        return max(pace_s, _TIE * fastest), *self.change(candidate), pace_s, candidate.peak_bytes
 
     def rough(self, candidate: Candidate, balance: Balance, cap: float | None) -> Candidate | None:
         """The candidate with what a quick cut takes."""
@@ -180,7 +228,7 @@ class Search:
         finalists = _finalists(self.ranked(candidates, self.balance, cap))
         found = {c: self._fitting(c, coarsest, cap) for c in finalists}
         # The finest level costs most, so only those that may win are cut there; what did not fit may fit there.
-        times = {c: c.time_s if (j := found[c]) is None else j[0].time_s for c in finalists}
+        times = {c: (c.time_s if (j := found[c]) is None else j[0].time_s) / c.batches_trained for c in finalists}
         for candidate in sorted(finalists, key=times.__getitem__)[: _CAREFUL if coarsest else 0]:
             fine = self._fitting(candidate, 0, cap)
             coarse = found[candidate]
@@ -225,7 +273,13 @@ class Search:
         except PlanError:
             return None
         stages = part.cut(stage_of, candidate.stages)
-        return judge(stages, candidate.pipeline, candidate.replicas, self.route), candidate, stages
+        found = judge(stages, candidate.pipeline, candidate.replicas, self.route)
+        if balance == "search" and candidate.pipeline.schedule == "model_parallel" and candidate.stages > 1:
+            # One rank works at a time, so hardly any cut is slower than another: take even stages.
+            even = self._cut(candidate, level, "compute", cap)
+            if even is not None and even[0].time_s <= _EVEN * found.time_s:
+                return even
+        return found, candidate, stages
 
 
 def fewest_in_flight(candidates: Sequence[Candidate]) -> list[Candidate]:

@@ -2,9 +2,10 @@
 
 The user says how fine: the model's own children ("block"), modules down to a depth, or single calls ("layer"). Then
 what must stay together is joined: calls that write memory and calls that read it afterwards; calls that share a
-parameter (unless copies of it are to be kept in step); calls of a module that keeps statistics. Joining can close a
-circle (A before B before A), and a circle cannot be cut, so the strongly connected components of what results are the
-*units*. They form a directed acyclic graph, numbered in the order of execution.
+parameter (unless copies of it are to be kept in step); calls of a module that keeps statistics; calls that do nothing,
+like a view, and the call whose result they look at, so that no rank is ever without work. Joining can close a circle (A
+before B before A), and a circle cannot be cut, so the strongly connected components of what results are the *units*.
+They form a directed acyclic graph, numbered in the order of execution.
 """
 
 from __future__ import annotations
@@ -112,6 +113,7 @@ def _inseparable(graph: Graph, weights: Weights, tied: str) -> Iterable[tuple[st
             if parameter.rpartition(".")[2] in ("running_mean", "running_var"):
                 readers.setdefault(parameter, []).append(name)
     yield from (tuple(calls) for calls in readers.values())
+    yield from _idle(graph, weights)
     families: dict[str, list[str]] = {}
     for value in graph.values.values():
         families.setdefault(value.alias_of or value.name, []).append(value.name)
@@ -121,6 +123,19 @@ def _inseparable(graph: Graph, weights: Weights, tied: str) -> Iterable[tuple[st
             late = {c for v in family for c in graph.values[v].consumers if name in graph.calls[c].after}
             if late:
                 yield (name, *sorted(late))
+
+
+def _idle(graph: Graph, weights: Weights) -> Iterable[tuple[str, str]]:
+    """Calls that take no time, each with the call before it, or the first one after it where nothing is before."""
+    if not any(weight.time_s for weight in weights.calls.values()):
+        return
+    for name, call in graph.calls.items():
+        if weights.calls[name].time_s or weights.calls[name].saved:
+            continue
+        before = [p for v in call.inputs if (p := graph.values[v].producer) is not None]
+        after = [c for v in call.outputs for c in graph.values[v].consumers]
+        if other := (before[-1:] or after[:1]):
+            yield name, other[0]
 
 
 class _Join:

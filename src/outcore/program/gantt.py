@@ -52,7 +52,7 @@ def _lines(timeline: Timeline, width: int, columns: int | None, ranks: int) -> I
     shown = range(count) if count <= ranks else sorted({round(i * (count - 1) / (ranks - 1)) for i in range(ranks)})
     label = len(f"rank {count - 1}")
     columns = columns or max(8, width - label - len("   100 %  1023.9 MiB"))
-    title = f"{timeline.name}: step {format_time(timeline.step_s)}, bubble {timeline.bubble:.1%}"
+    title = f"{timeline.name}: step {format_time(timeline.step_s)}, bubble {timeline.bubble:.0%}"
     yield [(c, "") for c in title]
     if len(shown) < count:
         yield [(c, "") for c in f"{len(shown)} of {count:,} ranks"]

@@ -30,7 +30,8 @@ class ProfileView:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield self._summary()
         yield Text()
-        yield self._blocks(with_source=options.max_width >= 110)
+        # Names are never cut; what only repeats a number is left out where there is little room.
+        yield self._blocks(with_source=options.max_width >= 110, with_bar=options.max_width >= 90)
         yield Text()
         yield self._kinds()
         yield Text()
@@ -58,10 +59,13 @@ class ProfileView:
             grid.add_row("tensor cores", f"busy {p.matrix_unit_share:.0%} of the step if at full rate")
         return grid
 
-    def _blocks(self, *, with_source: bool) -> Table:
+    def _blocks(self, *, with_source: bool, with_bar: bool) -> Table:
         p = self.profile
-        table = Table("block", "type", box=None)
-        for name in ("forward", "backward", "share", "", "saved", "parameters"):
+        table = Table(box=None)
+        for name in ("block", "type"):
+            table.add_column(name, overflow="fold")
+        names = ("forward", "backward", "share", *([""] if with_bar else []), "saved", "parameters")
+        for name in names:
             table.add_column(name, justify="right" if name else "left", no_wrap=True)
         if with_source:
             table.add_column("source", style="dim")
@@ -75,7 +79,7 @@ class ProfileView:
                 format_time(total.forward_s),
                 format_time(total.backward_s),
                 f"{share:.0%}",
-                Text(_bar(share), style="cyan"),
+                *([Text(_bar(share), style="cyan")] if with_bar else []),
                 format_bytes(total.saved_bytes),
                 f"{block.parameters:,}" if block.parameters else "",
                 *([block.source] if with_source else []),
@@ -121,30 +125,31 @@ class ProfileView:
 
 
 def scaling_table(scaling: Scaling) -> Table:
-    """Predicted sizes one under the other, what was measured beside them, the largest that fits last."""
+    """Sizes one under the other, each with the one time that is known best for it; the largest that fits last."""
     measured = any(p.measured_s is not None for p in scaling.points)
-    table = Table(scaling.along, "step", "interval", *(["measured"] if measured else []), box=None)
+    table = Table(scaling.along, "step", "from", "to", box=None)
     for name in ("samples/s", "peak memory"):
         table.add_column(name, justify="right")
     table.add_column("")
     for column in table.columns[:-1]:
-        column.justify = "right"
+        column.justify, column.no_wrap = "right", True
     knees = {"time": scaling.knees("step_s"), "memory": scaling.knees("peak_bytes")}
     for p in scaling.points:
-        notes = [f"knee of {what}" for what, sizes in knees.items() if p.size in sizes]
+        notes = ["measured" if p.measured_s is not None else "scaled"] if measured else []
+        notes += [f"knee of {what}" for what, sizes in knees.items() if p.size in sizes]
         notes += ["largest that fits"] if p.size == scaling.largest else []
         notes += ["does not fit"] if p.peak_bytes > scaling.capacity_bytes else []
         table.add_row(
             str(p.size),
             format_time(p.step_s),
-            f"{format_time(p.low_s)} to {format_time(p.high_s)}",
-            *([format_time(p.measured_s) if p.measured_s is not None else ""] if measured else []),
+            format_time(p.low_s),
+            format_time(p.high_s),
             f"{p.per_second:,.2f}",
             format_bytes(p.peak_bytes),
             Text(", ".join(notes), style="red" if "does not fit" in notes else ""),
         )
     for size, reason in scaling.failures.items():
-        table.add_row(str(size), "", "", *([""] if measured else []), "", "", Text(reason, style="yellow"))
+        table.add_row(str(size), "", "", "", "", "", Text(reason, style="yellow"))
     return table
 
 

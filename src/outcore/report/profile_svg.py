@@ -1,36 +1,54 @@
-"""A profile as a picture: where the time of a step goes, from the whole network down to its leaves.
+"""A profile as a picture: what a step is made of, which blocks its time goes to, and what its memory is for.
 
-An icicle: the top row is the step, every row below takes the blocks above apart, and a block is as wide as the time its
-calls take, forward and backward. Colours say the kind of layer. Beside it, memory at the peak by what it is for. Hand
-written, without a script, so that it can stand in any page.
+Three panels, each with an axis of its own. The step: forward, backward, the optimizer and what the device waits for the
+host, to scale. Below it forward and backward taken apart as an icicle: every row takes the blocks above it apart, and a
+block is as wide as the time its calls take. Colours say the kind of layer and nothing else. Then the memory at the
+peak, a bar for each use.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from html import escape
 
 from outcore.cost.costs import CallCost
 from outcore.cost.profile import Profile
-from outcore.graph.parts import ROOT, ancestors
+from outcore.figure import SMALL, WIDE, Span, bytes_unit, document, legend, line, rectangle, text, time_unit
+from outcore.graph.parts import ancestors
 from outcore.machine import format_bytes, format_time
 
 __all__ = ["profile_svg"]
 
-_WIDTH, _ROW, _TOP, _SIDE = 1180, 24, 58, 12
-_COLOURS = {
-    "conv": "#4c78a8",
-    "linear": "#f58518",
-    "matmul": "#f58518",
-    "attention": "#e45756",
-    "norm": "#72b7b2",
-    "pool": "#54a24b",
-    "act": "#eeca3b",
-    "loss": "#b279a2",
+_WIDTH, _ROW, _SIDE = 760, 24, 14
+_INSIDE = _WIDTH - 2 * _SIDE
+_KINDS = {
+    "convolution": "sky",
+    "linear": "orange",
+    "attention": "vermillion",
+    "norm": "green",
+    "pooling": "purple",
+    "activation": "yellow",
+    "loss": "blue",
+    "other": "grey",
 }
-_GREY, _TRUNK = "#c9ced6", "#e6e9ee"
-_MEMORY = ("#4c78a8", "#f58518", "#e45756", "#72b7b2", "#54a24b", "#eeca3b", "#b279a2")
+_WORDS = {
+    "conv": "convolution",
+    "linear": "linear",
+    "matmul": "linear",
+    "attention": "attention",
+    "norm": "norm",
+    "pool": "pooling",
+    "entropy": "loss",
+    "loss": "loss",
+    **dict.fromkeys(("relu", "gelu", "silu", "swish", "sigmoid", "tanh", "softmax"), "activation"),
+}
+_PHASES = {
+    "forward": "#c3ccd3",
+    "backward": "#a5b1ba",
+    "optimizer": "#87949e",
+    "transfer": "#6d7b86",
+    "wait": "#eef1f3",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,95 +63,113 @@ class _Bar:
 
 def profile_svg(profile: Profile, *, depth: int = 6) -> str:
     """The picture, as SVG text."""
-    bars = list(_bars(profile, depth))
-    rows = 1 + max((bar.depth for bar in bars), default=0)
-    height = _TOP + rows * _ROW + 74
-    title = f"{profile.job}, batch {profile.size}, on {profile.device.name}"
     facts = (
         f"step {format_time(profile.step.step_s)} ({profile.step.source}), "
         f"{profile.per_second:,.1f} samples/s, peak {format_bytes(profile.memory.peak_bytes)} "
         f"of {format_bytes(profile.device.memory_bytes)}"
     )
-    body = [_text(_SIDE, 22, title, size=15, bold=True), _text(_SIDE, 42, facts, size=12)]
-    body += [_drawn(bar, profile) for bar in bars]
-    body += _memory(profile, _TOP + rows * _ROW + 20)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" '
-        f'font-family="system-ui, sans-serif">\n<rect width="100%" height="100%" fill="white"/>\n'
-        + "\n".join(body)
-        + "\n</svg>\n"
-    )
+    out = [text(_SIDE, 22, f"{profile.job}, batch {profile.size}, on {profile.device.name}", "title")]
+    out.append(text(_SIDE, 40, facts, "small quiet"))
+    end = 58.0
+    for panel in (_step, lambda p, top: _blocks(p, top, depth), _memory):
+        drawn, end = panel(profile, end)
+        out += drawn
+    return document(_WIDTH, end, out)
+
+
+def _step(profile: Profile, top: float) -> tuple[list[str], float]:
+    """The phases of a step, to scale."""
+    out, left, scale = [], float(_SIDE), _INSIDE / (profile.step.step_s or 1.0)
+    for name, fill in _PHASES.items():
+        if seconds := getattr(profile.step, f"{name}_s"):
+            said = "wait for the host" if name == "wait" else name
+            out.append(rectangle(left, top, seconds * scale, _ROW, fill, f"{said}: {format_time(seconds)}"))
+            out += _label(left, top, seconds * scale, f"{said} {format_time(seconds)}", said)
+            left += seconds * scale
+    return [*out, *_axis(top + _ROW, profile.step.step_s, "time of a step")], top + _ROW + 52
+
+
+def _blocks(profile: Profile, top: float, depth: int) -> tuple[list[str], float]:
+    """Where the time of forward and backward goes."""
+    bars = list(_bars(profile, depth))
+    rows = 1 + max((bar.depth for bar in bars), default=0)
+    whole = sum(cost.time_s for cost in profile.costs.calls.values()) or 1.0
+    out, used = [], set()
+    for bar in bars:
+        block = profile.graph.blocks.get(bar.path)
+        kind = _kind(block.type if block is not None else "")
+        used |= {kind} if bar.leaf else set()
+        name = bar.path.rpartition(".")[2]
+        words = f"{bar.path}, {kind}: {format_time(bar.time_s)}, {bar.time_s / whole:.1%}"
+        y = top + bar.depth * _ROW
+        out.append(rectangle(bar.left, y, bar.width, _ROW - 1, _KINDS[kind] if bar.leaf else "light", words))
+        out += _label(bar.left, y, bar.width, name)
+    out += _axis(top + rows * _ROW, whole, "time of forward and backward")
+    entries = [(colour, kind) for kind, colour in _KINDS.items() if kind in used]
+    if any(not bar.leaf for bar in bars):
+        entries.append(("light", "block that is taken apart below"))
+    drawn, end = legend(entries, _SIDE, top + rows * _ROW + 58, _INSIDE)
+    return [*out, *drawn], end + 22
 
 
 def _bars(profile: Profile, most: int) -> Iterator[_Bar]:
     """Blocks row by row; children lie under their parent in the order of execution."""
     whole = sum(cost.time_s for cost in profile.costs.calls.values()) or 1.0
-    scale = (_WIDTH - 2 * _SIDE) / whole
+    scale = _INSIDE / whole
 
     def below(calls: list[CallCost], level: int, left: float) -> Iterator[_Bar]:
         groups: dict[str, list[CallCost]] = {}
         for cost in calls:
-            line = [*ancestors(cost.block), cost.block]
-            groups.setdefault(line[min(level, len(line)) - 1], []).append(cost)
+            around = [*ancestors(cost.block), cost.block]
+            groups.setdefault(around[min(level, len(around)) - 1], []).append(cost)
         for path, group in groups.items():
             time_s = sum(cost.time_s for cost in group)
             leaf = level >= most or all(cost.block == path for cost in group)
-            yield _Bar(path, left, time_s * scale, level, time_s, leaf)
+            yield _Bar(path, left, time_s * scale, level - 1, time_s, leaf)
             if not leaf and time_s * scale > 1:
                 yield from below(group, level + 1, left)
             left += time_s * scale
 
-    yield _Bar(ROOT, _SIDE, whole * scale, 0, whole, False)
     yield from below(list(profile.costs.calls.values()), 1, _SIDE)
 
 
-def _drawn(bar: _Bar, profile: Profile) -> str:
-    kind = profile.graph.blocks[bar.path].type if bar.path in profile.graph.blocks else ""
-    name = bar.path.rpartition(".")[2] or "step"
-    whole = profile.costs.total().time_s or 1.0
-    hint = escape(f"{bar.path or 'whole network'} {kind}: {format_time(bar.time_s)}, {bar.time_s / whole:.1%}")
-    y = _TOP + bar.depth * _ROW
-    label = ""
-    if bar.width > 7 * len(name) + 8:
-        label = _text(bar.left + 4, y + 16, name, size=11)
-    return (
-        f'<g><title>{hint}</title><rect x="{bar.left:.2f}" y="{y}" width="{max(0.3, bar.width):.2f}" '
-        f'height="{_ROW - 1}" fill="{_colour(kind) if bar.leaf else _TRUNK}" stroke="white" stroke-width="0.5"/>'
-        f"{label}</g>"
-    )
+def _memory(profile: Profile, top: float) -> tuple[list[str], float]:
+    """What the memory at the peak is for."""
+    held = profile.memory.at_peak
+    rows = [(f.name.replace("_", " "), getattr(held, f.name)) for f in fields(held) if getattr(held, f.name)]
+    most = max((nbytes for _, nbytes in rows), default=1)
+    beside, room = 130.0, _INSIDE - 130.0 - 80.0
+    out = []
+    for i, (name, nbytes) in enumerate(rows):
+        y = top + 20 * i
+        out.append(text(_SIDE + beside - 8, y + 13, name, "small end"))
+        out.append(rectangle(_SIDE + beside, y, room * nbytes / most, 16, "#87949e", f"{name} {format_bytes(nbytes)}"))
+        out.append(text(_SIDE + beside + room * nbytes / most + 6, y + 13, format_bytes(nbytes), "small"))
+    below = top + 20 * len(rows)
+    unit, words = bytes_unit(most)
+    out += _axis(below, most / unit, f"memory at the peak ({words})", left=_SIDE + beside, room=room)
+    return out, below + 44
 
 
-def _memory(profile: Profile, top: float) -> list[str]:
-    """One bar: the peak by what it is for, against the capacity."""
-    held, capacity = profile.memory.at_peak, profile.device.memory_bytes
-    scale = (_WIDTH - 2 * _SIDE) / max(held.total, capacity, 1)
-    drawn = [
-        f'<rect x="{_SIDE}" y="{top}" width="{capacity * scale:.1f}" height="16" fill="none" stroke="#888"/>',
-    ]
-    left, words = float(_SIDE), []
-    for field, colour in zip(fields(held), _MEMORY, strict=False):
-        size = getattr(held, field.name)
-        if size:
-            name = field.name.replace("_", " ")
-            drawn.append(
-                f'<rect x="{left:.2f}" y="{top}" width="{size * scale:.2f}" height="16" fill="{colour}">'
-                f"<title>{name} {format_bytes(size)}</title></rect>"
-            )
-            words.append(f'<tspan fill="{colour}">■</tspan> {name} {format_bytes(size)}')
-            left += size * scale
-    drawn.append(f'<text x="{_SIDE}" y="{top + 34}" font-size="11">memory at the peak: {"  ".join(words)}</text>')
-    return drawn
+def _axis(top: float, most: float, name: str, *, left: float = _SIDE, room: float = _INSIDE) -> list[str]:
+    """A line with numbers; of seconds if the name has no unit."""
+    if "(" not in name:
+        unit, words = time_unit(most)
+        most, name = most / unit, f"{name} ({words})"
+    span = Span(0.0, most, name)
+    out = [line(left, top, left + room, top, "axis"), text(left + room / 2, top + 33, name, "middle")]
+    for value in span.ticks(8):
+        px = left + room * span.share(value)
+        out += [line(px, top, px, top + 4, "axis"), text(px, top + 17, f"{value:g}", "tick middle")]
+    return out
 
 
-def _colour(kind: str) -> str:
-    word = kind.lower()
-    if "relu" in word or "gelu" in word or "silu" in word or "swish" in word or "sigmoid" in word:
-        return _COLOURS["act"]
-    if "entropy" in word or "loss" in word:
-        return _COLOURS["loss"]
-    return next((colour for name, colour in _COLOURS.items() if name in word), _GREY)
+def _label(left: float, top: float, width: float, *choices: str) -> list[str]:
+    """The longest of several texts that fits into a bar."""
+    fitting = [words for words in choices if WIDE * SMALL * len(words) + 6 <= width]
+    return [text(left + 4, top + 16, fitting[0], "small")] if fitting else []
 
 
-def _text(x: float, y: float, words: str, *, size: int, bold: bool = False) -> str:
-    weight = ' font-weight="600"' if bold else ""
-    return f'<text x="{x:.1f}" y="{y}" font-size="{size}"{weight} fill="#222">{escape(words)}</text>'
+def _kind(type_: str) -> str:
+    word = type_.lower()
+    return next((kind for part, kind in _WORDS.items() if part in word), "other")

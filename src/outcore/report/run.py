@@ -17,10 +17,14 @@ from typing import Any
 from outcore.errors import OutcoreError
 from outcore.graph.graph import Graph
 from outcore.report.bundle import FORMAT, bundle
+from outcore.report.evaluation import evaluate
+from outcore.report.evaluation_svg import confusion_svg, curves_svg
 
 __all__ = ["read_run", "run_bundle", "thin"]
 
 MOST_POINTS = 600
+SHOWN_SLIDES = 12
+"""Slides that are shown with a picture."""
 
 
 def run_bundle(folder: Path) -> dict[str, Any]:
@@ -53,7 +57,34 @@ def read_run(folder: Path) -> dict[str, Any]:
         "plan": json.loads(plan.read_text()) if plan.is_file() else None,
         "config": config.read_text() if config.is_file() else "",
         "timeline": timeline.read_text() if timeline.is_file() else None,
+        "evaluation": _evaluation(folder, facts.get("classes") or ()),
     }
+
+
+def _evaluation(folder: Path, classes: Sequence[str]) -> dict[str, Any] | None:
+    """How well the best epoch does, with its pictures; None where nothing was said about single examples."""
+    if not (folder / "predictions.csv").is_file() or (found := evaluate(folder / "predictions.csv", classes)) is None:
+        return None
+    wrong = [e for e in found.examples if not e["right"]][:SHOWN_SLIDES]
+    return found.to_json() | {
+        "thumbnails": {e["example"]: small for e in wrong if (small := _thumbnail(folder, e["example"])) is not None},
+        "pictures": {
+            "confusion": confusion_svg(found),
+            "roc": curves_svg(found.roc, kind="roc"),
+            "precision and recall": curves_svg(found.precision_recall, kind="pr"),
+        },
+    }
+
+
+def _thumbnail(folder: Path, example: str) -> str | None:
+    """A slide that is still where it was, seen from here or from beside the run."""
+    places = (Path(example), folder / example, folder.parent / example, folder.parent.parent / example)
+    path = next((p for p in places if p.is_file()), None)
+    if path is None:
+        return None
+    from outcore.report.thumbnails import thumbnail
+
+    return thumbnail(path)
 
 
 def thin(x: Sequence[float], y: Sequence[float | None], most: int = MOST_POINTS) -> list[int]:

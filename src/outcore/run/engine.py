@@ -37,6 +37,7 @@ from outcore.run.intake import Intake
 from outcore.run.learning import check_optimizer
 from outcore.run.loader import Loader
 from outcore.run.measured import Comparison, gather
+from outcore.run.own_plan import own_plan
 from outcore.run.parking import Parking
 from outcore.run.part import Execute, Part
 from outcore.run.policies import UnderPolicies
@@ -75,7 +76,8 @@ class Engine:
 
     Args:
         source: a job, or a module, which is then trained in place.
-        plan: a plan or the path of one; on one rank it may be left out.
+        plan: a plan or the path of one; if left out, several ranks make one (`outcore.plan`), in which each is given
+            a batch of its own where the network fits.
         loss: ``loss(output, target)``; the job's own if not given.
         optimizer: makes the optimizer from parameters (or groups of them); the job's own if not given. Without any, the
             engine computes gradients and leaves them in ``parameter.grad``.
@@ -140,11 +142,14 @@ class Engine:
             self.device = choose_device(device, self.world.local_rank)
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)
+            given = Plan.load(plan) if isinstance(plan, str | Path) else plan
+            if given is None and self.world.size > 1:
+                given = own_plan(self.world, source, example)
             self.assembly = Assembly(
                 self.world,
                 self.device,
                 source,
-                Plan.load(plan) if isinstance(plan, str | Path) else plan,
+                given,
                 example=example,
                 program=program,
                 autocast=autocast,

@@ -102,14 +102,19 @@ class StreamPlan:
         more = {"keep": list(self.keep), "on_host": self.on_host, "rest": dict(self.rest)}
         return said | {name: value for name, value in more.items() if value}
 
-    def __str__(self) -> str:
+    @property
+    def words(self) -> str:
+        """What is streamed, and in which tiles."""
         where = "the whole local part" if self.boundary is None else f"up to {', '.join(self.boundary)}"
         size = " x ".join(map(str, self.tile))
         kept = f", {len(self.keep)} maps kept{' on the host' if self.on_host else ''}" if self.keep else ""
         return (
             f"stream {where} in {self.tiles} tiles of {size} px ({self.overlap:.2f}x the numbers), forward passes: "
-            f"{self.passes}{kept}, predicted peak {format_bytes(self.peak_bytes)}"
+            f"{self.passes}{kept}"
         )
+
+    def __str__(self) -> str:
+        return f"{self.words}, predicted peak {format_bytes(self.peak_bytes)}"
 
 
 def how_of(document: Mapping[str, Any]) -> dict[str, Any]:

@@ -81,7 +81,7 @@ class StreamedStep:
         lines = [
             f"peak {format_bytes(self.peak_bytes)} ({self.peak_bytes / max(1, self.plain_bytes):.2g} of plain "
             f"{format_bytes(self.plain_bytes)}){times} (predicted)",
-            f"  {plan}",
+            f"  {plan.words}",
             "  sums over tiles come in another order: gradients are those of plain training up to rounding "
             "(reassociated), not bit for bit",
         ]

@@ -12,6 +12,7 @@ import contextlib
 import os
 import random
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -41,7 +42,7 @@ from outcore.train.runner import Runner, default_loss
 from outcore.train.schedules import make_schedule
 from outcore.train.start import forecast, start_table
 from outcore.train.stopping import Wish, listening
-from outcore.train.supply import Supply, find_supply
+from outcore.train.supply import Supply, find_supply, with_batch
 
 __all__ = ["train"]
 
@@ -66,6 +67,7 @@ def _launch(config: Config, console: Console) -> int:
     """Start the ranks; what is wrong with the job or its tables is said once, before there are any."""
     folder = RunFolder(Path(config.out))
     job = Job.load(config.job, inputs=config.input, arguments=config.arguments)
+    config = _with_batch(config, job, folder, config.plan.ranks, console)
     if config.data.train is not None:
         find_supply(config, job)
     with owning(folder.path):
@@ -75,21 +77,33 @@ def _launch(config: Config, console: Console) -> int:
 def _train(config: Config, console: Console, wish: Wish) -> int:
     folder = RunFolder(Path(config.out))
     job = Job.load(config.job, inputs=config.input, arguments=config.arguments)
+    identity = identify(os.environ)
+    config = _with_batch(config, job, folder, identity.size if identity is not None else 1, console)
     supply = find_supply(config, job)
     _seed(config)
-    first = supply.first(config, job)
+    first, apart = _first(supply, config, job, identity.size if identity is not None else 1)
     with owning(folder.path, beside=launcher_pid()) if first_rank() else contextlib.nullcontext():
-        return _train_in(folder, config, console, wish, job, supply, first) if begin(folder, config, console) else 0
+        if not begin(folder, config, console):
+            return 0
+        return _train_in(folder, config, console, wish, job, supply, first, apart=apart)
 
 
 def _train_in(
-    folder: RunFolder, config: Config, console: Console, wish: Wish, job: Job, supply: Supply, first: MicroBatch
+    folder: RunFolder,
+    config: Config,
+    console: Console,
+    wish: Wish,
+    job: Job,
+    supply: Supply,
+    first: MicroBatch,
+    *,
+    apart: bool,
 ) -> int:
     """Train in a folder that is this run's."""
     with console.status("planning") if first_rank() else contextlib.nullcontext():
         expected = forecast(job, first.inputs, config)
         supply.check_labels(expected.graph)
-        runner, expected = build_runner(config, job, expected, first, folder)
+        runner, expected = build_runner(config, job, expected, first, folder, apart=apart)
     feed, validation = supply.feeds(
         config, job, lazy=runner.lazy, replica=runner.replica, whole_steps=runner.whole_steps
     )
@@ -129,6 +143,27 @@ def _train_in(
         write_beginning(loop, expected)
         folder.note(classes=list(supply.classes))
     return _run(loop, supply, console)
+
+
+def _first(supply: Supply, config: Config, job: Job, ranks: int) -> tuple[MicroBatch, bool]:
+    """The first micro-batch, and whether every rank has a slide of its own instead of a share of a batch.
+
+    Whole slides differ in size, if not the first two then the next, and cannot be put together.
+    """
+    whole = config.data.train is not None and config.data.crop is None and config.data.resize is None
+    asked = config.plan.file is not None or config.plan.schedule is not None or config.data.on_bad == "skip"
+    if ranks > 1 and supply.batch == ranks and whole and not asked:
+        return replace(supply, batch=1).first(config, job), True
+    return supply.first(config, job), False
+
+
+def _with_batch(config: Config, job: Job, folder: RunFolder, ranks: int, console: Console) -> Config:
+    """The settings with a batch that the ranks can share; said where it was not told."""
+    made = with_batch(config, job, folder, ranks)
+    if made.train.batch != config.train.batch and not folder.begun and first_rank():
+        said = f"a step trains on {made.train.batch} examples, one for each rank; --batch sets another number"
+        console.print(said, highlight=False)
+    return made
 
 
 def begin(folder: RunFolder, config: Config, console: Console) -> bool:

@@ -76,6 +76,8 @@ class PlanConfig:
     """A plan written before, by `outcore plan -o` or by hand."""
     schedule: str | None = None
     """Only plans of this schedule (model_parallel, gpipe, 1f1b, gems); the fastest when not given."""
+    batch_norm: Literal["micro_batch", "deferred", "synchronised"] | None = None
+    """What batch norms see on several ranks: a micro-batch (statistics move with each, or once), or all images."""
     tile: int | None = None
     """Side of the tiles in which the early part of the network runs; chosen by the budget when not given."""
     statistics: bool = False
@@ -91,7 +93,7 @@ class TrainConfig:
     steps: int | None = None
     """Steps of an epoch; needed where the job makes its own batches, else all of the data."""
     batch: int | None = None
-    """Examples of a batch; the job's own size when not given, 1 for slides."""
+    """Examples of a batch; when not given the job's own size, 1 for slides, and at least one for each rank."""
     accumulate: int = 1
     """Batches whose gradients are added up for a step."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from outcore.data import ArraySource, Batch, DataError, Source
 from outcore.job import Job
+from outcore.run import batch as batches
 from outcore.train.examples import Examples, generator
 
 __all__ = ["Feed", "JobFeed", "MicroBatch", "Steps"]
@@ -154,7 +155,11 @@ class Feed:
 
 @dataclass(frozen=True)
 class JobFeed:
-    """Batches that the job makes itself; each from a seed of its own, so any of them can be made again."""
+    """Batches that the job makes itself; each from a seed of its own, so any of them can be made again.
+
+    Every replica makes the whole batch and takes its own rows, so that a step trains on the same samples on any number
+    of ranks.
+    """
 
     job: Job
     batch: int
@@ -174,9 +179,13 @@ class JobFeed:
 
     def _made(self, epoch: int, number: int) -> MicroBatch:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(generator(self.seed, epoch, number, self.replica[0]).initial_seed())
-            inputs, targets = self.job.batch(self.batch)
-        return MicroBatch(inputs, targets, tuple(f"batch {number}" for _ in range(self.batch)))
+            torch.manual_seed(generator(self.seed, epoch, number, 0).initial_seed())
+            made = self.job.batch(self.batch)
+        mine, all_of_them = self.replica
+        if all_of_them > 1:
+            count = batches.rows(made[0])
+            made = batches.cut(made, count, batches.parts(count, all_of_them))[mine]
+        return MicroBatch(*made, tuple(f"batch {number}" for _ in range(batches.rows(made[0]))))
 
 
 def _stacked(targets: list[Any], names: list[str]) -> Any:

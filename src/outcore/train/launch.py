@@ -12,6 +12,7 @@ ranks save and leave (`outcore.run.parent`).
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -23,11 +24,19 @@ from typing import Any
 from outcore.run.launch import rank_variables
 from outcore.run.rendezvous import StoreServer, new_secret
 
-__all__ = ["launch"]
+__all__ = ["COMMAND", "command_variable", "launch"]
+
+COMMAND = "OUTCORE_COMMAND"
+"""The variable in which ranks find the command that was typed."""
 
 _GRACE_S = 20.0
 _LOOK_S = 0.05
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+
+
+def command_variable() -> dict[str, str]:
+    """The command that was typed, for the ranks."""
+    return {COMMAND: os.environ.get(COMMAND) or shlex.join(["outcore", *sys.argv[1:]])}
 
 
 def launch(config: Path, ranks: int) -> int:
@@ -46,7 +55,7 @@ def launch(config: Path, ranks: int) -> int:
     before = {number: signal.signal(number, pass_on) for number in handled}
     try:
         for rank in range(ranks):
-            environment = {**os.environ, **rank_variables(rank, ranks, store, secret)}
+            environment = {**os.environ, **rank_variables(rank, ranks, store, secret), **command_variable()}
             processes.append(subprocess.Popen(command, env=environment, process_group=0))
         return _wait(processes, store)
     finally:

@@ -27,6 +27,7 @@ from outcore.train.feed import Feed, JobFeed, MicroBatch
 from outcore.train.journal import Journal
 from outcore.train.metrics import make_metrics
 from outcore.train.position import Position
+from outcore.train.predictions import Predictions
 from outcore.train.progress import Show
 from outcore.train.run_folder import RunFolder
 from outcore.train.runner import Outcome, Runner
@@ -70,6 +71,10 @@ class Loop:
     timeline: Timeline | None = None
     """Of the last step of the last epoch."""
     _times: list[float] = field(default_factory=list)
+    _examples: int = 0
+    """Of the steps made in this process."""
+    _predictions: Predictions = field(default_factory=Predictions)
+    """Of the last validation."""
     _relieved: bool = False
     _bookkeeping_s: float = 0.0
     """Logs, the bar and checks, of all steps."""
@@ -137,6 +142,7 @@ class Loop:
             "steps": len(self._times),
             "first_step_s": self._times[0] if self._times else None,
             "step_s": times[len(times) // 2] if times else None,
+            "examples_per_s": self._examples / len(self._times) / times[len(times) // 2] if times else None,
             "peak_bytes": self.runner.peak_bytes(),
             "bookkeeping_s": self._bookkeeping_s / max(1, len(self._times)),
         }
@@ -189,6 +195,7 @@ class Loop:
         if not outcome.updated or not math.isfinite(outcome.loss):
             self._not_finite(outcome, micro_batches)
         where.add(outcome.loss, examples, time_s)
+        self._examples += examples
         self._times.append(time_s)
         if self.journal is not None:
             self.journal.add_step(row)
@@ -258,12 +265,21 @@ class Loop:
         self.show.say(said + (f"  validation: {shown}{'  (best)' if better else ''}" if figures else ""))
         if better:
             self.save(best=True)
+            if self.journal is not None:
+                self._write_predictions()
         self.save()
+
+    def _write_predictions(self) -> None:
+        """The table of the best epoch; a disk that is full ends no run."""
+        try:
+            self._predictions.write(self.folder.predictions)
+        except OSError as error:
+            self.show.say(f"warning: {self.folder.predictions}: {error.strerror}; training goes on without it")
 
     def _validate(self) -> dict[str, float]:
         if self.validation is None:
             return {}
-        metrics = make_metrics(self.metrics)
+        metrics, self._predictions = make_metrics(self.metrics), Predictions()
         total, examples = 0.0, 0
         with contextlib.closing(self.validation.epoch(0)) as steps:
             for micro_batch in (m for micro_batches in steps for m in micro_batches):
@@ -271,6 +287,7 @@ class Loop:
                 total += loss * micro_batch.examples
                 examples += micro_batch.examples
                 if output is not None:
+                    self._predictions.add(micro_batch.names, output, micro_batch.targets)
                     for metric in metrics.values():
                         metric.add(output.float().cpu(), micro_batch.targets.cpu())
         found = {"validation_loss": total / examples if examples else float("nan")}

@@ -5,6 +5,7 @@
            steps.csv        one row for each step
            epochs.csv       one row for each epoch, with the validation
            plan.json        the plan, where there is one
+           predictions.csv  what the best epoch said about every example of the validation
            bad.csv          slides that were skipped, and why
            checkpoints/     last and best
            report.html      all of it as a page
@@ -93,6 +94,11 @@ class RunFolder:
         return self.path / "checkpoints" / "best"
 
     @property
+    def predictions(self) -> Path:
+        """A row for each example of the validation."""
+        return self.path / "predictions.csv"
+
+    @property
     def report(self) -> Path:
         """The page."""
         return self.path / "report.html"
@@ -102,13 +108,18 @@ class RunFolder:
         """The plan."""
         return self.path / "plan.json"
 
+    @property
+    def begun(self) -> bool:
+        """Whether a run made a step in it."""
+        return self.steps.exists() or self.last.exists()
+
     def open(self, config: Config) -> bool:
         """Make or enter the folder; returns whether a run was begun in it before: whether it made a step.
 
         Raises:
             TrainError: the folder holds another run, or one that must not be continued.
         """
-        begun = self.steps.exists() or self.last.exists()
+        begun = self.begun
         before = Config.load(self.config) if self.config.exists() else None
         if before is None and self.path.exists() and any(not self._is_ours(p) for p in self.path.iterdir()):
             raise TrainError(f"{self.path} is a folder with other files in it; say another --out")

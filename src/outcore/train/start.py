@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from outcore.cost.estimate import estimate
+from outcore.cost.estimate import estimate, estimate_optimizer
 from outcore.cost.memory import memory_curve
 from outcore.cost.step import predict_step
 from outcore.errors import OutcoreError
 from outcore.graph import Graph, capture
 from outcore.job import Job
 from outcore.machine import Device, format_bytes, format_time, rated, remembered
+from outcore.machine.units import counted
 from outcore.report.run import thin
 from outcore.run.setup import choose_device
 from outcore.train.config import Config
@@ -80,7 +81,8 @@ def forecast(job: Job, inputs: Any, config: Config) -> Forecast:
     try:
         graph = _record(job, given, config.train.precision)
         costs = estimate(graph, device)
-        step = predict_step(graph, costs)
+        timing = estimate_optimizer(costs, device, job.optimizer) if job.optimizer is not None else None
+        step = predict_step(graph, costs, optimizer=timing)
         make = job.optimizer if job.optimizer is not None else 2.0
         curve = memory_curve(graph, costs, optimizer=make)
     except OutcoreError as error:
@@ -130,7 +132,8 @@ def start_table(config: Config, job: Job, found: Forecast, *, steps: int, exampl
     table.add_row("train", f"{job.name} on {found.device}")
     table.add_row("network", f"{found.parameters:,} parameters, input {shapes}, {config.train.precision}")
     batches = f"batch {batch}" + (f" x {config.train.accumulate}" if config.train.accumulate > 1 else "")
-    table.add_row("data", f"{examples:,} examples, {steps:,} steps an epoch, {config.train.epochs} epochs, {batches}")
+    length = f"{counted(steps, 'step')} an epoch, {counted(config.train.epochs, 'epoch')}"
+    table.add_row("data", f"{counted(examples, 'example')}, {length}, {batches}")
     if found.peak_bytes is not None and found.capacity_bytes is not None:
         table.add_row(
             "plain step", f"{duration(found.step_s)}, {format_bytes(found.peak_bytes)} at its peak (estimated)"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from outcore.data import DamagedTile, SlideTable
@@ -13,8 +13,9 @@ from outcore.job import Job
 from outcore.train.config import Config
 from outcore.train.examples import OwnExamples, SlideExamples, find_tables
 from outcore.train.feed import Feed, JobFeed, MicroBatch
+from outcore.train.run_folder import RunFolder
 
-__all__ = ["Supply", "find_supply"]
+__all__ = ["Supply", "find_supply", "with_batch"]
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class Supply:
         )
         if self.validation is None:
             return feed, None
+        # Every replica validates on all of it, with as many at a time as it trains on: slides may differ in size.
+        common["batch"] = max(1, self.batch // replica[1])
         return feed, Feed(self.validation, training=False, **common)  # type: ignore[arg-type]
 
     def first(self, config: Config, job: Job) -> MicroBatch:
@@ -101,6 +104,20 @@ class Supply:
     def _tables(self) -> list[SlideTable]:
         examples = [e for e in (self.train, self.validation) if isinstance(e, SlideExamples)]
         return list({id(e.table): e.table for e in examples}.values())
+
+
+def with_batch(config: Config, job: Job, folder: RunFolder, ranks: int) -> Config:
+    """The settings with the batch of a step, where several ranks share it and nobody said how large it is.
+
+    A batch that is smaller than the number of ranks cannot be shared, so every rank gets an example. A run that goes on
+    has the batch it began with, on however many ranks.
+    """
+    if config.train.batch is not None or config.plan.file is not None:
+        return config
+    if folder.begun and folder.config.exists():
+        return replace(config, train=replace(config.train, batch=Config.load(folder.config).train.batch))
+    own = 1 if config.data.train is not None else job.size
+    return replace(config, train=replace(config.train, batch=ranks)) if own < ranks else config
 
 
 def find_supply(config: Config, job: Job) -> Supply:

@@ -69,7 +69,8 @@ def plan_stream(model: nn.Module, job: Job, config: Config, expected: Forecast, 
             raise PlanError(said) from None
         share = computed_share(inputs, graph, found)
     step_s = found.time_s * share + found.passes * found.tiles * _FOUND_S
-    said = str(found)
+    # The peak that is said is the one that is planned: with the optimizer's state, as the budget counts it.
+    said = f"{found.words}, predicted peak {format_bytes(found.peak_bytes + state)}"
     if share < 1:
         said += f", about {100 * share:.0f} % of it tissue"
     recorded = expected.graph if expected.graph is not None else graph

@@ -12,11 +12,13 @@ function showRun(panel, bundle) {
   charts.className = "charts";
   charts.append(...runCharts(run).filter(Boolean));
   if (charts.children.length) page.append(section("Curves", charts));
+  if (run.evaluation) page.append(...evaluation(run.evaluation, run.class_counts || {}));
   page.append(section("Predicted beside measured", comparison(run)));
   if (run.timeline) page.append(section("The last step, rank by rank", timelinePicture(run.timeline)));
   if (run.forecast && run.forecast.decisions.length) page.append(section("Decisions", pairs(run.forecast.decisions)));
   if (run.plan) page.append(section("Plan", folded("plan.json", JSON.stringify(run.plan, null, 1))));
   page.append(section("Settings", folded("config.yaml", run.config)));
+  if (run.commands) page.append(section("Commands", html("pre", run.commands.join("\n"))));
   if (run.environment) page.append(section("Environment", pairs(Object.entries(run.environment).filter(([, v]) => v))));
 }
 
@@ -33,6 +35,7 @@ function headline(run) {
   tile("steps", number(where.step || 0), `${number(where.epoch || 0)} epochs, ${number(where.examples || 0)} examples`);
   if (where.best !== null && where.best !== undefined) tile(`best ${run.watch || "loss"}`, shortNumber(where.best), `epoch ${where.best_epoch + 1}`);
   if (measured.step_s) tile("step", timeText(measured.step_s), "median, measured");
+  if (measured.examples_per_s) tile("throughput", shortNumber(measured.examples_per_s), "examples/s, by the median step");
   if (measured.peak_bytes) tile("peak memory", bytesText(measured.peak_bytes), budget ? `of ${bytesText(budget)} allowed` : "measured");
   return tiles;
 }
@@ -78,6 +81,47 @@ function memoryChart(run) {
   return [lineChart({ title: "Memory through a plain step", xTitle: "call", format: bytesText, zero: true, lines, series })];
 }
 
+/** How well the best epoch does: pictures, classes, worst examples, and all of them. */
+function evaluation(found, trained) {
+  const pictures = html("div");
+  pictures.className = "pictures";
+  for (const [name, svg] of Object.entries(found.pictures)) pictures.append(picture(svg, name));
+  const interval = ([v, low, high]) => v === null ? "–" : `${v.toFixed(2)} (${low.toFixed(2)} to ${high.toFixed(2)})`;
+  const areas = new Map(found.areas.map((row) => [row.class, row]));
+  const classes = grid(["class", "trained on", "validated on", "found", "ROC area", "average precision"], found.classes.map((name, i) => {
+    const row = areas.get(name), right = found.confusion[i][i];
+    return [name, String(i) in trained ? number(trained[i]) : "–", number(found.counts[i]), number(right), row ? interval(row.roc) : "–", row ? interval(row.pr) : "–"];
+  }));
+  const line = (e) => [e.example, e.label, e.predicted, e.right ? "" : "wrong", e.probability.toFixed(3)];
+  const head = ["example", "true", "said", "", "p(true)"];
+  const worst = found.examples.filter((e) => !e.right).slice(0, 12);
+  const all = html("details", html("summary", `all ${number(found.examples.length)} examples, the worst first`), grid(head, found.examples.slice(0, 2000).map(line)));
+  return [
+    section("Validation, best epoch", pictures, classes),
+    section("Worst examples", thumbnails(found.thumbnails || {}, worst), worst.length ? grid(head, worst.map(line)) : html("p", "all were right"), all),
+  ];
+}
+
+/** Slides that were taken for something else, as small pictures. */
+function thumbnails(images, worst) {
+  const row = html("div");
+  row.className = "pictures";
+  for (const e of worst.filter((w) => images[w.example])) {
+    const image = html("img");
+    image.src = images[e.example];
+    image.alt = e.example;
+    const name = e.example.split("/").pop();
+    row.append(html("figure", image, html("figcaption", name, html("br"), `${e.label}, taken for ${e.predicted}`)));
+  }
+  return row;
+}
+
+function grid(head, rows) {
+  const table = html("table", html("tr", ...head.map((t) => html("th", t))));
+  for (const row of rows) table.append(html("tr", ...row.map((t, i) => html(i ? "td" : "th", t))));
+  return table;
+}
+
 function comparison(run) {
   const table = html("table"), head = html("tr", ...["", "plain, predicted", "planned", "measured", "measured / predicted"].map((t) => html("th", t)));
   const forecast = run.forecast || {}, measured = run.measured || {};
@@ -92,11 +136,15 @@ function comparison(run) {
   return html("div", table, ...notes);
 }
 
-/** A drawing as an image: nothing in it can run. */
 function timelinePicture(svg) {
+  return picture(svg, "Forward and backward passes, transfers and waiting of every rank over time");
+}
+
+/** A drawing as an image: nothing in it can run. */
+function picture(svg, words) {
   const image = html("img");
   image.src = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(svg)}`;
-  image.alt = "Forward and backward passes, transfers and waiting of every rank over time";
+  image.alt = words;
   image.className = "timeline";
   return image;
 }

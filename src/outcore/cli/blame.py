@@ -1,0 +1,70 @@
+"""What a message leaves out when a job's own code fails: the block it failed in, and the line that mends an install.
+
+torch says which shapes did not match, and a traceback says on which line; the name of the block, as `outcore graph`
+shows it, is in neither. It is read from the frames of the traceback: the outermost module is the model, the innermost
+is where it happened. A torchvision built for another torch fails with a sentence about a missing operator.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["block_of", "hints", "matching_torchvision"]
+
+
+def hints(error: BaseException) -> list[str]:
+    """What may be said beside an error's own words, a line each."""
+    found = []
+    if block := block_of(error):
+        found.append(f"it happened in block {block}")
+    words = " ".join(str(e) for e in _chain(error))
+    if re.search(r"torchvision::\w+|torchvision.*undefined symbol", words):
+        import torch
+
+        found.append(
+            f"the torchvision that is installed was not made for torch {torch.__version__}; type: pip install "
+            f"'torchvision=={matching_torchvision(torch.__version__)}'"
+        )
+    return found
+
+
+def block_of(error: BaseException) -> str:
+    """The innermost block of the user's model in which an error was raised, with its type; empty if in none."""
+    from torch import nn
+
+    for one in _chain(error):
+        modules: list[nn.Module] = []
+        frames = one.__traceback__
+        while frames is not None:
+            owner = frames.tb_frame.f_locals.get("self")
+            if isinstance(owner, nn.Module) and not type(owner).__module__.startswith("outcore."):
+                modules.append(owner)
+            frames = frames.tb_next
+        if modules and (path := _path(modules[0], modules[-1])):
+            return f"{path} ({type(modules[-1]).__name__})"
+    return ""
+
+
+def matching_torchvision(torch_version: str) -> str:
+    """The torchvision that belongs to a torch.
+
+    >>> matching_torchvision("2.13.0+cpu"), matching_torchvision("2.0.1")
+    ('0.28.*', '0.15.*')
+    """
+    return f"0.{int(torch_version.split('.')[1]) + 15}.*"
+
+
+def _path(model: nn.Module, inner: nn.Module) -> str:
+    return next((name for name, module in model.named_modules() if module is inner), "")
+
+
+def _chain(error: BaseException | None) -> list[Any]:
+    found: list[BaseException] = []
+    while error is not None and error not in found:
+        found.append(error)
+        error = error.__cause__ or error.__context__
+    return found

@@ -1,0 +1,174 @@
+"""How well a run's network does, from its table of predictions: per class, per slide, with intervals.
+
+Everything is computed from ``predictions.csv`` alone, so it can be computed again by anybody. Intervals are of 95 %, by
+drawing the examples again with replacement (Efron 1979), 1,000 times, with a fixed seed: they say how much the figures
+would change with other slides of the same kind, and are wide for few slides, as they should be. Of two classes the
+second is the positive one; of more, each is taken against all others.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Curve", "Evaluation", "evaluate"]
+
+_DRAWS = 1000
+_GRID = np.linspace(0.0, 1.0, 101)
+Array = Any
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A curve over a grid of x, its area, and the intervals of both."""
+
+    name: str
+    y: tuple[float, ...]
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+    area: float
+    area_low: float
+    area_high: float
+
+    @property
+    def interval(self) -> list[float | None]:
+        """The area and the ends of its interval; None where a class is missing."""
+        return [None if np.isnan(v) else v for v in (self.area, self.area_low, self.area_high)]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The figures of one validation."""
+
+    classes: tuple[str, ...]
+    counts: tuple[int, ...]
+    """Examples of each class."""
+    confusion: tuple[tuple[int, ...], ...]
+    """Rows are true classes, columns what was said."""
+    accuracy: float
+    accuracy_low: float
+    accuracy_high: float
+    roc: tuple[Curve, ...]
+    precision_recall: tuple[Curve, ...]
+    examples: tuple[dict[str, Any], ...]
+    """All examples, those with the largest loss first."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, without the curves."""
+        areas = [
+            {"class": r.name, "roc": r.interval, "pr": p.interval}
+            for r, p in zip(self.roc, self.precision_recall, strict=True)
+        ]
+        return {
+            "classes": list(self.classes),
+            "counts": list(self.counts),
+            "confusion": [list(row) for row in self.confusion],
+            "accuracy": [self.accuracy, self.accuracy_low, self.accuracy_high],
+            "areas": areas,
+            "examples": list(self.examples),
+        }
+
+
+def evaluate(path: Path, classes: Sequence[str] = ()) -> Evaluation | None:
+    """The figures of a table of predictions; None if it holds none.
+
+    Args:
+        path: ``predictions.csv`` of a run.
+        classes: their names; numbers if not told.
+    """
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    if not rows:
+        return None
+    scores = np.array([[float(v) for k, v in row.items() if k[0] == "p" and k[1:].isdigit()] for row in rows])
+    labels, said = (np.array([int(row[name]) for row in rows]) for name in ("label", "predicted"))
+    count = scores.shape[1]
+    names = tuple(classes[i] if i < len(classes) else f"class {i}" for i in range(count))
+    confusion = np.zeros((count, count), dtype=int)
+    np.add.at(confusion, (labels, said), 1)
+    draws = np.random.default_rng(0).integers(0, len(rows), (_DRAWS if len(rows) <= 5000 else 100, len(rows)))
+    right = (labels == said).astype(float)
+    interval = np.quantile(right[draws].mean(1), (0.025, 0.975))
+    positives = [1] if count == 2 else range(count)
+    both = [_curves(names[k], scores[:, k], labels == k, draws) for k in positives]
+    order = np.argsort([-_loss(row) for row in rows], kind="stable")
+    return Evaluation(
+        names,
+        tuple(int(n) for n in np.bincount(labels, minlength=count)),
+        tuple(tuple(int(n) for n in row) for row in confusion),
+        float(right.mean()),
+        float(interval[0]),
+        float(interval[1]),
+        tuple(roc for roc, _ in both),
+        tuple(recall for _, recall in both),
+        tuple(_example(rows[i], scores[i], names) for i in order),
+    )
+
+
+def _example(row: dict[str, str], scores: Array, names: Sequence[str]) -> dict[str, Any]:
+    label, said = int(row["label"]), int(row["predicted"])
+    return {
+        "example": row["example"],
+        "label": names[label],
+        "predicted": names[said],
+        "right": label == said,
+        "probability": float(scores[label]),
+        "loss": _loss(row),
+    }
+
+
+def _loss(row: dict[str, str]) -> float:
+    return float(row["loss"] or 0.0)
+
+
+def _curves(name: str, scores: Array, positive: Array, draws: Array) -> tuple[Curve, Curve]:
+    """ROC and precision against recall, with the intervals of both."""
+    roc, recall = _roc(scores, positive), _precision_recall(scores, positive)
+    again = [(_roc(scores[d], positive[d]), _precision_recall(scores[d], positive[d])) for d in draws]
+    return _banded(name, roc, [a for a, _ in again]), _banded(name, recall, [b for _, b in again])
+
+
+def _banded(name: str, found: tuple[Array, float], drawn: Sequence[tuple[Array, float]]) -> Curve:
+    y, area = found
+    lines = np.array([line for line, a in drawn if not np.isnan(a)] or [y])
+    areas = np.array([a for _, a in drawn if not np.isnan(a)] or [area])
+    low, high = np.quantile(lines, (0.025, 0.975), axis=0)
+    ends = np.quantile(areas, (0.025, 0.975))
+    middle, below, above = (tuple(map(float, line)) for line in (y, low, high))
+    return Curve(name, middle, below, above, area, float(ends[0]), float(ends[1]))
+
+
+def _steps(scores: Array, positive: Array) -> tuple[Array, Array]:
+    """True and false positives at every threshold, from the highest score down; equal scores are one threshold."""
+    order = np.argsort(-scores, kind="stable")
+    ends = np.flatnonzero(np.diff(scores[order], append=-np.inf))
+    return np.cumsum(positive[order])[ends], np.cumsum(~positive[order])[ends]
+
+
+def _roc(scores: Array, positive: Array) -> tuple[Array, float]:
+    """The true positive rate over a grid of false positive rates, and the area; NaN where a class is missing."""
+    true, false = _steps(scores, positive)
+    if not true[-1] or not false[-1]:
+        return np.full(len(_GRID), np.nan), float("nan")
+    x, y = np.concatenate([[0.0], false / false[-1]]), np.concatenate([[0.0], true / true[-1]])
+    area = float(np.sum(np.diff(x) * (y[1:] + y[:-1]) / 2))
+    # At a jump, the upper end: what the network reaches without more false positives.
+    upper = np.array([y[np.searchsorted(x, g, side="right") - 1] for g in _GRID])
+    return upper, area
+
+
+def _precision_recall(scores: Array, positive: Array) -> tuple[Array, float]:
+    """Precision over a grid of recalls (the best at that recall or more), and the average precision."""
+    true, false = _steps(scores, positive)
+    if not true[-1]:
+        return np.full(len(_GRID), np.nan), float("nan")
+    recall, precision = true / true[-1], true / (true + false)
+    area = float(np.sum(np.diff(recall, prepend=0.0) * precision))
+    best = np.maximum.accumulate(precision[::-1])[::-1]
+    at = np.minimum(np.searchsorted(recall, _GRID - 1e-12), len(recall) - 1)
+    return best[at], area

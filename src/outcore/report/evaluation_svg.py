@@ -1,0 +1,67 @@
+"""ROC, precision against recall, and the confusion matrix as pictures for a paper."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from outcore.figure import COLOURS, Axes, Span, document, legend, line, rectangle, text
+from outcore.report.evaluation import Curve, Evaluation
+from outcore.report.label import text_width
+from outcore.report.shading import mixed
+
+__all__ = ["confusion_svg", "curves_svg"]
+
+_SIDE, _LEFT, _TOP, _RIGHT = 320.0, 66.0, 36.0, 20.0
+_EACH = ("blue", "orange", "green", "vermillion", "purple", "sky")
+
+
+def curves_svg(curves: Sequence[Curve], *, kind: str) -> str:
+    """ROC (``kind="roc"``) or precision against recall, a line for each class with its interval behind it."""
+    roc = kind == "roc"
+    x, y = ("false positive rate", "true positive rate") if roc else ("recall", "precision")
+    axes = Axes(_LEFT, _TOP, _SIDE, _SIDE, Span(0.0, 1.0, x), Span(0.0, 1.0, y))
+    title = "ROC" if roc else "Precision against recall"
+    out = [text(_LEFT, 20, f"{title} (bands: 95 % intervals)", "title"), *axes.drawn()]
+    if roc:
+        out.append(line(*axes.at(0.0, 0.0), *axes.at(1.0, 1.0), "grid"))
+    entries = []
+    shown = [c for c in curves if not math.isnan(c.area)][: len(_EACH)]
+    for curve, colour in zip(shown, _EACH, strict=False):
+        grid = [i / (len(curve.y) - 1) for i in range(len(curve.y))]
+        band = [axes.at(*p) for p in zip(grid, curve.high, strict=True)]
+        band += [axes.at(*p) for p in reversed(list(zip(grid, curve.low, strict=True)))]
+        places = " ".join(f"{px:.1f},{py:.1f}" for px, py in band)
+        out.append(f'<polygon points="{places}" fill="{COLOURS[colour]}" opacity="0.18"/>')
+        out.append(axes.path(zip(grid, curve.y, strict=True), colour))
+        area = "AUC" if roc else "AP"
+        interval = f"{curve.area:.2f} ({curve.area_low:.2f} to {curve.area_high:.2f})"
+        entries.append((colour, f"{curve.name}: {area} {interval}"))
+    drawn, end = legend(entries, _LEFT, _TOP + _SIDE + 60, _SIDE)
+    return document(_LEFT + _SIDE + _RIGHT, end + 6, [*out, *drawn])
+
+
+def confusion_svg(found: Evaluation) -> str:
+    """True classes down, what was said across; shaded by the share of the true class."""
+    cell = 46.0 if len(found.classes) <= 8 else 30.0
+    beside = max(text_width(name, 12) for name in found.classes) + 34
+    top, size = 58.0, cell * len(found.classes)
+    out = [text(12, 20, f"Accuracy {_interval(found)}", "title")]
+    out.append(text(beside + size / 2, 40, "said", "middle"))
+    out.append(f'<g transform="rotate(-90 15 {top + size / 2:.1f})">{text(15, top + size / 2, "true", "middle")}</g>')
+    for i, (name, row, total) in enumerate(zip(found.classes, found.confusion, found.counts, strict=True)):
+        out.append(text(beside - 8, top + cell * (i + 0.5) + 4, name, "small end"))
+        at = beside + cell * (i + 0.5), top + size + 14
+        out.append(f'<g transform="rotate(28 {at[0]:.1f} {at[1]:.1f})">{text(*at, name, "small")}</g>')
+        for j, number in enumerate(row):
+            share = number / total if total else 0.0
+            x, y = beside + cell * j, top + cell * i
+            out.append(rectangle(x, y, cell, cell, mixed(share), f"{name} as {found.classes[j]}: {number}"))
+            words = text(x + cell / 2, y + cell / 2 + 4, str(number), "small middle")
+            out.append(words.replace("<text", '<text style="fill:#ffffff"', 1) if share > 0.55 else words)
+    below = top + size + 24 + 0.5 * beside
+    return document(max(beside + size + beside * 0.6, 300.0), below, out)
+
+
+def _interval(found: Evaluation) -> str:
+    return f"{found.accuracy:.2f} ({found.accuracy_low:.2f} to {found.accuracy_high:.2f})"

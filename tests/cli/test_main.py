@@ -1,0 +1,53 @@
+"""The command itself: what needs no torch does not wait for it, and messages say what can be typed."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+from outcore.cli.main import _FILES, COMMANDS
+from outcore.cli.wording import typed
+from tests.cli.command import outcore_command
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["trian"]])
+def test_what_needs_no_torch_does_not_import_it(arguments: list[str]) -> None:
+    program = (
+        f"import sys\nsys.argv = ['outcore', *{arguments!r}]\nfrom outcore.cli.main import main\n"
+        "try:\n    main()\nfinally:\n    print('torch' in sys.modules, 'numpy' in sys.modules)"
+    )
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert shown.stdout.splitlines()[-1] == "False False", shown.stderr
+
+
+def test_a_mistyped_command_is_answered_with_the_nearest() -> None:
+    shown = outcore_command("trian")
+    assert shown.returncode == 2 and "did you mean train?" in shown.stderr
+    assert "see outcore --help" in outcore_command("zzz").stderr
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_is_there_and_its_help_names_no_type_of_a_flag(name: str) -> None:
+    assert callable(getattr(importlib.import_module(f"outcore.cli.{_FILES.get(name, name)}"), name))
+    shown = outcore_command(name, "--help")
+    assert shown.returncode == 0 and "<bool>" not in shown.stdout and "Usage: outcore" in shown.stdout
+    assert COMMANDS[name]
+
+
+def test_messages_are_in_the_words_of_the_command_line() -> None:
+    for said, wanted in (
+        ('give memory="3MiB" or more', "give --memory 3MiB or more"),
+        ("at least 2.1 MiB (memory_bytes=2202010)", "at least 2.1 MiB (--memory 2202010)"),
+        ("with statistics=True it fits", "with plan.statistics=true (of outcore train) it fits"),
+        ("use batch_norm deferred", "use plan.batch_norm=deferred"),
+    ):
+        assert typed(said) == wanted
+
+
+def test_a_budget_that_is_too_small_names_the_option() -> None:
+    network = ["outcore.models:LeNet", "-i", "4x3x32x32", "--machine", "v100x2"]
+    shown = outcore_command("plan", *network, "--memory", "1KiB")
+    assert shown.returncode == 1 and "--memory" in shown.stderr and "memory_bytes=" not in shown.stderr

@@ -1,0 +1,59 @@
+"""Pictures of profiles and frontiers: axes with units, and colours that mean one thing."""
+
+from __future__ import annotations
+
+import re
+from xml.etree import ElementTree
+
+import torch
+
+import outcore
+from outcore.cost.profile import profile
+from outcore.fusion.curves import draw_curves
+from outcore.fusion.trials import Result
+from outcore.machine import parse
+from outcore.models import UNet
+from outcore.program import Stages, chart, compile_program, simulate
+from outcore.report.profile_svg import profile_svg
+
+
+def words(picture: str) -> list[str]:
+    return [e.text or "" for e in ElementTree.fromstring(picture).iter() if e.tag.endswith("text")]
+
+
+def swatches(picture: str) -> list[str]:
+    return re.findall(r'width="13.00" height="11" fill="(#\w+)"', picture)
+
+
+def test_a_profile_has_the_wait_a_time_axis_and_a_colour_for_each_kind() -> None:
+    job = outcore.Job(
+        model=lambda: UNet(width=8, depth=2), batch=lambda n: (torch.rand(n, 3, 64, 64), None), name="net"
+    )
+    picture = profile_svg(profile(job, parse("h200").devices[0], size=1))
+    said = words(picture)
+    assert any(w.startswith("wait for the host") for w in said)
+    for name in ("time of a step", "time of forward and backward", "memory at the peak"):
+        assert any(re.fullmatch(rf"{name} \((ns|µs|ms|s|bytes|[KMG]iB)\)", w) for w in said), name
+    assert len(swatches(picture)) == len(set(swatches(picture))) >= 4
+
+
+def test_a_timeline_has_a_time_axis_and_says_what_its_colours_mean() -> None:
+    stages = Stages.uniform(4, saved_bytes=1 << 20, edge_bytes=2, gradient_bytes=1 << 20)
+    picture = chart(simulate(compile_program(stages, "gems-master", micro_batches=1, batches=2, replicas=2), stages))
+    said = words(picture)
+    assert any(re.fullmatch(r"time \((ns|µs|ms|s)\)", w) for w in said)
+    assert {"forward", "backward", "forward, other copy", "backward, other copy"} <= set(said)
+    assert len(swatches(picture)) == len(set(swatches(picture)))
+
+
+def test_curves_of_a_few_trials_are_told_apart_and_of_many_by_their_state() -> None:
+    def trial(number: int, state: str = "complete") -> Result:
+        settings = {"lr": 0.1 * (number + 1)}
+        return Result(number, settings, state, 1.0 / (number + 1), 2, [(1, 2.0), (2, 1.0 / (number + 1))])
+
+    few = draw_curves([trial(i) for i in range(3)])
+    assert {"step", "training loss", "lr 0.1", "lr 0.2", "lr 0.3"} <= set(words(few))
+    assert len(set(swatches(few))) == 3
+    many = draw_curves([trial(i, "pruned" if i % 2 else "complete") for i in range(12)])
+    assert {"best", "complete", "pruned"} <= set(words(many))
+    assert "no trial has made a step yet" in draw_curves([])
