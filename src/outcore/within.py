@@ -2,10 +2,10 @@
 
     model = outcore.within(model, (images,), memory="8GiB")     # the training loop stays as it is
 
-The same object comes back. What it runs from now on is its recording, with a policy for every piece of memory that
-backward needs: kept, made again, sent to the host (from a CPU: to the disk) and fetched in time, or held in a smaller
-form. Which is decided from the costs of the model's own calls, so that the predicted peak is within the budget and the
-step is as fast as it can be. Gradients, losses and buffers are those of plain training, bit for bit.
+The same object comes back. Its own forward runs as ever, and every piece of memory that backward needs has a policy:
+kept, made again, sent to the host (from a CPU: to the disk) and fetched in time, or held in a smaller form. Which is
+decided from the costs of the model's own calls, so that the predicted peak is within the budget and the step is as fast
+as it can be. Gradients, losses and buffers are those of plain training, bit for bit.
 
 Where no policy is enough, and for images that are read lazily, the early part of the network runs tile by tile
 (`outcore.stream.conductor`): the same loop, the same gradients up to the order of sums, and the plan says so.

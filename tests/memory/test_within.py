@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -400,3 +401,69 @@ def test_the_loss_counts_where_it_is_held(classes: int) -> None:
         loss(model(x)).backward()
     measured = live.peak + sum(t.nbytes for t in here)
     assert 0.95 * predicted <= measured <= 1.001 * predicted
+
+
+def test_a_model_that_runs_otherwise_than_planned_is_planned_again() -> None:
+    class Switched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.late = network(), network(), False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(x) if self.late else self.first(x)
+
+    model = Switched()
+    twin = copy.deepcopy(model)
+    budgeted(model, 0.6)
+    assert all(name.startswith("first.") for name in outcore.memory_plan(model).policy)
+    model.late = twin.late = True
+    for seed in range(6):
+        assert torch.equal(step(model, images(), seed), step(twin, images(), seed))
+    plan = outcore.memory_plan(model)
+    assert plan.policy and all(name.startswith("second.") for name in plan.policy)
+    with LiveBytes([*model.parameters(), *model.buffers()]) as live:
+        step(model, images(), 9)
+    held = plan.keeping.plain.moments[0].bytes
+    assert live.peak <= plan.peak_bytes - held.weights
+
+
+def test_a_share_of_what_plain_training_takes() -> None:
+    model = network()
+    costs = by_bytes(account(outcore.capture(model, (images(),))), 1e9)
+    outcore.within(model, (images(),), memory="70%", optimizer=0.0, costs=costs, quiet=True)
+    plan = outcore.memory_plan(model)
+    assert plan.peak_bytes <= 0.7 * plan.plain_bytes
+    with pytest.raises(OutcoreError, match='memory="50%"'):
+        outcore.within(network(), (images(),), memory=0.5, quiet=True)  # type: ignore[arg-type]
+    with pytest.raises(OutcoreError, match='memory="50%"'):
+        outcore.within(network(), (images(),), memory="half%", quiet=True)
+    with pytest.raises(OutcoreError, match="wrap the result"):
+        outcore.within(_ddp(network()), (images(),), memory="50%", quiet=True)
+
+
+def _ddp(model: nn.Module) -> nn.Module:
+    wrapped = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
+    nn.Module.__init__(wrapped)
+    wrapped.module = model
+    return wrapped
+
+
+def test_losses_of_several_outputs() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.other = network(), nn.Linear(4, 2)
+
+        def forward(self, x: torch.Tensor) -> dict[str, object]:
+            y = self.body(x)
+            return {"logits": y, "more": (self.other(y), [y.mean()])}
+
+    model, target = Two(), torch.randint(4, (4,))
+
+    def loss(output: dict[str, Any]) -> torch.Tensor:
+        return nn.functional.cross_entropy(output["logits"], target) + output["more"][0].sum() + output["more"][1][0]
+
+    costs = by_bytes(account(outcore.capture(model, (images(),))), 1e9)
+    outcore.within(model, (images(),), memory="80%", optimizer=0.0, costs=costs, loss=loss, quiet=True)
+    loss(model(images())).backward()
+    assert all(p.grad is not None for p in model.parameters())

@@ -70,6 +70,8 @@ class Admitted:
     """The recording with its policies, where it may run in the place of the model's own code."""
     diverged: int = 0
     """Forwards in a row that were not as the plan expects."""
+    patience: int = 3
+    """So many of them, and what really runs is planned."""
     graphed: Graphed | None = None
     """Forward and backward as CUDA graphs, where that was asked for and can be."""
     observer: Observer | None = None

@@ -126,6 +126,8 @@ class Governor:
         entry = self.admitted[key]
         if entry is None or (entry.idle and not self.watched(key, entry) and not self.windowed):
             return self.plainly(*args, **kwargs)
+        if entry.diverged >= entry.patience:
+            entry = self.realigned(key, entry, args, kwargs)
         if entry.observer is not None:
             tensors = [t for _, t in leaves((args, kwargs), torch.Tensor)]
             seen = entry.observer.look(tensors, self.keeper)
@@ -154,6 +156,21 @@ class Governor:
         result = running.run(forward, args, kwargs)
         entry.diverged = entry.diverged + 1 if running.diverged else 0
         return result
+
+    def realigned(self, key: Hashable, entry: Admitted, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Admitted:
+        """The model has not run as its plan expects for some steps: plan what really runs; less and less often."""
+        entry.diverged, patience = 0, 10 * entry.patience
+        if self.settings.budget_bytes is not None and self.settings.policy is None:
+            refused = self.replanned(key, self.settings, args, kwargs)
+            if refused is not None:
+                warnings.warn(f"outcore: the model runs otherwise than planned; {refused}", stacklevel=5)
+            elif not self.settings.quiet:
+                print("outcore: the model runs otherwise than planned; planned again for what runs", file=sys.stderr)
+        found = self.admitted[key]
+        if found is None:  # it cannot be recorded as it is now
+            found = self.admitted[key] = entry
+        found.patience = patience
+        return found
 
     def replayed(self, entry: Admitted, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the recording, in which calls were merged."""
