@@ -192,7 +192,7 @@ def within(
         governor = Governor(model, way.settings, way.costs, inner)
         key = governor.key(*call)
         governor.admit(key, *call, graph=way.graph, found=way.found)
-        rehearse(governor, key, *call, on_output)
+        rehearse(governor, key, *call, on_output, way.graph)
     except PlanError as refused:
         if stream is False or plan is not None or state is not None:
             raise

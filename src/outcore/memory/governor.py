@@ -333,13 +333,21 @@ class Governor:
         return True
 
     def replanned(
-        self, key: Hashable, settings: Settings, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        key: Hashable,
+        settings: Settings,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        graph: Graph | None = None,
     ) -> PlanError | None:
-        """Plan a way of calling the model anew under other settings; the refusal, if that cannot be."""
+        """Plan a way of calling the model anew under other settings; the refusal, if that cannot be.
+
+        `graph` is what was recorded of it, if that still holds.
+        """
         before, entry = self.settings, self.admitted.pop(key)
         self.settings = settings
         try:
-            self.admit(key, args, kwargs)
+            self.admit(key, args, kwargs, graph=graph)
         except PlanError as refused:
             self.settings, self.admitted[key] = before, entry
             return refused.with_traceback(None)  # whose frames would keep the model alive

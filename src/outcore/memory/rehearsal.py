@@ -2,12 +2,12 @@
 
 A budget bounds what a card of that size would have to have: reserved memory, with the holes that the allocator leaves
 between tensors and what libraries take for themselves. Neither follows from the plan alone, and the first step counts.
-So when a model comes under its plan, a step is taken with the user's own batch, and the model is put back as it was:
-weights, statistics, attributes, gradients and random state. If the allocator had to reserve more than the budget, the
+So when a model comes under its plan, two steps are taken with the user's own batch, and the model is put back as it
+was: weights, statistics, attributes, gradients and random state. If the allocator had to reserve more than the budget, the
 plan is made again with as much less, until it fits or there is no smaller one.
 
-A loss of the user's is taken if there is one; else the sum of the outputs. The optimizer does not step: what its state
-will take is added.
+A loss of the user's is taken if there is one; else the sum of the outputs. The optimizer does not step: memory of the
+size of its state is taken where it would take it, and a second step shows what lies between.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from outcore.errors import PlanError
+from outcore.graph import Graph
 from outcore.graph.preserve import ModelState, state_tensors
 from outcore.graph.structure import leaves
 from outcore.machine.units import format_bytes
@@ -41,6 +42,7 @@ def rehearse(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     loss: Callable[[Any], torch.Tensor] | None,
+    graph: Graph,
 ) -> None:
     """Take steps on the device until what they reserve is within the budget.
 
@@ -50,12 +52,13 @@ def rehearse(
         args: of the call.
         kwargs: of the call.
         loss: of the output; without it the sum of all outputs.
+        graph: what was recorded of the call.
     """
     budget, tensors = governor.settings.budget_bytes, [t for _, t in leaves((args, kwargs), torch.Tensor)]
     unreal = any(t.is_meta or isinstance(t, FakeTensor) for t in tensors)
     if budget is None or unreal or governor.device.type != "cuda" or governor.settings.policy is not None:
         return
-    for _ in range(_TRIES):
+    for attempt in range(_TRIES):
         entry = governor.admitted.get(key)
         if entry is None or entry.graphed is not None or not entry.plan.state.idle:
             return
@@ -64,17 +67,22 @@ def rehearse(
             return
         before, missed = governor.settings, taken - budget
         less = replace(before, reserved_bytes=before.reserved_bytes + missed)
-        refused = governor.replanned(key, less, args, kwargs)
-        if refused is not None:
-            enough = refused.least_bytes + less.reserved_bytes if refused.least_bytes is not None else taken
-            error = PlanError(
-                f"a training step reserves {format_bytes(taken)} within {format_bytes(budget)}, and no plan with as "
-                f'much less was found; give memory="{-(-max(taken, enough) // 2**20)}MiB" or more'
-            )
-            error.least_bytes = max(taken, enough)
-            raise error
+        refused = governor.replanned(key, less, args, kwargs, graph)
+        if refused is not None or attempt == _TRIES - 1:
+            least = refused.least_bytes if refused is not None else None
+            raise _too_small(budget, max(taken, (least or 0) + less.reserved_bytes))
         if not before.quiet:
             print(f"outcore: a step reserved {format_bytes(missed)} too much; planned again", file=sys.stderr)
+
+
+def _too_small(budget: int, least: int) -> PlanError:
+    """The refusal of a budget, with one that will do."""
+    error = PlanError(
+        f"a training step cannot be done within {format_bytes(budget)} with what the allocator leaves unused; give "
+        f'memory="{-(-least // 2**20)}MiB" or more, or a smaller batch'
+    )
+    error.least_bytes = least
+    return error
 
 
 def _reserved(
@@ -101,15 +109,20 @@ def _reserved(
     torch.cuda.reset_peak_memory_stats(device)
     retries = torch.cuda.memory_stats(device)["num_alloc_retries"]
     budget = governor.settings.budget_bytes or 0
+    held: list[torch.Tensor] = []
     try:
-        output = governor(*args, **kwargs)
-        value = loss(output) if loss is not None else _total(output)
-        del output
-        value.backward()
-        del value
+        for _ in range(2):  # between the two, what the optimizer allocates in its first step
+            output = governor(*args, **kwargs)
+            value = loss(output) if loss is not None else _total(output)
+            del output
+            value.backward()
+            del value
+            copies = 0 if held else round(governor.settings.optimizer.state_per_parameter)
+            held += [torch.empty_like(p) for p in parameters for _ in range(copies)]
+            for p in parameters:
+                p.grad = None
         torch.cuda.synchronize(device)
-        state = governor.settings.optimizer.state_bytes(entry.plan.keeping.costs.parameters)
-        taken: int = torch.cuda.max_memory_reserved(device) - others + state
+        taken: int = torch.cuda.max_memory_reserved(device) - others
         retried = torch.cuda.memory_stats(device)["num_alloc_retries"] > retries
         return max(taken, int((1 + _STEP) * budget)) if retried else taken
     except torch.OutOfMemoryError:
