@@ -3,8 +3,8 @@
 A budget bounds what a card of that size would have to have: reserved memory, with the holes that the allocator leaves
 between tensors and what libraries take for themselves. Neither follows from the plan alone, and the first step counts.
 So when a model comes under its plan, two steps are taken with the user's own batch, and the model is put back as it
-was: weights, statistics, attributes, gradients and random state. If the allocator had to reserve more than the budget, the
-plan is made again with as much less, until it fits or there is no smaller one.
+was: weights, statistics, attributes, gradients and random state. If the allocator had to reserve more than the budget,
+the plan is made again with as much less, until it fits or there is no smaller one.
 
 A loss of the user's is taken if there is one; else the sum of the outputs. The optimizer does not step: memory of the
 size of its state is taken where it would take it, and a second step shows what lies between.
