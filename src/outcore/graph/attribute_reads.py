@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from outcore.graph.frozen import GONE
+from outcore.graph.frozen import GONE, Same, frozen
 
-__all__ = ["BOOKKEEPING", "AttributeReads"]
+__all__ = ["BOOKKEEPING", "AttributeReads", "copy_attributes"]
 
 BOOKKEEPING = frozenset({*nn.Module().__dict__, "forward", "call_super_init", "_compiled_call_impl"})
 """Attributes in which torch keeps parameters, submodules, hooks and modes, which are compared by themselves."""
@@ -102,3 +102,21 @@ class AttributeReads:
         self.strangers[id(module)] = module
         self.before[id(module)] = dict(object.__getattribute__(module, "__dict__"))
         return self.before[id(module)]
+
+
+def copy_attributes(model: nn.Module, other: nn.Module) -> None:
+    """Give another model of the same architecture the plain attributes of this one, where they differ."""
+    for mine, theirs in zip(model.modules(), other.modules(), strict=True):
+        for name, value in mine.__dict__.items():
+            if name in BOOKKEEPING or name.startswith("_flat_weight"):
+                continue
+            copy = frozen(value)
+            if not isinstance(copy, Same) and copy != frozen(theirs.__dict__.get(name)) and not _holds_identity(copy):
+                theirs.__dict__[name] = value
+
+
+def _holds_identity(copy: Any) -> bool:
+    """Whether a frozen value has tensors, modules or other objects in it that belong to one model."""
+    if isinstance(copy, Same):
+        return True
+    return isinstance(copy, tuple | frozenset) and any(map(_holds_identity, copy))

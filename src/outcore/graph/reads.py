@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from outcore.errors import VaryingError
 from outcore.graph.attribute_reads import BOOKKEEPING, AttributeReads
 from outcore.graph.frozen import GONE, Same, attributes_of, frozen, needs_look
 from outcore.graph.functions import Place, places_of
@@ -53,8 +54,10 @@ class Snapshot:
         """Each with a frozen copy of what was there."""
         self._state = [[(n, _tensor(t)) for n, t in _state(m)] for m in self._modules]
         self._hooks = [hooks_of(m) for m in self._modules]
+        self._first = [dict(_state(m)) for m in self._modules]
+        self._tensors = [t for tensors in self._first for t in tensors.values()]
         self.renewed = 0
-        """How often other objects with the same values were found: for whoever holds on to the objects themselves."""
+        """How often other parameters or buffers of the same kind were found, for whoever holds on to the tensors."""
         self._compile()
 
     def __len__(self) -> int:
@@ -80,8 +83,20 @@ class Snapshot:
         if next(self.changed(), None) is not None:
             return False
         self._compile()  # other objects with the same values
-        self.renewed += 1
+        tensors = [t for m in self._modules for _, t in _state(m)]
+        self.renewed += not all(map(is_, tensors, self._tensors))
+        self._tensors = tensors
         return True
+
+    def refuse_replaced(self, who: str) -> None:
+        """Raise `VaryingError` if a parameter or buffer is another tensor than at first; `who` holds on to those."""
+        for module, before in zip(self._modules, self._first, strict=True):
+            for name, tensor in _state(module):
+                if before.get(name, tensor) is not tensor:
+                    raise VaryingError(
+                        f"{self._told(module, name)} is another tensor than before, and {who} goes on with the one it "
+                        f"was given; write into that one instead: {name}.copy_(value)"
+                    )
 
     def changed(self) -> Iterator[str]:
         """What is not as it was, each as it is called in a sentence."""

@@ -10,17 +10,24 @@ A few versions are kept, so that a value which comes back finds its recording ag
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from outcore.errors import VaryingError
 from outcore.graph.reads import Snapshot
+from outcore.graph.recording import Recording
 
-__all__ = ["Changes", "Versions"]
+__all__ = ["Changes", "Versions", "refuse_volatile"]
 
 _KEPT = 8
 _SUCCESSIVE = 2
 """Calls in a row that may each find another value than all before."""
+
+
+class _Changing(Protocol):
+    def changed(self) -> Iterator[str]:
+        """What is not as it was, each as it is called in a sentence."""
 
 
 class Changes:
@@ -29,7 +36,7 @@ class Changes:
     def __init__(self) -> None:
         self._streaks: dict[Hashable, dict[str, int]] = {}
 
-    def count(self, key: Hashable, before: Snapshot) -> None:
+    def count(self, key: Hashable, before: _Changing) -> None:
         """No recording is valid in this call; `before` is what the last one read.
 
         Raises:
@@ -98,3 +105,14 @@ class Versions:
         for old in dropped:
             del known.snapshots[old]
         return [(key, old) for old in dropped]
+
+
+def refuse_volatile(recording: Recording, who: str) -> None:
+    """Raise `VaryingError` where the numbers of one run are in a recording."""
+    if recording.volatile:
+        error = VaryingError(
+            "what forward draws from Python's or NumPy's generator, or makes outside of torch, changes in every call, "
+            f"and {who} would repeat that of one; draw it with torch, or give it to forward as a tensor"
+        )
+        error.what = "a number that is not torch's"
+        raise error
