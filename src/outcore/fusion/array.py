@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outcore.errors import FuseError
+from outcore.errors import FuseError, VaryingError
 from outcore.fusion.batch import arguments
 from outcore.fusion.choice import Choice, choose
 from outcore.fusion.kind import Kind
@@ -191,14 +191,20 @@ class FusedArray(Roster):
         shown = substitute(args, Stacked, lambda s: s.tensor[0])
         key = Recordings.key(objective, self.terms.autocast, members[0], shown)
         if (found := self._recordings.programs.get(key)) is not None:
-            if self._alone(found) and not self.way.graphed:
+            if self._alone(found) and (found.varying or not self.way.graphed):
                 return key, found  # the models run their own code
             if sum(lane.stack.adopt() for lane in self.lanes):
                 self.runner.forget()
             if not found.outdated():
                 self._changes.clear(key)
                 return key, found
-            self._changes.count(key, found)
+            try:
+                self._changes.count(key, found)
+            except VaryingError as error:
+                found.varying, found.obstacle = True, f"{error.what} changes in every call"
+                warnings.warn(f"outcore: {found.obstacle}, so members run by themselves", stacklevel=4)
+                self._stand_alone(found.obstacle)
+                return key, found
             self.runner.forget()
         with self.lanes[0].autocast(), _leaving_nothing():
             made = self._recordings.programs[key] = Program.record(members, shown, self.unfused)

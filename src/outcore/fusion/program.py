@@ -54,6 +54,8 @@ class Program:
     """Recordings of members whose modules have other settings, by slot."""
     obstacle: str | None
     """Why it cannot run for many members at once; none if it can."""
+    varying: bool = False
+    """Whether something that its models read changes in every call."""
     members: tuple[Training, ...] = ()
     unfused: tuple[str, ...] = ()
     """Blocks whose calls run member by member all the same."""

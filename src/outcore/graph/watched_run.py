@@ -44,7 +44,10 @@ class WatchedRun:
         }
         self._buffers = {id(m): dict(m._buffers) for m in self.reads.modules if id(m) not in self._leaves}
         self._generators = [(g, _state_of(g)) for g in self._found_generators()]
-        self._lost: list[str] = []
+        self._drawn: set[int] = set()
+        """Generators that the run has drawn from."""
+        self._repeated: set[int] = set()
+        """Attributes that a layer or its hooks change by themselves, in a replay as in the model."""
 
     @contextlib.contextmanager
     def watching(self, quiet: Callable[[], int]) -> Iterator[None]:
@@ -54,7 +57,9 @@ class WatchedRun:
                 yield
         finally:
             for generator, state in self._generators:
-                _set_state(generator, state)
+                if repr(_state_of(generator)) != repr(state):
+                    self._drawn.add(id(generator))
+                    _set_state(generator, state)
 
     def effects(self, ref: Callable[[Any], Any]) -> Effects:
         """What the run has changed; asked before the model is put back.
@@ -64,16 +69,22 @@ class WatchedRun:
         """
         writes: list[Write] = []
         lost = [place.told for place, then in self._outer if _copied(place) != then]
+        places = [*(p for p, _ in self._outer), *(p for _, p, _ in self._attributes)]
+        lost += [place.told for place in places if id(place.read()) in self._drawn]
         known = {(id(m), p.name) for m, p, _ in self._attributes}
         for module, place, then in self._attributes:
-            if id(module) not in self._leaves and _copied(place) != then:
-                self._write(module, place.name, then, ref, writes, lost)
+            if _copied(place) == then:
+                continue
+            if id(module) in self._leaves:
+                self._repeated.add(id(place))
+            else:
+                self._write(module, place.name, ref, writes, lost)
         for module in self.reads.modules:
             if id(module) in self._leaves:
                 continue
             for name in sorted(self.reads.written.get(id(module), ())):
                 if (id(module), name) not in known and name in module.__dict__:
-                    self._write(module, name, GONE, ref, writes, lost)
+                    self._write(module, name, ref, writes, lost)
             before = self._buffers[id(module)]
             for name, buffer in module._buffers.items():
                 if buffer is not before.get(name, GONE):
@@ -85,12 +96,13 @@ class WatchedRun:
 
     def snapshot(self) -> Snapshot:
         """What the run depends on; asked when the model is as it was before."""
-        found, missing = read_places(self.model, self.reads, [(m, p) for m, p, _ in self._attributes])
+        known = [(m, p) for m, p, _ in self._attributes if id(p) not in self._repeated]
+        found, missing = read_places(self.model, self.reads, known)
         copies = {id(p): then for _, p, then in self._attributes}
         values = [(p, copies[id(p)] if id(p) in copies else _copied(p)) for p in found]
         return Snapshot(self.model, [*values, *((p, GONE) for p in missing), *self._outer])
 
-    def _write(self, module: nn.Module, name: str, then: Any, ref: Any, writes: list[Write], lost: list[str]) -> None:
+    def _write(self, module: nn.Module, name: str, ref: Any, writes: list[Write], lost: list[str]) -> None:
         key = (id(module), name)
         before, after = self.reads.before[id(module)].get(name, GONE), module.__dict__.get(name, GONE)
         if after is GONE:
