@@ -25,6 +25,7 @@ __all__ = [
     "ScanError",
     "StreamError",
     "TrainError",
+    "VaryingError",
     "suggest",
 ]
 
@@ -39,6 +40,13 @@ class JobError(OutcoreError, ValueError):
 
 class CaptureError(OutcoreError, RuntimeError):
     """A model cannot be recorded; names the block and the source line."""
+
+
+class VaryingError(OutcoreError, RuntimeError):
+    """A recording cannot stand for a model whose Python does something else in every call; names what changes."""
+
+    what: str = ""
+    """What changes, as it is called in a sentence."""
 
 
 class FuseError(OutcoreError, ValueError):

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outcore.errors import FuseError
+from outcore.errors import FuseError, VaryingError
 from outcore.fusion.batch import arguments
 from outcore.fusion.choice import Choice, choose
 from outcore.fusion.kind import Kind
@@ -36,6 +36,7 @@ from outcore.fusion.training import judging
 from outcore.fusion.values import Stacked
 from outcore.fusion.verify import disagreement
 from outcore.graph.structure import substitute
+from outcore.graph.versions import Changes
 
 __all__ = ["FusedArray"]
 
@@ -59,6 +60,7 @@ class FusedArray(Roster):
         self.choice: Choice | None = None
         """What was measured to decide how to run; none if it was not."""
         self._recordings = Recordings()
+        self._changes = Changes()
         self.steps = self._counted = 0
         self._begun = 0.0
         self.losses: Tensor | None = None
@@ -189,7 +191,19 @@ class FusedArray(Roster):
         shown = substitute(args, Stacked, lambda s: s.tensor[0])
         key = Recordings.key(objective, self.terms.autocast, members[0], shown)
         if (found := self._recordings.programs.get(key)) is not None:
+            if self._alone(found) and (found.varying or not self.way.graphed):
+                return key, found  # the models run their own code
+            if sum(lane.stack.adopt() for lane in self.lanes):
+                self.runner.forget()
             if not found.outdated():
+                self._changes.clear(key)
+                return key, found
+            try:
+                self._changes.count(key, found)
+            except VaryingError as error:
+                found.varying, found.obstacle = True, f"{error.what} changes in every call"
+                warnings.warn(f"outcore: {found.obstacle}, so members run by themselves", stacklevel=4)
+                self._stand_alone(found.obstacle)
                 return key, found
             self.runner.forget()
         with self.lanes[0].autocast(), _leaving_nothing():

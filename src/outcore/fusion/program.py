@@ -30,7 +30,9 @@ from outcore.fusion.tape import FusedTape
 from outcore.fusion.training import Training
 from outcore.fusion.values import Stacked
 from outcore.graph import Graph, capture
+from outcore.graph.keys import hooks_of
 from outcore.graph.naming import function_name
+from outcore.graph.reads import Snapshot
 from outcore.graph.recording import Recording, Ref, Step, fill, schedule_drops
 from outcore.graph.structure import leaves
 
@@ -52,6 +54,8 @@ class Program:
     """Recordings of members whose modules have other settings, by slot."""
     obstacle: str | None
     """Why it cannot run for many members at once; none if it can."""
+    varying: bool = False
+    """Whether something that its models read changes in every call."""
     members: tuple[Training, ...] = ()
     unfused: tuple[str, ...] = ()
     """Blocks whose calls run member by member all the same."""
@@ -62,6 +66,8 @@ class Program:
     """Steps whose arguments differ from member to member."""
     watched: tuple[tuple[_Attribute, ...], ...] = ()
     """Attributes of each member's modules, as they were."""
+    reads: tuple[Snapshot, ...] = ()
+    """What the recording has read, of each member."""
     written: frozenset[str] = frozenset()
     state_values: frozenset[str] = frozenset()
     """Values that are parameters or buffers themselves, and are written as such."""
@@ -93,7 +99,8 @@ class Program:
             if not _equal((step.args, step.kwargs), (theirs.args, theirs.kwargs))
         )
         schedule_drops(recording.steps, [ref.name for _, ref in leaves(recording.result, Ref)])
-        obstacle = _obstacle(graph, recording)
+        hooks = {tuple(len(hooks_of(module)) for module in member.modules()) for member in members}
+        obstacle = _obstacle(graph, recording) or ("not all of them have hooks" if len(hooks) > 1 else None)
         return cls(
             graph,
             recording,
@@ -102,6 +109,7 @@ class Program:
             members=tuple(members),
             unfused=tuple(unfused),
             watched=tuple(tuple(_watched(member)) for member in members),
+            reads=tuple(_reads(members, slot, recording, others) for slot in range(len(members))),
             differing=differing,
             written=written_values(graph),
             state_values=state_in_place(recording),
@@ -111,7 +119,13 @@ class Program:
 
     def outdated(self) -> bool:
         """Whether a number that a member's forward may have looked at has changed since."""
-        return any(attributes.get(name, _GONE) != value for own in self.watched for attributes, name, value in own)
+        seen = any(attributes.get(name, _GONE) != value for own in self.watched for attributes, name, value in own)
+        return seen or not all(snapshot.holds() for snapshot in self.reads)
+
+    def changed(self) -> Iterator[str]:
+        """What is not as it was, each as it is called in a sentence."""
+        for snapshot in self.reads:
+            yield from snapshot.changed()
 
     def rebound(self, members: Sequence[Training]) -> Program:
         """The same for other members of the very same settings, or for the first of them.
@@ -121,7 +135,11 @@ class Program:
         others = {slot: recording for slot, recording in self.others.items() if slot < len(members)}
         before = zip(members, self.members, self.watched, strict=False)
         watched = tuple(seen if new is old else _seen_on(new, seen) for new, old, seen in before)
-        return replace(self, others=others, members=tuple(members), watched=watched)
+        reads = tuple(
+            seen if new is old else seen.moved(old, new)
+            for new, old, seen in zip(members, self.members, self.reads, strict=False)
+        )
+        return replace(self, others=others, members=tuple(members), watched=watched, reads=reads)
 
     @contextlib.contextmanager
     def without_chance(self) -> Iterator[bool]:
@@ -153,6 +171,13 @@ class Program:
 
 
 _GONE = object()
+
+
+def _reads(members: Sequence[Training], slot: int, recording: Recording, others: dict[int, Recording]) -> Snapshot:
+    """What was read of a member: by its own recording, or by that which stands for it."""
+    own = others.get(slot, recording).reads
+    assert own is not None
+    return own if slot == 0 or slot in others else own.moved(members[0], members[slot])
 
 
 def _watched(member: Training) -> Iterator[_Attribute]:
@@ -209,6 +234,9 @@ def _obstacle(graph: Graph, recording: Recording) -> str | None:
         return f"it looks at numbers in tensors: {asked}"
     if recording.volatile:
         return "it draws numbers outside of torch"
+    if recording.effects:
+        told = [*recording.effects.lost, *(write.told for write in recording.effects.writes)]
+        return f"its forward writes {told[0]}"
     for step in recording.steps:
         call = graph.calls.get(step.name)
         if call is None or graph.blocks[call.block].kind != "opaque":

@@ -180,6 +180,8 @@ class Runner:
             return False
         if alone and program.recording.uses_data:
             self.refused = "the model looks at numbers in tensors"
+        if alone and (program.varying or not program.recording.is_pure):
+            self.refused = "the model's code does something else in every call"
         if any(lane.steppers[objective].alone for lane in self.lanes):
             self.refused = self.lanes[0].steppers[objective].alone
         if self.lanes[0].terms.scale is not None:

@@ -11,6 +11,7 @@ Invariant: between steps, ``models[b].<name>`` and ``stack[name][b]`` are the sa
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,6 +37,8 @@ class Stack:
         """The members' own tensors by their first names."""
         self.flat: dict[torch.dtype, torch.Tensor] = {}
         """The memory of all trained parameters of a dtype."""
+        self._homes: dict[int, list[tuple[dict[str, Any], str, str]]] = {}
+        """Where the tensors of a model are looked up, by its identity."""
         self._adopted: set[int] = set()
         """Parameters of a single member that stay where they are: cuDNN wants a recurrent layer's in one piece."""
         self.places: dict[str, int] = {}
@@ -72,7 +75,31 @@ class Stack:
             for name, tensor in _first(model):
                 self[name].detach()[slot].copy_(tensor)
                 self._bind(name, slot, tensor)
+        self._homes.pop(id(self.models[slot]), None)
         self.models[slot], self.tensors[slot] = model, dict(_first(model))
+
+    def adopt(self) -> bool:
+        """Take in the numbers of buffers that were assigned to members since; whether there were any."""
+        found = False
+        for slot, model in enumerate(self.models):
+            homes = self._homes.get(id(model))
+            if homes is None:
+                homes = self._homes[id(model)] = [(*_home(model, name), name) for name in self.tensors[slot]]
+            for store, leaf, name in homes:
+                tensor, known = store.get(leaf), self.tensors[slot][name]
+                if tensor is known:
+                    continue
+                if tensor is None or tensor.shape != known.shape or isinstance(known, nn.Parameter):
+                    raise FuseError(
+                        f"model {slot}: {name} was replaced since the models were fused; write into it instead: "
+                        f"{name}.copy_(value), or fuse anew"
+                    )
+                with torch.no_grad():
+                    self[name].detach()[slot].copy_(tensor)
+                    self._bind(name, slot, tensor)
+                self.tensors[slot][name] = tensor
+                found = True
+        return found
 
     def release(self) -> None:
         """Give every member memory of its own again."""
@@ -172,6 +199,13 @@ def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
         if tensor.is_contiguous(memory_format=channels_last):
             return tensor.stride()
     return torch.empty(tensor.shape, device="meta").stride()
+
+
+def _home(model: nn.Module, name: str) -> tuple[dict[str, Any], str]:
+    """The dictionary of a module that a parameter or buffer is in, and its name there."""
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    return (module._parameters if leaf in module._parameters else module._buffers), leaf
 
 
 def _named(model: nn.Module) -> dict[str, torch.Tensor]:

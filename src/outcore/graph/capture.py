@@ -30,6 +30,7 @@ from outcore.graph.recorder import Recorder
 from outcore.graph.recording import Recording, Ref
 from outcore.graph.source import blame
 from outcore.graph.structure import leaves, substitute
+from outcore.graph.watched_run import WatchedRun
 
 __all__ = ["arguments_as_called", "capture"]
 
@@ -96,18 +97,22 @@ def _record(
     names = _input_names(model, args, kwargs)
     tensors = [t for _, t in leaves((args, kwargs), torch.Tensor)]
     recorder = Recorder(model, list(zip(names, tensors, strict=True)), fake=fake)
-    randomness = Randomness()
+    watched, randomness = WatchedRun(model), Randomness()
     try:
-        with (
-            preserved(model, contents=real),
-            _quietly(),
-            intercepted(recorder),
-            fake or contextlib.nullcontext(),
-            recorder,
-        ):
-            result = model(*args, **kwargs)
+        with preserved(model, contents=real):
+            with (
+                _quietly(),
+                intercepted(recorder),
+                fake or contextlib.nullcontext(),
+                watched.watching(recorder.is_quiet),
+                recorder,
+            ):
+                result = model(*args, **kwargs)
             recorder.volatile |= randomness.host_drawn()
-            return recorder, recorder.recording(result)
+            recording = recorder.recording(result)
+            recording.effects = watched.effects(recorder.ref)
+        recording.reads = watched.snapshot()
+        return recorder, recording
     except Exception as error:
         error.__outcore_block__ = recorder.failed_in  # type: ignore[attr-defined]
         if not real or isinstance(error, CaptureError):

@@ -1,8 +1,9 @@
 """A captured model that runs.
 
-`CapturedModule` replays the recording that fits the call: same shapes, dtypes, flags and modes (`outcore.graph.keys`).
-Another key is recorded when it first appears, and kept. Where the model looks at data, several recordings may belong to
-one key; they are tried in turn, and if none fits the data, a new one is made.
+`CapturedModule` replays the recording that fits the call: same shapes, dtypes, flags and modes (`outcore.graph.keys`),
+and the same in every attribute, global name and closure that it read (`outcore.graph.reads`). Another key is recorded
+when it first appears, and kept. Where the model looks at data, several recordings may belong to one key; they are tried
+in turn, and if none fits the data, a new one is made. What changes in every call is refused by its name.
 """
 
 from __future__ import annotations
@@ -17,8 +18,12 @@ from outcore.graph.keys import key_of
 from outcore.graph.preserve import ModelState, state_tensors
 from outcore.graph.recording import Mismatch, Recording
 from outcore.graph.structure import leaves
+from outcore.graph.versions import Changes
 
 __all__ = ["CapturedModule"]
+
+_OUTDATED = 8
+"""Recordings of one key that are kept although something they read is not as it was."""
 
 Record = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Recording]
 
@@ -37,6 +42,7 @@ class CapturedModule(nn.Module):
         self.__dict__["model"] = model  # not a child: it would appear in its own state_dict
         self.recordings: dict[Hashable, list[Recording]] = {}
         self._record = record
+        self._changes = Changes()
 
     @property
     def training(self) -> bool:
@@ -59,13 +65,27 @@ class CapturedModule(nn.Module):
     def keep(self, recording: Recording, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
         """Remember a recording for calls like this one."""
         if not recording.volatile:
-            self.recordings.setdefault(key_of(self.model, args, kwargs), []).append(recording)
+            known = self.recordings.setdefault(key_of(self.model, args, kwargs), [])
+            known.append(recording)
+            if len(outdated := [r for r in known if not r.holds]) > _OUTDATED:
+                known.remove(outdated[0])
         return recording
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the graph; records first where this key, or this way through the data, is new."""
+        """Run the graph; records first where this key, or this way through the data, is new.
+
+        Raises:
+            VaryingError: something that the model's code reads has changed in every call; names it.
+        """
         tensors = [tensor for _, tensor in leaves((args, kwargs), torch.Tensor)]
-        for recording in self.recordings.get(key_of(self.model, args, kwargs), ()):
+        key = key_of(self.model, args, kwargs)
+        known = self.recordings.get(key, [])
+        valid = [recording for recording in known if recording.holds]
+        if known and not valid and known[-1].reads is not None:
+            self._changes.count(key, known[-1].reads)
+        elif valid:
+            self._changes.clear(key)
+        for recording in valid:
             if not recording.uses_data:
                 return recording.run(self.model, tensors)
             before = ModelState(self.model, state_tensors(self.model))

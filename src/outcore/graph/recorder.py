@@ -95,8 +95,12 @@ class Recorder(TorchFunctionMode):
 
     def recording(self, result: Any) -> Recording:
         """What was recorded, given what the model returned."""
-        template = substitute(result, torch.Tensor, self._ref)
+        template = substitute(result, torch.Tensor, self.ref)
         return Recording(self.inputs, self.steps, template, self.constants, self.ambient, self.uses_data, self.volatile)
+
+    def is_quiet(self) -> int:
+        """Whether a call is under way that a replay repeats as a whole."""
+        return self._quiet
 
     def __torch_function__(
         self,
@@ -231,8 +235,8 @@ class Recorder(TorchFunctionMode):
         is_module = isinstance(target, str)
         type_ = type(self.model.get_submodule(target)).__name__ if is_module else block.rpartition(".")[2][:-2]
         name = self._next_call(block, kind, type_)
-        given: tuple[Any, ...] = substitute(args, (torch.Tensor, nn.Module), self._ref)
-        named: dict[str, Any] = substitute(kwargs, (torch.Tensor, nn.Module), self._ref)
+        given: tuple[Any, ...] = substitute(args, (torch.Tensor, nn.Module), self.ref)
+        named: dict[str, Any] = substitute(kwargs, (torch.Tensor, nn.Module), self.ref)
         refs = [ref for _, ref in leaves((given, named), Ref)]
         read = tuple(dict.fromkeys(ref.name for ref in refs if ref.kind == "value"))
         mutates = {id(t): self._names[id(t)].name for t in written if id(t) in self._names}
@@ -273,11 +277,11 @@ class Recorder(TorchFunctionMode):
 
     def _guard(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], answer: Any) -> None:
         self.uses_data = True
-        given, named = substitute((args, kwargs), torch.Tensor, self._ref)
+        given, named = substitute((args, kwargs), torch.Tensor, self.ref)
         where = f"{function_name(func)} at {call_site()}"
         self.steps.append(Step(where, "guard", func, given, named, Context.current(self.devices), answer=answer))
 
-    def _ref(self, leaf: torch.Tensor | nn.Module) -> Ref | nn.Module:
+    def ref(self, leaf: torch.Tensor | nn.Module) -> Ref | nn.Module:
         """The reference that stands for a tensor or a module."""
         if isinstance(leaf, nn.Module):
             return Ref("module", self.paths[leaf]) if leaf in self.paths else leaf

@@ -8,7 +8,9 @@ same order, under the same grad and autocast modes, so the result is bitwise the
 Numbers that Python saw while recording are part of the recording. Those that follow from input shapes, dtypes and
 training flags are covered by the key the recording is stored under (see `outcore.graph.module`). Those that were read
 from tensors (``if mask.any():``) are *guards*: replaying evaluates them again and raises `Mismatch` if the answer, or
-the shape of a value in a recording made on real data, is another one.
+the shape of a value in a recording made on real data, is another one. Those that came from plain attributes, globals
+and other Python are its *reads* (`outcore.graph.reads`): whoever runs a recording again asks first whether they hold.
+What the model's code wrote to the model is written again (`outcore.graph.writes`).
 """
 
 from __future__ import annotations
@@ -16,12 +18,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
 from outcore.graph.structure import leaves, substitute
+
+if TYPE_CHECKING:
+    from outcore.graph.reads import Snapshot
+    from outcore.graph.writes import Effects
 
 __all__ = ["Context", "Mismatch", "Recording", "Ref", "Step", "Tape", "fill", "schedule_drops"]
 
@@ -104,16 +110,35 @@ class Recording:
     volatile: bool
     """Holds facts of this one run (numbers drawn by Python or NumPy); must not be used for another."""
     dropped: bool = field(default=False)
+    reads: Snapshot | None = None
+    """What it depends on beside its key."""
+    effects: Effects | None = None
+    """What the model's code does to the model beside what the steps do."""
 
     def run(self, model: nn.Module, tensors: Iterable[torch.Tensor]) -> Any:
         """Run the model again; returns what the model returns."""
+        if self.effects is not None:
+            self.effects.refuse_lost()
         if not self.dropped:
             kept = [ref.name for _, ref in leaves(self.result, Ref)]
+            kept += [name for write in self.effects.writes for name in write.values] if self.effects else []
             schedule_drops(self.steps, kept)
             self.dropped = True
         tape = Tape(model, self.constants, dict(zip(self.inputs, tensors, strict=True)))
         tape.run(self.steps, self.ambient)
+        if self.effects:
+            self.effects.apply(model, tape.get)
         return fill(self.result, tape.get)
+
+    @property
+    def holds(self) -> bool:
+        """Whether everything it depends on beside its key is as it was."""
+        return self.reads is None or self.reads.holds()
+
+    @property
+    def is_pure(self) -> bool:
+        """Whether its steps are all that the model does: no numbers drawn by Python, nothing written to the model."""
+        return not self.volatile and not self.effects
 
 
 def schedule_drops(steps: list[Step], kept: Iterable[str]) -> None:

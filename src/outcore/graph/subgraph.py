@@ -38,7 +38,10 @@ class Subgraph(nn.Module):
         self._shapes = {name: graph.values[name].shape for name in self.inputs}
         # A value of another subgraph must not change there because it is written here.
         self._copied = {v for call in inside.calls.values() for v in call.mutates} & set(self.inputs)
-        self._steps = [replace(step) for step in recording.steps if step.name in calls]
+        whole = calls >= graph.calls.keys()  # questions about numbers are asked where all that they need is there
+        self._steps = [
+            replace(step) for step in recording.steps if step.name in calls or (whole and step.kind == "guard")
+        ]
         schedule_drops(self._steps, self.outputs)
         self._constants, self._ambient = recording.constants, recording.ambient
         modules = {step.target for step in self._steps if step.kind == "module"}

@@ -5,7 +5,9 @@ export, ``torch.func``) go straight to the model. A plan serves every call that 
 for (`outcore.memory.call_size`); a larger one is recorded and planned when it first comes.
 
 Where a recording has to run in the model's place (as a CUDA graph, or with calls merged into one kernel), it is valid
-for the shapes, dtypes, modes, flags and attributes it was made under (`outcore.graph.keys`).
+for the shapes, dtypes, modes and flags it was made under (`outcore.graph.keys`) and for all else that it read from
+Python (`outcore.graph.versions`). What changes in every call, or is written by ``forward``, is not for a recording:
+such a model runs its own code.
 
 It is an attribute of the model, so that the model stays the object it was: its class, parameters, hooks and state_dict
 are untouched. A copied or pickled model brings its governor along, which records again when it is first called.
@@ -29,14 +31,16 @@ from torch import nn
 from outcore.cost.costs import Costs
 from outcore.cost.rough import belong, by_bytes, scaled
 from outcore.cost.saved import account
-from outcore.errors import CaptureError, OutcoreError, PlanError
+from outcore.errors import CaptureError, OutcoreError, PlanError, VaryingError
 from outcore.graph import Graph
 from outcore.graph.intercept import is_recording
-from outcore.graph.keys import key_of
+from outcore.graph.keys import hooks_of, key_of
 from outcore.graph.order import recorded
 from outcore.graph.preserve import ModelState, state_tensors
+from outcore.graph.reads import Snapshot
 from outcore.graph.recording import Mismatch
 from outcore.graph.structure import leaves
+from outcore.graph.versions import Versions
 from outcore.machine.units import format_bytes
 from outcore.memory.admission import Admitted, Settings
 from outcore.memory.call_size import CallSize
@@ -82,6 +86,10 @@ class Governor:
         """None for a key under which the model runs as it is."""
         self.tried: dict[Hashable, list[int]] = {}
         """What graphs took that were above the budget."""
+        self.versions = Versions()
+        """What the recordings that run in the model's place have read."""
+        self.varying: str | None = None
+        """What changes in every call, so that none does."""
         self.contest = Contest()
         self.tier: Tier | None = None
         self.tier_bytes = 0
@@ -139,6 +147,7 @@ class Governor:
             return self.plainly(*args, **kwargs)
         if entry.graphed is not None:
             tensors = [t for _, t in leaves((args, kwargs), torch.Tensor)]
+            entry.graphed.forget_moved()
             if entry.graphed.graphs is None and planned_again(self, key, entry, tensors, args, kwargs):
                 return self.run(*args, **kwargs)
             if entry.graphed is not None and (result := entry.graphed(tensors)) is not None:
@@ -187,8 +196,12 @@ class Governor:
 
     def key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
         """Under what the plan for a call is found: that of a call which is at least as large, if there is one."""
-        if self.settings.replays:
-            return key_of(self.model, args, kwargs, self.device if self.keeper is not None else None)
+        if self.settings.replays and self.varying is None:
+            same = key_of(self.model, args, kwargs, self.device if self.keeper is not None else None)
+            try:
+                return self.versions.find(same)
+            except VaryingError as error:
+                self.leave_recordings(error.what)
         size = CallSize.of(args, kwargs, self.parameters(), self.device.type)
         if size in self.admitted:
             return size
@@ -197,6 +210,16 @@ class Governor:
             known = next((k for k in self.admitted if isinstance(k, CallSize) and (free or k.covers(size))), size)
             self.covering[size] = known
         return known
+
+    def leave_recordings(self, what: str) -> None:
+        """Something changes in every call: plan anew, for the model's own code alone."""
+        warnings.warn(
+            f"outcore: {what} changes in every call, so this model runs its own code, without CUDA graphs and merged "
+            "calls; keep that out of forward, or give it to forward as a tensor, to have them",
+            stacklevel=5,
+        )
+        self.varying, self.settings = what, replace(self.settings, graphs=False, fuse=False)
+        self.admitted.clear()
 
     def parameters(self) -> list[nn.Parameter]:
         """Of the model: walking over its modules takes as long as many of its calls, so they are remembered."""
@@ -255,14 +278,18 @@ class Governor:
         except CaptureError as error:
             warnings.warn(f"outcore runs this call as plain PyTorch: {error}", stacklevel=3)
             self.admitted[key] = None
+            self.note_reads(key, None)
             return
         assert graph.executable is not None
         recording = graph.executable[1]
+        self.note_reads(key, recording.reads)
         if not any(v.requires_grad for v in map(graph.values.get, graph.outputs) if v):
             self.admitted[key] = None
             return
         first = self.plan if any(self.admitted.values()) else None
-        settings = replace(self.settings, fuse=False) if recording.volatile else self.settings
+        # The model's own hooks run around this, and are in the recording too.
+        replays = self.settings.replays and self.varying is None and recording.is_pure and not hooks_of(self.model)
+        settings = self.settings if replays else replace(self.settings, fuse=False)
         found = found or propose(graph, self.model, self.costs_of(graph), settings, self.device, first)
         plan = found.plan
         assert found.graph.executable is not None
@@ -275,7 +302,7 @@ class Governor:
             reassociated=self.settings.reassociated,
         )
         holding = None
-        if self.settings.replays and not recording.volatile:
+        if replays:
             holding = prepare(
                 found.graph,
                 found.graph.executable[1],
@@ -300,6 +327,12 @@ class Governor:
             entry.observer = Observer(self.model, state, costs.library_bytes, meter_for(self.device))
             if found.fused.contested and self.costs is not None:
                 entry.library_s = found.library_s
+
+    def note_reads(self, key: Hashable, reads: Snapshot | None) -> None:
+        """Remember what a recording has read, if it may run in the model's place."""
+        if self.settings.replays and self.varying is None and isinstance(key, tuple):
+            for old in self.versions.add(key, reads):
+                self.admitted.pop(old, None)
 
     def costs_of(self, graph: Graph) -> Costs:
         """Costs of a graph: those that were measured, or scaled from them, or from bytes alone."""

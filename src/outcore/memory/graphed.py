@@ -7,6 +7,9 @@ again before either graph ends, so a copy out is over when backward begins. One 
 second one before the first backward, or one whose inputs need gradients, runs call by call. So all ways of calling a
 model (a smaller last batch) share one memory, and one place for every gradient.
 
+A graph holds addresses. Where a parameter, buffer or constant has become another tensor, or lies elsewhere, both graphs
+are captured anew.
+
 What the allocator leaves unused between tensors is made less by a second recording (`spacing`). Gradients have memory
 of their own (`graph_gradients`) and are handed out as they lie there.
 """
@@ -50,6 +53,8 @@ class Graphed:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.turn: _Turn = other.turn if other is not None else _Turn()
         self.graphs: tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph] | None = None
+        self.memory: tuple[int, list[torch.Tensor], list[int]] = (0, [], [])
+        """What the graphs read: how often tensors were exchanged before, the tensors, where they lie."""
         self.bytes = 0
         """What the graphs have reserved, once they are captured, with the gradients and copies of the inputs."""
 
@@ -95,7 +100,25 @@ class Graphed:
         before.restore()
         del before
         give_back()
+        self.memory = self.read_memory()
         self.bytes = self.pool.bytes + self.places.memory.nbytes + sum(t.nbytes for t in self.inputs)
+
+    def read_memory(self) -> tuple[int, list[torch.Tensor], list[int]]:
+        """The tensors that the graphs read and where they lie."""
+        recording = self.holding.recording
+        tensors = [*self.model.parameters(), *self.model.buffers(), *recording.constants.values()]
+        renewed = recording.reads.renewed if recording.reads is not None else 0
+        return renewed, tensors, [t.data_ptr() for t in tensors]
+
+    def forget_moved(self) -> None:
+        """Give the graphs up if what they read is elsewhere now; a forward under way has its backward first."""
+        if self.graphs is None or self.turn.taken():
+            return
+        renewed, tensors, places = self.memory
+        reads = self.holding.recording.reads
+        if (reads is not None and reads.renewed != renewed) or [t.data_ptr() for t in tensors] != places:
+            self.free()
+            self.parameters = [p for p in self.model.parameters() if p.requires_grad]
 
     def rehearse(self) -> None:
         """A step as it will be recorded."""

@@ -1,9 +1,10 @@
 """A form: the network recorded for one shape of micro-batch in one mode, with the parts that are on this rank.
 
-Recordings are keyed by shapes, dtypes and training flags; another key is another form, recorded when it first appears
-and kept. Names of values and calls are the same in all forms, so one program runs micro-batches of different sizes, and
-the program of a plan made for one batch size runs another. In eval mode a model may call other functions than in
-training; calls that training does not know go where their inputs are.
+Recordings are keyed by shapes, dtypes, training flags and what else they read from Python (`outcore.graph.versions`);
+another key is another form, recorded when it first appears and kept. Names of values and calls are the same in all
+forms, so one program runs micro-batches of different sizes, and the program of a plan made for one batch size runs
+another. In eval mode a model may call other functions than in training; calls that training does not know go where
+their inputs are.
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ from torch import nn
 
 from outcore.errors import PlanError
 from outcore.graph import Graph, capture
+from outcore.graph.attribute_reads import copy_attributes
 from outcore.graph.parts import ancestors
+from outcore.graph.reads import Snapshot
 from outcore.graph.recording import Recording
 from outcore.graph.structure import substitute
+from outcore.graph.versions import Versions, refuse_volatile
 from outcore.plan_document import Plan
 from outcore.program import Edge, Stage, Stages, Tie
 from outcore.run.batch import arguments, describe, fingerprint
@@ -46,6 +50,8 @@ class Form:
     ) -> None:
         recorded, self.recording = _executable(graph)
         self.graph, self.stage_of = graph, stage_of
+        self.reads: Snapshot | None = None
+        """What its recording has read of the model."""
         random = random_calls(graph)
         self.parts: dict[int, Part] = {}
         for stage in own:
@@ -85,6 +91,8 @@ class Forms:
         self.plan, self.device, self.autocast = plan, device, autocast
         self.own: tuple[int, ...] = ()
         self._known: dict[tuple[Any, ...], Form] = {}
+        self._versions = Versions()
+        self._reads: Snapshot | None = None
         self._modules: list[nn.Module] | None = None  # in order; none is added while an engine runs
         self._stage_of: dict[str, int] = {}
 
@@ -134,7 +142,16 @@ class Forms:
 
     def keep(self, form: Form, inputs: Any) -> None:
         """Use a form for micro-batches like these, in the modes the model is in."""
-        self._known[fingerprint(describe(inputs)), True, self.flags()] = form
+        self._keep(form, self._versions.find((fingerprint(describe(inputs)), True, self.flags())))
+
+    def _keep(self, form: Form, key: tuple[Any, ...]) -> None:
+        refuse_volatile(form.recording, "an Engine")
+        self._known[key] = form
+        assert form.recording.reads is not None
+        form.reads = form.recording.reads.moved(self.skeleton, self.model)
+        self._reads = self._reads or form.reads
+        for old in self._versions.add(key, form.reads):
+            self._known.pop(old, None)
 
     def flags(self) -> tuple[Any, ...]:
         """What Python code of the model may look at and a recording depends on: asked at every step."""
@@ -145,8 +162,10 @@ class Forms:
 
     def find(self, inputs: Any, flags: tuple[Any, ...], *, training: bool) -> Form:
         """The form for a micro-batch in the modes the model is in (`flags`); recorded now if it is new."""
-        key = (fingerprint(describe(inputs)), training, flags)
+        key = self._versions.find((fingerprint(describe(inputs)), training, flags))
         form = self._known.get(key)
+        if self._reads is not None and (form is None or form.reads is None or form.reads.renewed):
+            self._reads.refuse_replaced("an Engine")
         if form is None:
             with torch.set_grad_enabled(training):
                 graph = self.record(inputs)
@@ -157,7 +176,9 @@ class Forms:
                 )
             stage_of = place_like(graph, self._graph, self._stage_of)
             form = Form(graph, self.model, stage_of, self.own, self.device, len(self.plan.stages))
-            self._known[key] = form
+            self._keep(form, key)
+        if form.recording.effects is not None:
+            form.recording.effects.apply_plain(self.model, "an Engine")
         return form
 
 
@@ -177,6 +198,7 @@ def edges_of(graph: Graph, stage_of: Mapping[str, int], depth: int) -> tuple[Edg
 def _copy_flags(model: nn.Module, skeleton: nn.Module) -> None:
     for mine, theirs in zip(model.modules(), skeleton.modules(), strict=True):
         theirs.training = mine.training
+    copy_attributes(model, skeleton)
     for here, there in zip(model.parameters(), skeleton.parameters(), strict=True):
         there.requires_grad_(here.requires_grad)
 

@@ -18,8 +18,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from outcore.errors import VaryingError
 from outcore.graph import Graph
-from outcore.graph.recording import Context, Recording, Ref, Step, Tape
+from outcore.graph.recording import Context, Mismatch, Recording, Ref, Step, Tape
 from outcore.graph.structure import leaves, substitute
 from outcore.graph.subgraph import Subgraph
 from outcore.run.draws import Draws
@@ -75,7 +76,13 @@ class Part(Subgraph):
             step = replace(step, kind="function", target=self.instead[step.target])
         if draws is not None and step.name in self._random:
             draws.seed(step.name)
-        Tape.step(tape, step)
+        try:
+            Tape.step(tape, step)
+        except Mismatch as question:
+            raise VaryingError(
+                f"the numbers in a tensor lead forward another way than when it was recorded ({question}), and an "
+                "Engine cannot follow; train this model with outcore.within, or decide with torch.where"
+            ) from None
 
     def _run(self, inputs: Values, draws: Draws | None) -> Values:
         tape = _Tape(self, self.received(inputs), draws)

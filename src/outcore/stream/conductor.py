@@ -52,6 +52,7 @@ __all__ = [
     "without_memory",
 ]
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _READERS = 4
 """Threads that read lazy images ahead."""
 
@@ -166,12 +167,14 @@ class Conductor:
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
-        """The model as it was."""
+        """The model as it was, without its own hooks: those run around this."""
         attributes = self.model.__dict__
-        here = attributes.pop("forward", None)
+        here, hooks = attributes.pop("forward", None), {name: attributes[name] for name in _HOOKS}
+        attributes.update({name: type(found)() for name, found in hooks.items()})
         try:
             yield
         finally:
+            attributes.update(hooks)
             if here is not None:
                 attributes["forward"] = here
 

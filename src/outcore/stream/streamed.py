@@ -4,10 +4,11 @@
     loss = criterion(streamed(image), target)
     loss.backward()
 
-The first call with a new shape records the model at that size on fake tensors and puts the streamed part into stages;
-later ones find it ready. The streamed part is one node of autograd: forward runs the first pass over the tiles,
-backward the second. What comes after the boundary runs untiled, as recorded, with the user's own modules. Parameters
-get the gradients that the plain model would give them, up to the order of sums (grade ``reassociated``).
+The first call with a new shape, or with another value in an attribute or name that the model's code reads, records the
+model at that size on fake tensors and puts the streamed part into stages; later ones find it ready. The streamed part
+is one node of autograd: forward runs the first pass over the tiles, backward the second. What comes after the boundary
+runs untiled, as recorded, with the user's own modules. Parameters get the gradients that the plain model would give
+them, up to the order of sums (grade ``reassociated``).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from outcore.graph import Graph, capture
 from outcore.graph.keys import key_of
 from outcore.graph.recording import Context
 from outcore.graph.structure import leaves
+from outcore.graph.versions import Versions
 from outcore.machine.units import parse_bytes
 from outcore.ops.region import Region
 from outcore.stream.arguments import Lazy, device_of, is_shape, lazily, stood, whole_image
@@ -84,6 +86,7 @@ class Streamed(nn.Module):
         self.plans: list[tuple[bool, StreamPlan]] = []
         """What was chosen, and whether for one pass; the latest last."""
         self._prepared: dict[Hashable, Prepared] = {}
+        self._versions = Versions()
         self._rests: dict[int, Rest] = {}
         """By the identity of what was prepared."""
         self._step = 0
@@ -170,6 +173,8 @@ class Streamed(nn.Module):
             for name, leaf in zip(prepared.graph.inputs, found, strict=True)
         }
         streamed = set(prepared.network.inputs)
+        if (effects := prepared.network.recording.effects) is not None:
+            effects.apply_plain(self.model, "a streamed model")
         self._step += 1
         execution = Execution(
             prepared.network,
@@ -188,7 +193,7 @@ class Streamed(nn.Module):
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, dense: bool) -> Prepared:
         how = self.how
-        key = (key_of(self.model, args, kwargs), dense and how.tile is None)
+        key = self._versions.find((key_of(self.model, args, kwargs), dense and how.tile is None))
         if key not in self._prepared:
             graph = capture(self.model, args, kwargs)
             if graph._running()[1].uses_data or graph._running()[1].volatile:
@@ -197,9 +202,14 @@ class Streamed(nn.Module):
                     "stream a part of it that does not"
                 )
             while len(self._prepared) >= _SIZES:
-                self._rests.pop(id(self._prepared.pop(next(iter(self._prepared)))), None)
+                self._forget(next(iter(self._prepared)))
             self._prepared[key] = self._ready(graph, dense)
+            for old in self._versions.add(key, graph._running()[1].reads):
+                self._forget(old)
         return self._prepared[key]
+
+    def _forget(self, key: Hashable) -> None:
+        self._rests.pop(id(self._prepared.pop(key, None)), None)
 
     def _ready(self, graph: Graph, dense: bool) -> Prepared:
         how, network = self.how, bound(graph, folded=self.how.fold)
