@@ -91,6 +91,8 @@ class Governor:
         """How that is done, and where they are to be."""
         self.elsewhere: torch.device | None = None
         """Where the model computes, if it is the copy of one whose parameters were not there."""
+        self.inherited = False
+        """Whether the model is a copy, and may have changed since its policies were chosen."""
 
     @property
     def model(self) -> nn.Module:
@@ -246,7 +248,9 @@ class Governor:
             return
         first = self.plan if any(self.admitted.values()) else None
         settings = replace(self.settings, fuse=False) if recording.volatile else self.settings
-        found = found or propose(graph, self.model, self.costs_of(graph), settings, self.device, first)
+        found = found or propose(
+            graph, self.model, self.costs_of(graph), settings, self.device, first, inherited=self.inherited
+        )
         plan = found.plan
         assert found.graph.executable is not None
         table = compile_policies(
@@ -389,7 +393,7 @@ class Governor:
     def __setstate__(self, state: dict[str, Any]) -> None:
         elsewhere = state.pop("elsewhere", None)
         self.__init__(**state)  # type: ignore[misc]
-        self.elsewhere = elsewhere
+        self.elsewhere, self.inherited = elsewhere, True
 
 
 def _is_looked_at() -> bool:
