@@ -235,7 +235,8 @@ class Recorder(TorchFunctionMode):
         named: dict[str, Any] = substitute(kwargs, (torch.Tensor, nn.Module), self._ref)
         refs = [ref for _, ref in leaves((given, named), Ref)]
         read = tuple(dict.fromkeys(ref.name for ref in refs if ref.kind == "value"))
-        mutates = {id(t): self._names[id(t)].name for t in written if id(t) in self._names}
+        known = {id(t): self._names[id(t)] for t in written if id(t) in self._names}
+        mutates = {i: ref.name for i, ref in known.items() if ref.kind == "value"}  # a constant keeps what is written
         after = self._memories.read(name, (t for _, t in leaves((args, kwargs), torch.Tensor)))
         after |= self._memories.write(name, written)
 
