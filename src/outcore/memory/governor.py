@@ -35,6 +35,7 @@ from outcore.graph.intercept import is_recording
 from outcore.graph.keys import key_of
 from outcore.graph.order import recorded
 from outcore.graph.preserve import ModelState, state_tensors
+from outcore.graph.recorder import planning
 from outcore.graph.recording import Mismatch
 from outcore.graph.structure import leaves
 from outcore.machine.units import format_bytes
@@ -235,7 +236,7 @@ class Governor:
                 "these blocks before fully_shard, or shard the model as a whole"
             )
         try:
-            with self.suspended():
+            with self.suspended(), planning():
                 graph = graph or recorded(self.model, args, kwargs, self.settings.order.inside)
         except CaptureError as error:
             warnings.warn(f"outcore runs this call as plain PyTorch: {error}", stacklevel=3)
