@@ -31,6 +31,7 @@ from outcore.cost.saved import account
 from outcore.errors import OutcoreError, PlanError
 from outcore.graph import Graph, capture
 from outcore.graph.capture import arguments_as_called
+from outcore.graph.recorder import planning
 from outcore.graph.recording import Ref
 from outcore.graph.structure import leaves, substitute
 from outcore.machine.units import format_bytes, parse_bytes
@@ -135,7 +136,8 @@ def within(
         in_parts(optimizer)
     lazy = has_lazy((args, kwargs))
     reassociated = exact == "reassociated" or (isinstance(plan, Plan) and plan.exactness == "reassociated")
-    graph = capture(model, *without_memory((args, kwargs))) if lazy else capture(model, args, kwargs)
+    with planning():
+        graph = capture(model, *without_memory((args, kwargs))) if lazy else capture(model, args, kwargs)
     cost = OptimizerCost.of(2.0 if optimizer is None else optimizer, graph_device(graph).type)
     open_ = reassociated and costs is None and not (lazy or stream)
     turned, order = _other_order(model, graph, args, kwargs, plan, asked=open_)

@@ -203,7 +203,9 @@ def _named(graph: Graph, cost: CallCost, of: Call, call: Call, sizes: Mapping[st
         outputs=own,
         saved=tuple(kept(i, s) for i, s in enumerate(cost.saved)),
         gradients=tuple(
-            replace(g, of=model_names[g.of], passes=model_names[g.passes] if g.passes else None) for g in cost.gradients
+            replace(g, of=model_names[g.of], passes=model_names[g.passes] if g.passes else None)
+            for g in cost.gradients
+            if g.of in model_names  # else of a constant: a parameter that is not the model's
         ),
     )
 

@@ -27,6 +27,8 @@ __all__ = ["same_layout", "try_call"]
 _REAL_LIMIT = 256 * 2**20
 _UNFAITHFUL = {"RNN", "LSTM", "GRU"}
 """Layers whose fake form leaves out what the real one keeps (the workspace of the library that runs them)."""
+_PACKED = _UNFAITHFUL | {"pack_padded_sequence", "pad_packed_sequence"}
+"""What takes lengths of sequences as tensors and trusts them: made-up ones let it read and write anywhere."""
 
 
 def try_call(
@@ -51,7 +53,9 @@ def try_call(
     reason = ""
     size = sum(graph.values[v].bytes for v in (*call.inputs, *call.outputs))
     ways = [(True, "index"), (False, "index"), (False, "zero"), (False, "one")]
-    if block.type in _UNFAITHFUL:
+    if block.type in _PACKED and any(graph.values[v].dtype.startswith(("int", "uint")) for v in call.inputs):
+        ways = ways[:1]
+    elif block.type in _UNFAITHFUL:
         ways = [*ways[1:], ways[0]]
     for fake, integers in ways:
         if not fake and size > _REAL_LIMIT:

@@ -2,7 +2,9 @@
 
 Recording runs the user's ``forward`` once. That may set attributes, append to lists, update buffers, draw random
 numbers and fill caches (``functools.lru_cache`` around a function that makes position indices). `preserved(model)` puts
-all of it back, also after an exception.
+all of it back, also after an exception: whatever can be reached from the model's attributes through lists, dicts and
+objects whose classes come from the packages that its modules come from. What a forward writes elsewhere (globals,
+files) it has written.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
+import types
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -23,6 +26,7 @@ from outcore.graph.function_caches import function_caches
 __all__ = ["ModelState", "Randomness", "evaluating", "preserved", "state_tensors"]
 
 _CONTAINERS = (list, dict, set, deque)
+_ATOMS = frozenset({int, float, bool, complex, str, bytes, type(None), torch.Tensor, nn.Parameter, torch.Generator})
 
 
 @contextlib.contextmanager
@@ -55,18 +59,17 @@ class ModelState:
     """Attributes and random states of a model, and the numbers in some of its tensors."""
 
     def __init__(self, model: nn.Module, tensors: Iterable[torch.Tensor]) -> None:
-        self._attributes = [(module, _snapshot(module)) for module in model.modules()]
+        held = [holder for holder in _holders(model) if not isinstance(holder, tuple)]
+        self._contents = [(holder, _snapshot(holder)) for holder in held]
         self._tensors = [(tensor, tensor.detach().clone()) for tensor in tensors]
-        own = (
-            value for _, kept in self._attributes for value, _ in kept.values() if isinstance(value, torch.Generator)
-        )
+        own = (value for holder in held for value in _contents(holder) if isinstance(value, torch.Generator))
         self._generators = [(generator, generator.get_state()) for generator in own]
         self._randomness = Randomness()
 
     def restore(self) -> None:
         """Put it back as it was."""
-        for module, state in self._attributes:
-            _restore(module, state)
+        for holder, content in self._contents:
+            _restore(holder, content)
         with torch.no_grad():
             for tensor, content in self._tensors:
                 if not torch.equal(tensor, content):  # its version tells nothing: batch norm writes without raising it
@@ -100,23 +103,57 @@ class Randomness:
         return not same or random.getstate() != self.python
 
 
-def _snapshot(module: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """Each attribute with a shallow copy of its content where it is a container."""
-    return {
-        name: (value, copy.copy(value) if isinstance(value, _CONTAINERS) else None)
-        for name, value in module.__dict__.items()
-    }
+def _holders(model: nn.Module) -> Iterator[Any]:
+    """The modules, containers and plain objects that can be reached from a model, each once."""
+    waiting: list[Any] = list(model.modules())
+    packages = {_package(module) for module in waiting} - {"torch", "outcore"}
+    seen = {id(holder): holder for holder in waiting}
+    while waiting:
+        holder = waiting.pop()
+        yield holder
+        for value in _contents(holder):
+            if type(value) not in _ATOMS and id(value) not in seen and _holds(value, packages):
+                seen[id(value)] = value
+                waiting.append(value)
 
 
-def _restore(module: nn.Module, state: dict[str, tuple[Any, Any]]) -> None:
-    for name in module.__dict__.keys() - state.keys():
-        del module.__dict__[name]
-    for name, (value, content) in state.items():
-        module.__dict__[name] = value
-        if content is None or _same(value, content):
-            continue
-        value.clear()
-        (value.extend if isinstance(value, (list, deque)) else value.update)(content)
+def _contents(holder: Any) -> Iterable[Any]:
+    if isinstance(holder, dict):
+        return list(holder.values())
+    if isinstance(holder, (list, tuple, set, deque)):
+        return list(holder)
+    return list(holder.__dict__.values())
+
+
+def _holds(value: Any, packages: set[str]) -> bool:
+    """Whether something has contents that a forward may exchange: a container, or an object of the model's authors."""
+    if isinstance(value, (*_CONTAINERS, tuple, nn.Module, types.SimpleNamespace)):
+        return True
+    return hasattr(value, "__dict__") and _package(value) in packages and not isinstance(value, (type, torch.Tensor))
+
+
+def _package(value: Any) -> str:
+    """The package that defines the class of something."""
+    return type(value).__module__.partition(".")[0]
+
+
+def _snapshot(holder: Any) -> Any:
+    """A shallow copy of what is in a module, a container or an object."""
+    if isinstance(holder, dict):
+        return dict(holder)
+    return copy.copy(holder) if isinstance(holder, (list, set, deque)) else dict(holder.__dict__)
+
+
+def _restore(holder: Any, content: Any) -> None:
+    if isinstance(holder, _CONTAINERS):
+        if not _same(holder, content):
+            holder.clear()
+            (holder.extend if isinstance(holder, (list, deque)) else holder.update)(content)
+        return
+    now = holder.__dict__
+    for name in now.keys() - content.keys():
+        del now[name]
+    now.update(content)
 
 
 def _same(value: Any, content: Any) -> bool:
@@ -135,6 +172,7 @@ def _same(value: Any, content: Any) -> bool:
 
 
 def state_tensors(model: nn.Module) -> list[torch.Tensor]:
-    """The tensors a forward pass may write: buffers and plain attributes."""
-    plain = (v for m in model.modules() for v in m.__dict__.values() if isinstance(v, torch.Tensor))
-    return list({id(t): t for t in (*model.buffers(), *plain) if not t.is_meta}.values())
+    """The tensors a forward pass may write: buffers, and those in plain attributes and what these hold."""
+    parameters = {id(p) for p in model.parameters()}
+    held = (v for h in _holders(model) for v in _contents(h) if isinstance(v, torch.Tensor) and id(v) not in parameters)
+    return list({id(t): t for t in (*model.buffers(), *held) if not t.is_meta}.values())

@@ -11,10 +11,12 @@ data it is a fact of this run only, so that the recording must not be used for a
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
+import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -34,7 +36,7 @@ from outcore.graph.recording import Context, Recording, Ref, Step
 from outcore.graph.source import call_site
 from outcore.graph.structure import leaves, substitute
 
-__all__ = ["HiddenTensorError", "Recorder"]
+__all__ = ["HiddenTensorError", "Recorder", "planning"]
 
 _COMPOSITES = {F.multi_head_attention_forward}
 _READS = {
@@ -53,6 +55,27 @@ _EXPORTS = {"numpy", "__array__", "data_ptr", "__dlpack__"}
 
 class HiddenTensorError(CaptureError):
     """A tensor appeared that no recorded step made."""
+
+
+class _Thread(threading.local):
+    planning = False
+
+
+_THREAD = _Thread()
+
+
+@contextlib.contextmanager
+def planning() -> Iterator[None]:
+    """Recordings that are made here are never run in the model's place, so they need not be complete.
+
+    A tensor that a ``torch.func`` transform made, or one that a checkpointed function has from the forward around it,
+    is then as good as a constant.
+    """
+    before, _THREAD.planning = _THREAD.planning, True
+    try:
+        yield
+    finally:
+        _THREAD.planning = before
 
 
 class Recorder(TorchFunctionMode):
@@ -80,6 +103,8 @@ class Recorder(TorchFunctionMode):
         self.counts: Counter[str] = Counter()
         self.constants: dict[str, torch.Tensor] = {}
         self.uses_data = self.volatile = False
+        self.complete = not _THREAD.planning or not self.real
+        """Whether every tensor has to be known."""
         self.failed_in: str | None = None
         """The innermost container an exception came from."""
         self._names: dict[int, Ref] = {}
@@ -161,7 +186,8 @@ class Recorder(TorchFunctionMode):
         given = {id(t) for _, t in leaves((args, kwargs), torch.Tensor)}
         seen = [self._names[id(t)] for t in touched if id(t) in self._names and id(t) not in given]
         hidden = [ref.name for ref in seen if ref.kind == "value"]
-        if hidden:
+        self.volatile |= bool(hidden)
+        if hidden and self.complete:
             raise HiddenTensorError(
                 f"{name} uses {hidden[0]} without being given it ({call_site()}); pass it as an argument"
             )
@@ -239,7 +265,8 @@ class Recorder(TorchFunctionMode):
         named: dict[str, Any] = substitute(kwargs, (torch.Tensor, nn.Module), self.ref)
         refs = [ref for _, ref in leaves((given, named), Ref)]
         read = tuple(dict.fromkeys(ref.name for ref in refs if ref.kind == "value"))
-        mutates = {id(t): self._names[id(t)].name for t in written if id(t) in self._names}
+        known = {id(t): self._names[id(t)] for t in written if id(t) in self._names}
+        mutates = {i: ref.name for i, ref in known.items() if ref.kind == "value"}  # a constant keeps what is written
         after = self._memories.read(name, (t for _, t in leaves((args, kwargs), torch.Tensor)))
         after |= self._memories.write(name, written)
 
@@ -295,6 +322,8 @@ class Recorder(TorchFunctionMode):
         elif self.real and id(leaf) not in self._older:
             self.volatile = True
             content = None if leaf.grad_fn is not None else leaf
+            if content is None and not self.complete:
+                content = leaf.detach().requires_grad_(leaf.requires_grad)
         if content is None:
             shape = "x".join(map(str, leaf.shape)) or "scalar"
             raise HiddenTensorError(

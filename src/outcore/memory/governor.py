@@ -38,6 +38,7 @@ from outcore.graph.keys import hooks_of, key_of
 from outcore.graph.order import recorded
 from outcore.graph.preserve import ModelState, state_tensors
 from outcore.graph.reads import Snapshot
+from outcore.graph.recorder import planning
 from outcore.graph.recording import Mismatch
 from outcore.graph.structure import leaves
 from outcore.graph.versions import Versions
@@ -99,6 +100,8 @@ class Governor:
         """How that is done, and where they are to be."""
         self.elsewhere: torch.device | None = None
         """Where the model computes, if it is the copy of one whose parameters were not there."""
+        self.inherited = False
+        """Whether the model is a copy, and may have changed since its policies were chosen."""
 
     @property
     def model(self) -> nn.Module:
@@ -273,7 +276,7 @@ class Governor:
                 "these blocks before fully_shard, or shard the model as a whole"
             )
         try:
-            with self.suspended():
+            with self.suspended(), planning():
                 graph = graph or recorded(self.model, args, kwargs, self.settings.order.inside)
         except CaptureError as error:
             warnings.warn(f"outcore runs this call as plain PyTorch: {error}", stacklevel=3)
@@ -290,7 +293,9 @@ class Governor:
         # The model's own hooks run around this, and are in the recording too.
         replays = self.settings.replays and self.varying is None and recording.is_pure and not hooks_of(self.model)
         settings = self.settings if replays else replace(self.settings, fuse=False)
-        found = found or propose(graph, self.model, self.costs_of(graph), settings, self.device, first)
+        found = found or propose(
+            graph, self.model, self.costs_of(graph), settings, self.device, first, inherited=self.inherited
+        )
         plan = found.plan
         assert found.graph.executable is not None
         table = compile_policies(
@@ -450,7 +455,7 @@ class Governor:
     def __setstate__(self, state: dict[str, Any]) -> None:
         elsewhere = state.pop("elsewhere", None)
         self.__init__(**state)  # type: ignore[misc]
-        self.elsewhere = elsewhere
+        self.elsewhere, self.inherited = elsewhere, True
 
 
 def _is_looked_at() -> bool:

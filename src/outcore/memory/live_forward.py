@@ -103,6 +103,9 @@ class LiveForward(TorchFunctionMode):
         """Inside a module that was sharded since it was planned: its parameters are gone when its forward is over."""
         self._depth = 0
         """Of the stack of modes, with this one on top."""
+        self._called: Any = ()
+        """What the model was called with."""
+        self._addresses: frozenset[int] | None = None
 
     @property
     def diverged(self) -> bool:
@@ -112,6 +115,7 @@ class LiveForward(TorchFunctionMode):
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model's forward; returns what it returns."""
         outer = current_watcher()
+        self._called = args, kwargs
         if isinstance(outer, LiveForward):
             outer._quiet += 1
         try:
@@ -135,6 +139,14 @@ class LiveForward(TorchFunctionMode):
         for table in (self._cells, self._at, self._readers, self._copying, self._counts):
             table.clear()
         self._pending.clear()
+        self._called = ()
+
+    def _given(self) -> frozenset[int]:
+        """Addresses of the storages that the model was called with."""
+        if self._addresses is None:
+            tensors = [t for _, t in leaves(self._called, torch.Tensor) if t.layout is torch.strided]
+            self._addresses = frozenset(t.untyped_storage().data_ptr() for t in tensors)
+        return self._addresses
 
     # What the user's code does
 
@@ -274,12 +286,12 @@ class LiveForward(TorchFunctionMode):
         own = self._at.get(written.untyped_storage().data_ptr()) if written is not None else None
         call: RecordedCall | None = None
         if plan.records:
-            states = generators_of(args, kwargs) if again(name) == "random" else None
-            moving = self.keeper is not None
+            how: dict[str, Any] = {"own": own, "moves": self.keeper is not None, "given": self._given}
+            how["states"] = generators_of(args, kwargs) if again(name) == "random" else None
             if module is None:
-                call = record_function(run, name, args, kwargs, self._at, own=own, moves=moving, states=states)
+                call = record_function(run, name, args, kwargs, self._at, **how)
             else:
-                call = record_module(module, args, kwargs, self._at, own=own, moves=moving, states=states)
+                call = record_module(module, args, kwargs, self._at, **how)
             if call is not None and self._sharded and any(a.parameter for a in call.arguments):
                 call = None
         if written is not None:
@@ -516,6 +528,10 @@ class LiveForward(TorchFunctionMode):
 
     def _about_to_write(self, tensor: Any, by: LiveCell | None = None) -> None:
         """A tensor is about to be written in place; `by` is the cell that has recorded the call which does it."""
+        if type(tensor) is list or type(tensor) is tuple:  # functions on lists of tensors
+            for each in tensor:
+                self._about_to_write(each)
+            return
         if type(tensor) not in _ORDINARY or tensor.layout is not torch.strided:
             return
         address = tensor.untyped_storage().data_ptr()

@@ -18,6 +18,7 @@ from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.memory.admission import Settings
 from outcore.memory.fusions import Fusions
+from outcore.memory.holding import check_policy
 from outcore.memory.norm_choice import step_s
 from outcore.memory.rates import memory_rate, tier_below
 from outcore.planner.memory_order import MemoryOrder
@@ -39,7 +40,14 @@ class Proposal:
 
 
 def propose(
-    graph: Graph, model: nn.Module, costs: Costs, settings: Settings, device: torch.device, first: MemoryPlan | None
+    graph: Graph,
+    model: nn.Module,
+    costs: Costs,
+    settings: Settings,
+    device: torch.device,
+    first: MemoryPlan | None,
+    *,
+    inherited: bool = False,
 ) -> Proposal:
     """Plan a way of calling a model.
 
@@ -50,6 +58,7 @@ def propose(
         settings: what was asked for.
         device: where the model computes.
         first: the plan of another way, if there is one.
+        inherited: whether policies chosen by hand were chosen for another model, of which this is a copy.
 
     Raises:
         PlanError: the budget is too small, or policies chosen by hand do not meet it.
@@ -60,12 +69,12 @@ def propose(
         fused = Fusions.worth_it(graph, model, costs, rate, device, issued=not settings.graphs)
         fused = fused.sparing(settings.policy or ())
     written, expected = fused.applied(graph, model, costs, rate)
-    plan = _plan(written, expected, settings, device, first)
+    plan = _plan(written, expected, settings, device, first, inherited=inherited)
     if not plan.state.idle:
         before, fused = fused, fused.with_state_elsewhere()
         if fused.scales != before.scales:  # then it is another network
             written, expected = fused.applied(graph, model, costs, rate)
-            plan = _plan(written, expected, settings, device, first)
+            plan = _plan(written, expected, settings, device, first, inherited=inherited)
     order = settings.order if first is None else replace(settings.order, plain_s=None, plain_bytes=None)
     if written is not graph and order.plain_s is None:  # a plan is held against training as the user wrote it
         order = _against_plain(order, graph, costs, settings)
@@ -73,7 +82,15 @@ def propose(
     return Proposal(plan, written, fused, step_s(costs) + plan.outcome.extra_s)
 
 
-def _plan(graph: Graph, costs: Costs, settings: Settings, device: torch.device, first: MemoryPlan | None) -> MemoryPlan:
+def _plan(
+    graph: Graph,
+    costs: Costs,
+    settings: Settings,
+    device: torch.device,
+    first: MemoryPlan | None,
+    *,
+    inherited: bool = False,
+) -> MemoryPlan:
     """Policies for a graph: those there are, if they fit it, else new ones."""
     budget, by_hand = settings.budget_bytes, _by_memory(settings.policy, graph)
 
@@ -97,11 +114,14 @@ def _plan(graph: Graph, costs: Costs, settings: Settings, device: torch.device, 
             standing=settings.graphs,
         )
 
-    if first is None:
+    if first is None and (by_hand is None or not inherited):
         return planned(by_hand)
-    known = by_hand if by_hand is not None else dict(first.assignment.policy)
+    known = by_hand if by_hand is not None or first is None else dict(first.assignment.policy)
+    assert known is not None
     with contextlib.suppress(PlanError):
         same = planned(_applicable(known, graph))
+        if unfit := _unfit(same):
+            same = planned({name: how for name, how in _applicable(known, graph).items() if name not in unfit})
         if by_hand is not None or budget is None or same.peak_bytes <= budget:
             return same
     return planned(None)
@@ -125,3 +145,14 @@ def _by_memory(policy: dict[str, str] | None, graph: Graph) -> dict[str, str] | 
 def _applicable(policy: dict[str, str], graph: Graph) -> dict[str, str]:
     """The policies of values that the graph has too."""
     return {name: how for name, how in policy.items() if name.partition("~")[0] in {*graph.values, *graph.calls}}
+
+
+def _unfit(plan: MemoryPlan) -> set[str]:
+    """The values that cannot have their policies in this graph: a layer that had no hooks has some now."""
+    found, buffers = set(), plan.keeping.buffers
+    for name, how in plan.policy.items():
+        try:
+            check_policy(buffers[name], how)
+        except PlanError:
+            found.add(name)
+    return found

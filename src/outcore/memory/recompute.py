@@ -5,7 +5,9 @@ random state. A tensor among the arguments is held in one of three ways: as a vi
 (which then may be away, and comes back when it is asked for), as the memory that the call is about to write, or as it
 is. Parameters are held by their memory, so that a parameter whose ``data`` is exchanged before backward does no harm;
 a module is held as a copy of its attributes, so that a flag, a probability or a hook that changes later does none.
-What is written in place between forward and backward is noticed by its version and refused, as autograd does.
+What is written in place between forward and backward is noticed by its version and refused, as autograd does; small
+tensors that are neither parameters nor what the model was given are held as copies, because these are often what a
+model or a loop keeps up to date (running means, centres, counters), which is no matter to autograd.
 
 A call is repeated only if its operation is known to give the same numbers again (`outcore.ops.again`). Layers that keep
 statistics normalise again without touching them; those that use their running statistics keep the ones of this step,
@@ -14,7 +16,7 @@ because torch writes these without counting it. Random ones draw the same number
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +25,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from outcore.graph.structure import leaves
-from outcore.memory.cell import Geometry
+from outcore.memory.cell import Geometry, over, raw
 from outcore.memory.rerun import States, _batch_norm, _generator, _generators, _instance_norm, _modes, _Normalised
 from outcore.ops.again import again
 
@@ -59,6 +61,8 @@ _NORMS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "instance_norm": (F.instance_norm, _instance_norm),
 }
 _DEVICES = ("cpu", "cuda")
+_SMALL = 2**18
+"""Bytes up to which a tensor is copied that may be state of the model."""
 
 
 class NotRepeatable(Exception):  # noqa: N818 - a signal inside this package, never shown
@@ -178,8 +182,10 @@ def _autocast_modes() -> tuple[tuple[str, bool, torch.dtype], ...]:
 class _Holder:
     """Holds the arguments of one call."""
 
-    def __init__(self, at: Mapping[int, Cell], own: Cell | None, *, moves: bool) -> None:
-        self.at, self.own, self.moves = at, own, moves
+    def __init__(
+        self, at: Mapping[int, Cell], own: Cell | None, *, moves: bool, given: Callable[[], Collection[int]]
+    ) -> None:
+        self.at, self.own, self.moves, self.given = at, own, moves, given
         self.found: list[Argument] = []
 
     def held(self, value: Any) -> Any:
@@ -204,9 +210,25 @@ class _Holder:
         address = tensor.untyped_storage().data_ptr()
         cell = self.at.get(address)
         own = cell is not None and cell is self.own
+        if cell is None and self._may_be_state(tensor) and address not in self.given():
+            tensor = over(raw(tensor).clone(), Geometry.of(tensor))
+            address = tensor.untyped_storage().data_ptr()
         argument = Argument(tensor, address, None if own else cell, own=own, moves=self.moves)
         self.found.append(argument)
         return argument
+
+    @staticmethod
+    def _may_be_state(tensor: torch.Tensor) -> bool:
+        return (
+            not tensor.requires_grad
+            and type(tensor) is torch.Tensor
+            and 0 < tensor.untyped_storage().nbytes() <= _SMALL
+            and not (tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
+        )
+
+
+def _nothing() -> Collection[int]:
+    return ()
 
 
 def record_function(
@@ -219,6 +241,7 @@ def record_function(
     own: Cell | None = None,
     moves: bool = False,
     states: States | None = None,
+    given: Callable[[], Collection[int]] = _nothing,
 ) -> RecordedCall | None:
     """Hold a call of a function, before it happens; none if it cannot be repeated.
 
@@ -231,12 +254,13 @@ def record_function(
         own: the buffer that the call is about to write into, if it is one.
         moves: whether parameters change their memory between calls.
         states: of the generators it draws from.
+        given: addresses of the storages that the model was called with.
     """
     kind = again(name)
     if kind is None or name in _FROM_HOST or "out" in kwargs or kwargs.get("max_norm") is not None:
         return None
     target: Callable[..., Any] = func
-    holder = _Holder(at, own, moves=moves)
+    holder = _Holder(at, own, moves=moves, given=given)
     if kind == "statistics":
         if name not in _NORMS or func is not _NORMS[name][0]:
             return None
@@ -269,13 +293,14 @@ def record_module(
     own: Cell | None = None,
     moves: bool = False,
     states: States | None = None,
+    given: Callable[[], Collection[int]] = _nothing,
 ) -> RecordedCall | None:
     """Hold a call of a layer, before it happens, with the layer's attributes as they are now; see `record_function`."""
     name = type(module).__name__
     kind = again(name)
     if kind is None:
         return None
-    holder = _Holder(at, own, moves=moves)
+    holder = _Holder(at, own, moves=moves, given=given)
     try:
         template = tuple([holder.held(a) for a in args])
         named = {k: holder.held(v) for k, v in kwargs.items()} if kwargs else {}
@@ -323,7 +348,7 @@ def cast_of(
     tensor = dict(leaves((args, kwargs), torch.Tensor)).get(path)
     if tensor is None or type(tensor) not in (torch.Tensor, nn.Parameter):
         return None
-    holder = _Holder(at, None, moves=moves)
+    holder = _Holder(at, None, moves=moves, given=_nothing)
     try:
         holder.tensor(tensor)
     except NotRepeatable:

@@ -18,6 +18,7 @@ from torch import nn
 import outcore
 from outcore.cost.rough import by_bytes
 from outcore.cost.saved import account
+from outcore.graph.recorder import planning
 from outcore.graph.structure import leaves
 from outcore.planner.keeping import Keeping
 
@@ -63,7 +64,8 @@ class Run:
         if self.mode is None:
             return model
         states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-        graph = outcore.capture(model, args, kwargs)
+        with planning():
+            graph = outcore.capture(model, args, kwargs)
         costs = by_bytes(account(graph), 1e9)
         keeping = Keeping(graph, costs, 0.0, LINK)
         plan = keeping.resolved(policies(keeping, self.mode, self.seed))
