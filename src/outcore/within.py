@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeGuard, get_args
 import torch
 from torch import nn
 
+from outcore.cost.cost_cache import measured
 from outcore.cost.costs import Costs
-from outcore.cost.measure import measure
 from outcore.cost.memory import memory_curve
 from outcore.cost.optimizer import OptimizerCost
 from outcore.cost.rough import without_gaps
@@ -148,7 +148,7 @@ def within(
     on_output = loss_on_output(loss)
     loss_bytes = _loss_bytes(graph, on_output)
     if costs is None:
-        costs = measure(graph, time_limit_s=measure_s if turned is None else measure_s / 2)
+        costs = measured(graph, time_limit_s=measure_s if turned is None else measure_s / 2)
     if share is not None:
         plain = plan_memory(graph, costs, budget_bytes=None, optimizer=cost, loss_bytes=loss_bytes, policy={})
         budget = int(share * plain.plain_bytes)
@@ -187,7 +187,7 @@ def within(
     call = arguments_as_called(model, args, kwargs)
     try:
         if turned is not None:
-            turned_costs = without_gaps(measure(turned, time_limit_s=measure_s / 2))
+            turned_costs = without_gaps(measured(turned, time_limit_s=measure_s / 2))
             way = faster(way, turned, turned_costs, model, graph_device(graph))
         if budget is not None and graph_device(graph).type == "cuda":
             grow_segments_from_now_on()
