@@ -112,8 +112,14 @@ class Governor:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model."""
+        if torch.compiler.is_exporting():
+            return self.original(*args, **kwargs)
         if torch.compiler.is_compiling() and torch.is_grad_enabled():
             return _call_by_call(self, *args, **kwargs)
+        return self.called(*args, **kwargs)
+
+    def called(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model; nothing is compiled around it."""
         if self.duty is not None and torch.is_grad_enabled():
             move(self, self.duty)
         if self.keeper is not None:
@@ -255,6 +261,11 @@ class Governor:
             return self.inner
         own: Callable[..., Any] = type(self.model).forward.__get__(self.model)
         return own
+
+    @property
+    def __code__(self) -> Any:
+        """Of the model's own forward: torch.export reads it to name a frame."""
+        return inspect.unwrap(getattr(self.original, "__func__", self.original)).__code__
 
     @property
     def plan(self) -> MemoryPlan:
@@ -477,4 +488,4 @@ def _call_by_call(governor: Governor, *args: Any, **kwargs: Any) -> Any:
         "compile parts inside it, or outcore.release it",
         stacklevel=2,
     )
-    return governor(*args, **kwargs)
+    return governor.called(*args, **kwargs)

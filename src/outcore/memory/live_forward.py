@@ -19,6 +19,7 @@ brought back first and kept. Where it is not, versions tell, and backward refuse
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -114,6 +115,7 @@ class LiveForward(TorchFunctionMode):
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model's forward; returns what it returns."""
+        _hide_from_compiler()
         outer = current_watcher()
         self._called = args, kwargs
         if isinstance(outer, LiveForward):
@@ -606,3 +608,14 @@ def _wants_indices(module: nn.Module | None, args: tuple[Any, ...], kwargs: Mapp
     if module is not None:
         return bool(getattr(module, "return_indices", False))
     return bool(kwargs.get("return_indices", args[6] if len(args) > 6 else False))
+
+
+def _hide_from_compiler() -> None:
+    """A function that is compiled inside forward runs as it is written, not traced through what stands here."""
+    rules: Any = sys.modules.get("torch._dynamo.trace_rules")
+    if rules is not None and not _hidden:
+        rules.add("outcore.memory")
+        _hidden.append(True)
+
+
+_hidden: list[bool] = []
