@@ -2,7 +2,7 @@
 
 import pytest
 
-from .programs import attributes, effects, found, loops  # noqa: F401 - they fill the collection
+from .programs import attributes, effects, found, loops, tools  # noqa: F401 - they fill the collection
 from .programs.run import PROGRAMS, differences, run_program
 
 
