@@ -183,6 +183,21 @@ def a_transform_inside(run: Run) -> None:
 
 
 @program
+def views_of_a_parameter_in_a_loop(run: Run) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.scale = block(), nn.Parameter(torch.full((8,), 0.5))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(3):
+                x = torch.tanh(self.a(x) * self.scale[None])
+            return x
+
+    run.train(run.manage(Net(), (rows(0),)), rows)
+
+
+@program
 def parameters_that_are_not_registered(run: Run) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
