@@ -280,7 +280,10 @@ class _Play:
             self.gradient[name] = memory
             self.sharing[memory] = self.sharing.get(memory, 0) + 1
             return
-        size = self.graph.values[name].bytes
+        if name in self.graph.values:
+            size = self.graph.values[name].bytes
+        else:  # a parameter of which several calls take views
+            size = self.held[memory].bytes if memory in self.held else 0
         if self.sharing[before] == 1 and before in self.held and self.held[before].bytes < size + self.grain:
             return
         block = self.held[before].block if before in self.held else ""

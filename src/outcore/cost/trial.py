@@ -57,12 +57,14 @@ def try_call(
         ways = ways[:1]
     elif block.type in _UNFAITHFUL:
         ways = [*ways[1:], ways[0]]
+    target = graph.module.model.get_submodule(step.target) if step.kind == "module" else None
+    whole = block.kind == "opaque" or (target is not None and "forward" in target.__dict__)
     for fake, integers in ways:
         if not fake and size > _REAL_LIMIT:
             continue
         mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
         try:
-            with _restored(graph.module.model) if not fake or block.kind == "opaque" else contextlib.nullcontext():
+            with _restored(graph.module.model) if not fake or whole else contextlib.nullcontext():
                 alone = Alone(graph, step, recording, device, fake=mode, integers=integers, arriving=arriving)
                 return _weigh(alone, blank, "analytic" if fake else "measured"), ""
         except Exception as error:

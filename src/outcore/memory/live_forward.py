@@ -54,6 +54,8 @@ __all__ = ["LiveForward"]
 
 _ORDINARY = (torch.Tensor, nn.Parameter)
 _COMPOSITES = {F.multi_head_attention_forward}
+_SHORT_CUTS = (nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAttention)
+"""Layers that compute in another way where nothing is to be differentiated, unless somebody looks at functions."""
 _FACTORIES = {"zeros", "ones", "full", "arange", "linspace", "eye", "rand", "randn"}
 _HARMLESS = {"requires_grad_", "retain_grad"}
 _autograd: Any = torch._C._autograd
@@ -158,6 +160,8 @@ class LiveForward(TorchFunctionMode):
         if self._quiet or node is None or node.module() is not module:
             return call_module(module, *args, **kwargs)
         if node.kind == "container":
+            if isinstance(module, _SHORT_CUTS) and _takes_short_cut(module, args, kwargs):
+                return self._aside(call_module, (module, *args), kwargs)
             before, self._node = (self._node, self._sharded), node
             self._sharded |= node.type is not type(module)
             try:
@@ -579,6 +583,16 @@ def _unpack(packed: Any) -> torch.Tensor:
 def _top_hooks() -> Any:
     """The hooks on saved tensors that are in force."""
     return _autograd._top_saved_tensors_default_hooks(True)
+
+
+def _takes_short_cut(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether nothing of a layer that does not train is differentiated."""
+    if module.training:
+        return False
+    if not torch.is_grad_enabled():
+        return True
+    tensors = (t for _, t in leaves((args, kwargs), torch.Tensor))
+    return not any(t.requires_grad for t in (*module.parameters(), *tensors))
 
 
 def _tensors(result: Any) -> Iterable[tuple[str, torch.Tensor]]:

@@ -195,6 +195,9 @@ _OF_KIND = {
         "F.batch_norm({x}, self.mean8, self.var8, {p8}, {p8}, self.training, 0.2)",
         "{x} - self.ema",
         "{x} + self.ema * 0.1",
+        "{x} - self.mean8",
+        "torch.tanh({x} + self.mean8)",
+        "torch.sigmoid({x} - self.ema)",
         "F.cosine_similarity({x}, {y}, dim=1)[:, None] * {x}",
         "torch.cdist({x} + 0.1, {y}).mean(1, keepdim=True) + {x}",
         "F.softmax({x} @ {y}.t(), 1) @ {x}",
@@ -410,6 +413,23 @@ _SAVING = ("relu", "sigmoid", "tanh", "elu", "dropout", "mul_({y})")
 """What must not be followed by another write, because its backward needs what it wrote."""
 _WRITABLE = ("nn.Linear", "nn.Conv", "nn.BatchNorm", "nn.LayerNorm", "nn.InstanceNorm")
 """Layers whose backward does not need what they return."""
+_READING = (
+    "torch.tanh({t})",
+    "{t}.sigmoid()",
+    "F.relu({t})",
+    "{t} + 1",
+    "{t} * 2",
+    "{t}.exp()",
+    "F.softmax({t}, -1)",
+    "{t}.clone()",
+    "torch.cat([{t}[:1], {t}[1:]])",
+    "torch.stack([{t}, {t}]).sum(0)",
+    "F.dropout({t}, 0.2, self.training)",
+    "{t}.sqrt().nan_to_num()",
+    "{t}.flip(-1)",
+    "F.threshold({t}.clone(), 0.0, 0.1)",
+)
+"""Functions whose backward needs nothing of what they read."""
 _FRESH = ("{x} + {y}", "{x} * 1.5", "{x}.clone()", "{x} - {y}", "1 - {x}", "{y}.detach().clone() + {x}", "{x} * 1")
 _REGIONS = (
     "if if data data for for no_grad autocast try def checkpoint while raise cond residual generator enable dropped"
@@ -419,7 +439,7 @@ _KEPT = (
     "data once buffer grads carried alias"
 ).split()
 _CHANGES = (
-    "alpha flag count scale options rate mode layer_mode freeze unfreeze swap hook pre unhook dropout eps "
+    "written alpha flag count scale options rate mode layer_mode freeze unfreeze swap hook pre unhook dropout eps "
     "inplace draw seen buffer weights backward plain8 method sizes format data parametrize raising state "
     "forward part"
 ).split()
@@ -656,6 +676,18 @@ class _Writer:
                 first = pick.choice([t for t in _IN_PLACE if not any(saves in t for saves in _SAVING)])
                 write(self.fill(first, scope, x, kind).replace("{t}", name))
             write(self.fill(pick.choice(_IN_PLACE), scope, x, kind).replace("{t}", name))
+        elif draw < 0.86:
+            other = into.new()
+            write(f"{other} = {self.fill(pick.choice(_FRESH), scope, x, kind)}")
+            write(f"{name} = {pick.choice(_READING)}".replace("{t}", other))
+            if self.chance(0.4):
+                write(f"{name} = torch.sigmoid({name})")
+            line = self.fill(pick.choice(_IN_PLACE), scope, x, kind).replace("{t}", other)
+            if self.chance(0.4):
+                write(f"if {pick.choice(('self.flag', 'self.count % 2', 'self.alpha > 1', f'{x}.sum() > 0'))}:")
+                line = f"    {line}"
+            write(line)
+            scope[other] = kind
         elif into.depth < 3:
             self.region(scope, name, x, kind)
         else:
@@ -735,7 +767,7 @@ class _Writer:
             case "checkpoint":
                 function = f"f{into.names}"
                 write(f"def {function}(a):")
-                self.inside({"a": kind}, "a", "a", kind)
+                self.inside({**scope, "a": kind} if self.chance(0.4) else {"a": kind}, "a", "a", kind)
                 write("    return a")
                 write(f"{name} = checkpoint({function}, {x}, use_reentrant=False)")
             case "raise":
@@ -1138,6 +1170,9 @@ class _Writer:
                 add("model.seen.clear()")
             case "buffer":
                 add(f"{holder}.ema = torch.full((8,), 0.2)")
+            case "written":
+                add("with torch.no_grad():")
+                add(f"{holder}.{pick.choice(('ema', 'mean8', 'buffer', 'plain8'))}.add_(0.1)", 2)
             case "plain8":
                 add(f"{holder}.plain8 = torch.linspace(0, 1, 8)")
             case "weights" if not between:

@@ -183,6 +183,21 @@ def a_transform_inside(run: Run) -> None:
 
 
 @program
+def views_of_a_parameter_in_a_loop(run: Run) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.scale = block(), nn.Parameter(torch.full((8,), 0.5))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(3):
+                x = torch.tanh(self.a(x) * self.scale[None])
+            return x
+
+    run.train(run.manage(Net(), (rows(0),)), rows)
+
+
+@program
 def parameters_that_are_not_registered(run: Run) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -221,6 +236,41 @@ def a_function_that_knows_a_tensor_of_the_forward(run: Run, checkpointed: bool) 
                 handle.remove()
 
     run.train(run.manage(Net(), (rows(0),)), rows)
+
+
+@variants(no_grad=True, frozen=False)
+def an_encoder_that_is_not_differentiated(run: Run, no_grad: bool) -> None:
+    """Torch computes it in another way, in which nobody may seem to look at functions."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+            self.encoder, self.attention = (
+                nn.TransformerEncoder(layer, 2),
+                nn.MultiheadAttention(8, 2, batch_first=True),
+            )
+            self.a, self.b = block(), block()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.set_grad_enabled(not no_grad):
+                h = self.encoder(x)
+                h = h + self.attention(h, h, h)[0]
+            return self.b(torch.relu(self.a(h) + x))
+
+    model = run.manage(Net(), (torch.randn(3, 4, 8),))
+    model.encoder.eval().requires_grad_(no_grad)
+    model.attention.eval().requires_grad_(no_grad)
+    run.train(model, lambda _: torch.randn(3, 4, 8))
+
+
+@program
+def a_layer_whose_forward_was_replaced(run: Run) -> None:
+    """What it writes in a trial is the original's."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), block())
+    inner = model[1].forward
+    model[1].forward = lambda x: inner(x) * 1.2
+    run.train(run.manage(model, (rows(0),)), rows)
 
 
 @program
