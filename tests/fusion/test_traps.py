@@ -184,6 +184,7 @@ def test_a_number_in_forward_may_differ_between_members() -> None:
     assert_as_if_alone(lambda i: Net(i).double(), batches, F.cross_entropy, momentum)
 
 
+@pytest.mark.filterwarnings("ignore:.*changes in every call")
 def test_settings_changed_between_steps_count_from_the_next() -> None:
     class Net(nn.Module):
         def __init__(self, i: int) -> None:

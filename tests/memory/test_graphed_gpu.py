@@ -148,3 +148,44 @@ def test_gradients_are_accumulated_over_batches_of_two_sizes() -> None:
             net(part).square().sum().backward()
     pairs = zip(model.parameters(), twin.parameters(), strict=True)
     assert all(torch.equal(p.grad, q.grad) for p, q in pairs)
+
+
+class Scaled(nn.Module):
+    """Reads a number, a buffer and weights that the loop may exchange."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.alpha = network(), 1.0
+        self.register_buffer("gain", torch.ones((), device="cuda"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x) * self.alpha * self.gain
+
+
+def exchange_weights(model: Scaled) -> None:
+    for p in model.parameters():
+        p.data = p.data.clone() * 2
+
+
+@pytest.mark.parametrize("which", ["attribute", "buffer", "weights", "every call"])
+@pytest.mark.filterwarnings("ignore:.*changes in every call")
+def test_graphs_are_recorded_again_when_what_they_read_changes(which: str) -> None:
+    images = torch.randn(8, 3, 64, 64, device="cuda")
+    model = Scaled()
+    twin = copy.deepcopy(model)
+    outcore.within(model, (images,), memory=None, optimizer=0.0, graphs=True, measure_s=1.0, quiet=True)
+    for n in range(6):
+        for net in (model, twin):
+            if which == "every call":
+                net.alpha = 1.0 + n
+            elif n == 3:
+                if which == "attribute":
+                    net.alpha = 2.0
+                elif which == "buffer":
+                    net.gain = torch.full((), 3.0, device="cuda")
+                else:
+                    exchange_weights(net)
+        batch = torch.randn_like(images)
+        want, got = gradients(twin, batch, bf16=False), gradients(model, batch, bf16=False)
+        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True)), n
+    assert (graphed(model) is None) == (which == "every call")

@@ -111,7 +111,7 @@ def _record(
             recorder.volatile |= randomness.host_drawn()
             recording = recorder.recording(result)
             recording.effects = watched.effects(recorder.ref)
-        recording.reads = watched.snapshot()
+        recording.reads = watched.snapshot(recording.constants.values())
         return recorder, recording
     except Exception as error:
         error.__outcore_block__ = recorder.failed_in  # type: ignore[attr-defined]

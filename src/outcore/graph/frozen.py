@@ -17,13 +17,14 @@ import hashlib
 import random
 import sys
 from collections import deque
+from collections.abc import Collection
 from types import MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["GONE", "Same", "attributes_of", "frozen", "is_foreign", "needs_look"]
+__all__ = ["GONE", "Same", "attributes_of", "frozen", "is_foreign", "needs_look", "relaxed", "seen_of"]
 
 _DEPTH = 6
 _ATOMS = (str, bytes, int, complex, bool, type(None), type(Ellipsis), range, torch.dtype, torch.device, enum.Enum)
@@ -87,6 +88,29 @@ def frozen(value: Any, depth: int = _DEPTH) -> Any:
         return kind, tuple(frozen(v, depth - 1) for v in (value.func, value.args, value.keywords))
     inside = attributes_of(value)
     return Same(value) if inside is None else (kind, frozen(inside, depth - 1))
+
+
+def relaxed(copy: Any, used: Collection[int] | None) -> Any:
+    """A frozen value in which tensors that a run did not compute with count by their kind alone.
+
+    Args:
+        copy: the frozen value.
+        used: identities of those it did compute with; none for all.
+    """
+    if used is None:
+        return copy
+    if isinstance(copy, Same):
+        unused = isinstance(copy.value, torch.Tensor) and id(copy.value) not in used
+        return seen_of(copy.value) if unused else copy
+    if isinstance(copy, tuple | frozenset) and not isinstance(copy, torch.Size):
+        return type(copy)([relaxed(part, used) for part in copy])
+    return copy
+
+
+def seen_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What of a tensor Python can see without its numbers."""
+    stride = tuple(tensor.stride()) if tensor.layout is torch.strided else None
+    return type(tensor), tuple(tensor.shape), stride, tensor.dtype, str(tensor.device), tensor.requires_grad
 
 
 def attributes_of(value: Any) -> dict[str, Any] | None:

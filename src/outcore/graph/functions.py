@@ -5,13 +5,15 @@ their parameters. No hook of Python tells of such reads, but the code of a funct
 they are found without running anything: from the forward of each module to whatever user code these names lead to
 (functions, methods, classes, modules, objects, containers of those), and no further than the user's own packages.
 
-What is found is more than one run reads, never less than what can be reached by name. A `Place` says where a value is:
-an entry of a dictionary (of globals, of a class), a cell of a closure, or an attribute of a function.
+What is found is more than one run reads, never less than what can be reached by name. What comes from outside of the
+program (the clock, files) is not seen; environment variables are. A `Place` says where a value is: an entry of a
+dictionary (of globals, of a class), a cell of a closure, or an attribute of a function.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -26,6 +28,9 @@ __all__ = ["Place", "places_of"]
 
 _DUNDER = frozenset({"__init__", "__call__", "__enter__", "__exit__", "__getitem__", "__iter__", "__len__"})
 _DEPTH = 3
+_ATOMS = (str, bytes, int, float, complex, type(None), torch.Tensor, torch.dtype, torch.device)
+_HELD = frozenset(nn.Module().__dict__)
+"""Attributes that hold parameters, submodules and hooks."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,30 +57,39 @@ class Place:
 
 def places_of(modules: Iterable[nn.Module]) -> list[Place]:
     """What the forwards of modules, and the user's functions they lead to, may look up outside of the modules."""
-    walk = _Walk()
+    walk, modules = _Walk(), list(modules)
     for module in modules:
         forward = module.__dict__.get("forward", type(module).forward)
-        names = _names_of(forward)
         walk.reach(forward)
-        walk.methods(type(module), names)
-        for value in module.__dict__.values():
-            if callable(value) and not isinstance(value, nn.Module):
-                walk.reach(value)
+        walk.methods(type(module), _names_of(forward))
+    held = [v for m in modules for n, v in m.__dict__.items() if n not in _HELD and not isinstance(v, _ATOMS)]
+    known = -1
+    while known < len(walk.names):  # what is held may be asked for any name that some function looks up
+        known = len(walk.names)
+        for value in held:
+            walk.reach(value, frozenset(walk.names))
+    if walk.names & {"environ", "getenv"}:
+        walk.note(vars(os.environ), "_data", "an environment variable", frozenset())
     return list(walk.places.values())
 
 
 class _Walk:
     def __init__(self) -> None:
         self.places: dict[tuple[int, str], Place] = {}
+        self.names: set[str] = set()
+        """All that some function looks up."""
         self._functions: set[int] = set()
         self._classes: set[tuple[type, str]] = set()
         self._open: list[Any] = []  # nothing that was seen may lose its identity to another
 
     def reach(self, value: Any, names: frozenset[str] = frozenset(), depth: int = _DEPTH) -> None:
         """Follow a value that code refers to; `names` are those the code looks up on anything."""
-        if depth == 0 or isinstance(value, torch.Tensor | nn.Module):
+        if depth == 0 or isinstance(value, _ATOMS):
             return
         value = _unwrapped(value)
+        if isinstance(value, nn.Module):
+            self.methods(type(value), ("forward",))
+            return
         if isinstance(value, types.FunctionType):
             self.function(value)
         elif isinstance(value, functools.partial):
@@ -90,10 +104,12 @@ class _Walk:
                     self.note(value.__dict__, name, f"{name} of {value.__name__}", names, depth - 1)
         elif isinstance(value, list | tuple | set | frozenset | dict):
             for part in value.values() if isinstance(value, dict) else value:
-                if callable(part):
+                if not isinstance(part, _ATOMS):
                     self.reach(part, names, depth - 1)
-        elif attributes_of(value) is not None or not is_foreign(type(value).__module__):
+        elif not is_foreign(type(value).__module__):
             self.methods(type(value), names | _DUNDER)
+            for part in (attributes_of(value) or {}).values():
+                self.reach(part, names, depth - 1)
 
     def function(self, function: types.FunctionType) -> None:
         """Note what a function looks up, and follow it."""
@@ -103,6 +119,7 @@ class _Walk:
         self._functions.add(id(function))
         self._open.append(function)
         names = _names_of(function)
+        self.names |= names
         for name in sorted(names & function.__globals__.keys()):
             self.note(function.__globals__, name, f"{name} of {home}", names)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):

@@ -18,7 +18,7 @@ are the ones to look for from there on. A hundred thousand comparisons by identi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain
 from operator import attrgetter, call, contains, is_, itemgetter
 from typing import Any
@@ -28,7 +28,7 @@ from torch import nn
 
 from outcore.errors import VaryingError
 from outcore.graph.attribute_reads import BOOKKEEPING, AttributeReads
-from outcore.graph.frozen import GONE, Same, attributes_of, frozen, needs_look
+from outcore.graph.frozen import GONE, Same, attributes_of, frozen, needs_look, relaxed, seen_of
 from outcore.graph.functions import Place, places_of
 from outcore.graph.keys import hooks_of
 from outcore.graph.naming import kind_of
@@ -47,10 +47,14 @@ _UNSEEN = ("_flat_weight",)
 class Snapshot:
     """Places that a recording has read, with what was there."""
 
-    def __init__(self, model: nn.Module, values: Iterable[tuple[Place, Any]]) -> None:
+    def __init__(
+        self, model: nn.Module, values: Iterable[tuple[Place, Any]], used: Collection[int] | None = None
+    ) -> None:
         self._modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
         self._paths = {id(m): path for path, m in model.named_modules()}
-        self._values = list(values)
+        self._used = used
+        """Tensors that the recording computes with, by identity; none for all."""
+        self._values = [(place, relaxed(then, used)) for place, then in values]
         """Each with a frozen copy of what was there."""
         self._state = [[(n, _tensor(t)) for n, t in _state(m)] for m in self._modules]
         self._hooks = [hooks_of(m) for m in self._modules]
@@ -78,7 +82,7 @@ class Snapshot:
             )
         except (KeyError, AttributeError, ValueError):  # a name is gone, a cell is empty
             same = False
-        if same and all(frozen(place.read()) == then for place, then in self._looked):
+        if same and all(self._frozen(place) == then for place, then in self._looked):
             return True
         if next(self.changed(), None) is not None:
             return False
@@ -101,8 +105,7 @@ class Snapshot:
     def changed(self) -> Iterator[str]:
         """What is not as it was, each as it is called in a sentence."""
         for place, then in self._values:
-            now = place.read()
-            if (GONE if now is GONE else frozen(now)) != then:
+            if self._frozen(place) != then:
                 yield place.told
         for module, state, hooks in zip(self._modules, self._state, self._hooks, strict=True):
             now_there = dict(_state(module))
@@ -121,7 +124,11 @@ class Snapshot:
         pairs = zip(model.modules(), other.modules(), strict=True)
         there = {id(a.__dict__): b.__dict__ for a, b in pairs}
         places = [Place(there.get(id(p.owner), p.owner), p.name, p.told, p.item) for p, _ in self._values]
-        return Snapshot(other, [(p, _frozen_at(p)) for p in places])
+        used = self._used if other is model else None
+        return Snapshot(other, [(p, _frozen_at(p)) for p in places], used)
+
+    def _frozen(self, place: Place) -> Any:
+        return relaxed(_frozen_at(place), self._used)
 
     def _told(self, module: nn.Module, name: str) -> str:
         return told(module, self._paths.get(id(module), ""), name)
@@ -210,10 +217,7 @@ def _state(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _tensor(value: Any) -> Any:
     """What of a parameter or buffer Python can see; another of the same kind is found by its name in a replay."""
-    if not isinstance(value, torch.Tensor):
-        return Same(value)
-    stride = tuple(value.stride()) if value.layout is torch.strided else None
-    return type(value), tuple(value.shape), stride, value.dtype, str(value.device), value.requires_grad
+    return seen_of(value) if isinstance(value, torch.Tensor) else Same(value)
 
 
 def told(module: nn.Module, path: str, name: str) -> str:

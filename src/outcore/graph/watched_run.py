@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
 from outcore.errors import CaptureError
@@ -94,13 +95,18 @@ class WatchedRun:
                 lost.append(told(module, "", sorted(self.reads.written[key])[0]))
         return Effects(tuple(writes), tuple(dict.fromkeys(lost)))
 
-    def snapshot(self) -> Snapshot:
-        """What the run depends on; asked when the model is as it was before."""
+    def snapshot(self, constants: Iterable[torch.Tensor]) -> Snapshot:
+        """What the run depends on; asked when the model is as it was before.
+
+        Args:
+            constants: the tensors, beside parameters and buffers, that it computed with.
+        """
         known = [(m, p) for m, p, _ in self._attributes if id(p) not in self._repeated]
         found, missing = read_places(self.model, self.reads, known)
         copies = {id(p): then for _, p, then in self._attributes}
         values = [(p, copies[id(p)] if id(p) in copies else _copied(p)) for p in found]
-        return Snapshot(self.model, [*values, *((p, GONE) for p in missing), *self._outer])
+        used = frozenset(map(id, constants))
+        return Snapshot(self.model, [*values, *((p, GONE) for p in missing), *self._outer], used)
 
     def _write(self, module: nn.Module, name: str, ref: Any, writes: list[Write], lost: list[str]) -> None:
         key = (id(module), name)

@@ -3,8 +3,8 @@
 A recording repeats calls on tensors; what the model's code did beside them (``self.aux_loss = loss``, ``self.seen =
 True``, ``self.features.append(x)``) has to be done again after each replay, with the tensors of that replay. A run is
 therefore compared with what was there before it: an attribute with another value is *set*, a list that has grown at its
-end is *extended*, a dictionary with other entries is *updated*. The value is a template, like the result of a
-recording.
+end is *extended*, one with other entries *assigned* to, a dictionary with other entries is *updated*. The value is a
+template, like the result of a recording.
 
 What a template cannot say (an object of the user's changed inside, a global name, a generator of NumPy's) is named
 instead (`Effects.lost`), and the recording must not stand for the model.
@@ -37,7 +37,7 @@ class Write:
     name: str
     told: str
     """What it is called in a sentence."""
-    how: Literal["set", "buffer", "delete", "extend", "update"]
+    how: Literal["set", "buffer", "delete", "extend", "assign", "update"]
     template: Any = None
 
     def apply(self, model: nn.Module, get: Callable[[Ref], Any]) -> None:
@@ -53,6 +53,9 @@ class Write:
                 module.__dict__.pop(self.name, None)
             case "extend":
                 module.__dict__[self.name].extend(value)
+            case "assign":
+                for i, entry in value.items():
+                    module.__dict__[self.name][i] = entry
             case "update":
                 module.__dict__[self.name].update(value)
 
@@ -125,6 +128,8 @@ def change_of(before: Any, after: Any, content: Any) -> tuple[str, Any]:
         return "set", after
     if type(after) is list and len(after) >= len(content) and all(map(_is, after, content)):
         return "extend", after[len(content) :]
+    if type(after) is list and len(after) == len(content):
+        return "assign", {i: v for i, v in enumerate(after) if v is not content[i]}
     if type(after) is dict and content.keys() <= after.keys():
         missing = object()
         return "update", {k: v for k, v in after.items() if content.get(k, missing) is not v}
