@@ -96,7 +96,8 @@ def within(
 
     Args:
         model: any module, in the mode it will be trained in; nothing in it is changed but what ``forward`` runs.
-        args: the positional arguments of a call, or their shapes.
+        args: the positional arguments of a call, or their shapes. On a GPU with a budget, two steps are taken with
+            them before this returns, and the model put back (`outcore.memory.rehearsal`).
         kwargs: the keyword arguments.
         memory: the most a training step may hold ("8GiB", bytes, or "50%" of what plain training is predicted to
             take), with weights, gradients and optimizer state in it, on a GPU all that is reserved, on a CPU the

@@ -4,7 +4,7 @@ A budget bounds what a card of that size would have to have: reserved memory, wi
 between tensors and what libraries take for themselves. Neither follows from the plan alone, and the first step counts.
 So when a model comes under its plan, two steps are taken with the user's own batch, and the model is put back as it
 was: weights, statistics, attributes, gradients and random state. If the allocator had to reserve more than the budget,
-the plan is made again with as much less, until it fits or there is no smaller one.
+the plan is made again with as much less, until it fits; if there is no smaller one, that is said.
 
 A loss of the user's is taken if there is one; else the sum of the outputs. The optimizer does not step: memory of the
 size of its state is taken where it would take it, and a second step shows what lies between.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import warnings
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
@@ -21,7 +22,6 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.graph.preserve import ModelState, state_tensors
 from outcore.graph.structure import leaves
@@ -69,20 +69,14 @@ def rehearse(
         less = replace(before, reserved_bytes=before.reserved_bytes + missed)
         refused = governor.replanned(key, less, args, kwargs, graph)
         if refused is not None or attempt == _TRIES - 1:
-            least = refused.least_bytes if refused is not None else None
-            raise _too_small(budget, max(taken, (least or 0) + less.reserved_bytes))
+            warnings.warn(
+                f"outcore: a step reserves {format_bytes(taken)}, more than {format_bytes(budget)}, with what the "
+                f'allocator leaves unused between tensors; memory="{-(-taken // 2**20)}MiB" would hold',
+                stacklevel=3,
+            )
+            return
         if not before.quiet:
             print(f"outcore: a step reserved {format_bytes(missed)} too much; planned again", file=sys.stderr)
-
-
-def _too_small(budget: int, least: int) -> PlanError:
-    """The refusal of a budget, with one that will do."""
-    error = PlanError(
-        f"a training step cannot be done within {format_bytes(budget)} with what the allocator leaves unused; give "
-        f'memory="{-(-least // 2**20)}MiB" or more, or a smaller batch'
-    )
-    error.least_bytes = least
-    return error
 
 
 def _reserved(
