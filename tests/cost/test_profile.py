@@ -119,5 +119,5 @@ def test_the_picture_has_every_block_as_wide_as_its_time() -> None:
     hints = [t.text or "" for t in root.iter("{http://www.w3.org/2000/svg}title")]
     whole = found.costs.total().time_s
     for path, total in found.costs.by_depth(1).items():
-        (hint,) = [h for h in hints if h.startswith(f"{path} ")]
+        (hint,) = [h for h in hints if h.startswith(f"{path}, ")]
         assert re.search(rf"{total.time_s / whole:.1%}$", hint)

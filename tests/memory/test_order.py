@@ -294,7 +294,7 @@ def test_the_faster_order_is_taken(
     monkeypatch.setattr(order_choice, "_DEVICES", {"cpu"})
     monkeypatch.setattr(
         sys.modules["outcore.within"],
-        "measure",
+        "measured",
         lambda graph, **_: timed(graph, turned_s if "to()#0" in graph.calls else given_s),
     )
     model, images = made("residual")
@@ -314,7 +314,7 @@ def test_the_other_order_is_taken_where_it_alone_meets_the_budget(monkeypatch: p
     monkeypatch.setattr(order_choice, "_DEVICES", {"cpu"})
     monkeypatch.setattr(
         sys.modules["outcore.within"],
-        "measure",
+        "measured",
         lambda graph, **_: timed(graph, 1.0 if "to()#0" in graph.calls else 0.9),
     )
     monkeypatch.setattr(order_choice, "propose", _refusing(lambda graph: "to()#0" not in graph.calls))

@@ -235,7 +235,7 @@ def test_segmentation_by_the_plain_loop_and_in_one_pass() -> None:
         peaks.append(outcore.memory_plan(net).peak_bytes)
         counts = net.__dict__["forward"].streamed.counts
         assert counts.forward == counts.backward
-    assert peaks[1] <= peaks[0]
+    assert max(peaks) <= budget
 
 
 def test_slides_of_other_sizes_do_not_wait_for_a_plan() -> None:
@@ -289,7 +289,9 @@ def test_the_command_plans_tiles_where_nothing_else_fits(tmp_path, capsys) -> No
     job = outcore.Job(lambda: net, lambda size: (x, None), optimizer=lambda p: torch.optim.SGD(p, 0.1))
     budget = plain_bytes(net, x) // 5
     path = tmp_path / "plan.json"
-    plan_on_one_device(job, outcore.capture(net, (x,)), parse("v100"), budget, output=path, svg=None, json=False)
+    plan_on_one_device(
+        job, outcore.capture(net, (x,)), parse("v100"), budget, batch=None, output=path, svg=None, json=False
+    )
     assert "tiles of" in capsys.readouterr().out
     step = assert_trains_as_plain(within(net, x, memory=None, plan=Plan.load(path)), x, x)
     assert step.peak_bytes - x.numel() * 8 <= budget

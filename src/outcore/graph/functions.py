@@ -198,7 +198,8 @@ def _names_of(function: Any) -> frozenset[str]:
 
 @functools.cache
 def _code_names(code: types.CodeType) -> frozenset[str]:
-    return frozenset({*code.co_names, *(n for inner in _inner(code) for n in inner.co_names)})
+    names = {*code.co_names, *(n for inner in _inner(code) for n in inner.co_names)}
+    return frozenset(n for n in names if n.isidentifier())  # others were put there by a tool that rewrites assertions
 
 
 def _inner(code: types.CodeType) -> Iterator[types.CodeType]:

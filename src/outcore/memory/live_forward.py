@@ -628,7 +628,8 @@ def _hide_from_compiler() -> None:
     """A function that is compiled inside forward runs as it is written, not traced through what stands here."""
     rules: Any = sys.modules.get("torch._dynamo.trace_rules")
     if rules is not None and not _hidden:
-        rules.add("outcore.memory")
+        for name in ("live_forward", "live_cell", "cell", "recompute", "module_calls"):
+            rules.add(f"outcore.memory.{name}")
         _hidden.append(True)
 
 
