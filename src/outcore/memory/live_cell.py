@@ -25,7 +25,7 @@ from outcore.memory.tiers import Tier
 
 if TYPE_CHECKING:
     from outcore.memory.codecs import Window
-    from outcore.memory.live_forward import LiveForward
+    from outcore.memory.live_buffers import LiveBuffers
 
 __all__ = ["LiveCell"]
 
@@ -33,10 +33,10 @@ __all__ = ["LiveCell"]
 class LiveCell(Cell):
     """One buffer of one forward pass, with the calls that wrote it."""
 
-    owner: LiveForward  # type: ignore[assignment]
+    owner: LiveBuffers  # type: ignore[assignment]
 
     def __init__(
-        self, name: str, policy: str, owner: LiveForward, *, derived: bool = False, window: Window | None = None
+        self, name: str, policy: str, owner: LiveBuffers, *, derived: bool = False, window: Window | None = None
     ) -> None:
         self.name, self.policy, self.owner, self.window = name, policy, owner, window
         self.uses, self.derived = 0, derived
