@@ -100,8 +100,9 @@ def within(
             them before this returns, and the model put back (`outcore.memory.rehearsal`).
         kwargs: the keyword arguments.
         memory: the most a training step may hold ("8GiB", bytes, or "50%" of what plain training is predicted to
-            take), with weights, gradients and optimizer state in it, on a GPU all that is reserved, on a CPU the
-            bytes of living tensors; None for the fastest step whatever it holds.
+            take), with weights, gradients and optimizer state in it, on a GPU as far as a plan is found all that
+            is reserved (else a warning says what is), on a CPU the bytes of living tensors; None for the fastest step
+            whatever it holds.
         loss: a function of the model's output, so that its memory is counted too; without it nothing is. An
             `outcore.stream.PixelLoss` is taken in one pass over the tiles, by `outcore.stream.pixel_loss`.
         optimizer: the optimizer, or how it is made, or the size of its state over that of the parameters; without it
