@@ -11,7 +11,7 @@ import outcore
 from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.plan_document import Plan, Predicted
-from outcore.stages import name_stages, place_calls
+from outcore.stage_names import name_stages, place_calls
 
 
 class Small(nn.Module):

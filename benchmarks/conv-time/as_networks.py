@@ -12,7 +12,7 @@ import itertools
 import random
 from collections.abc import Iterator
 
-from outcore.cost.opmodel import Operation
+from outcore.cost.predicted.operation import Operation
 from outcore.machine.device import Device
 
 LONGEST_S = 0.003

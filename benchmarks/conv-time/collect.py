@@ -17,7 +17,7 @@ import convolutions
 import torch
 from as_networks import as_networks_have
 
-from outcore.cost.calibrate import collect, collect_listed
+from outcore.cost.measured.calibrate import collect, collect_listed
 from outcore.machine import Machine, probe
 
 LONG_KERNELS = (1, 3, 3, 5, 5, 5, 7, 7, 7)

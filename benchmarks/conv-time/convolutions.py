@@ -7,8 +7,8 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 
-from outcore.cost.opmodel import Operation
-from outcore.cost.sweep import sweep
+from outcore.cost.measured.op_sweep import sweep
+from outcore.cost.predicted.operation import Operation
 from outcore.machine.device import Device
 
 TWELVE = (

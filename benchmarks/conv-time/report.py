@@ -18,8 +18,8 @@ from picture import scatter
 from polynomial import predict_raw
 
 from outcore.cost import Calibration, Ceiling, Sample, fit_calibration, read_samples
-from outcore.cost.calibration import file_name, training_samples
-from outcore.cost.efficiency import fit_efficiency
+from outcore.cost.predicted.calibration import file_name, training_samples
+from outcore.cost.predicted.efficiency import fit_efficiency
 from outcore.machine import Machine
 
 

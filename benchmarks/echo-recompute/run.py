@@ -32,16 +32,16 @@ import torch
 from workloads import TINY, WORKLOADS, Workload, loss_of
 
 import outcore
-from outcore.cost.optimizer import OptimizerCost
-from outcore.cost.rough import without_gaps
+from outcore.cost.optimizer_cost import OptimizerCost
+from outcore.cost.predicted.rough import without_gaps
 from outcore.graph import Graph, capture
-from outcore.graph.keys import key_of
-from outcore.memory.governor import Governor, Settings
-from outcore.memory.graph_pool import give_back
-from outcore.memory.rates import measured_tier, memory_rate
-from outcore.planner.budget import Assignment, fit
-from outcore.planner.keeping import Keeping
-from outcore.planner.transfers import Tier
+from outcore.graph.record.keys import key_of
+from outcore.memory.cuda_graphs.pool import give_back
+from outcore.memory.offload.bandwidth import measured_tier, memory_rate
+from outcore.memory.saved_tensors.managed_forward import Governor, Settings
+from outcore.planner.memory.copy_schedule import Tier
+from outcore.planner.memory.evaluate import Keeping
+from outcore.planner.memory.search import Assignment, fit
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -20,14 +20,14 @@ from typing import Any
 import torch
 from workloads import Workload, loss_of
 
-from outcore.cost.optimizer import OptimizerCost
-from outcore.cost.rough import by_bytes
-from outcore.cost.saved import account
+from outcore.cost.measured.saved_bytes import account
+from outcore.cost.optimizer_cost import OptimizerCost
+from outcore.cost.predicted.rough import by_bytes
 from outcore.graph import Graph, capture
-from outcore.graph.keys import key_of
-from outcore.memory.governor import Governor, Settings
-from outcore.planner.budget import fit
-from outcore.planner.keeping import Keeping
+from outcore.graph.record.keys import key_of
+from outcore.memory.saved_tensors.managed_forward import Governor, Settings
+from outcore.planner.memory.evaluate import Keeping
+from outcore.planner.memory.search import fit
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BYTES_PER_S = 3.9e12

@@ -32,11 +32,11 @@ from torch import nn
 
 import outcore
 from outcore.planner import weights_from_shapes
-from outcore.planner.lower import predict_timeline
-from outcore.planner.pipeline import Pipeline
+from outcore.planner.pipeline.lower import predict_timeline
+from outcore.planner.pipeline.schedule_model import Pipeline
 from outcore.program import Links, save_trace
 from outcore.run import Engine
-from outcore.run.measured import Comparison, with_measured_times
+from outcore.run.engine.measured import Comparison, with_measured_times
 
 VARIANTS = {
     "model-parallel": {"schedule": "model_parallel", "micro_batches": 4},
@@ -259,7 +259,7 @@ def _beside(timeline: Any) -> float:
 
 def _peaks(runs: dict[str, Any], args: argparse.Namespace) -> dict[str, int]:
     """Live bytes of tensors at the peak of a step, counted in the same way for all."""
-    from outcore.cost.live import LiveBytes
+    from outcore.cost.measured.live_bytes import LiveBytes
 
     found = {}
     for name, run in runs.items():

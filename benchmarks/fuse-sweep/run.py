@@ -34,10 +34,10 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "src")]
 
-from outcore.fusion.space import parse_settings  # noqa: E402
-from outcore.fusion.sweep import Options, Sweep  # noqa: E402
-from outcore.fusion.trials import Trial  # noqa: E402
-from outcore.fusion.tuner import Tuner  # noqa: E402
+from outcore.fusion.sweep.optuna_tuner import Tuner  # noqa: E402
+from outcore.fusion.sweep.space import parse_settings  # noqa: E402
+from outcore.fusion.sweep.sweep import Options, Sweep  # noqa: E402
+from outcore.fusion.sweep.trials import Trial  # noqa: E402
 
 SPACE = ("lr=1e-4:3e-1:log", "weight_decay=1e-6:1e-1:log", "beta1=0.5:0.99")
 HELD_OUT = 4

@@ -21,9 +21,10 @@ import torch.nn.functional as F
 from tests.fusion.workloads import Workload
 
 import outcore
-from outcore.fusion import Way, choice, choose, forecast
-from outcore.fusion.choice import lane_width
-from outcore.fusion.layerwise import measure_convolutions
+from outcore.fusion import Way, choose, forecast
+from outcore.fusion.program import autotune
+from outcore.fusion.program.autotune import lane_width
+from outcore.fusion.program.layerwise import measure_convolutions
 from outcore.fusion.rules.convolution import Convolution
 from outcore.fusion.verify import disagreement
 
@@ -66,7 +67,7 @@ class Bench:
             with self.alone():
                 for i, step in steps.items():
                     try:
-                        taken[i] = choice.time_steps(step, self.device, self.seconds, warm=0)
+                        taken[i] = autotune.time_steps(step, self.device, self.seconds, warm=0)
                     except Exception as error:
                         rows[i] = _failed(error)
         for i, seconds in taken.items():
@@ -278,7 +279,7 @@ def vmapped(bench: Bench, workload: Workload, amp: bool, members: int) -> Measur
 @contextlib.contextmanager
 def clocks_alone(bench: Bench) -> Iterator[None]:
     """`choose` has the machine for itself while it times, and prepares beside others."""
-    time_steps, measure = choice.time_steps, choice.measure_convolutions
+    time_steps, measure = autotune.time_steps, autotune.measure_convolutions
 
     def timed(step: Step, device: torch.device, seconds: float, *, warm: int, fastest: bool = False) -> float:
         for _ in range(warm):
@@ -291,11 +292,11 @@ def clocks_alone(bench: Bench) -> Iterator[None]:
         with bench.alone():
             return measure(*args, **settings)
 
-    choice.time_steps, choice.measure_convolutions = timed, measured
+    autotune.time_steps, autotune.measure_convolutions = timed, measured
     try:
         yield
     finally:
-        choice.time_steps, choice.measure_convolutions = time_steps, measure
+        autotune.time_steps, autotune.measure_convolutions = time_steps, measure
 
 
 def prediction(bench: Bench, workload: Workload, amp: bool, members: int) -> Measure:
@@ -310,8 +311,8 @@ def prediction(bench: Bench, workload: Workload, amp: bool, members: int) -> Mea
     bench.wait()
     with clocks_alone(bench):
         made = choose(array, *batch, ways=ways, seconds=bench.seconds)
-        measured = choice.time_steps(lambda: array.step(*batch), bench.device, bench.seconds, warm=2 * _WARM)
-        again = min(choice._time_serially(array, batch, None, bench.seconds) for _ in range(2))
+        measured = autotune.time_steps(lambda: array.step(*batch), bench.device, bench.seconds, warm=2 * _WARM)
+        again = min(autotune._time_serially(array, batch, None, bench.seconds) for _ in range(2))
     return {
         "predicted_step_s": made.best.predicted_s, "serial_s": made.serial_s, "way": str(made.best.way),
         "measured_step_s": measured, "measured_serial_s": again,

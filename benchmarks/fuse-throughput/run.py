@@ -56,7 +56,7 @@ def rows_of(name: str, precision: str, kind: str, given: argparse.Namespace) -> 
     from tests.fusion.workloads import TINY, USUAL
 
     from outcore.fusion import Way
-    from outcore.fusion.choice import lane_width
+    from outcore.fusion.program.autotune import lane_width
 
     workload = (TINY if given.tiny else USUAL)[name]
     amp, members, last = precision == "amp", given.members, workload.images

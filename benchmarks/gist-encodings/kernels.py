@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from outcore.memory import number_triton_kernels as numbers
-from outcore.memory import pool_triton_kernels as pools
-from outcore.memory import triton_kernels as bits
-from outcore.memory.windows import Window
+from outcore.kernels import bitmask as bits
+from outcore.kernels import byte_index_pool as pools
+from outcore.kernels import sparse_quantize as numbers
+from outcore.memory.encode.pool_positions import Window
 from outcore.ops.encoding import GROUP
 
 SHAPE = (64, 64, 224, 224)

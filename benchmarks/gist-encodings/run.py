@@ -39,15 +39,15 @@ from gate import Gate
 from torch import nn
 
 import outcore
-from outcore.cost.optimizer import OptimizerCost
-from outcore.cost.rough import by_bytes
-from outcore.cost.saved import account
-from outcore.graph.keys import key_of
-from outcore.memory.admission import Settings
-from outcore.memory.governor import Governor
-from outcore.memory.lossy import effect_on_gradients
+from outcore.cost.measured.saved_bytes import account
+from outcore.cost.optimizer_cost import OptimizerCost
+from outcore.cost.predicted.rough import by_bytes
+from outcore.graph.record.keys import key_of
+from outcore.memory.saved_tensors.lossy_error import effect_on_gradients
+from outcore.memory.saved_tensors.managed_forward import Governor
+from outcore.memory.saved_tensors.settings import Settings
 from outcore.ops.encoding import codec_for, held_bytes
-from outcore.planner.keeping import Keeping
+from outcore.planner.memory.evaluate import Keeping
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = "alexnet:64x224,vgg19:64x224,inception_v3:64x299,resnet50:64x224,densenet121:64x224,unet:16x224"

@@ -20,9 +20,9 @@ import torchvision
 from torch.nn import functional as F
 
 import outcore
-from outcore.cost.rough import by_bytes
-from outcore.cost.saved import account
-from outcore.planner.keeping import Keeping
+from outcore.cost.measured.saved_bytes import account
+from outcore.cost.predicted.rough import by_bytes
+from outcore.planner.memory.evaluate import Keeping
 from run import DEVICE, policy_for
 
 WAYS = ("plain", "int8", "int4", "half", "lossless", "again", "plain on others")

@@ -39,14 +39,14 @@ def main() -> None:
     import torchvision
 
     import outcore
-    from outcore.memory import governor
-    from outcore.memory.rates import measured_disk
-    from outcore.memory.room import host_room
-    from outcore.memory.spilling import SpillTier
+    from outcore.memory.offload.bandwidth import measured_disk
+    from outcore.memory.offload.disk_spill import SpillTier
+    from outcore.memory.offload.host_limit import host_room
+    from outcore.memory.saved_tensors import managed_forward
 
     device = torch.device(given.device)
     if device.type == "cpu":  # the tier that is below a GPU
-        governor.tier_for = lambda where, size: SpillTier(where, size, host_room())  # type: ignore[assignment]
+        managed_forward.tier_for = lambda where, size: SpillTier(where, size, host_room())  # type: ignore[assignment]
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     torch.backends.cudnn.deterministic = True
     torch.manual_seed(0)
@@ -111,10 +111,10 @@ def main() -> None:
 def _everything(model: Any, x: Any) -> tuple[dict[str, str], int]:
     """The policy by which whatever is large leaves, and its bytes."""
     import outcore
-    from outcore.cost.rough import by_bytes
-    from outcore.cost.saved import account
-    from outcore.planner.keeping import Keeping
-    from outcore.planner.transfers import Tier
+    from outcore.cost.measured.saved_bytes import account
+    from outcore.cost.predicted.rough import by_bytes
+    from outcore.planner.memory.copy_schedule import Tier
+    from outcore.planner.memory.evaluate import Keeping
 
     graph = outcore.capture(model, (x,))
     least = 4 * 2**20 if x.is_cuda else 4096

@@ -21,13 +21,13 @@ import torch
 from torch import nn
 from ways import wait
 
-from outcore.memory.arrivals import _Arrival
-from outcore.memory.lanes import CudaTurn, _Event
-from outcore.memory.latecomers import Latecomers
-from outcore.memory.parcels import Parcel
-from outcore.memory.state import StateKeeper
-from outcore.memory.stepping import Stepper
-from outcore.memory.trips import Trips
+from outcore.memory.offload.copy_streams import CudaTurn, _Event
+from outcore.memory.param_offload.bucketed_step import Stepper
+from outcore.memory.param_offload.flat_buffer import Parcel
+from outcore.memory.param_offload.hooks import _Arrival
+from outcore.memory.param_offload.in_flight_params import Latecomers
+from outcore.memory.param_offload.offloader import StateKeeper
+from outcore.memory.param_offload.writeback import Trips
 from run import MODELS, Row, network, pictures
 
 FUNCTIONS: tuple[tuple[type, str], ...] = (

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from outcore.memory import trips
-from outcore.memory.governor import Governor
-from outcore.memory.lanes import Lanes
-from outcore.memory.trips import Trip, Trips
+from outcore.memory.offload.copy_streams import Lanes
+from outcore.memory.param_offload import writeback
+from outcore.memory.param_offload.writeback import Trip, Trips
+from outcore.memory.saved_tensors.managed_forward import Governor
 from run import MODELS, Row, link, network, pictures, trace
 
 MIB = 2**20
@@ -32,10 +32,10 @@ class Following(Trips):
 
     def __init__(self, lots: Any, lanes: Lanes) -> None:
         super().__init__(lots, lanes)
-        (first, *others), size = list(self.parts), trips._PIECE_BYTES
+        (first, *others), size = list(self.parts), writeback._PIECE_BYTES
         for lot in others:
-            whole = trips.Part(lot.weights, 0, lot.weights.bytes)
-            self.parts[lot] = whole.split(int(0.55 * whole.end), least=trips._HALVED_BYTES)
+            whole = writeback.Part(lot.weights, 0, lot.weights.bytes)
+            self.parts[lot] = whole.split(int(0.55 * whole.end), least=writeback._HALVED_BYTES)
         self.updates = {lot: Trip(self.parts[lot][:1], lanes, size) for lot in others}
         rest = [part for lot in others for part in self.parts[lot][1:]]
         self.updates[first], self.stays = Trip([*self.parts[first], *rest], lanes, size), None
@@ -68,12 +68,12 @@ ORDERS: dict[str, tuple[Callable[..., Trips], dict[str, float]]] = {
 
 @contextlib.contextmanager
 def changed(values: dict[str, float]) -> Iterator[None]:
-    before = {name: getattr(trips, name) for name in values}
+    before = {name: getattr(writeback, name) for name in values}
     for name, value in values.items():
-        setattr(trips, name, value)
+        setattr(writeback, name, value)
     yield
     for name, value in before.items():
-        setattr(trips, name, value)
+        setattr(writeback, name, value)
 
 
 def main() -> None:

@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 import outcore
-from outcore.cost.rough import by_bytes
-from outcore.cost.saved import account
-from outcore.memory.governor import Governor
-from outcore.memory.lanes import CudaLanes
-from outcore.memory.trips import Trips
+from outcore.cost.measured.saved_bytes import account
+from outcore.cost.predicted.rough import by_bytes
+from outcore.memory.offload.copy_streams import CudaLanes
+from outcore.memory.param_offload.writeback import Trips
+from outcore.memory.saved_tensors.managed_forward import Governor
 
 WAYS = (
     "baseline",

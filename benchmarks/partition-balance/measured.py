@@ -33,11 +33,11 @@ from torch import Tensor, nn
 
 import outcore
 from outcore import models
-from outcore.cost.live import LiveBytes
+from outcore.cost.measured.live_bytes import LiveBytes
 from outcore.graph import Graph, Subgraph
 from outcore.planner import Pipeline, Weights, split
-from outcore.planner.pieces import weigh
-from outcore.planner.units import find_units
+from outcore.planner.partition.units import find_units
+from outcore.planner.partition.weighted_units import weigh
 from run import sizes, torchgpipe_solver, torchvision, unet_plus_plus
 
 HERE = Path(__file__).parent

@@ -33,8 +33,8 @@ import outcore
 from outcore import models
 from outcore.graph import Graph
 from outcore.planner import Pipeline, Weights, split, weights_from_shapes
-from outcore.planner.pieces import Pieces, weigh
-from outcore.planner.units import find_units
+from outcore.planner.partition.units import find_units
+from outcore.planner.partition.weighted_units import Pieces, weigh
 
 HERE = Path(__file__).parent
 

@@ -24,14 +24,14 @@ import torch
 from curve import DEPTHS, SHOWN, draw, line
 
 import outcore
-from outcore.cost.estimate import estimate
+from outcore.cost.predicted.estimate import estimate
 from outcore.graph import Graph
 from outcore.machine import parse
 from outcore.models import ResNet110V2
 from outcore.planner import Pipeline, Weights, plan, split
-from outcore.planner.judge import SCHEDULE_NAMES
-from outcore.planner.lower import predict_timeline
-from outcore.planner.pipeline import Schedule
+from outcore.planner.pipeline.lower import predict_timeline
+from outcore.planner.pipeline.schedule_model import Schedule
+from outcore.planner.pipeline.simulate_candidate import SCHEDULE_NAMES
 from outcore.program import Links, Stages, Timeline, compile_program, simulate
 
 HERE = Path(__file__).parent

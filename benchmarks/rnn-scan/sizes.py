@@ -9,7 +9,8 @@ import torch
 from setting import Setting, data, make, milliseconds
 from torch import nn
 
-from outcore.scan import Newton, Options, sweep_sizes
+from outcore.scan import Newton, Options
+from outcore.scan.kernels import backward_sizes
 
 KIND = {"RNN": "tanh", "GRU": "gru", "LSTM": "lstm"}
 BACKWARD = {
@@ -54,11 +55,11 @@ def sizes(log: Callable[[str], None], save: Callable[[], None], found: dict[str,
 
 
 def _use(cell: str, warps: int, programs: int) -> None:
-    sweep_sizes.WARPS[KIND[cell]], sweep_sizes.PROGRAMS[KIND[cell]] = warps, programs
+    backward_sizes.WARPS[KIND[cell]], backward_sizes.PROGRAMS[KIND[cell]] = warps, programs
 
 
 def _use_forward(cell: str, warps: int, programs: int) -> None:
-    sweep_sizes.FORWARD_WARPS[KIND[cell]], sweep_sizes.FORWARD_PROGRAMS[KIND[cell]] = warps, programs
+    backward_sizes.FORWARD_WARPS[KIND[cell]], backward_sizes.FORWARD_PROGRAMS[KIND[cell]] = warps, programs
 
 
 def _recorded(cell: str, newton: Newton | None) -> tuple[float, dict[str, Any]]:

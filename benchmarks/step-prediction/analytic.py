@@ -1,7 +1,7 @@
 """Adds to a result what `outcore.estimate` says of its cases: no device is needed, and nothing is run.
 
-On the GPU the factors of a network's operations (`outcore.cost.usage`) come from the calls of all other networks: no
-network is predicted by what was measured of it.
+On the GPU the factors of a network's operations (`outcore.cost.measured.in_network_ratio`) come from the calls of all
+other networks: no network is predicted by what was measured of it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from networks import captured
 import outcore
 from outcore.cost import Calibration
 from outcore.cost.costs import Costs
-from outcore.cost.estimate import estimate_optimizer
-from outcore.cost.step import predict_step
+from outcore.cost.predicted.estimate import estimate_optimizer
+from outcore.cost.predicted.step_time import predict_step
 from outcore.machine import Device, parse, remembered
 
 

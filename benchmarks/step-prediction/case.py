@@ -12,13 +12,13 @@ import torch
 from networks import Network, Training
 
 import outcore
-from outcore.cost.beat import beat_s
 from outcore.cost.costs import Costs
-from outcore.cost.live import LiveBytes
-from outcore.cost.measure import measure
-from outcore.cost.memory import memory_curve
-from outcore.cost.saved import account
-from outcore.cost.step import measure_optimizer, predict_step
+from outcore.cost.measured.host_speed import beat_s
+from outcore.cost.measured.live_bytes import LiveBytes
+from outcore.cost.measured.measure import measure
+from outcore.cost.measured.saved_bytes import account
+from outcore.cost.predicted.step_memory import memory_curve
+from outcore.cost.predicted.step_time import measure_optimizer, predict_step
 
 Adam = torch.optim.Adam
 HOST = ("between_s", "start_s", "beat_s", "sum_bytes_per_s", "sum_dispatch_s")

@@ -4,7 +4,7 @@
     python benchmarks/step-prediction/usage.py --fit RESULT.json ...   and fits them into the calibrations that ship
 
 A line is one operation in one direction: what it took as a call, without what was moved beside it (casts, copies of
-turned gradients; `outcore.cost.movement`) at the rate at which an estimate counts it.
+turned gradients; `outcore.cost.predicted.memory_traffic`) at the rate at which an estimate counts it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ import networks
 from networks import captured
 
 from outcore.cost import Calibration, Operation
-from outcore.cost.calibration import file_name
-from outcore.cost.describe import describe
-from outcore.cost.movement import Movement
-from outcore.cost.saved import account, recording_of
-from outcore.cost.usage import STREAMED, Used, fit_usage, predicted_alone
+from outcore.cost.measured.in_network_ratio import STREAMED, Used, fit_usage, predicted_alone
+from outcore.cost.measured.saved_bytes import account, recording_of
+from outcore.cost.predicted.calibration import file_name
+from outcore.cost.predicted.describe import describe
+from outcore.cost.predicted.memory_traffic import Movement
 from outcore.machine import Device, parse
 
 PRECISIONS = {"bfloat16": "bf16", "float32": "tf32", "int64": "tf32", "bool": "tf32"}

@@ -19,7 +19,7 @@ import networks
 import torch
 from case import Case, clean
 
-from outcore.cost import pace
+from outcore.cost.measured import host_time
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -102,7 +102,7 @@ def serve(pipe: Any, name: str, precision: str, kind: str, room: Room) -> None:
             continue
         row: dict[str, Any] = {"network": name, "batch": size, "precision": precision}
         if between is not None:
-            pace.remember(device, between)
+            host_time.remember(device, between)
         try:
             case = prepared.pop(size, None) or case_of(size)
             figures, row["distinct"] = case.run(seconds)

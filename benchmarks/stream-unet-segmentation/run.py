@@ -21,7 +21,7 @@ import torch
 from outcore.data import ArraySource, Batch
 from outcore.models import UNet
 from outcore.stream import Streamed, stream
-from outcore.stream.planning import StreamPlan
+from outcore.stream.plan.plan import StreamPlan
 
 
 def network(device: str, width: int) -> torch.nn.Module:

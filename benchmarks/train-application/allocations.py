@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from outcore.stream.execution import Execution
+from outcore.stream.execute.execution import Execution
 
 
 class Recorder:

@@ -34,13 +34,13 @@ from outcore.data import write_slides
 from outcore.job import Job
 from outcore.machine.units import parse_bytes
 from outcore.plan_document import Plan
-from outcore.stream.execution import Execution
+from outcore.stream.execute.execution import Execution
 from outcore.train import application
-from outcore.train.config import Config
+from outcore.train.examples.supply import find_supply
 from outcore.train.progress import Show, make_show
+from outcore.train.runners.tiling import plan_stream
+from outcore.train.settings.config import Config
 from outcore.train.start import device_here, forecast
-from outcore.train.supply import find_supply
-from outcore.train.tiling import plan_stream
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pathology"
 OVERHEAD_JOB = """

@@ -14,13 +14,13 @@ import torch
 from networks import NAMES, Training, build, side_for
 
 from outcore.graph import Graph, capture
-from outcore.graph.order import ChannelsLast, channels_last, recorded
-from outcore.planner.keeping import Keeping
+from outcore.graph.memory_format import ChannelsLast, channels_last, recorded
+from outcore.planner.memory.evaluate import Keeping
 
 DEVICE = "cuda"
 """Or "cpu", for a dry run (`on_cpu`)."""
 TURNED = "-channels_last"
-"""Ends the name of costs of a network whose images are turned inside (`outcore.graph.order`)."""
+"""Ends the name of costs of a network whose images are turned inside (`outcore.graph.memory_format`)."""
 
 
 @dataclass(frozen=True)

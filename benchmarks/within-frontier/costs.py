@@ -29,12 +29,12 @@ from rows import plain_ms
 
 import outcore
 from outcore.cost.costs import CallCost
-from outcore.cost.rough import without_gaps
+from outcore.cost.predicted.rough import without_gaps
 from outcore.machine import parse
 from outcore.machine.clock import Timing
-from outcore.memory.rates import measured_tier, memory_rate
-from outcore.planner.keeping import Keeping
-from outcore.planner.transfers import Tier
+from outcore.memory.offload.bandwidth import measured_tier, memory_rate
+from outcore.planner.memory.copy_schedule import Tier
+from outcore.planner.memory.evaluate import Keeping
 
 RATE, LINK = 3.54e12, Tier(45.6e9, 45.7e9, None, 1 << 20)
 """An H200's memory and its link to the host, as measured."""

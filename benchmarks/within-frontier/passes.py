@@ -23,9 +23,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from outcore.memory import layer_norm_triton_kernels, scale_triton_kernels
-from outcore.memory.fused_layer_norm import _LayerNorm
-from outcore.memory.scaled_sum import ScaledSum
+from outcore.kernels import layer_norm as layer_norm_triton_kernels
+from outcore.kernels import layer_scale
+from outcore.memory.op_fusion.layer_norm_cast import _LayerNorm
+from outcore.memory.op_fusion.layer_scale_sum import ScaledSum
 
 SHAPES = [(1, 1024, 1024, 96), (1, 512, 512, 192), (1, 256, 256, 384), (1, 128, 128, 768)]
 Made = Callable[[], torch.Tensor]
@@ -92,7 +93,7 @@ def scaled_sum(shape: tuple[int, ...], half: bool) -> Ways:
 
 def variants(rows: list[dict[str, Any]], write: Callable[[], None], end: float) -> None:
     """Our kernels cut otherwise."""
-    modules: tuple[Any, ...] = (layer_norm_triton_kernels, scale_triton_kernels)
+    modules: tuple[Any, ...] = (layer_norm_triton_kernels, layer_scale)
     tried = [(2048, 4, 1056), (2048, 4, 2112), (4096, 4, 1056), (4096, 8, 528), (8192, 8, 1056), (8192, 16, 528)]
     for cut in tried:
         for make in (layer_norm, scaled_sum):

@@ -26,9 +26,9 @@ from cases import Case, cases_of
 from networks import build
 
 from outcore.graph import Graph
-from outcore.memory.fusions import Fusions
-from outcore.planner.budget import Assignment, fit, smallest
-from outcore.planner.keeping import Keeping
+from outcore.memory.op_fusion.select import Fusions
+from outcore.planner.memory.evaluate import Keeping
+from outcore.planner.memory.search import Assignment, fit, smallest
 
 MARGIN = 0.02
 """What `within` leaves free of a budget on a GPU."""

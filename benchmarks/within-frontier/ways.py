@@ -19,16 +19,16 @@ from compiled import Compiled
 from networks import Alone, Training, checkpoint_blocks, fairscale_blocks
 
 from outcore.cost.buffers import buffers_of
-from outcore.cost.optimizer import OptimizerCost
-from outcore.cost.saved import account
+from outcore.cost.measured.saved_bytes import account
+from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.errors import PlanError
 from outcore.graph import Graph
-from outcore.graph.capture import arguments_as_called
-from outcore.graph.keys import key_of
-from outcore.memory import proposal
-from outcore.memory.governor import Governor, Settings
-from outcore.memory.graph_pool import give_back
-from outcore.planner.keeping import Keeping
+from outcore.graph.record.capture import arguments_as_called
+from outcore.graph.record.keys import key_of
+from outcore.memory.cuda_graphs.pool import give_back
+from outcore.memory.saved_tensors import plan_call
+from outcore.memory.saved_tensors.managed_forward import Governor, Settings
+from outcore.planner.memory.evaluate import Keeping
 
 Row = dict[str, Any]
 Enter = Callable[[], None]
@@ -154,7 +154,7 @@ class Prepared:
         assert keeping is not None
         tier, rate = keeping.tier, keeping.memory_bytes_per_s
         governor = Governor(training.model, settings, keeping.costs)
-        known = patch.multiple(proposal, tier_below=lambda *_, **__: tier, memory_rate=lambda _: rate)
+        known = patch.multiple(plan_call, tier_below=lambda *_, **__: tier, memory_rate=lambda _: rate)
         with known, self.case.precision():  # others use the link now
             call = arguments_as_called(training.model, (training.images,))
             governor.admit(key_of(training.model, *call), *call, graph=self.graph)

@@ -32,14 +32,14 @@ from torch import nn
 
 import outcore
 from outcore.cost.costs import Costs
-from outcore.cost.rough import without_gaps
+from outcore.cost.predicted.rough import without_gaps
 from outcore.machine import parse
 from outcore.machine.units import parse_bytes
-from outcore.memory.rates import measured_tier, memory_rate
-from outcore.planner.budget import Assignment, smallest
-from outcore.planner.keeping import Keeping
-from outcore.planner.memory_plan import plan_memory
-from outcore.planner.transfers import Tier
+from outcore.memory.offload.bandwidth import measured_tier, memory_rate
+from outcore.planner.memory.copy_schedule import Tier
+from outcore.planner.memory.evaluate import Keeping
+from outcore.planner.memory.plan import plan_memory
+from outcore.planner.memory.search import Assignment, smallest
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STEPS = {"image": 32, "batch": 4}

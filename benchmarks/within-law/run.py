@@ -33,9 +33,9 @@ import torch
 from trained import TEXT, Case, Trained, loss_of, torchvision
 
 import outcore
-from outcore.cost.live import LiveBytes
+from outcore.cost.measured.live_bytes import LiveBytes
 from outcore.errors import PlanError
-from outcore.memory.observer import homes_of
+from outcore.memory.saved_tensors.peak_monitor import homes_of
 
 HERE = Path(__file__).parent
 STARTED = time.time()

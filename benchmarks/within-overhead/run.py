@@ -22,9 +22,9 @@ import torch
 from torch import nn
 
 import outcore
-from outcore.cost.rough import by_bytes
-from outcore.cost.saved import account
-from outcore.planner.keeping import Keeping
+from outcore.cost.measured.saved_bytes import account
+from outcore.cost.predicted.rough import by_bytes
+from outcore.planner.memory.evaluate import Keeping
 
 STEPS = 60
 

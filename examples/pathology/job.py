@@ -12,7 +12,7 @@ from torch import nn
 
 from outcore.models import ResNet110V2
 from outcore.models.slidenet import PixelNorm
-from outcore.run.restore import read_weights
+from outcore.run.checkpoint.restore import read_weights
 
 SIDE = int(os.environ.get("SIDE", "2048"))
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from outcore import scan as scan
     from outcore import stream as stream
     from outcore.cost.costs import Costs as Costs
-    from outcore.cost.measure import measure as measure
+    from outcore.cost.measured.measure import measure as measure
     from outcore.errors import CaptureError as CaptureError
     from outcore.errors import JobError as JobError
     from outcore.errors import OutcoreError as OutcoreError
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from outcore.graph import Graph as Graph
     from outcore.graph import capture as capture
     from outcore.job import Job as Job
-    from outcore.memory.lossy import gradient_effect as gradient_effect
+    from outcore.memory.saved_tensors.lossy_error import gradient_effect as gradient_effect
     from outcore.plan_document import Plan as Plan
-    from outcore.planner.on_devices import plan as plan
+    from outcore.planner.pipeline.plan_job import plan as plan
     from outcore.predict import estimate as estimate
     from outcore.predict import memory_of as memory_of
     from outcore.run import Engine as Engine
@@ -50,11 +50,11 @@ _NAMES = {
     "capture": "graph",
     "estimate": "predict",
     "fuse": "fusion",
-    "gradient_effect": "memory.lossy",
-    "measure": "cost.measure",
+    "gradient_effect": "memory.saved_tensors.lossy_error",
+    "measure": "cost.measured.measure",
     "memory_of": "predict",
     "memory_plan": "within",
-    "plan": "planner.on_devices",
+    "plan": "planner.pipeline.plan_job",
     "release": "within",
     "within": "within",
 }

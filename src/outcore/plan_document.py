@@ -27,7 +27,7 @@ from outcore.graph import Graph
 from outcore.machine.units import format_bytes, format_time
 from outcore.plan_schema import MOST, check_against, check_policy, schema
 from outcore.schema import MapOf, check
-from outcore.stages import place_calls
+from outcore.stage_names import place_calls
 
 __all__ = ["FORMAT", "BatchNorm", "Exactness", "Plan", "Predicted", "Schedule"]
 
@@ -80,7 +80,7 @@ class Plan:
     policy: Mapping[str, str] = field(default_factory=dict)
     """Value -> keep, offload (or offload:early), recompute or encode:<how>; values that are not listed are kept."""
     state: Mapping[str, Any] = field(default_factory=dict)
-    """Where parameters, gradients and optimizer state live, if not on the device (`outcore.planner.state`)."""
+    """Where parameters, gradients and optimizer state live, if not on the device."""
     tied: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Parameter -> stages that hold a copy of it, whose gradients are added up."""
     stream: Mapping[str, Any] | None = None

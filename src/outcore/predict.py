@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from outcore.cost.calibration import Calibration
 from outcore.cost.costs import Costs
-from outcore.cost.estimate import estimate as estimate_graph
-from outcore.cost.memory import memory_curve
-from outcore.cost.optimizer import OptimizerCost
-from outcore.cost.saved import account
+from outcore.cost.measured.saved_bytes import account
+from outcore.cost.optimizer_cost import OptimizerCost
+from outcore.cost.predicted.calibration import Calibration
+from outcore.cost.predicted.estimate import estimate as estimate_graph
+from outcore.cost.predicted.step_memory import memory_curve
 from outcore.graph import Graph, capture
 from outcore.machine import Device, Machine, known, parse
 

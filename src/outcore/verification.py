@@ -3,8 +3,8 @@
 Both train the same weights on the same batch for a few steps, with the user's own loss and optimizer, and every
 parameter, gradient, buffer and loss is compared. The grade is the one a plan names: *bitwise*, or *reassociated* with
 differences below a bound that follows from the precision, or *lossy* where it names an encoding that is, with how far
-the gradients are off. Images that are too large for that are cropped (`outcore.crop`); the plan is then made for the
-whole ones, and applied to the crop.
+the gradients are off. Images that are too large for that are cropped (`outcore.cropped_job`); the plan is then made for
+the whole ones, and applied to the crop.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from outcore.cost.optimizer import OptimizerCost
-from outcore.cost.rough import by_bytes
-from outcore.cost.saved import account
-from outcore.crop import crop_batch, fitting_side, longest_side
+from outcore.cost.measured.saved_bytes import account
+from outcore.cost.optimizer_cost import OptimizerCost
+from outcore.cost.predicted.rough import by_bytes
+from outcore.cropped_job import crop_batch, fitting_side, longest_side
 from outcore.graph import Graph
-from outcore.graph.capture import capture
+from outcore.graph.record.capture import capture
 from outcore.graph.structure import leaves, substitute
 from outcore.job import Job
-from outcore.memory.lossy import lossy_buffers
-from outcore.memory.rates import memory_rate, tier_below
+from outcore.memory.offload.bandwidth import memory_rate, tier_below
+from outcore.memory.saved_tensors.lossy_error import lossy_buffers
 from outcore.plan_document import Plan
-from outcore.planner.budget import smallest
-from outcore.planner.memory_plan import MemoryPlan, plan_memory
+from outcore.planner.memory.plan import MemoryPlan, plan_memory
+from outcore.planner.memory.search import smallest
 from outcore.within import memory_plan, within
 
 __all__ = ["Row", "Verdict", "verify_job"]
@@ -117,7 +117,7 @@ def verify_job(
         steps: to train.
         device: by default a GPU if there is one.
     """
-    from outcore.run.setup import choose_device
+    from outcore.run.engine.setup import choose_device
 
     where = choose_device(device)
     whole = job.capture(size)

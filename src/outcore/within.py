@@ -8,7 +8,7 @@ decided from the costs of the model's own calls, so that the predicted peak is w
 as it can be. Gradients, losses and buffers are those of plain training, bit for bit.
 
 Where no policy is enough, and for images that are read lazily, the early part of the network runs tile by tile
-(`outcore.stream.conductor`): the same loop, the same gradients up to the order of sums, and the plan says so.
+(`outcore.stream.managed_forward`): the same loop, the same gradients up to the order of sums, and the plan says so.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ from torch import nn
 
 from outcore.cost.cost_cache import measured
 from outcore.cost.costs import Costs
-from outcore.cost.memory import memory_curve
-from outcore.cost.optimizer import OptimizerCost
-from outcore.cost.rough import without_gaps
-from outcore.cost.saved import account
+from outcore.cost.measured.saved_bytes import account
+from outcore.cost.optimizer_cost import OptimizerCost
+from outcore.cost.predicted.rough import without_gaps
+from outcore.cost.predicted.step_memory import memory_curve
 from outcore.errors import OutcoreError, PlanError
 from outcore.graph import Graph, capture
-from outcore.graph.capture import arguments_as_called
-from outcore.graph.recorder import planning
-from outcore.graph.recording import Ref
+from outcore.graph.record.capture import arguments_as_called
+from outcore.graph.record.recorder import planning
+from outcore.graph.record.recording import Ref
 from outcore.graph.structure import leaves, substitute
 from outcore.machine.units import format_bytes, parse_bytes
-from outcore.memory.governor import Governor, Settings
-from outcore.memory.graph_pool import grow_segments_from_now_on
-from outcore.memory.graphed import Graphed
-from outcore.memory.lossy import effect_on_gradients
-from outcore.memory.lots import cargo_of, uses_of
-from outcore.memory.order_choice import Way, faster, other_order
-from outcore.memory.rehearsal import rehearse
-from outcore.memory.stepping import can_be_parted, in_parts
-from outcore.memory.succession import Duty
+from outcore.memory.cuda_graphs.pool import grow_segments_from_now_on
+from outcore.memory.cuda_graphs.step_graph import Graphed
+from outcore.memory.op_fusion.channels_last import Way, faster, other_order
+from outcore.memory.param_offload.bucketed_step import can_be_parted, in_parts
+from outcore.memory.param_offload.buckets import cargo_of, uses_of
+from outcore.memory.param_offload.escalation import Duty
+from outcore.memory.saved_tensors.lossy_error import effect_on_gradients
+from outcore.memory.saved_tensors.managed_forward import Governor, Settings
+from outcore.memory.saved_tensors.trial_steps import rehearse
 from outcore.plan_document import Plan
-from outcore.planner.memory_order import CHANNELS_LAST, MemoryOrder
-from outcore.planner.memory_plan import MemoryPlan, plan_memory
-from outcore.planner.state import StatePolicy, ladder
+from outcore.planner.memory.memory_format import CHANNELS_LAST, MemoryOrder
+from outcore.planner.memory.plan import MemoryPlan, plan_memory
+from outcore.planner.memory.state_policy import StatePolicy, ladder
 
 if TYPE_CHECKING:
-    from outcore.stream.conductor import Conductor
-    from outcore.stream.dense import PixelLoss
-    from outcore.stream.streamed_step import StreamedStep
+    from outcore.stream.execute.pixel_loss import PixelLoss
+    from outcore.stream.managed_forward import Conductor
+    from outcore.stream.plan.step_document import StreamedStep
 
 __all__ = ["memory_plan", "release", "within"]
 
@@ -97,7 +97,7 @@ def within(
     Args:
         model: any module, in the mode it will be trained in; nothing in it is changed but what ``forward`` runs.
         args: the positional arguments of a call, or their shapes. On a GPU with a budget, two steps are taken with
-            them before this returns, and the model put back (`outcore.memory.rehearsal`).
+            them before this returns, and the model put back (`outcore.memory.saved_tensors.trial_steps`).
         kwargs: the keyword arguments.
         memory: the most a training step may hold ("8GiB", bytes, or "50%" of what plain training is predicted to
             take), with weights, gradients and optimizer state in it, on a GPU as far as a plan is found all that
@@ -116,7 +116,8 @@ def within(
             another order: fused norms, and on a GPU images with their channels last inside the network, each where
             that is faster, and convolutions of more than 2^31 numbers in bands of rows.
         state: where parameters, gradients and optimizer state live ("keep" or "offload" each), and when parameters are
-            updated (`outcore.planner.state.StatePolicy`); needs the optimizer itself. Without it they leave the device
+            updated (`outcore.planner.memory.state_policy.StatePolicy`); needs the optimizer itself. Without it they
+            leave the device
             if the optimizer was given and nothing else meets the budget, or only slower.
         stream: whether images are streamed in tiles, whose sums come in another order than plain training's; without
             it, if nothing else meets the budget or an image is read lazily (`outcore.data`).
@@ -126,7 +127,7 @@ def within(
     Raises:
         PlanError: the budget is too small; names the smallest that works.
     """
-    from outcore.stream.conductor import Wanted, bytes_on, conduct, has_lazy, loss_on_output, without_memory
+    from outcore.stream.managed_forward import Wanted, bytes_on, conduct, has_lazy, loss_on_output, without_memory
 
     release(model)
     _check(model, exact)
@@ -342,9 +343,9 @@ def _budget(memory: str | int | None) -> tuple[float | None, int | None]:
 
 
 def _is_streamed(forward: Any) -> TypeGuard[Conductor]:
-    if "outcore.stream.conductor" not in sys.modules:  # so that importing this does not import that
+    if "outcore.stream.managed_forward" not in sys.modules:  # so that importing this does not import that
         return False
-    from outcore.stream.conductor import Conductor
+    from outcore.stream.managed_forward import Conductor
 
     return isinstance(forward, Conductor)
 

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from outcore.cli.image_sizes import multiple_of
+from outcore.cli.messages import Interruption
 from outcore.cli.profile import from_measured
-from outcore.cli.telling import Interruption
+from outcore.cost.predicted.scaling import Point, Scaling
 from outcore.cost.profile import profile
-from outcore.cost.scaling import Point, Scaling
 from outcore.job import Job
 from outcore.machine import parse
 from tests.cli.command import outcore_command

@@ -12,8 +12,8 @@ from torch.overrides import TorchFunctionMode
 
 import outcore
 from outcore.cost.costs import Costs
-from outcore.cost.measure import measure
-from outcore.cost.saved import account
+from outcore.cost.measured.measure import measure
+from outcore.cost.measured.saved_bytes import account
 
 
 class Heads(nn.Module):

@@ -8,7 +8,7 @@ from torch import nn
 
 import outcore
 from outcore.cost import cost_cache
-from outcore.cost.measure import measure
+from outcore.cost.measured.measure import measure
 from outcore.graph import Graph
 
 

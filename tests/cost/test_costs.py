@@ -7,7 +7,7 @@ from torch import nn
 
 import outcore
 from outcore.cost.costs import CallCost, Costs, Saved, total
-from outcore.cost.saved import account
+from outcore.cost.measured.saved_bytes import account
 from outcore.machine.clock import Timing
 
 

@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import outcore
-from outcore.cost.kept import kept
-from outcore.cost.measure import measure
-from outcore.cost.memory import memory_curve
-from outcore.cost.saved import account
+from outcore.cost.measured.measure import measure
+from outcore.cost.measured.saved_bytes import account
+from outcore.cost.predicted.saved_bytes import kept
+from outcore.cost.predicted.step_memory import memory_curve
+from tests.cost.measured.test_saved_bytes import CASES, really_saved
 
 from .networks import NETWORKS
-from .test_saved import CASES, really_saved
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

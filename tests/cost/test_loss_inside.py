@@ -5,9 +5,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import outcore
-from outcore.cost.live import LiveBytes
-from outcore.cost.memory import memory_curve
-from outcore.cost.saved import account
+from outcore.cost.measured.live_bytes import LiveBytes
+from outcore.cost.measured.saved_bytes import account
+from outcore.cost.predicted.step_memory import memory_curve
 
 
 class WithLoss(nn.Module):

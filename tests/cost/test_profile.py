@@ -10,7 +10,7 @@ from torch import nn
 
 import outcore
 from outcore.cost.profile import largest_batch, profile, scale
-from outcore.cost.training import capture_training, with_loss
+from outcore.cost.training_network import capture_training, with_loss
 from outcore.errors import OutcoreError
 from outcore.machine import parse
 from outcore.report.profile_svg import profile_svg

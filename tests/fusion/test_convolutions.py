@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import outcore
 from outcore.fusion import Way
+from outcore.fusion.program.values import Stacked
 from outcore.fusion.rules import convolution
 from outcore.fusion.rules.convolution import Convolution
-from outcore.fusion.values import Stacked
 
 # Size of the map, kernel, stride, padding, dilation, groups; then the taps that are left, and whether it is a product.
 CASES = [

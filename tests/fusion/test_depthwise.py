@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import outcore
 from outcore.fusion import Way
+from outcore.fusion.program.values import Stacked
 from outcore.fusion.rules import convolution
 from outcore.fusion.rules.convolution import Convolution
 from outcore.fusion.rules.depthwise import depthwise, is_depthwise
-from outcore.fusion.values import Stacked
 
 SHAPES = [
     (3, 5, 7, 6, 3, 1, 1), (2, 130, 4, 4, 5, 2, 2), (64, 9, 1, 1, 5, 1, 2), (3, 6, 2, 2, 3, 1, 1),

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn, optim
 
 import outcore
+from outcore.fusion.program.values import Stacked
 from outcore.fusion.rules.loss import cross_entropy
-from outcore.fusion.values import Stacked
 from tests.fusion.layers import CASES, NOT_LAYERS, RANDOM, Probe
 
 MEMBERS = 3

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 import outcore
 from outcore.fusion import Way
-from outcore.fusion.call import FusedCall
-from outcore.fusion.rules.extremes import extreme
+from outcore.fusion.program.call import FusedCall
+from outcore.fusion.program.values import Stacked
 from outcore.fusion.rules.matmul import linear
-from outcore.fusion.values import Stacked
+from outcore.fusion.rules.max_min import extreme
 from tests.fusion.serial import assert_as_if_alone, distance, train_serially
 from tests.fusion.small import momentum, small_array, small_batches, small_net
 from tests.fusion.workloads import TINY

@@ -26,13 +26,13 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import outcore
-from outcore.cost.rough import by_bytes
-from outcore.cost.saved import account
+from outcore.cost.measured.saved_bytes import account
+from outcore.cost.predicted.rough import by_bytes
 from outcore.graph.structure import substitute
-from outcore.memory.live_forward import LiveForward
-from outcore.memory.policy_table import compile_policies
-from outcore.memory.tiers import tier_for
-from outcore.planner.keeping import Keeping
+from outcore.memory.offload.backends import tier_for
+from outcore.memory.saved_tensors.live_forward import LiveForward
+from outcore.memory.saved_tensors.policy_table import compile_policies
+from outcore.planner.memory.evaluate import Keeping
 
 from ..foreign.foreign import Foreign
 from .oracle import LINK, policies, total

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 import outcore
-from outcore.memory.governor import Governor
-from outcore.planner.memory_plan import MemoryPlan
+from outcore.memory.saved_tensors.managed_forward import Governor
+from outcore.planner.memory.plan import MemoryPlan
 
 
 def managed(model: nn.Module, images: torch.Tensor, **options: Any) -> MemoryPlan:

@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 import outcore
-from outcore.cost.live import LiveBytes
-from outcore.cost.rough import by_bytes
-from outcore.cost.saved import account
+from outcore.cost.measured.live_bytes import LiveBytes
+from outcore.cost.measured.saved_bytes import account
+from outcore.cost.predicted.rough import by_bytes
 from outcore.graph.structure import leaves
-from outcore.memory.live_forward import LiveForward
-from outcore.memory.policy_table import compile_policies
-from outcore.memory.tiers import DiskTier
-from outcore.planner.keeping import Keeping
-from outcore.planner.transfers import Tier
+from outcore.memory.offload.backends import DiskTier
+from outcore.memory.saved_tensors.live_forward import LiveForward
+from outcore.memory.saved_tensors.policy_table import compile_policies
+from outcore.planner.memory.copy_schedule import Tier
+from outcore.planner.memory.evaluate import Keeping
 
 LINK = Tier(1e11, 1e11, least_bytes=1)
 

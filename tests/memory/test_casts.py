@@ -8,9 +8,9 @@ from torch import nn
 
 import outcore
 from outcore.cost.buffers import buffers_of
-from outcore.cost.live import LiveBytes
-from outcore.cost.rough import by_bytes
-from outcore.cost.saved import account
+from outcore.cost.measured.live_bytes import LiveBytes
+from outcore.cost.measured.saved_bytes import account
+from outcore.cost.predicted.rough import by_bytes
 
 
 class Block(nn.Module):

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import outcore
-from outcore.memory.codecs import Window, encode, pack_bits, unpack_bits
-from outcore.memory.fused_norm import _Fused
-from outcore.memory.tiers import HostTier
+from outcore.memory.encode.codecs import Window, encode, pack_bits, unpack_bits
+from outcore.memory.offload.backends import HostTier
+from outcore.memory.op_fusion.batch_norm_relu import _Fused
 
 from .oracle import policies
 

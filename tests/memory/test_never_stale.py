@@ -9,15 +9,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from outcore.memory import fused_bias
-from outcore.memory.call_size import CallSize
+from outcore.memory.op_fusion import conv_bias_relu
+from outcore.memory.saved_tensors.call_size import CallSize
 from tests.graph.changing import CHANGES, Changing, batch, changing, reset, train_both
 from tests.memory.fused import managed, replaced
 
 
 @pytest.fixture(autouse=True)
 def merged(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(fused_bias, "_DEVICES", {"cpu"})
+    monkeypatch.setattr(conv_bias_relu, "_DEVICES", {"cpu"})
     yield
     reset()
 

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import outcore
-from outcore.cost.rough import by_bytes
-from outcore.cost.saved import account
+from outcore.cost.measured.saved_bytes import account
+from outcore.cost.predicted.rough import by_bytes
 
 
 class Block(nn.Module):

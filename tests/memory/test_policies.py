@@ -9,13 +9,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import outcore
-from outcore.cost.rough import by_bytes
-from outcore.cost.saved import account
+from outcore.cost.measured.saved_bytes import account
+from outcore.cost.predicted.rough import by_bytes
 from outcore.errors import PlanError
 from outcore.memory import Pass, prepare
-from outcore.memory.tiers import DiskTier
-from outcore.planner.keeping import Keeping
-from outcore.planner.transfers import Tier
+from outcore.memory.offload.backends import DiskTier
+from outcore.planner.memory.copy_schedule import Tier
+from outcore.planner.memory.evaluate import Keeping
 
 from ..foreign.zoo import QUICK, by_name
 from .oracle import LINK, compare, policies

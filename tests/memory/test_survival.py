@@ -20,11 +20,11 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import outcore
-from outcore.cost.rough import by_bytes
-from outcore.cost.saved import account
+from outcore.cost.measured.saved_bytes import account
+from outcore.cost.predicted.rough import by_bytes
 from outcore.errors import OutcoreError, PlanError
-from outcore.memory import governor as governors
-from outcore.memory import tiers
+from outcore.memory.offload import backends
+from outcore.memory.saved_tensors import managed_forward as governors
 
 from ..run.pool import pool
 from .test_within import budgeted, gradients, images, managed, network, same, step
@@ -58,7 +58,7 @@ def test_an_exception_in_the_middle_of_forward_leaves_nothing(layer: int, what: 
     handle = model[layer].register_forward_hook(explode)  # type: ignore[index]
     step(model, x)
     tier = managed(model).tier
-    assert isinstance(tier, tiers.DiskTier)
+    assert isinstance(tier, backends.DiskTier)
     free, calm = tier.arena.free_bytes, False
     with pytest.raises(what, match="in the middle"):
         model(x)
@@ -206,7 +206,7 @@ def test_memory_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch, "empty", nothing)
     with pytest.raises(OutcoreError, match=r"needs 3\.00 GiB of host memory, which is not there"):
-        tiers.HostTier(torch.device("cuda"), 3 * 2**30)
+        backends.HostTier(torch.device("cuda"), 3 * 2**30)
 
 
 # On two ranks
@@ -284,7 +284,7 @@ def test_blocks_within_budgets_of_their_own_may_be_sharded(one_rank: None) -> No
 def test_a_thousand_steps_leave_nothing_behind() -> None:
     model, x = deep()
     tier = managed(model).tier
-    assert isinstance(tier, tiers.DiskTier)
+    assert isinstance(tier, backends.DiskTier)
     free, objects, size = tier.arena.free_bytes, 0, 0
     for i in range(1000):
         step(model, x)
@@ -306,7 +306,7 @@ def test_a_thousand_steps_on_a_gpu_leave_nothing_behind() -> None:
     x = torch.randn(512, 64, device=device)
     outcore.within(model, (x,), memory=None, plan=BY_HAND, measure_s=2.0, quiet=True)
     tier = managed(model).tier
-    assert isinstance(tier, tiers.HostTier)
+    assert isinstance(tier, backends.HostTier)
 
     def levels() -> tuple[int, int, int, int]:
         torch.cuda.synchronize()
@@ -323,7 +323,7 @@ def test_a_thousand_steps_on_a_gpu_leave_nothing_behind() -> None:
 
 
 def test_a_copy_that_never_began_gives_its_place_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    tier = tiers.DiskTier(4096)
+    tier = backends.DiskTier(4096)
     free = tier.arena.free_bytes
 
     def interrupted(*_: object) -> None:

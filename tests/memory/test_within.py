@@ -15,11 +15,11 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 import outcore
-from outcore.cost.live import LiveBytes
-from outcore.cost.rough import by_bytes
-from outcore.cost.saved import account
+from outcore.cost.measured.live_bytes import LiveBytes
+from outcore.cost.measured.saved_bytes import account
+from outcore.cost.predicted.rough import by_bytes
 from outcore.errors import OutcoreError, PlanError
-from outcore.memory.governor import Governor
+from outcore.memory.saved_tensors.managed_forward import Governor
 
 SIDE = 48
 

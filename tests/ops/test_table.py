@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import outcore
-from outcore.cost.kept import kept
-from outcore.cost.saved import account
+from outcore.cost.measured.saved_bytes import account
+from outcore.cost.predicted.saved_bytes import kept
 from outcore.ops import TABLE, find
 
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from outcore.graph import Block, Call, Graph, Value
 from outcore.planner import Weight, Weights
-from outcore.planner.pieces import Pieces, weigh
-from outcore.planner.units import find_units
+from outcore.planner.partition.units import find_units
+from outcore.planner.partition.weighted_units import Pieces, weigh
 
 
 @dataclass(frozen=True)

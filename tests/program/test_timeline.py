@@ -32,8 +32,8 @@ from outcore.program import (
     simulate,
     trace,
 )
-from outcore.program.links import Traffic
 from outcore.program.script import Decode, Encode, Evict, Fetch, Recompute, Run, Wait
+from outcore.program.simulator.links import Traffic
 from tests.program.networks import programs
 
 WIRE = Links(Link.symmetric(bandwidth_bytes_per_s=4.0, latency_s=0.5))

@@ -15,7 +15,7 @@ from sklearn.metrics import average_precision_score, confusion_matrix, roc_auc_s
 from outcore.report.evaluation import evaluate
 from outcore.report.evaluation_svg import confusion_svg, curves_svg
 from outcore.report.thumbnails import png, thumbnail
-from outcore.train.predictions import Predictions
+from outcore.train.run_folder.predictions import Predictions
 
 
 def table(path: Path, count: int, classes: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:

@@ -9,8 +9,8 @@ import torch
 
 import outcore
 from outcore.cost.profile import profile
-from outcore.fusion.curves import draw_curves
-from outcore.fusion.trials import Result
+from outcore.fusion.sweep.curves import draw_curves
+from outcore.fusion.sweep.trials import Result
 from outcore.machine import parse
 from outcore.models import UNet
 from outcore.program import Stages, chart, compile_program, simulate

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import outcore
-from outcore.run import Engine, faults
+from outcore.run import Engine
+from outcore.run.ranks import faults
 
 HOW = {"now": "none"}
 """What happens on this rank."""

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from outcore.errors import CheckpointError
-from outcore.run.restore import read_weights
+from outcore.run.checkpoint.restore import read_weights
 from tests.run.networks import CASES
 from tests.run.pool import Pool
 from tests.run.resuming import BY_STAGES, go, save_twice, signalled, survive

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from outcore.run import shelf
+from outcore.run.transport import shared_memory
 from tests.run.pool import Pool
-from tests.run.test_parking import peaks
+from tests.run.stage.test_idle_state_offload import peaks
 from tests.run.training import alone, difference, train
 
 pytestmark = [
@@ -20,11 +20,11 @@ pytestmark = [
 
 def on_gpu(case: str, plan: dict[str, Any], least: int) -> dict[str, Any]:
     torch.backends.cudnn.deterministic = True
-    shelf.LEAST_BYTES, before = least, shelf.LEAST_BYTES
+    shared_memory.LEAST_BYTES, before = least, shared_memory.LEAST_BYTES
     try:
         result = train(case, plan, device="cuda")
     finally:
-        shelf.LEAST_BYTES = before
+        shared_memory.LEAST_BYTES = before
     for part in ("gradients", "weights"):
         result[part] = {n: t.cpu() for n, t in result[part].items()}
     return result

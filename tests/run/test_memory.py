@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import outcore
 from outcore.planner import weights_from_shapes
-from outcore.planner.lower import predict_timeline
+from outcore.planner.pipeline.lower import predict_timeline
 from outcore.program import Links
 from outcore.run import Engine
 from tests.run.networks import CASES, Dense, Residual, UNet, images

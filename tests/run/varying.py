@@ -12,8 +12,8 @@ from torch import nn
 import outcore
 from outcore.program import Stages, synthesise
 from outcore.run import Engine, LossScale
-from outcore.run.draws import Draws
-from outcore.run.part import Part
+from outcore.run.stage.random_draws import Draws
+from outcore.run.stage.stage_module import Part
 from tests.run.networks import CASES, Residual, UNet, classes, images
 from tests.run.training import batches_of, fingerprint, gradients, make_plan, momentum, share
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from outcore.stream import Streamed, overhang, stream
+from outcore.stream import Streamed, stream
+from outcore.stream.execute import border_padding
 
 TOLERANCE = 1e-10
 
@@ -44,11 +45,11 @@ def total(output: Any) -> torch.Tensor:
 @contextlib.contextmanager
 def any_overhang(most: float = math.inf) -> Iterator[None]:
     """As much overhang as is said: on images as small as those of tests, the ordinary share would allow none."""
-    before, overhang._MOST = overhang._MOST, most
+    before, border_padding._MOST = border_padding._MOST, most
     try:
         yield
     finally:
-        overhang._MOST = before
+        border_padding._MOST = before
 
 
 def assert_equal_to_plain(

@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 import outcore
-from outcore.cost.rough import by_bytes
-from outcore.cost.saved import account
+from outcore.cost.measured.saved_bytes import account
+from outcore.cost.predicted.rough import by_bytes
 from outcore.data import ArraySource, Batch
 from outcore.plan_document import Plan
 from outcore.stream import stream
-from outcore.stream.prediction import predict_bytes
-from outcore.stream.prepared import bound, divided
-from outcore.stream.rest import Rest
-from outcore.stream.streamed_step import StreamedStep
+from outcore.stream.execute.untiled_tail import Rest
+from outcore.stream.plan.prepared import bound, divided
+from outcore.stream.plan.step_document import StreamedStep
+from outcore.stream.plan.tile_memory import predict_bytes
 
 from .oracle import any_overhang, with_statistics
 

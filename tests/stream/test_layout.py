@@ -8,9 +8,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from outcore.models import UNet
 from outcore.stream import stream
-from outcore.stream.fork import fork
+from outcore.stream.execute.fork import fork
+from outcore.stream.execute.map_store import memory_format
 from outcore.stream.rules.border import sliced
-from outcore.stream.store import memory_format
 
 HELD = ((0, 1), (0, 4), (10, 30), (5, 25))
 REGIONS = (HELD, ((0, 1), (0, 4), (12, 30), (5, 24)), ((0, 1), (1, 3), (10, 11), (7, 25)))

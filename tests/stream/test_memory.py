@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 import outcore
-from outcore.cost.live import LiveBytes
-from outcore.cost.rough import by_bytes
-from outcore.cost.saved import account
+from outcore.cost.measured.live_bytes import LiveBytes
+from outcore.cost.measured.saved_bytes import account
+from outcore.cost.predicted.rough import by_bytes
 from outcore.errors import PlanError, StreamError
 from outcore.stream import plan_tiles, stream
-from outcore.stream.planning import plan_by_hand
-from outcore.stream.prediction import predict_bytes
+from outcore.stream.plan.plan import plan_by_hand
+from outcore.stream.plan.tile_memory import predict_bytes
 
 from .oracle import with_statistics
 

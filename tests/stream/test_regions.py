@@ -16,12 +16,12 @@ from torch import nn
 import outcore
 from outcore.ops.region import Bins, Region, Resample, Spread, Window, clip, cover, elements, inside
 from outcore.stream.call import Given
-from outcore.stream.globals import Globals
+from outcore.stream.execute.global_nodes import Globals
+from outcore.stream.execute.tile_run import run_tile
 from outcore.stream.network import Network
+from outcore.stream.plan.passes import divide
+from outcore.stream.plan.tiles import trace
 from outcore.stream.rules.border import sliced
-from outcore.stream.stages import divide
-from outcore.stream.tile_run import run_tile
-from outcore.stream.tiles import trace
 
 from .oracle import any_overhang
 

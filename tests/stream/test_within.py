@@ -12,18 +12,18 @@ import torch.nn.functional as F
 from torch import nn
 
 import outcore
-from outcore.cost.live import LiveBytes
-from outcore.cost.rough import by_bytes
-from outcore.cost.saved import account
+from outcore.cost.measured.live_bytes import LiveBytes
+from outcore.cost.measured.saved_bytes import account
+from outcore.cost.predicted.rough import by_bytes
 from outcore.data import ArraySource, Batch
 from outcore.errors import PlanError
 from outcore.plan_document import Plan
-from outcore.planner.memory_plan import MemoryPlan
+from outcore.planner.memory.plan import MemoryPlan
 from outcore.stream import PixelLoss, pixel_loss
-from outcore.stream.conductor import Conductor
-from outcore.stream.prepared import bound, divided
-from outcore.stream.rest import Rest
-from outcore.stream.streamed_step import StreamedStep
+from outcore.stream.execute.untiled_tail import Rest
+from outcore.stream.managed_forward import Conductor
+from outcore.stream.plan.prepared import bound, divided
+from outcore.stream.plan.step_document import StreamedStep
 
 from .oracle import TOLERANCE, total, with_statistics
 

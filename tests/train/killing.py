@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from outcore.run import checkpoint
+from outcore.run.checkpoint import files
 from tests.train.running import run, same, table, weights, write_job
 
 WORDS = ("train.epochs=2", "train.batch=3", "train.accumulate=2", "checkpoint.every_steps=2")
@@ -52,7 +52,7 @@ class Counter:
 
     def install(self) -> None:
         """Watch this process from now on."""
-        real_open, real_fsync, real_save = io.open, os.fsync, checkpoint.save_file
+        real_open, real_fsync, real_save = io.open, os.fsync, files.save_file
 
         def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
             made = real_open(file, mode, *args, **kwargs)
@@ -79,7 +79,7 @@ class Counter:
             real_save(tensors, path)
 
         io.open = builtins.open = opened  # type: ignore[assignment]
-        os.fsync, checkpoint.save_file = fsync, save_file
+        os.fsync, files.save_file = fsync, save_file
         sys.addaudithook(hook)
         self.active = True
 

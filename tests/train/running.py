@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from outcore.run.restore import read_weights
+from outcore.run.checkpoint.restore import read_weights
 from outcore.train.application import train
-from outcore.train.config import Config
-from outcore.train.run_folder import RunFolder
+from outcore.train.run_folder.folder import RunFolder
+from outcore.train.settings.config import Config
 
 JOB = """
 import os, signal

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 
 from outcore.job import Job
-from outcore.train.config import Config
-from outcore.train.run_folder import RunFolder
-from outcore.train.supply import with_batch
+from outcore.train.examples.supply import with_batch
+from outcore.train.run_folder.folder import RunFolder
+from outcore.train.settings.config import Config
 
 JOB = Job(model=lambda: torch.nn.Linear(1, 1), batch=lambda n: (torch.rand(n, 1), None), size=2)
 

@@ -20,7 +20,7 @@ import pytest
 import typer
 
 from outcore.cli.main import app
-from outcore.train.config import Config
+from outcore.train.settings.config import Config
 from tests.cli.command import outcore_command
 
 ROOT = Path(__file__).parents[2]

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from outcore.run.launch import rank_variables
-from outcore.run.rendezvous import StoreServer
+from outcore.run.ranks.launch import rank_variables
+from outcore.run.ranks.store import StoreServer
 
 from .running import write_job
 

@@ -89,8 +89,8 @@ def test_the_command_that_was_typed_is_in_the_report(finished: Path, monkeypatch
     """On several ranks it was that of a process that the command had started."""
     import sys
 
-    from outcore.train.closing import typed_command
     from outcore.train.launch import COMMAND, command_variable
+    from outcore.train.run_folder.closing import typed_command
 
     monkeypatch.setattr(sys, "argv", ["/some/where/outcore", "train", "my job.py", "--ranks", "2"])
     assert typed_command() == "outcore train 'my job.py' --ranks 2"

@@ -16,8 +16,8 @@ import torch
 
 from outcore.data import write_slides
 from outcore.errors import CheckpointError, TrainError
-from outcore.train.config import Config
-from outcore.train.journal import Table
+from outcore.train.run_folder.journal import Table
+from outcore.train.settings.config import Config
 
 from .running import BREAK, TERMINATE, run, same, table, weights, write_job
 
@@ -121,7 +121,10 @@ def test_a_run_can_begin_from_a_named_checkpoint(straight: Path, tmp_path: Path)
 def test_a_run_killed_in_its_very_first_checkpoint_begins_again_and_says_so(straight: Path, tmp_path: Path) -> None:
     job, out = write_job(tmp_path), tmp_path / "run"
     last = out / "checkpoints" / "last"
-    with pytest.raises(KeyboardInterrupt), mock.patch("outcore.run.checkpoint._finish", side_effect=KeyboardInterrupt):
+    with (
+        pytest.raises(KeyboardInterrupt),
+        mock.patch("outcore.run.checkpoint.files._finish", side_effect=KeyboardInterrupt),
+    ):
         run(job, out, *WORDS)
     assert [path.name for path in last.iterdir()] == [".step-0000000004.partial"]
     for name in (".run.json.99999", ".report.html.99999", ".steps.csv.99999", ".owner.99999"):

@@ -19,9 +19,9 @@ from torch.nn import functional as F
 from outcore.data import write_slides
 from outcore.errors import CheckpointError, ConfigError, DataError, JobError, TrainError
 from outcore.job import Job
-from outcore.train.examples import OwnExamples
-from outcore.train.feed import Feed
-from outcore.train.runner import PlainRunner
+from outcore.train.examples.examples import OwnExamples
+from outcore.train.examples.feed import Feed
+from outcore.train.runners.runner import PlainRunner
 
 from .running import run, same, table, weights, write_job
 
@@ -238,9 +238,9 @@ def test_out_of_memory_is_tried_once_more_and_then_said(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_said_and_the_last_good_checkpoint_kept(tmp_path: Path) -> None:
-    from outcore.run import checkpoint
+    from outcore.run.checkpoint import files
 
-    job, save, calls = write_job(tmp_path), checkpoint.save_file, [0]
+    job, save, calls = write_job(tmp_path), files.save_file, [0]
 
     def full(*args: Any) -> None:
         calls[0] += 1
@@ -248,7 +248,7 @@ def test_a_full_disk_is_said_and_the_last_good_checkpoint_kept(tmp_path: Path) -
             raise OSError(28, "No space left on device")
         save(*args)
 
-    with mock.patch.object(checkpoint, "save_file", full):
+    with mock.patch.object(files, "save_file", full):
         code, said = run(job, tmp_path / "run", "train.epochs=3", "optimizer.lr=0.0")
     assert code == 1 and "No space left on device" in said and "the last weights are not saved" in said
     assert weights(tmp_path / "run")

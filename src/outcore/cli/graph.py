@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from outcore import report
+from outcore.cli.messages import working, wrote
 from outcore.cli.options import Arguments, Batch, Inputs, JobName, Json
-from outcore.cli.telling import working, wrote
 from outcore.graph import Graph
 from outcore.job import Job
 from outcore.machine.units import format_bytes
@@ -109,7 +109,7 @@ def _picture(
     """The network in one of its forms."""
     if form == "portrait":
         return report.svg(graph, depth=depth or 2, expand=opened)
-    from outcore.report.wide import landscape, u_shape
+    from outcore.report.graph_drawing.left_to_right import landscape, u_shape
 
     draw = u_shape if form == "u" else landscape
     return draw(graph, depth=depth or 1, title=graph.root.type, **_shades(graph, shade, on))
@@ -119,7 +119,7 @@ def _shades(graph: Graph, shade: str | None, on: str | None) -> dict[str, Any]:
     if shade is None:
         return {}
     from outcore.predict import estimate
-    from outcore.report.shading import memory_by_block, moved_by_block, time_by_block
+    from outcore.report.graph_drawing.shading import memory_by_block, moved_by_block, time_by_block
 
     if shade == "time":
         return {"shade": time_by_block(graph, estimate(graph, machine=on)), "unit": "time of forward and backward"}

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from outcore.cost.predicted.scaling import Point, Scaling, ladder
 from outcore.cost.profile import profile
-from outcore.cost.scaling import Point, Scaling, ladder
-from outcore.cost.training import capture_training
+from outcore.cost.training_network import capture_training
 from outcore.errors import OutcoreError
 from outcore.job import Job
 from outcore.machine import Device

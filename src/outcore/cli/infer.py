@@ -96,7 +96,7 @@ def infer(
     from outcore.infer import SlideRunner, load_network
     from outcore.infer.process_memory import give_back_freed
     from outcore.infer.slides import holds_several
-    from outcore.run.setup import choose_device
+    from outcore.run.engine.setup import choose_device
 
     if scores and probabilities:
         raise DataError("--scores and --probabilities contradict each other; leave out one")

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from outcore.cli.telling import wrote
+from outcore.cli.messages import wrote
 from outcore.errors import MachineError
 from outcore.machine import Machine, catalogue_table, find, machine_table, names, parse, probe
 
@@ -58,7 +58,7 @@ def _calibrate(shown: Machine, *, seconds: float) -> None:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from outcore.cost.calibrate import calibrate
+    from outcore.cost.measured.calibrate import calibrate
 
     device = shown.device()
     dtypes, place = (("tf32", "bf16"), "cuda:0") if device.kind == "cuda" else (("fp32",), "cpu")

@@ -11,23 +11,23 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from outcore.cli.telling import working, wrote
+from outcore.cli.messages import working, wrote
 from outcore.cost.costs import Costs
-from outcore.cost.estimate import estimate
-from outcore.cost.optimizer import OptimizerCost
+from outcore.cost.optimizer_cost import OptimizerCost
+from outcore.cost.predicted.estimate import estimate
+from outcore.cost.predicted.rough import without_gaps
 from outcore.cost.profile import profile as make_profile
-from outcore.cost.rough import without_gaps
 from outcore.errors import MachineError, PlanError
 from outcore.graph import Graph
 from outcore.job import Job
 from outcore.machine import Machine
 from outcore.machine.units import format_bytes
-from outcore.memory.room import HOST_SHARE
-from outcore.planner.budget import Assignment
-from outcore.planner.frontier import frontier
-from outcore.planner.keeping import Keeping
-from outcore.planner.memory_plan import plan_memory
-from outcore.planner.transfers import Tier
+from outcore.memory.offload.host_limit import HOST_SHARE
+from outcore.planner.memory.copy_schedule import Tier
+from outcore.planner.memory.evaluate import Keeping
+from outcore.planner.memory.frontier import frontier
+from outcore.planner.memory.plan import plan_memory
+from outcore.planner.memory.search import Assignment
 from outcore.report.frontier import frontier_json, frontier_svg, frontier_table
 
 __all__ = ["frontier_on_one_device", "plan_on_one_device"]
@@ -105,7 +105,7 @@ def _in_tiles(
     json: bool,
 ) -> None:
     """Plan tiles, and print that."""
-    from outcore.stream.conductor import Wanted, planned
+    from outcore.stream.managed_forward import Wanted, planned
 
     step = planned(graph, Wanted(budget_bytes, optimizer), costs, refused)
     document = step.document()

@@ -10,10 +10,10 @@ from typing import Annotated, Any, cast, get_args
 import typer
 from rich.console import Console
 
+from outcore.cli.messages import working, wrote
 from outcore.cli.one_device import plan_on_one_device
 from outcore.cli.options import Arguments, Batch, Inputs, JobName, Json
-from outcore.cli.telling import working, wrote
-from outcore.cost.estimate import estimate
+from outcore.cost.predicted.estimate import estimate
 from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.job import Job
@@ -21,9 +21,9 @@ from outcore.machine import Machine, known, parse
 from outcore.machine.units import parse_bytes
 from outcore.plan_document import BatchNorm, Plan
 from outcore.planner import SCHEDULES, Weights, plan_vertically
-from outcore.planner.lower import predict_timeline, predicted_by
-from outcore.planner.on_devices import UNKNOWN_LINK, batch_for, links_of
-from outcore.planner.on_devices import plan as make_plan
+from outcore.planner.pipeline.lower import predict_timeline, predicted_by
+from outcore.planner.pipeline.plan_job import UNKNOWN_LINK, batch_for, links_of
+from outcore.planner.pipeline.plan_job import plan as make_plan
 from outcore.program import Timeline, chart, rich_gantt, save_trace
 
 __all__ = ["plan", "simulate"]

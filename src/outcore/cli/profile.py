@@ -13,15 +13,15 @@ from rich.console import Console
 from rich.progress import Progress
 
 from outcore.cli.image_sizes import multiple_of, rounded, scale_images
+from outcore.cli.messages import Interruption, working, wrote
 from outcore.cli.options import Arguments, Inputs, JobName, Json
-from outcore.cli.telling import Interruption, working, wrote
+from outcore.cost.predicted.scaling import Scaling
 from outcore.cost.profile import Profile, largest_batch, scale
 from outcore.cost.profile import profile as make_profile
-from outcore.cost.scaling import Scaling
 from outcore.job import Job
 from outcore.machine import Device, Machine, known, parse
-from outcore.planner.budget import Assignment
-from outcore.planner.keeping import Keeping
+from outcore.planner.memory.evaluate import Keeping
+from outcore.planner.memory.search import Assignment
 from outcore.report.frontier import frontier_json, frontier_svg, frontier_table
 from outcore.report.profile import ProfileView, scaling_table
 from outcore.report.profile_svg import profile_svg

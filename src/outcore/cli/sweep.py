@@ -17,7 +17,7 @@ from rich.table import Table
 from outcore.cli.options import Arguments, Batch, Inputs, JobName, Json
 
 if TYPE_CHECKING:
-    from outcore.fusion.sweep import Sweep
+    from outcore.fusion.sweep.sweep import Sweep
 
 __all__ = ["sweep"]
 
@@ -65,11 +65,11 @@ def sweep(
         outcore sweep job.py --set lr=1e-4,3e-4,1e-3 --set wd=0,1e-4
         outcore sweep job.py --set lr=1e-5:1e-1:log --trials 64 --search tpe --pruner asha
     """
-    from outcore.fusion.space import grid, parse_settings
-    from outcore.fusion.sweep import Options, Sweep
-    from outcore.fusion.trials import Listed, Source
-    from outcore.fusion.tuner import PRUNERS, SEARCHES, Tuner
-    from outcore.run.setup import choose_device
+    from outcore.fusion.sweep.optuna_tuner import PRUNERS, SEARCHES, Tuner
+    from outcore.fusion.sweep.space import grid, parse_settings
+    from outcore.fusion.sweep.sweep import Options, Sweep
+    from outcore.fusion.sweep.trials import Listed, Source
+    from outcore.run.engine.setup import choose_device
 
     for value, allowed, hint in ((search, SEARCHES, "--search"), (pruner, PRUNERS, "--pruner")):
         if value not in allowed:

@@ -56,7 +56,7 @@ def train(
     from rich.console import Console
 
     from outcore.train.application import train as run
-    from outcore.train.config import Config
+    from outcore.train.settings.config import Config
 
     given: dict[str, Any] = {
         "input": inputs,

@@ -1,15 +1,15 @@
 """Costs: what operations take, measured and predicted."""
 
-from outcore.cost.calibration import Calibration, Prediction, fit_calibration
-from outcore.cost.ceiling import Ceiling
 from outcore.cost.costs import Costs
-from outcore.cost.measure import measure
-from outcore.cost.memory import MemoryCurve, memory_curve
-from outcore.cost.opmodel import Operation
-from outcore.cost.optimizer import OptimizerCost
-from outcore.cost.samples import Sample, read_samples
-from outcore.cost.saved import account
-from outcore.cost.step import StepTime, measure_optimizer, predict_step
+from outcore.cost.measured.measure import measure
+from outcore.cost.measured.samples import Sample, read_samples
+from outcore.cost.measured.saved_bytes import account
+from outcore.cost.optimizer_cost import OptimizerCost
+from outcore.cost.predicted.calibration import Calibration, Prediction, fit_calibration
+from outcore.cost.predicted.operation import Operation
+from outcore.cost.predicted.roofline import Ceiling
+from outcore.cost.predicted.step_memory import MemoryCurve, memory_curve
+from outcore.cost.predicted.step_time import StepTime, measure_optimizer, predict_step
 
 __all__ = [
     "Calibration",

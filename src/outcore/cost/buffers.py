@@ -6,8 +6,8 @@ kept, dropped, moved and encoded.
 
 For every buffer: which calls make it, who needs it in backward and of what it needs there, and whether it can be made
 again: its *writers* are run again, from the buffers they read, its *sources*. That is allowed only if every writer can
-be run again (`outcore.ops.again`) and no source is overwritten after it was read. Of what operations derive, only the
-copies in another type that autocast makes of their inputs are made again: by the same cast.
+be run again (`outcore.ops.recomputable`) and no source is overwritten after it was read. Of what operations derive,
+only the copies in another type that autocast makes of their inputs are made again: by the same cast.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from outcore.cost.costs import CallCost, Costs, Saved
-from outcore.cost.memory import calls_with_backward
+from outcore.cost.predicted.step_memory import calls_with_backward
 from outcore.graph import Graph
-from outcore.graph.keys import hooks_of
-from outcore.graph.recording import Ref
+from outcore.graph.record.keys import hooks_of
+from outcore.graph.record.recording import Ref
 from outcore.graph.structure import leaves
-from outcore.ops.again import Need, again, need
 from outcore.ops.encoding import PIXELS, POOLS
+from outcore.ops.recomputable import Need, again, need
 
 __all__ = ["Buffer", "buffers_of"]
 
@@ -87,7 +87,7 @@ def buffers_of(graph: Graph, costs: Costs) -> dict[str, Buffer]:
     """All buffers of a network, by name, in the order in which they are made.
 
     >>> import outcore, torch
-    >>> from outcore.cost.saved import account
+    >>> from outcore.cost.measured.saved_bytes import account
     >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU(inplace=True))
     >>> graph = outcore.capture(net, [(1, 3, 10, 10)])
     >>> buffers = buffers_of(graph, account(graph))
@@ -238,9 +238,10 @@ class _Survey:
     def again_s(self, writers: list[CallCost]) -> float:
         """Time to run the writers of a buffer again.
 
-        A batch norm has its statistics already and takes ReLU along (`outcore.memory.renorm`): one pass that reads and
-        writes, of the three it took in forward. In float32 that is not counted on: cuDNN rounds in an order of its own
-        there, and then the norm runs as it ran before.
+        A batch norm has its statistics already and takes ReLU along
+        (`outcore.memory.saved_tensors.recompute_batch_norm`): one pass that reads and writes, of the three it took in
+        forward. In float32 that is not counted on: cuDNN rounds in an order of its own there, and then the norm runs as
+        it ran before.
         """
         seconds = sum(c.forward.median_s for c in writers if c.forward is not None)
         norm, *rest = writers

@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 
 from outcore.cost.costs import Costs
-from outcore.cost.measure import measure
-from outcore.cost.saved import device_name, device_of, recording_of
+from outcore.cost.measured.measure import measure
+from outcore.cost.measured.saved_bytes import device_name, device_of, recording_of
 from outcore.graph import Graph
 
 __all__ = ["cache_folder", "measured"]

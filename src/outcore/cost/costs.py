@@ -74,7 +74,7 @@ class CallCost:
     flops_backward: int = 0
     issue_forward: float = 0.0
     issue_backward: float = 0.0
-    """Work of the host to issue its operations, in simple ones (`outcore.cost.issue`)."""
+    """Work of the host to issue its operations, in simple ones (`outcore.cost.measured.launch_count`)."""
     parameter_bytes: int = 0
     output_bytes: int = 0
     """Memory of the outputs that is not shared with inputs or weights."""
@@ -159,7 +159,7 @@ class Costs:
     start_s: float = 0.0
     """Host time of starting backward, once a step."""
     beat_s: float = 0.0
-    """The pace of the host at which the times to issue hold (`outcore.cost.beat`); 0 where it does not matter."""
+    """The host's speed at which launch times hold (`outcore.cost.measured.host_speed`); 0: does not matter."""
     sum_bytes_per_s: float = 0.0
     """Rate at which backward adds up gradients of one value, in bytes read and written; 0 where it is not known."""
     sum_dispatch_s: float = 0.0

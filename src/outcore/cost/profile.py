@@ -14,12 +14,12 @@ from functools import cached_property
 from typing import Any, Literal
 
 from outcore.cost.costs import Costs
-from outcore.cost.estimate import estimate, estimate_optimizer
-from outcore.cost.measure import measure
-from outcore.cost.memory import MemoryCurve, memory_curve
-from outcore.cost.scaling import Point, Scaling, ladder
-from outcore.cost.step import StepTime, measure_optimizer, predict_step
-from outcore.cost.training import capture_training
+from outcore.cost.measured.measure import measure
+from outcore.cost.predicted.estimate import estimate, estimate_optimizer
+from outcore.cost.predicted.scaling import Point, Scaling, ladder
+from outcore.cost.predicted.step_memory import MemoryCurve, memory_curve
+from outcore.cost.predicted.step_time import StepTime, measure_optimizer, predict_step
+from outcore.cost.training_network import capture_training
 from outcore.graph import Graph
 from outcore.job import Job
 from outcore.machine import Device

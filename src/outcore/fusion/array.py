@@ -24,19 +24,19 @@ from torch import Tensor, nn
 
 from outcore.errors import FuseError, VaryingError
 from outcore.fusion.batch import arguments
-from outcore.fusion.choice import Choice, choose
-from outcore.fusion.kind import Kind
-from outcore.fusion.lane import Outcome, Terms
+from outcore.fusion.group import Outcome, Terms
 from outcore.fusion.member import Member
-from outcore.fusion.program import Program
-from outcore.fusion.recordings import Recordings, same_settings
-from outcore.fusion.roster import Roster
+from outcore.fusion.member_factory import Kind
+from outcore.fusion.program.autotune import Choice, choose
+from outcore.fusion.program.program import Program
+from outcore.fusion.program.recordings import Recordings, same_settings
+from outcore.fusion.program.values import Stacked
 from outcore.fusion.runner import Way, cut
+from outcore.fusion.slots import Roster
 from outcore.fusion.training import judging
-from outcore.fusion.values import Stacked
 from outcore.fusion.verify import disagreement
+from outcore.graph.record.versions import Changes
 from outcore.graph.structure import substitute
-from outcore.graph.versions import Changes
 
 __all__ = ["FusedArray"]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from outcore.errors import FuseError
-from outcore.fusion.values import Stacked
+from outcore.fusion.program.values import Stacked
 from outcore.graph.structure import leaves, substitute
 
 __all__ = ["arguments"]

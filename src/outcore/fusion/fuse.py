@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from outcore.errors import FuseError
 from outcore.fusion.array import FusedArray
-from outcore.fusion.kind import DEFAULT, Kind, Objective
-from outcore.fusion.lane import Terms
+from outcore.fusion.group import Terms
+from outcore.fusion.member_factory import DEFAULT, Kind, Objective
+from outcore.fusion.optimizer.loss_scale import LossScale
 from outcore.fusion.runner import Way
-from outcore.fusion.scaling import LossScale
 
 __all__ = ["fuse"]
 

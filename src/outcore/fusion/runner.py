@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outcore.fusion.lane import Lane, Outcome
-from outcore.fusion.program import Program
-from outcore.fusion.values import Stacked
+from outcore.fusion.group import Lane, Outcome
+from outcore.fusion.program.program import Program
+from outcore.fusion.program.values import Stacked
 from outcore.graph.structure import leaves, substitute
 
 __all__ = ["Runner", "Way"]

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from outcore.fusion.call import rnn_weights_anywhere
-from outcore.fusion.values import member_of
-from outcore.graph.preserve import ModelState, state_tensors
+from outcore.fusion.program.call import rnn_weights_anywhere
+from outcore.fusion.program.values import member_of
+from outcore.graph.record.preserve import ModelState, state_tensors
 
 if TYPE_CHECKING:
-    from outcore.fusion.lane import Lane
-    from outcore.fusion.program import Program
+    from outcore.fusion.group import Lane
+    from outcore.fusion.program.program import Program
 
 __all__ = ["disagreement"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from outcore.graph.naming import kind_of
 from outcore.graph.parts import ROOT, Block, parent
-from outcore.graph.recorder import Recorder
+from outcore.graph.record.recorder import Recorder
 from outcore.graph.source import definition
 
 __all__ = ["blocks_of"]

@@ -19,11 +19,11 @@ from outcore.graph.parts import ROOT, Block, Call, Value, ancestors
 from outcore.graph.queries import Cut, Skip, cuts, skips
 from outcore.graph.subgraph import Subgraph
 from outcore.graph.view import View, view
-from outcore.ops.rearranging import REARRANGING
+from outcore.ops.views import REARRANGING
 
 if TYPE_CHECKING:
-    from outcore.graph.module import CapturedModule
-    from outcore.graph.recording import Recording
+    from outcore.graph.record.captured_module import CapturedModule
+    from outcore.graph.record.recording import Recording
 
 __all__ = ["Graph"]
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from outcore.graph.parts import BlockKind
-from outcore.graph.recording import Ref
+from outcore.graph.record.recording import Ref
 
 __all__ = ["function_name", "is_compiled", "kind_of", "literals", "paths"]
 

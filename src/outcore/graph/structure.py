@@ -134,7 +134,7 @@ def _open_closure(function: FunctionType) -> _Parts | None:
 
 
 def _is_template(content: Any) -> bool:
-    return type(content).__module__ == "outcore.graph.recording"
+    return type(content).__module__ == "outcore.graph.record.recording"
 
 
 def _open_object(tree: Any, kind: type | tuple[type, ...], depth: int) -> _Parts | None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from outcore.errors import OutcoreError
-from outcore.graph.recording import Recording, Ref, Tape, schedule_drops
+from outcore.graph.record.recording import Recording, Ref, Tape, schedule_drops
 from outcore.graph.structure import leaves
 
 if TYPE_CHECKING:

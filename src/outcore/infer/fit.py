@@ -26,7 +26,7 @@ from outcore.graph import Graph, capture
 from outcore.infer.network import InferNetwork
 from outcore.machine.units import format_bytes
 from outcore.stream import stream
-from outcore.stream.planning import StreamPlan, plan_tiles
+from outcore.stream.plan.plan import StreamPlan, plan_tiles
 from outcore.stream.streamed import Streamed
 
 __all__ = ["Fitted", "decoding_bytes", "fit"]

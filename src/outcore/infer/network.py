@@ -17,11 +17,11 @@ from torch import nn
 
 from outcore.errors import JobError, suggest
 from outcore.graph import Graph
-from outcore.graph.recording import Ref
+from outcore.graph.record.recording import Ref
 from outcore.graph.structure import leaves
 from outcore.job import Job
-from outcore.train.config import DataConfig
-from outcore.train.trained import Trained
+from outcore.train.run_folder.trained import Trained
+from outcore.train.settings.config import DataConfig
 
 __all__ = ["InferNetwork", "KeyedOutput", "load_network"]
 

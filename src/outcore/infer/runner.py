@@ -26,7 +26,7 @@ from outcore.infer.network import InferNetwork
 from outcore.infer.one_slide import MapOutputs, Report, class_scores, infer_map
 from outcore.infer.process_memory import ProcessMemory
 from outcore.machine.units import format_bytes, parse_bytes
-from outcore.train.trained import read_image
+from outcore.train.run_folder.trained import read_image
 
 __all__ = ["Opened", "SlideRunner"]
 

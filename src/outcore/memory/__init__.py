@@ -1,6 +1,6 @@
 """Executes policies for what backward needs: kept, made again, moved to a slower tier, encoded."""
 
-from outcore.memory.governor import Governor as Governor
-from outcore.memory.holding import Holding as Holding
-from outcore.memory.holding import prepare as prepare
-from outcore.memory.passage import Pass as Pass
+from outcore.memory.replay.compile_policies import Holding as Holding
+from outcore.memory.replay.compile_policies import prepare as prepare
+from outcore.memory.replay.replay_forward import Pass as Pass
+from outcore.memory.saved_tensors.managed_forward import Governor as Governor

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from typing import Literal, Protocol
 
-from outcore.ops.again import Need
+from outcore.ops.recomputable import Need
 
 __all__ = ["CODECS", "LOSSY", "PIXELS", "POOLS", "Kept", "codec_for", "codec_of", "held_bytes", "moves"]
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from outcore.errors import ProgramError
+from outcore.program.folded_schedules import merge_orders
 from outcore.program.instructions import (
     Backward,
     Compute,
@@ -24,7 +25,6 @@ from outcore.program.instructions import (
     Reduce,
     Send,
 )
-from outcore.program.placed import merge_orders
 from outcore.program.program import Program, holders, place
 from outcore.program.schedules import schedule_named
 from outcore.program.stages import Edge, Stages

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from outcore.errors import ProgramError
 from outcore.machine.units import format_bytes, format_time
-from outcore.program.ledger import Curve
+from outcore.program.simulator.memory_curve import Curve
 
 __all__ = ["COMPUTE", "NETWORK", "STREAMS", "VERSION", "Event", "Timeline"]
 

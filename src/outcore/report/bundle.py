@@ -15,10 +15,10 @@ from dataclasses import asdict
 from typing import Any
 
 from outcore.graph.graph import Graph
-from outcore.report.drawing import GEOMETRY
-from outcore.report.nest import OUTSIDE
-from outcore.report.scheme import Scheme
-from outcore.report.sketch import Plane, Sketch, times_width
+from outcore.report.graph_drawing.drawing import GEOMETRY
+from outcore.report.graph_drawing.layered_drawing import Scheme
+from outcore.report.graph_drawing.measured_boxes import Plane, Sketch, times_width
+from outcore.report.graph_drawing.nested_boxes import OUTSIDE
 
 __all__ = ["FORMAT", "bundle", "sketch_json"]
 

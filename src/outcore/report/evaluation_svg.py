@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from outcore.figure import COLOURS, Axes, Span, document, legend, line, rectangle, text
 from outcore.report.evaluation import Curve, Evaluation
-from outcore.report.label import text_width
-from outcore.report.shading import mixed
+from outcore.report.graph_drawing.labels import text_width
+from outcore.report.graph_drawing.shading import mixed
 
 __all__ = ["confusion_svg", "curves_svg"]
 

@@ -14,8 +14,8 @@ from rich.table import Table
 
 from outcore.figure import Axes, Span, bytes_unit, document, legend, line, text
 from outcore.machine.units import format_bytes, format_time
-from outcore.planner.budget import Assignment
-from outcore.planner.keeping import Keeping
+from outcore.planner.memory.evaluate import Keeping
+from outcore.planner.memory.search import Assignment
 
 __all__ = ["frontier_json", "frontier_svg", "frontier_table"]
 

@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from outcore.cost.costs import Totals
+from outcore.cost.predicted.scaling import Scaling
 from outcore.cost.profile import Profile
-from outcore.cost.scaling import Scaling
 from outcore.machine import format_bytes, format_rate, format_time
 
 __all__ = ["ProfileView", "scaling_table"]

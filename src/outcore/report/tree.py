@@ -15,8 +15,8 @@ from rich.text import Text
 
 from outcore.graph.graph import Graph
 from outcore.graph.parts import ROOT, Block, ancestors
-from outcore.report.fold import signatures
-from outcore.report.label import shape_label, summary
+from outcore.report.graph_drawing.labels import shape_label, summary
+from outcore.report.graph_drawing.repeated_blocks import signatures
 
 __all__ = ["Tree", "tree"]
 

@@ -9,14 +9,14 @@ chain                gradients along a chain of Jacobians
 analyse              whether a scan could pay for a captured network
 """
 
-from outcore.scan.analyse import Analysis, analyse
-from outcore.scan.chain import chain
 from outcore.scan.choice import choices
-from outcore.scan.jacobians import jacobian_of
 from outcore.scan.linear import linear_recurrence
 from outcore.scan.modules import GRU, LSTM, RNN, convert
 from outcore.scan.options import Newton, Options
 from outcore.scan.report import LayerReport, Report
+from outcore.scan.study.analyse import Analysis, analyse
+from outcore.scan.study.jacobian_scan import chain
+from outcore.scan.study.jacobians import jacobian_of
 
 __all__ = [
     "GRU",

@@ -32,12 +32,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outcore.scan import sweep_kernels
 from outcore.scan.affine import states
 from outcore.scan.cells import Cell, step_back
+from outcore.scan.kernels import backward
+from outcore.scan.kernels.weight_gradients import Summed
 from outcore.scan.options import Precision, Solver
 from outcore.scan.report import Outcome
-from outcore.scan.weight_kernels import Summed
 
 __all__ = ["Adjoint", "Inputs", "Solution", "chunk_products", "solve", "will_settle"]
 
@@ -105,7 +105,7 @@ def solve(adjoint: Adjoint, chunk: int, solver: Solver | None = None, precision:
         solver: none: relaxation, turning to products when it converges slowly.
         precision: of the products on a GPU.
     """
-    if (fused := sweep_kernels.solve(adjoint, chunk, solver, precision)) is not None:
+    if (fused := backward.solve(adjoint, chunk, solver, precision)) is not None:
         return Solution(*fused, engine="triton")
     steps = adjoint.values.shape[1]
     count = -(-steps // chunk)
@@ -188,7 +188,7 @@ def _sweep(adjoint: Adjoint, chunk: int, carries: Tensor) -> tuple[Tensor, Tenso
 
 def chunk_products(adjoint: Adjoint, chunk: int, precision: Precision) -> Tensor:
     """What each chunk does to a carried gradient: row i for the i-th unit vector, the last row for zero."""
-    if (found := sweep_kernels.products(adjoint, chunk, precision)) is not None:
+    if (found := backward.products(adjoint, chunk, precision)) is not None:
         return found
     cell, valid, S = adjoint.cell, adjoint.valid(), adjoint.cell.state
     D, T, N = adjoint.values.shape[:3]

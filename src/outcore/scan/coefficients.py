@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outcore.scan import gate_kernels
 from outcore.scan.cells import Cell, Weights, projected
+from outcore.scan.kernels import gates as gate_kernels
 from outcore.scan.linear import linear_recurrence
 
 __all__ = ["Coefficients", "coefficients", "coefficients_from", "memories", "shifted"]

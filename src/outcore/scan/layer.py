@@ -21,12 +21,12 @@ from outcore.errors import ScanError
 from outcore.scan.backward import Adjoint, Inputs, solve
 from outcore.scan.cells import Cell, Weights, gate_gradients
 from outcore.scan.coefficients import coefficients, memories, shifted
+from outcore.scan.kernels.weight_gradients import weight_sums
 from outcore.scan.newton import parallel_forward
 from outcore.scan.options import Newton, Precision, Solver
 from outcore.scan.packing import Packing, flip
 from outcore.scan.report import LayerReport
 from outcore.scan.weight_gradients import WeightGradients, summed_weights
-from outcore.scan.weight_kernels import weight_sums
 from outcore.scan.workspace import Cut
 
 __all__ = ["Layer", "run_layer", "working_dtype"]

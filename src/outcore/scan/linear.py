@@ -127,7 +127,7 @@ class _LinearRecurrence(torch.autograd.Function):
 
 def _states(a: Tensor, b: Tensor, start: Tensor, reverse: bool) -> Tensor:
     if b.is_cuda:
-        from outcore.scan import linear_kernels
+        from outcore.scan.kernels import linear_recurrence as linear_kernels
 
         if (found := linear_kernels.linear_states(a, b, start, reverse)) is not None:
             return found

@@ -22,10 +22,10 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
 from outcore.errors import ScanError
-from outcore.scan import kernels
 from outcore.scan.arguments import Arguments, extent, working
 from outcore.scan.cells import Cell, CellKind
 from outcore.scan.choice import RETRY, SHORTEST, choices, key_of
+from outcore.scan.kernels import available
 from outcore.scan.layer import Layer, run_layer, working_dtype
 from outcore.scan.options import Newton, Options, Precision, as_bytes
 from outcore.scan.packing import Packing
@@ -156,7 +156,7 @@ class _Scanned(torch.nn.RNNBase):
         layers = []
         for i in range(self.num_layers):
             shape = Shape(self._cell(i), D, steps, batch, max(4, x.dtype.itemsize), copied, x.is_cuda)
-            fused = kernels.available(x) and kernels.fits(shape.cell, working_dtype(x.dtype))
+            fused = available.available(x) and available.fits(shape.cell, working_dtype(x.dtype))
             plan = cut(shape, limit, self.options.chunk, fused=fused)
             if limit is None and plan.bytes > _always_free(x.device):  # asking the driver takes as long as a layer
                 plan = cut(shape, free_bytes(x.device) // 4, self.options.chunk, fused=fused)

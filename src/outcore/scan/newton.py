@@ -32,11 +32,11 @@ import torch
 from torch import Tensor
 
 from outcore.errors import ScanError
-from outcore.scan import forward_kernels, kernels
 from outcore.scan.affine import states as affine_states
 from outcore.scan.backward import Adjoint, chunk_products, will_settle
 from outcore.scan.cells import Cell, Weights, diagonal, inputs_of, step_on
 from outcore.scan.coefficients import coefficients_from
+from outcore.scan.kernels import available, forward
 from outcore.scan.linear import linear_recurrence
 from outcore.scan.options import Jacobian, Newton
 from outcore.scan.report import Outcome
@@ -86,7 +86,7 @@ def parallel_forward(
     tolerance = newton.tolerance or _TOLERANCE[x.dtype]
     inputs = inputs_of(cell, x, weights)
     if newton.jacobian is None and newton.damping == 0:
-        fused = forward_kernels.forward(cell, inputs, weights, start, lengths, chunk, tolerance)
+        fused = forward.forward(cell, inputs, weights, start, lengths, chunk, tolerance)
         if fused is not None:
             return Parallel(*fused)
     guess = start.new_zeros((D, count, N, cell.state))
@@ -125,7 +125,7 @@ def _outcome(iterations: int, correction: float) -> Outcome:
 def _check_memory(cell: Cell, chunks: int, x: Tensor, newton: Newton, chunk: int) -> None:
     if newton.jacobian in ("none", "diagonal"):
         return
-    wide = 1 if kernels.available(x) and kernels.fits(cell, x.dtype) else 3 + cell.gates
+    wide = 1 if available.available(x) and available.fits(cell, x.dtype) else 3 + cell.gates
     needed = chunks * (cell.state + 1) * cell.state * wide * x.dtype.itemsize
     if needed > (free := free_bytes(x.device) // 2):
         longer = chunk * -(-needed // free)
@@ -139,7 +139,7 @@ def _advance(
     cell: Cell, inputs: Tensor, weights: Weights, guess: Tensor, lengths: Tensor | None, chunk: int
 ) -> tuple[Tensor, Tensor]:
     """Every state, and the last of each chunk, when the chunks begin at `guess`."""
-    if (done := forward_kernels.advance(cell, inputs, weights, guess, lengths, chunk)) is not None:
+    if (done := forward.advance(cell, inputs, weights, guess, lengths, chunk)) is not None:
         return done
     D, T, N = inputs.shape[:3]
     found = guess.new_zeros((D, T, N, cell.state))

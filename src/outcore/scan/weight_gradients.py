@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from outcore.scan.weight_kernels import Summed
+from outcore.scan.kernels.weight_gradients import Summed
 
 __all__ = ["WeightGradients", "summed_weights"]
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 
 from outcore.errors import ScanError
-from outcore.scan import gate_kernels
 from outcore.scan.cells import Cell
-from outcore.scan.sweep_sizes import ROWS, sums, sweep_chunk
-from outcore.scan.weight_kernels import columns, partial_sums
+from outcore.scan.kernels import gates as gate_kernels
+from outcore.scan.kernels.backward_sizes import ROWS, sums, sweep_chunk
+from outcore.scan.kernels.weight_gradients import columns, partial_sums
 
 __all__ = ["Cut", "Shape", "best_chunk", "cut", "free_bytes", "peak_bytes"]
 

@@ -17,10 +17,10 @@ from typing import Any, Protocol, cast, runtime_checkable
 import torch
 from torch import nn
 
-from outcore.graph.recording import Ref
+from outcore.graph.record.recording import Ref
 from outcore.graph.structure import leaves, substitute
 from outcore.ops.region import Region
-from outcore.stream.overhang import Widened
+from outcore.stream.execute.border_padding import Widened
 
 __all__ = ["RULES", "Call", "Given", "Opaque", "Overhanging", "Reduction", "Rule", "overhanging", "rule"]
 

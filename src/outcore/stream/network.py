@@ -25,7 +25,7 @@ from torch import nn
 import outcore.stream.rules  # noqa: F401 - registers the rules
 from outcore.graph import Graph
 from outcore.graph.naming import function_name
-from outcore.graph.recording import Ref, Step
+from outcore.graph.record.recording import Ref, Step
 from outcore.graph.structure import leaves
 from outcore.stream.call import RULES, Call, Opaque, Reduction, Rule
 from outcore.stream.rules.normalise import Norm

@@ -17,7 +17,7 @@ import torch
 from outcore.data import Source
 from outcore.errors import StreamError
 from outcore.ops.region import Region, sizes
-from outcore.stream.store import cut
+from outcore.stream.execute.map_store import cut
 
 __all__ = ["FunctionSource", "Image", "image_of"]
 

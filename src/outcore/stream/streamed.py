@@ -23,21 +23,21 @@ from torch import nn
 
 from outcore.errors import StreamError
 from outcore.graph import Graph, capture
-from outcore.graph.keys import key_of
-from outcore.graph.recording import Context
+from outcore.graph.record.keys import key_of
+from outcore.graph.record.recording import Context
+from outcore.graph.record.versions import Versions
 from outcore.graph.structure import leaves
-from outcore.graph.versions import Versions
 from outcore.machine.units import parse_bytes
 from outcore.ops.region import Region
 from outcore.stream.arguments import Lazy, device_of, is_shape, lazily, stood, whole_image
-from outcore.stream.boundary import run, run_loss
-from outcore.stream.dense import Function, PixelLoss
-from outcore.stream.execution import Execution
-from outcore.stream.planning import StreamPlan, plan_tiles
-from outcore.stream.prepared import Prepared, bound, divided
-from outcore.stream.rest import Rest
+from outcore.stream.execute.boundary import run, run_loss
+from outcore.stream.execute.execution import Execution
+from outcore.stream.execute.pixel_loss import Function, PixelLoss
+from outcore.stream.execute.step_context import Counts, Options
+from outcore.stream.execute.untiled_tail import Rest
+from outcore.stream.plan.plan import StreamPlan, plan_tiles
+from outcore.stream.plan.prepared import Prepared, bound, divided
 from outcore.stream.source import Image, image_of
-from outcore.stream.work import Counts, Options
 
 __all__ = ["How", "Streamed", "stream"]
 

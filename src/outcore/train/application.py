@@ -23,26 +23,26 @@ from torch import nn
 from outcore.errors import CheckpointError, ConfigError, OutcoreError, TrainError
 from outcore.job import Job
 from outcore.machine.units import parse_bytes
-from outcore.run.parent import end_with_parent, launcher_pid
-from outcore.run.restore import has_checkpoint
-from outcore.run.world import identify
-from outcore.train.build import build_runner
-from outcore.train.closing import say_ending, write_beginning, write_ending
-from outcore.train.config import Config
-from outcore.train.experiment import describe
-from outcore.train.feed import Feed, JobFeed, MicroBatch
-from outcore.train.journal import Journal
+from outcore.run.checkpoint.restore import has_checkpoint
+from outcore.run.ranks.parent_death import end_with_parent, launcher_pid
+from outcore.run.ranks.world import identify
+from outcore.train.examples.feed import Feed, JobFeed, MicroBatch
+from outcore.train.examples.supply import Supply, find_supply, with_batch
 from outcore.train.launch import launch
 from outcore.train.loop import Loop
 from outcore.train.metrics import default_metrics, make_metrics
-from outcore.train.owner import owning
 from outcore.train.progress import make_show
-from outcore.train.run_folder import RunFolder
-from outcore.train.runner import Runner, default_loss
-from outcore.train.schedules import make_schedule
+from outcore.train.run_folder.closing import say_ending, write_beginning, write_ending
+from outcore.train.run_folder.experiment import describe
+from outcore.train.run_folder.folder import RunFolder
+from outcore.train.run_folder.journal import Journal
+from outcore.train.run_folder.owner import owning
+from outcore.train.runners.build import build_runner
+from outcore.train.runners.runner import Runner, default_loss
+from outcore.train.settings.config import Config
+from outcore.train.settings.schedules import make_schedule
 from outcore.train.start import forecast, start_table
-from outcore.train.stopping import Wish, listening
-from outcore.train.supply import Supply, find_supply, with_batch
+from outcore.train.stop_signals import Wish, listening
 
 __all__ = ["train"]
 

@@ -26,8 +26,8 @@ from outcore.errors import TrainError
 from outcore.machine.units import format_bytes, format_time, parse_bytes
 from outcore.models import SlideNet
 from outcore.train.application import train
-from outcore.train.config import Config
-from outcore.train.run_folder import RunFolder
+from outcore.train.run_folder.folder import RunFolder
+from outcore.train.settings.config import Config
 from outcore.train.thumbnail import thumbnail
 
 __all__ = ["Demo", "compare_gradients"]

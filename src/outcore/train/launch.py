@@ -1,12 +1,12 @@
 """Several ranks from one command, on this computer: the same program started once for each, as torchrun would.
 
 Each process gets the variables that torchrun sets and finds its rank in them. The ranks meet in a store that this
-process keeps, on loopback, behind a secret of this run (`outcore.run.rendezvous`): a rank that is killed or stopped,
+process keeps, on loopback, behind a secret of this run (`outcore.run.ranks.store`): a rank that is killed or stopped,
 the first one too, does not take it along, and the others can say which it was. Signals are passed on to all of them;
 each finishes its step, saves and leaves. A terminal sends Ctrl-C to a whole process group, so the ranks have groups of
 their own: heard twice it would mean to stop at once, without saving. If one ends with an error the others are asked to
 end too, and after a while made to; the first error is the one that is reported. Should this process be killed, the
-ranks save and leave (`outcore.run.parent`).
+ranks save and leave (`outcore.run.ranks.parent_death`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from outcore.run.launch import rank_variables
-from outcore.run.rendezvous import StoreServer, new_secret
+from outcore.run.ranks.launch import rank_variables
+from outcore.run.ranks.store import StoreServer, new_secret
 
 __all__ = ["COMMAND", "command_variable", "launch"]
 

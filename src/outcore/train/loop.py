@@ -20,18 +20,18 @@ from torch.optim import lr_scheduler
 
 from outcore.errors import CheckpointError, DataError, TrainError
 from outcore.program import Timeline
-from outcore.run.restore import has_checkpoint
-from outcore.train.config import Config
-from outcore.train.experiment import changes
-from outcore.train.feed import Feed, JobFeed, MicroBatch
-from outcore.train.journal import Journal
+from outcore.run.checkpoint.restore import has_checkpoint
+from outcore.train.examples.feed import Feed, JobFeed, MicroBatch
 from outcore.train.metrics import make_metrics
 from outcore.train.position import Position
-from outcore.train.predictions import Predictions
 from outcore.train.progress import Show
-from outcore.train.run_folder import RunFolder
-from outcore.train.runner import Outcome, Runner
-from outcore.train.stopping import Wish
+from outcore.train.run_folder.experiment import changes
+from outcore.train.run_folder.folder import RunFolder
+from outcore.train.run_folder.journal import Journal
+from outcore.train.run_folder.predictions import Predictions
+from outcore.train.runners.runner import Outcome, Runner
+from outcore.train.settings.config import Config
+from outcore.train.stop_signals import Wish
 
 __all__ = ["Ending", "Loop"]
 

@@ -13,19 +13,19 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from outcore.cost.estimate import estimate, estimate_optimizer
-from outcore.cost.memory import memory_curve
-from outcore.cost.step import predict_step
+from outcore.cost.predicted.estimate import estimate, estimate_optimizer
+from outcore.cost.predicted.step_memory import memory_curve
+from outcore.cost.predicted.step_time import predict_step
 from outcore.errors import OutcoreError
 from outcore.graph import Graph, capture
 from outcore.job import Job
 from outcore.machine import Device, format_bytes, format_time, rated, remembered
 from outcore.machine.units import counted
 from outcore.report.run import thin
-from outcore.run.setup import choose_device
-from outcore.train.config import Config
-from outcore.train.precision import computing
+from outcore.run.engine.setup import choose_device
 from outcore.train.progress import count_rate
+from outcore.train.settings.config import Config
+from outcore.train.settings.precision import computing
 
 __all__ = ["Forecast", "device_here", "duration", "forecast", "start_table"]
 

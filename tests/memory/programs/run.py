@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 import outcore
-from outcore.cost.rough import by_bytes
-from outcore.cost.saved import account
-from outcore.graph.recorder import planning
+from outcore.cost.measured.saved_bytes import account
+from outcore.cost.predicted.rough import by_bytes
+from outcore.graph.record.recorder import planning
 from outcore.graph.structure import leaves
-from outcore.planner.keeping import Keeping
+from outcore.planner.memory.evaluate import Keeping
 
 from ..oracle import LINK, policies
 

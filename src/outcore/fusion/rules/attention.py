@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from outcore.fusion.call import FusedCall
-from outcore.fusion.values import Stacked
+from outcore.fusion.program.call import FusedCall
+from outcore.fusion.program.values import Stacked
 
 __all__ = ["attention", "dropout", "embedding"]
 

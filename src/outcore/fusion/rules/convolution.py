@@ -6,7 +6,7 @@ one *dense* convolution with ``B`` times the output channels, 1x1 convolutions a
 depthwise ones on a GPU can run by kernels of our own (`rules.depthwise`). On maps smaller than the window, taps that
 only ever see padding are left out. Grouped convolutions are not always faster than one convolution per member, or than
 one product of unfolded maps (`rules.unfolded`), so on a GPU all are timed for each layer shape
-(`outcore.fusion.layerwise`), and `way` says which to take.
+(`outcore.fusion.program.layerwise`), and `way` says which to take.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from outcore.fusion.program.values import Joined, Stacked, fold_channels, unfold_channels
 from outcore.fusion.rules.depthwise import depthwise, is_depthwise
+from outcore.fusion.rules.im2col import can_unfold, unfolded
 from outcore.fusion.rules.matmul import pointwise, pointwise_joined, pointwise_shared
-from outcore.fusion.rules.unfolded import can_unfold, unfolded
-from outcore.fusion.values import Joined, Stacked, fold_channels, unfold_channels
 
 __all__ = ["Convolution", "collecting", "decide", "way"]
 

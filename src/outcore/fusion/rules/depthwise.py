@@ -4,7 +4,7 @@ A depthwise convolution reads and writes as much as it computes, and to it the c
 channels. cuDNN's kernels for it are made for maps, and what it picks of them for thousands of channels on maps of a
 few positions, as MobileNet has them on small images, differs from run to run, by twice the time of a step. These read
 everything once, and leave out what falls outside of the map. Which is faster is measured per layer
-(`outcore.fusion.layerwise`).
+(`outcore.fusion.program.layerwise`).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Depthwise(torch.autograd.Function):
         )
         if isinstance(x, FakeTensor):  # a rehearsal: only sizes count
             return x.new_empty(x.shape[0], height, width, x.shape[1]).movedim(-1, 1)
-        from outcore.fusion.depthwise_triton_kernels import forward
+        from outcore.kernels.depthwise_conv import forward
 
         return forward(conv, x.movedim(1, -1), weight.flatten(1, 2).contiguous(), (height, width)).movedim(-1, 1)
 
@@ -66,7 +66,7 @@ class _Depthwise(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         if isinstance(x, FakeTensor):
             return torch.empty_like(x), torch.empty_like(weight), None
-        from outcore.fusion.depthwise_triton_kernels import input_gradient, weight_gradient
+        from outcore.kernels.depthwise_conv import input_gradient, weight_gradient
 
         rows, given = grad.movedim(1, -1).contiguous(), x.movedim(1, -1)
         own = weight.flatten(1, 2).contiguous()

@@ -2,8 +2,8 @@
 
 Functions of one tensor, element by element, take the stacked tensor as it is. Functions of several broadcast; members
 come first, so a value of fewer dimensions gets ones after the member dimension. In-place forms become out-of-place
-ones: the recording was checked to have no other reader of the memory they write (`outcore.fusion.aliasing`), and
-writing into a view of a stacked tensor would make autograd copy all of it. ``view`` becomes ``reshape``, since a
+ones: the recording was checked to have no other reader of the memory they write (`outcore.fusion.program.aliasing`),
+and writing into a view of a stacked tensor would make autograd copy all of it. ``view`` becomes ``reshape``, since a
 member's slice may lie in memory otherwise than the member's own tensor would.
 """
 
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from outcore.fusion.call import FusedCall
-from outcore.fusion.values import Stacked, fold_channels, unfold_channels
+from outcore.fusion.program.call import FusedCall
+from outcore.fusion.program.values import Stacked, fold_channels, unfold_channels
 
 __all__ = ["BINARY", "UNARY", "binary", "contiguous", "per_channel", "reshape", "unary"]
 

@@ -12,15 +12,15 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from outcore.fusion.call import FusedCall
+from outcore.fusion.program.call import FusedCall
+from outcore.fusion.program.values import Stacked
 from outcore.fusion.rules import attention as attend
 from outcore.fusion.rules import elementwise
 from outcore.fusion.rules.convolution import Convolution
-from outcore.fusion.rules.extremes import extreme
 from outcore.fusion.rules.loss import cross_entropy
 from outcore.fusion.rules.matmul import linear
+from outcore.fusion.rules.max_min import extreme
 from outcore.fusion.rules.normalisation import batch_norm, group_norm, last_dims_norm
-from outcore.fusion.values import Stacked
 from outcore.graph.naming import function_name
 
 __all__ = ["embedding", "function_rule"]

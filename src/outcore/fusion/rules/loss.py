@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from outcore.fusion.values import Stacked
+from outcore.fusion.program.values import Stacked
 
 __all__ = ["cross_entropy"]
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from outcore.fusion.values import Joined, Stacked, is_repeated
+from outcore.fusion.program.values import Joined, Stacked, is_repeated
 
 __all__ = ["linear", "lowered", "pointwise", "pointwise_joined", "pointwise_shared", "product"]
 

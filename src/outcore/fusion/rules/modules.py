@@ -13,14 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from outcore.fusion.call import FusedCall, has_hooks
+from outcore.fusion.program.call import FusedCall, has_hooks
+from outcore.fusion.program.values import Stacked
 from outcore.fusion.rules import elementwise, recurrent
 from outcore.fusion.rules.convolution import Convolution
 from outcore.fusion.rules.functions import embedding
 from outcore.fusion.rules.loss import cross_entropy
 from outcore.fusion.rules.matmul import linear
 from outcore.fusion.rules.normalisation import batch_norm, group_norm, instance_norm, last_dims_norm
-from outcore.fusion.values import Stacked
 
 __all__ = ["MODULES", "writes_nothing"]
 

@@ -75,7 +75,7 @@ class _NormMax(torch.autograd.Function):
 
 def _scan(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if x.is_cuda and not isinstance(x, FakeTensor):
-        from outcore.fusion.norm_max_triton_kernels import scan
+        from outcore.kernels.batch_norm_max import scan
 
         found: tuple[Tensor, Tensor, Tensor] = scan(x)
         return found
@@ -94,7 +94,7 @@ def _spread(x: Tensor, grad: Tensor, where: Tensor, per_channel: tuple[Tensor, .
     if isinstance(x, FakeTensor):
         return torch.empty_like(x)
     if x.is_cuda:
-        from outcore.fusion.norm_max_triton_kernels import spread
+        from outcore.kernels.batch_norm_max import spread
 
         return spread(x, grad, where, per_channel)
     mean, factor, shift, slope = per_channel

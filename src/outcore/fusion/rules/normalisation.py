@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from outcore.fusion.values import Stacked, fold_channels, unfold_channels
+from outcore.fusion.program.values import Stacked, fold_channels, unfold_channels
 
 __all__ = ["batch_norm", "group_norm", "instance_norm", "last_dims_norm"]
 

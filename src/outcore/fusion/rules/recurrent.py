@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from outcore.fusion.call import FusedCall
-from outcore.fusion.values import Stacked
+from outcore.fusion.program.call import FusedCall
+from outcore.fusion.program.values import Stacked
 
 __all__ = ["cell", "recurrent"]
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from outcore.fusion.call import FusedCall, has_hooks
+from outcore.fusion.program.call import FusedCall, has_hooks
+from outcore.fusion.program.values import Stacked
 from outcore.fusion.rules import attention as attend
 from outcore.fusion.rules.functions import function_rule
 from outcore.fusion.rules.modules import MODULES
-from outcore.fusion.values import Stacked
 from outcore.graph.naming import function_name
 
 __all__ = ["RANDOM", "is_random", "run"]

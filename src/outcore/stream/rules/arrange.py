@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from outcore.graph.recording import Ref
+from outcore.graph.record.recording import Ref
 from outcore.ops.region import Border, Interval, Region, sizes
 from outcore.stream.call import Call, Given, Opaque, rule
 from outcore.stream.rules.border import Reading

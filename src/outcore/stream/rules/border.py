@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from outcore.ops.region import Border, Interval, Region, inside
-from outcore.stream.store import memory_format
+from outcore.stream.execute.map_store import memory_format
 
 __all__ = ["Reading", "sliced"]
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from outcore.graph.recording import Ref
+from outcore.graph.record.recording import Ref
 from outcore.ops.region import Region, Spread, Window, whole
 from outcore.stream.call import Call, Given, Opaque, rule
-from outcore.stream.epilogue import finish
-from outcore.stream.overhang import Widened, windows_overhang, worthwhile
+from outcore.stream.execute.border_padding import Widened, windows_overhang, worthwhile
+from outcore.stream.execute.conv_epilogue import finish
 from outcore.stream.rules.border import Reading, sliced
 
 __all__ = ["Convolution", "Finished", "TransposedConvolution"]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from outcore.graph.recording import Ref
+from outcore.graph.record.recording import Ref
 from outcore.ops.region import Region, whole
 from outcore.stream.call import Call, Given, Opaque, rule
 from outcore.stream.rules.reduce import Moments

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from outcore.graph.recording import Ref
+from outcore.graph.record.recording import Ref
 from outcore.ops.region import Region, clip
 from outcore.stream.call import Call, Given, Opaque, rule
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from outcore.graph.recording import Ref
+from outcore.graph.record.recording import Ref
 from outcore.ops.region import Region
 from outcore.stream.call import Call, Given, Opaque, Rule, rule
-from outcore.stream.rules.chance import keep_mask
+from outcore.stream.rules.random import keep_mask
 
 __all__ = ["Dropout", "Pointwise"]
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from outcore.graph.recording import Ref
+from outcore.graph.record.recording import Ref
 from outcore.ops.region import Bins, Interval, Region, Window
 from outcore.stream.call import Call, Given, Opaque, Reduction, Rule, rule
-from outcore.stream.overhang import Widened, windows_overhang
+from outcore.stream.execute.border_padding import Widened, windows_overhang
 from outcore.stream.rules.border import Reading
 from outcore.stream.rules.convolve import each
 from outcore.stream.rules.reduce import Largest, Mean

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from outcore.graph.recording import Ref
+from outcore.graph.record.recording import Ref
 from outcore.ops.region import Region
 from outcore.stream.call import Call, Opaque, Rule, rule
-from outcore.stream.rules.along import Along
+from outcore.stream.rules.along_dims import Along
 
 __all__ = ["Largest", "Mean", "Moments"]
 

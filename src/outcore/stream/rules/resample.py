@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from outcore.graph.recording import Ref
+from outcore.graph.record.recording import Ref
 from outcore.ops.region import Bins, Interval, Region, Resample
 from outcore.stream.call import Call, Given, Opaque, Rule, rule
 from outcore.stream.rules.pool import AdaptiveAverage

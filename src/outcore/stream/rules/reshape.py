@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from outcore.graph.recording import Ref
+from outcore.graph.record.recording import Ref
 from outcore.ops.region import Interval, Region, sizes
 from outcore.stream.call import Given, Opaque
 

@@ -1,0 +1,291 @@
+"""Where one call after the other of a network is timed.
+
+Backward is timed from a kept graph, without what it takes to start the autograd engine, which a whole step does once;
+on a GPU in the calling thread, because waking the engine's own takes longer than most calls. Gradients arrive in the
+layout in which they do in a step (`outcore.cost.measured.saved_bytes`), only what the call before made is in the cache
+(`outcore.cost.measured.cache_state`), and how fast the host is at the moment is taken out of the times to issue
+(`outcore.cost.measured.host_speed`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import statistics
+import time
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from outcore.cost.costs import CallCost, Costs, Source
+from outcore.cost.measured.cache_state import Surroundings
+from outcore.cost.measured.host_speed import Beats, beat_s
+from outcore.cost.measured.isolated_call import Alone
+from outcore.cost.measured.saved_bytes import account, recording_of, signature
+from outcore.cost.measured.shrink_call import smaller
+from outcore.graph import Graph
+from outcore.graph.record.recording import Recording, Step
+from outcore.machine.clock import Timing, clock_for, time_calls
+
+__all__ = ["Bench", "in_this_thread"]
+
+_CPU_LIMIT = 2**30
+
+
+class Bench:
+    """What all measurements of one graph share."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        device: torch.device,
+        memory_limit_bytes: int | None,
+        runs: int,
+        accounted: Costs | None,
+    ) -> None:
+        self.graph, self.device, self.runs = graph, device, runs
+        self.costs = accounted if accounted is not None else account(graph, device)
+        self.recording: Recording = recording_of(graph)
+        self.steps: Mapping[str, Step] = {s.name: s for s in self.recording.steps if s.kind != "guard"}
+        self.beats = Beats()
+        self.engines: list[Timing] = []
+        self.surroundings = Surroundings(device)
+        self.before = 0
+        if device.type == "cuda":
+            torch._C._cuda_clearCublasWorkspaces()  # so that they are counted when they come back
+            self.before = torch.cuda.memory_allocated(device)
+        self.limit = memory_limit_bytes if memory_limit_bytes is not None else _free_bytes(device)
+
+    def likeness(self, name: str) -> Hashable:
+        """What makes two calls take the same time: settings and shapes, and in which layout their gradients arrive."""
+        outputs, arriving = self.graph.calls[name].outputs, self.costs.calls[name].arriving
+        layouts = tuple((outputs.index(of), stride) for of, stride in arriving.items())
+        return signature(self.graph, self.steps[name]), layouts
+
+    def weight(self, name: str) -> float:
+        """About how much time a call takes, to order them."""
+        cost = self.costs.calls[name]
+        return cost.flops_forward + 20.0 * self.need(name)
+
+    def need(self, name: str) -> int:
+        """Bytes one call needs alone, forward and backward."""
+        cost, call = self.costs.calls[name], self.graph.calls[name]
+        given = sum(self.graph.values[v].bytes for v in call.inputs) + cost.parameter_bytes
+        kept = sum(s.bytes for s in cost.saved if s.kind == "derived")
+        gradients = sum(g.bytes for g in cost.gradients) + (cost.output_bytes if cost.gradients else 0)
+        return (
+            given
+            + cost.output_bytes
+            + kept
+            + gradients
+            + max(cost.workspace_forward_bytes, cost.workspace_backward_bytes)
+        )
+
+    def time(self, name: str, seconds: float) -> CallCost:
+        """The cost of a call with its time, measured, scaled from a smaller one, or with the reason why not."""
+        cost, reason = self.costs.calls[name], ""
+        fits = self.need(name) <= self.limit
+        ways = [("index", True), ("zero", True), ("one", True), *([("index", False)] if cost.arriving else [])]
+        for integers, turned in ways if fits else ():
+            try:
+                return self._time(name, seconds, {}, 1.0, integers, turned=turned)
+            except torch.OutOfMemoryError as error:
+                reason, fits = _first_line(error), False
+                torch.cuda.empty_cache()
+                break
+            except Exception as error:
+                reason = reason or _first_line(error)
+        if fits:
+            return replace(cost, reason=reason)
+        for shapes, scale in smaller(self.graph, name, self.need(name) - cost.parameter_bytes, self.limit):
+            try:
+                return self._time(name, seconds, shapes, scale, "index")
+            except torch.OutOfMemoryError as error:
+                reason = _first_line(error)
+                torch.cuda.empty_cache()
+            except Exception as error:
+                reason = (
+                    f"it needs {self.need(name):,} bytes of {self.limit:,}, and smaller it fails: {_first_line(error)}"
+                )
+                break
+        return replace(cost, reason=reason or f"it needs {self.need(name):,} bytes of {self.limit:,}")
+
+    def weighed(self, name: str) -> CallCost:
+        """The cost of a call whose time was not measured, with what it needs for a moment: it runs twice."""
+        cost = self.costs.calls[name]
+        if self.device.type != "cuda" or self.need(name) > self.limit:
+            return cost
+        try:
+            alone = Alone(self.graph, self.steps[name], self.recording, self.device, arriving=cost.arriving)
+            return self._weigh(alone, cost)
+        except Exception:  # as it was counted, then
+            torch.cuda.empty_cache()
+            return cost
+
+    def finished(self, cost: CallCost) -> CallCost:
+        """A cost as it was counted, without the engine's start, at the pace of an undisturbed host."""
+        backward = cost.backward.less(self.engine) if cost.backward is not None else None
+        if self.device.type == "cpu":
+            return replace(cost, backward=backward)
+        return replace(cost, forward=self.beats.in_seconds(cost.forward), backward=self.beats.in_seconds(backward))
+
+    @functools.cached_property
+    def engine(self) -> Timing:
+        """What it takes to start the engine: the median of all that was seen beside the backward passes."""
+        middle = statistics.median([e.median_s for e in self.engines])
+        return replace(
+            Timing.of([middle]), dispatch_s=statistics.median([engine.dispatch_s for engine in self.engines])
+        )
+
+    def start_s(self) -> float:
+        """Host time of starting backward in a thread of its own; on a CPU there is none."""
+        return self._engine().dispatch_s * self.beats.pace_s if self.device.type == "cuda" else 0.0
+
+    def _engine(self) -> Timing:
+        """What it takes to start the autograd engine for a graph that does nothing, counted in beats."""
+        x = torch.ones(1, device=self.device, requires_grad=True)
+        empty = _gradients([x.view(1)], [x], [torch.ones(1, device=self.device)])
+        if self.device.type == "cpu":
+            return time_calls(empty, self.device, seconds=0.002, most=5, clock=clock_for(self.device))
+        before = beat_s()
+        most = 3 if self.engines else 9  # one of many, of which the median counts
+        return self.beats.counted(time_calls(empty, self.device, seconds=0.02, most=most), before)
+
+    def library_bytes(self) -> int:
+        """What the device's libraries allocated since the start and still hold."""
+        if self.device.type != "cuda":
+            return 0
+        x = torch.ones(8, 8, device=self.device, requires_grad=True)  # products take room, and small convolutions are
+        torch.autograd.grad((x @ x).sum(), x)
+        del x
+        return max(0, torch.cuda.memory_allocated(self.device) - self.before)
+
+    def _time(
+        self,
+        name: str,
+        seconds: float,
+        shapes: Mapping[str, tuple[int, ...]],
+        scale: float,
+        integers: str,
+        *,
+        turned: bool = True,
+    ) -> CallCost:
+        cost = self.costs.calls[name]
+        alone = Alone(
+            self.graph,
+            self.steps[name],
+            self.recording,
+            self.device,
+            integers=integers,
+            shapes=shapes,
+            arriving=cost.arriving if turned else None,
+        )
+        if self.device.type == "cuda" and scale == 1.0:
+            cost = self._weigh(alone, cost)
+        alone.prepare(self.runs + 5)
+        with alone.entered():
+            forward = self._clocked(alone.run, seconds, list(alone.values.values()))
+        backward = None
+        roots, gradients = alone.gradients_for(alone.forward())
+        if roots and alone.wanted and cost.has_backward:
+            backward = self._time_backward(alone, roots, gradients, forward, seconds)
+        source: Source = "measured" if scale == 1.0 else "scaled"
+        return replace(
+            cost,
+            forward=forward.scaled(scale),
+            backward=backward.scaled(scale) if backward is not None else None,
+            time_source=source,
+        )
+
+    def _time_backward(
+        self,
+        alone: Alone,
+        roots: list[torch.Tensor],
+        gradients: list[torch.Tensor],
+        forward: Timing,
+        seconds: float,
+    ) -> Timing:
+        """Backward and the start of the engine, which is timed beside it."""
+        with in_this_thread(self.device):
+            self.engines.append(self._engine())
+            try:
+                return self._clocked(_gradients(roots, alone.wanted, gradients), seconds, gradients)
+            except RuntimeError:  # a graph that can be used once only, as of a checkpointed region
+
+                def both() -> None:
+                    alone.backward(*alone.gradients_for(alone.forward()))
+
+                return self._clocked(both, seconds, gradients).less(forward)
+
+    def _clocked(self, call: Callable[[], object], seconds: float, warm: list[torch.Tensor]) -> Timing:
+        """Time a call as in a step: only what the call before made is in the cache."""
+        between = self.surroundings.before(warm)
+        if self.device.type != "cpu":
+            before = beat_s()
+            timing = time_calls(call, self.device, seconds=seconds, warmup=1, most=self.runs, between=between)
+            return self.beats.counted(timing, before)
+        clock, samples = clock_for(self.device), list[float]()
+        begin = time.perf_counter()
+        call()
+        least = 3 if time.perf_counter() - begin < seconds else 1
+        end = time.perf_counter() + seconds
+        while len(samples) < least or (len(samples) < self.runs and time.perf_counter() < end):
+            between()
+            start = clock()
+            call()
+            samples.append(clock() - start)
+        return Timing.of(samples)
+
+    def _weigh(self, alone: Alone, cost: CallCost) -> CallCost:
+        """The workspace as the GPU's allocator saw it, with what libraries take inside of an operation."""
+        alone.backward(*alone.gradients_for(alone.forward())) if cost.has_backward else alone.forward()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        outputs = alone.forward()
+        after = torch.cuda.memory_allocated(self.device)
+        forward = torch.cuda.max_memory_allocated(self.device) - after
+        backward = 0
+        roots, gradients = alone.gradients_for(outputs)
+        del outputs
+        if roots and cost.has_backward:
+            torch.cuda.reset_peak_memory_stats(self.device)
+            before = torch.cuda.memory_allocated(self.device)
+            made = alone.backward(roots, gradients)
+            sizes = [-(-g.bytes // 512) * 512 for g in cost.gradients]
+            backward = torch.cuda.max_memory_allocated(self.device) - before - sum(sizes)
+            del made
+        return replace(
+            cost,
+            workspace_forward_bytes=max(0, forward),
+            workspace_backward_bytes=max(0, backward),
+            workspace_source="measured",
+        )
+
+
+def _gradients(
+    roots: list[torch.Tensor], wanted: list[torch.Tensor], gradients: list[torch.Tensor]
+) -> Callable[[], object]:
+    """Backward from roots to what is wanted, again and again."""
+    return partial(torch.autograd.grad, roots, wanted, gradients, retain_graph=True, allow_unused=True)
+
+
+def in_this_thread(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Backward in the calling thread, where a device would have one of its own."""
+    if device.type == "cpu":
+        return contextlib.nullcontext()
+    return torch.autograd.set_multithreading_enabled(False)
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(0.9 * torch.cuda.mem_get_info(device)[0])
+    lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
+    available = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
+    return min(_CPU_LIMIT, *(n // 2 for n in available)) if available else _CPU_LIMIT
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]

@@ -1,0 +1,127 @@
+"""What the host does between one call and the next.
+
+Calls measured alone do not add up to a step: the modules around them, the user's own Python, autograd's bookkeeping
+for each parameter, and code that is no longer in the processor's caches when its turn comes again lie between them. On
+a GPU that shows where the host is the slower one, on a CPU in networks of many small calls.
+
+None of it depends on how large the tensors are, so it is measured on a network of tiny layers of every common kind: the
+time of its real step, less what its calls take alone, over the number of calls. Once per device and process. Backward
+runs in the calling thread, as it did for the calls: the engine's own thread may be on a core of another pace, and the
+difference of two large numbers would be that.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from outcore.cost.costs import Costs
+from outcore.cost.measured.bench import in_this_thread
+from outcore.cost.measured.host_speed import beat_s
+from outcore.graph import Graph, capture
+
+__all__ = ["between_calls", "remember"]
+
+_WIDTH = 8
+_STEPS = 18
+_known: dict[tuple[str, int], tuple[float, float]] = {}
+"""Seconds per call and direction, and the beat of the host at which they were measured."""
+
+
+class _Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = (nn.Conv2d(_WIDTH, _WIDTH, 3, padding=1, bias=False) for _ in range(2))
+        self.bn1, self.bn2 = nn.BatchNorm2d(_WIDTH), nn.BatchNorm2d(_WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.bn1(self.conv1(x)))
+        return F.relu(self.bn2(self.conv2(y)) + x)
+
+
+class _Mixing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(_WIDTH), nn.LayerNorm(_WIDTH)
+        self.project, self.back = nn.Linear(_WIDTH, 3 * _WIDTH), nn.Linear(_WIDTH, _WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(_WIDTH, 2 * _WIDTH), nn.GELU(), nn.Linear(2 * _WIDTH, _WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.project(self.norm1(x)).chunk(3, -1)
+        x = x + self.back(torch.softmax(q @ k.transpose(1, 2), -1) @ v)
+        mixed: Tensor = x + self.mlp(self.norm2(x))
+        return mixed
+
+
+class _Small(nn.Module):
+    """Tiny layers, twenty modules deep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(*(_Residual() for _ in range(4)))
+        self.second = nn.Sequential(*(_Mixing() for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.first(x).flatten(2).transpose(1, 2)
+        loss: Tensor = self.second(tokens).mean()
+        return loss
+
+
+def between_calls(
+    device: torch.device,
+    measure: Callable[[Graph], Costs],
+    clock: Callable[[], float] = time.perf_counter,
+    beat: float = 0.0,
+) -> float:
+    """Seconds of host time per call and direction that no call measured alone shows.
+
+    Args:
+        device: where.
+        measure: measures every call of a graph alone.
+        clock: what a step is timed with.
+        beat: the pace of the host for which the answer is wanted; as measured if it is not given.
+    """
+    key = (str(device), torch.get_num_threads())
+    if key not in _known:
+        gpus = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices=gpus):
+            model = _Small().to(device)
+            x = torch.randn(2, _WIDTH, 4, 4, device=device)
+        costs = measure(capture(model, (x,)))
+        timings = [t for c in costs.calls.values() for t in (c.forward, c.backward) if t is not None]
+        alone_s = sum(t.dispatch_s if device.type == "cuda" else t.median_s for t in timings)
+        rest_s = _step_s(model, x, clock, costs.beat_s) - alone_s
+        _known[key] = max(0.0, rest_s / max(1, len(timings))), costs.beat_s
+    seconds, measured_at = _known[key]
+    return seconds * beat / measured_at if beat and measured_at else seconds
+
+
+def remember(device: torch.device, beats: float) -> None:
+    """Take what another process on the same machine measured, in beats of the host, instead of measuring it here."""
+    _known[str(device), torch.get_num_threads()] = beats, 1.0
+
+
+def _step_s(model: nn.Module, x: Tensor, clock: Callable[[], float], beat: float) -> float:
+    """The time of a real step; if a beat is given, as if the host had kept it."""
+    times = []
+    for _ in range(_STEPS):
+        model.zero_grad()
+        _finish(x.device)
+        before = beat_s() if beat else 0.0
+        with in_this_thread(x.device):
+            start = clock()
+            model(x).backward()
+            _finish(x.device)
+            took = clock() - start
+        times.append(took * 2 * beat / (before + beat_s()) if beat else took)
+    return statistics.median(times[3:])
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,98 @@
+"""How many bytes of tensors are alive, counted while operations run.
+
+A dispatch mode sees every tensor that an operation makes, at the level below autograd, so also what backward
+makes. Each storage is counted when it first appears and forgotten when it dies; views share the storage of their
+base and count nothing. It works on real tensors of any device and on fake ones, which have sizes but no memory.
+
+What a kernel takes for itself and gives back before it returns is not seen here; on a GPU the allocator's own peak
+is.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from outcore.cost.measured.launch_count import issue_of
+
+__all__ = ["LiveBytes", "storage_key"]
+
+
+def storage_key(tensor: torch.Tensor) -> int | None:
+    """What identifies the memory of a tensor while it is alive; none for a tensor without one storage."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts while active; `live` and `peak` are bytes, without what was announced as there before.
+
+    Also counts FLOPs, as torch's own counter does. That one is not used because it cannot watch
+    `torch.autograd.grad`.
+    """
+
+    def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = self.peak = 0
+        self.flops = 0
+        self.issued = 0.0
+        """Work of issuing what ran (`outcore.cost.measured.launch_count`)."""
+        self.made_by: dict[int, tuple[str, int | None]] = {}
+        """For each living storage that appeared: the operation and the storage of its first argument."""
+        self._alive: dict[int, Any] = {}
+        for tensor in known:
+            self._note(tensor, "", None, counted=False)
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run the operation and look at what it returns."""
+        result = func(*args, **(kwargs or {}))
+        self.issued += issue_of(func, args)
+        packet = getattr(func, "_overloadpacket", func)
+        if (count := flop_registry.get(packet)) is not None:
+            self.flops += count(*args, **(kwargs or {}), out_val=result)
+        made = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
+        if made:
+            first = storage_key(args[0]) if args and isinstance(args[0], torch.Tensor) else None
+            for tensor in made:
+                self._note(tensor, str(packet), first)
+        return result
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor's storage was counted or announced."""
+        return storage_key(tensor) in self._alive
+
+    def restart(self) -> int:
+        """Begin a new phase: the peak is forgotten; returns what is alive."""
+        self.peak = self.live
+        return self.live
+
+    def _note(self, tensor: torch.Tensor, operation: str, source: int | None, *, counted: bool = True) -> None:
+        key = storage_key(tensor)
+        if key is None or key in self._alive:
+            return
+        storage = tensor.untyped_storage()
+        size = storage.nbytes() if counted else 0
+
+        def gone(_: object) -> None:
+            self.live -= size
+            self._alive.pop(key, None)
+            self.made_by.pop(key, None)
+
+        self._alive[key] = weakref.ref(storage, gone)
+        self.made_by[key] = (operation, source)
+        self.live += size
+        self.peak = max(self.peak, self.live)

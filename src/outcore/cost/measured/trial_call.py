@@ -1,0 +1,213 @@
+"""One call tried once: what it keeps for backward, what it makes, what it needs for a moment.
+
+The call runs alone (`outcore.cost.measured.isolated_call`), on fake tensors where it has a fake form, else on real ones
+if they are small. Hooks see every tensor that autograd keeps; its storage says which it is: an input, the output, a
+weight, or one that only backward knows of (a cast, indices, a mask, statistics). A count of the living bytes
+(`outcore.cost.measured.live_bytes`) sees what is needed for a moment. Gradients are noted with the layout in which they
+are made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from outcore.cost.costs import CallCost, Gradient, Saved, Source
+from outcore.cost.measured.isolated_call import Alone, Stride
+from outcore.cost.measured.live_bytes import LiveBytes, storage_key
+from outcore.graph import Graph
+from outcore.graph.record.preserve import ModelState, state_tensors
+from outcore.graph.record.recording import Recording, Step
+
+__all__ = ["same_layout", "try_call"]
+
+_REAL_LIMIT = 256 * 2**20
+_UNFAITHFUL = {"RNN", "LSTM", "GRU"}
+"""Layers whose fake form leaves out what the real one keeps (the workspace of the library that runs them)."""
+_PACKED = _UNFAITHFUL | {"pack_padded_sequence", "pad_packed_sequence"}
+"""What takes lengths of sequences as tensors and trusts them: made-up ones let it read and write anywhere."""
+
+
+def try_call(
+    graph: Graph,
+    step: Step,
+    recording: Recording,
+    device: torch.device,
+    arriving: Mapping[str, Stride] | None = None,
+) -> tuple[CallCost, str]:
+    """The cost of a call tried on fake tensors, else on real ones, else what the graph alone says, with the reason.
+
+    `arriving` has the strides of gradients of its outputs that come in another layout than the outputs'.
+    """
+    call = graph.calls[step.name]
+    block = graph.blocks[call.block]
+    blank = CallCost(
+        call.name,
+        call.block,
+        block.type,
+        outputs={v: graph.values[v].bytes for v in call.outputs if graph.values[v].alias_of is None},
+    )
+    reason = ""
+    size = sum(graph.values[v].bytes for v in (*call.inputs, *call.outputs))
+    ways = [(True, "index"), (False, "index"), (False, "zero"), (False, "one")]
+    if block.type in _PACKED and any(graph.values[v].dtype.startswith(("int", "uint")) for v in call.inputs):
+        ways = ways[:1]
+    elif block.type in _UNFAITHFUL:
+        ways = [*ways[1:], ways[0]]
+    target = graph.module.model.get_submodule(step.target) if step.kind == "module" else None
+    whole = block.kind == "opaque" or (target is not None and "forward" in target.__dict__)
+    for fake, integers in ways:
+        if not fake and size > _REAL_LIMIT:
+            continue
+        mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
+        try:
+            with _restored(graph.module.model) if not fake or whole else contextlib.nullcontext():
+                alone = Alone(graph, step, recording, device, fake=mode, integers=integers, arriving=arriving)
+                return _weigh(alone, blank, "analytic" if fake else "measured"), ""
+        except Exception as error:
+            first = str(error).strip().splitlines()[0] if str(error).strip() else ""
+            reason = reason or f"{type(error).__name__}: {first}"[:200]
+    return blank, reason
+
+
+@contextlib.contextmanager
+def _restored(model: torch.nn.Module) -> Iterator[None]:
+    """Put back what a run writes into the model: one on real tensors, or of a part that brings its own modules."""
+    state = ModelState(model, state_tensors(model))
+    try:
+        yield
+    finally:
+        state.restore()
+
+
+def _weigh(alone: Alone, blank: CallCost, source: Source) -> CallCost:
+    """Run forward and backward once and write down what was kept and needed."""
+    names = _Names(alone)
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        handle = tensor.detach()
+        if (key := storage_key(handle)) is not None:
+            kept.setdefault(key, handle)
+        return handle
+
+    live = LiveBytes(alone.held)
+    with live:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda handle: handle):
+            outputs = alone.forward()
+        forward_peak, after = live.peak, live.live
+        flops, issued = live.flops, live.issued
+        names.outputs(outputs)
+        saved = tuple(names.saved(tensor, live) for tensor in kept.values())
+        derived = sum(s.bytes for s in saved if s.kind == "derived")
+        hidden = after - derived - sum(names.sizes.values())
+        kept.clear()
+        roots, gradients = alone.gradients_for(outputs)
+        del outputs
+        made: tuple[Gradient, ...] = ()
+        rise = 0
+        before = live.issued  # making gradients up is no part of it
+        if roots:
+            start = live.restart()
+            found = alone.backward(roots, gradients)
+            rise = live.peak - start
+            made = tuple(names.gradients(found, roots, gradients))
+            del found
+    if hidden > 0 and roots:  # kept by a node itself, where no hook is asked
+        saved = (*saved, Saved("hidden", "derived", hidden, "kept by the operation itself"))
+    return replace(
+        blank,
+        flops_forward=flops,
+        flops_backward=live.flops - flops,
+        issue_forward=issued,
+        issue_backward=live.issued - before,
+        parameter_bytes=sum(_bytes(t) for t in alone.state.values()),
+        output_bytes=sum(names.sizes.values()),
+        outputs=names.sizes,
+        saved=saved,
+        gradients=made,
+        saved_source=source,
+        workspace_forward_bytes=max(0, forward_peak - after),
+        workspace_backward_bytes=max(0, rise - sum(g.bytes for g in made)),
+        workspace_source=source,
+    )
+
+
+class _Names:
+    """Recognises tensors of one call by their memory."""
+
+    def __init__(self, alone: Alone) -> None:
+        self._alone = alone
+        self._of: dict[int | None, tuple[str, str]] = {}
+        for name, tensor in alone.state.items():
+            kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "buffer"
+            self._of.setdefault(storage_key(tensor), (name, kind))
+        for name, tensor in alone.values.items():
+            self._of.setdefault(storage_key(tensor), (name, "value"))
+        self.sizes: dict[str, int] = {}
+        self._outputs: list[tuple[str, torch.Tensor]] = []
+
+    def outputs(self, tensors: list[torch.Tensor]) -> None:
+        """Learn the outputs; those in memory of their own get a size."""
+        for name, tensor in zip(self._alone.call.outputs, tensors, strict=True):
+            key = storage_key(tensor)
+            if key is not None and key not in self._of:
+                self._of[key] = (name, "value")
+                self.sizes[name] = tensor.untyped_storage().nbytes()
+            self._outputs.append((name, tensor))
+
+    def saved(self, tensor: torch.Tensor, live: LiveBytes) -> Saved:
+        """What a kept tensor is."""
+        key, size = storage_key(tensor), tensor.untyped_storage().nbytes()
+        if key in self._of:
+            name, kind = self._of[key]
+            return Saved(name, kind, size)  # type: ignore[arg-type]
+        operation, source = live.made_by.get(key or 0, ("", None))
+        shape = "x".join(map(str, tensor.shape)) or "scalar"
+        what = f"{str(tensor.dtype).removeprefix('torch.')} {shape} of {operation.removeprefix('aten.')}"
+        if source in self._of:
+            what += f" of {self._of[source][0]}"
+        return Saved(str(key), "derived", size, what)
+
+    def gradients(
+        self, found: tuple[torch.Tensor | None, ...], roots: list[torch.Tensor], given: list[torch.Tensor]
+    ) -> Iterator[Gradient]:
+        """What each gradient takes, and whether it is only handed on."""
+        names = {id(t): n for n, t in (*self._alone.state.items(), *self._alone.values.items())}
+        root_names = {id(t): n for n, t in reversed(self._outputs)}
+        origin = {storage_key(g): root_names.get(id(r), "") for r, g in zip(roots, given, strict=True)}
+        seen: dict[int | None, str] = {}
+        for tensor, gradient in zip(self._alone.wanted, found, strict=True):
+            if gradient is None:
+                continue
+            key, name = storage_key(gradient), names[id(tensor)]
+            stride = _odd_stride(gradient, tensor)
+            if key in origin:
+                yield Gradient(name, 0, origin[key], stride)
+            elif key in seen:
+                yield Gradient(name, 0, None, stride)
+            else:
+                seen[key] = name
+                size = gradient.untyped_storage().nbytes() if key is not None else _bytes(gradient)
+                yield Gradient(name, size, None, stride)
+
+
+def same_layout(shape: Stride, first: Stride, second: Stride) -> bool:
+    """Whether strides lay a tensor out alike; where a dimension has one element its stride says nothing."""
+    return all(n == 1 or a == b for n, a, b in zip(shape, first, second, strict=True))
+
+
+def _odd_stride(gradient: torch.Tensor, of: torch.Tensor) -> Stride | None:
+    """The strides of a gradient if it is laid out otherwise than what it belongs to."""
+    if gradient.layout is not torch.strided or of.layout is not torch.strided:
+        return None
+    odd = not same_layout(tuple(of.shape), gradient.stride(), of.stride())
+    return tuple(gradient.stride()) if odd else None
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,135 @@
+"""What an optimizer keeps and needs per parameter, found by taking two steps on a handful of numbers.
+
+Optimizers differ in state (Adam two numbers per parameter, SGD with momentum one) and in what a step needs for a
+moment: the loop over parameters needs room for the largest, the fused-over-parameters form ("foreach", the default
+on GPUs) room for all of them. Nobody documents these, and users bring their own optimizers, so they are counted. So
+is the memory traffic of a step, which is all the time it takes on large models.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from outcore.cost.measured.live_bytes import LiveBytes
+
+__all__ = ["OptimizerCost"]
+
+Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+_SIZES = (4096, 4096, 8192)
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerCost:
+    """Bytes an optimizer takes, in multiples of the bytes of the parameters.
+
+    >>> OptimizerCost.of(torch.optim.Adam).state_per_parameter
+    2.0
+    >>> OptimizerCost.of(lambda p: torch.optim.SGD(p, 0.1, momentum=0.9)).state_per_parameter
+    1.0
+    """
+
+    name: str
+    state_per_parameter: float
+    """State kept between steps, over the parameters."""
+    workspace_per_parameter: float = 0.0
+    """Needed during a step, over all parameters."""
+    workspace_per_largest: float = 0.0
+    """Needed during a step, over the largest parameter."""
+    traffic_per_parameter: float = 0.0
+    """Bytes that a step reads and writes, over the bytes of the parameters."""
+    operations: int = 0
+    """Operations of a step; of all parameters together if `together`, else of each."""
+    together: bool = False
+
+    @classmethod
+    def of(cls, optimizer: Optimizer | torch.optim.Optimizer | float, device_kind: str = "cpu") -> OptimizerCost:
+        """The cost of an optimizer: a class, a function of the parameters, an instance, or just the state's
+        size."""
+        if isinstance(optimizer, int | float):
+            return cls("given", float(optimizer))
+        if isinstance(optimizer, torch.optim.Optimizer):
+            kind = type(optimizer)
+            taken = inspect.signature(kind).parameters  # defaults may hold more than the constructor takes
+            settings = {k: v for k, v in optimizer.defaults.items() if k in taken and k != "params"}
+            return cls.of(lambda params: kind(params, **settings), device_kind)
+        many, one = _count(optimizer, _SIZES, device_kind), _count(optimizer, _SIZES[-1:], device_kind)
+        traffic = many.traffic / sum(_SIZES) / 4
+        # The workspace of all of them exceeds that of the largest alone only if they are stepped together.
+        if many.peak > 1.25 * one.peak:
+            whole = many.peak / sum(_SIZES) / 4
+            return cls(many.name, many.state, whole, 0.0, traffic, many.operations, together=True)
+        each = many.operations // len(_SIZES)
+        return cls(many.name, many.state, 0.0, one.peak / _SIZES[-1] / 4, traffic, each)
+
+    def state_bytes(self, parameters: Mapping[str, int]) -> int:
+        """State for parameters of these sizes."""
+        return round(self.state_per_parameter * sum(parameters.values()))
+
+    def workspace_bytes(self, parameters: Mapping[str, int]) -> int:
+        """Room a step needs."""
+        if not parameters:
+            return 0
+        sizes = parameters.values()
+        return round(self.workspace_per_parameter * sum(sizes) + self.workspace_per_largest * max(sizes))
+
+
+@dataclass(frozen=True, slots=True)
+class _Counted:
+    name: str
+    state: float
+    peak: float
+    traffic: float
+    operations: int
+
+
+class _Traffic(TorchDispatchMode):
+    """Counts operations on more than single numbers, and the bytes they read and write."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.bytes = self.operations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = zip(func._schema.arguments, args, strict=False)
+        moved = sum(_bytes(value) * (2 if a.alias_info and a.alias_info.is_write else 1) for a, value in given)
+        moved += 0 if any(r.alias_info for r in func._schema.returns) else _bytes(result)
+        self.bytes += moved
+        self.operations += moved > 0
+        return result
+
+
+def _bytes(values: Any) -> int:
+    return sum(t.numel() * t.element_size() for t in tree_leaves(values) if isinstance(t, torch.Tensor) and t.dim())
+
+
+def _count(make: Optimizer, sizes: tuple[int, ...], device_kind: str) -> _Counted:
+    """Name, state per parameter, the peak of the second step above what is there, its traffic."""
+    params = [nn.Parameter(torch.ones(n)) for n in sizes]
+    optimizer = make(params)
+    if device_kind == "cuda" and not any(g.get("fused") for g in optimizer.param_groups):
+        for group in optimizer.param_groups:
+            if "foreach" in group and group["foreach"] is None:
+                group["foreach"] = True  # what torch chooses by itself for parameters on a GPU
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    tensors = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+    kept = sum(t.numel() * t.element_size() for t in tensors if t.numel() > 1)
+    known = [*tensors, *params, *(p.grad for p in params if p.grad is not None)]
+    with LiveBytes(known) as live:
+        optimizer.step()
+        peak = live.peak
+    with _Traffic() as traffic:
+        optimizer.step()
+    state = round(kept / sum(sizes) / 4, 3)
+    return _Counted(type(optimizer).__name__, state, float(peak), float(traffic.bytes), traffic.operations)

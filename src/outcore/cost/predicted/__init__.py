@@ -1,0 +1,1 @@
+"""Costs by prediction: from shapes, a calibration and a model of the device."""

@@ -1,0 +1,300 @@
+"""From a recorded call to the operations it consists of.
+
+An analytic cost needs to know that ``layer1.0.conv1#0`` is a convolution of 64 to 64 channels with a 3 x 3 kernel on
+56 x 56 pixels. Layers say so in their attributes, functions in their arguments, and shapes stand in the graph. What
+only rearranges costs nothing but its dispatch; what is not known here costs what its FLOPs and bytes say, and is
+marked so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+from outcore.cost.predicted.operation import Operation
+from outcore.graph import Call, Graph, Value
+from outcore.graph.record.recording import Ref, Step
+from outcore.graph.structure import leaves
+from outcore.ops.views import WITHOUT_WORK
+
+__all__ = ["describe", "is_idle"]
+
+_ELEMENTWISE = {
+    "relu": "relu relu_ ReLU ReLU6 relu6 LeakyReLU leaky_relu PReLU Hardtanh hardtanh clamp neg abs threshold",
+    "gelu": "gelu GELU erf Softplus softplus Mish mish",
+    "silu": "silu SiLU swish",
+    "sigmoid": "sigmoid Sigmoid tanh Tanh exp log sqrt rsqrt pow sin cos reciprocal ELU elu square",
+    "hardswish": "hardswish Hardswish hardsigmoid Hardsigmoid",
+    "dropout": "dropout Dropout Dropout2d Dropout3d dropout_ bernoulli_ dropout2d",
+    "mul": "mul mul_ div truediv masked_fill masked_fill_ where rmul rdiv",
+    "add": "add add_ sub sub_ radd rsub iadd",
+}
+_VARIANT = {name: variant for variant, names in _ELEMENTWISE.items() for name in names.split()}
+_COPIES = frozenset("cat concat stack clone pad interpolate Upsample flip roll repeat ZeroPad2d copy_ setitem".split())
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What there is to know of one call."""
+
+    graph: Graph
+    step: Step
+    call: Call
+    type: str
+    layer: Any
+    """The module; none for a function."""
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    dtype: str
+
+    @property
+    def x(self) -> Value:
+        return self.inputs[0] if self.inputs else self.outputs[0]
+
+    @property
+    def y(self) -> Value:
+        return self.outputs[0]
+
+    @property
+    def common(self) -> dict[str, Any]:
+        image = len(self.x.shape) in (4, 5) and self.x.shape[1] > 1
+        last = image and bool(self.x.stride) and self.x.stride[1] == 1 and self.x.stride[-1] != 1
+        wanted = self.x.requires_grad or not self.inputs
+        return {"dtype": self.dtype, "channels_last": last, "input_grad": wanted}
+
+    def setting(self, name: str, position: int, default: Any) -> Any:
+        """An attribute of the layer, or an argument of the function."""
+        if self.layer is not None:
+            return getattr(self.layer, name, default)
+        if name in self.step.kwargs:
+            return self.step.kwargs[name]
+        return self.step.args[position] if len(self.step.args) > position else default
+
+    def weight_shape(self) -> tuple[int, ...]:
+        """Shape of the weight of a layer, or of the second argument of a function."""
+        if self.layer is not None:
+            return tuple(self.layer.weight.shape)
+        ref = self.step.kwargs.get("weight", self.step.args[1] if len(self.step.args) > 1 else None)
+        return self.shape_of(ref)
+
+    def shape_of(self, ref: Any) -> tuple[int, ...]:
+        if isinstance(ref, Ref) and ref.kind == "value":
+            return self.graph.values[ref.name].shape
+        if isinstance(ref, Ref) and ref.kind == "state":
+            return tuple(attrgetter(ref.name)(self.graph.module.model).shape)
+        return ()
+
+
+def describe(graph: Graph, step: Step, precision: Callable[[str], str]) -> Operation | None:
+    """The operation a call consists of, forward; None where it is nothing, or nothing known.
+
+    Args:
+        graph: as captured, with its model.
+        step: the call's step in the recording.
+        precision: the precision that tensors of a dtype are computed in.
+    """
+    call = graph.calls[step.name]
+    block = graph.blocks[call.block]
+    outputs = tuple(graph.values[v] for v in call.outputs)
+    if not outputs or not outputs[0].shape or math.prod(outputs[0].shape) == 0:
+        return None
+    layer = attrgetter(step.target)(graph.module.model) if step.kind == "module" else None
+    inputs = tuple(graph.values[r.name] for _, r in leaves((step.args, step.kwargs), Ref) if r.kind == "value")
+    facts = _Facts(graph, step, call, block.type, layer, inputs, outputs, precision(outputs[0].dtype))
+    if block.type not in WITHOUT_WORK and is_idle(graph, step):
+        return None
+    make = _MAKERS.get(block.type)
+    if make is not None:
+        return make(facts)
+    if block.type in WITHOUT_WORK:
+        copies = outputs[0].alias_of is None and block.type in ("contiguous", "reshape", "to") and inputs
+        return _copy(facts) if copies else None
+    if block.type in _COPIES:
+        return _copy(facts)
+    if block.type in _VARIANT or (block.kind == "function" and inputs):
+        return _elementwise(facts)
+    return None
+
+
+def is_idle(graph: Graph, step: Step) -> bool:
+    """Whether a call runs no kernel in forward: it rearranges, or drops nothing out."""
+    block = graph.blocks[graph.calls[step.name].block]
+    if block.type in WITHOUT_WORK:
+        return True
+    if _VARIANT.get(block.type) != "dropout":
+        return False
+    if step.kind == "module":
+        layer = attrgetter(step.target)(graph.module.model)
+        return float(getattr(layer, "p", 1.0)) == 0.0 or not layer.training
+    share = step.kwargs.get("p", step.args[1] if len(step.args) > 1 else 0.5)
+    trains = step.kwargs.get("training", step.args[2] if len(step.args) > 2 else True)
+    return block.type in ("dropout", "dropout2d") and (share == 0.0 or trains is False)
+
+
+def _tuple(value: Any, dims: int) -> tuple[int, ...]:
+    return (int(value),) * dims if isinstance(value, int) else tuple(int(v) for v in value)
+
+
+def _convolution(facts: _Facts) -> Operation | None:
+    weight = facts.weight_shape()
+    dims = len(weight) - 2
+    if dims < 1 or not facts.inputs or len(facts.x.shape) != dims + 2:
+        return None
+    transposed = "transpose" in facts.type.lower()
+    groups_at, dilation_at = (6, 7) if transposed else (6, 5)
+    padding = facts.setting("padding", 4, 0)
+    if padding == "same":
+        padding = tuple(k // 2 for k in weight[2:])
+    elif padding == "valid":
+        padding = 0
+    return Operation(
+        "conv_transpose" if transposed else "conv",
+        batch=facts.x.shape[0],
+        in_channels=facts.x.shape[1],
+        out_channels=facts.y.shape[1],
+        size=facts.x.shape[2:],
+        kernel=weight[2:],
+        stride=_tuple(facts.setting("stride", 3, 1), dims),
+        padding=_tuple(padding, dims),
+        dilation=_tuple(facts.setting("dilation", dilation_at, 1), dims),
+        output_padding=_tuple(facts.setting("output_padding", 5, 0), dims) if transposed else (),
+        groups=int(facts.setting("groups", groups_at, 1)),
+        bias=facts.setting("bias", 2, None) is not None,
+        **facts.common,
+    )
+
+
+def _linear(facts: _Facts) -> Operation | None:
+    weight = facts.weight_shape()
+    if len(weight) != 2:
+        return None
+    if facts.type == "Conv1D":  # Hugging Face's, with a transposed weight
+        weight = weight[::-1]
+    rows = math.prod(facts.y.shape[:-1])
+    return Operation("linear", batch=rows, in_channels=weight[1], out_channels=weight[0], **facts.common)
+
+
+def _matmul(facts: _Facts) -> Operation | None:
+    if len(facts.inputs) < 2 or min(len(v.shape) for v in facts.inputs[-2:]) < 2:
+        return None
+    a, b = facts.inputs[-2:]
+    matrices = math.prod(facts.y.shape[:-2])
+    return Operation(
+        "matmul", batch=matrices, in_channels=a.shape[-1], out_channels=b.shape[-1], size=(a.shape[-2],), **facts.common
+    )
+
+
+def _attention(facts: _Facts) -> Operation | None:
+    query, key, value = (facts.shape_of(r) for r in facts.step.args[:3]) if len(facts.step.args) >= 3 else ((), (), ())
+    if min(map(len, (query, key, value))) < 3:
+        return None
+    heads = query[-3]
+    return Operation(
+        "attention",
+        batch=math.prod(query[:-3]),
+        in_channels=query[-1],
+        out_channels=value[-1],
+        size=(query[-2], key[-2]),
+        groups=heads,
+        variant="causal" if facts.setting("is_causal", 5, False) is True else "",
+        **facts.common,
+    )
+
+
+def _norm(variant: str) -> Callable[[_Facts], Operation | None]:
+    def make(facts: _Facts) -> Operation | None:
+        shape = facts.x.shape
+        if variant in ("layer", "rms"):
+            return Operation(
+                "norm", batch=math.prod(shape[:-1]), in_channels=shape[-1], variant=variant, **facts.common
+            )
+        if len(shape) < 2:
+            return None
+        groups = int(getattr(facts.layer, "num_groups", 1))
+        return Operation("norm", shape[0], shape[1], size=shape[2:], groups=groups, variant=variant, **facts.common)
+
+    return make
+
+
+def _pool(variant: str) -> Callable[[_Facts], Operation | None]:
+    def make(facts: _Facts) -> Operation | None:
+        dims = len(facts.y.shape) - 2
+        if dims < 1 or len(facts.x.shape) != dims + 2:
+            return None
+        if "adaptive" in facts.type.lower():
+            kernel = stride = tuple(
+                max(1, i // max(1, o)) for i, o in zip(facts.x.shape[2:], facts.y.shape[2:], strict=True)
+            )
+            padding: Any = 0
+        else:
+            kernel = _tuple(facts.setting("kernel_size", 1, 1), dims)
+            stride = _tuple(facts.setting("stride", 2, None) or kernel, dims)
+            padding = facts.setting("padding", 3, 0)
+        return Operation(
+            "pool",
+            facts.x.shape[0],
+            facts.x.shape[1],
+            size=facts.x.shape[2:],
+            kernel=kernel,
+            stride=stride,
+            padding=_tuple(padding, dims),
+            variant=variant,
+            **facts.common,
+        )
+
+    return make
+
+
+def _softmax(facts: _Facts) -> Operation | None:
+    shape = facts.y.shape
+    return Operation("softmax", batch=math.prod(shape[:-1]), in_channels=shape[-1], **facts.common)
+
+
+def _embedding(facts: _Facts) -> Operation | None:
+    weight = facts.weight_shape()
+    if len(weight) != 2:
+        return None
+    return Operation(
+        "embedding", math.prod(facts.y.shape[:-1]), in_channels=weight[0], out_channels=weight[1], **facts.common
+    )
+
+
+def _flat(facts: _Facts, kind: str, variant: str) -> Operation:
+    """The larger of input and output, as an image or as rows."""
+    shape = max((v.shape for v in (facts.y, *facts.inputs[:1])), key=math.prod)
+    channels = shape[1] if len(shape) > 1 else 1
+    return Operation(kind, shape[0], channels, size=shape[2:], variant=variant, **facts.common)  # type: ignore[arg-type]
+
+
+def _elementwise(facts: _Facts) -> Operation:
+    variant = _VARIANT.get(facts.type, "add" if len(facts.inputs) > 1 else "relu")
+    alone = variant in ("add", "mul") and len(facts.inputs) == 1 and not facts.call.parameters
+    return _flat(facts, "elementwise", "relu" if alone else variant)  # with a number there is one tensor to read
+
+
+def _copy(facts: _Facts) -> Operation:
+    # Rows that stay whole are copied at the rate of any copy, in whatever order.
+    turned = facts.type in ("contiguous", "reshape") and facts.inputs and facts.x.stride[-1:] not in ((), (1,))
+    return _flat(facts, "copy", "layout" if turned else "")
+
+
+_MAKERS: dict[str, Callable[[_Facts], Operation | None]] = {
+    **{f"Conv{t}{d}d": _convolution for t in ("", "Transpose") for d in (1, 2, 3)},
+    **{f"conv{t}{d}d": _convolution for t in ("", "_transpose") for d in (1, 2, 3)},
+    **dict.fromkeys(("Linear", "linear", "Conv1D", "NonDynamicallyQuantizableLinear"), _linear),
+    **dict.fromkeys(("matmul", "bmm", "baddbmm", "mm"), _matmul),
+    "scaled_dot_product_attention": _attention,
+    **{f"BatchNorm{d}d": _norm("batch") for d in (1, 2, 3)},
+    **{f"InstanceNorm{d}d": _norm("instance") for d in (1, 2, 3)},
+    **dict.fromkeys(("batch_norm", "SyncBatchNorm"), _norm("batch")),
+    **dict.fromkeys(("LayerNorm", "layer_norm"), _norm("layer")),
+    **dict.fromkeys(("GroupNorm", "group_norm"), _norm("group")),
+    **dict.fromkeys(("RMSNorm", "rms_norm"), _norm("rms")),
+    **{f"{a}{p}Pool{d}d": _pool(p.lower()) for a in ("", "Adaptive") for p in ("Max", "Avg") for d in (1, 2, 3)},
+    **{f"{a}{p}_pool{d}d": _pool(p) for a in ("", "adaptive_") for p in ("max", "avg") for d in (1, 2, 3)},
+    **dict.fromkeys(("softmax", "log_softmax", "Softmax", "LogSoftmax"), _softmax),
+    **dict.fromkeys(("Embedding", "embedding"), _embedding),
+}

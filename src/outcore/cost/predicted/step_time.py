@@ -1,0 +1,202 @@
+"""How long a training step takes, from what its calls take.
+
+On a CPU a step is the sum of its calls, forward and backward, and of the optimizer's. A GPU works behind the
+interpreter's back, so there are two clocks: the host issues one call after the other, and the device does them in
+order, each when it is issued and the one before is done. A network of large operations takes the device's time, one
+of many small ones the host's:
+
+    host    | issue a | issue b | issue c |
+    device            | a |     | b |     | c |        bound by the host: the device waits
+    device            | a ......| b ......| c ......|  bound by the device: the host is ahead
+
+A value that several calls read gets several gradients, which autograd adds up: one more pass over memory for each
+beyond the first, part of no call (`Costs.sum_bytes_per_s`, and `sum_dispatch_s` of the host).
+
+Between the calls the host also runs the modules around them, the user's Python and autograd's bookkeeping:
+`Costs.between_s` per call and direction, measured on a small network (`outcore.cost.measured.host_time`).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import nn
+
+from outcore.cost.costs import Costs, Source
+from outcore.cost.measured.host_speed import beat_s
+from outcore.graph import Graph
+from outcore.machine.clock import Timing, clock_for, time_calls
+
+__all__ = ["StepTime", "measure_optimizer", "predict_step"]
+
+_ORDER: tuple[Source, ...] = ("measured", "analytic", "scaled", "unknown")
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """A predicted training step, in seconds."""
+
+    forward_s: float
+    backward_s: float
+    optimizer_s: float
+    transfer_s: float
+    """Bringing the batch to the device."""
+    wait_s: float
+    """How long the device waits for the host, in all; on a CPU what lies between the calls."""
+    source: Source
+    """The least trustworthy of what it was made from."""
+    unmeasured: tuple[str, ...] = ()
+    """Calls that are not in it because their time is not known."""
+    less_s: float = 0.0
+    more_s: float = 0.0
+    """How much less or more it may be, if different calls err independently: of an estimate where four in five
+    lie, of a measurement from the fastest to the slowest runs."""
+
+    @property
+    def step_s(self) -> float:
+        """The whole step."""
+        return self.forward_s + self.backward_s + self.optimizer_s + self.transfer_s + self.wait_s
+
+    @property
+    def interval_s(self) -> tuple[float, float]:
+        """Between what the step should lie."""
+        return max(0.0, self.step_s - self.less_s), self.step_s + self.more_s
+
+    def __str__(self) -> str:
+        parts = ("forward", "backward", "optimizer", "transfer", "wait")
+        shown = ", ".join(f"{p} {getattr(self, p + '_s') * 1e3:,.2f}" for p in parts if getattr(self, p + "_s"))
+        missing = f"; without {len(self.unmeasured)} calls of unknown time" if self.unmeasured else ""
+        return f"step {self.step_s * 1e3:,.2f} ms ({self.source}): {shown}{missing}"
+
+
+def predict_step(
+    graph: Graph,
+    costs: Costs,
+    *,
+    optimizer: Timing | None = None,
+    input_bytes_per_s: float | None = None,
+) -> StepTime:
+    """The time of a training step from the times of its calls.
+
+    Args:
+        graph: the network.
+        costs: its costs, with times.
+        optimizer: what the optimizer's step takes, from `measure_optimizer`; none for no optimizer.
+        input_bytes_per_s: rate at which the batch is brought to the device; none if it is there already.
+    """
+    order = [costs.calls[name] for name in graph.calls]
+    forward = [c.forward for c in order if c.forward is not None]
+    backward = _with_sums(graph, costs)
+    inputs = sum(graph.values[name].bytes for name in graph.inputs)
+    transfer_s = inputs / input_bytes_per_s if input_bytes_per_s else 0.0
+    sources: set[Source] = {c.time_source for c in order if c.forward is not None} or {"unknown"}
+    return StepTime(
+        forward_s=sum(t.median_s for t in forward),
+        backward_s=sum(t.median_s for t in backward),
+        optimizer_s=optimizer.median_s if optimizer is not None else 0.0,
+        transfer_s=transfer_s,
+        wait_s=_wait_s(forward, backward, optimizer, costs),
+        source=max(sources, key=_ORDER.index),
+        unmeasured=tuple(c.call for c in order if c.time_source == "unknown"),
+        less_s=_spread_s(costs, -1),
+        more_s=_spread_s(costs, 1),
+    )
+
+
+def _spread_s(costs: Costs, side: Literal[-1, 1]) -> float:
+    """How far below or above the times of the calls may lie: calls that are alike err alike, different ones do not."""
+    alike: dict[tuple[str, float], float] = {}
+    for cost in costs.calls.values():
+        for timing in (cost.forward, cost.backward):
+            if timing is not None:
+                key = (cost.type, timing.median_s)
+                width = timing.max_s - timing.median_s if side > 0 else timing.median_s - timing.min_s
+                alike[key] = alike.get(key, 0.0) + width
+    return math.sqrt(sum(width**2 for width in alike.values()))
+
+
+def _with_sums(graph: Graph, costs: Costs) -> list[Timing]:
+    """Backward in its order; a call that makes a further gradient of a value has the adding up in its time.
+
+    Two are read and one is written for each gradient beyond the first of a value.
+    """
+    found, received = list[Timing](), set[str]()
+    for name in reversed(list(graph.calls)):
+        cost = costs.calls[name]
+        reached = [g.of for g in cost.gradients if g.of in graph.values]
+        again = [of for of in reached if of in received]
+        received.update(reached)
+        if cost.backward is None:
+            continue
+        timing = cost.backward
+        if again and costs.sum_bytes_per_s:
+            more_s = sum(3 * graph.values[of].bytes for of in again) / costs.sum_bytes_per_s
+            issuing_s = timing.dispatch_s + len(again) * costs.sum_dispatch_s
+            timing = replace(timing, median_s=timing.median_s + more_s, dispatch_s=issuing_s)
+        found.append(timing)
+    return found
+
+
+def _wait_s(forward: list[Timing], backward: list[Timing], optimizer: Timing | None, costs: Costs) -> float:
+    """The time in which the device has nothing to do because the host is not there yet."""
+    if not any(timing.dispatch_s for timing in (*forward, *backward)):  # a CPU, where issuing is part of doing
+        return costs.between_s * (len(forward) + len(backward))
+    host = device = busy = 0.0
+    for calls, start_s in ((forward, 0.0), (backward, costs.start_s)):
+        host += start_s if calls else 0.0
+        for timing in calls:
+            host += timing.dispatch_s + costs.between_s
+            device = max(device, host) + timing.median_s
+            busy += timing.median_s
+    if optimizer is not None:  # many kernels: the device begins long before the host has issued the last
+        begin = max(device, host + optimizer.lead_s)
+        device = max(begin + optimizer.median_s, host + optimizer.dispatch_s)
+        busy += optimizer.median_s
+    return max(0.0, device - busy)
+
+
+def measure_optimizer(
+    model: nn.Module,
+    make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
+    device: torch.device | str | None = None,
+    *,
+    runs: int = 10,
+    beat: float = 0.0,
+) -> Timing:
+    """Time an optimizer's step on parameters of the model's sizes, made up so that the model does not change.
+
+    Takes the memory of the weights, their gradients and the optimizer's state. With `beat` the time to issue is given
+    for that pace of the host (`Costs.beat_s`).
+    """
+    sizes = [p for p in {id(p): p for p in model.parameters()}.values() if p.requires_grad]
+    where = torch.device(device) if device is not None else (sizes[0].device if sizes else torch.device("cpu"))
+    made = [nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=where).uniform_(-1, 1)) for p in sizes]
+    if not made:
+        return Timing.of([0.0])
+    for param in made:
+        param.grad = torch.full_like(param, 1e-3)
+    optimizer = make(made)
+    before = beat_s() if beat else 0.0
+    timing = time_calls(optimizer.step, where, seconds=0.2, warmup=2, most=runs, clock=clock_for(where))
+    if where.type == "cuda":
+        timing = replace(timing, lead_s=max(0.0, _from_idle_s(optimizer.step, where) - timing.median_s))
+    scale = 2 * beat / (before + beat_s()) if beat else 1.0
+    return replace(timing, dispatch_s=timing.dispatch_s * scale, lead_s=timing.lead_s * scale)
+
+
+def _from_idle_s(call: Callable[[], object], device: torch.device, runs: int = 5) -> float:
+    """Seconds from a call to its end on a device that waits for it."""
+    times = []
+    for _ in range(runs):
+        torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        call()
+        torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)

@@ -1,0 +1,141 @@
+"""How many members fit: predicted from the memory of one, before anything is allocated.
+
+Each member keeps its weights and optimizer state all the time; its feature maps and gradients only while it runs.
+Members that run at the same time need both, lanes that run one after the other share the room for the second. A lane
+on a stream of its own has memory of its own, and holds what its allocator once took.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from outcore.cost.measured.saved_bytes import account
+from outcore.cost.optimizer_cost import OptimizerCost
+from outcore.cost.predicted.step_memory import memory_curve
+from outcore.errors import FuseError
+from outcore.fusion.program.dry_run import Rehearsed, rehearse
+from outcore.fusion.runner import cut
+
+if TYPE_CHECKING:
+    from outcore.fusion.array import FusedArray
+    from outcore.fusion.program.program import Program
+
+__all__ = ["Forecast", "forecast"]
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Bytes of one member, and of several."""
+
+    members: int
+    resting_bytes: int
+    """Weights and optimizer state of one member."""
+    running_bytes: int
+    """What one member needs besides while it runs: feature maps, and gradients of both kinds."""
+    batch_bytes: int
+    lane_bytes: int = 0
+    """What a lane takes besides, for libraries and for its graph."""
+    lanes: int = 1
+    """How many run at once."""
+    width: int | None = None
+    """Members that run at once, where it is not all."""
+
+    def peak_bytes(self, members: int | None = None, at_once: int | None = None) -> int:
+        """The peak of an array, some or all of whose members run at once."""
+        count = self.members if members is None else members
+        running = min(at_once or self.width or count, count)
+        lanes = -(-running * self.lanes // self.members)
+        return count * self.resting_bytes + running * self.running_bytes + lanes * self.lane_bytes + self.batch_bytes
+
+    def at_once(self, memory_bytes: int) -> int:
+        """How many members can run at the same time if all of them are kept on the device.
+
+        Raises:
+            FuseError: not even one can.
+        """
+        least = self.peak_bytes(at_once=1)
+        fitting = [n for n in range(1, self.members + 1) if self.peak_bytes(at_once=n) <= memory_bytes]
+        if not fitting:
+            kept = (memory_bytes - (least - self.members * self.resting_bytes)) // max(1, self.resting_bytes)
+            raise FuseError(
+                f"{self.members} members need {least / 2**20:,.0f} MiB or more, there are {memory_bytes / 2**20:,.0f}; "
+                f"{max(0, kept)} members would fit: train them in several arrays, or take a smaller batch"
+            )
+        return fitting[-1]
+
+    def __str__(self) -> str:
+        each = (self.resting_bytes + self.running_bytes) / 2**20
+        return f"{each:,.1f} MiB per member, {self.peak_bytes() / 2**20:,.1f} MiB for {self.members}"
+
+
+def forecast(array: FusedArray, *batch: Any, each: Sequence[tuple[Any, ...]] | None = None) -> Forecast:
+    """Predict the memory of an array on a batch, as it is arranged: of fused members by a rehearsal."""
+    resting = running = shared = 0
+    on_gpu = array.device.type == "cuda"
+    args = array.arguments(batch, each)
+    lane = array.lanes[0]
+    for name, training in array.slots[0].trainings.items():
+        _, program = array.program(name, args)
+        graph = program.graph
+        optimizer = OptimizerCost.of(array.slots[0].optimizers[name], array.device.type)
+        peak = memory_curve(graph, account(graph, array.device.type), optimizer=optimizer).at_peak
+        own = _bytes(p for p in training.model.parameters() if p.requires_grad)
+        kept = _bytes(training.model.parameters()) + _bytes(training.model.buffers())
+        if on_gpu:
+            kept += own  # the one-kernel update gathers the gradients in one piece
+        resting = max(resting, kept + round(optimizer.state_per_parameter * own))
+        needed = own + peak.feature_maps + peak.feature_gradients + peak.workspace
+        if (made := _rehearsed(array, name, program, args)) is not None:
+            needed = -(-(made.reserved if array.way.parallel else made.peak) // len(lane))
+        if len(lane) == 1 and on_gpu and _time_steps(program):
+            needed += _RECURRENT_BYTES
+        running = max(running, needed)
+        shared = max(shared, peak.inputs)
+    besides = (_LIBRARY_BYTES + (_STREAM_BYTES if array.way.parallel else 0)) if on_gpu else 0
+    if array.way.parallel:
+        return Forecast(len(array), resting, running, shared, besides, len(array.lanes))
+    return Forecast(len(array), resting, running, shared, besides, width=len(lane))
+
+
+_LIBRARY_BYTES = 64 * 2**20
+"""Workspace of cuBLAS for a stream of an H200: 32 MiB each for the threads of forward and backward."""
+_STREAM_BYTES = 20 * 2**20
+"""What the first steps of a stream, before its graph was captured, leave in pieces: 10 to 60 MiB were measured, above
+200 where feature maps are of hundreds."""
+_RECURRENT_BYTES = 43 * 2**20
+"""Workspace of cuDNN's recurrent layers; 38 and 43 MiB were measured."""
+_LONG = 256
+"""Time steps of recurrent layers beyond which a rehearsal takes too long."""
+
+
+def _rehearsed(array: FusedArray, name: str, program: Program, args: tuple[Any, ...]) -> Rehearsed | None:
+    """A step of the first lane on fake tensors, where that tells more than the memory model of one member."""
+    lane = array.lanes[0]
+    alone = len(lane) == 1
+    short = program.obstacle is None and _time_steps(program) <= _LONG
+    if not (array.way.parallel if alone else short):
+        return None
+    with contextlib.suppress(NotImplementedError, RuntimeError):  # an operation that fake tensors cannot do
+        return rehearse(lane, name, program, cut(lane, args), alone=alone)
+    return None
+
+
+def _time_steps(program: Program) -> int:
+    """How often recurrent layers step in a replay."""
+    count = 0
+    for step in program.recording.steps:
+        module = program.members[0].get_submodule(step.target) if step.kind == "module" else None
+        if isinstance(module, torch.nn.RNNBase):
+            shape = program.graph.values[program.graph.calls[step.name].inputs[0]].shape
+            longest = shape[1 if module.batch_first else 0] if len(shape) == 3 else shape[0]
+            count += longest * module.num_layers * (2 if module.bidirectional else 1)
+    return count
+
+
+def _bytes(tensors: Any) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))

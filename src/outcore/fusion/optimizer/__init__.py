@@ -1,0 +1,1 @@
+"""The optimizers of all members, stepped as one."""

@@ -1,0 +1,1 @@
+"""One recorded training step, replayed for many members at once."""

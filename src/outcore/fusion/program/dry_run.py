@@ -1,0 +1,76 @@
+"""A step of a lane on tensors without memory: what it would need, counted.
+
+Some layers are not the same when fused: cuDNN's LSTM keeps little, the one that steps through time for all members
+keeps every gate. So the memory of a lane is not that of its members' own graphs; but a replay on fake tensors, with
+backward, makes and drops exactly the tensors that the real one will, and counting them takes no device memory. Fed to
+the rules of the allocator, they also tell what a graph with memory of its own will hold.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.func import functional_call
+
+from outcore.allocator.caching_allocator import Reserved
+from outcore.fusion.program.call import Randomness
+from outcore.fusion.program.values import Stacked, member_of
+from outcore.graph.structure import leaves, substitute
+
+if TYPE_CHECKING:
+    from outcore.fusion.group import Lane
+    from outcore.fusion.program.program import Program
+
+__all__ = ["Rehearsed", "rehearse"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsed:
+    """Bytes of forward and backward of a lane, without its weights, with their gradients."""
+
+    peak: int
+    """Of living tensors."""
+    reserved: int
+    """Of the allocator's segments, if it starts with none."""
+
+
+def rehearse(lane: Lane, objective: str, program: Program, args: tuple[Any, ...], *, alone: bool) -> Rehearsed:
+    """Count a step of a lane; of one member that runs `alone`, of its own model."""
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+
+        def fake(value: Any) -> Any:
+            if isinstance(value, Stacked):
+                return Stacked(fake(value.tensor))
+            made = mode.from_tensor(value.detach(), static_shapes=True)
+            return made.requires_grad_(value.requires_grad)
+
+        stack = copy.copy(lane.stack)
+        stack.parameters = {name: fake(t) for name, t in lane.stack.parameters.items()}
+        stack.buffers = {name: fake(t) for name, t in lane.stack.buffers.items()}
+        given = substitute(args, (Tensor, Stacked), fake)
+        tensors = [t for _, t in leaves(given, (Tensor, Stacked))]
+        there = [*stack.parameters.values(), *stack.buffers.values(), *(_tensor(t) for t in tensors)]
+        views = {first: stack[first][0] for first in stack.names.values()}
+        own = {f"model.{name}": views[first] for name, first in stack.names.items()} if alone else {}
+        trained = [n for n in lane.steppers[objective].names if stack.parameters[n].requires_grad]
+        wanted = [own[f"model.{n}"] if alone else stack.parameters[n] for n in trained]
+        apart = replace(program, ways={}, kept={})  # what is tried on fake tensors must not be remembered
+        with Reserved([*there, *own.values()]) as live, lane.autocast():
+            if alone:
+                loss = functional_call(lane.trainings[objective][0], own, member_of(given, 0))[0]
+            else:
+                made = apart.replay(lane.trainings[objective], stack, tensors, Randomness(None), lane.first)
+                loss = made[0].tensor.sum()
+                del made
+            found = torch.autograd.grad(loss, wanted, allow_unused=True)
+            del loss, found
+        return Rehearsed(live.peak, live.allocator.reserved)
+
+
+def _tensor(value: Tensor | Stacked) -> Tensor:
+    return value.tensor if isinstance(value, Stacked) else value

@@ -1,0 +1,150 @@
+"""Who is in which slot of an array, and where its tensors are.
+
+A slot holds one member: its model, optimizers, schedulers and status. Lanes hold the tensors of consecutive slots,
+stacked, and step them. Members come and go, are stopped and go on, and the lanes can be arranged in another way at
+any time; each member's training is as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from outcore.errors import FuseError
+from outcore.fusion.group import Lane, Terms
+from outcore.fusion.member_factory import Kind, Slot
+from outcore.fusion.program.call import Randomness
+from outcore.fusion.runner import Runner, Way
+from outcore.fusion.training import Training
+
+__all__ = ["Roster"]
+
+
+class Roster:
+    """The members of an array, in slots and lanes."""
+
+    def __init__(
+        self, models: Sequence[nn.Module], kind: Kind, terms: Terms, *, seeds: Sequence[int] | None, way: Way
+    ) -> None:
+        self.kind, self.terms, self.way = kind, terms, way
+        self._randomness = Randomness(seeds)
+        self.slots = [kind.slot(model, i) for i, model in enumerate(models)]
+        self.lanes: list[Lane] = []
+        self.arrange(way)
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the members are."""
+        return self.lanes[0].device
+
+    @property
+    def status(self) -> list[str]:
+        """Of each member: training, stopped, or diverged."""
+        self._look()
+        return [slot.status for slot in self.slots]
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """The members' models: the user's own, their tensors views of the stacks."""
+        return [slot.model for slot in self.slots]
+
+    def stop(self, slot: int) -> None:
+        """Train a member no further; its weights stay as they are."""
+        lane, place = self._place(slot)
+        if self.slots[slot].status == "training":
+            self.slots[slot].frozen = {name: t[place].clone() for name, t in lane.stack.buffers.items()}
+        self._mark(slot, "stopped")
+
+    def resume(self, slot: int) -> None:
+        """Train a stopped member on."""
+        self.settle(slot)
+        self._mark(slot, "training")
+
+    def settle(self, slot: int) -> None:
+        """Put a stopped member's buffers back as they were when it was stopped."""
+        lane, place = self._place(slot)
+        for name, content in self.slots[slot].frozen.items():
+            lane.stack.buffers[name][place].copy_(content)
+
+    def refill(self, slot: int, model: nn.Module, *, seed: int | None = None) -> None:
+        """Give a slot to another model of the same architecture; it starts with a fresh optimizer and schedule."""
+        lane, place = self._place(slot)
+        if self.way.channels_last:
+            model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        lane.stack.put(place, model)
+        after = self.slots[slot] = self.kind.slot(model, slot)
+        for name, stepper in lane.steppers.items():
+            stepper.replace(place, after.optimizers[name])
+            lane.trainings[name][place] = after.trainings[name]
+        if seed is not None:
+            self._randomness.reseed(slot, seed)
+        self._mark(slot, "training")
+
+    def keep(self, slots: Sequence[int]) -> None:
+        """Go on with these members alone, in this order; the others leave, their models with memory of their own."""
+        if not slots or len(set(slots)) < len(slots):
+            raise FuseError(f"an array keeps at least one member, and none twice; given were {list(slots)}")
+        self.release()
+        self.slots = [self.slots[slot] for slot in slots]
+        self.terms, self._randomness = self.terms.only(slots), self._randomness.only(slots)
+        self.arrange(replace(self.way, width=min(self.way.width, len(self))))
+
+    def release(self) -> list[nn.Module]:
+        """Give every model memory of its own again; the array must not be used afterwards."""
+        self._look()
+        for slot in range(len(self)):
+            self.settle(slot)
+        for lane in self.lanes:
+            lane.stack.release()
+        self.lanes = []
+        return self.models
+
+    def arrange(self, way: Way) -> None:
+        """Run in another way from the next step on; what the members have learned goes with them."""
+        self._look()
+        for i in range(len(self) if self.lanes else 0):
+            self.settle(i)
+        self.way, self.lanes = way, []
+        for slot in self.slots:
+            form = torch.channels_last if way.channels_last else torch.contiguous_format
+            for p in slot.model.parameters():
+                if p.dim() == 4:
+                    p.data = p.data.contiguous(memory_format=form)
+        for first in range(0, len(self), way.width):
+            slots = self.slots[first : first + way.width]
+            optimizers = {name: [s.optimizers[name] for s in slots] for name in slots[0].optimizers}
+            self.lanes.append(Lane(first, self._members(slots), optimizers, self._randomness, self.terms))
+        for i, slot in enumerate(self.slots):
+            if slot.status != "training":
+                lane, place = self._place(i)
+                lane.alive[place] = False
+        self.runner = Runner(self.lanes, way)
+
+    def _place(self, slot: int) -> tuple[Lane, int]:
+        if not 0 <= slot < len(self):
+            raise FuseError(f"no slot {slot}; there are {len(self)}")
+        return self.lanes[slot // self.way.width], slot % self.way.width
+
+    def _look(self) -> None:
+        """Notice who has diverged; lanes know it first."""
+        living = [alive for lane in self.lanes for alive in lane.alive.tolist()]
+        for slot, alive in zip(self.slots, living, strict=bool(self.lanes)):
+            if not alive and slot.status == "training":
+                slot.status = "diverged"
+
+    def _mark(self, slot: int, status: str) -> None:
+        lane, place = self._place(slot)
+        lane.alive[place] = status == "training"
+        self.slots[slot].status = status
+        if status == "training":
+            self.slots[slot].frozen = {}
+
+    def _members(self, slots: Sequence[Slot] | None = None) -> dict[str, list[Training]]:
+        some = self.slots if slots is None else slots
+        return {name: [slot.trainings[name] for slot in some] for name in some[0].trainings}

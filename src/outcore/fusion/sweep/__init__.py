@@ -1,0 +1,1 @@
+"""Sweeps over settings: where trials come from, how they are trained, where results go."""

@@ -1,0 +1,1 @@
+"""What a recording read from Python and wrote to the model, compared at every replay."""

@@ -1,0 +1,1 @@
+"""Recording: one run of an unmodified model, watched, written down, and run again."""

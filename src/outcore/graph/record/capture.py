@@ -1,0 +1,273 @@
+"""From an unmodified model to a graph.
+
+The model runs once on *fake* tensors, which have shapes but no memory, so that an image of 100,000 x 100,000 pixels
+costs nothing; parameters stay as they are and are looked at only for their shapes. Where the model looks at numbers, or
+an operation has no fake form, it runs on real data instead, and the graph says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from outcore.errors import CaptureError
+from outcore.graph.blocks import blocks_of
+from outcore.graph.graph import Graph
+from outcore.graph.record.captured_module import CapturedModule
+from outcore.graph.record.intercept import intercepted
+from outcore.graph.record.preserve import Randomness, preserved
+from outcore.graph.record.recorder import Recorder
+from outcore.graph.record.recording import Recording, Ref
+from outcore.graph.record.watched_run import WatchedRun
+from outcore.graph.source import blame
+from outcore.graph.structure import leaves, substitute
+
+__all__ = ["arguments_as_called", "capture"]
+
+_REAL_INPUT_LIMIT = 64 * 2**20
+_ONE_AT_A_TIME = threading.RLock()
+"""While recording, torch's own functions are watched: one thread at a time."""
+
+
+def capture(model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None = None) -> Graph:
+    """Record a model as a graph of the user's own modules, without running it.
+
+    >>> import outcore, torch
+    >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU())
+    >>> graph = outcore.capture(net, [(1, 3, 100_000, 100_000)])
+    >>> graph.adjacency()
+    {'0': ['1'], '1': []}
+
+    Args:
+        model: any module; nothing in it is changed.
+        args: the positional arguments of ``forward``: tensors on any device, ``meta`` tensors, shapes as tuples, and
+            whatever else it takes.
+        kwargs: the keyword arguments.
+
+    Raises:
+        CaptureError: the model cannot be recorded; names the block and the source line.
+    """
+    _refuse_lazy(model)
+    args, kwargs = _arguments(model, args, kwargs)
+    recorder, recording, notes = _record_somehow(model, args, kwargs)
+    module = CapturedModule(model, lambda *call: _record_somehow(*call)[1])
+    module.keep(recording, *_as_called(model, args, kwargs))
+    return _graph(recorder, recording, notes, module)
+
+
+def _record_somehow(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Recorder, Recording, tuple[str, ...]]:
+    """Record one run: on fake tensors, and if that fails on real ones."""
+    with _ONE_AT_A_TIME:
+        return _record_alone(model, args, kwargs)
+
+
+def _record_alone(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Recorder, Recording, tuple[str, ...]]:
+    try:
+        return (*_record(model, args, kwargs, real=False), ())
+    except Exception as error:
+        reason = _explain(error)
+        try:
+            real_args, real_kwargs = _realised(model, args, kwargs)
+        except CaptureError as too_large:
+            raise CaptureError(f"{reason}; {too_large}") from error
+    recorder, recording = _record(model, real_args, real_kwargs, real=True)
+    return recorder, recording, (f"recorded on real data: {reason}",)
+
+
+def _record(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, real: bool
+) -> tuple[Recorder, Recording]:
+    fake = FakeTensorMode(allow_non_fake_inputs=True) if not real else None
+    if fake is not None:
+        args, kwargs = substitute((args, kwargs), torch.Tensor, lambda t: _faked(t, fake, model))
+    names = _input_names(model, args, kwargs)
+    tensors = [t for _, t in leaves((args, kwargs), torch.Tensor)]
+    recorder = Recorder(model, list(zip(names, tensors, strict=True)), fake=fake)
+    watched, randomness = WatchedRun(model), Randomness()
+    try:
+        with preserved(model, contents=real):
+            with (
+                _quietly(),
+                intercepted(recorder),
+                fake or contextlib.nullcontext(),
+                watched.watching(recorder.is_quiet),
+                recorder,
+            ):
+                result = model(*args, **kwargs)
+            recorder.volatile |= randomness.host_drawn()
+            recording = recorder.recording(result)
+            recording.effects = watched.effects(recorder.ref)
+        recording.reads = watched.snapshot(recording.constants.values())
+        return recorder, recording
+    except Exception as error:
+        error.__outcore_block__ = recorder.failed_in  # type: ignore[attr-defined]
+        if not real or isinstance(error, CaptureError):
+            raise
+        raise CaptureError(_explain(error)) from error
+
+
+def _graph(recorder: Recorder, recording: Recording, notes: tuple[str, ...], module: CapturedModule) -> Graph:
+    consumers: dict[str, list[str]] = {}
+    for call in recorder.calls.values():
+        for value in call.inputs:
+            consumers.setdefault(value, []).append(call.name)
+    cls = type(recorder.model)
+    return Graph(
+        model=f"{cls.__module__}.{cls.__qualname__}",
+        training=recorder.model.training,
+        inputs=recorder.inputs,
+        outputs=tuple(dict.fromkeys(r.name for _, r in leaves(recording.result, Ref) if r.kind == "value")),
+        blocks=blocks_of(recorder),
+        calls=recorder.calls,
+        values={n: replace(v, consumers=tuple(consumers.get(n, ()))) for n, v in recorder.values.items()},
+        notes=notes,
+        executable=(module, recording),
+    )
+
+
+# Arguments
+
+
+def _arguments(model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments as ``forward`` takes them, shapes turned into meta tensors."""
+    if isinstance(args, torch.Tensor | torch.Size) or _is_shape(args):
+        args = (args,)
+    if not isinstance(args, Sequence) or isinstance(args, str):
+        raise CaptureError(f"args must be a tuple of forward's arguments, not {type(args).__name__}; write args=(x,)")
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
+
+    def stand_in(value: Any) -> Any:
+        return torch.empty(tuple(value), dtype=dtype, device="meta")
+
+    positional = tuple(stand_in(a) if _is_shape(a) else a for a in args)
+    return positional, {k: stand_in(v) if isinstance(v, torch.Size) else v for k, v in (kwargs or {}).items()}
+
+
+def _is_shape(value: Any) -> bool:
+    if isinstance(value, torch.Size):
+        return True
+    return isinstance(value, tuple) and len(value) > 0 and all(type(n) is int and n >= 0 for n in value)
+
+
+def _input_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+    """Names of the tensors in the arguments, after the parameters of ``forward``."""
+    try:
+        parameters = list(inspect.signature(model.forward).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    names = []
+    for i, argument in enumerate(args):
+        base = positional[i] if i < len(positional) else f"arg{i}"
+        names += [f"{base}.{path}" if path else base for path, _ in leaves(argument, torch.Tensor)]
+    return names + [path for path, _ in leaves(kwargs, torch.Tensor)]
+
+
+def _device(model: nn.Module) -> torch.device:
+    first = next(iter((*model.parameters(), *model.buffers())), None)
+    return first.device if first is not None else torch.device("cpu")
+
+
+def arguments_as_called(
+    model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None = None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What `capture` takes, as a call of the model would bring it: shapes as tensors without content."""
+    return _as_called(model, *_arguments(model, args, kwargs))
+
+
+def _as_called(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments as a call would bring them: on the model's device."""
+    device = _device(model)
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        called: tuple[tuple[Any, ...], dict[str, Any]] = substitute(
+            (args, kwargs), torch.Tensor, lambda t: _faked(t, fake, model) if t.is_meta and device.type != "meta" else t
+        )
+    return called
+
+
+def _faked(tensor: torch.Tensor, mode: FakeTensorMode, model: nn.Module) -> torch.Tensor:
+    if isinstance(tensor, FakeTensor):
+        return tensor
+    if tensor.is_meta and _device(model).type != "meta":
+        with mode:
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_device(model))
+            return made.requires_grad_(tensor.requires_grad)
+    return mode.from_tensor(tensor)
+
+
+def _realised(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same arguments with small random data where only a shape was given."""
+    if _device(model).type == "meta":
+        raise CaptureError("and there are no weights to run it on real data; build the model on a real device")
+    missing = [t for _, t in leaves((args, kwargs), torch.Tensor) if t.is_meta or isinstance(t, FakeTensor)]
+    size = sum(t.numel() * t.element_size() for t in missing)
+    if size > _REAL_INPUT_LIMIT:
+        raise CaptureError(
+            f"and the inputs ({size / 2**20:,.0f} MiB) are too large to try it on real data; "
+            "capture with a smaller input, or pass real tensors"
+        )
+    generator = torch.Generator().manual_seed(0)
+
+    def real(tensor: torch.Tensor) -> torch.Tensor:
+        if not (tensor.is_meta or isinstance(tensor, FakeTensor)):
+            return tensor
+        if tensor.is_floating_point() or tensor.is_complex():
+            made = torch.randn(tensor.shape, dtype=tensor.dtype, generator=generator)
+        else:
+            made = torch.zeros(tensor.shape, dtype=tensor.dtype)
+        return made.to(_device(model)).requires_grad_(tensor.requires_grad)
+
+    realised: tuple[tuple[Any, ...], dict[str, Any]] = substitute((args, kwargs), torch.Tensor, real)
+    return realised
+
+
+# Trouble
+
+
+def _refuse_lazy(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
+            raise CaptureError(
+                f"{name or 'the model'} is a {type(module).__name__} whose parameters have no shape yet; "
+                "run the model once on a small batch, then capture it"
+            )
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Run compiled functions as they are written (only shapes are wanted); silence torch's log of what we handle."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        with torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext():
+            yield
+    finally:
+        log.setLevel(level)
+
+
+def _explain(error: BaseException) -> str:
+    """One line: what was wrong, in which block, at which line of the user's code."""
+    block = getattr(error, "__outcore_block__", None)
+    where = f" in block {block}" if block else ""
+    line = f" at {place}" if (place := blame(error)) else ""
+    message = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}{where}{line}: {message[0]}"

@@ -1,0 +1,178 @@
+"""Leave a model as it was.
+
+Recording runs the user's ``forward`` once. That may set attributes, append to lists, update buffers, draw random
+numbers and fill caches (``functools.lru_cache`` around a function that makes position indices). `preserved(model)` puts
+all of it back, also after an exception: whatever can be reached from the model's attributes through lists, dicts and
+objects whose classes come from the packages that its modules come from. What a forward writes elsewhere (globals,
+files) it has written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+import types
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from outcore.graph.reads.function_caches import function_caches
+
+__all__ = ["ModelState", "Randomness", "evaluating", "preserved", "state_tensors"]
+
+_CONTAINERS = (list, dict, set, deque)
+_ATOMS = frozenset({int, float, bool, complex, str, bytes, type(None), torch.Tensor, nn.Parameter, torch.Generator})
+
+
+@contextlib.contextmanager
+def preserved(model: nn.Module, *, contents: bool) -> Iterator[None]:
+    """Restore the model on leaving; with `contents` all numbers in it, else the caches that may hold fake tensors."""
+    state = ModelState(model, (*model.parameters(), *state_tensors(model)) if contents else ())
+    caches = [] if contents else [(cache, cache.cache_info().misses) for cache in function_caches()]
+    try:
+        yield
+    finally:
+        state.restore()
+        for cache, misses in caches:
+            if cache.cache_info().misses != misses:
+                cache.cache_clear()
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Every module in eval mode, and back as each was."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+class ModelState:
+    """Attributes and random states of a model, and the numbers in some of its tensors."""
+
+    def __init__(self, model: nn.Module, tensors: Iterable[torch.Tensor]) -> None:
+        held = [holder for holder in _holders(model) if not isinstance(holder, tuple)]
+        self._contents = [(holder, _snapshot(holder)) for holder in held]
+        self._tensors = [(tensor, tensor.detach().clone()) for tensor in tensors]
+        own = (value for holder in held for value in _contents(holder) if isinstance(value, torch.Generator))
+        self._generators = [(generator, generator.get_state()) for generator in own]
+        self._randomness = Randomness()
+
+    def restore(self) -> None:
+        """Put it back as it was."""
+        for holder, content in self._contents:
+            _restore(holder, content)
+        with torch.no_grad():
+            for tensor, content in self._tensors:
+                if not torch.equal(tensor, content):  # its version tells nothing: batch norm writes without raising it
+                    tensor.copy_(content)
+        for generator, place in self._generators:
+            generator.set_state(place)
+        self._randomness.restore()
+
+
+class Randomness:
+    """The states of all generators a model may draw from."""
+
+    def __init__(self) -> None:
+        self.python = random.getstate()
+        self.numpy = np.random.get_state(legacy=True)
+        self.cpu = torch.default_generator.get_state()
+        self.cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+    def restore(self) -> None:
+        """Go back to these states."""
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+        torch.default_generator.set_state(self.cpu)
+        if self.cuda:
+            torch.cuda.set_rng_state_all(self.cuda)
+
+    def host_drawn(self) -> bool:
+        """Whether Python's or NumPy's generator was used since: numbers no recorded tensor operation draws again."""
+        now = np.random.get_state(legacy=True)
+        same = all(bool(np.all(a == b)) for a, b in zip(self.numpy, now, strict=True))
+        return not same or random.getstate() != self.python
+
+
+def _holders(model: nn.Module) -> Iterator[Any]:
+    """The modules, containers and plain objects that can be reached from a model, each once."""
+    waiting: list[Any] = list(model.modules())
+    packages = {_package(module) for module in waiting} - {"torch", "outcore"}
+    seen = {id(holder): holder for holder in waiting}
+    while waiting:
+        holder = waiting.pop()
+        yield holder
+        for value in _contents(holder):
+            if type(value) not in _ATOMS and id(value) not in seen and _holds(value, packages):
+                seen[id(value)] = value
+                waiting.append(value)
+
+
+def _contents(holder: Any) -> Iterable[Any]:
+    if isinstance(holder, dict):
+        return list(holder.values())
+    if isinstance(holder, (list, tuple, set, deque)):
+        return list(holder)
+    return list(holder.__dict__.values())
+
+
+def _holds(value: Any, packages: set[str]) -> bool:
+    """Whether something has contents that a forward may exchange: a container, or an object of the model's authors."""
+    if isinstance(value, (*_CONTAINERS, tuple, nn.Module, types.SimpleNamespace)):
+        return True
+    return hasattr(value, "__dict__") and _package(value) in packages and not isinstance(value, (type, torch.Tensor))
+
+
+def _package(value: Any) -> str:
+    """The package that defines the class of something."""
+    return type(value).__module__.partition(".")[0]
+
+
+def _snapshot(holder: Any) -> Any:
+    """A shallow copy of what is in a module, a container or an object."""
+    if isinstance(holder, dict):
+        return dict(holder)
+    return copy.copy(holder) if isinstance(holder, (list, set, deque)) else dict(holder.__dict__)
+
+
+def _restore(holder: Any, content: Any) -> None:
+    if isinstance(holder, _CONTAINERS):
+        if not _same(holder, content):
+            holder.clear()
+            (holder.extend if isinstance(holder, (list, deque)) else holder.update)(content)
+        return
+    now = holder.__dict__
+    for name in now.keys() - content.keys():
+        del now[name]
+    now.update(content)
+
+
+def _same(value: Any, content: Any) -> bool:
+    if len(value) != len(content):
+        return False
+    if isinstance(value, set):
+        return bool(value == content)
+    pairs = (
+        zip(value.items(), content.items(), strict=True)
+        if isinstance(value, dict)
+        else zip(value, content, strict=True)
+    )
+    if isinstance(value, dict):
+        return all(a[0] == b[0] and a[1] is b[1] for a, b in pairs)
+    return all(a is b for a, b in pairs)
+
+
+def state_tensors(model: nn.Module) -> list[torch.Tensor]:
+    """The tensors a forward pass may write: buffers, and those in plain attributes and what these hold."""
+    parameters = {id(p) for p in model.parameters()}
+    held = (v for h in _holders(model) for v in _contents(h) if isinstance(v, torch.Tensor) and id(v) not in parameters)
+    return list({id(t): t for t in (*model.buffers(), *held) if not t.is_meta}.values())

@@ -1,0 +1,162 @@
+"""One run of a model, watched: what it depends on, and what it leaves behind.
+
+Before the run everything Python can see is copied (`outcore.graph.reads.frozen`): all plain attributes of all modules,
+and what the functions of the model may look up outside of it. While it runs, attributes that are read and written are
+noted (`outcore.graph.reads.attributes`). After it, and before the model is put back as it was, the copies are compared:
+what was read becomes the recording's `Snapshot`, what is different its `Effects`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from outcore.errors import CaptureError
+from outcore.graph.naming import kind_of
+from outcore.graph.reads.attributes import AttributeReads
+from outcore.graph.reads.frozen import GONE, frozen
+from outcore.graph.reads.functions import Place
+from outcore.graph.reads.snapshot import Snapshot, attribute_places, outer_places, read_places, told
+from outcore.graph.reads.writes import Effects, Write, change_of, templated
+
+__all__ = ["WatchedRun"]
+
+
+class WatchedRun:
+    """A run of a model, from before it to after it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.reads = AttributeReads(model)
+        self._paths = {id(m): path for path, m in model.named_modules()}
+        self._leaves = {id(m) for m in self.reads.modules if kind_of(m) != "container"}
+        self._attributes = [(m, place, _copied(place)) for m, place in attribute_places(model)]
+        self._outer = [(place, _copied(place)) for place in outer_places(model)]
+        self._contents = {
+            (id(m), p.name): type(value)(value)
+            for m, p, _ in self._attributes
+            if type(value := m.__dict__[p.name]) in (list, dict)
+        }
+        self._buffers = {id(m): dict(m._buffers) for m in self.reads.modules if id(m) not in self._leaves}
+        self._generators = [(g, _state_of(g)) for g in self._found_generators()]
+        self._drawn: set[int] = set()
+        """Generators that the run has drawn from."""
+        self._repeated: set[int] = set()
+        """Attributes that a layer or its hooks change by themselves, in a replay as in the model."""
+
+    @contextlib.contextmanager
+    def watching(self, quiet: Callable[[], int]) -> Iterator[None]:
+        """Watch a run; generators of Python and NumPy that belong to the model are put back after it."""
+        try:
+            with self.reads.watching(quiet):
+                yield
+        finally:
+            for generator, state in self._generators:
+                if repr(_state_of(generator)) != repr(state):
+                    self._drawn.add(id(generator))
+                    _set_state(generator, state)
+
+    def effects(self, ref: Callable[[Any], Any]) -> Effects:
+        """What the run has changed; asked before the model is put back.
+
+        Args:
+            ref: stands for a tensor of the run in a template.
+        """
+        writes: list[Write] = []
+        lost = [place.told for place, then in self._outer if _copied(place) != then]
+        places = [*(p for p, _ in self._outer), *(p for _, p, _ in self._attributes)]
+        lost += [place.told for place in places if id(place.read()) in self._drawn]
+        known = {(id(m), p.name) for m, p, _ in self._attributes}
+        for module, place, then in self._attributes:
+            if _copied(place) == then:
+                continue
+            if id(module) in self._leaves:
+                self._repeated.add(id(place))
+            else:
+                self._write(module, place.name, ref, writes, lost)
+        for module in self.reads.modules:
+            if id(module) in self._leaves:
+                continue
+            for name in sorted(self.reads.written.get(id(module), ())):
+                if (id(module), name) not in known and name in module.__dict__:
+                    self._write(module, name, ref, writes, lost)
+            before = self._buffers[id(module)]
+            for name, buffer in module._buffers.items():
+                if buffer is not before.get(name, GONE):
+                    self._note(module, name, "buffer", buffer, ref, writes, lost)
+        for key, module in self.reads.strangers.items():
+            if key not in self.reads.made and self.reads.written.get(key):
+                lost.append(told(module, "", sorted(self.reads.written[key])[0]))
+        return Effects(tuple(writes), tuple(dict.fromkeys(lost)))
+
+    def snapshot(self, constants: Iterable[torch.Tensor]) -> Snapshot:
+        """What the run depends on; asked when the model is as it was before.
+
+        Args:
+            constants: the tensors, beside parameters and buffers, that it computed with.
+        """
+        known = [(m, p) for m, p, _ in self._attributes if id(p) not in self._repeated]
+        found, missing = read_places(self.model, self.reads, known)
+        copies = {id(p): then for _, p, then in self._attributes}
+        values = [(p, copies[id(p)] if id(p) in copies else _copied(p)) for p in found]
+        used = frozenset(map(id, constants))
+        return Snapshot(self.model, [*values, *((p, GONE) for p in missing), *self._outer], used)
+
+    def _write(self, module: nn.Module, name: str, ref: Any, writes: list[Write], lost: list[str]) -> None:
+        key = (id(module), name)
+        before, after = self.reads.before[id(module)].get(name, GONE), module.__dict__.get(name, GONE)
+        if after is GONE:
+            self._note(module, name, "delete", None, ref, writes, lost)
+            return
+        by_hook = after is before and bool(module._forward_hooks or module._forward_pre_hooks)
+        set_unseen = after is not before and name not in self.reads.written.get(id(module), ())
+        if set_unseen and (module._forward_hooks or module._forward_pre_hooks):
+            return  # a hook did it, and a replay calls that
+        try:
+            if by_hook:
+                raise TypeError
+            how, value = change_of(before, after, self._contents.get(key))
+        except TypeError:
+            lost.append(told(module, self._paths[id(module)], name))
+            return
+        self._note(module, name, how, value, ref, writes, lost)
+
+    def _note(
+        self, module: nn.Module, name: str, how: Any, value: Any, ref: Any, writes: list[Write], lost: list[str]
+    ) -> None:
+        path = self._paths[id(module)]
+        try:
+            writes.append(Write(path, name, told(module, path, name), how, templated(value, ref)))
+        except (TypeError, CaptureError):
+            lost.append(told(module, path, name))
+
+    def _found_generators(self) -> list[Any]:
+        values = [v for m in self.reads.modules for v in m.__dict__.values()] + [p.read() for p, _ in self._outer]
+        kinds = random.Random | np.random.Generator | np.random.RandomState
+        return list({id(v): v for v in values if isinstance(v, kinds)}.values())
+
+
+def _copied(place: Place) -> Any:
+    value = place.read()
+    return GONE if value is GONE else frozen(value)
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.get_state() if isinstance(generator, np.random.RandomState) else generator.bit_generator.state
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(state)
+    else:
+        generator.bit_generator.state = state

@@ -1,0 +1,1 @@
+"""A training step as CUDA graphs, within the budget."""

@@ -1,0 +1,104 @@
+"""Graphs are held against the budget when they are recorded, before the first step is taken.
+
+What the allocator will take for a plan's tensors depends on the order in which they come and go, holes and all, so it
+is not known from the plan; but it is known exactly once the graphs are recorded, because nothing is allocated when they
+run. If they take more than the budget leaves, the plan is made again with as much less and recorded again. If no plan
+is left, the step runs call by call, whose memory is used again more freely, and the smallest budget for graphs is
+named.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Hashable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from outcore.machine.units import format_bytes
+from outcore.memory.saved_tensors.settings import Admitted
+
+if TYPE_CHECKING:
+    from outcore.memory.saved_tensors.managed_forward import Governor
+
+__all__ = ["planned_again"]
+
+_TRIES = 5
+
+
+def planned_again(
+    governor: Governor,
+    key: Hashable,
+    entry: Admitted,
+    tensors: list[torch.Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> bool:
+    """Record the graphs of a step; whether they took more than the budget, so that there is another plan now."""
+    assert entry.graphed is not None
+    if any(t.requires_grad for t in tensors):
+        return False
+    settings = governor.settings
+    try:
+        entry.graphed.capture(tensors)
+    except RuntimeError as error:
+        warnings.warn(f"outcore: this step cannot be a CUDA graph ({error}); it runs call by call", stacklevel=4)
+        entry.graphed = None
+        return False
+    if settings.budget_bytes is None or settings.policy is not None:
+        return False
+    taken = entry.graphed.bytes + _beside(governor, entry, tensors)
+    missed = taken - settings.budget_bytes
+    if not settings.quiet:
+        print(f"outcore: as CUDA graphs the step takes {format_bytes(taken)}", file=sys.stderr)
+    if missed <= 0:
+        return False
+    before = governor.tried.get(key, [])
+    governor.tried[key] = [*before, taken]
+    entry.graphed.free()
+    stuck = taken in before  # the smallest plan again
+    if not stuck and len(before) + 1 < _TRIES and _with_less(governor, key, missed, args, kwargs):
+        return True
+    least = min(governor.tried[key])
+    warnings.warn(
+        f"outcore: as CUDA graphs this step takes {format_bytes(least)}, more than the "
+        f'{format_bytes(settings.budget_bytes)} it may; it runs call by call; give memory="{-(-least // 2**20)}MiB" '
+        "or more for graphs",
+        stacklevel=4,
+    )
+    entry.graphed = None
+    return False
+
+
+def _with_less(governor: Governor, key: Hashable, missed: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Plan with so much less, or with as much less as can be; whether there is another plan."""
+    before = governor.settings
+    assert before.budget_bytes is not None
+    less = replace(before, reserved_bytes=before.reserved_bytes + missed)
+    refused = governor.replanned(key, less, args, kwargs)
+    if refused is None:
+        return True
+    if refused.least_bytes is None:
+        return False
+    # Holes differ from plan to plan, so the smallest may do although it was not planned for.
+    over = int((1 - before.margin) * (refused.least_bytes - before.budget_bytes)) + 2**20
+    if over >= missed:
+        return False
+    least = replace(before, reserved_bytes=less.reserved_bytes - over)
+    return governor.replanned(key, least, args, kwargs) is None
+
+
+def _beside(governor: Governor, entry: Admitted, tensors: list[torch.Tensor]) -> int:
+    """What the step holds beside its graphs: weights, optimizer state and room for its step, the inputs, the loss."""
+    settings, sizes = governor.settings, entry.plan.keeping.costs.parameters
+    optimizer = settings.optimizer.state_bytes(sizes) + settings.optimizer.workspace_bytes(sizes)
+    model = sum(t.nbytes for t in (*governor.model.parameters(), *governor.model.buffers()))
+    return model + optimizer + settings.beside_bytes + sum(t.nbytes for t in tensors) + _unused()
+
+
+def _unused() -> int:
+    """What the allocator has taken for all others and nobody uses."""
+    rest = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == (0, 0)]
+    return sum(s["total_size"] - s["allocated_size"] for s in rest)

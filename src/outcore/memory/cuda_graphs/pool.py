@@ -1,0 +1,143 @@
+"""The memory of a pair of CUDA graphs.
+
+Graphs have memory of their own, which stays reserved as long as they live; so what counts is not the bytes of their
+tensors at the peak but what the allocator once took for them. Three things make that little more than the peak:
+segments that grow instead of segments of fixed size, whose holes fit nothing else; one stream for running ahead and
+for recording, because libraries keep a workspace for every stream they have seen; and giving these workspaces back
+before and after a recording, so that the graphs' own is in their memory, where the next graph can use it again, and
+after every call in it, because one that stands is there throughout, from the first product on, and in the way of larger
+pieces. Whoever needs it next takes it again, which costs nothing when a graph runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from outcore.memory.offload.backends import HostTier
+
+__all__ = ["GraphPool", "give_back", "grow_segments_from_now_on", "growing_segments", "without_workspaces"]
+
+
+class GraphPool:
+    """Records graphs one after the other into one memory."""
+
+    _streams: dict[torch.device, torch.cuda.Stream] = {}  # noqa: RUF012  # one for the process: each brings workspaces
+
+    def __init__(self, device: torch.device, tier: HostTier | None = None, handle: Any = None) -> None:
+        self.device, self.tier = device, tier
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        self.stream = self._streams[device]
+        self.handle = handle
+        """Of the memory, which other graphs may use too."""
+
+    def fresh(self) -> GraphPool:
+        """Another memory, on the same stream."""
+        return GraphPool(self.device, self.tier)
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        """Run something on the stream that will be recorded, after all before and before all after."""
+        current = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            yield
+        current.wait_stream(self.stream)
+
+    @contextlib.contextmanager
+    def recorded(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+        """Record what is run into a graph; copies that it starts are over when it is."""
+        pool = {"pool": self.handle} if self.handle is not None else {}
+        current, generator = torch.cuda.current_stream(self.device), _generator(self.device)
+        before = generator.clone_state()
+        try:
+            with torch.cuda.graph(graph, stream=self.stream, **pool):
+                sides = (self.tier.out, self.tier.back) if self.tier is not None else ()
+                for side in sides:
+                    side.wait_stream(self.stream)
+                yield
+                for side in sides:
+                    self.stream.wait_stream(side)
+        except BaseException:  # torch leaves both as they are in a recording
+            torch.cuda.set_stream(current)
+            generator.graphsafe_set_state(before)
+            raise
+        if self.tier is not None:
+            self.tier.settle()
+        self.handle = graph.pool()
+
+    @property
+    def bytes(self) -> int:
+        """What the graphs have reserved."""
+        return sum(s["total_size"] for s in self.segments())
+
+    def segments(self) -> Sequence[dict[str, Any]]:
+        """The pieces of memory they have."""
+        if self.handle is None:
+            return []
+        return [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == tuple(self.handle)]
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    """What draws random numbers on a device."""
+    return torch.cuda.default_generators[device.index if device.index is not None else torch.cuda.current_device()]
+
+
+@contextlib.contextmanager
+def growing_segments() -> Iterator[None]:
+    """Let the allocator take memory in segments that grow; afterwards as the user has told it."""
+    if _stays or not _expandable_segments(on=True):
+        yield
+        return
+    try:
+        yield
+    finally:
+        _expandable_segments(on=False)
+
+
+_stays = False
+"""Segments grow for good."""
+
+
+def grow_segments_from_now_on() -> None:
+    """Let the allocator take memory in segments that grow, unless the user has told it how to.
+
+    Blocks of many sizes that come and go, as under a plan, leave holes in segments of fixed sizes: up to two thirds
+    more than what is allocated was reserved so.
+    """
+    global _stays
+    if not _stays and _expandable_segments(on=True):
+        _stays = True
+        torch.cuda.empty_cache()  # what is there already lies in segments of the other kind
+
+
+def _expandable_segments(*, on: bool) -> bool:
+    """Tell the allocator; false if the user has told it something about this."""
+    told = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    if "expandable_segments" in told or "backend" in told:
+        return False
+    tell: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    if tell is None:  # as it was called before
+        tell = torch.cuda.memory._set_allocator_settings
+    tell(",".join(filter(None, (told, f"expandable_segments:{on}"))))
+    return True
+
+
+def give_back() -> None:
+    """Return to the device what nobody uses, the workspaces of libraries among it."""
+    gc.collect()
+    without_workspaces()
+    torch.cuda.empty_cache()
+
+
+def without_workspaces() -> None:
+    """Let libraries give their workspaces back to the allocator."""
+    clear: Any = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear is not None:
+        clear()

@@ -1,0 +1,277 @@
+"""Forward and backward of a step as two CUDA graphs.
+
+A small step is bound by the interpreter: the device waits for the next call. A CUDA graph launches all calls at once.
+The pass is captured as it is, policies and all; what autograd would have saved lies in the graphs' own memory, where
+the backward graph finds it. What leaves for the host is copied on streams that fork from the recorded one and join it
+again before either graph ends, so a copy out is over when backward begins. One forward can be under way at a time: a
+second one before the first backward, or one whose inputs need gradients, runs call by call. So all ways of calling a
+model (a smaller last batch) share one memory, and one place for every gradient.
+
+A graph holds addresses. Where a parameter, buffer or constant has become another tensor, or lies elsewhere, both graphs
+are captured anew.
+
+What the allocator leaves unused between tensors is made less by a second recording (`spacing`). Gradients have memory
+of their own (`graph_gradients`) and are handed out as they lie there.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+
+from outcore.allocator.expandable_segments import reserved_by
+from outcore.allocator.padding_search import Spacer, Spacing, best_spacers
+from outcore.graph.record.preserve import ModelState, state_tensors
+from outcore.graph.record.recording import Ref, Step, Tape
+from outcore.graph.structure import leaves, substitute
+from outcore.memory.cuda_graphs.pool import GraphPool, give_back, growing_segments, without_workspaces
+from outcore.memory.cuda_graphs.static_grads import Places, stand_ins
+from outcore.memory.offload.backends import HostTier
+from outcore.memory.replay.compile_policies import Holding
+from outcore.memory.replay.replay_forward import Pass
+
+__all__ = ["Graphed"]
+
+_WARM_UPS = 2
+_WORTH = 0.99
+"""What a second recording must take at most of the first."""
+
+
+class Graphed:
+    """A holding, captured when it is first called."""
+
+    pool: GraphPool
+    places: Places
+
+    def __init__(self, holding: Holding, model: nn.Module, other: Graphed | None = None) -> None:
+        self.holding, self.model, self.other = holding, model, other
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.turn: _Turn = other.turn if other is not None else _Turn()
+        self.graphs: tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph] | None = None
+        self.memory: tuple[int, list[torch.Tensor], list[int]] = (0, [], [])
+        """What the graphs read: how often tensors were exchanged before, the tensors, where they lie."""
+        self.bytes = 0
+        """What the graphs have reserved, once they are captured, with the gradients and copies of the inputs."""
+
+    @staticmethod
+    def can(holding: Holding) -> bool:
+        """Whether a step can be captured: nothing is drawn again or read by Python, no size is in the data."""
+        return not (holding.random or holding.recording.uses_data or holding.sized_by_data)
+
+    @staticmethod
+    def copied_bytes(tensors: Iterable[torch.Tensor]) -> int:
+        """What graphs hold twice: inputs."""
+        return sum(t.nbytes for t in tensors)
+
+    def __call__(self, tensors: list[torch.Tensor]) -> tuple[Any] | None:
+        """What the model returns, in a tuple; none where this call must run call by call."""
+        if any(t.requires_grad for t in tensors) or self.turn.taken():
+            return None
+        if self.graphs is None:
+            self.capture(tensors)
+        elif not self.places.free():
+            return None
+        outputs = _Replay.apply(self, tensors, *self.parameters)  # type: ignore[no-untyped-call]
+        results = iter(outputs if isinstance(outputs, tuple) else (outputs,))
+        return (substitute(self.template, Ref, lambda _: next(results)),)
+
+    def capture(self, tensors: list[torch.Tensor]) -> None:
+        """Run a few times beside, then record both graphs; the model is left as it was."""
+        give_back()  # else what stays could lie in large pieces that nobody else uses
+        before = ModelState(self.model, state_tensors(self.model))
+        other = self.other if self.other is not None and self.other.graphs is not None else None
+        self.inputs = [t.detach().clone() for t in tensors]
+        self.places = other.places if other is not None else Places(self.parameters)
+        self.places.clear()
+        device, size = self.parameters[0].device, self.holding.offloaded_bytes
+        self.tier = HostTier(device, size) if size else None
+        pool = GraphPool(device, self.tier, other.pool.handle if other is not None else None)
+        with growing_segments():
+            with pool.beside():
+                for _ in range(_WARM_UPS):
+                    self.rehearse()
+            before.restore()
+            self.record_spaced(pool, trace=other is None)
+        before.restore()
+        del before
+        give_back()
+        self.memory = self.read_memory()
+        self.bytes = self.pool.bytes + self.places.memory.nbytes + sum(t.nbytes for t in self.inputs)
+
+    def read_memory(self) -> tuple[int, list[torch.Tensor], list[int]]:
+        """The tensors that the graphs read and where they lie."""
+        recording = self.holding.recording
+        tensors = [*self.model.parameters(), *self.model.buffers(), *recording.constants.values()]
+        renewed = recording.reads.renewed if recording.reads is not None else 0
+        return renewed, tensors, [t.data_ptr() for t in tensors]
+
+    def forget_moved(self) -> None:
+        """Give the graphs up if what they read is elsewhere now; a forward under way has its backward first."""
+        if self.graphs is None or self.turn.taken():
+            return
+        renewed, tensors, places = self.memory
+        reads = self.holding.recording.reads
+        if (reads is not None and reads.renewed != renewed) or [t.data_ptr() for t in tensors] != places:
+            self.free()
+            self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+
+    def rehearse(self) -> None:
+        """A step as it will be recorded."""
+        with stand_ins(self.model, self.parameters) as parameters:
+            outputs = self.run()
+            self.wanted = _wanted(outputs)
+            self.gradients = [torch.zeros_like(o) for o, w in zip(outputs, self.wanted, strict=True) if w]
+            self.differentiate(outputs, parameters)
+
+    def record_spaced(self, pool: GraphPool, *, trace: bool) -> None:
+        """Record both graphs, again with spacers if these save memory, and without if they did not after all."""
+        spacers = self.record(pool, Spacing(pool.device), trace=trace)
+        taken = pool.bytes
+        for tried in (spacers, []) if spacers else ():
+            self.graphs = None
+            self.record(pool.fresh(), Spacing(pool.device, tried))
+            if self.pool.bytes <= taken:
+                return
+
+    def record(self, pool: GraphPool, spacing: Spacing, *, trace: bool = False) -> list[Spacer]:
+        """Record both graphs; spacers with which they would take less memory, if it is traced."""
+        give_back()
+        if self.tier is not None:
+            self.tier.empty()
+        self.pool = pool
+        forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        trace = trace and spacing.trace()
+        with stand_ins(self.model, self.parameters) as parameters:
+            with pool.recorded(forward):
+                outputs = self.run(spacing)
+            spacing.turn()
+            self.outputs = [(_unowned(o), o.requires_grad) for o in outputs]
+            give_back()
+            with pool.recorded(backward):
+                self.found = self.differentiate(outputs, parameters, without_workspaces)
+        self.graphs = (forward, backward)
+        if not trace:
+            return []
+        events, steps = spacing.traced(pool.segments())
+        spacers, least = best_spacers(events, steps)
+        return spacers if least < _WORTH * reserved_by(events) else []
+
+    def free(self) -> None:
+        """Give the graphs' memory back."""
+        if self.graphs is not None:
+            self.graphs = None
+            del self.outputs, self.gradients, self.inputs, self.places, self.pool, self.tier
+            give_back()
+
+    def run(self, spacing: Spacing | None = None) -> list[torch.Tensor]:
+        """One pass; its outputs."""
+        torch.clear_autocast_cache()  # what autocast makes of weights must be made in the graph, in every step
+
+        def perform(tape: Tape, step: Step) -> None:
+            if spacing is None:
+                Tape.step(tape, step)
+                return
+            spacing.perform(tape, step)
+            without_workspaces()
+
+        result = Pass(self.holding, self.model, self.inputs, self.tier, perform).forward()
+        torch.clear_autocast_cache()
+        self.template = self.holding.recording.result
+        return [t for _, t in leaves(result, torch.Tensor)]
+
+    def differentiate(
+        self, outputs: list[torch.Tensor], parameters: list[nn.Parameter], then: Callable[[], None] = lambda: None
+    ) -> list[bool]:
+        """Backward of a pass, without its outputs; which parameters have a gradient, which is in its place.
+
+        Args:
+            outputs: are given up.
+            parameters: of the recording.
+            then: is called after every gradient.
+        """
+        edges = [get_gradient_edge(o) for o, wanted in zip(outputs, self.wanted, strict=True) if wanted]
+        outputs.clear()
+        with self.places.filled(parameters, then):
+            found = torch.autograd.grad(edges, parameters, self.gradients, allow_unused=True)
+        return [gradient is not None for gradient in found]
+
+
+class _Passage:
+    """Lives as long as a forward whose backward may come."""
+
+    __slots__ = ("__weakref__",)
+
+
+class _Turn:
+    """Which forward is under way in the memory of the graphs."""
+
+    def __init__(self) -> None:
+        self.passage: weakref.ref[_Passage] | None = None
+
+    def taken(self, by: _Passage | None = None) -> bool:
+        """Whether one is, or this one is."""
+        now = self.passage() if self.passage is not None else None
+        return now is not None and by in (None, now)
+
+
+class _Replay(torch.autograd.Function):
+    """Launches the graphs."""
+
+    @staticmethod
+    def forward(ctx: Any, graphed: Graphed, tensors: list[torch.Tensor], *parameters: torch.Tensor) -> Any:
+        """Copy the inputs in and launch forward."""
+        assert graphed.graphs is not None
+        for place, tensor in zip(graphed.inputs, tensors, strict=True):
+            place.copy_(tensor)
+        graphed.graphs[0].replay()
+        ctx.graphed, ctx.passage = graphed, _Passage()
+        graphed.turn.passage = weakref.ref(ctx.passage)
+        ctx.set_materialize_grads(False)
+        copies = tuple(o.clone() for o, _ in graphed.outputs)
+        ctx.mark_non_differentiable(*(c for c, (_, led) in zip(copies, graphed.outputs, strict=True) if not led))
+        return copies
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """Copy the gradients in and launch backward."""
+        graphed: Graphed = ctx.graphed
+        assert graphed.graphs is not None
+        if not graphed.turn.taken(ctx.passage):
+            raise RuntimeError(
+                "this backward ran already, and its memory is used again: outcore's CUDA graphs cannot keep the graph; "
+                "call within with graphs=False"
+            )
+        if any(g is not None for g, wanted in zip(gradients, graphed.wanted, strict=True) if not wanted):
+            raise RuntimeError(
+                "the model makes a loss itself, so outcore's CUDA graphs go back from that, but another of its outputs "
+                "has a gradient; call within with graphs=False"
+            )
+        given = (g for g, wanted in zip(gradients, graphed.wanted, strict=True) if wanted)
+        for place, gradient in zip(graphed.gradients, given, strict=True):
+            place.zero_() if gradient is None else place.copy_(gradient)
+        graphed.places.clear()
+        graphed.graphs[1].replay()
+        graphed.turn.passage = None
+        # New tensors in the same memory, which nobody else holds: they become the parameters' own without a copy.
+        places = zip(graphed.places.places, graphed.found, strict=True)
+        return (None, None, *(place.detach() if found else None for place, found in places))
+
+
+def _wanted(outputs: list[torch.Tensor]) -> list[bool]:
+    """From which outputs backward starts: from a loss, if the model makes one, else from all that lead back."""
+    losses = [o.requires_grad and o.numel() == 1 for o in outputs]
+    return losses if any(losses) else [o.requires_grad for o in outputs]
+
+
+def _unowned(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor in the same memory that does not keep it: what forward leaves is copied before backward begins."""
+    whole, make = tensor.untyped_storage(), torch._C._construct_storage_from_data_pointer
+    storage = make(whole.data_ptr(), tensor.device, whole.nbytes())
+    alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return alias.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())

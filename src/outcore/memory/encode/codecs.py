@@ -1,0 +1,71 @@
+"""Encodes what backward keeps, and decodes it again (`outcore.ops.encoding` says which codec fits what).
+
+A codec works on the raw elements of a storage in the order in which they lie in memory, so a view or another memory
+format needs no care: what comes back has the old strides on the new elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from outcore.memory.encode.bitmask import pack_bits, unpack_bits
+from outcore.memory.encode.pool_positions import Window, indices_of, positions_of, window_of
+from outcore.memory.encode.sparse_quantize import Survey, grouped, halved, without_zeros
+
+__all__ = ["Coded", "Survey", "Window", "encode", "pack_bits", "unpack_bits", "window_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Coded:
+    """The smaller form, and the way back."""
+
+    payload: tuple[torch.Tensor, ...]
+    decode: Callable[..., torch.Tensor]
+    """From the payload to all elements, as one flat tensor."""
+
+    def decoded(self) -> torch.Tensor:
+        """The elements again."""
+        return self.decode(*self.payload)
+
+
+def encode(
+    codec: str,
+    flat: torch.Tensor,
+    *,
+    indices: torch.Tensor | None = None,
+    window: Window | None = None,
+    survey: Survey | None = None,
+) -> Coded:
+    """The smaller form of a flat tensor of elements.
+
+    Args:
+        codec: one of `outcore.ops.encoding.CODECS`.
+        flat: the elements of a storage.
+        indices: the tensor that fills this storage, for the codec "window".
+        window: of the pool, for the codec "window".
+        survey: of the same elements, for the codec "sparse", if one was made before.
+    """
+    count, dtype = flat.numel(), flat.dtype
+    match codec:
+        case "sign":
+            return Coded((pack_bits(flat),), lambda bits: unpack_bits(bits, count, bits.new_ones((), dtype=torch.int8)))
+        case "bits":
+            level = flat.max() if count and dtype is not torch.bool else flat.new_ones(())
+            return Coded((pack_bits(flat), level), lambda bits, level: unpack_bits(bits, count, level))
+        case "window":
+            assert window is not None and indices is not None
+            return Coded((positions_of(indices, window),), lambda positions: indices_of(positions, window))
+        case "sparse":
+            return Coded(*without_zeros(flat, survey))
+        case "half":
+            return Coded(*halved(flat, torch.float16))
+        case "bf16":
+            return Coded(*halved(flat, torch.bfloat16))
+        case "int8":
+            return Coded(*grouped(flat))
+        case "int4":
+            return Coded(*grouped(flat, bits=4))
+    raise ValueError(f"no codec {codec!r}")

@@ -1,0 +1,247 @@
+"""The slower memory below a device: the host's below a GPU and the disk below that (`spilling`), the disk below a CPU.
+
+A tier takes the raw bytes of a storage, so views and memory formats come back as they were. Copies run beside the
+computing: on a GPU on a stream of their own each way, on a CPU on a thread each way. Both kinds keep what they hold in
+one *arena* of the size the plan asks for, pinned once (registered memory, not torch's own pinned allocator, which
+rounds up to powers of two), so that nothing is allocated while training.
+
+Who frees memory on a GPU must know that the copy out of it is over. The host runs far ahead of the device, so it cannot
+ask; instead the computing stream waits for the copy at a place the plan has chosen, and the memory is dropped there:
+no `record_stream`, the same peak in every step.
+"""
+
+from __future__ import annotations
+
+import _thread
+import sys
+import weakref
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from outcore.errors import OutcoreError
+from outcore.memory.offload.arena import Arena, Slot
+from outcore.memory.offload.copy_threads import Couriers, Errand
+from outcore.memory.offload.disk_spill import SpillTier
+from outcore.memory.offload.host_limit import host_room
+from outcore.memory.offload.scratch_file import Scratch
+
+__all__ = ["DiskTier", "HostTier", "Tier", "Trip", "tier_for"]
+
+
+class Trip(Protocol):
+    """One buffer on its way out and back."""
+
+    def wait_out(self) -> None:
+        """Whatever is computed from here on comes after the copy out."""
+
+    def fetch(self) -> None:
+        """Start to copy it back into new memory."""
+
+    def bytes_back(self) -> torch.Tensor:
+        """Its bytes, when they are here."""
+
+
+class Tier(Protocol):
+    """Where buffers go."""
+
+    device: torch.device
+    """Which they leave."""
+
+    def evict(self, flat: torch.Tensor) -> Trip:
+        """Start to copy bytes out."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
+def tier_for(device: torch.device, capacity_bytes: int) -> Tier:
+    """The tier below a device, with room for so many bytes."""
+    if device.type != "cuda":
+        return DiskTier(capacity_bytes)
+    if capacity_bytes > (room := host_room()):
+        return SpillTier(device, capacity_bytes, room)
+    return HostTier(device, capacity_bytes)
+
+
+# Below a GPU
+
+
+class HostTier:
+    """Pinned host memory."""
+
+    def __init__(self, device: torch.device, capacity_bytes: int) -> None:
+        self.device = device
+        self.out, self.back = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        arena = Arena(capacity_bytes)
+        capacity_bytes = arena.size
+        try:
+            self.memory = torch.empty(capacity_bytes, dtype=torch.uint8)
+        except RuntimeError as error:
+            raise OutcoreError(
+                f"the plan needs {capacity_bytes / 2**30:.2f} GiB of host memory, which is not there; plan with less"
+            ) from error
+        status = torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), capacity_bytes, 0)
+        if int(status) != 0:
+            raise OutcoreError(f"{capacity_bytes / 2**30:.2f} GiB of host memory could not be pinned ({status})")
+        self.arena = arena
+        self.abroad: weakref.WeakSet[HostTrip] = weakref.WeakSet()
+
+    def evict(self, flat: torch.Tensor) -> HostTrip:
+        """Start to copy bytes out, after what the computing stream has done so far."""
+        trip = HostTrip(self, flat)
+        self.abroad.add(trip)
+        return trip
+
+    def settle(self) -> None:
+        """The computing stream comes after every copy so far; a CUDA graph must not wait for one in another graph."""
+        for trip in self.abroad:
+            trip.gone = None
+
+    def empty(self) -> None:
+        """Nothing is here, and what was has been copied: forget when."""
+        torch.cuda.synchronize(self.device)
+        self.arena = Arena(self.arena.size)
+
+    def close(self) -> None:
+        """Unpin the arena, after the copies that are under way."""
+        if self.memory.numel():
+            torch.cuda.synchronize(self.device)
+            torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())
+            self.memory = torch.empty(0, dtype=torch.uint8)
+
+    def __del__(self) -> None:
+        if "arena" in self.__dict__ and not sys.is_finalizing():
+            self.close()
+
+
+class HostTrip:
+    """A buffer in pinned host memory."""
+
+    def __init__(self, tier: HostTier, flat: torch.Tensor) -> None:
+        self.tier, self.size = tier, flat.numel()
+        self.flat: torch.Tensor | None = None
+        self.gone: torch.cuda.Event | None = None
+        self.here: torch.cuda.Event | None = None
+        self.slot: Slot | None = tier.arena.take(self.size)
+        self.host = (
+            tier.memory[self.slot.offset : self.slot.offset + self.size]
+            if self.slot is not None
+            else torch.empty(self.size, dtype=torch.uint8, pin_memory=True)  # more in flight than planned
+        )
+        ready = torch.cuda.current_stream(tier.device).record_event()
+        tier.out.wait_event(ready)
+        if self.slot is not None:
+            for event in tier.arena.marks(self.slot):
+                tier.out.wait_event(event)
+        with torch.cuda.stream(tier.out):
+            self.host.copy_(flat, non_blocking=True)
+        self.gone = tier.out.record_event()
+
+    def wait_out(self) -> None:
+        """Let the computing stream wait for the copy out."""
+        if self.gone is not None:
+            torch.cuda.current_stream(self.tier.device).wait_event(self.gone)
+
+    def fetch(self) -> None:
+        """Start to copy it back, into memory of the computing stream."""
+        if self.flat is not None:
+            return
+        tier = self.tier
+        self.into = torch.cuda.current_stream(tier.device)
+        self.flat = torch.empty(self.size, dtype=torch.uint8, device=tier.device)
+        tier.back.wait_event(self.into.record_event())
+        if self.gone is not None:
+            tier.back.wait_event(self.gone)
+        with torch.cuda.stream(tier.back):
+            self.flat.copy_(self.host, non_blocking=True)
+        self.here = tier.back.record_event()
+
+    def bytes_back(self) -> torch.Tensor:
+        """Let the computing stream wait for the copy back."""
+        self.fetch()
+        assert self.flat is not None and self.here is not None
+        torch.cuda.current_stream(self.tier.device).wait_event(self.here)
+        flat, self.flat = self.flat, None
+        return flat
+
+    def __del__(self) -> None:
+        if getattr(self, "flat", None) is not None and self.here is not None:
+            self.into.wait_event(self.here)  # fetched for nothing: whoever gets the memory next comes after the copy
+        if getattr(self, "slot", None) is not None:
+            assert self.slot is not None
+            self.tier.arena.give(self.slot, self.here if self.here is not None else self.gone)
+
+
+# Below a CPU
+
+
+class DiskTier:
+    """A file."""
+
+    def __init__(self, capacity_bytes: int, directory: str | Path | None = None) -> None:
+        self.device = torch.device("cpu")
+        self.workers = Couriers(2, "outcore-disk")
+        self.scratch = Scratch(capacity_bytes, directory)
+        self.arena = self.scratch.arena
+
+    def evict(self, flat: torch.Tensor) -> DiskTrip:
+        """Start to write bytes."""
+        return DiskTrip(self, flat)
+
+    def close(self) -> None:
+        """Finish what is being copied and give the disk's room back."""
+        self.workers.close()
+        self.scratch.close()
+
+    def __del__(self) -> None:
+        if "scratch" in self.__dict__:
+            self.close()
+
+
+class DiskTrip:
+    """A buffer in the file."""
+
+    def __init__(self, tier: DiskTier, flat: torch.Tensor) -> None:
+        self.tier, self.size = tier, flat.numel()
+        self.writing: Errand[None] | None = None  # all there from the start, since Ctrl-C may come at any line
+        self.reading: Errand[torch.Tensor] | None = None
+        self.slot: Slot | None = tier.scratch.take(self.size)
+        self.writing = tier.workers.submit(tier.scratch.write, flat, self.slot)
+
+    def wait_out(self) -> None:
+        """Wait until the bytes are written."""
+        assert self.writing is not None
+        self.writing.result()
+
+    def fetch(self) -> None:
+        """Start to read it back."""
+        if self.reading is None:
+            self.wait_out()
+            assert self.slot is not None
+            flat = torch.empty(self.size, dtype=torch.uint8)
+            self.reading = self.tier.workers.submit(self.tier.scratch.read, flat, self.slot)
+
+    def bytes_back(self) -> torch.Tensor:
+        """Wait until the bytes are here."""
+        self.fetch()
+        assert self.reading is not None
+        flat, self.reading = self.reading.result(), None
+        return flat
+
+    def __del__(self) -> None:
+        try:
+            self._give_back()
+        except KeyboardInterrupt:  # nobody would hear of it from here; a courier says it again, a little later
+            self._give_back()
+            self.tier.workers.submit(_thread.interrupt_main)
+
+    def _give_back(self) -> None:
+        if getattr(self, "slot", None) is not None:
+            for errand in (self.reading, self.writing):
+                if errand is not None:
+                    errand.wait()
+            slot, self.slot = self.slot, None
+            assert slot is not None
+            self.tier.scratch.give(slot)

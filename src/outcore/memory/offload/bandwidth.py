@@ -1,0 +1,91 @@
+"""How fast the tiers below a device are, measured in a fraction of a second."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from functools import cache
+
+import torch
+
+from outcore.memory.offload.backends import DiskTier, HostTier
+from outcore.memory.offload.host_limit import host_room
+from outcore.memory.offload.scratch_file import Scratch
+from outcore.planner.memory.copy_schedule import Tier
+
+__all__ = ["measured_disk", "measured_tier", "memory_rate", "tier_below"]
+
+_PROBE_BYTES = {"cuda": 256 * 2**20, "cpu": 16 * 2**20}
+
+
+@cache
+def measured_tier(device: torch.device) -> Tier:
+    """The tier below a device with its rates."""
+    size = _PROBE_BYTES[device.type]
+    if device.type == "cuda":
+        below = HostTier(device, size)  # the very kind of memory that buffers will go to
+        host, there = below.memory, torch.empty(size, dtype=torch.uint8, device=device)
+        there.copy_(host)
+        out, back = _seconds(lambda: host.copy_(there)), _seconds(lambda: there.copy_(host))
+        below.close()
+        # Both ways at once share the bus a little, and kernels share the memory with the copies.
+        return Tier(0.85 * size / out, 0.85 * size / back)
+    tier, flat = DiskTier(size), torch.ones(size, dtype=torch.uint8)
+    start = time.perf_counter()
+    trip = tier.evict(flat)
+    trip.wait_out()
+    middle = time.perf_counter()
+    trip.bytes_back()
+    end = time.perf_counter()
+    del trip
+    tier.close()
+    return Tier(size / (middle - start), size / (end - middle), least_bytes=2**16)
+
+
+def tier_below(device: torch.device, most_bytes: int, *, spills: bool) -> Tier:
+    """The tier below a device for a step of which at most so much leaves; whether what has no room may go on."""
+    tier = measured_tier(device)
+    if device.type != "cuda" or most_bytes <= (room := host_room()):
+        return tier
+    return replace(tier, capacity_bytes=room, beyond=measured_disk() if spills else None)
+
+
+@cache
+def measured_disk() -> Tier:
+    """The disk behind a full memory: of a file that is written to it, and read when the system has forgotten it."""
+    size = 4 * _PROBE_BYTES["cpu"]
+    scratch, flat = Scratch(size), torch.ones(size, dtype=torch.uint8)
+    place = scratch.take(size)
+    start = time.perf_counter()
+    scratch.write(flat, place)
+    os.fdatasync(scratch.file)
+    middle = time.perf_counter()
+    os.posix_fadvise(scratch.file, 0, size, os.POSIX_FADV_DONTNEED)
+    scratch.read(flat, place)
+    end = time.perf_counter()
+    scratch.close()
+    return Tier(size / (middle - start), size / (end - middle))
+
+
+@cache
+def memory_rate(device: torch.device) -> float:
+    """Bytes per second that a device reads and writes in its own memory."""
+    a = torch.empty(_PROBE_BYTES[device.type] // 4, device=device)
+    b = torch.empty_like(a)
+    b.copy_(a)
+    return 2 * a.numel() * 4 / _seconds(lambda: b.copy_(a))
+
+
+def _seconds(run: object) -> float:
+    assert callable(run)
+    times = []
+    for _ in range(3):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return min(times)

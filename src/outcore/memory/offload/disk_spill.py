@@ -1,0 +1,213 @@
+"""Host memory that spills to the disk: the tier below a GPU whose host has less room than leaves the device.
+
+Everything leaves for the host's pinned memory first, an arena of a fixed size. What left first, and so is needed last,
+goes on from there to a file while the device computes; how much must is known from the plan. In backward the places of
+what has come back are free, and what is on the disk is read into them, the latest first, before it is asked for. So the
+host's memory is a window over a stack that goes down into the disk.
+
+    leaves      a b c d e f          arena of four:  a b c d | c d e f | c d . . | b . . . |
+    on disk     a b                                  forward           backward
+
+The host waits in two places: for a place in the arena, until something is written; and for bytes that are not read yet.
+Neither can wait for the other, since the threads that read and write never wait for the computing. More in flight than
+was planned spills too, the oldest first. On a CPU device the same runs with ordinary memory in place of pinned one.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterator
+
+import torch
+
+from outcore.memory.offload.arena import Arena, Slot
+from outcore.memory.offload.copy_streams import Mark, lanes_for
+from outcore.memory.offload.copy_threads import Couriers, Errand
+from outcore.memory.offload.host_storage import PinnedHome
+from outcore.memory.offload.scratch_file import Scratch
+
+__all__ = ["SpillTier", "SpillTrip"]
+
+
+class SpillTier:
+    """Host memory of a fixed size, and a file behind it."""
+
+    def __init__(self, device: torch.device, capacity_bytes: int, host_bytes: int) -> None:
+        self.device = device
+        self.lanes = lanes_for(device)
+        self.arena = Arena(host_bytes)
+        self.home = PinnedHome(self.arena.size) if device.type == "cuda" and self.arena.size else None
+        self.memory = self.home.memory if self.home else torch.empty(self.arena.size, dtype=torch.uint8)
+        self.over_bytes = max(0, capacity_bytes - host_bytes)
+        """How much of a step goes on to the disk."""
+        self.scratch = Scratch(self.over_bytes)
+        self.writer, self.reader = Couriers(1, "outcore-spill"), Couriers(1, "outcore-fetch")
+        self.trips: list[weakref.ref[SpillTrip]] = []
+        """Under way, in the order in which they left."""
+        self.spilled_bytes = 0
+        """Of this step."""
+
+    def evict(self, flat: torch.Tensor) -> SpillTrip:
+        """Start to copy bytes out, and on if they are among the first."""
+        self.trips = [ref for ref in self.trips if ref() is not None]
+        if not self.trips:
+            self.spilled_bytes = 0
+        trip = SpillTrip(self, flat, self.make_room(flat.numel()))
+        self.trips.append(weakref.ref(trip))
+        if self.spilled_bytes < self.over_bytes:
+            self.spilled_bytes += trip.size
+            trip.spill()
+        return trip
+
+    def make_room(self, size: int) -> Slot | None:
+        """A place in the arena, once something there is written; none if it is larger than all that can be had."""
+        slot = self.arena.take(size)
+        for trip in self.alive() if slot is None else ():
+            trip.leave_arena()
+            if (slot := self.arena.take(size)) is not None:
+                break
+        return slot
+
+    def read_ahead(self) -> None:
+        """Read what backward will ask for next, as far as there is room."""
+        for trip in reversed(list(self.alive())):
+            if trip.on_disk and not trip.stage():
+                return
+
+    def alive(self) -> Iterator[SpillTrip]:
+        """What is under way, the oldest first."""
+        return (trip for ref in self.trips if (trip := ref()) is not None)
+
+    def close(self) -> None:
+        """Finish what is being copied and give everything back."""
+        self.writer.close()
+        self.reader.close()
+        self.lanes.close()
+        self.scratch.close()
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        if self.home is not None:
+            self.home.close()
+
+    def __del__(self) -> None:
+        if "spilled_bytes" in self.__dict__ and not sys.is_finalizing():
+            self.close()
+
+
+class SpillTrip:
+    """A buffer in the arena, in the file, or in both."""
+
+    def __init__(self, tier: SpillTier, flat: torch.Tensor, slot: Slot | None) -> None:
+        self.tier, self.size, self.slot = tier, flat.numel(), slot
+        self.flat: torch.Tensor | None = None
+        self.here: Mark | None = None
+        self.place: Slot | None = None
+        self.writing: Errand[None] | None = None
+        self.reading: Errand[None] | None = None
+        self.host: torch.Tensor | None = self._memory()
+        marks = tier.arena.marks(slot) if slot is not None else []
+        (self.gone,) = tier.lanes.copy([(self.host, flat, (tier.lanes.now(), *marks))], out=True)
+
+    def _memory(self) -> torch.Tensor:
+        """Of its place in the arena, or of its own where there is none."""
+        if self.slot is None:
+            return torch.empty(self.size, dtype=torch.uint8)
+        return self.tier.memory[self.slot.offset : self.slot.offset + self.size]
+
+    # Down to the disk
+
+    def spill(self) -> None:
+        """Start to write it, when it is on the host."""
+        if self.place is None:
+            assert self.host is not None
+            self.place = self.tier.scratch.take(self.size)
+            self.writing = self.tier.writer.submit(self._write, self.tier.scratch, self.gone, self.host, self.place)
+
+    @staticmethod
+    def _write(scratch: Scratch, gone: Mark, host: torch.Tensor, place: Slot) -> None:
+        gone.finish()
+        scratch.write(host, place)
+
+    def leave_arena(self) -> None:
+        """Give its place in the arena to another; it waits until it is written."""
+        if self.slot is None or self.flat is not None or self.reading is not None:
+            return
+        self.spill()
+        assert self.writing is not None
+        self.writing.result()
+        slot, self.slot, self.host = self.slot, None, None
+        self.tier.arena.give(slot)
+
+    # Back up
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether it is there alone."""
+        return self.host is None
+
+    def stage(self, *, anyhow: bool = False) -> bool:
+        """Start to read it, if there is room for it or it must be."""
+        slot = self.tier.arena.take(self.size)
+        if slot is None and not anyhow:
+            return False
+        assert self.place is not None
+        self.slot = slot
+        self.host = self._memory()
+        marks = self.tier.arena.marks(slot) if slot is not None else []
+        self.reading = self.tier.reader.submit(self._read, self.tier.scratch, marks, self.host, self.place)
+        return True
+
+    @staticmethod
+    def _read(scratch: Scratch, marks: list[Mark], host: torch.Tensor, place: Slot) -> None:
+        for mark in marks:
+            mark.finish()
+        scratch.read(host, place)
+
+    def wait_out(self) -> None:
+        """Let the computing wait for the copy out."""
+        self.gone.wait()
+
+    def fetch(self) -> None:
+        """Take memory on the device for it, and start to copy it there if it is on the host."""
+        if self.flat is None:
+            if self.on_disk:
+                self.stage(anyhow=True)
+            self.tier.read_ahead()
+            self.flat = torch.empty(self.size, dtype=torch.uint8, device=self.tier.device)
+            self.asked = self.tier.lanes.now()
+        if self.here is None and (self.reading is None or self.reading.over):
+            self._copy_back()
+
+    def _copy_back(self) -> None:
+        if self.reading is not None:
+            self.reading.result()
+        assert self.flat is not None and self.host is not None
+        (self.here,) = self.tier.lanes.copy([(self.flat, self.host, (self.asked, self.gone))], out=False)
+
+    def bytes_back(self) -> torch.Tensor:
+        """Its bytes, when they are here."""
+        self.fetch()
+        if self.here is None:
+            self._copy_back()
+        assert self.flat is not None and self.here is not None
+        self.here.wait()
+        flat, self.flat, self.used = self.flat, None, self.here
+        self.here = None
+        return flat
+
+    used: Mark | None = None
+    """The last copy back."""
+
+    def __del__(self) -> None:
+        for errand in (self.__dict__.get("writing"), self.__dict__.get("reading")):
+            if errand is not None:
+                errand.wait()
+        if self.__dict__.get("here") is not None:
+            assert self.here is not None
+            self.here.wait()  # fetched for nothing: whoever gets the memory next comes after the copy
+        if self.__dict__.get("place") is not None:
+            assert self.place is not None
+            self.tier.scratch.give(self.place)
+        if self.__dict__.get("slot") is not None:
+            assert self.slot is not None
+            self.tier.arena.give(self.slot, self.here or self.used or self.__dict__.get("gone"))

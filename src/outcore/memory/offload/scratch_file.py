@@ -1,0 +1,86 @@
+"""A file for bytes that have no room in memory.
+
+It has no name any more as soon as it is there, so it goes when the process does, however that ends. Its room is taken
+on the disk at once: what cannot be held is refused before training, not in the middle of a step.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outcore.errors import OutcoreError
+from outcore.memory.offload.arena import Arena, Slot
+
+__all__ = ["Scratch"]
+
+
+class Scratch:
+    """Gives out parts of a file in the folder ``OUTCORE_SCRATCH``, or where temporary files go."""
+
+    def __init__(self, capacity_bytes: int, directory: str | Path | None = None) -> None:
+        folder = Path(directory or os.environ.get("OUTCORE_SCRATCH") or tempfile.gettempdir())
+        self.file, path = tempfile.mkstemp(prefix="outcore-", dir=folder)
+        Path(path).unlink()
+        try:
+            if capacity_bytes:
+                os.posix_fallocate(self.file, 0, capacity_bytes)
+        except OSError as error:
+            self.close()
+            raise OutcoreError(
+                f"the plan needs {capacity_bytes / 2**20:,.0f} MiB of disk in {folder}: {error.strerror}; "
+                "set OUTCORE_SCRATCH to a folder with more room, or plan with a larger memory budget"
+            ) from None
+        self.arena = Arena(capacity_bytes)
+
+    def take(self, size: int) -> Slot:
+        """A part of it; if there is more in flight than planned, the file grows."""
+        slot = self.arena.take(size)
+        if slot is None:
+            self.arena.grow(size)
+            slot = self.arena.take(size)
+        assert slot is not None
+        return slot
+
+    def give(self, slot: Slot) -> None:
+        """Give a part back."""
+        self.arena.give(slot)
+
+    def write(self, flat: torch.Tensor, slot: Slot) -> None:
+        """Put bytes into a part."""
+        memory: Any = flat.numpy()
+        view, offset = memoryview(memory), slot.offset
+        try:
+            while view:
+                written = os.pwrite(self.file, view, offset)
+                view, offset = view[written:], offset + written
+        except OSError as error:
+            raise OutcoreError(
+                f"{flat.numel() / 2**20:,.0f} MiB could not be written to the scratch file: {error.strerror}; set "
+                "OUTCORE_SCRATCH to a folder with more room"
+            ) from error
+
+    def read(self, flat: torch.Tensor, slot: Slot) -> torch.Tensor:
+        """Fill memory from a part."""
+        memory: Any = flat.numpy()
+        view, offset = memoryview(memory), slot.offset
+        while view:
+            count = os.preadv(self.file, [view], offset)
+            if not count:
+                raise OutcoreError("the scratch file ends too early; is its disk full?")
+            view, offset = view[count:], offset + count
+        return flat
+
+    def close(self) -> None:
+        """Give the disk's room back."""
+        if self.file >= 0:
+            os.close(self.file)
+            self.file = -1
+
+    def __del__(self) -> None:
+        if getattr(self, "file", -1) >= 0:
+            self.close()

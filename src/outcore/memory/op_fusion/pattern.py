@@ -1,0 +1,81 @@
+"""Who reads a value, and which ReLU is all that happens to it.
+
+Norms, biases and sums can be one operation with the ReLU that follows, if nobody else sees what is between the two: no
+other call reads it, it is not an output of the model, and no hook of the user's looks at it.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from outcore.graph import Graph
+from outcore.graph.record.recording import Step
+from outcore.memory.saved_tensors.recompute_batch_norm import RELUS
+
+__all__ = ["Followers", "hooked"]
+
+
+class Followers:
+    """Looks them up in one network."""
+
+    def __init__(self, graph: Graph, model: nn.Module) -> None:
+        assert graph.executable is not None
+        self.graph, self.model = graph, model
+        self.steps: dict[str, Step] = {s.name: s for s in graph.executable[1].steps if s.kind != "guard"}
+        """Call -> how it runs."""
+        self._readers: dict[str, list[str]] = {}
+        for name, call in graph.calls.items():
+            for value in call.inputs:
+                self._readers.setdefault(value, []).append(name)
+
+    def relu(self, call: str) -> str | None:
+        """The ReLU that is all that happens to the output of a call."""
+        outputs = self.graph.calls[call].outputs
+        if len(outputs) != 1 or outputs[0] in self.graph.outputs:
+            return None
+        after = self._readers.get(outputs[0], [])
+        return after[0] if len(after) == 1 and self._rectifies(after[0]) else None
+
+    def readers(self, value: str) -> list[str]:
+        """The calls that read a value by its name."""
+        return self._readers.get(value, [])
+
+    def first(self, value: str) -> str:
+        """The value that is first in the memory of a value."""
+        return self.graph.values[value].alias_of or value
+
+    def behind_views(self, value: str) -> list[str]:
+        """The calls that read a value that is first in its memory, at once or through views; none if the user sees it.
+
+        A view that somebody looks at, or that is of another type, counts as a reader.
+        """
+        found, waiting = [], [value]
+        while waiting:
+            seen = waiting.pop()
+            if seen in self.graph.outputs:
+                return []
+            for name in self._readers.get(seen, ()):
+                call = self.graph.calls[name]
+                views = [v for v in call.outputs if self.first(v) == value and v not in call.mutates]
+                alike = all(self.graph.values[v].dtype == self.graph.values[value].dtype for v in views)
+                if views and views == list(call.outputs) and alike and not call.mutates and not self.hooked(name):
+                    waiting += views
+                elif name not in found:
+                    found.append(name)
+        return found
+
+    def hooked(self, call: str) -> bool:
+        """Whether something of the user's is called with a call."""
+        step = self.steps[call]
+        return step.kind == "module" and hooked(self.model.get_submodule(step.target))
+
+    def _rectifies(self, call: str) -> bool:
+        if self.graph.blocks[self.graph.calls[call].block].type not in RELUS:
+            return False
+        return not self.hooked(call)
+
+
+def hooked(module: nn.Module) -> bool:
+    """Whether something of the user's is called with a module."""
+    kinds = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return any(kinds)

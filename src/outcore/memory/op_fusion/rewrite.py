@@ -1,0 +1,102 @@
+"""A network with some of its calls replaced, as planning and replaying see it.
+
+Where a fused operation only takes less time, its step is replaced when it runs and nothing else changes. Where it also
+writes another type, keeps other things or makes a call needless, memory changes, and plans have to know: then graph,
+recording and costs are rewritten before anything is planned. The user's own recording is left as it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+
+from outcore.cost.costs import CallCost, Costs, Saved
+from outcore.graph import Call, Graph
+from outcore.graph.parts import Value
+from outcore.graph.record.recording import Step
+
+__all__ = ["Rewriting", "copy_of", "written_later"]
+
+
+@dataclass
+class Rewriting:
+    """What becomes of a graph and its costs."""
+
+    graph: Graph
+    costs: Costs
+    values: dict[str, Value] = field(default_factory=dict)
+    calls: dict[str, Call] = field(default_factory=dict)
+    steps: dict[str, Step] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.values = self.values or dict(self.graph.values)
+        self.calls = self.calls or dict(self.graph.calls)
+        self.rows: dict[str, CallCost] = dict(self.costs.calls)
+
+    def sharing(self, value: str) -> list[str]:
+        """The values in the memory that begins with one."""
+        return [name for name, other in self.values.items() if (other.alias_of or name) == value]
+
+    def renamed(self, old: str, new: str) -> None:
+        """Memory that began with one value begins with another, which all that was kept of it is now called by."""
+        for name in self.sharing(old):
+            self.values[name] = replace(self.values[name], alias_of=None if name == new else new)
+        for name, row in self.rows.items():
+            if any(saved.of == old for saved in row.saved):
+                kept = tuple(replace(s, of=new) if s.of == old else s for s in row.saved)
+                self.rows[name] = replace(row, saved=kept)
+
+    def result(self) -> tuple[Graph, Costs]:
+        """The graph with its recording, and the costs."""
+        if not self.steps:
+            return self.graph, replace(self.costs, calls=self.rows)
+        assert self.graph.executable is not None
+        module, recording = self.graph.executable
+        steps = [replace(self.steps.get(s.name, s)) for s in recording.steps]
+        known = {f.name: getattr(self.graph, f.name) for f in fields(self.graph)} | {
+            "values": self.values,
+            "calls": self.calls,
+            "executable": (module, replace(recording, steps=steps, dropped=False)),
+        }
+        return _Rewritten(**known, of=self.graph.fingerprint), replace(self.costs, calls=self.rows)
+
+
+@dataclass(frozen=True)
+class _Rewritten(Graph):
+    """A network that is still the user's: its plans and costs are known by the name of what was recorded."""
+
+    of: str = ""
+
+    @property
+    def fingerprint(self) -> str:
+        """Of what was recorded."""
+        return self.of
+
+
+_CASTING = {"Linear", *(f"Conv{n}d" for n in (1, 2, 3))}
+_CAST = re.compile(r"(?:float16|bfloat16) [\dx]+ of _to_copy of (.+)")
+
+
+def copy_of(value: str, cost: CallCost, graph: Graph) -> Saved | None:
+    """The copy in half precision that a layer makes of what is in the memory of a value, and keeps; if it does."""
+    if cost.type not in _CASTING or graph.values[value].dtype != "float32":
+        return None
+    for saved in cost.saved:
+        match = _CAST.fullmatch(saved.what)
+        of = match[1] if saved.kind == "derived" and match is not None else ""
+        if of in graph.values and _first(graph.values, of) == _first(graph.values, value):  # else it is a parameter's
+            return saved
+    return None
+
+
+def written_later(graph: Graph, value: str, call: str) -> bool:
+    """Whether the memory of a value is written into after a call has read it."""
+    first = _first(graph.values, value)
+    order = list(graph.calls)
+    later = order[order.index(call) + 1 :]
+    return any(_first(graph.values, v) == first for name in later for v in graph.calls[name].mutates)
+
+
+def _first(values: Mapping[str, Value], name: str) -> str:
+    return values[name].alias_of or name

@@ -1,0 +1,151 @@
+"""Lots: parameters that come, are updated and leave together, in the order in which the model uses them."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from outcore.memory.offload.copy_streams import Lanes
+from outcore.memory.offload.host_storage import Home, home_for
+from outcore.memory.param_offload.device_window import FixedStage, LooseStage
+from outcore.memory.param_offload.flat_buffer import Parcel, lay_out, movable
+from outcore.memory.replay.replay_buffer import Geometry, Handle
+from outcore.planner.memory.buckets import Cargo, Item, limits
+from outcore.planner.memory.state_policy import StatePolicy
+
+if TYPE_CHECKING:
+    from outcore.memory.param_offload.residency import Traffic
+
+__all__ = ["Borrowed", "Lot", "Use", "cargo_of", "make_lots", "uses_of"]
+
+Use = tuple[str, nn.Module, Sequence[nn.Parameter]]
+"""A call, the module in whose forward it happens, and the parameters it reads."""
+
+
+class Lot:
+    """Some parameters."""
+
+    def __init__(self, number: int, parameters: Sequence[nn.Parameter], weights: Parcel | None) -> None:
+        self.number, self.parameters, self.weights = number, tuple(parameters), weights
+        self.trained = tuple(p for p in parameters if p.requires_grad)
+        self.arrived: set[int] = set()
+        """Parameters (ids) whose gradients backward has brought."""
+        self.updated = False
+        """In this step, before ``optimizer.step()``."""
+
+
+class Borrowed(Handle):
+    """A saved tensor that lies in the memory of a lot: when backward asks, the lot is brought here."""
+
+    __slots__ = ("keeper", "lot", "member")
+
+    def __init__(self, tensor: torch.Tensor, lot: Lot, keeper: Traffic) -> None:
+        assert lot.weights is not None
+        self.tensor, self.cell, self.device, self.position = None, None, None, 0
+        self.geometry, self.lot, self.keeper = Geometry.of(tensor), lot, keeper
+        at = self.geometry.offset * tensor.element_size()
+        members = lot.weights.members
+        self.member = members[bisect_right([m.offset for m in members], at) - 1].tensor
+        self.version = self.member._version
+
+    def unpack(self) -> torch.Tensor:
+        """The saved tensor, where the lot is now."""
+        assert self.geometry is not None and self.lot.weights is not None
+        if self.member._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"parameter of {list(self.member.shape)} is at version {self.member._version}; expected version "
+                f"{self.version}"
+            )
+        self.keeper.need(self.lot, backward=True)
+        place = self.lot.weights.place
+        assert place is not None
+        dtype, size, stride, offset = self.geometry
+        empty = torch.empty(0, dtype=dtype, device=place.memory.device)
+        return empty.set_(place.memory.untyped_storage(), offset, size, stride)
+
+
+def make_lots(
+    parameters: Iterable[nn.Parameter], policy: StatePolicy, device: torch.device, lanes: Lanes
+) -> tuple[list[Lot], Home | None]:
+    """Pack parameters into lots, those that are trained and those that are not apart; and their home."""
+    ordered = list({id(p): p for p in parameters}.values())
+    place = {id(p): i for i, p in enumerate(ordered)}
+    most, first = limits(policy, sum(p.numel() * p.element_size() for p in ordered))
+    laid = [
+        row
+        for trained in (True, False)
+        for row in lay_out([p for p in ordered if p.requires_grad is trained], most, first)
+    ]
+    laid.sort(key=lambda row: min(place[id(m.tensor)] for m in row[0]))
+    if policy.parameters == "keep" or not laid:
+        return [Lot(i, _parameters(m.tensor for m in members), None) for i, (members, _) in enumerate(laid)], None
+    total = sum(size for _, size in laid)
+    home = home_for(device, total)
+    fixed, loose = FixedStage(device, total, lanes), LooseStage(device, lanes)
+    lots, at = [], 0
+    for i, (members, size) in enumerate(laid):
+        stage = fixed.part(at) if policy.stage_bytes is None else loose
+        parcel = Parcel(f"parameters {i}", members, home.memory[at : at + size], stage, lanes)
+        parcel.adopt()
+        lots.append(Lot(i, _parameters(m.tensor for m in members), parcel))
+        at += size
+    return lots, home
+
+
+def uses_of(model: nn.Module, calls: Iterable[tuple[str, str, Sequence[str]]]) -> list[Use]:
+    """The calls that read parameters which can be moved.
+
+    Args:
+        model: the model.
+        calls: name, block and names of parameters of each call, in order.
+    """
+    named: Mapping[str, nn.Parameter] = dict(model.named_parameters(remove_duplicate=False))
+    fixed = {id(p) for m in model.modules() if isinstance(m, nn.RNNBase) for p in m.parameters()}
+    # cuDNN wants the weights of a recurrent layer in one piece that it has laid out itself.
+    calls = list(calls)
+    taken = [names for call, _, names in calls if call.rpartition(".")[2].startswith("data()")]
+    # A forward that takes p.data may write to it, and torch would not count that.
+    fixed |= {id(named[n]) for names in taken for n in names if n in named}
+    found: list[Use] = []
+    for call, block, names in calls:
+        read = [named[n] for n in names if n in named and id(named[n]) not in fixed and movable(named[n])]
+        if read:
+            found.append((call, _module(model, block), read))
+    return found
+
+
+def cargo_of(model: nn.Module, uses: Sequence[Use]) -> Cargo:
+    """The same for whoever plans: names and sizes."""
+    names: dict[int, str] = {}
+    others: dict[str, str] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if names.setdefault(id(p), name) != name:
+            others[name] = names[id(p)]
+    calls: dict[str, tuple[str, ...]] = {}
+    for call, _, parameters in uses:
+        calls[call] = (*calls.get(call, ()), *(names[id(p)] for p in parameters))
+    read = {id(p): p for _, _, parameters in uses for p in parameters}
+    items = (Item(names[i], p.numel() * p.element_size(), p.requires_grad) for i, p in read.items())
+    return Cargo(tuple(items), calls, others)
+
+
+def _module(model: nn.Module, block: str) -> nn.Module:
+    """The module of a block, or the one in whose forward a function is called."""
+    while True:
+        try:
+            return model.get_submodule(block)
+        except AttributeError:
+            block = block.rpartition(".")[0]
+
+
+def _parameters(tensors: Iterable[torch.Tensor]) -> list[nn.Parameter]:
+    found = []
+    for tensor in tensors:
+        assert isinstance(tensor, nn.Parameter)
+        found.append(tensor)
+    return found

@@ -1,0 +1,311 @@
+"""Parameters, gradients and optimizer state that live below the device and come when they are needed.
+
+The loop stays as it is: ``loss.backward(); optimizer.step()``. Hooks notice which parameters are about to be used; the
+optimizer's ``step`` is taken over and goes through the parameters lot by lot:
+
+    forward        backward                    step
+    need 0, 1, 2   (gradients arrive 2, 1, 0)  for each lot: bring state, update, send home        update="step"
+    need 0, 1, 2   2: update, send; 1: ...     nothing left to do                                  update="backward"
+
+Invariant: whenever user code runs, a parameter is either a view of the stage that the computing stream may read, or a
+view of a home whose copy is complete. So whatever reads or writes parameters between calls (saving, loading, clipping,
+averaging) is right without knowing of any of this.
+
+``update="backward"`` is for speed: what was updated leaves and returns while other things still run, even when user
+code runs (`outcore.memory.param_offload.in_flight_params`). It asks that nothing be done to gradients between
+``backward()`` and ``step()``; `outcore.memory.param_offload.backward_update_guard` looks at the first steps. From then
+on hooks are few, one before the first use of each lot and one on the last gradient of each, because a small network
+takes the host longer than the device.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from outcore.errors import OutcoreError
+from outcore.memory.param_offload.backward_update_guard import Watch
+from outcore.memory.param_offload.bucketed_step import Stepper, Visits, stepping_for
+from outcore.memory.param_offload.buckets import Lot, Use
+from outcore.memory.param_offload.grad_offload import GradientHomes
+from outcore.memory.param_offload.hooks import hook_gradients, hook_modules, thin_out
+from outcore.memory.param_offload.in_flight_params import Latecomers
+from outcore.memory.param_offload.residency import Traffic
+from outcore.memory.param_offload.writeback import Trips
+from outcore.planner.memory.state_policy import StatePolicy
+
+__all__ = ["StateKeeper"]
+
+
+def _nothing() -> None:
+    pass
+
+
+class StateKeeper(Traffic):
+    """Keeps the state of one model and its optimizer below the device.
+
+    Args:
+        optimizer: that updates the parameters.
+        uses: the calls of the model that read parameters, in order (`outcore.memory.param_offload.buckets.uses_of`).
+        policy: what lives where.
+        device: where the model computes.
+        visits: the optimizer's state of the same lots, which is at home already.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        uses: Sequence[Use],
+        policy: StatePolicy,
+        device: torch.device,
+        visits: Visits | None = None,
+    ) -> None:
+        super().__init__(uses, policy, device)
+        self.optimizer, self.stepper = optimizer, Stepper(optimizer, optimizer.step)
+        self.uses, self.late = tuple(uses), Latecomers()
+        self.open = False
+        """A pass is under way whose backward may need the parameters as they are."""
+        self.watch = Watch() if policy.update == "backward" else None
+        self.trips = Trips(self.lots, self.lanes)
+        """Where parameters are updated in backward and have room to stay."""
+        self.settings: list[dict[str, Any]] | None = None
+        """Of the optimizer when it updated in backward."""
+        self.inside = False
+        self.called_back = False
+        self.visits = visits
+        if visits is None and policy.optimizer == "offload":
+            self.visits = Visits(self.stepper, device, self.lanes)
+        self.gradients: GradientHomes | None = None
+        self.handles: list[Any] = []
+        self.needs: list[Any] = []
+        """Hooks before modules."""
+        self.thin = False
+        """Only before those that use a lot first."""
+        self.hooks: dict[int, Any] = {}
+        """Parameter (id) -> the hook on its gradient."""
+        self._own_step = optimizer.__dict__.get("step")
+        try:
+            if policy.gradients == "offload":
+                self.gradients = GradientHomes(self.lots, device, self.lanes)
+            self._take_over()
+        except BaseException:
+            self.close()
+            raise
+
+    def _take_over(self) -> None:
+        """From now on state comes and goes by the policy."""
+        optimizer = self.optimizer
+        if self.policy.parameters == "offload":
+            self.needs = hook_modules(self, self.uses)
+        if self.watch is not None or self.windowed:
+            self.hooks, before = hook_gradients(self, both=self.gradients is not None)
+            self.handles += before
+        optimizer.step = stepping_for(self)  # type: ignore[method-assign]
+        if self.visits is not None:
+            settle = weakref.WeakMethod(self.settle)
+            self.handles.append(optimizer.register_state_dict_pre_hook(lambda _: (settle() or _nothing)()))
+            for lot in self.lots:  # what there is already goes home
+                if lot.number not in self.visits.parcels:
+                    self.visits.leave(lot.number, lot.trained)
+
+    @property
+    def fast(self) -> bool:
+        """Whether parameters are updated in backward."""
+        return self.watch is not None and self.watch.verdict is True
+
+    # Forward
+
+    def around(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a forward pass; parameters come as they are needed."""
+        if self.inside:
+            return forward(*args, **kwargs)
+        self.enter()
+        self.inside = True
+        try:
+            result = forward(*args, **kwargs)
+        except BaseException:
+            if not self.open:
+                self.go_home()
+            self.settle()
+            raise
+        finally:
+            self.inside = False
+        self.open = self.open or torch.is_grad_enabled()
+        if not self.open:
+            self.go_home()
+        self.settle()
+        return result
+
+    def enter(self) -> None:
+        """A forward pass begins: what has left comes back, in the order in which it is needed."""
+        self.late.dismiss()
+        if self.watch is not None and self.watch.verdict is None:
+            self.watch.before_forward(self.lots)
+        if not self.open:  # whatever a backward that failed has left
+            self.called_back = False
+            for lot in self.lots:
+                lot.arrived.clear()
+        self.begin()
+        if self.thin and not all(parcel.here for parcel in self.parcels):  # hooks are too few to bring them one by one
+            self.need(*self.lots)
+
+    def need(self, *lots: Lot, backward: bool = False) -> None:
+        """The parameters of some lots are about to be used; what forward needs no more may leave."""
+        super().need(*lots, backward=backward)
+        if self.thin and self.inside and self.trips.last in lots and not (backward or self.asleep):
+            if torch.is_grad_enabled():
+                self.late.expect(self.trips.leave(), gradients=True)
+
+    def settle(self) -> None:
+        """User code runs: everything is complete."""
+        self.pause(but=self.late.parcels)
+        for others in (self.visits, self.gradients):
+            if others is not None:
+                others.settle()
+
+    # Backward
+
+    def arriving(self, lot: Lot) -> None:
+        """A gradient of a lot is about to be added to what is there."""
+        if self.gradients is not None and self.gradients.away(lot):
+            self.need(lot, backward=True)
+            self.gradients.come(lot)
+
+    def arrived(self, p: torch.Tensor) -> None:
+        """Backward has brought the gradient of a parameter, and comes to the lot before it next."""
+        lot = self.of[id(p)]
+        self.late.admit(lot.weights)
+        self._count(lot, p)
+        self.late.admit(self.trips.before.get(lot))
+
+    def _count(self, lot: Lot, p: torch.Tensor) -> None:
+        """Do what is to be done when the gradients of a lot are complete, if they are."""
+        if lot.updated:
+            raise OutcoreError(
+                'a second backward before optimizer.step(): with update="backward" the first was already applied; '
+                'use update="step" to add up gradients over several passes'
+            )
+        if self.fast:
+            if any(q.grad is None for q in lot.trained):
+                return  # the last one of the first steps is not the last one any more: the step does what is left
+        else:
+            if self.watch is not None:
+                self.watch.gradient(lot, p)
+            lot.arrived.add(id(p))
+            if len(lot.arrived) < len(lot.trained):
+                return
+            lot.arrived.clear()
+        if self.fast:
+            if self.settings is None:
+                self.settings = self.stepper.settings()
+            self.update(lot, then=self.lots[lot.number - 1] if lot.number else None)
+            for q in lot.trained:
+                q.grad = None
+            lot.updated = True
+        elif self.windowed:
+            self._leave_gradients(lot)
+
+    def _leave_gradients(self, lot: Lot) -> None:
+        """A lot is not needed any more in this pass, and its gradients may go home."""
+        assert lot.weights is not None
+        home = self.gradients.leave(lot) if self.gradients is not None else None
+        self.release(lot.weights)
+        if home is not None:
+            assert self.gradients is not None
+            self.gradients.stay(lot, home)
+        if not self.called_back:
+            self.called_back = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_is_over)
+
+    def _backward_is_over(self) -> None:
+        self.called_back = False
+        self.settle()
+
+    def update(self, lot: Lot, then: Lot | None) -> None:
+        """Update a lot and send it home; the state of the next one may start to come."""
+        self.need(lot, backward=True)
+        home = None
+        if self.gradients is not None and self.gradients.away(lot):
+            home = self.gradients.homes[lot.number].memory
+            self.gradients.come(lot)
+        if self.visits is not None:
+            self.visits.arrive(lot.number, lot.trained)
+            if then is not None:
+                self.visits.book(then.number)
+        self.stepper.run(lot.trained)
+        if self.visits is not None:
+            self.visits.leave(lot.number, lot.trained)
+        if lot.weights is not None and self.fast and not self.windowed:
+            self.trips.updated(lot)
+        elif lot.weights is not None:
+            lot.weights.send()
+            if self.windowed:
+                self.depart(lot.weights)
+        if home is not None:
+            assert self.gradients is not None
+            self.gradients.stay(lot, home)
+
+    # The optimizer's step
+
+    def step(self) -> None:
+        """Do what is left of the optimizer's step."""
+        fast = self.fast
+        self.late.receive()  # whatever backward has not come to
+        if fast:
+            self.stepper.refuse_changes(self.settings)
+        elif self.watch is not None and self.watch.verdict is None:
+            self.watch.before_step(self.lots)
+        waiting = [lot for lot in self.lots if not lot.updated and any(p.grad is not None for p in lot.trained)]
+        if self.windowed:
+            waiting.reverse()  # the first ones are then here when forward begins
+        for i, lot in enumerate(waiting):
+            self.update(lot, then=waiting[i + 1] if i + 1 < len(waiting) else None)
+            for p in lot.trained if fast else ():
+                p.grad = None
+        self.trips.complete()
+        self.stepper.rest(self.of.keys())
+        for lot in self.lots:
+            lot.updated = False
+            lot.arrived.clear()
+        self.open, self.settings = False, None
+        if not fast or self.windowed:
+            self.go_home()
+            self.settle()
+        else:
+            coming = [parcel for parcel in self.parcels if parcel.arriving]  # whether it is back takes longer to ask
+            self.pause(but=coming)
+            self.late.expect(coming)  # what is still coming must not meet what user code writes
+        if self.watch is not None and not fast:
+            self.watch.after_step(self.lots)
+            if self.fast:
+                thin_out(self, self.watch.last.values())
+
+    # The end
+
+    def close(self) -> None:
+        """Everything is on the device again, in ordinary tensors; hooks are gone."""
+        self.late.receive()
+        self.go_home()
+        for handle in (*self.handles, *self.needs, *self.hooks.values()):
+            handle.remove()
+        for parcel in self.parcels:
+            for member in parcel.members:
+                grad, member.tensor.grad = member.tensor.grad, None
+                member.tensor.data = member.tensor.data.to(self.device, copy=True)
+                if grad is not None:
+                    member.tensor.grad = grad.to(self.device, copy=self.gradients is not None)
+        for others in (self.visits, self.gradients):
+            if others is not None:
+                others.close()
+        if self._own_step is None:
+            self.optimizer.__dict__.pop("step", None)
+        else:
+            self.optimizer.step = self._own_step  # type: ignore[method-assign]
+        self.lanes.close()
+        if self.home is not None:
+            self.home.close()
+        self.lots, self.uses, self.handles, self.calls, self.of = [], (), [], {}, {}
+        self.trips = Trips((), self.lanes)

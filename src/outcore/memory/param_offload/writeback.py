@@ -1,0 +1,147 @@
+"""Trips: parameters that have room on the device leave it and come back once in every step, beside the computing.
+
+A lot that was updated goes home and comes straight back to where it was, piece by piece, so that both directions of the
+link work at the same time. The link carries what was booked first, so the order of booking is all there is to decide.
+What backward updates first is needed last: it would keep the link busy while what is needed sooner waits behind it. So
+a large lot leaves in two parts. The first keeps the link busy until lot 1 was updated; the second follows lot 1.
+
+What is updated last is needed first, at once: there is no time for a trip in between. So lot 0 stays for the next
+forward and leaves when that has come to the last lot, where all others are back and the link would stand still until
+backward has updated something. It is back when backward needs it. There is time for a little of lot 1 as well.
+
+    compute | use 0, 1       | use 2 | update 2 | update 1 |   ...   | update 0 | use 0  ...   | use 1 | use 2 |
+    out           2b     |   | 1a 0 |         |   2a   |  1b                       |  2b   |           | 1a 0
+    in            2b       | | 1a 0 |           |   2a   |  1b                       |  2b   |         | 1a 0
+
+Whatever is computed with is here then: nothing reads or writes a part between its leaving and its return. Should a
+network need one sooner than all others before it, it would still find the right bytes, because what comes back is what
+was sent; and whoever writes waits (`outcore.memory.param_offload.in_flight_params`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from outcore.memory.offload.copy_streams import Ends, Lanes, Turn
+from outcore.memory.param_offload.buckets import Lot
+from outcore.memory.param_offload.flat_buffer import Parcel, cut
+from outcore.planner.memory.buckets import ALIGN
+
+__all__ = ["Trips"]
+
+_PIECE_BYTES, _MOST_PIECES = 16 * 2**20, 48
+"""The way back is behind by a piece, but each costs the link 8 us, and the host some."""
+_HALVED_BYTES = 48 * 2**20
+_AT_ONCE = 0.55
+"""What a larger lot books at once."""
+_BESIDE_BYTES = 12 * 2**20
+"""What leaves of lot 1 beside lot 0: both take about as long as the link would stand still."""
+_BESIDE_PIECE_BYTES = 6 * 2**20
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Part:
+    """Bytes of a parcel that leave together."""
+
+    parcel: Parcel
+    start: int
+    end: int
+
+    @property
+    def owed(self) -> bool:
+        """Whether it was updated and has not left yet."""
+        return self.start in self.parcel.owed
+
+    def split(self, size: int, *, least: int) -> tuple[Part, ...]:
+        """The first bytes and the others, if it is larger than that; else itself."""
+        if self.end - self.start <= least:
+            return (self,)
+        border = self.start + size // ALIGN * ALIGN
+        return Part(self.parcel, self.start, border), Part(self.parcel, border, self.end)
+
+
+class Trip:
+    """Parts that leave one after the other and come straight back."""
+
+    def __init__(self, parts: Sequence[Part], lanes: Lanes, piece_bytes: int) -> None:
+        self.parts, self.lanes, self.piece_bytes = tuple(parts), lanes, piece_bytes
+        self.turn: Turn | None = None
+
+    def book(self) -> None:
+        """After what was computed so far."""
+        if self.turn is None:
+            self.turn = self.lanes.turn([self._ends(part) for part in self.parts])
+        for part, mark in zip(self.parts, self.turn.book(), strict=True):
+            part.parcel.arriving.append(mark)
+            part.parcel.owed.discard(part.start)
+
+    def _ends(self, part: Part) -> list[Ends]:
+        parcel = part.parcel
+        assert parcel.place is not None and parcel.place.lasting
+        here, home = parcel.place.memory, parcel.home
+        pieces = cut(part.start, part.end, self.piece_bytes, _MOST_PIECES)
+        return [(here[a:b], home[a:b]) for a, b in pieces]
+
+
+class Trips:
+    """The trips of a model's lots.
+
+    Args:
+        lots: in the order in which forward needs them; those that are not trained stay where they are.
+        lanes: what copies.
+    """
+
+    def __init__(self, lots: Iterable[Lot], lanes: Lanes) -> None:
+        self.lanes = lanes
+        rows = [(lot, Part(lot.weights, 0, lot.weights.bytes)) for lot in lots if lot.trained and lot.weights]
+        self.before = {lot: rows[i - 1][1].parcel for i, (lot, _) in enumerate(rows) if i}
+        """Lot -> the parcel that backward comes to next."""
+        self.last = rows[-1][0] if len(rows) > 1 else None
+        """The one that forward needs last, if there are several."""
+        parts: dict[Lot, tuple[Part, ...]] = {lot: (whole,) for lot, whole in rows}
+        for i, (lot, whole) in enumerate(rows):
+            if i > 1:
+                parts[lot] = whole.split(int(_AT_ONCE * whole.end), least=_HALVED_BYTES)
+            elif i == 1 and len(rows) > 2:
+                parts[lot] = whole.split(_BESIDE_BYTES, least=2 * _BESIDE_BYTES)
+        self.parts = parts
+        self.updates = {lot: Trip(parts[lot][:1], lanes, _PIECE_BYTES) for lot, _ in rows}
+        """What leaves when a lot was updated."""
+        self.stays: Trip | None = None
+        """What stays until forward has come to the last lot, in the order in which backward needs it."""
+        if len(rows) > 1:
+            (first, _), (second, _) = rows[:2]
+            later = [part for lot, _ in rows[2:] for part in parts[lot][1:]]
+            del self.updates[first]
+            self.updates[second] = Trip([parts[second][-1], *later], lanes, _PIECE_BYTES)
+            self.stays = Trip([*parts[second][:-1], *parts[first]], lanes, _BESIDE_PIECE_BYTES)
+        self.alone: dict[Part, Trip] = {}
+
+    def updated(self, lot: Lot) -> None:
+        """A lot was updated, where it is."""
+        assert lot.weights is not None
+        lot.weights.owe(part.start for part in self.parts[lot])
+        if (trip := self.updates.get(lot)) is not None:
+            self._book(trip)
+
+    def leave(self) -> list[Parcel]:
+        """Forward has come to the last lot; returns the parcels of which something leaves now, until backward."""
+        return self._book(self.stays) if self.stays is not None else []
+
+    def complete(self) -> None:
+        """A step is over: what has not left and was not to stay leaves now, where lots were not updated in order."""
+        for trip in self.updates.values():
+            self._book(trip)
+
+    def _book(self, trip: Trip) -> list[Parcel]:
+        """What is owed leaves and nothing else, which may have left for good and been written at home since."""
+        owed = [part for part in trip.parts if part.owed]
+        if len(owed) == len(trip.parts):
+            trip.book()
+        else:
+            for part in owed:
+                if part not in self.alone:
+                    self.alone[part] = Trip([part], self.lanes, trip.piece_bytes)
+                self.alone[part].book()
+        return list(dict.fromkeys(part.parcel for part in owed))

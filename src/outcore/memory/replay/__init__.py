@@ -1,0 +1,1 @@
+"""Replaying a recorded forward under policies, for CUDA graphs and fused operations."""

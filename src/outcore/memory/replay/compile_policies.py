@@ -1,0 +1,305 @@
+"""Policies made ready to run: for every call of a recording, what is born, what leaves and what comes back there.
+
+This is the second level of a program (`outcore.program.script`) in the form in which it is executed: the places of
+`Evict`, `Wait` and `Fetch` are tables by call; `Encode` happens where a buffer leaves, `Decode` and `Recompute` where
+it is first asked for.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from outcore.cost.buffers import Buffer
+from outcore.errors import PlanError
+from outcore.graph import Graph
+from outcore.graph.record.recording import Recording, Ref, Step, schedule_drops
+from outcore.graph.structure import leaves
+from outcore.memory.encode.bitmask_relu import bit_relus
+from outcore.memory.encode.byte_index_pool import byte_pools
+from outcore.memory.encode.codecs import Window, window_of
+from outcore.memory.offload.arena import Arena
+from outcore.memory.op_fusion.banded_conv import in_bands
+from outcore.memory.op_fusion.select import Fusions
+from outcore.memory.replay.replay_recompute import Rerun, compile_rerun
+from outcore.memory.saved_tensors.recompute_batch_norm import Norm, Renorm
+from outcore.ops.encoding import CODECS, PIXELS, codec_for, codec_of, held_bytes, moves
+from outcore.planner.memory.copy_schedule import Transfers
+
+__all__ = ["CellPlan", "Holding", "check_policy", "prepare", "room_below"]
+
+
+@dataclass(frozen=True, slots=True)
+class CellPlan:
+    """What is to be done with one buffer."""
+
+    buffer: str
+    policy: str
+    dependents: int = 0
+    """How often other buffers are made from it."""
+    rerun: Rerun | None = None
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Value -> buffer it lies in, for what the rerun reads."""
+    inputs: tuple[str, ...] = ()
+    """Inputs of the model that the rerun reads."""
+    window: Window | None = None
+    bytes: int = 0
+
+
+@dataclass
+class Holding:
+    """A recording with its policies."""
+
+    recording: Recording
+    positions: Mapping[str, int]
+    """Call -> place in the order of execution."""
+    births: Mapping[str, tuple[tuple[str, CellPlan], ...]]
+    """Call -> values that are first in a buffer with a policy."""
+    derived: Mapping[str, Mapping[int, CellPlan]]
+    """Call -> place among the tensors that autograd keeps -> what to do with it."""
+    leaving: Mapping[str, tuple[str, ...]]
+    """Call -> buffers whose last use in forward it is."""
+    counted: Mapping[str, tuple[str, ...]]
+    """Call -> buffers whose numbers are counted after it, because how small they become is in the data."""
+    released: Mapping[str, tuple[str, ...]]
+    """Call -> buffers whose copy out must be over after its forward."""
+    released_late: Mapping[int, tuple[str, ...]]
+    """Position -> the same before its backward."""
+    fetched: Mapping[int, tuple[str, ...]]
+    """Position -> buffers that start to come back before its backward."""
+    stops: frozenset[str]
+    """Calls before whose backward something is released or fetched."""
+    shape_only: Mapping[str, set[str]]
+    """Call -> buffers of which its backward needs only the shape."""
+    noted: frozenset[str]
+    """Values whose place in memory must be known."""
+    random: frozenset[str]
+    """Calls whose generator's state must be known."""
+    inputs: frozenset[str]
+    """Inputs of the model that are needed in backward."""
+    views: Mapping[str, str]
+    """Value -> input it is a view of, for what is needed of an input under another name."""
+    busy: frozenset[str]
+    """Calls that there is something to do for; the others run as they are."""
+    norms: Mapping[str, Norm]
+    """Call -> the batch norm it is, where that is made again."""
+    renorm: Renorm
+    instead: Mapping[str, Step]
+    """Call -> the step to run instead of the recorded one."""
+    ahead: bool = False
+    """A call does what a later one would: the model's own code cannot run in between."""
+    offloaded_bytes: int = 0
+    like_source: dict[str, bool] = field(default_factory=dict)
+    """Copy in another type -> whether it lies in memory as a cast of its source does; filled in by the first run."""
+    geometry: dict[str, Any] = field(default_factory=dict)
+    """Value -> how it lies in its memory; filled in by the first run."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return not self.births and not self.derived and not self.instead
+
+    @property
+    def sized_by_data(self) -> bool:
+        """Whether the host must look at numbers to know how much memory something takes."""
+        plans = [plan for born in self.births.values() for _, plan in born]
+        plans += [plan for made in self.derived.values() for plan in made.values()]
+        return any(codec_of(plan.policy) == "sparse" for plan in plans)
+
+
+def prepare(
+    graph: Graph,
+    recording: Recording,
+    model: nn.Module,
+    buffers: Mapping[str, Buffer],
+    policy: Mapping[str, str],
+    transfers: Transfers | None = None,
+    *,
+    reassociated: bool = False,
+    fused: Fusions | None = None,
+) -> Holding:
+    """Make policies ready to run.
+
+    Args:
+        graph: the network.
+        recording: how it runs.
+        model: the user's model.
+        buffers: of the graph.
+        policy: buffer -> policy, without what has no effect (`Keeping.resolved`).
+        transfers: where copies start and end; without it each is waited for at once.
+        reassociated: whether results may differ by rounding.
+        fused: what becomes one operation with its ReLU.
+    """
+    schedule_drops(recording.steps, [ref.name for _, ref in leaves(recording.result, Ref)])
+    recording.dropped = True
+    steps = {s.name: s for s in recording.steps if s.kind != "guard"}
+    bands = in_bands(graph, steps, model) if reassociated else {}
+    steps |= bands
+    order = list(graph.calls)
+    types = {name: graph.blocks[call.block].type for name, call in graph.calls.items()}
+
+    def first(value: str) -> str:
+        return graph.values[value].alias_of or value
+
+    def trained(step: Step) -> tuple[str, ...]:
+        return tuple(v for v in graph.calls[step.name].inputs if graph.values[v].requires_grad)
+
+    reads: dict[str, list[str]] = {}
+    plans: dict[str, CellPlan] = {}
+    for name, how in policy.items():
+        buffer = buffers.get(name)
+        if buffer is None:
+            raise PlanError(f"the plan names {name}, which is no memory of {graph.root.type}")
+        check_policy(buffer, how)
+        how = "offload" if how == "offload:early" else how
+        if how != "recompute":
+            plans[name] = CellPlan(name, how, window=_window(graph, steps, buffer, model) if "window" in how else None)
+            continue
+        if buffer.copy_of:
+            needed, rerun = {buffer.copy_of: None}, Rerun.cast(buffer.copy_of, buffer.dtype)
+        else:
+            needed = dict.fromkeys(v for w in buffer.writers for v in graph.calls[w].inputs if first(v) != name)
+            rerun = compile_rerun([steps[w] for w in buffer.writers], name, model, types, trained)
+        sources = {v: first(v) for v in needed if buffers[first(v)].born >= 0}
+        for value, source in sources.items():
+            reads.setdefault(source, []).append(value)
+        inputs = tuple(v for v in needed if buffers[first(v)].born < 0)
+        plans[name] = CellPlan(name, how, 0, rerun, sources, inputs)
+    for source in reads:
+        if policy.get(source) == "encode:sign":
+            raise PlanError(f"{source} cannot be encoded as sign: another value is made from it; keep or offload it")
+    shape_only: dict[str, set[str]] = {}
+    for buffer in buffers.values():
+        for i in buffer.shapes if buffer.kind == "value" else ():
+            shape_only.setdefault(order[i], set()).add(buffer.name)
+            plans.setdefault(buffer.name, CellPlan(buffer.name, "keep"))
+    for source in reads:
+        plans.setdefault(source, CellPlan(source, "keep"))
+    plans = {n: replace(p, dependents=len(reads.get(n, ())), bytes=buffers[n].bytes) for n, p in plans.items()}
+    births: dict[str, list[tuple[str, CellPlan]]] = {}
+    derived: dict[str, dict[int, CellPlan]] = {}
+    leaving: dict[str, list[str]] = {}
+    counted: dict[str, list[str]] = {}
+    released: dict[str, list[str]] = {}
+    late: dict[int, list[str]] = {}
+    fetched: dict[int, list[str]] = {}
+    moved = {t.buffer: t for t in transfers.moved} if transfers is not None else {}
+    for name, plan in plans.items():
+        buffer = buffers[name]
+        call = order[buffer.born]
+        if buffer.kind == "derived":
+            derived.setdefault(call, {})[int(name.rpartition("~")[2])] = plan
+        else:
+            births.setdefault(call, []).append((name, plan))
+            leaving.setdefault(order[buffer.last], []).append(name)
+            if codec_of(plan.policy) == "sparse" and buffer.done < buffer.last:
+                counted.setdefault(order[buffer.done], []).append(name)
+        if moves(plan.policy):
+            transfer = moved.get(name)
+            phase, place = transfer.wait if transfer is not None else ("forward", buffer.last)
+            if phase == "forward":
+                released.setdefault(order[place], []).append(name)
+            else:
+                late.setdefault(place, []).append(name)
+            fetched.setdefault(transfer.fetch if transfer is not None else max(buffer.savers), []).append(name)
+    reruns = [p.rerun for p in plans.values() if p.rerun is not None]
+    given = {v: first(v) for p in plans.values() for v in p.inputs}
+    views = {v: base for v, base in given.items() if v != base}
+    noted = frozenset({*(v for names in reads.values() for v in names), *views})
+    random = frozenset(name for rerun in reruns for name in rerun.random)
+    saving = {order[i] for name in plans for i in (*buffers[name].savers, *buffers[name].shapes)}
+    fused = fused or Fusions()
+    saving |= {total for total, relu in fused.sums.items() if relu in saving}  # which keeps what was its ReLU's
+    stops = frozenset(order[place] for place in (*late, *fetched))
+    makers = {maker for v in noted if (maker := graph.values[v].producer) is not None}
+    windows = {n.rpartition("~")[0]: p.window for n, p in plans.items() if p.policy == "encode:window"}
+    instead = bit_relus(graph, steps, model, buffers, policy) | byte_pools(steps, model, windows) | bands
+    merged = fused.instead(graph, model, instead, set(plans))
+    instead |= merged
+    return Holding(
+        recording=recording,
+        positions={name: i for i, name in enumerate(order)},
+        births={k: tuple(v) for k, v in births.items()},
+        derived=derived,
+        leaving={k: tuple(v) for k, v in leaving.items()},
+        counted={k: tuple(v) for k, v in counted.items()},
+        released={k: tuple(v) for k, v in released.items()},
+        released_late={k: tuple(v) for k, v in late.items()},
+        fetched={k: tuple(v) for k, v in fetched.items()},
+        stops=stops,
+        shape_only=shape_only,
+        noted=noted,
+        random=random,
+        busy=frozenset(
+            {*births, *derived, *leaving, *counted, *released, *stops, *shape_only, *random, *saving, *makers}
+        ),
+        inputs=frozenset(given.values()),
+        views=views,
+        norms={rerun.norm.call: rerun.norm for rerun in reruns if rerun.norm is not None},
+        renorm=Renorm(reassociated),
+        instead=instead,
+        ahead=bool(merged or bands),
+        offloaded_bytes=sum(room_below(buffers[n], p.policy) for n, p in plans.items() if moves(p.policy)),
+    )
+
+
+def check_policy(buffer: Buffer, how: str) -> None:
+    """Refuse a policy that a buffer cannot have."""
+    if how == "recompute" and buffer.obstacle:
+        raise PlanError(f"{buffer.name} cannot be recomputed: {buffer.obstacle}; keep or offload it")
+    if how.startswith("encode:"):
+        codec = codec_of(how)
+        if moves(how) and codec in ("sign", "sparse"):
+            reason = "how large it becomes is in the data" if codec == "sparse" else "its bits stay with its operation"
+            raise PlanError(f"{buffer.name} cannot leave as {codec}: {reason}; write encode:{codec} or offload")
+        if codec not in CODECS:
+            raise PlanError(f"policy {how!r} of {buffer.name} is not known; encodings are {', '.join(CODECS)}")
+        if codec == "sign" and buffer.need != "sign":
+            raise PlanError(f"{buffer.name} cannot be encoded as {codec}: its backward needs all of it")
+        if codec == "window" and codec_for(buffer) != "window":
+            raise PlanError(
+                f"{buffer.name} cannot be encoded as window: these are no indices of a max pool over at most "
+                f"{PIXELS} pixels each; keep or offload it"
+            )
+    if buffer.opaque and how != "keep":
+        raise PlanError(f"{buffer.name} is kept by a part that must stay whole; keep it")
+
+
+def room_below(buffer: Buffer, policy: str) -> int:
+    """Bytes that a buffer takes where it goes: whole, or the two or three pieces of its smaller form."""
+    if not codec_of(policy):
+        return Arena.rounded(buffer.bytes)
+    return Arena.rounded(held_bytes(buffer, policy)[0]) + 2 * Arena.rounded(1)
+
+
+def _window(graph: Graph, steps: Mapping[str, Step], buffer: Buffer, model: nn.Module) -> Window | None:
+    """The window of the pool that made these indices."""
+    call = buffer.name.rpartition("~")[0]
+    step = steps[call]
+    image = graph.values[graph.calls[call].inputs[0]].shape
+    if step.kind == "module":
+        module = model.get_submodule(step.target)
+        settings = {n: getattr(module, n) for n in ("kernel_size", "stride", "padding", "dilation")}
+    else:
+        settings = dict(_POOL_SIGNATURE.bind(*step.args, **step.kwargs).arguments)
+    dims = 3 if "3" in graph.blocks[graph.calls[call].block].type else 2
+    return window_of(settings, image[-dims:])
+
+
+def _pool(
+    input: Any,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> None:
+    """The arguments of torch.nn.functional.max_pool2d."""
+
+
+_POOL_SIGNATURE = inspect.signature(_pool)

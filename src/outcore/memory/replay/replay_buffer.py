@@ -1,0 +1,304 @@
+"""A saved tensor is a handle to a buffer; the buffer's policy says how it comes back.
+
+Autograd holds `Handle`s instead of tensors. A handle of a buffer that is kept holds the tensor. Any other points to the
+buffer's `Cell`, of which there is one per forward pass, and remembers which view of the memory was saved. When backward
+asks, the cell brings the memory back (fetches it, decodes it, or makes it again from other cells), shares it with all
+who ask, and lets go when as many have asked as will.
+
+Nobody counts references to find out when a pass is over: autograd lets go of its handles, they of their cells, and
+these of the cells they are made from. A graph that is never differentiated takes its memory with it; one that is kept
+(`retain_graph`) brings everything back a second time.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from outcore.cost.measured.trial_call import same_layout
+from outcore.memory.encode.codecs import Coded, Survey, Window, encode
+from outcore.memory.offload.backends import Tier, Trip
+from outcore.memory.offload.encoded_offload import CodedTrip
+from outcore.memory.replay.replay_recompute import Rerun
+from outcore.ops.encoding import codec_of, moves
+
+if TYPE_CHECKING:
+    from outcore.memory.replay.replay_forward import Pass
+
+__all__ = ["Cell", "Geometry", "Handle", "as_it_lay", "graph_is_kept", "over", "raw"]
+
+
+class Geometry(NamedTuple):
+    """How a tensor lies in its memory."""
+
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Geometry:
+        """Of a tensor."""
+        return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+
+def over(memory: torch.Tensor, geometry: Geometry, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A tensor that lies in the memory of another."""
+    dtype_, size, stride, offset = geometry
+    if (dtype is None or dtype == dtype_) and memory.dtype is dtype_ and memory.shape == size:
+        if memory.stride() == stride and memory.storage_offset() == offset:
+            return memory.detach()
+    empty = torch.empty(0, dtype=dtype or geometry.dtype, device=memory.device)
+    return empty.set_(memory.untyped_storage(), geometry.offset, geometry.size, geometry.stride)
+
+
+def as_it_lay(made: torch.Tensor, lay: Geometry | None) -> torch.Tensor:
+    """What was made again, in the layout of before: without autograd, torch may have laid it out otherwise (pools)."""
+    if lay is None:
+        return made
+    if made.storage_offset() == lay.offset:
+        if made.stride() == lay.stride or same_layout(lay.size, made.stride(), lay.stride):
+            return made
+    reach = lay.offset + 1 + sum((size - 1) * stride for size, stride in zip(lay.size, lay.stride, strict=True))
+    memory = over(torch.empty(reach, dtype=lay.dtype, device=made.device), lay)
+    return memory.copy_(made)
+
+
+def raw(tensor: torch.Tensor, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    """All of a tensor's memory as flat elements."""
+    storage = tensor.untyped_storage()
+    empty = torch.empty(0, dtype=dtype, device=tensor.device)
+    return empty.set_(storage, 0, (storage.nbytes() // dtype.itemsize,), (1,))
+
+
+def _like(memory: torch.Tensor, shape: torch.Tensor) -> torch.Tensor:
+    """A tensor that lies in memory as another does."""
+    return over(memory, Geometry.of(shape))
+
+
+class Handle:
+    """What autograd holds instead of a tensor."""
+
+    __slots__ = ("cell", "device", "geometry", "like", "position", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor: torch.Tensor | None = tensor.detach()
+        self.version = 0 if tensor.is_inference() else tensor._version
+        self.cell: Cell | None = None
+        self.geometry: Geometry | None = None
+        self.device: torch.device | None = None
+        self.like: weakref.ref[Cell] | None = None
+        self.position = 0
+
+    def point_to(self, cell: Cell, position: int) -> None:
+        """From now on the cell is responsible for the memory."""
+        assert self.tensor is not None
+        self.cell, self.geometry, self.position = cell, Geometry.of(self.tensor), position
+        cell.version = self.version
+        cell.saved = True
+        cell.uses += 1
+        self.tensor = None
+
+    def keep_shape(self, cell: Cell) -> None:
+        """Backward needs to know no more than how the tensor lay in memory: its own if that is there, or any."""
+        assert self.tensor is not None
+        self.geometry, self.device, self.tensor = Geometry.of(self.tensor), self.tensor.device, None
+        self.like = weakref.ref(cell)
+
+    def unpack(self) -> torch.Tensor:
+        """The saved tensor."""
+        if self.device is not None:
+            assert self.geometry is not None and self.like is not None
+            if (cell := self.like()) is not None and cell.memory is not None and cell.dtype is None:
+                return over(cell.memory, self.geometry)
+            return torch.empty_strided(
+                self.geometry.size, self.geometry.stride, dtype=self.geometry.dtype, device=self.device
+            )
+        if self.cell is not None:
+            assert self.geometry is not None
+            self.cell.owner.reached(self.position)
+            return self.cell.view(self.geometry, self.version)
+        assert self.tensor is not None
+        if not self.tensor.is_inference() and self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{list(self.tensor.shape)} is at version {self.tensor._version}; expected version {self.version}"
+            )
+        return self.tensor
+
+
+class Cell:
+    """One buffer of one forward pass."""
+
+    def __init__(
+        self,
+        name: str,
+        policy: str,
+        owner: Pass,
+        *,
+        dependents: int = 0,
+        rerun: Rerun | None = None,
+        window: Window | None = None,
+    ) -> None:
+        self.name, self.policy, self.owner, self.rerun, self.window = name, policy, owner, rerun, window
+        self.uses = dependents
+        """How often backward will ask."""
+
+    # Most cells never change these, and there is one cell per buffer and step.
+    sources: Mapping[str, Cell] = MappingProxyType({})
+    """Value -> cell of the memory it lies in, for what the rerun reads."""
+    asked = 0
+    memory: torch.Tensor | None = None
+    dtype: torch.dtype | None = None
+    """Of the elements when they are back, where it is another."""
+    version = 0
+    saved = False
+    """Autograd has a handle of it."""
+    coded: Coded | None = None
+    survey: tuple[Survey, int] | None = None
+    """What was counted before it leaves, and of which version."""
+    trip: Trip | None = None
+    away = False
+    """The memory was given away; what is there now is there for a while."""
+    spoiled = False
+    """It was overwritten after autograd had saved it."""
+
+    # Forward
+
+    def born(self, tensor: torch.Tensor) -> None:
+        """The memory is there."""
+        self.memory = tensor.detach()
+
+    def count(self) -> None:
+        """It is written for the last time: on a GPU, what sparse storage must know of it is counted beside its uses."""
+        if self.memory is not None and self.memory.is_cuda:
+            self.survey = Survey.of(raw(self.memory, self.memory.dtype)), self.memory._version
+
+    def leave(self, tier: Tier | None) -> None:
+        """Its last use in forward is over."""
+        memory = self.memory
+        if memory is not None and not self.saved:
+            self.version = memory._version
+        if memory is None or self.policy == "keep" or not self.uses:
+            self.memory = memory if self.uses else None
+            return
+        if memory._version != self.version and self.policy != "recompute":
+            self.spoiled = True
+            return
+        if self.window is not None and not _fills(memory):
+            return
+        if self.policy == "offload" and tier is not None and memory.device.type != tier.device.type:
+            return  # below the device already: attention keeps the seed of its dropout on the host
+        self.away = True
+        if self.policy == "offload":
+            assert tier is not None
+            self.trip = tier.evict(raw(memory))
+            return  # the memory is held until the copy is over
+        if codec := codec_of(self.policy):
+            survey = self.survey[0] if self.survey is not None and self.survey[1] == memory._version else None
+            self.coded = encode(codec, raw(memory, memory.dtype), indices=memory, window=self.window, survey=survey)
+            self.survey = None
+            self.dtype = torch.int8 if codec == "sign" else None
+        if self.coded is not None and moves(self.policy) and tier is not None:
+            self.trip = CodedTrip(self.coded, tier, raw, _like)
+            self.coded = None
+        self.memory = None
+
+    def left(self) -> None:
+        """The copy out is over, for whatever comes next."""
+        if self.trip is not None and (self.memory is not None or codec_of(self.policy)):
+            self.trip.wait_out()
+            self.memory = None
+
+    # Backward
+
+    def fetch(self) -> None:
+        """Start to bring it back."""
+        if self.memory is None and self.trip is not None:
+            self.trip.fetch()
+
+    def view(self, geometry: Geometry, version: int | None = None) -> torch.Tensor:
+        """A tensor in its memory, which comes back if it must; `version` is that of the memory when it was saved."""
+        if self.spoiled or (self.memory is not None and not self.away and self.memory._version != self.version):
+            raise RuntimeError(
+                f"{self.name}, which is needed for gradient computation, has been modified by an inplace operation"
+            )
+        memory = self.memory if self.memory is not None else self.bring_back()
+        tensor = over(memory, geometry, self.dtype)
+        self.asked += 1
+        if self.asked >= self.uses:
+            self.asked = 0
+            if self.away:
+                self.memory = None
+        return tensor
+
+    def bring_back(self) -> torch.Tensor:
+        """Get the memory back and keep it for those who ask next."""
+        if self.trip is not None:
+            self.memory = self.trip.bytes_back()
+            if not graph_is_kept():
+                self.trip = None
+        elif self.coded is not None:
+            self.memory = self.coded.decoded()
+            if not graph_is_kept():
+                self.coded = None
+        else:
+            self.remake_chain()
+        assert self.memory is not None
+        return self.memory
+
+    def remake_chain(self) -> None:
+        """Make it again, after whatever it is made from (chains may be longer than Python's stack)."""
+        if all(s.memory is not None or s.trip is not None or s.coded is not None for s in self.made_from()):
+            self.remake()
+            return
+        waiting = [self]
+        while waiting:
+            cell = waiting[-1]
+            missing = [s for s in cell.made_from() if s.memory is None and s.trip is None and s.coded is None]
+            if missing and cell.memory is None:
+                waiting.extend(missing)
+                continue
+            waiting.pop()
+            if cell.memory is None:
+                cell.remake()
+
+    def made_from(self) -> Iterable[Cell]:
+        """The cells that making it again reads."""
+        return self.sources.values()
+
+    def remake(self) -> None:
+        """Make it again from its sources."""
+        assert self.rerun is not None
+        values = {name: cell.view(self.owner.geometry[name]) for name, cell in self.sources.items()}
+        values |= self.owner.given()
+        if self.owner.keeper is not None:
+            self.owner.keeper.summon(self.rerun.steps)
+        self.memory = self.owner.renormalised(self.rerun.norm, values)
+        if self.memory is None:
+            made = self.rerun.run(self.owner.model, self.owner.constants, values, self.owner.states)
+            self.memory = as_it_lay(made, self.owner.geometry.get(self.name))
+        if not graph_is_kept():
+            self.sources = {}
+
+    def __repr__(self) -> str:
+        return f"Cell({self.name}, {self.policy}, {'there' if self.memory is not None else 'away'})"
+
+
+def _fills(tensor: torch.Tensor) -> bool:
+    """Whether a tensor fills its memory in an order that the codecs of indices know."""
+    whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    formats = [torch.contiguous_format, *{4: [torch.channels_last], 5: [torch.channels_last_3d]}.get(tensor.dim(), [])]
+    return whole and any(tensor.is_contiguous(memory_format=f) for f in formats)
+
+
+def graph_is_kept() -> bool:
+    """Whether the running backward was told to keep the graph."""
+    autograd: Any = torch._C._autograd
+    if torch._C._current_graph_task_id() == -1:
+        return True
+    return bool(autograd._get_current_graph_task_keep_graph())

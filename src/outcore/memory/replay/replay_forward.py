@@ -1,0 +1,311 @@
+"""One forward pass under policies.
+
+The recording is replayed as it is, with hooks on what autograd saves. A hook is called in the middle of an operation,
+when its result has no name yet, so handles are collected and given to their cells when the operation is over. A saved
+tensor is recognised by its storage; the addresses are forgotten when a buffer leaves, before they can be used again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from outcore.cost.measured.trial_call import same_layout
+from outcore.graph.record.recording import Step, Tape, fill
+from outcore.memory.offload.backends import Tier
+from outcore.memory.param_offload.buckets import Borrowed
+from outcore.memory.replay.compile_policies import CellPlan, Holding
+from outcore.memory.replay.replay_buffer import Cell, Geometry, Handle, over
+from outcore.memory.replay.replay_recompute import States, generator_states
+from outcore.memory.saved_tensors.recompute_batch_norm import Norm, Statistics
+from outcore.ops.encoding import moves
+
+if TYPE_CHECKING:
+    from outcore.memory.param_offload.offloader import StateKeeper
+
+__all__ = ["Pass"]
+
+_ORDINARY = (torch.Tensor, nn.Parameter)
+_NOTHING = contextlib.nullcontext()
+
+
+class Pass:
+    """What backward needs to know of one forward pass; lives as long as a cell of it."""
+
+    def __init__(
+        self,
+        holding: Holding,
+        model: nn.Module,
+        tensors: Iterable[torch.Tensor],
+        tier: Tier | None,
+        perform: Callable[[Tape, Step], None] = Tape.step,
+        keeper: StateKeeper | None = None,
+    ) -> None:
+        recording = holding.recording
+        self.holding, self.model, self.tier, self.keeper = holding, model, tier, keeper
+        self.constants, self.geometry = recording.constants, holding.geometry
+        given = dict(zip(recording.inputs, tensors, strict=True))
+        self.inputs = {n: (t.detach(), t._version) for n, t in given.items() if n in holding.inputs}
+        self.states: dict[str, States] = {}
+        """Call -> states of its generators before it."""
+        self.statistics: dict[str, Statistics] = {}
+        """Norm -> what it has found, for making it again."""
+        self.position = len(holding.positions)
+        """How far backward has come."""
+        self.waiting: dict[str, weakref.ref[Cell]] = {}
+        """Buffers that were offloaded."""
+        self._tape = _Tape(self, given, perform if keeper is None else keeper.perform)
+
+    def forward(self) -> Any:
+        """Run the model; returns what it returns."""
+        tape, recording = self._tape, self.holding.recording
+        del self._tape
+        try:
+            tape.run(recording.steps, recording.ambient)
+            return fill(recording.result, tape.get)
+        finally:
+            tape.forget()
+
+    def given(self) -> dict[str, torch.Tensor]:
+        """The inputs of the model, for whoever is made from them."""
+        for name, (tensor, version) in self.inputs.items():
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"the input {name} has been modified between forward and backward; backward needs it"
+                )
+        views = self.holding.views.items()
+        return {name: tensor for name, (tensor, _) in self.inputs.items()} | {
+            name: over(self.inputs[base][0], self.geometry[name]) for name, base in views
+        }
+
+    def renormalised(self, norm: Norm | None, values: dict[str, torch.Tensor]) -> torch.Tensor | None:
+        """A batch norm again from its own statistics, where that is known to give the same numbers."""
+        if norm is None or (statistics := self.statistics.get(norm.call)) is None:
+            return None
+        return self.holding.renorm.run(norm, values[norm.input], statistics)
+
+    def reached(self, position: int) -> None:
+        """Backward has come to a call: release and fetch what is due."""
+        if position >= self.position or not self.waiting:
+            return
+        holding = self.holding
+        for place in range(self.position, position - 1, -1):
+            for name in holding.released_late.get(place, ()):
+                if (cell := self._cell(name)) is not None:
+                    cell.left()
+            for name in holding.fetched.get(place, ()):
+                if (cell := self._cell(name)) is not None:
+                    cell.left()
+                    cell.fetch()
+        self.position = position
+
+    def _cell(self, name: str) -> Cell | None:
+        reference = self.waiting.get(name)
+        return reference() if reference is not None else None
+
+
+class _Tape(Tape):
+    """Replays the steps, and does after each what the policies say."""
+
+    def __init__(self, owner: Pass, values: dict[str, torch.Tensor], perform: Callable[[Tape, Step], None]) -> None:
+        super().__init__(owner.model, owner.constants, values)
+        self.perform = perform
+        """Runs one step; whoever needs more done around it brings its own."""
+        self.owner, self.holding = owner, owner.holding
+        self.cells: dict[str, Cell] = {}
+        self.plans: dict[str, CellPlan] = {}
+        self.at: dict[int, Cell] = {}
+        """Address of a storage -> the cell of what is in it."""
+        self.pending: list[Handle] = []
+        self.hooks: contextlib.AbstractContextManager[None] = self.hooked()
+        """Around the calls that there is something to do for; what others save stays with autograd, which is faster."""
+
+    def hooked(self) -> contextlib.AbstractContextManager[None]:
+        """Hold what autograd saves."""
+        keeper = self.owner.keeper
+
+        def pack(tensor: torch.Tensor) -> Any:
+            if type(tensor) not in _ORDINARY or tensor.layout is not torch.strided or tensor.is_conj():
+                return tensor.detach()
+            if keeper is not None and (borrowed := keeper.claim(tensor)) is not None:
+                self.pending.append(borrowed)  # it counts among what the call keeps
+                return borrowed
+            handle = Handle(tensor)
+            self.pending.append(handle)
+            return handle
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
+
+    def forget(self) -> None:
+        """From here on only autograd holds the cells (torch may hold the hooks, and with them this tape)."""
+        for table in (self.cells, self.at, self.plans, self.values):
+            table.clear()
+        self.pending.clear()
+        self.hooks = _NOTHING  # they hold this tape
+
+    def step(self, step: Step) -> None:
+        """Run one step."""
+        holding, name = self.holding, step.name
+        step = holding.instead.get(name, step)
+        if name not in holding.busy:
+            with self.hooks if self.owner.keeper is not None else _NOTHING:
+                self.perform(self, step)
+            self.pending.clear()
+            return
+        if name in holding.random:
+            self.owner.states[name] = generator_states(step, self)
+        drop, step_ = step.drop, step
+        if name in holding.births:  # its outputs must be seen before they are dropped
+            step_ = _without_drops(step)
+        with self.hooks:
+            self.perform(self, step_)
+        if (norm := holding.norms.get(name)) is not None:
+            self.note(norm)
+        for value, plan in holding.births.get(name, ()):
+            self.bear(value, plan)
+        if name in holding.stops:
+            self.stop(step)
+        if step_ is not step:
+            for value in drop:
+                del self.values[value]
+        for value in (*step.outputs, *(new for new, _ in step.rebinds)):
+            if value in holding.noted and value not in holding.geometry and value in self.values:
+                holding.geometry[value] = Geometry.of(self.values[value])
+        if self.pending:
+            self.settle(name)
+        for buffer in holding.counted.get(name, ()):
+            self.cells[buffer].count()
+        for buffer in holding.leaving.get(name, ()):
+            self.leave(buffer)
+        for buffer in holding.released.get(name, ()):
+            if (cell := self.cells.get(buffer)) is not None:
+                cell.left()
+
+    def note(self, norm: Norm) -> None:
+        """A norm has run that will be made again: keep its statistics."""
+        saved = [h.tensor for h in self.pending if h.tensor is not None]
+        found = self.holding.renorm.statistics(norm, self.values[norm.input], self.values[norm.output], saved)
+        if found is not None:
+            self.owner.statistics[norm.call] = found
+
+    def stop(self, step: Step) -> None:
+        """Backward is to stop before a call, whether or not that asks for something it saved."""
+        owner, position = weakref.ref(self.owner), self.holding.positions[step.name]
+
+        def reached(_: Any) -> None:
+            if (passed := owner()) is not None:  # else nothing of it is waiting any more
+                passed.reached(position)
+
+        for value in (*step.outputs, *(new for new, _ in step.rebinds)):
+            if value in self.values and (node := self.values[value].grad_fn) is not None:
+                node.register_prehook(reached)
+
+    def bear(self, value: str, plan: CellPlan) -> None:
+        """A buffer is made: its cell takes responsibility."""
+        tensor = self.values[value]
+        self.holding.geometry.setdefault(value, Geometry.of(tensor))
+        cell = self.cells[value] = self.cell(plan)
+        self.plans[value] = plan
+        cell.born(tensor)
+        self.at[tensor.untyped_storage().data_ptr()] = cell
+
+    def cell(self, plan: CellPlan) -> Cell:
+        """The cell of a plan."""
+        cell = Cell(
+            plan.buffer,
+            plan.policy,
+            self.owner,
+            dependents=plan.dependents,
+            rerun=plan.rerun,
+            window=plan.window,
+        )
+        if moves(plan.policy):
+            self.owner.waiting[plan.buffer] = weakref.ref(cell)
+        return cell
+
+    def settle(self, name: str) -> None:
+        """Give the handles of a step to their cells."""
+        position = self.holding.positions[name]
+        plans, shapes = self.holding.derived.get(name), self.holding.shape_only.get(name, ())
+        seen: dict[int, int] = {}
+        made: dict[int, Cell] = {}
+        for handle in self.pending:
+            tensor = handle.tensor
+            if isinstance(handle, Borrowed):
+                seen.setdefault(id(handle.member), len(seen))
+                continue
+            assert tensor is not None
+            address = tensor.untyped_storage().data_ptr()
+            if (cell := self.at.get(address)) is not None:
+                if cell.name in shapes:
+                    handle.keep_shape(cell)
+                else:
+                    handle.point_to(cell, position)
+            if plans is not None:
+                place = seen.setdefault(address, len(seen))
+                plan = plans.get(place)
+                # What an operation derives is foretold on fake tensors; where it keeps something else, that is kept.
+                if cell is None and plan is not None and self.as_foretold(plan, tensor):
+                    if address not in made:
+                        made[address] = self.cells[plan.buffer] = self.cell(plan)
+                        made[address].born(tensor)
+                        made[address].sources = {value: self.cells[s] for value, s in plan.sources.items()}
+                        made[address].version = handle.version
+                    # Parts of one piece may count their versions each for itself (cuDNN's weights do).
+                    version = made[address].version
+                    handle.point_to(made[address], position)
+                    made[address].version = version
+        self.pending.clear()
+        for cell in made.values():
+            cell.leave(self.owner.tier)
+
+    def as_foretold(self, plan: CellPlan, tensor: torch.Tensor) -> bool:
+        """Whether a derived tensor is the one that the plan means, and can come back as it says."""
+        if tensor.untyped_storage().nbytes() != plan.bytes:
+            return False
+        if plan.rerun is None:
+            return True
+        known = self.holding.like_source
+        if plan.buffer not in known:
+            (value,) = (*plan.sources, *plan.inputs)
+            source = self.owner.geometry.get(value) or Geometry.of(self.owner.inputs[value][0])
+            cast = torch.empty_like(torch.empty_strided(source.size, source.stride, device="meta"))
+            alike = tensor.shape == cast.shape and same_layout(cast.shape, tensor.stride(), cast.stride())
+            flat = tensor.numel() == cast.numel() and tensor.is_contiguous() and cast.is_contiguous()
+            known[plan.buffer] = tensor.storage_offset() == 0 and (alike or flat)
+        return known[plan.buffer]
+
+    def leave(self, buffer: str) -> None:
+        """The last use of a buffer in forward is over."""
+        cell = self.cells[buffer]
+        if cell.memory is not None:
+            address = cell.memory.untyped_storage().data_ptr()
+            if self.at.get(address) is cell:  # another may be there by now, where two became one operation
+                del self.at[address]
+        # Only now: what is written into it in place may be made after it was.
+        cell.sources = {value: self.cells[source] for value, source in self.plans[buffer].sources.items()}
+        cell.leave(self.owner.tier)
+
+
+def _unpack(packed: Any) -> torch.Tensor:
+    return packed.unpack() if isinstance(packed, Handle) else packed
+
+
+def _without_drops(step: Step) -> Step:
+    return Step(
+        step.name,
+        step.kind,
+        step.target,
+        step.args,
+        step.kwargs,
+        step.context,
+        step.outputs,
+        step.rebinds,
+        step.shapes,
+        step.answer,
+    )

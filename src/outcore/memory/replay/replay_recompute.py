@@ -1,0 +1,238 @@
+"""Making a buffer again: its writers run once more, without autograd, from values that are there.
+
+They run under the modes they ran under in forward. A layer that keeps statistics normalises again without touching
+them; a random one draws the same numbers, because the states of its generators were noted in forward. Which these are
+the step itself says, by the generator or the device it names and by the tensors it reads: a model on a GPU also draws
+on the host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from outcore.graph.record.recording import Context, Step, Tape, fill
+from outcore.graph.structure import leaves
+from outcore.memory.saved_tensors.recompute_batch_norm import Norm, norm_of
+from outcore.ops.recomputable import again
+
+__all__ = ["Rerun", "States", "compile_rerun", "generator_states"]
+
+States = Mapping[torch.Generator, torch.Tensor]
+
+_FOLDING = {"matmul", "__matmul__", "__rmatmul__", "linear", "Linear"}
+"""A product with a matrix that requires a gradient is one product, not a batch of them, however the other lies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rerun:
+    """How one buffer is made again."""
+
+    steps: tuple[Step, ...]
+    random: frozenset[str]
+    """Steps that draw numbers."""
+    result: str
+    """The value that ends up in the buffer's memory."""
+    norm: Norm | None = None
+    """The batch norm that the steps are, if they are one."""
+    dtype: torch.dtype | None = None
+    """Instead of steps: the result is cast to this type."""
+    folding: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Products of matrices -> the values they read that required a gradient: torch computes them otherwise then."""
+
+    @classmethod
+    def cast(cls, value: str, dtype: str) -> Rerun:
+        """A copy of a value in another type."""
+        return cls((), frozenset(), value, dtype=getattr(torch, dtype))
+
+    def run(
+        self,
+        model: nn.Module,
+        constants: Mapping[str, torch.Tensor],
+        values: dict[str, torch.Tensor],
+        states: Mapping[str, States],
+    ) -> torch.Tensor:
+        """Run the steps on the values they need; returns the tensor that is first in the buffer."""
+        if self.dtype is not None:
+            return values[self.result].detach().to(self.dtype)
+        tape = Tape(model, constants, values)
+        with torch.no_grad():
+            for step in self.steps:
+                changed = _changed(step.context)
+                if not changed and step.name not in self.random:
+                    self._step(tape, step)
+                    continue
+                with _modes(changed), _generators(states.get(step.name, {})):
+                    self._step(tape, step)
+        return tape.values[self.result]
+
+    def _step(self, tape: Tape, step: Step) -> None:
+        if (trained := self.folding.get(step.name)) is None:
+            tape.step(step)
+            return
+        with torch.enable_grad():
+            for value in trained:
+                tape.values[value] = tape.values[value].detach().requires_grad_()
+            tape.step(step)
+        for value in (*trained, *step.outputs):
+            tape.values[value] = tape.values[value].detach()
+
+
+def compile_rerun(
+    steps: Sequence[Step],
+    result: str,
+    model: nn.Module,
+    types: Mapping[str, str],
+    trained: Callable[[Step], tuple[str, ...]] = lambda _: (),
+) -> Rerun:
+    """Prepare to make a buffer again.
+
+    Args:
+        steps: its writers.
+        result: the first value in it.
+        model: the user's model.
+        types: type of the block of each step.
+        trained: the values that a step reads and that required a gradient.
+    """
+    prepared = tuple(
+        replace(step, kind="function", target=_target(step, model, types[step.name]), drop=(), shapes=None)
+        for step in steps
+    )
+    random = frozenset(step.name for step in steps if again(types[step.name]) == "random")
+    folding = {step.name: trained(step) for step in steps if types[step.name] in _FOLDING}
+    return Rerun(prepared, random, result, norm_of(steps, model, types), folding=folding)
+
+
+def generator_states(step: Step, tape: Tape) -> States:
+    """The states of the generators that a step may draw from, before it does."""
+    given = fill((step.args, step.kwargs), tape.get)
+    own = [generator for _, generator in leaves(given, torch.Generator)]
+    devices = {tensor.device for _, tensor in leaves(given, torch.Tensor)}
+    if (named := step.kwargs.get("device")) is not None:
+        devices.add(torch.device(named))
+    return {g: g.get_state() for g in own or map(_generator, devices or {torch.get_default_device()})}
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    """What operations on a device draw from."""
+    if device.type != "cuda":
+        return torch.default_generator
+    torch.cuda.init()
+    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+
+
+def _target(step: Step, model: nn.Module, type_: str) -> Callable[..., Any]:
+    """What to call instead of the step's own target."""
+    statistics = again(type_) == "statistics"
+    if step.kind == "module":
+        module = model.get_submodule(step.target)
+        if statistics:
+            return _Normalised(module)
+        return _Flagged(module) if again(type_) == "random" else module.forward
+    if statistics:
+        return _FUNCTIONS[type_]
+    target: Callable[..., Any] = step.target
+    return target
+
+
+class _Flagged:
+    """A module in the mode it was in when it was recorded."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.training = module, module.training
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        now, self.module.training = self.module.training, self.training
+        try:
+            return self.module.forward(*args, **kwargs)
+        finally:
+            self.module.training = now
+
+
+class _Normalised(_Flagged):
+    """A batch or instance norm that leaves its statistics alone."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        m: Any = self.module
+        if isinstance(m, nn.modules.batchnorm._BatchNorm):
+            if self.training or m.running_mean is None:
+                return _batch_norm(x, m.running_mean, m.running_var, m.weight, m.bias, True, 0.0, m.eps)
+        elif self.training or not m.track_running_stats:
+            return _instance_norm(x, m.running_mean, m.running_var, m.weight, m.bias, True, 0.0, m.eps)
+        result: torch.Tensor = super().__call__(x)
+        return result
+
+
+def _others(
+    weight: torch.Tensor | None, mean: torch.Tensor | None, var: torch.Tensor | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Statistics to write into instead: none, unless theirs is the only type that says in which torch adds up."""
+    if weight is not None or mean is None or var is None:
+        return None, None
+    return torch.zeros_like(mean), torch.zeros_like(var)
+
+
+def _batch_norm(
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    if training:
+        return F.batch_norm(input, *_others(weight, running_mean, running_var), weight, bias, True, 0.0, eps)
+    return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+
+
+def _instance_norm(
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None = None,
+    running_var: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    if use_input_stats:
+        return F.instance_norm(input, *_others(weight, running_mean, running_var), weight, bias, True, 0.0, eps)
+    return F.instance_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {"batch_norm": _batch_norm, "instance_norm": _instance_norm}
+
+
+def _changed(context: Context) -> list[tuple[str, bool, torch.dtype]]:
+    """The autocast modes of a step that are not in force; backward runs without any."""
+    return [row for row in context.autocast if row[1] or torch.is_autocast_enabled(row[0])]
+
+
+@contextlib.contextmanager
+def _modes(changed: list[tuple[str, bool, torch.dtype]]) -> Iterator[None]:
+    """Put autocast modes in force."""
+    with contextlib.ExitStack() as stack:
+        for device, enabled, dtype in changed:
+            stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
+        yield
+
+
+@contextlib.contextmanager
+def _generators(states: States) -> Iterator[None]:
+    """Draw from generators in states of before."""
+    now = {generator: generator.get_state() for generator in states}
+    try:
+        for generator, state in states.items():
+            generator.set_state(state)
+        yield
+    finally:
+        for generator, state in now.items():
+            generator.set_state(state)

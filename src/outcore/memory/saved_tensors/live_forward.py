@@ -1,0 +1,364 @@
+"""One forward under policies: the user's own code runs, and is aligned with the plan as it goes.
+
+Module calls and functions on tensors are seen in order (`outcore.memory.saved_tensors.module_calls`, a
+`TorchFunctionMode`) and looked up in the plan by where they happen (`outcore.memory.saved_tensors.policy_table`). What
+the plan knows gets its policy:
+
+    before the call    note what it takes to run it again, if its output is to be made again
+    during the call    hooks on what autograd saves collect handles
+    after the call     new memory gets its cell; handles point to cells; what was used for the last time leaves
+
+Everything else just runs. Nothing here changes what the user's code computes or in which order: what is not in the plan
+is kept by autograd as ever, a call with hooks of the user's, under hooks of somebody else's on saved tensors
+(checkpointing), without gradients or inside a ``torch.func`` transform is left alone. So a run that differs from the
+plan costs memory or time, never a number.
+
+Memory that something is made from may be written in place. Where that is seen coming, whatever is made from it is
+brought back first and kept. Where it is not, versions tell, and backward refuses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from outcore.graph.naming import function_name
+from outcore.graph.record.intercept import opened
+from outcore.graph.record.keys import hooks_of
+from outcore.graph.structure import leaves
+from outcore.memory.encode.bitmask_relu import rectified_by_bits
+from outcore.memory.encode.byte_index_pool import pooled_by_bytes
+from outcore.memory.encode.pool_positions import window_of_call
+from outcore.memory.offload.backends import Tier
+from outcore.memory.saved_tensors.module_calls import call_module, current_watcher, unwatched, watched
+from outcore.memory.saved_tensors.policy_table import CallPlan, PolicyTable
+from outcore.memory.saved_tensors.recompute import RecordedCall, generators_of, record_function, record_module
+from outcore.memory.saved_tensors.recompute_batch_norm import RELUS
+from outcore.memory.saved_tensors.saved_buffers import LiveBuffers, tensors_in, unpack
+from outcore.ops.recomputable import again
+
+if TYPE_CHECKING:
+    from outcore.memory.param_offload.offloader import StateKeeper
+
+__all__ = ["LiveForward"]
+
+_ORDINARY = (torch.Tensor, nn.Parameter)
+_COMPOSITES = {F.multi_head_attention_forward}
+_SHORT_CUTS = (nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAttention)
+"""Layers that compute in another way where nothing is to be differentiated, unless somebody looks at functions."""
+_FACTORIES = {"zeros", "ones", "full", "arange", "linspace", "eye", "rand", "randn"}
+_HARMLESS = {"requires_grad_", "retain_grad"}
+_autograd: Any = torch._C._autograd
+_torch_c: Any = torch._C
+_stack_depth, _pop_mode, _push_mode = (
+    _torch_c._len_torch_function_stack,
+    _torch_c._pop_torch_function_stack,
+    _torch_c._push_on_torch_function_stack,
+)
+
+
+class _Function:
+    """What is known of a function in one module's forward."""
+
+    __slots__ = ("busy", "composite", "name", "plans", "writes")
+
+    def __init__(self, func: Callable[..., Any], name: str, plans: Mapping[int, CallPlan]) -> None:
+        self.name, self.plans, self.composite = name, plans, func in _COMPOSITES
+        self.writes = (name.endswith("_") and name not in _HARMLESS) or name == "setitem"
+        self.busy = bool(plans) or self.writes or self.composite
+
+
+class LiveForward(TorchFunctionMode):
+    """One forward of the user's model."""
+
+    def __init__(self, table: PolicyTable, tier: Tier | None, keeper: StateKeeper | None = None) -> None:
+        super().__init__()
+        self.table, self.tier, self.keeper = table, tier, keeper
+        self.buffers = LiveBuffers(table, tier, keeper)
+        self.met = 0
+        """Planned calls that came."""
+        self._node = table.root
+        self._counts: dict[object, int] = {}
+        self._quiet = 0
+        """Inside a call that is one step of the plan."""
+        self._sharded = False
+        """Inside a module that was sharded since it was planned: its parameters are gone when its forward is over."""
+        self._depth = 0
+        """Of the stack of modes, with this one on top."""
+        self._called: Any = ()
+        """What the model was called with."""
+        self._addresses: frozenset[int] | None = None
+
+    @property
+    def diverged(self) -> bool:
+        """Whether planned calls did not come."""
+        return self.met < len(self.table.calls)
+
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the model's forward; returns what it returns."""
+        _hide_from_compiler()
+        outer = current_watcher()
+        self._called = args, kwargs
+        if isinstance(outer, LiveForward):
+            outer._quiet += 1
+        try:
+            with self.keeper.hooked() if self.keeper is not None else contextlib.nullcontext():
+                self._hooks = _top_hooks()
+                with watched(self), self:
+                    self._depth = _stack_depth()
+                    result = forward(*args, **kwargs)
+            self.buffers.finish()
+            return result
+        finally:
+            if isinstance(outer, LiveForward):
+                outer._quiet -= 1
+            self.buffers.forget()
+            self._counts.clear()
+            self._called = ()
+
+    def _given(self) -> frozenset[int]:
+        """Addresses of the storages that the model was called with."""
+        if self._addresses is None:
+            tensors = [t for _, t in leaves(self._called, torch.Tensor) if t.layout is torch.strided]
+            self._addresses = frozenset(t.untyped_storage().data_ptr() for t in tensors)
+        return self._addresses
+
+    # What the user's code does
+
+    def on_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A module is called."""
+        node = self.table.nodes.get(id(module))
+        if self._quiet or node is None or node.module() is not module:
+            return call_module(module, *args, **kwargs)
+        if node.kind == "container":
+            if isinstance(module, _SHORT_CUTS) and _takes_short_cut(module, args, kwargs):
+                return self._aside(call_module, (module, *args), kwargs)
+            before, self._node = (self._node, self._sharded), node
+            self._sharded |= node.type is not type(module)
+            try:
+                return call_module(module, *args, **kwargs)
+            finally:
+                self._node, self._sharded = before
+        if node.kind == "opaque":
+            return self._aside(call_module, (module, *args), kwargs, compiled=True)
+        plan = None
+        if node.calls:
+            count = self._counts.get(node, 0)
+            self._counts[node] = count + 1
+            plan = node.calls.get(count) if node.type is type(module) else None
+        own = module.__dict__
+        if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or "forward" in own:
+            if "forward" in own or hooks_of(module):
+                return self._beside(plan, call_module, (module, *args), kwargs)
+        if plan is not None:
+            return self._aside(self._managed, (plan, plan.type, call_module, module, args, kwargs), {})
+        if own.get("inplace") and args:
+            self.buffers.about_to_write(args[0])
+        if _stack_depth() != self._depth:  # somebody else's mode is on top
+            return self._aside(call_module, (module, *args), kwargs)
+        _pop_mode()
+        try:
+            return call_module(module, *args, **kwargs)
+        finally:
+            _push_mode(self)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """A function on tensors is called."""
+        known: _Function | None = self._node.seen.get(func)
+        if known is None:
+            known = self._look_up(func)
+        if not known.busy and not kwargs:
+            return func(*args)
+        return self._on_function(func, known, args, kwargs or {})
+
+    def _on_function(
+        self, func: Callable[..., Any], known: _Function, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A function that may be planned, or write in place."""
+        if self._quiet == 0:
+            if known.composite:
+                with self, opened():
+                    return func(*args, **kwargs)
+            if known.plans:
+                count = self._counts.get(known, 0)
+                self._counts[known] = count + 1
+                if (plan := known.plans.get(count)) is not None:
+                    return self._managed(plan, known.name, func, None, args, kwargs)
+        if known.writes and args:
+            self.buffers.about_to_write(args[0])
+        elif kwargs:
+            if args and kwargs.get("inplace"):
+                self.buffers.about_to_write(args[0])
+            if "out" in kwargs:
+                for tensor in _written(kwargs["out"]):
+                    self.buffers.about_to_write(tensor)
+        return func(*args, **kwargs)
+
+    def _look_up(self, func: Callable[..., Any]) -> _Function:
+        """What is known of a function here; all functions of one name are counted together."""
+        node = self._node
+        name = function_name(func)
+        key = name, func in _COMPOSITES
+        if key not in node.seen:
+            node.seen[key] = _Function(func, name, node.functions.get(name, {}))
+        known: _Function = node.seen[key]
+        node.seen[func] = known
+        return known
+
+    def _aside(
+        self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, compiled: bool = False
+    ) -> Any:
+        """Run something whose inside is not looked at."""
+        mine = _stack_depth() == self._depth
+        if mine:
+            _pop_mode()
+        self._quiet += 1
+        try:
+            if not compiled:
+                return run(*args, **kwargs)
+            with unwatched():
+                return run(*args, **kwargs)
+        finally:
+            self._quiet -= 1
+            if mine:
+                _push_mode(self)
+
+    def _beside(
+        self, plan: CallPlan | None, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a call that is left alone; what was to leave after it leaves."""
+        self._quiet += 1
+        try:
+            result = run(*args, **kwargs)
+        finally:
+            self._quiet -= 1
+        if plan is not None:
+            self.buffers.after(plan, result)
+        return result
+
+    # A planned call
+
+    def _managed(
+        self,
+        plan: CallPlan,
+        name: str,
+        run: Callable[..., Any],
+        module: nn.Module | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run a call that the plan has something to say about."""
+        called = args if module is None else (module, *args)
+        written = self._written_by(name, module, args, kwargs)
+        if "out" in kwargs:
+            for tensor in _written(kwargs["out"]):
+                self.buffers.about_to_write(tensor)
+        if not torch.is_grad_enabled() or _top_hooks() != self._hooks or _torch_c._are_functorch_transforms_active():
+            if written is not None:
+                self.buffers.about_to_write(written)
+            return self._beside(plan, run, called, kwargs)
+        self.met += 1
+        own = self.buffers.at.get(written.untyped_storage().data_ptr()) if written is not None else None
+        call: RecordedCall | None = None
+        if plan.records:
+            how: dict[str, Any] = {"own": own, "moves": self.keeper is not None, "given": self._given}
+            how["states"] = generators_of(args, kwargs) if again(name) == "random" else None
+            if module is None:
+                call = record_function(run, name, args, kwargs, self.buffers.at, **how)
+            else:
+                call = record_module(module, args, kwargs, self.buffers.at, **how)
+            if call is not None and self._sharded and any(a.parameter for a in call.arguments):
+                call = None
+        if written is not None:
+            self.buffers.about_to_write(written, by=own if call is not None else None)
+        window = window_of_call(name, module, args, kwargs) if plan.windows else None
+        pools = window is not None and not _wants_indices(module, args, kwargs)
+        if plan.signs and name in RELUS:
+            run = rectified_by_bits(run, inplace=written is not None, of_module=module is not None)
+        elif pools and window is not None:
+            run = pooled_by_bytes(run, window, of_module=module is not None)
+        if not plan.hooked:
+            result = run(*called, **kwargs)
+        else:
+            self.buffers.pending = []
+            _autograd._push_saved_tensors_default_hooks(self.buffers.pack, unpack)
+            try:
+                result = run(*called, **kwargs)
+            finally:
+                _autograd._pop_saved_tensors_default_hooks()
+        if own is not None and written is not None:
+            own.wrote(call)
+            own.rectified = name in RELUS and len(own.writers) == 2
+            if call is not None:
+                self.buffers.note_reader(own, call)
+        if plan.born:
+            for path, tensor in tensors_in(result):
+                if (buffer := plan.born.get(path)) is not None:
+                    self.buffers.bear(buffer, path, tensor, name, call)
+        if self.buffers.pending:
+            self.buffers.settle(plan, name, module, args, kwargs, window)
+        self.buffers.after(plan, result)
+        return result
+
+    @staticmethod
+    def _written_by(
+        name: str, module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> torch.Tensor | None:
+        """The tensor that a call is about to write into."""
+        if module is not None:
+            written = bool(module.__dict__.get("inplace"))
+        else:
+            written = (name.endswith("_") and name not in _HARMLESS) or name == "setitem" or bool(kwargs.get("inplace"))
+        first = args[0] if args else next(iter(kwargs.values()), None)
+        return first if written and isinstance(first, torch.Tensor) else None
+
+
+def _top_hooks() -> Any:
+    """The hooks on saved tensors that are in force."""
+    return _autograd._top_saved_tensors_default_hooks(True)
+
+
+def _takes_short_cut(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether nothing of a layer that does not train is differentiated."""
+    if module.training:
+        return False
+    if not torch.is_grad_enabled():
+        return True
+    tensors = (t for _, t in leaves((args, kwargs), torch.Tensor))
+    return not any(t.requires_grad for t in (*module.parameters(), *tensors))
+
+
+def _written(out: Any) -> Iterable[Any]:
+    """The tensors that ``out=`` names."""
+    if out is None:
+        return ()
+    return out if isinstance(out, (tuple, list)) else (out,)
+
+
+def _wants_indices(module: nn.Module | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a pool returns its indices too."""
+    if module is not None:
+        return bool(getattr(module, "return_indices", False))
+    return bool(kwargs.get("return_indices", args[6] if len(args) > 6 else False))
+
+
+def _hide_from_compiler() -> None:
+    """A function that is compiled inside forward runs as it is written, not traced through what stands here."""
+    rules: Any = sys.modules.get("torch._dynamo.trace_rules")
+    if rules is not None and not _hidden:
+        for name in ("live_forward", "saved_buffers", "saved_buffer", "recompute", "module_calls"):
+            rules.add(f"outcore.memory.saved_tensors.{name}")
+        rules.add("outcore.memory.replay.replay_buffer")
+        _hidden.append(True)
+
+
+_hidden: list[bool] = []

@@ -1,0 +1,492 @@
+"""Stands where a model's ``forward`` was, and runs it under the policies of its plan.
+
+Calls that train run the model's own forward (`outcore.memory.saved_tensors.live_forward`); all others (`no_grad`,
+inference, tracing, export, ``torch.func``) go straight to the model. A plan serves every call that is no larger than
+the one it was made
+for (`outcore.memory.saved_tensors.call_size`); a larger one is recorded and planned when it first comes.
+
+Where a recording has to run in the model's place (as a CUDA graph, or with calls merged into one kernel), it is valid
+for the shapes, dtypes, modes and flags it was made under (`outcore.graph.record.keys`) and for all else that it read
+from Python (`outcore.graph.record.versions`). What changes in every call, or is written by ``forward``, is not for a
+recording: such a model runs its own code.
+
+It is an attribute of the model, so that the model stays the object it was: its class, parameters, hooks and state_dict
+are untouched. A copied or pickled model brings its governor along, which records again when it is first called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from outcore.cost.costs import Costs
+from outcore.cost.measured.saved_bytes import account
+from outcore.cost.predicted.rough import belong, by_bytes, scaled
+from outcore.errors import CaptureError, OutcoreError, PlanError, VaryingError
+from outcore.graph import Graph
+from outcore.graph.memory_format import recorded
+from outcore.graph.reads.snapshot import Snapshot
+from outcore.graph.record.intercept import is_recording
+from outcore.graph.record.keys import hooks_of, key_of
+from outcore.graph.record.preserve import ModelState, state_tensors
+from outcore.graph.record.recorder import planning
+from outcore.graph.record.recording import Mismatch
+from outcore.graph.record.versions import Versions
+from outcore.graph.structure import leaves
+from outcore.machine.units import format_bytes
+from outcore.memory.cuda_graphs.budget import planned_again
+from outcore.memory.cuda_graphs.step_graph import Graphed
+from outcore.memory.offload.backends import Tier, tier_for
+from outcore.memory.offload.bandwidth import memory_rate
+from outcore.memory.op_fusion.ab_test import Contest
+from outcore.memory.param_offload.escalation import Duty, follow, move
+from outcore.memory.param_offload.offloader import StateKeeper
+from outcore.memory.replay.compile_policies import prepare
+from outcore.memory.replay.replay_forward import Pass
+from outcore.memory.saved_tensors.call_size import CallSize
+from outcore.memory.saved_tensors.live_forward import LiveForward
+from outcore.memory.saved_tensors.peak_monitor import Measured, Observer, meter_for
+from outcore.memory.saved_tensors.plan_call import Proposal, propose
+from outcore.memory.saved_tensors.policy_table import compile_policies
+from outcore.memory.saved_tensors.settings import Admitted, Settings
+from outcore.planner.memory.plan import MemoryPlan
+
+__all__ = ["Governor", "Settings"]
+
+
+class Governor:
+    """What is called instead of the model's ``forward``."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: Settings,
+        costs: Costs | None = None,
+        inner: Callable[..., Any] | None = None,
+    ) -> None:
+        self._model = weakref.ref(model)  # the model holds this object, not the other way round
+        self.inner = inner
+        """The forward that another tool has put on this one model, if any."""
+        self._parameters: list[weakref.ref[nn.Parameter]] = []
+        self.covering: dict[Hashable, Hashable] = {}
+        """Call -> the call whose plan serves it."""
+        self.__signature__ = inspect.signature(self.original)  # some trainers look up which arguments a model takes
+        self.settings = settings
+        self.costs = costs
+        """Measured for the first key; others are scaled from it."""
+        self.admitted: dict[Hashable, Admitted | None] = {}
+        """None for a key under which the model runs as it is."""
+        self.tried: dict[Hashable, list[int]] = {}
+        """What graphs took that were above the budget."""
+        self.versions = Versions()
+        """What the recordings that run in the model's place have read."""
+        self.varying: str | None = None
+        """What changes in every call, so that none does."""
+        self.contest = Contest()
+        self.tier: Tier | None = None
+        self.tier_bytes = 0
+        self.keeper: StateKeeper | None = None
+        """Keeps parameters and optimizer state below the device, where the plan says so."""
+        self.duty: Duty | None = None
+        """How that is done, and where they are to be."""
+        self.elsewhere: torch.device | None = None
+        """Where the model computes, if it is the copy of one whose parameters were not there."""
+        self.inherited = False
+        """Whether the model is a copy, and may have changed since its policies were chosen."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The model whose forward this is."""
+        model = self._model()
+        assert model is not None
+        return model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model."""
+        if torch.compiler.is_exporting():
+            return self.original(*args, **kwargs)
+        if torch.compiler.is_compiling() and torch.is_grad_enabled():
+            return _call_by_call(self, *args, **kwargs)
+        return self.called(*args, **kwargs)
+
+    def called(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model; nothing is compiled around it."""
+        if self.duty is not None and torch.is_grad_enabled():
+            move(self, self.duty)
+        if self.keeper is not None:
+            return self.keeper.around(self.run, *args, **kwargs)
+        if self.elsewhere is not None:
+            self.model.to(self.elsewhere)
+            self.elsewhere = None
+        return self.run(*args, **kwargs)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model, whose parameters come when they are needed."""
+        if not torch.is_grad_enabled() or _is_looked_at():
+            return self.original(*args, **kwargs)
+        if self.keeper is not None and self.settings.free:  # a key takes the host as long as twenty calls of the model
+            return self.plainly(*args, **kwargs)
+        key = self.key(args, kwargs)
+        if key not in self.admitted:
+            self.admit(key, args, kwargs)
+            if (new := self.admitted[key]) is not None and follow(self, new.plan.state):
+                return self(*args, **kwargs)
+        entry = self.admitted[key]
+        if entry is None or (entry.idle and not self.watched(key, entry) and not self.windowed):
+            return self.plainly(*args, **kwargs)
+        if entry.diverged >= entry.patience:
+            entry = self.realigned(key, entry, args, kwargs)
+        if entry.observer is not None:
+            tensors = [t for _, t in leaves((args, kwargs), torch.Tensor)]
+            seen = entry.observer.look(tensors, self.keeper)
+            if seen is not None and self.corrected(key, entry, seen, args, kwargs):
+                corrected = self.admitted[key]
+                moved = corrected is not None and follow(self, corrected.plan.state)
+                return self(*args, **kwargs) if moved else self.run(*args, **kwargs)
+        if entry.idle and not self.windowed:
+            return self.plainly(*args, **kwargs)
+        if entry.graphed is not None:
+            tensors = [t for _, t in leaves((args, kwargs), torch.Tensor)]
+            entry.graphed.forget_moved()
+            if entry.graphed.graphs is None and planned_again(self, key, entry, tensors, args, kwargs):
+                return self.run(*args, **kwargs)
+            if entry.graphed is not None and (result := entry.graphed(tensors)) is not None:
+                return result[0]
+            self.make_room(entry.table.offloaded_bytes)
+        if entry.merged:
+            return self.replayed(entry, args, kwargs)
+        return self.live(key, entry, args, kwargs)
+
+    def live(self, key: Hashable, entry: Admitted, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the model's own forward under its policies."""
+        order = entry.plan.order.inside
+        forward = self.original if order is None else order.turned(self.original)
+        running = LiveForward(entry.table, self.tier, self.keeper)
+        result = running.run(forward, args, kwargs)
+        entry.diverged = entry.diverged + 1 if running.diverged else 0
+        return result
+
+    def realigned(self, key: Hashable, entry: Admitted, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Admitted:
+        """The model has not run as its plan expects for some steps: plan what really runs; less and less often."""
+        entry.diverged, patience = 0, 10 * entry.patience
+        if self.settings.budget_bytes is not None and self.settings.policy is None:
+            refused = self.replanned(key, self.settings, args, kwargs)
+            if refused is not None:
+                warnings.warn(f"outcore: the model runs otherwise than planned; {refused}", stacklevel=5)
+            elif not self.settings.quiet:
+                print("outcore: the model runs otherwise than planned; planned again for what runs", file=sys.stderr)
+        found = self.admitted[key]
+        if found is None:  # it cannot be recorded as it is now
+            found = self.admitted[key] = entry
+        found.patience = patience
+        return found
+
+    def replayed(self, entry: Admitted, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the recording, in which calls were merged."""
+        assert entry.holding is not None
+        tensors = [t for _, t in leaves((args, kwargs), torch.Tensor)]
+        if not entry.holding.recording.uses_data:
+            return Pass(entry.holding, self.model, tensors, self.tier, keeper=self.keeper).forward()
+        before = ModelState(self.model, state_tensors(self.model))
+        try:
+            return Pass(entry.holding, self.model, tensors, self.tier, keeper=self.keeper).forward()
+        except Mismatch:
+            before.restore()
+            return self.plainly(*args, **kwargs)
+
+    def key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+        """Under what the plan for a call is found: that of a call which is at least as large, if there is one."""
+        if self.settings.replays and self.varying is None:
+            same = key_of(self.model, args, kwargs, self.device if self.keeper is not None else None)
+            try:
+                return self.versions.find(same)
+            except VaryingError as error:
+                self.leave_recordings(error.what)
+        size = CallSize.of(args, kwargs, self.parameters(), self.device.type)
+        if size in self.admitted:
+            return size
+        if (known := self.covering.get(size)) is None or known not in self.admitted:
+            free = self.settings.budget_bytes is None
+            known = next((k for k in self.admitted if isinstance(k, CallSize) and (free or k.covers(size))), size)
+            self.covering[size] = known
+        return known
+
+    def leave_recordings(self, what: str) -> None:
+        """Something changes in every call: plan anew, for the model's own code alone."""
+        warnings.warn(
+            f"outcore: {what} changes in every call, so this model runs its own code, without CUDA graphs and merged "
+            "calls; keep that out of forward, or give it to forward as a tensor, to have them",
+            stacklevel=5,
+        )
+        self.varying, self.settings = what, replace(self.settings, graphs=False, fuse=False)
+        self.admitted.clear()
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Of the model: walking over its modules takes as long as many of its calls, so they are remembered."""
+        found = [p for reference in self._parameters if (p := reference()) is not None]
+        if not found or len(found) < len(self._parameters):
+            found = list(self.model.parameters())
+            self._parameters = [weakref.ref(p) for p in found]
+        return found
+
+    def watched(self, key: Hashable, entry: Admitted) -> bool:
+        """Whether steps that run as they are have something to tell."""
+        asked = self.settings.budget_bytes is not None or key in self.contest.waiting
+        return asked and entry.observer is not None
+
+    @property
+    def windowed(self) -> bool:
+        """Whether parameters pass through a window, in which modules that run as they are would hold what they read
+        until they are over."""
+        return self.keeper is not None and self.keeper.windowed
+
+    def plainly(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's own forward, every value kept."""
+        with self.keeper.hooked() if self.keeper is not None else contextlib.nullcontext():
+            return self.original(*args, **kwargs)
+
+    @property
+    def original(self) -> Callable[..., Any]:
+        """The model's own forward."""
+        if self.inner is not None:
+            return self.inner
+        own: Callable[..., Any] = type(self.model).forward.__get__(self.model)
+        return own
+
+    @property
+    def __code__(self) -> Any:
+        """Of the model's own forward: torch.export reads it to name a frame."""
+        return inspect.unwrap(getattr(self.original, "__func__", self.original)).__code__
+
+    @property
+    def plan(self) -> MemoryPlan:
+        """The plan of the first way of calling the model."""
+        return next(entry.plan for entry in self.admitted.values() if entry is not None)
+
+    def admit(
+        self,
+        key: Hashable,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        graph: Graph | None = None,
+        found: Proposal | None = None,
+    ) -> None:
+        """Record and plan a way of calling the model, as far as that is not done yet."""
+        if any(hasattr(parameter, "device_mesh") for parameter in self.model.parameters()):
+            raise OutcoreError(
+                "blocks of this model were sharded one by one after outcore.within; call outcore.within on each of "
+                "these blocks before fully_shard, or shard the model as a whole"
+            )
+        try:
+            with self.suspended(), planning():
+                graph = graph or recorded(self.model, args, kwargs, self.settings.order.inside)
+        except CaptureError as error:
+            warnings.warn(f"outcore runs this call as plain PyTorch: {error}", stacklevel=3)
+            self.admitted[key] = None
+            self.note_reads(key, None)
+            return
+        assert graph.executable is not None
+        recording = graph.executable[1]
+        self.note_reads(key, recording.reads)
+        if not any(v.requires_grad for v in map(graph.values.get, graph.outputs) if v):
+            self.admitted[key] = None
+            return
+        first = self.plan if any(self.admitted.values()) else None
+        # The model's own hooks run around this, and are in the recording too.
+        replays = self.settings.replays and self.varying is None and recording.is_pure and not hooks_of(self.model)
+        settings = self.settings if replays else replace(self.settings, fuse=False)
+        found = found or propose(
+            graph, self.model, self.costs_of(graph), settings, self.device, first, inherited=self.inherited
+        )
+        plan = found.plan
+        assert found.graph.executable is not None
+        table = compile_policies(
+            found.graph,
+            self.model,
+            plan.keeping.buffers,
+            plan.policy,
+            plan.outcome.transfers,
+            reassociated=self.settings.reassociated,
+        )
+        holding = None
+        if replays:
+            holding = prepare(
+                found.graph,
+                found.graph.executable[1],
+                self.model,
+                plan.keeping.buffers,
+                plan.policy,
+                plan.outcome.transfers,
+                reassociated=self.settings.reassociated,
+                fused=found.fused,
+            )
+        entry = self.admitted[key] = Admitted(plan, table, holding)
+        if self.settings.graphs and (self.device.type != "cuda" or holding is None or not Graphed.can(holding)):
+            warnings.warn("outcore: this step cannot be a CUDA graph; it runs call by call", stacklevel=3)
+        elif self.settings.graphs and holding is not None:
+            other = next((e.graphed for e in self.admitted.values() if e is not None and e.graphed is not None), None)
+            entry.graphed, entry.idle = Graphed(holding, self.model, other), False
+        if entry.graphed is None:
+            self.make_room(table.offloaded_bytes)
+        if not self.settings.graphs:
+            costs = plan.keeping.costs
+            state = self.settings.optimizer.state_bytes(costs.parameters)
+            entry.observer = Observer(self.model, state, costs.library_bytes, meter_for(self.device))
+            if found.fused.contested and self.costs is not None:
+                entry.library_s = found.library_s
+
+    def note_reads(self, key: Hashable, reads: Snapshot | None) -> None:
+        """Remember what a recording has read, if it may run in the model's place."""
+        if self.settings.replays and self.varying is None and isinstance(key, tuple):
+            for old in self.versions.add(key, reads):
+                self.admitted.pop(old, None)
+
+    def costs_of(self, graph: Graph) -> Costs:
+        """Costs of a graph: those that were measured, or scaled from them, or from bytes alone."""
+        with self.suspended():
+            if self.costs is not None and belong(self.costs, graph):
+                return self.costs
+            found = account(graph)
+            return scaled(found, self.costs) if self.costs is not None else by_bytes(found, memory_rate(self.device))
+
+    def corrected(
+        self, key: Hashable, entry: Admitted, seen: Measured, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
+        """Put what was measured beside the plan; whether that was above the budget and there is a new plan."""
+        entry.observer, entry.measured = None, seen
+        if not self.settings.quiet:
+            print(f"outcore: {seen.beside(entry.plan)}", file=sys.stderr)
+        budget, before = self.settings.budget_bytes, self.settings
+        if budget is None or seen.peak_bytes is None or seen.peak_bytes <= budget or before.policy is not None:
+            return self.compared(key, entry, seen, args, kwargs)
+        missed = seen.peak_bytes - entry.plan.peak_bytes
+        less = replace(before, reserved_bytes=before.reserved_bytes + missed)
+        if (refused := self.replanned(key, less, args, kwargs)) is not None:
+            warnings.warn(f"outcore: the step is {format_bytes(missed)} above its prediction; {refused}", stacklevel=4)
+            least = refused.least_bytes  # the nearest there is to the budget
+            if least is None or least >= seen.peak_bytes:
+                return False
+            if self.replanned(key, replace(less, budget_bytes=least), args, kwargs) is not None:
+                return False
+        if not before.quiet:
+            print(f"outcore: planned again with {format_bytes(missed)} less", file=sys.stderr)
+        return True
+
+    def replanned(
+        self,
+        key: Hashable,
+        settings: Settings,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        graph: Graph | None = None,
+    ) -> PlanError | None:
+        """Plan a way of calling the model anew under other settings; the refusal, if that cannot be.
+
+        `graph` is what was recorded of it, if that still holds.
+        """
+        before, entry = self.settings, self.admitted.pop(key)
+        self.settings = settings
+        try:
+            self.admit(key, args, kwargs, graph=graph)
+        except PlanError as refused:
+            self.settings, self.admitted[key] = before, entry
+            return refused.with_traceback(None)  # whose frames would keep the model alive
+        return None
+
+    def compared(
+        self, key: Hashable, entry: Admitted, seen: Measured, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
+        """Where fused norms disappoint, watch the library's for as long and keep what is faster; whether it changes."""
+        if key in self.contest.waiting:
+            stays = self.admitted[key] = self.contest.end(key, entry, seen)
+            if not self.settings.quiet:
+                print(f"outcore: {self.contest.told(key)}", file=sys.stderr)
+            self.settings = replace(self.settings, fuse=stays is not entry)
+            return stays is not entry
+        if not self.contest.wanted(entry, seen):
+            return False
+        before, self.settings = self.settings, replace(self.settings, fuse=False)
+        try:
+            self.admit(key, args, kwargs)
+        except PlanError:
+            self.settings, self.admitted[key] = before, entry
+            return False
+        self.contest.begin(key, entry, seen)
+        return True
+
+    def make_room(self, size: int) -> None:
+        """Have a tier with room for so many bytes."""
+        if size > self.tier_bytes or (size and self.tier is None):
+            old = self.tier
+            self.tier, self.tier_bytes = tier_for(self.device, size), size
+            del old  # passes that are under way still hold it
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        if self.keeper is not None:
+            return self.keeper.device
+        first = next(itertools.chain(self.parameters(), self.model.buffers()), None)
+        return first.device if first is not None else torch.device("cpu")
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """The model as it was."""
+        attributes = self.model.__dict__
+        here = attributes.pop("forward", None)
+        if self.inner is not None:
+            attributes["forward"] = self.inner
+        try:
+            with self.keeper.gathered() if self.keeper is not None else contextlib.nullcontext():
+                yield
+        finally:
+            attributes.pop("forward", None)
+            if here is not None:
+                attributes["forward"] = here
+
+    def __getstate__(self) -> dict[str, Any]:
+        device = self.device if self.keeper is not None else self.elsewhere
+        return {
+            "model": self.model,
+            "settings": self.settings,
+            "costs": self.costs,
+            "inner": self.inner,
+            "elsewhere": device,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        elsewhere = state.pop("elsewhere", None)
+        self.__init__(**state)  # type: ignore[misc]
+        self.elsewhere, self.inherited = elsewhere, True
+
+
+def _is_looked_at() -> bool:
+    """Whether the model is recorded, traced, exported or transformed, and not trained: then it runs as it is."""
+    return (
+        is_recording()
+        or torch._C._get_tracing_state() is not None
+        or torch.compiler.is_exporting()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    )
+
+
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def _call_by_call(governor: Governor, *args: Any, **kwargs: Any) -> Any:
+    """Training under `torch.compile`: a compiler would keep what it likes, so the budget goes first."""
+    warnings.warn(
+        "outcore: this model trains within its budget call by call, and torch.compile around it has no effect on that; "
+        "compile parts inside it, or outcore.release it",
+        stacklevel=2,
+    )
+    return governor.called(*args, **kwargs)

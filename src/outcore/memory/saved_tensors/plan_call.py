@@ -1,0 +1,158 @@
+"""What is proposed for one way of calling a model: what is fused, and a policy for every piece of memory.
+
+A model is called in several ways (a smaller last batch, another image size). What was chosen by hand is done or
+refused, never replaced. What was planned for the first way is taken over by the next where it fits the budget there;
+only then is there a new search.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from outcore.cost.costs import Costs
+from outcore.errors import PlanError
+from outcore.graph import Graph
+from outcore.memory.offload.bandwidth import memory_rate, tier_below
+from outcore.memory.op_fusion.profitability import step_s
+from outcore.memory.op_fusion.select import Fusions
+from outcore.memory.replay.compile_policies import check_policy
+from outcore.memory.saved_tensors.settings import Settings
+from outcore.planner.memory.memory_format import MemoryOrder
+from outcore.planner.memory.plan import MemoryPlan, plan_memory
+
+__all__ = ["Proposal", "propose"]
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A plan, with what it expects to be fused."""
+
+    plan: MemoryPlan
+    graph: Graph
+    """The network as it runs then."""
+    fused: Fusions
+    library_s: float
+    """Predicted time of a step in which norms are the library's."""
+
+
+def propose(
+    graph: Graph,
+    model: nn.Module,
+    costs: Costs,
+    settings: Settings,
+    device: torch.device,
+    first: MemoryPlan | None,
+    *,
+    inherited: bool = False,
+) -> Proposal:
+    """Plan a way of calling a model.
+
+    Args:
+        graph: of that way.
+        model: the user's.
+        costs: of the graph.
+        settings: what was asked for.
+        device: where the model computes.
+        first: the plan of another way, if there is one.
+        inherited: whether policies chosen by hand were chosen for another model, of which this is a copy.
+
+    Raises:
+        PlanError: the budget is too small, or policies chosen by hand do not meet it.
+    """
+    rate = memory_rate(device)
+    fused = Fusions()
+    if settings.reassociated and settings.fuse:
+        fused = Fusions.worth_it(graph, model, costs, rate, device, issued=not settings.graphs)
+        fused = fused.sparing(settings.policy or ())
+    written, expected = fused.applied(graph, model, costs, rate)
+    plan = _plan(written, expected, settings, device, first, inherited=inherited)
+    if not plan.state.idle:
+        before, fused = fused, fused.with_state_elsewhere()
+        if fused.scales != before.scales:  # then it is another network
+            written, expected = fused.applied(graph, model, costs, rate)
+            plan = _plan(written, expected, settings, device, first, inherited=inherited)
+    order = settings.order if first is None else replace(settings.order, plain_s=None, plain_bytes=None)
+    if written is not graph and order.plain_s is None:  # a plan is held against training as the user wrote it
+        order = _against_plain(order, graph, costs, settings)
+    plan = replace(plan, reassociated=settings.reassociated, order=order)
+    return Proposal(plan, written, fused, step_s(costs) + plan.outcome.extra_s)
+
+
+def _plan(
+    graph: Graph,
+    costs: Costs,
+    settings: Settings,
+    device: torch.device,
+    first: MemoryPlan | None,
+    *,
+    inherited: bool = False,
+) -> MemoryPlan:
+    """Policies for a graph: those there are, if they fit it, else new ones."""
+    budget, by_hand = settings.budget_bytes, _by_memory(settings.policy, graph)
+
+    def planned(policy: dict[str, str] | None) -> MemoryPlan:
+        return plan_memory(
+            graph,
+            costs,
+            budget_bytes=budget,
+            optimizer=settings.optimizer,
+            tier=tier_below(device, costs.total().saved_bytes, spills=not settings.graphs),
+            memory_bytes_per_s=memory_rate(device),
+            reserved_bytes=settings.reserved_bytes,
+            margin=settings.margin,
+            rounding_bytes=settings.rounding_bytes,
+            loss_bytes=settings.beside_bytes,
+            policy=policy,
+            time_limit_s=settings.search_s,
+            states=settings.states,
+            cargo=settings.cargo,
+            draws=not settings.graphs,
+            standing=settings.graphs,
+        )
+
+    if first is None and (by_hand is None or not inherited):
+        return planned(by_hand)
+    known = by_hand if by_hand is not None or first is None else dict(first.assignment.policy)
+    assert known is not None
+    with contextlib.suppress(PlanError):
+        same = planned(_applicable(known, graph))
+        if unfit := _unfit(same):
+            same = planned({name: how for name, how in _applicable(known, graph).items() if name not in unfit})
+        if by_hand is not None or budget is None or same.peak_bytes <= budget:
+            return same
+    return planned(None)
+
+
+def _against_plain(order: MemoryOrder, graph: Graph, costs: Costs, settings: Settings) -> MemoryOrder:
+    """With time and peak of plain training."""
+    beside = settings.beside_bytes
+    plain = plan_memory(graph, costs, budget_bytes=None, optimizer=settings.optimizer, loss_bytes=beside, policy={})
+    return replace(order, plain_s=plain.keeping.plain_s, plain_bytes=plain.plain_bytes)
+
+
+def _by_memory(policy: dict[str, str] | None, graph: Graph) -> dict[str, str] | None:
+    """Policies by the first value in each memory: which one that is depends on what is fused."""
+    if policy is None:
+        return None
+    values = graph.values
+    return {(values[name].alias_of if name in values else None) or name: how for name, how in policy.items()}
+
+
+def _applicable(policy: dict[str, str], graph: Graph) -> dict[str, str]:
+    """The policies of values that the graph has too."""
+    return {name: how for name, how in policy.items() if name.partition("~")[0] in {*graph.values, *graph.calls}}
+
+
+def _unfit(plan: MemoryPlan) -> set[str]:
+    """The values that cannot have their policies in this graph: a layer that had no hooks has some now."""
+    found, buffers = set(), plan.keeping.buffers
+    for name, how in plan.policy.items():
+        try:
+            check_policy(buffers[name], how)
+        except PlanError:
+            found.add(name)
+    return found

@@ -1,0 +1,262 @@
+"""What a plan wants done at each call of a model, in the form in which a running forward looks it up.
+
+A plan names calls by where they happen: ``layer1.0.bn1#0`` is the first call of that module, ``layer1.0.add()#1`` the
+second addition in the forward of ``layer1.0``. A running forward counts in the same way, so it is aligned with the plan
+call by call, whatever else it does in between; a call the plan does not know has no policy, and a planned call that
+does not come is never missed by anybody.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from outcore.cost.buffers import Buffer
+from outcore.errors import PlanError
+from outcore.graph import Graph
+from outcore.graph.naming import kind_of, paths
+from outcore.graph.parts import BlockKind
+from outcore.graph.record.recording import Ref
+from outcore.graph.structure import leaves
+from outcore.memory.replay.compile_policies import check_policy, room_below
+from outcore.memory.saved_tensors.recompute_batch_norm import NORMS, Renorm
+from outcore.ops.encoding import codec_of, moves
+from outcore.planner.memory.copy_schedule import Transfers
+
+__all__ = ["BufferPlan", "CallPlan", "Node", "PolicyTable", "compile_policies"]
+
+
+@dataclass(frozen=True, slots=True)
+class BufferPlan:
+    """What is to be done with one buffer."""
+
+    name: str
+    policy: str
+    bytes: int
+    copy_of: str = ""
+    """For a copy in another type that an operation makes of an argument: the path of that argument."""
+
+
+@dataclass(slots=True)
+class CallPlan:
+    """What is to be done at one call."""
+
+    name: str
+    type: str
+    position: int
+    """Place in the order of calls."""
+    born: dict[str, BufferPlan] = field(default_factory=dict)
+    """Path in the result -> the buffer that begins there."""
+    derived: dict[int, BufferPlan] = field(default_factory=dict)
+    """Place among the tensors that autograd keeps -> what to do with it."""
+    leaving: list[str] = field(default_factory=list)
+    """Buffers whose last use in forward this is."""
+    counted: list[str] = field(default_factory=list)
+    """Buffers whose numbers are counted after it, because how small they become is in the data."""
+    released: list[str] = field(default_factory=list)
+    """Buffers whose copy out must be over after its forward."""
+    stops: bool = False
+    """Something is released or fetched before its backward."""
+    shape_only: set[str] = field(default_factory=set)
+    """Buffers of which its backward needs only the shape."""
+    saves: bool = False
+    """Its backward keeps a buffer that has a policy."""
+    records: bool = False
+    """It writes a buffer that is made again."""
+    signs: bool = False
+    """It is a ReLU that keeps signs alone."""
+    windows: bool = False
+    """It is a max pool that keeps positions alone."""
+
+    hooked: bool = False
+    """What autograd keeps of it is looked at."""
+
+
+class Node:
+    """One module of the model, and the plans of the calls that happen in it."""
+
+    __slots__ = ("calls", "functions", "kind", "module", "path", "seen", "type")
+
+    def __init__(self, module: nn.Module, path: str, kind: BlockKind) -> None:
+        self.module, self.path, self.kind = weakref.ref(module), path, kind
+        self.type = type(module)
+        self.calls: dict[int, CallPlan] = {}
+        """How often the module was called before -> what to do; for modules that are one call."""
+        self.functions: dict[str, dict[int, CallPlan]] = {}
+        """Function that its forward calls -> how often it was called before -> what to do."""
+        self.seen: dict[Any, Any] = {}
+        """Function -> what a running forward knows of it here."""
+
+
+@dataclass
+class PolicyTable:
+    """A plan, call by call."""
+
+    root: Node
+    nodes: dict[int, Node]
+    """By module (id)."""
+    calls: dict[str, CallPlan]
+    length: int
+    """Calls of the model in all."""
+    released_late: Mapping[int, tuple[str, ...]]
+    """Position -> buffers whose copy out must be over before its backward."""
+    fetched: Mapping[int, tuple[str, ...]]
+    """Position -> buffers that start to come back before its backward."""
+    renorm: Renorm
+    offloaded_bytes: int = 0
+    verified: dict[str, bool] = field(default_factory=dict)
+    """Copy in another type -> whether it was seen to be that; filled in by the first run."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return not self.calls
+
+
+def compile_policies(
+    graph: Graph,
+    model: nn.Module,
+    buffers: Mapping[str, Buffer],
+    policy: Mapping[str, str],
+    transfers: Transfers | None = None,
+    *,
+    reassociated: bool = False,
+) -> PolicyTable:
+    """Lay a plan out call by call.
+
+    Args:
+        graph: the network that the plan was made for.
+        model: the user's model.
+        buffers: of the graph.
+        policy: buffer -> policy, without what has no effect (`Keeping.resolved`).
+        transfers: where copies start and end; without it each is waited for at once.
+        reassociated: whether results may differ by rounding.
+    """
+    return _Compiler(graph, model, buffers, policy, transfers).table(reassociated)
+
+
+class _Compiler:
+    """Goes through the policies once."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        model: nn.Module,
+        buffers: Mapping[str, Buffer],
+        policy: Mapping[str, str],
+        transfers: Transfers | None,
+    ) -> None:
+        self.graph, self.model, self.buffers = graph, model, buffers
+        self.order = list(graph.calls)
+        self.positions = {name: i for i, name in enumerate(self.order)}
+        self.moved = {t.buffer: t for t in transfers.moved} if transfers is not None else {}
+        self.calls: dict[str, CallPlan] = {}
+        self.late: dict[int, list[str]] = {}
+        self.fetched: dict[int, list[str]] = {}
+        self.bytes = 0
+        for name, how in policy.items():
+            if (buffer := buffers.get(name)) is None:
+                raise PlanError(f"the plan names {name}, which is no memory of {graph.root.type}")
+            check_policy(buffer, how)
+        self.refuse_signs_that_others_need(policy)
+        planned = {n: "offload" if how == "offload:early" else how for n, how in policy.items()}
+        for buffer in buffers.values():
+            if buffer.kind == "value" and buffer.shapes:
+                planned.setdefault(buffer.name, "keep")
+        for name, how in planned.items():
+            if how != "keep" or buffers[name].shapes:  # what others are made from is held by them
+                self.add(buffers[name], how)
+
+    def refuse_signs_that_others_need(self, policy: Mapping[str, str]) -> None:
+        """A value of which only signs are kept cannot be what another is made from."""
+        for name, how in policy.items():
+            sources = self.buffers[name].sources if how == "recompute" else ()
+            for source in sources:
+                if policy.get(source) == "encode:sign":
+                    raise PlanError(
+                        f"{source} cannot be encoded as sign: another value is made from it; keep or offload it"
+                    )
+
+    def at(self, call: str | int) -> CallPlan:
+        """The plan of a call."""
+        name = self.order[call] if isinstance(call, int) else call
+        if name not in self.calls:
+            block = self.graph.blocks[self.graph.calls[name].block]
+            self.calls[name] = CallPlan(name, block.type, self.positions[name])
+        return self.calls[name]
+
+    def add(self, buffer: Buffer, how: str) -> None:
+        """One buffer with its policy."""
+        copied = self.argument(buffer) if buffer.copy_of and how == "recompute" else ""
+        plan = BufferPlan(buffer.name, how, buffer.bytes, copied)
+        maker = self.at(buffer.born)
+        if buffer.kind == "derived":
+            maker.derived[int(buffer.name.rpartition("~")[2])] = plan
+            maker.windows |= codec_of(how) == "window"
+        else:
+            path = buffer.name[len(maker.name) + 1 :]
+            maker.born["" if path == "out" else path] = plan
+            self.at(buffer.last).leaving.append(buffer.name)
+            if codec_of(how) == "sparse" and buffer.done < buffer.last:
+                self.at(buffer.done).counted.append(buffer.name)
+        for place in buffer.shapes:
+            self.at(place).shape_only.add(buffer.name)
+        for place in buffer.savers:
+            self.at(place).saves = True
+            self.at(place).signs |= how == "encode:sign"
+        if how == "recompute" and not buffer.copy_of:
+            for writer in buffer.writers:
+                self.at(writer).records = True
+        if moves(how):
+            self.bytes += room_below(buffer, how)
+            self.move(buffer)
+
+    def move(self, buffer: Buffer) -> None:
+        """Where a buffer's copies start and end."""
+        transfer = self.moved.get(buffer.name)
+        phase, place = transfer.wait if transfer is not None else ("forward", buffer.last)
+        if phase == "forward":
+            self.at(place).released.append(buffer.name)
+        else:
+            self.late.setdefault(place, []).append(buffer.name)
+            self.at(place).stops = True
+        fetch = transfer.fetch if transfer is not None else max(buffer.savers)
+        self.fetched.setdefault(fetch, []).append(buffer.name)
+        self.at(fetch).stops = True
+
+    def argument(self, buffer: Buffer) -> str:
+        """The path of the argument that a derived tensor is a copy of."""
+        assert self.graph.executable is not None
+        call = self.order[buffer.born]
+        step = next(s for s in self.graph.executable[1].steps if s.name == call)
+        found = leaves((step.args, step.kwargs), Ref)
+        return next(path for path, ref in found if ref.kind == "value" and ref.name == buffer.copy_of)
+
+    def table(self, reassociated: bool) -> PolicyTable:
+        """Everything by the module in which it happens."""
+        named = paths(self.model)
+        nodes = {path: Node(module, path, kind_of(module) if path else "container") for module, path in named.items()}
+        for name, plan in self.calls.items():
+            norm = plan.records and plan.type in NORMS  # whose statistics are wanted
+            plan.hooked = bool(plan.saves or plan.derived or plan.shape_only or norm)
+            block, _, count = name.rpartition("#")
+            if (node := nodes.get(block)) is not None and node.kind == "module":
+                node.calls[int(count)] = plan
+            elif block.endswith("()"):
+                inside, _, function = block.removesuffix("()").rpartition(".")
+                if (node := nodes.get(inside)) is not None:
+                    node.functions.setdefault(function, {})[int(count)] = plan
+        return PolicyTable(
+            root=nodes[""],
+            nodes={id(module): nodes[path] for module, path in named.items()},
+            calls=self.calls,
+            length=len(self.order),
+            released_late={k: tuple(v) for k, v in self.late.items()},
+            fetched={k: tuple(v) for k, v in self.fetched.items()},
+            renorm=Renorm(reassociated),
+            offloaded_bytes=self.bytes,
+        )

@@ -1,0 +1,374 @@
+"""A call as it was in this step, held so that it can run once more in backward.
+
+Nothing is taken from a recording: what is held are this step's own function or module, arguments, autocast modes and
+random state. A tensor among the arguments is held in one of three ways: as a view of a buffer that is managed itself
+(which then may be away, and comes back when it is asked for), as the memory that the call is about to write, or as it
+is. Parameters are held by their memory, so that a parameter whose ``data`` is exchanged before backward does no harm;
+a module is held as a copy of its attributes, so that a flag, a probability or a hook that changes later does none.
+What is written in place between forward and backward is noticed by its version and refused, as autograd does; small
+tensors that are neither parameters nor what the model was given are held as copies, because these are often what a
+model or a loop keeps up to date (running means, centres, counters), which is no matter to autograd.
+
+A call is repeated only if its operation is known to give the same numbers again (`outcore.ops.recomputable`). Layers
+that keep statistics normalise again without touching them; those that use their running statistics keep the ones of
+this step, because torch writes these without counting it. Random ones draw the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from outcore.graph.structure import leaves
+from outcore.memory.replay.replay_buffer import Geometry, over, raw
+from outcore.memory.replay.replay_recompute import (
+    States,
+    _batch_norm,
+    _generator,
+    _generators,
+    _instance_norm,
+    _modes,
+    _Normalised,
+)
+from outcore.ops.recomputable import again
+
+if TYPE_CHECKING:
+    from outcore.memory.param_offload.residency import Traffic
+    from outcore.memory.replay.replay_buffer import Cell
+
+__all__ = ["Argument", "RecordedCall", "cast_of", "generators_of", "record_function", "record_module"]
+
+_ATOMS = frozenset(
+    {
+        int,
+        float,
+        bool,
+        complex,
+        str,
+        type(None),
+        type(Ellipsis),
+        torch.dtype,
+        torch.device,
+        torch.Size,
+        torch.memory_format,
+        torch.layout,
+        torch.Generator,
+    }
+)
+_FOLDING = {"matmul", "rmatmul", "linear", "Linear"}
+"""A product with a matrix that requires a gradient is one product, not a batch of them, however the other lies."""
+_FROM_HOST = {"tensor", "as_tensor"}
+"""What they read may be changed by its owner."""
+_NORMS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "batch_norm": (F.batch_norm, _batch_norm),
+    "instance_norm": (F.instance_norm, _instance_norm),
+}
+_DEVICES = ("cpu", "cuda")
+_SMALL = 2**18
+"""Bytes up to which a tensor is copied that may be state of the model."""
+
+
+class NotRepeatable(Exception):  # noqa: N818 - a signal inside this package, never shown
+    """A call has an argument that cannot be held."""
+
+
+class Argument:
+    """A tensor among the arguments of a call."""
+
+    __slots__ = ("address", "cell", "geometry", "own", "parameter", "tensor", "trained", "version")
+
+    def __init__(self, tensor: torch.Tensor, address: int, cell: Cell | None, *, own: bool, moves: bool) -> None:
+        self.address, self.parameter = address, isinstance(tensor, nn.Parameter)
+        self.cell, self.own, self.trained = cell, own, tensor.requires_grad
+        self.version = 0 if tensor.is_inference() else tensor._version
+        self.tensor: torch.Tensor | None = None
+        self.geometry: Geometry | None = None
+        if own or cell is not None:
+            self.geometry = Geometry.of(tensor)
+        else:
+            self.tensor = tensor if moves and self.parameter else tensor.detach()
+
+    def value(self, memory: torch.Tensor | None) -> torch.Tensor:
+        """The tensor, for running the call again; `memory` is what the call writes into."""
+        if self.tensor is not None:
+            return self.tensor.detach()
+        assert self.geometry is not None
+        if self.own:
+            assert memory is not None
+            empty = torch.empty(0, dtype=self.geometry.dtype, device=memory.device)
+            _, size, stride, offset = self.geometry
+            return empty.set_(memory.untyped_storage(), offset, size, stride)
+        assert self.cell is not None
+        return self.cell.view(self.geometry, self.version)
+
+    def check(self) -> None:
+        """Refuse to use what was written in place since."""
+        assert self.tensor is not None
+        if not self.tensor.is_inference() and self.tensor._version != self.version:
+            raise RuntimeError(
+                f"a tensor of {list(self.tensor.shape)} was modified by an inplace operation between forward and "
+                "backward, and outcore makes a value that backward needs from it; modify a copy, or exclude that value "
+                "with plan={name: 'keep'}"
+            )
+
+
+class RecordedCall:
+    """One call, to be run again without autograd."""
+
+    __slots__ = ("args", "arguments", "autocast", "folds", "kwargs", "states", "target")
+
+    def __init__(
+        self,
+        target: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        arguments: Sequence[Argument],
+        *,
+        folds: bool,
+        states: States,
+    ) -> None:
+        self.target, self.args, self.kwargs, self.arguments = target, args, kwargs, arguments
+        self.folds, self.states = folds, states
+        self.autocast = _autocast_modes()
+
+    def run(self, memory: torch.Tensor | None = None, traffic: Traffic | None = None) -> Any:
+        """Run it again; returns what it returns, without autograd.
+
+        Args:
+            memory: what it writes into, where it writes in place.
+            traffic: whoever brings parameters that are not on the device.
+        """
+        if traffic is not None:
+            lots = (traffic.of.get(id(a.tensor)) for a in self.arguments if a.tensor is not None)
+            traffic.need(*dict.fromkeys(lot for lot in lots if lot is not None), backward=True)
+        for argument in self.arguments:  # parameters of a layer are among them, though not among what it is given
+            if argument.tensor is not None:
+                argument.check()
+        args = [self._filled(a, memory) for a in self.args]
+        kwargs = {k: self._filled(v, memory) for k, v in self.kwargs.items()} if self.kwargs else {}
+        if not (self.folds or self.states or self.autocast or torch.is_grad_enabled() or _any_autocast()):
+            return self.target(*args, **kwargs)  # as most are: what follows takes longer than a small operation
+        with torch.set_grad_enabled(self.folds), _modes(self._changed()), _generators(self.states):
+            return self.target(*args, **kwargs)
+
+    def _changed(self) -> list[tuple[str, bool, torch.dtype]]:
+        """The autocast modes of the call that are not in force."""
+        if not self.autocast and not _any_autocast():
+            return []
+        now = {device: (device, on, dtype) for device, on, dtype in _autocast_modes()}
+        wanted = {row[0]: row for row in self.autocast}
+        off = [(device, False, now[device][2]) for device in now.keys() - wanted.keys()]
+        return [*off, *(row for device, row in wanted.items() if now.get(device) != row)]
+
+    def _filled(self, template: Any, memory: torch.Tensor | None) -> Any:
+        if type(template) is Argument:
+            tensor = template.value(memory)
+            return tensor.requires_grad_() if self.folds and template.trained and not template.own else tensor
+        if type(template) is tuple or type(template) is list:
+            return type(template)([self._filled(t, memory) for t in template])
+        if type(template) is slice:
+            return slice(*(self._filled(t, memory) for t in (template.start, template.stop, template.step)))
+        return template
+
+
+def _any_autocast() -> bool:
+    return bool(torch._C._is_any_autocast_enabled())
+
+
+def _autocast_modes() -> tuple[tuple[str, bool, torch.dtype], ...]:
+    """The devices that compute in another type here and now."""
+    if not _any_autocast():
+        return ()
+    return tuple((d, True, torch.get_autocast_dtype(d)) for d in _DEVICES if torch.is_autocast_enabled(d))
+
+
+class _Holder:
+    """Holds the arguments of one call."""
+
+    def __init__(
+        self, at: Mapping[int, Cell], own: Cell | None, *, moves: bool, given: Callable[[], Collection[int]]
+    ) -> None:
+        self.at, self.own, self.moves, self.given = at, own, moves, given
+        self.found: list[Argument] = []
+
+    def held(self, value: Any) -> Any:
+        """A template of an argument."""
+        kind = type(value)
+        if kind in _ATOMS:
+            return value
+        if kind is torch.Tensor or kind is nn.Parameter:
+            return self.tensor(value)
+        if kind is tuple or kind is list:
+            return kind([self.held(v) for v in value])
+        if kind is slice:
+            return slice(*(self.held(v) for v in (value.start, value.stop, value.step)))
+        if isinstance(value, np.generic):
+            return value
+        raise NotRepeatable(kind.__name__)
+
+    def tensor(self, tensor: torch.Tensor) -> Argument:
+        """One tensor."""
+        if tensor.layout is not torch.strided:
+            raise NotRepeatable(str(tensor.layout))
+        address = tensor.untyped_storage().data_ptr()
+        cell = self.at.get(address)
+        own = cell is not None and cell is self.own
+        if cell is None and self._may_be_state(tensor) and address not in self.given():
+            tensor = over(raw(tensor).clone(), Geometry.of(tensor))
+            address = tensor.untyped_storage().data_ptr()
+        argument = Argument(tensor, address, None if own else cell, own=own, moves=self.moves)
+        self.found.append(argument)
+        return argument
+
+    @staticmethod
+    def _may_be_state(tensor: torch.Tensor) -> bool:
+        return (
+            not tensor.requires_grad
+            and type(tensor) is torch.Tensor
+            and 0 < tensor.untyped_storage().nbytes() <= _SMALL
+            and not (tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
+        )
+
+
+def _nothing() -> Collection[int]:
+    return ()
+
+
+def record_function(
+    func: Callable[..., Any],
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    at: Mapping[int, Cell],
+    *,
+    own: Cell | None = None,
+    moves: bool = False,
+    states: States | None = None,
+    given: Callable[[], Collection[int]] = _nothing,
+) -> RecordedCall | None:
+    """Hold a call of a function, before it happens; none if it cannot be repeated.
+
+    Args:
+        func: what is called.
+        name: what the table of operations calls it.
+        args: of the call.
+        kwargs: of the call.
+        at: address of a storage -> the managed buffer in it.
+        own: the buffer that the call is about to write into, if it is one.
+        moves: whether parameters change their memory between calls.
+        states: of the generators it draws from.
+        given: addresses of the storages that the model was called with.
+    """
+    kind = again(name)
+    if kind is None or name in _FROM_HOST or "out" in kwargs or kwargs.get("max_norm") is not None:
+        return None
+    target: Callable[..., Any] = func
+    holder = _Holder(at, own, moves=moves, given=given)
+    if kind == "statistics":
+        if name not in _NORMS or func is not _NORMS[name][0]:
+            return None
+        target = _NORMS[name][1]
+        args, kwargs = _with_own_statistics(args, kwargs)
+    try:
+        template = tuple([holder.held(a) for a in args])
+        named = {k: holder.held(v) for k, v in kwargs.items()} if kwargs else {}
+    except NotRepeatable:
+        return None
+    return RecordedCall(target, template, named, holder.found, folds=name in _FOLDING, states=states or {})
+
+
+def _with_own_statistics(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of a functional norm with copies of its running statistics: torch writes these without counting it."""
+
+    def own(value: Any) -> Any:
+        return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+    named = {k: own(v) if k in ("running_mean", "running_var") else v for k, v in kwargs.items()}
+    return (*args[:1], *(own(a) for a in args[1:3]), *args[3:]), named
+
+
+def record_module(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    at: Mapping[int, Cell],
+    *,
+    own: Cell | None = None,
+    moves: bool = False,
+    states: States | None = None,
+    given: Callable[[], Collection[int]] = _nothing,
+) -> RecordedCall | None:
+    """Hold a call of a layer, before it happens, with the layer's attributes as they are now; see `record_function`."""
+    name = type(module).__name__
+    kind = again(name)
+    if kind is None:
+        return None
+    holder = _Holder(at, own, moves=moves, given=given)
+    try:
+        template = tuple([holder.held(a) for a in args])
+        named = {k: holder.held(v) for k, v in kwargs.items()} if kwargs else {}
+        layer = _as_it_is(module, holder, statistics=kind == "statistics", folds=name in _FOLDING)
+    except NotRepeatable:
+        return None
+    target = _Normalised(layer) if kind == "statistics" else layer.forward
+    return RecordedCall(target, template, named, holder.found, folds=name in _FOLDING, states=states or {})
+
+
+def _as_it_is(module: nn.Module, holder: _Holder, *, statistics: bool, folds: bool) -> nn.Module:
+    """A layer with the attributes, parameters and running statistics that a module has now."""
+    layer: nn.Module = object.__new__(type(module))
+    attributes = module.__dict__.copy()
+    parameters = attributes["_parameters"]
+    if parameters:
+        attributes["_parameters"] = {n: _weight(p, holder, folds=folds) for n, p in parameters.items()}
+    buffers = attributes["_buffers"]
+    if buffers:
+        copied = statistics and not module.training
+        attributes["_buffers"] = {n: b.clone() if copied and b is not None else b for n, b in buffers.items()}
+    object.__setattr__(layer, "__dict__", attributes)
+    return layer
+
+
+def _weight(parameter: torch.Tensor | None, holder: _Holder, *, folds: bool) -> torch.Tensor | None:
+    """A parameter as a layer's copy has it, checked for writes before the layer runs again."""
+    if parameter is None:
+        return None
+    argument = holder.tensor(parameter)
+    if argument.tensor is None or holder.moves:
+        return parameter
+    return argument.tensor.requires_grad_(parameter.requires_grad) if folds else argument.tensor
+
+
+def cast_of(
+    path: str,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    at: Mapping[int, Cell],
+    *,
+    moves: bool,
+) -> RecordedCall | None:
+    """Hold an argument of a call of which an operation has made a copy in another type; none if there is no such."""
+    tensor = dict(leaves((args, kwargs), torch.Tensor)).get(path)
+    if tensor is None or type(tensor) not in (torch.Tensor, nn.Parameter):
+        return None
+    holder = _Holder(at, None, moves=moves, given=_nothing)
+    try:
+        holder.tensor(tensor)
+    except NotRepeatable:
+        return None
+    return RecordedCall(torch.Tensor.to, (), {}, holder.found, folds=False, states={})
+
+
+def generators_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> States:
+    """The states of the generators that a call may draw from, before it does."""
+    given = [*args, *kwargs.values()]
+    own = [g for g in given if isinstance(g, torch.Generator)]
+    devices = {t.device for t in given if isinstance(t, torch.Tensor)}
+    if (named := kwargs.get("device")) is not None:
+        devices.add(torch.device(named))
+    return {g: g.get_state() for g in own or map(_generator, devices or {torch.get_default_device()})}

@@ -1,0 +1,164 @@
+"""A buffer of a forward that the user's own code runs.
+
+What writes it is not known before it happens, so the cell collects the calls that do
+(`outcore.memory.saved_tensors.recompute`) and counts who will ask for it: every saved tensor that points to it and
+every other cell that is made from it. When its last use in forward is over, the policy is carried out if it still can
+be. Where it cannot (a call that is not known to give the same numbers, a write that nobody recorded), the memory is
+simply kept: that is always right.
+
+Every saved tensor remembers the version of the memory it was saved from. One that was overwritten before the cell left
+is refused when backward asks for it, as autograd refuses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from outcore.graph.structure import leaves
+from outcore.memory.offload.backends import Tier
+from outcore.memory.replay.replay_buffer import Cell, Geometry, as_it_lay, graph_is_kept
+from outcore.memory.saved_tensors.recompute import RecordedCall
+from outcore.memory.saved_tensors.recompute_batch_norm import Norm, Statistics
+
+if TYPE_CHECKING:
+    from outcore.memory.encode.codecs import Window
+    from outcore.memory.saved_tensors.saved_buffers import LiveBuffers
+
+__all__ = ["LiveCell"]
+
+
+class LiveCell(Cell):
+    """One buffer of one forward pass, with the calls that wrote it."""
+
+    owner: LiveBuffers  # type: ignore[assignment]
+
+    def __init__(
+        self, name: str, policy: str, owner: LiveBuffers, *, derived: bool = False, window: Window | None = None
+    ) -> None:
+        self.name, self.policy, self.owner, self.window = name, policy, owner, window
+        self.uses, self.derived = 0, derived
+        self.writers: list[RecordedCall] = []
+
+    derived: bool
+    """An operation made it for its own backward."""
+    path = ""
+    """Where it stands in what its first writer returns."""
+    lay: Geometry | None = None
+    norm: tuple[Norm, Statistics] | None = None
+    """The batch norm that its first writer is, where that can be made again from its statistics."""
+    rectified = False
+    """Its second writer is a ReLU."""
+    has_left = False
+    cast: torch.dtype | None = None
+    """It is a copy in another type of what its only writer holds."""
+    rescued = False
+    """Its memory is not the one that was saved."""
+
+    # Forward
+
+    def wrote(self, call: RecordedCall | None) -> None:
+        """A call has written it; none for one that cannot be repeated."""
+        if self.policy != "recompute":
+            return
+        if call is None:
+            self.keep()
+            return
+        self.writers.append(call)
+        for source in self._sources(call):
+            if source.policy == "encode:sign":
+                source.policy = "keep"
+            source.uses += 1
+
+    def keep(self) -> None:
+        """It stays where it is: its writers are not needed."""
+        self.policy = "keep"
+        self._forget_writers()
+
+    def leave(self, tier: Tier | None) -> None:
+        """Its last use in forward is over."""
+        self.has_left = True
+        if self.policy == "recompute" and not self.writers:
+            self.policy = "keep"
+        if not self.uses or self.policy == "keep":
+            self._forget_writers()
+        if self.memory is not None and not self.derived:
+            self.version = 0 if self.memory.is_inference() else self.memory._version
+            self.saved = True
+        super().leave(tier)
+
+    def rescue(self) -> None:
+        """What it is made from is about to be overwritten: bring it back now, and keep it."""
+        if self.policy != "recompute" or self.memory is not None or not self.writers:
+            return
+        memory = self.bring_back()
+        self.away, self.policy = False, "keep"
+        self.version, self.rescued = memory._version, True
+        self._forget_writers()
+
+    # Backward
+
+    def view(self, geometry: Geometry, version: int | None = None) -> torch.Tensor:
+        """A tensor in its memory, which comes back if it must."""
+        if version is not None and not self.derived and not self.rescued and version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{self.name} is at version {self.version}; expected version {version}"
+            )
+        return super().view(geometry)
+
+    def reads(self, address: int) -> bool:
+        """Whether making it again reads what is in the memory at an address."""
+        return any(
+            a.address == address and (a.tensor is not None or (a.cell is not None and a.cell.memory is not None))
+            for call in self.writers
+            for a in call.arguments
+        )
+
+    def made_from(self) -> Iterable[Cell]:
+        """The cells that making it again reads."""
+        return (source for call in self.writers for source in self._sources(call))
+
+    def remake(self) -> None:
+        """Make it again from what its writers read."""
+        keeper, renorm = self.owner.keeper, self.owner.table.renorm
+        first, *more = self.writers
+        if self.cast is not None:
+            (source,) = first.arguments
+            if source.tensor is not None:
+                source.check()
+            self.memory = source.value(None).to(self.cast)
+        elif self.norm is not None and (not more or (self.rectified and len(more) == 1)):
+            norm, statistics = self.norm
+            x = first.arguments[0].value(None)
+            self.memory = renorm.run(replace(norm, relu=bool(more)), x, statistics)
+        else:
+            made = _picked(first.run(traffic=keeper), self.path).detach()
+            memory = as_it_lay(made, self.lay)
+            for call in more:
+                call.run(memory, keeper)
+            self.memory = memory.detach()
+        if not graph_is_kept():
+            self.writers = []
+
+    def _forget_writers(self) -> None:
+        for call in self.writers:
+            for source in self._sources(call):
+                source.uses -= 1
+                if source.has_left and not source.uses:
+                    source.memory = None
+        self.writers = []
+
+    def _sources(self, call: RecordedCall) -> Iterable[LiveCell]:
+        return (a.cell for a in call.arguments if a.cell is not None)  # type: ignore[misc]
+
+
+def _picked(result: Any, path: str) -> torch.Tensor:
+    """The tensor at a path of a result."""
+    if isinstance(result, torch.Tensor):
+        return result
+    found: torch.Tensor = dict(leaves(result, torch.Tensor))[path]
+    return found

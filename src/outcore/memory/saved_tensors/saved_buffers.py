@@ -1,0 +1,324 @@
+"""The memory of one running forward: which piece of it is whose, what leaves, and what comes back.
+
+`outcore.memory.saved_tensors.live_forward` sees the calls of the user's code. What they do to memory is noted here: a
+call that begins a buffer of the plan gives it a cell, what autograd saves becomes a handle to a cell, and a buffer
+whose last use in forward is over leaves as its policy says. Memory is recognised by the address of its storage; an
+address is forgotten when its buffer leaves, before it can be used again.
+
+After forward only autograd holds the cells, by their handles; what they need of this (where copies are due, who brings
+parameters) lives as long as one of them does.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from outcore.graph.structure import leaves
+from outcore.memory.encode.pool_positions import Window
+from outcore.memory.offload.backends import Tier
+from outcore.memory.param_offload.buckets import Borrowed
+from outcore.memory.replay.replay_buffer import Geometry, Handle, over
+from outcore.memory.saved_tensors.policy_table import BufferPlan, CallPlan, PolicyTable
+from outcore.memory.saved_tensors.recompute import RecordedCall, cast_of
+from outcore.memory.saved_tensors.recompute_batch_norm import NORMS, RELUS, Norm
+from outcore.memory.saved_tensors.saved_buffer import LiveCell
+from outcore.ops.encoding import codec_of, moves
+from outcore.ops.recomputable import need
+
+if TYPE_CHECKING:
+    from outcore.memory.param_offload.offloader import StateKeeper
+
+__all__ = ["ORDINARY", "LiveBuffers", "tensors_in", "unpack"]
+
+ORDINARY = (torch.Tensor, nn.Parameter)
+_FACTORIES = {"zeros", "ones", "full", "arange", "linspace", "eye", "rand", "randn"}
+
+
+class LiveBuffers:
+    """The buffers of one forward."""
+
+    def __init__(self, table: PolicyTable, tier: Tier | None, keeper: StateKeeper | None) -> None:
+        self.table, self.tier, self.keeper = table, tier, keeper
+        self.position = table.length
+        """How far backward has come."""
+        self.waiting: dict[str, weakref.ref[LiveCell]] = {}
+        """Buffers that were offloaded."""
+        self.at: dict[int, LiveCell] = {}
+        """Address of a storage -> the cell of what is in it."""
+        self.pending: list[Handle] = []
+        """What autograd has saved of the call that is running."""
+        self._cells: dict[str, LiveCell] = {}
+        self._readers: dict[int, list[weakref.ref[LiveCell]]] = {}
+        """Address of a storage -> cells that are made again from what is in it."""
+        self._copying: dict[int, LiveCell] = {}
+        """Address of a storage -> the cell whose copy out may be under way."""
+
+    # Forward
+
+    def finish(self) -> None:
+        """Forward is over: what the plan expected to leave at another call leaves now."""
+        for cell in self._cells.values():
+            if not cell.has_left:
+                cell.leave(self.tier)
+                cell.left()
+
+    def forget(self) -> None:
+        """From here on only autograd holds the cells."""
+        for table in (self._cells, self.at, self._readers, self._copying):
+            table.clear()
+        self.pending.clear()
+
+    def after(self, plan: CallPlan, result: Any) -> None:
+        """A planned call is over: what was used for the last time leaves."""
+        if plan.stops:
+            self._stop(plan.position, result)
+        for name in plan.counted:
+            if (cell := self._cells.get(name)) is not None:
+                cell.count()
+        for name in plan.leaving:
+            if (cell := self._cells.get(name)) is not None and not cell.has_left:
+                self._leave(cell)
+        for name in plan.released:
+            if (cell := self._cells.get(name)) is not None:
+                cell.left()
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Autograd saves a tensor."""
+        if type(tensor) not in ORDINARY or tensor.layout is not torch.strided or tensor.is_conj():
+            return tensor.detach()
+        if self.keeper is not None and (borrowed := self.keeper.claim(tensor)) is not None:
+            self.pending.append(borrowed)  # it counts among what the call keeps
+            return borrowed
+        handle = Handle(tensor)
+        self.pending.append(handle)
+        return handle
+
+    def bear(self, plan: BufferPlan, path: str, tensor: torch.Tensor, name: str, call: RecordedCall | None) -> None:
+        """New memory: its cell takes responsibility."""
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or not tensor.numel():
+            return
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        if address in self.at or tensor.is_inference():
+            return
+        policy = plan.policy
+        if policy == "recompute" and (call is None or storage.nbytes() != tensor.numel() * tensor.element_size()):
+            policy = "keep"
+        cell = self._cells[plan.name] = LiveCell(plan.name, policy, self)
+        cell.path, cell.lay = path, Geometry.of(tensor)
+        cell.born(tensor)
+        self.at[address] = cell
+        if policy == "recompute":
+            assert call is not None
+            if not call.arguments and name in _FACTORIES:
+                call.kwargs = {**call.kwargs, "device": tensor.device, "dtype": tensor.dtype}
+            cell.wrote(call)
+            self.note_reader(cell, call)
+            if name in NORMS:
+                self._note_norm(cell, tensor, name, call)
+        elif moves(policy):
+            self.waiting[plan.name] = weakref.ref(cell)
+
+    def note_reader(self, cell: LiveCell, call: RecordedCall) -> None:
+        reference = weakref.ref(cell)
+        for argument in call.arguments:
+            if not argument.own:
+                self._readers.setdefault(argument.address, []).append(reference)
+
+    def _note_norm(self, cell: LiveCell, out: torch.Tensor, name: str, call: RecordedCall) -> None:
+        """A batch norm has run that will be made again: keep its statistics, if they are enough."""
+        layer: Any = call.target.module  # type: ignore[attr-defined]
+        if not (layer.training or layer.running_mean is None) or layer.weight is None:
+            return
+        x = call.arguments[0].cell.memory if call.arguments[0].cell is not None else call.arguments[0].tensor
+        if x is None or x.shape != out.shape:
+            return
+        key = f"{cell.name} {x.dtype} {x.stride()}"
+        norm = Norm(key, "", "", layer, relu=False)
+        saved = [h.tensor for h in self.pending if h.tensor is not None]
+        found = self.table.renorm.statistics(norm, x, out, saved)
+        if found is not None:
+            cell.norm = norm, found
+
+    def settle(
+        self,
+        plan: CallPlan,
+        name: str,
+        module: nn.Module | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        window: Window | None,
+    ) -> None:
+        """Give the handles of a call to their cells."""
+        shapes = plan.shape_only if plan.shape_only and _shape_is_enough(name, module, args, kwargs) else ()
+        places: dict[int, int] = {}
+        made: dict[int, LiveCell] = {}
+        for handle in self.pending:
+            tensor = handle.tensor
+            if isinstance(handle, Borrowed):
+                places.setdefault(id(handle.member), len(places))
+                continue
+            assert tensor is not None
+            address = tensor.untyped_storage().data_ptr()
+            if (cell := self.at.get(address)) is not None:
+                if cell.policy == "encode:sign" and not (plan.signs and name in RELUS):
+                    cell.policy = "keep"
+                if cell.name in shapes:
+                    handle.keep_shape(cell)
+                else:
+                    handle.point_to(cell, plan.position)
+            if not plan.derived:
+                continue
+            place = places.setdefault(address, len(places))
+            wanted = plan.derived.get(place)
+            if cell is None and wanted is not None:
+                if address not in made:
+                    derived = self._derived(wanted, tensor, args, kwargs, window)
+                    if derived is None:
+                        continue
+                    made[address] = derived
+                    derived.version = handle.version
+                # Parts of one piece may count their versions each for itself (cuDNN's weights do).
+                version = made[address].version
+                handle.point_to(made[address], plan.position)
+                made[address].version = version
+        self.pending = []
+        for cell in made.values():
+            cell.leave(self.tier)
+
+    def _derived(
+        self,
+        plan: BufferPlan,
+        tensor: torch.Tensor,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        window: Window | None,
+    ) -> LiveCell | None:
+        """A cell for what an operation derives for its backward, if that is what the plan means."""
+        codec = codec_of(plan.policy)
+        if codec == "window" and (window is None or tensor.dtype is not torch.int64):
+            return None
+        if codec == "bits" and not (tensor.dtype is torch.bool or tensor.is_floating_point()):
+            return None
+        cell = LiveCell(plan.name, plan.policy, self, derived=True, window=window if codec == "window" else None)
+        if plan.policy == "recompute":
+            call = cast_of(plan.copy_of, args, kwargs, self.at, moves=self.keeper is not None)
+            if call is None or not self._is_cast(plan.name, call, tensor):
+                return None
+            cell.cast = tensor.dtype
+            cell.wrote(call)
+            self.note_reader(cell, call)
+        cell.born(tensor)
+        self._cells[plan.name] = cell
+        if moves(plan.policy):
+            self.waiting[plan.name] = weakref.ref(cell)
+        return cell
+
+    def _is_cast(self, name: str, call: RecordedCall, tensor: torch.Tensor) -> bool:
+        """Whether a saved tensor is the copy of an argument in another type: seen once for each layout."""
+        (source,) = call.arguments
+        whole = source.tensor
+        if whole is None:
+            assert source.cell is not None and source.cell.memory is not None and source.geometry is not None
+            whole = over(source.cell.memory, source.geometry)
+        key = f"{name} {whole.dtype} {tuple(whole.shape)} {whole.stride()} {tensor.dtype} {tensor.stride()}"
+        known = self.table.verified
+        if key not in known:
+            cast = whole.detach().to(tensor.dtype)
+            same_memory = cast.untyped_storage().nbytes() == tensor.untyped_storage().nbytes()
+            flat = cast.is_contiguous() and tensor.is_contiguous() and cast.numel() == tensor.numel()
+            alike = tensor.shape == cast.shape and tensor.stride() == cast.stride()
+            fits = same_memory and tensor.storage_offset() == 0 and (alike or flat)
+            known[key] = fits and bool(torch.equal(cast.reshape(-1), tensor.reshape(-1)))
+        return known[key]
+
+    def _leave(self, cell: LiveCell) -> None:
+        """The last use of a buffer in forward is over."""
+        address = 0
+        if cell.memory is not None:
+            address = cell.memory.untyped_storage().data_ptr()
+            if self.at.get(address) is cell:
+                del self.at[address]
+        cell.leave(self.tier)
+        if cell.trip is not None and cell.memory is not None:
+            self._copying[address] = cell
+
+    def _stop(self, position: int, result: Any) -> None:
+        """Backward is to stop before a call, whether or not that asks for something it saved."""
+        reference = weakref.ref(self)
+
+        def reached(_: Any) -> None:
+            if (live := reference()) is not None:  # else nothing of it is waiting any more
+                live.reached(position)
+
+        for _, tensor in tensors_in(result):
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(reached)
+
+    def about_to_write(self, tensor: Any, by: LiveCell | None = None) -> None:
+        """A tensor is about to be written in place; `by` is the cell that has recorded the call which does it."""
+        if type(tensor) is list or type(tensor) is tuple:  # functions on lists of tensors
+            for each in tensor:
+                self.about_to_write(each)
+            return
+        if type(tensor) not in ORDINARY or tensor.layout is not torch.strided:
+            return
+        address = tensor.untyped_storage().data_ptr()
+        cell = self.at.get(address)
+        if cell is not None and cell is not by and cell.policy == "recompute":
+            cell.keep()
+        if (readers := self._readers.pop(address, None)) is not None:
+            for reader in filter(None, (reference() for reference in readers)):
+                if reader is not by and reader.reads(address):
+                    if reader.has_left:
+                        reader.rescue()
+                    else:
+                        reader.keep()
+        if (copied := self._copying.pop(address, None)) is not None:
+            copied.left()
+
+    # Backward
+
+    def reached(self, position: int) -> None:
+        """Backward has come to a call: release and fetch what is due."""
+        if position >= self.position or not self.waiting:
+            return
+        table = self.table
+        for place in range(self.position, position - 1, -1):
+            for name in table.released_late.get(place, ()):
+                if (cell := self._cell(name)) is not None:
+                    cell.left()
+            for name in table.fetched.get(place, ()):
+                if (cell := self._cell(name)) is not None:
+                    cell.left()
+                    cell.fetch()
+        self.position = position
+
+    def _cell(self, name: str) -> LiveCell | None:
+        reference = self.waiting.get(name)
+        return reference() if reference is not None else None
+
+
+def unpack(packed: Any) -> torch.Tensor:
+    """The saved tensor that autograd holds something for."""
+    return packed.unpack() if isinstance(packed, Handle) else packed
+
+
+def tensors_in(result: Any) -> Iterable[tuple[str, torch.Tensor]]:
+    """The tensors in what a call returns."""
+    return (("", result),) if isinstance(result, torch.Tensor) else leaves(result, torch.Tensor)
+
+
+def _shape_is_enough(name: str, module: nn.Module | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call's backward needs no more than the shape of its input, as things are now."""
+    if module is not None:
+        trained = any(p is not None and p.requires_grad for p in module._parameters.values())
+    else:
+        weight = args[1] if len(args) > 1 else kwargs.get("weight")
+        trained = isinstance(weight, torch.Tensor) and weight.requires_grad
+    return need(name, "input", weights_trained=trained) == "shape"

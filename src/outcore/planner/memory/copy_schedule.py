@@ -1,0 +1,189 @@
+"""When copies to the slower tier and back happen, and how long the device waits for them.
+
+Copies go on beside the computing, one after the other each way. A buffer leaves when its last use in forward is over;
+its memory is free after the call during which the copy ends, which may be in backward; one that leaves *early* is
+waited for where forward ends, if its copy is not over by then. It starts to come back as late as it can and still be
+there in time; where the link is too slow for that, the computing waits. What has no room on the host goes on to the
+disk (`outcore.planner.memory.disk_overflow`).
+
+    compute   | F0 | F1 | F2 | F3 | B3 | B2 | B1 | B0 |
+    out            | evict a | evict b |
+    in                            | fetch b | fetch a |
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from outcore.cost.buffers import Buffer
+from outcore.planner.memory.disk_overflow import Overflow
+
+if TYPE_CHECKING:
+    from outcore.planner.memory.evaluate import Keeping
+
+__all__ = ["Tier", "Transfer", "Transfers", "schedule_transfers"]
+
+_AHEAD = 1.5
+"""A fetch starts this much earlier than its time on the link, because predictions are not exact."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """The slower memory below a device: the host's below a GPU, the disk below a CPU."""
+
+    out_bytes_per_s: float
+    in_bytes_per_s: float
+    capacity_bytes: int | None = None
+    """Its room; none where that is not known."""
+    least_bytes: int = 2**20
+    """Smaller buffers are not worth a copy."""
+    beyond: Tier | None = None
+    """Where goes what has no room."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One buffer's way out and back."""
+
+    buffer: str
+    evict: int
+    """Position of the call after whose forward the copy starts."""
+    wait: tuple[str, int]
+    """Where its memory is free: after a call's forward, or before a call's backward."""
+    fetch: int
+    """Position of the call before whose backward it starts to come back."""
+    gone_at: int
+    """The first moment without its memory."""
+    back_at: int
+    """The first moment with its memory again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transfers:
+    """All copies of a step."""
+
+    moved: tuple[Transfer, ...]
+    stall_s: float
+    """How long the computing waits; for ever, where there is no room for all."""
+    bytes: int
+    further_bytes: int = 0
+    """Of them, what goes on to the disk."""
+
+
+def schedule_transfers(
+    keeping: Keeping,
+    moved: Sequence[tuple[Buffer, int]],
+    recomputed: Mapping[str, tuple[int, int]],
+    tier: Tier,
+    early: Collection[str] = (),
+) -> Transfers:
+    """Place the copies.
+
+    Args:
+        keeping: the step.
+        moved: buffers with the position of the call whose backward needs them first.
+        recomputed: what is made again, which takes its time too.
+        tier: where they go.
+        early: the buffers that must be gone when forward ends.
+    """
+    size = sum(buffer.bytes for buffer, _ in moved)
+    full = tier.capacity_bytes is not None and size > tier.capacity_bytes
+    if full and tier.beyond is None:
+        return Transfers((), float("inf"), size)
+    clock = _Clock(keeping, recomputed)
+    leaving = [buffer for buffer, _ in sorted(moved, key=lambda row: row[0].last)]
+    overflow = Overflow(leaving, tier.capacity_bytes or 0, tier.beyond) if full and tier.beyond else None
+    ends: dict[str, float] = {}
+    free_s = 0.0
+    for buffer in leaving:
+        start = max(free_s, clock.forward_end[buffer.last])
+        if overflow is not None:
+            start = overflow.admit(buffer, start)
+        free_s = ends[buffer.name] = start + buffer.bytes / tier.out_bytes_per_s
+        if overflow is not None:
+            overflow.left(buffer, free_s)
+    turn_s = max((ends[name] for name in early), default=0.0) - (clock.forward_end[-1] if clock.forward_end else 0.0)
+    turn_s = max(0.0, turn_s, overflow.waited_s if overflow is not None else 0.0)
+    clock.wait_at_turn(turn_s)
+    needs = sorted(moved, key=lambda row: (-row[1], row[0].born))
+    starts: dict[str, float] = {}
+    later = float("inf")
+    for buffer, need in reversed(needs):
+        lasts = buffer.bytes / tier.in_bytes_per_s
+        later = min(later, clock.backward_start[need]) - lasts
+        starts[buffer.name] = max(later - (_AHEAD - 1) * lasts, ends[buffer.name])
+    if overflow is not None:
+        overflow.turn(clock.backward_start[-1])
+    found, free_s, stall_s = [], 0.0, 0.0
+    for buffer, need in needs:
+        ready_s = overflow.ready(buffer) if overflow is not None else 0.0
+        fetch = max(_no_later(keeping, clock.before_backward(max(starts[buffer.name], ready_s - stall_s))), need)
+        begins = max(free_s, clock.backward_start[fetch] + stall_s, ends[buffer.name], ready_s)
+        free_s = begins + buffer.bytes / tier.in_bytes_per_s
+        stall_s += max(0.0, free_s - clock.backward_start[need] - stall_s)
+        if overflow is not None:
+            overflow.returned(buffer, free_s)
+        out_s = min(ends[buffer.name], clock.forward_end[-1]) if buffer.name in early else ends[buffer.name]
+        found.append(_transfer(keeping, clock, buffer, out_s, fetch))
+    further = sum(b.bytes for b in leaving if b.name in overflow.further) if overflow is not None else 0
+    return Transfers(tuple(found), stall_s + turn_s, size, further)
+
+
+def _transfer(keeping: Keeping, clock: _Clock, buffer: Buffer, out_s: float, fetch: int) -> Transfer:
+    position = bisect_left(clock.forward_end, out_s)
+    wait: tuple[str, int]
+    if position < len(clock.forward_end):
+        position = max(position, buffer.last)
+        wait, gone = ("forward", position), keeping.forward_at[position] + 1
+    else:
+        position = max(_no_earlier(keeping, clock.after_backward(out_s)), fetch)
+        wait, gone = ("backward", position), keeping.backward_at[position]
+    back = keeping.backward_at[fetch]
+    return Transfer(buffer.name, buffer.last, wait, fetch, min(gone, back), back)
+
+
+def _no_later(keeping: Keeping, position: int) -> int:
+    """The call at a position, or the one before it in backward: copies start and end only where backward comes by."""
+    there = keeping.differentiated
+    return there[min(bisect_left(there, position), len(there) - 1)]
+
+
+def _no_earlier(keeping: Keeping, position: int) -> int:
+    """The call at a position, or the one after it in backward."""
+    there = keeping.differentiated
+    return there[max(bisect_right(there, position) - 1, 0)]
+
+
+class _Clock:
+    """When each call's forward ends and its backward starts, if the computing never waits."""
+
+    def __init__(self, keeping: Keeping, recomputed: Mapping[str, tuple[int, int]]) -> None:
+        self.forward_end: list[float] = []
+        now = 0.0
+        for seconds in keeping.forward_s:
+            now += seconds
+            self.forward_end.append(now)
+        again = [0.0] * len(keeping.order)
+        for name, (start, _) in recomputed.items():
+            again[start] += keeping.buffers[name].again_s
+        self.backward_start = [0.0] * len(keeping.order)
+        for i in reversed(range(len(keeping.order))):
+            self.backward_start[i] = now
+            now += again[i] + keeping.backward_s[i]
+        self._rising = self.backward_start[::-1]
+
+    def wait_at_turn(self, seconds: float) -> None:
+        """Backward starts later."""
+        self.backward_start = [s + seconds for s in self.backward_start]
+        self._rising = self.backward_start[::-1]
+
+    def before_backward(self, time_s: float) -> int:
+        """Position of the last call whose backward starts no later than a time."""
+        return len(self._rising) - max(1, bisect_right(self._rising, time_s))
+
+    def after_backward(self, time_s: float) -> int:
+        """Position of the first call whose backward starts no earlier."""
+        return len(self._rising) - 1 - min(len(self._rising) - 1, bisect_left(self._rising, time_s))

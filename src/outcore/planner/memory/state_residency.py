@@ -1,0 +1,267 @@
+"""What of the state is on the device at every moment of a step, where some of it lives below the device.
+
+Played through by the rules by which it runs (`outcore.planner.memory.buckets`): lots of parameters come when a call
+reads them and make room for others; in backward a lot leaves when its gradients are complete, and these are gathered
+into one piece and follow; in the optimizer's step, one lot after the other, parameters, gradients and state come, are
+updated and leave.
+
+    forward     lots in use and coming, at most a stage
+    backward    the same; gradients of the lots that are not complete, gathered ones that are being copied home
+    optimizer   of one lot everything, of the next the state, of the one before what is still being copied home
+
+Copies home take time that depends on the link, so what leaves is counted until something else leaves after it: that is
+when it is waited for at the latest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from outcore.cost.costs import Costs
+from outcore.cost.optimizer_cost import OptimizerCost
+from outcore.cost.predicted.step_memory import MemoryCurve
+from outcore.planner.memory.buckets import Cargo, Item, rounded, that_follows, that_leave
+from outcore.planner.memory.state_policy import StatePolicy
+
+__all__ = ["change_by_moment"]
+
+
+def change_by_moment(
+    policy: StatePolicy, cargo: Cargo, plain: MemoryCurve, costs: Costs, optimizer: OptimizerCost
+) -> npt.NDArray[np.int64]:
+    """Bytes more (less, if negative) at every moment of the plain step."""
+    return _Play(policy, cargo, plain, costs, optimizer).run()
+
+
+class _Play:
+    """One step, played through."""
+
+    def __init__(
+        self, policy: StatePolicy, cargo: Cargo, plain: MemoryCurve, costs: Costs, optimizer: OptimizerCost
+    ) -> None:
+        self.policy, self.cargo, self.plain, self.costs, self.optimizer = policy, cargo, plain, costs, optimizer
+        self.lots = cargo.lots(policy)
+        self.sizes = [_size(lot) for lot in self.lots]
+        self.of = {item.name: number for number, lot in enumerate(self.lots) for item in lot}
+        reached = {m.call for m in plain.moments if m.phase == "backward"}
+        self.backward = [name for name in costs.calls if name in reached]
+        self.stepped = {
+            name: costs.parameters[name]
+            for name in dict.fromkeys(g.of for call in self.backward for g in costs.calls[call].gradients)
+            if name in costs.parameters
+        }
+        """The parameters that get a gradient."""
+        self.window = _Window(self.sizes, policy.stage_bytes) if policy.stage_bytes is not None else None
+        self.used_up = policy.update == "backward"
+        """Gradients are gone as soon as those of a lot are complete, because it is updated then."""
+        self.leaves = policy.gradients == "offload" or self.used_up
+        self.gone: set[int] = set()
+        """Lots whose gradients are at home."""
+
+    def run(self) -> npt.NDArray[np.int64]:
+        """What changes."""
+        held = self._of_lots(range(len(self.lots)))
+        state = -self._state_bytes(held) if self.policy.optimizer == "offload" else 0
+        parts = self._forward(), self._backward()
+        changes = []
+        for at, moment in enumerate(self.plain.moments):
+            if moment.phase == "optimizer":
+                if self.window is not None:
+                    self.window.sent = 0
+                changes.append(self._step(moment.bytes.gradients))
+            else:
+                changes.append(state + parts[moment.phase == "backward"][at])
+        return np.array(changes, dtype=np.int64)
+
+    # Forward
+
+    def _forward(self) -> dict[int, int]:
+        """Of the parameters."""
+        found = {}
+        for at, moment in enumerate(self.plain.moments):
+            if moment.phase == "forward":
+                numbers = self._numbers(self.cargo.calls.get(moment.call, ()))
+                found[at] = self._come(numbers, backward=False) - self._away()
+        if self.window is not None:
+            self.window.pause()
+        return found
+
+    def _come(self, numbers: Sequence[int], *, backward: bool) -> int:
+        """Lots are needed; bytes of parameters that are then here."""
+        if self.window is None:
+            return sum(self.sizes) if self.policy.parameters == "offload" else 0
+        if numbers:
+            self.window.need(numbers, backward=backward)
+        return self.window.bytes
+
+    def _away(self) -> int:
+        """Bytes of parameters that plain training has on the device for good."""
+        there = [item for lot in self.lots for item in lot] if self.policy.parameters == "offload" else []
+        return sum(self._alone(item.bytes) for item in there)
+
+    # Backward
+
+    def _backward(self) -> dict[int, int]:
+        """Of the parameters and of their gradients."""
+        waiting = [{i.name for i in lot if i.trained} for lot in self.lots]
+        last = {
+            self.cargo.name(g.of): call for call in reversed(self.backward) for g in self.costs.calls[call].gradients
+        }
+        """Call with which a parameter's gradient is complete: backward goes from the last call to the first."""
+        completes: dict[str, list[str]] = {}
+        for name, call in last.items():
+            completes.setdefault(call, []).append(name)
+        ends = {moment.call: at for at, moment in enumerate(self.plain.moments) if moment.phase == "backward"}
+        """Gradients that are to be added up are, before they count as arrived."""
+        found: dict[int, int] = {}
+        gone = leaving = 0
+        for at, moment in enumerate(self.plain.moments):
+            if moment.phase != "backward":
+                continue
+            saved = [s.of for s in self.costs.calls[moment.call].saved if s.kind == "parameter"]
+            here = [self._come([number], backward=True) for number in self._numbers(saved)]
+            weights = max([*here, self._at_most(waiting)]) - self._away()
+            found[at] = weights - gone + leaving
+            if ends[moment.call] != at:
+                continue
+            complete = self._complete(waiting, completes.get(moment.call, ()))
+            if complete and self.leaves:  # what the call worked in is free by then, and what left before
+                free = moment.bytes.workspace - self._alone(self.costs.library_bytes)
+                found[at] = max(found[at], weights - gone + max(map(self._leaving, complete)) - free)
+                gone += self._gradient_bytes(complete)
+                leaving = 0 if self.used_up else max(self.sizes[number] for number in complete)
+                self.gone.update(complete)
+            if self.window is not None:
+                for number in sorted(complete, key=self.sizes.__getitem__):  # the worst order
+                    self.window.leave(number, sent=self.used_up)
+        return found
+
+    def _complete(self, waiting: Sequence[set[str]], names: Iterable[str]) -> list[int]:
+        """The lots whose last gradients are these."""
+        found = []
+        for number in self._numbers(names):
+            waiting[number].difference_update(names)
+            if not waiting[number]:
+                found.append(number)
+        return found
+
+    def _leaving(self, number: int) -> int:
+        """What the gradients of a lot need beside them to leave: room to be gathered, or that of the update."""
+        if not self.used_up:
+            return self.sizes[number] if len(self.lots[number]) > 1 else 0
+        here = self._of_lots([number])
+        state = 3 * self._visiting(here) if self.policy.optimizer == "offload" else 0
+        return state + self.optimizer.workspace_bytes(here)
+
+    def _at_most(self, waiting: Sequence[set[str]]) -> int:
+        """Bytes of parameters that may be here whatever is made again in backward."""
+        if self.window is None:
+            return self._come((), backward=True)
+        left = sum(size for size, names in zip(self.sizes, waiting, strict=True) if names)
+        return max(self.window.bytes, min(self.window.stage_bytes, left))
+
+    # The optimizer's step
+
+    def _step(self, gradients: int) -> int:
+        """Of everything, at the worst lot."""
+        order = [n for n in range(len(self.lots)) if self._of_lots([n])]
+        if self.window is not None:
+            order.reverse()
+        visiting = self.policy.optimizer == "offload"
+        stay = gradients - self._gradient_bytes([n for n in order if n in self.gone])
+        most = before = 0
+        for i, number in enumerate(order):
+            following = self._of_lots(order[i + 1 : i + 2])
+            weights = self._come([number], backward=True)
+            here = self._of_lots([number])
+            state = self._visiting(here) + self._visiting(following) if visiting else 0
+            arrived = self.sizes[number] if number in self.gone else 0
+            most = max(most, weights + before + state + stay + arrived + self.optimizer.workspace_bytes(here))
+            before = self._visiting(here) if visiting else 0
+            if self.window is not None:
+                self.window.leave(number, sent=True)
+        travelling = self._of_lots(order)
+        rest = {name: size for name, size in self.stepped.items() if self.cargo.name(name) not in travelling}
+        most = max(most, self._come((), backward=True) + before + stay + self.optimizer.workspace_bytes(rest))
+        fixed = self._state_bytes(rest) if visiting else 0
+        plain = self.optimizer.state_bytes(self.stepped) if visiting else 0
+        workspace = self.optimizer.workspace_bytes(self.stepped)
+        return most + fixed - (self._away() + gradients + plain + workspace)
+
+    # Bytes
+
+    def _numbers(self, names: Iterable[str]) -> list[int]:
+        known = (self.of.get(self.cargo.name(name)) for name in names)
+        return list(dict.fromkeys(number for number in known if number is not None))
+
+    def _of_lots(self, numbers: Iterable[int]) -> dict[str, int]:
+        """The parameters of lots that are updated."""
+        items = (item for number in numbers for item in self.lots[number])
+        return {item.name: item.bytes for item in items if item.name in self.stepped}
+
+    def _gradient_bytes(self, numbers: Iterable[int]) -> int:
+        return sum(map(self._alone, self._of_lots(numbers).values()))
+
+    def _alone(self, size: int) -> int:
+        """Bytes that a tensor takes by itself."""
+        return rounded(size) if self.costs.device_kind == "cuda" else size
+
+    def _state_bytes(self, parameters: Mapping[str, int]) -> int:
+        return self.optimizer.state_bytes(parameters)
+
+    def _visiting(self, parameters: Mapping[str, int]) -> int:
+        """Of the optimizer's state of parameters, laid out as a lot."""
+        return self.optimizer.state_bytes({name: rounded(size) for name, size in parameters.items()})
+
+
+class _Window:
+    """Which lots are here, where not all can be."""
+
+    def __init__(self, sizes: Sequence[int], stage_bytes: int) -> None:
+        self.sizes, self.stage_bytes = sizes, stage_bytes
+        self.here: dict[int, bool] = {}
+        """Lot -> whether it was used, not only started."""
+        self.exposed: set[int] = set()
+        """Lots that user code may have written to: they are copied home when they leave."""
+        self.sent = 0
+        """Bytes that are being copied home."""
+
+    @property
+    def bytes(self) -> int:
+        """Of all that is here."""
+        return sum(self.sizes[i] for i in self.here) + self.sent
+
+    def need(self, numbers: Sequence[int], *, backward: bool) -> None:
+        """Lots are about to be used, all at once."""
+        for number in numbers:
+            if number not in self.here:
+                self._room(self.sizes[number], numbers, backward)
+            self.here[number] = True
+        following = that_follows(numbers, self.sizes, self.stage_bytes, backward=backward)
+        if following is not None and following not in self.here:
+            self._room(self.sizes[following], numbers, backward)
+            self.here[following] = False
+
+    def _room(self, needed: int, kept: Sequence[int], backward: bool) -> None:
+        here = sorted(self.here)
+        for number in that_leave(here, self.sizes, needed, kept, self.stage_bytes, backward=backward):
+            self.leave(number)
+
+    def leave(self, number: int, *, sent: bool = False) -> None:
+        """A lot leaves, if it is here."""
+        if self.here.pop(number, None) is not None:
+            if sent or number in self.exposed:
+                self.sent = self.sizes[number]
+            self.exposed.discard(number)
+
+    def pause(self) -> None:
+        """Forward is over: what was only started leaves, the rest is what user code may write to."""
+        self.here = {number: True for number, used in self.here.items() if used}
+        self.exposed = set(self.here)
+
+
+def _size(lot: Sequence[Item]) -> int:
+    return sum(rounded(item.bytes) for item in lot)

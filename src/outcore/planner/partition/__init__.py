@@ -1,0 +1,1 @@
+"""Cutting a network into stages."""

@@ -1,0 +1,207 @@
+"""Finding the stage of every unit: all partitions of small graphs, otherwise linear orders cut by dynamic programs.
+
+What is best depends on the balance: a score compares candidates of any origin by the same ruler, so the order in which
+they are found does not matter and the best of all is returned. From the surest to the quickest way:
+
+    every partition           up to a few thousand of them: the best there is
+    integer program           over all orders at once, up to some dozen units
+    rows                      each of several linear orders, cut optimally; then moves of single units
+
+Rows with more places than a program can look at are cut twice: first at places chosen evenly where little crosses, then
+at all places close to the ends that were found. How many places and how many orders are looked at is bounded by work,
+counted in table entries and not in seconds, so the same question always has the same answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import isqrt
+from typing import Literal
+
+import numpy as np
+
+from outcore.errors import PlanError
+from outcore.planner.partition.brute_force import all_partitions
+from outcore.planner.partition.dp_dispatch import cut_line
+from outcore.planner.partition.interval_tables import Line
+from outcore.planner.partition.local_moves import improve
+from outcore.planner.partition.milp import Aim, solve_integer
+from outcore.planner.partition.topological_orders import coarse_places, is_row, linear_orders
+from outcore.planner.partition.weighted_units import Pieces
+from outcore.planner.pipeline.schedule_model import Pipeline, Route
+from outcore.program.stages import Stages
+
+__all__ = ["Balance", "Task", "cut_pieces"]
+
+Balance = Literal["compute", "memory", "search"]
+"""What to make small: the slowest stage, the largest peak of a rank, or the step."""
+
+_PARTITIONS = 2500
+_SMALL = 24
+"""Units up to which all partitions are counted at all."""
+_WORK = 15_000_000
+"""Table entries that all row programs of one cut may look at."""
+_PLACES = {"compute": 1600, "memory": 1600, "search": 300}
+_PAIR_PLACES = 64
+_INTEGER_VARIABLES = 120
+
+Found = tuple[tuple[float, ...], list[int], str]
+"""Score, stage of every unit, and how it was found."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be cut, into how many stages, and what counts."""
+
+    pieces: Pieces
+    count: int
+    balance: Balance
+    pipeline: Pipeline
+    cap: float | None
+    route: Route
+
+    def stages(self, stage_of: Sequence[int]) -> Stages:
+        """The stages of an assignment."""
+        return self.pieces.cut(stage_of, self.count)
+
+    def peak(self, stage_of: Sequence[int]) -> int:
+        """The most that any rank holds, by closed form."""
+        return max(self.pipeline.peak_bytes(self.stages(stage_of)))
+
+    def score(self, stages: Stages) -> tuple[float, ...]:
+        """Smaller is better; the excess over the cap comes first."""
+        peak = float(max(self.pipeline.peak_bytes(stages)))
+        excess = max(0.0, peak - self.cap) if self.cap is not None else 0.0
+        if self.balance == "search":
+            return excess, self.pipeline.step_s(stages, self.route)
+        sent = float(sum(e.bytes * len(e.targets) * (2 if e.has_gradient else 1) for e in stages.edges))
+        if self.balance == "memory":
+            return excess, peak, sent
+        times = [s.forward_s + s.backward_s for s in stages.stages]
+        if self.pipeline.paired and len(times) > 1:
+            # What a rank has to do, and the longer of its stages once more: the other replica waits for it.
+            times = [a + b + max(a, b) for a, b in zip(times, reversed(times), strict=True)]
+        return excess, max(times), sent
+
+    def found(self, stage_of: list[int], how: str) -> Found:
+        """A candidate with its score."""
+        return self.score(self.stages(stage_of)), stage_of, how
+
+
+def cut_pieces(
+    pieces: Pieces, count: int, balance: Balance, pipeline: Pipeline, cap: float | None, route: Route
+) -> tuple[list[int], str]:
+    """The stage of every unit, and how it was found; raises `PlanError` with the smallest cap that can be met."""
+    task = Task(pieces, count, balance, pipeline, cap, route)
+    every = all_partitions(pieces, count, _PARTITIONS) if len(pieces) <= _SMALL else None
+    if every is not None:
+        found = [task.found(stage_of, "best of all partitions") for stage_of in every]
+    else:
+        found = list(_candidates(task))
+    if not found:
+        raise PlanError(f"no way was found to cut {len(pieces)} units into {count} stages")
+    score, stage_of, how = min(found, key=lambda row: row[0])
+    if score[0] > 0 and cap is not None:
+        return _smallest(task, [row[1] for row in found] if every is not None else None)
+    return stage_of, how
+
+
+def _smallest(task: Task, every: list[list[int]] | None) -> tuple[list[int], str]:
+    """The smallest peak there is, made faster as far as the cap allows; refuses if that is above the cap."""
+    assert task.cap is not None
+    if every is None:
+        smallest, how = cut_pieces(task.pieces, task.count, "memory", task.pipeline, None, task.route)
+    else:
+        smallest, how = min(every, key=task.peak), "best of all partitions"
+    if (least := task.peak(smallest)) > task.cap:
+        raise PlanError(
+            f"{task.count} stages need {least:,} bytes on the largest rank under {task.pipeline.schedule}, but only "
+            f"{int(task.cap):,} are allowed; give memory_bytes={least}, more stages, or smaller micro-batches"
+        )
+    return improve(task.pieces, smallest, task.count, task.score), f"{how} by memory, then moves"
+
+
+def _candidates(task: Task) -> Iterator[Found]:
+    pieces, count = task.pieces, task.count
+    rows: list[Found] = []
+    left = _WORK
+    for number, order in enumerate(linear_orders(pieces)):
+        if left <= 0 or (number and len(pieces) > 800):
+            break
+        how = "chain in recorded order" if number == 0 else f"chain in order {number}"
+        for stage_of, work in _row_cuts(task, order):
+            rows.append(task.found(stage_of, how))
+            left -= work
+    yield from rows
+    branches = not is_row(pieces)
+    if rows and (branches or task.pipeline.paired):
+        best = min(rows, key=lambda row: row[0])
+        # A try costs as much as there is to look at.
+        better = improve(pieces, best[1], count, task.score, tries=min(400, 60_000 // (len(pieces) + 1)))
+        if better != best[1]:
+            rows.append(task.found(better, f"{best[2]}, then moves"))
+            yield rows[-1]
+    needed = branches or (task.pipeline.paired and task.balance == "search")
+    if needed and len(pieces) * (count - 1) <= _INTEGER_VARIABLES and not _is_ideal(task, rows):
+        exact = solve_integer(pieces, count, task.pipeline, _aim(task))
+        if exact is not None:
+            yield task.found(exact, "integer program")
+
+
+def _row_cuts(task: Task, order: tuple[int, ...]) -> Iterator[tuple[list[int], int]]:
+    """Cuts of one order with the work they took: at all places if these are few, otherwise at some, and then again
+    close to what was found."""
+    pieces, count = task.pieces, task.count
+    most = places_for(count, task.balance, task.pipeline, _WORK)
+    places = coarse_places(pieces, order, most)
+    lines = [Line(pieces, order, places)]
+    whole = len(pieces) <= _PLACES["memory"] and count * len(pieces) ** 2 <= _WORK
+    if task.pipeline.paired and places is not None and whole:
+        lines.append(Line(pieces, order))  # too many for pairs: cut as single stages, then paired close by
+    for line in lines:
+        for _ in range(3):
+            ends = (
+                cut_line(line, count, task.balance, task.pipeline, task.cap, task.route) if count <= line.size else []
+            )
+            found = [line.stage_of(e) for e in ends]
+            work = count * line.size**2 * (8 if task.balance == "search" else 2) // max(1, len(found))
+            yield from ((stage_of, work) for stage_of in found)
+            if places is None or not found:
+                break
+            best = min(range(len(found)), key=lambda i: task.score(task.stages(found[i])))
+            line = Line(pieces, order, _near(line, ends[best], most))
+
+
+def places_for(count: int, balance: Balance, pipeline: Pipeline, work: int) -> int:
+    """How many places a row may have so that cutting it takes no more than so much work."""
+    if pipeline.paired:
+        return max(2 * count, min(_PAIR_PLACES, isqrt(work // (500 * count))))
+    share = work // (3 * count * (8 if balance == "search" else 2))
+    return max(2 * count, min(_PLACES[balance], isqrt(share)))
+
+
+def _near(line: Line, ends: Sequence[int], most: int) -> list[int]:
+    """Places around the ends of stages."""
+    width = max(1, most // (2 * max(1, len(ends) - 1)))
+    bounds = [int(line.places[e]) for e in ends[:-1]]
+    last = len(line.order)
+    return sorted({p for b in bounds for p in range(b - width, b + width) if 0 < p < last})
+
+
+def _aim(task: Task) -> Aim:
+    limit = np.inf if task.cap is None else task.cap
+    if task.balance == "memory":
+        return Aim(memory=1.0, cap_bytes=limit)
+    if task.balance == "search":
+        return Aim.step(task.pieces, task.pipeline, task.route, limit)
+    aim = Aim(pairs=1.0) if task.pipeline.paired and task.count > 1 else Aim(busiest=1.0)
+    return replace(aim, cap_bytes=limit)
+
+
+def _is_ideal(task: Task, found: list[Found]) -> bool:
+    """Whether no cut can be better: the slowest stage is the slowest unit, or all are equal."""
+    if task.balance != "compute" or not found:
+        return False
+    times = task.pieces.time_s
+    return min(row[0] for row in found)[1] <= max(max(times), sum(times) / task.count) * (1 + 1e-12)

@@ -1,0 +1,205 @@
+"""Units with their weights: all that a partitioner looks at.
+
+Memory is followed in *families*: a value together with its views, which are one piece of memory. A stage holds a
+family from the forward of a micro-batch to its backward if one of its calls keeps it for backward, or if it crosses the
+stage's border: what was received stays until its gradient is sent, what was sent stays until its gradient has come. So
+a long skip counts on both ends, for as long as it lives there.
+
+Inputs of the model are given to every rank that reads them; outputs made early travel to the last stage, where the loss
+is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from outcore.graph import Graph
+from outcore.planner.partition.stage_memory import INPUT, Family, Holding, Parameter, merged
+from outcore.planner.partition.units import Units
+from outcore.planner.pipeline.call_weights import Weights
+from outcore.program.stages import Edge, Stage, Stages, Tie
+
+__all__ = ["INPUT", "Family", "Flow", "Parameter", "Pieces", "weigh"]
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """A value that goes from one unit to others."""
+
+    value: str
+    bytes: int
+    producer: int
+    users: tuple[int, ...]
+    """Ascending, without the producer."""
+    to_loss: bool
+    has_gradient: bool
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Units, what they take and what flows between them."""
+
+    units: Units
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    workspace_bytes: tuple[int, ...]
+    fixed: tuple[Parameter, ...]
+    """Buffers and frozen parameters."""
+    families: tuple[Family, ...]
+    flows: tuple[Flow, ...]
+    parameters: tuple[Parameter, ...]
+    """The trained ones."""
+    state_per_parameter: float = 2.0
+    update_bytes_per_s: float = float("inf")
+    overhead_s: tuple[float, ...] = ()
+    """Part of the forward, and again of the backward, that a smaller batch does not shorten."""
+
+    def __len__(self) -> int:
+        return len(self.units)
+
+    @cached_property
+    def time_s(self) -> tuple[float, ...]:
+        """Forward and backward of every unit."""
+        return tuple(f + b for f, b in zip(self.forward_s, self.backward_s, strict=True))
+
+    @property
+    def after(self) -> list[set[int]]:
+        """For every unit, those that directly depend on it."""
+        found: list[set[int]] = [set() for _ in range(len(self))]
+        for i, sources in enumerate(self.units.before):
+            for source in sources:
+                found[source].add(i)
+        return found
+
+    def scaled(self, fraction: float) -> Pieces:
+        """The same for a part of the batch: time and activations shrink with it, parameters do not."""
+        if fraction == 1:
+            return self
+        least = self.overhead_s or (0.0,) * len(self)
+        return replace(
+            self,
+            forward_s=tuple(min(t, o) + max(0.0, t - o) * fraction for t, o in zip(self.forward_s, least, strict=True)),
+            backward_s=tuple(
+                min(t, o) + max(0.0, t - o) * fraction for t, o in zip(self.backward_s, least, strict=True)
+            ),
+            workspace_bytes=tuple(round(b * fraction) for b in self.workspace_bytes),
+            families=tuple(replace(f, bytes=round(f.bytes * fraction)) for f in self.families),
+            flows=tuple(replace(f, bytes=round(f.bytes * fraction)) for f in self.flows),
+        )
+
+    @cached_property
+    def _holding(self) -> Holding:
+        return Holding(self.families, self.parameters, self.fixed)
+
+    def held_bytes(self, stage_of: Sequence[int], count: int) -> list[int]:
+        """What every stage holds of one micro-batch, from its forward to its backward."""
+        return self._holding.held(np.asarray(stage_of), count)
+
+    def weight_bytes(self, stage_of: Sequence[int], count: int) -> list[int]:
+        """The trained parameters of every stage."""
+        return self._holding.trained(np.asarray(stage_of), count)
+
+    def fixed_bytes(self, stage_of: Sequence[int], count: int) -> list[int]:
+        """The buffers and frozen parameters of every stage."""
+        return self._holding.fixed(np.asarray(stage_of), count)
+
+    def cut(self, stage_of: Sequence[int], count: int) -> Stages:
+        """The stages that an assignment of units makes."""
+        held, weights = self.held_bytes(stage_of, count), self.weight_bytes(stage_of, count)
+        fixed = self.fixed_bytes(stage_of, count)
+        edges = []
+        for flow in self.flows:
+            home = stage_of[flow.producer]
+            places = {stage_of[u] for u in flow.users} | ({count - 1} if flow.to_loss else set())
+            if targets := tuple(sorted(places - {home})):
+                edges.append(Edge(flow.value, home, targets, flow.bytes, flow.has_gradient))
+        members: list[list[int]] = [[] for _ in range(count)]
+        for i in range(len(self)):
+            members[stage_of[i]].append(i)
+        stages = []
+        for k, inside in enumerate(members):
+            state = round(self.state_per_parameter * weights[k])
+            stages.append(
+                Stage(
+                    calls=tuple(call for i in inside for call in self.units.units[i].calls),
+                    forward_s=sum(self.forward_s[i] for i in inside),
+                    backward_s=sum(self.backward_s[i] for i in inside),
+                    saved_bytes=held[k],
+                    workspace_bytes=max((self.workspace_bytes[i] for i in inside), default=0),
+                    parameter_bytes=weights[k] + fixed[k],
+                    gradient_bytes=weights[k],
+                    state_bytes=state,
+                    optimizer_s=(3 * weights[k] + 2 * state) / self.update_bytes_per_s,
+                )
+            )
+        return Stages(tuple(stages), tuple(edges), self._ties(stage_of))
+
+    def _ties(self, stage_of: Sequence[int]) -> tuple[Tie, ...]:
+        """Trained parameters that units of several stages use, those of the same stages together."""
+        found: dict[tuple[int, ...], int] = {}
+        for _, nbytes, users in self.parameters:
+            places = tuple(sorted({stage_of[u] for u in users}))
+            if len(places) > 1:
+                found[places] = found.get(places, 0) + nbytes
+        return tuple(Tie(places, nbytes) for places, nbytes in sorted(found.items()))
+
+
+def weigh(graph: Graph, weights: Weights, units: Units) -> Pieces:
+    """Put weights on units."""
+    unit_of = units.of_call
+    calls = [[weights.calls[c] for c in unit.calls] for unit in units.units]
+    outputs = {graph.values[v].alias_of or v for v in graph.outputs}
+    flows: list[Flow] = []
+    sharing: dict[str, tuple[int, set[int]]] = {}
+    for name, value in graph.values.items():
+        base = value.alias_of or name
+        producer = INPUT if value.producer is None else unit_of[value.producer]
+        users = {unit_of[c] for c in value.consumers if c in unit_of}
+        to_loss = name in graph.outputs and producer != INPUT
+        first, found = sharing.setdefault(base, (producer, set()))
+        found.update(users, {producer} - {first})
+        if producer != INPUT and (to_loss or users - {producer}):
+            rest = tuple(sorted(users - {producer}))
+            flows.append(Flow(name, value.bytes, producer, rest, to_loss, value.requires_grad))
+    keepers: dict[str, set[int]] = {}
+    sizes: dict[str, int] = {}
+    for i, rows in enumerate(calls):
+        for row in rows:
+            for name, nbytes in row.saved.items():
+                keepers.setdefault(name, set()).add(i)
+                sizes[name] = max(nbytes, sizes.get(name, 0))
+    alike: dict[tuple[int, tuple[int, ...], tuple[int, ...], bool], Family] = {}
+    for name in dict.fromkeys((*sharing, *keepers)):
+        producer, found = sharing.get(name, (INPUT, set()))
+        keeping = keepers.get(name, set())
+        size = sizes.get(name) or (graph.values[name].bytes if name in graph.values else 0)
+        to_loss = name in outputs and producer != INPUT
+        if keeping or to_loss or found - {producer}:
+            key = (producer, tuple(sorted(found - {producer})), tuple(sorted(keeping)), to_loss)
+            # What the same units touch is held by the same stages, however they are cut.
+            before = alike[key].bytes if key in alike else 0
+            alike[key] = Family(name if not before else alike[key].name, before + size, *key)
+    reading: dict[str, set[int]] = {}
+    fixed: dict[str, int] = {}
+    for i, rows in enumerate(calls):
+        for row in rows:
+            fixed.update(row.fixed)
+            for parameter in (*row.parameters, *row.fixed):
+                reading.setdefault(parameter, set()).add(i)
+    return Pieces(
+        units,
+        tuple(sum(r.forward_s for r in rows) for rows in calls),
+        tuple(sum(r.backward_s for r in rows) for rows in calls),
+        tuple(max(r.workspace_bytes for r in rows) for rows in calls),
+        merged((p, nbytes, tuple(sorted(reading[p]))) for p, nbytes in fixed.items()),
+        tuple(alike.values()),
+        tuple(flows),
+        tuple((p, weights.parameters.get(p, 0), tuple(sorted(u))) for p, u in reading.items() if p not in fixed),
+        weights.state_per_parameter,
+        weights.update_bytes_per_s,
+        tuple(weights.overhead_s * sum(1 for r in rows if r.forward_s > 0) for rows in calls),
+    )

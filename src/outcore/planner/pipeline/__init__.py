@@ -1,0 +1,1 @@
+"""Planning several ranks: stages, replicas, schedule and micro-batches, chosen by simulation."""

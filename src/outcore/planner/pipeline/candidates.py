@@ -1,0 +1,128 @@
+"""Ways to share devices: stages x replicas, a schedule, micro-batches and batches.
+
+The batch of a step is divided among the replicas, and each replica's share into pieces of equal size, each divisor of
+the share being a possible number of pieces. How pieces go through the pipeline is the schedule's matter: GPipe and GEMS
+group them into batches that pass one after the other, which bounds what is in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from outcore.planner.partition.weighted_units import Pieces
+from outcore.planner.pipeline.schedule_model import SCHEDULES, Pipeline, Route, Schedule
+
+__all__ = ["Candidate", "Ideal", "candidates_for"]
+
+MOST_PIECES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A way to share the devices, with what it is expected to take."""
+
+    stages: int
+    replicas: int
+    pipeline: Pipeline
+    time_s: float = 0.0
+    peak_bytes: int = 0
+    shared: bool = True
+    """Whether the replicas divide one batch among them, or each has a batch of its own."""
+
+    @property
+    def fraction(self) -> float:
+        """The part of the batch that one piece is."""
+        return 1 / ((self.replicas if self.shared else 1) * self.pipeline.pieces)
+
+    @property
+    def batches_trained(self) -> int:
+        """Batches of the recorded size that one step trains on."""
+        return 1 if self.shared else self.replicas
+
+    @property
+    def in_flight(self) -> float:
+        """The part of the batch that one pass holds, at least."""
+        together = 1 if self.pipeline.schedule == "1f1b" else self.pipeline.micro_batches
+        return self.fraction * together
+
+    def __str__(self) -> str:
+        p = self.pipeline
+        if self.stages == 1:
+            said = f"data parallel, {self.replicas} replicas" if self.replicas > 1 else "one stage"
+        else:
+            copies = f" x {self.replicas} replicas" if self.replicas > 1 else ""
+            said = f"{self.stages} stages{copies}, {p.schedule}"
+        said += f", {p.micro_batches} micro-batches" if p.micro_batches > 1 else ""
+        return said + (f", {p.batches} batches in turn" if p.batches > 1 else "")
+
+
+def candidates_for(
+    units: int, devices: int, samples: int, schedule: Schedule | None, *, shared: bool = True
+) -> list[Candidate]:
+    """Every way to share so many devices and samples.
+
+    Whoever names a schedule wants a pipeline: on several devices the network is then cut.
+    """
+    found = []
+    for stages in _divisors(devices):
+        replicas = devices // stages
+        if stages > units or (shared and samples % replicas) or (stages == 1 < devices and schedule is not None):
+            continue
+        for pieces in _divisors(samples // replicas if shared else samples):
+            if pieces > MOST_PIECES:
+                break
+            for name in SCHEDULES if schedule is None else (schedule,):
+                if stages > 1 or name == "model_parallel" or schedule is not None:
+                    found += [Candidate(stages, replicas, p, shared=shared) for p in _pipelines(name, pieces)]
+    return found
+
+
+def _pipelines(schedule: Schedule, pieces: int) -> Iterator[Pipeline]:
+    if schedule == "model_parallel":
+        yield Pipeline(schedule, 1, pieces)
+    elif schedule == "1f1b":
+        if pieces > 1:
+            yield Pipeline(schedule, pieces, 1)
+    else:
+        for together in _divisors(pieces):
+            # One at a time is plain model parallelism for GPipe; a single batch leaves GEMS' second replica idle.
+            if together > 1 if schedule == "gpipe" else pieces > together:
+                yield Pipeline(schedule, together, pieces // together)
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+@dataclass(frozen=True, slots=True)
+class Ideal:
+    """What pieces of one size would take if they could be cut evenly: nothing is faster or smaller."""
+
+    forward_s: float
+    backward_s: float
+    held_bytes: int
+    always_bytes: float
+    weight_bytes: int
+
+    @classmethod
+    def of(cls, pieces: Pieces) -> Ideal:
+        """The figures of pieces."""
+        weights = sum(nbytes for _, nbytes, _ in pieces.parameters)
+        always = (2 + pieces.state_per_parameter) * weights + sum(nbytes for _, nbytes, _ in pieces.fixed)
+        held = sum(f.bytes for f in pieces.families if f.keepers)
+        return cls(sum(pieces.forward_s), sum(pieces.backward_s), held, always, weights)
+
+    def time_s(self, candidate: Candidate, route: Route) -> float:
+        """A step without messages, cut evenly."""
+        count, pipeline = candidate.stages, candidate.pipeline
+        even = [self.forward_s / count] * count, [self.backward_s / count] * count, [0.0] * count
+        return pipeline.pass_s(*even) + pipeline.update_s(
+            [self.weight_bytes / count] * count, 0.0, route, candidate.replicas
+        )
+
+    def peak_bytes(self, candidate: Candidate) -> float:
+        """What the largest rank cannot be below."""
+        flying = 1 if candidate.pipeline.schedule == "1f1b" else candidate.pipeline.in_flight(0, candidate.stages)
+        copies = 2 if candidate.pipeline.paired and candidate.stages > 1 else 1
+        return (copies * self.always_bytes + flying * self.held_bytes) / candidate.stages

@@ -1,0 +1,45 @@
+"""From a plan to the program that runs it, and to the timeline that is expected of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from outcore.graph import Graph
+from outcore.plan_document import Plan, Predicted
+from outcore.planner.partition.partition import split_by_hand
+from outcore.planner.pipeline.call_weights import Weights
+from outcore.planner.pipeline.schedule_model import Pipeline
+from outcore.planner.pipeline.simulate_candidate import SCHEDULE_NAMES
+from outcore.program import Links, Program, Stages, Timeline, check, compile_program, simulate
+
+__all__ = ["lower", "predict_timeline", "predicted_by"]
+
+
+def lower(plan: Plan, graph: Graph, weights: Weights) -> tuple[Program, Stages]:
+    """The program of a plan, checked, and the stages it runs."""
+    plan.validate(graph)
+    pipeline = Pipeline(plan.schedule, plan.micro_batches, plan.batches)
+    fraction = 1 / (plan.replicas * pipeline.pieces)
+    stages = split_by_hand(graph, weights, plan.stages, pipeline=pipeline, fraction=fraction).stages
+    program = compile_program(
+        stages,
+        SCHEDULE_NAMES[plan.schedule],
+        micro_batches=plan.micro_batches,
+        batches=plan.batches,
+        replicas=plan.replicas,
+        placement=plan.placement,
+    )
+    check(program, stages)
+    return program, stages
+
+
+def predict_timeline(plan: Plan, graph: Graph, weights: Weights, links: Links) -> Timeline:
+    """What a step of the plan is expected to look like."""
+    program, stages = lower(plan, graph, weights)
+    return replace(simulate(program, stages, links), name=plan.arrangement)
+
+
+def predicted_by(timeline: Timeline, plan: Plan) -> Plan:
+    """The plan with the figures of its timeline, so that both say the same."""
+    peaks = timeline.peak_bytes[: plan.ranks_per_replica]
+    return replace(plan, predicted=Predicted(timeline.step_s, peaks, timeline.bubble, "simulated"))

@@ -1,0 +1,146 @@
+"""One call from a job to a plan: record it, estimate it, and decide how so many devices train it.
+
+    plan = outcore.plan(job, devices=4, memory="8GiB")
+
+The parts (weights, links, the search) stay available for whoever has measured them; this call fills in what was left
+out and says in the plan what it chose. What is left out and chosen here:
+
+batch    The job's own; where that is smaller than the number of devices, one sample for each, because one sample cannot
+         be shared and three of four devices would wait.
+memory   All that a device of the machine has.
+machine  This one.
+
+Invariant: what the plan predicts is what the timeline of the same plan shows, for the same links.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from outcore.cost.optimizer_cost import OptimizerCost
+from outcore.cost.predicted.estimate import estimate
+from outcore.errors import OutcoreError, PlanError
+from outcore.graph import Graph
+from outcore.job import Job
+from outcore.machine import Machine, known, parse
+from outcore.machine.link import Link
+from outcore.machine.units import parse_bytes
+from outcore.plan_document import BatchNorm, Plan
+from outcore.planner.memory.plan import plan_memory
+from outcore.planner.partition.strategies import Balance
+from outcore.planner.partition.units import Granularity
+from outcore.planner.pipeline.call_weights import Weights
+from outcore.planner.pipeline.lower import predict_timeline, predicted_by
+from outcore.planner.pipeline.schedule_model import Schedule
+from outcore.planner.pipeline.search import plan as search_plan
+from outcore.program import Links
+
+__all__ = ["batch_for", "links_of", "plan"]
+
+UNKNOWN_LINK = Link.symmetric(bandwidth_bytes_per_s=12e9, latency_s=10e-6)
+_LONG = 2000
+"""Micro-batches over all ranks above which a timeline is not simulated again."""
+
+
+def plan(
+    source: Job | Graph,
+    *,
+    devices: int | None = None,
+    memory: str | int | None = None,
+    machine: str | Machine | None = None,
+    batch: int | None = None,
+    schedule: Schedule | None = None,
+    balance: Balance | None = None,
+    granularity: Granularity = "layer",
+    batch_norm: BatchNorm | None = None,
+    costs: Any = None,
+    shared: bool = True,
+) -> Plan:
+    """Decide how devices train a network: stages, replicas, schedule, micro-batches; on one device, what is kept.
+
+    >>> import outcore, torch
+    >>> job = outcore.Job(
+    ...     model=lambda: torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8))),
+    ...     batch=lambda size: (torch.randn(size, 256), torch.randn(size, 256)),
+    ...     size=8,
+    ... )
+    >>> outcore.plan(job, devices=4, memory="1GiB", machine="4xv100").ranks
+    4
+
+    Args:
+        source: a job, or a graph that was recorded with the batch of one step.
+        devices: how many; all of the machine's if not told.
+        memory: what no device may exceed, like ``"8GiB"``; all it has if not told.
+        machine: ``"v100x8"``, a machine, or the path of one; this machine if not told.
+        batch: samples of a step over all devices; see `batch_for` if not told. Only for a job.
+        schedule: the only one to look at: model_parallel, gpipe, 1f1b or gems. The network is then cut into stages.
+        balance: what to cut by, "compute" or "memory"; the fastest step if not told.
+        granularity: how fine the parts are: "block", "layer" or a depth.
+        batch_norm: what batch norms see: "micro_batch", "deferred" or "synchronised" (the whole batch).
+        costs: of every call, measured or estimated; estimated for the machine if not told.
+        shared: False if every replica is given a batch of the recorded size.
+
+    Raises:
+        PlanError: the memory cannot be met; says the smallest that can.
+    """
+    where = parse(machine) if isinstance(machine, str) else machine or known()
+    count = devices or where.ranks
+    graph = source.capture(batch or batch_for(source, count)) if isinstance(source, Job) else source
+    limit = parse_bytes(memory) if isinstance(memory, str) else memory or where.devices[0].memory_bytes
+    costs = costs if costs is not None else estimate(graph, where)
+    if count == 1 and schedule is None and balance is None:
+        optimizer = OptimizerCost.of(_optimizer(source), where.devices[0].kind)
+        rate = where.devices[0].bandwidth_bytes_per_s
+        return plan_memory(graph, costs, budget_bytes=limit, optimizer=optimizer, memory_bytes_per_s=rate).document()
+    weights = Weights.of(graph, costs)
+    made = search_plan(
+        graph,
+        weights,
+        devices=count,
+        memory_bytes=limit,
+        schedule=schedule,
+        balance=balance,
+        granularity=granularity,
+        batch_norm=batch_norm,
+        link=where.between_devices or UNKNOWN_LINK,
+        machine=where.fingerprint,
+        shared=shared,
+    )
+    chosen = batch_for(source, count) if isinstance(source, Job) and batch is None else 0
+    if isinstance(source, Job) and chosen > source.size:
+        said = f"a step trains on {chosen} samples, one for each device; the job's own batch is {source.size}"
+        made = replace(made, why=(said, *made.why))
+    return _as_shown(made, graph, weights, where, limit) if shared else made
+
+
+def batch_for(job: Job, devices: int) -> int:
+    """The batch of a step that was not told: the job's own, or one sample for each device where that is more."""
+    return max(job.size, devices)
+
+
+def links_of(machine: Machine) -> Links:
+    """The links of a machine; those between devices that nobody measured are taken as PCIe's."""
+    try:
+        found = Links.of(machine)
+    except OutcoreError:
+        return Links(UNKNOWN_LINK)
+    return found if found.between_devices else Links(UNKNOWN_LINK)
+
+
+def _as_shown(made: Plan, graph: Graph, weights: Weights, where: Machine, limit: int) -> Plan:
+    """The plan with the figures of the timeline over the machine's own links, unless those break the budget."""
+    if made.ranks * made.micro_batches * made.batches > _LONG:
+        return made
+    shown = predicted_by(predict_timeline(made, graph, weights, links_of(where)), made)
+    assert shown.predicted is not None
+    if max(shown.predicted.peak_bytes) > limit:
+        raise PlanError(
+            f"over the links of {where.name} the plan holds {max(shown.predicted.peak_bytes):,} bytes, more than the "
+            f"{limit:,} asked for; ask for that much"
+        )
+    return shown
+
+
+def _optimizer(source: Job | Graph) -> Any:
+    return (source.optimizer if isinstance(source, Job) else None) or 2.0

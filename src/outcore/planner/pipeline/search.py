@@ -1,0 +1,340 @@
+"""From a graph, its weights and a number of devices to a plan.
+
+Every way to share the devices (stages x replicas), every schedule and every number of micro-batches that divides the
+batch is a candidate (`outcore.planner.pipeline.candidates`). Most are ruled out by what they would take if cut evenly;
+the rest is cut roughly and ranked by closed forms. The best of them are cut with full effort, compiled and simulated,
+and the fastest that stays within the memory of a rank becomes the plan, with the others as runners-up.
+
+Where predictions are the same (within a hundredth: they are no better than that) the plan that changes least is taken:
+batch norms over the most images, then the fewest pieces. A network that waits for itself anyway, one batch through all
+stages, is cut evenly.
+
+Cuts are looked for between units as fine as asked, and again between coarser ones: blocks are where little crosses, and
+a program that sees fewer places sees farther. Both are simulated.
+
+The batch a step trains on is the one the graph was recorded with, whatever the plan: pieces of it go through the
+pipeline together (GPipe, 1F1B) or one after the other (model parallelism, GEMS), on all replicas at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from outcore.errors import PlanError
+from outcore.graph import Graph
+from outcore.machine.link import Link
+from outcore.machine.units import format_bytes, format_time
+from outcore.plan_document import BatchNorm, Plan, Predicted
+from outcore.planner.partition.strategies import Balance, cut_pieces
+from outcore.planner.partition.units import Granularity, find_units
+from outcore.planner.partition.weighted_units import Pieces, weigh
+from outcore.planner.pipeline.batch_norm_images import batch_norms, batch_size, norms_see
+from outcore.planner.pipeline.call_weights import Weights
+from outcore.planner.pipeline.candidates import Candidate, Ideal, candidates_for
+from outcore.planner.pipeline.rough_cut import QuickCut
+from outcore.planner.pipeline.schedule_model import Route, Schedule
+from outcore.planner.pipeline.simulate_candidate import judge
+from outcore.program.stages import Stages
+from outcore.stage_names import name_stages
+
+__all__ = ["Judged", "Search", "plan"]
+
+_SIMULATED = 4
+_FINALISTS = 7
+_CAREFUL = 3
+_COARSE_UNITS = 160
+_TRIES = 3
+_TIE = 1.01
+_EVEN = 1.25
+"""How much longer a step of even stages may take where stages wait for each other in any case."""
+
+Judged = tuple[Predicted, Candidate, Stages]
+
+
+def plan(
+    graph: Graph,
+    weights: Weights,
+    *,
+    devices: int,
+    memory_bytes: int | None = None,
+    balance: Balance | None = None,
+    schedule: Schedule | None = None,
+    link: Link | Route | None = None,
+    granularity: Granularity = "layer",
+    tied: Literal["together", "copies"] = "together",
+    machine: str | None = None,
+    batch_norm: BatchNorm | None = None,
+    shared: bool = True,
+) -> Plan:
+    """The fastest plan for a network on so many devices.
+
+    Args:
+        graph: the network, recorded with the batch of one step.
+        weights: of its calls.
+        devices: all of them are used.
+        memory_bytes: what no rank may exceed.
+        balance: "compute" or "memory" to cut by; the fastest step if not told.
+        schedule: the only one to look at.
+        link: between ranks; 12 GB/s if not told.
+        granularity: how fine the parts are.
+        tied: whether calls that share a parameter stay together.
+        machine: fingerprint to note in the plan.
+        batch_norm: what batch norms are to see; "synchronised" for the whole batch, each micro-batch if not told.
+        shared: whether replicas divide the batch among them, or each is given one of its own.
+
+    Raises:
+        PlanError: the memory cannot be met; says the smallest that can, and how many ranks would do.
+    """
+    if devices < 1:
+        raise PlanError(f"a plan needs at least 1 device, not {devices}")
+    route = Route(link.away_bytes_per_s, link.latency_s) if isinstance(link, Link) else link or Route()
+    samples = batch_size(graph)
+    normed = bool(batch_norms(graph))
+    levels = _levels(graph, weights, granularity, tied)
+    whole = normed and batch_norm == "synchronised"
+    search = Search(levels, samples, schedule, balance or "search", route, normed and not whole, whole, shared)
+    candidates = search.candidates(devices)
+    if not candidates:
+        norms = " and batch norms that see all of it" if whole else ""
+        raise PlanError(
+            f"{devices} devices cannot share {len(search.finest)} units and a batch of {samples} under "
+            f"{schedule or 'any'} schedule{norms}; use fewer devices, a larger batch or a finer granularity"
+        )
+    found = search.judged(candidates, memory_bytes)
+    if not found and memory_bytes is not None:
+        found = [j for j in search.smallest(devices) if max(j[0].peak_bytes) <= memory_bytes]
+    if not found:
+        from outcore.planner.pipeline.infeasible import refusal
+
+        raise PlanError(refusal(search, devices, memory_bytes))
+    found = search.in_order(found)
+    predicted, best, stages = found[0]
+    copies = _copies(weights, stages)
+    made = Plan(
+        graph.fingerprint,
+        name_stages(graph, [s.calls for s in stages.stages]),
+        best.pipeline.schedule,
+        best.pipeline.micro_batches,
+        best.pipeline.batches,
+        best.replicas,
+        exactness="bitwise" if best.replicas == 1 and not best.pipeline.paired and not copies else "reassociated",
+        batch_norm=batch_norm or "micro_batch",
+        tied=copies,
+        machine=machine,
+        memory_bytes=memory_bytes,
+        predicted=predicted,
+    )
+    said = norms_see(made, graph, samples * best.batches_trained)
+    return replace(made, why=(*([said] if said else []), *_why(found, len(candidates))))
+
+
+@dataclass
+class Search:
+    """One network, at several levels of detail, and what is asked of its plan."""
+
+    levels: Sequence[Pieces]
+    """The finest first."""
+    samples: int
+    schedule: Schedule | None
+    balance: Balance
+    route: Route
+    normed: bool = False
+    """Whether it has norms that see only the piece they are given."""
+    whole: bool = False
+    """Whether norms must see the whole batch."""
+    shared: bool = True
+    """Whether replicas divide the batch among them."""
+
+    def __post_init__(self) -> None:
+        self._parts: dict[tuple[int, float], Pieces] = {}
+        self._quick: dict[float, QuickCut] = {}
+        self._ideals: dict[float, Ideal] = {}
+        self._smallest: dict[int, list[Judged]] = {}
+
+    @property
+    def finest(self) -> Pieces:
+        """The smallest units."""
+        return self.levels[0]
+
+    def candidates(self, devices: int) -> list[Candidate]:
+        """Every way to share so many devices."""
+        found = candidates_for(len(self.finest), devices, self.samples, self.schedule, shared=self.shared)
+        if self.whole:
+            found = [c for c in found if c.pipeline.pieces == 1]
+        return found
+
+    def change(self, candidate: Candidate) -> tuple[float, int]:
+        """How much a candidate changes, to compare by: what norms do not see, then the pieces of a batch."""
+        return -candidate.fraction if self.normed else 0.0, candidate.pipeline.pieces
+
+    def in_order(self, found: Sequence[Judged]) -> list[Judged]:
+        """The fastest first, per batch; of those that take the same time, the one that changes least."""
+
+        def pace_s(row: Judged) -> float:
+            return row[0].time_s / row[1].batches_trained
+
+        best = min(map(pace_s, found))
+        tied = sorted((j for j in found if pace_s(j) <= _TIE * best), key=lambda j: (self.change(j[1]), pace_s(j)))
+        return tied + sorted((j for j in found if pace_s(j) > _TIE * best), key=pace_s)
+
+    def part(self, level: int, fraction: float) -> Pieces:
+        """The pieces of a level for a part of the batch."""
+        if (key := (level, fraction)) not in self._parts:
+            self._parts[key] = self.levels[level].scaled(fraction)
+        return self._parts[key]
+
+    def ideal(self, candidate: Candidate) -> Ideal:
+        """What even cuts would take."""
+        if candidate.fraction not in self._ideals:
+            self._ideals[candidate.fraction] = Ideal.of(self.part(0, candidate.fraction))
+        return self._ideals[candidate.fraction]
+
+    def ranked(self, candidates: Sequence[Candidate], balance: Balance, cap: float | None) -> list[Candidate]:
+        """The candidates that a quick cut makes fit, the fastest first; those that cannot be among them are not cut."""
+        found = []
+        bounds = {c: self.ideal(c).time_s(c, self.route) / c.batches_trained for c in candidates}
+        best: dict[str, float] = {}
+        for c in sorted(candidates, key=bounds.__getitem__):
+            name = c.pipeline.schedule
+            if bounds[c] > 1.2 * best.get(name, float("inf")) or (
+                cap is not None and self.ideal(c).peak_bytes(c) > cap
+            ):
+                continue
+            if (rough := self.rough(c, balance, cap)) is not None:
+                found.append(rough)
+                best[name] = min(rough.time_s / c.batches_trained, best.get(name, float("inf")))
+        if not found:
+            return []
+        fastest = min(c.time_s / c.batches_trained for c in found)
+        return sorted(found, key=lambda c: self._rank(c, fastest))
+
+    def _rank(self, candidate: Candidate, fastest: float) -> tuple[float, ...]:
+        pace_s = candidate.time_s / candidate.batches_trained
+        return max(pace_s, _TIE * fastest), *self.change(candidate), pace_s, candidate.peak_bytes
+
+    def rough(self, candidate: Candidate, balance: Balance, cap: float | None) -> Candidate | None:
+        """The candidate with what a quick cut takes."""
+        if candidate.fraction not in self._quick:
+            self._quick[candidate.fraction] = QuickCut(self.part(0, candidate.fraction))
+        quick = self._quick[candidate.fraction]
+        figures = quick.cut(candidate.stages, balance, candidate.pipeline, cap, self.route, candidate.replicas)
+        return None if figures is None else replace(candidate, time_s=figures[0], peak_bytes=figures[1])
+
+    def judged(self, candidates: Sequence[Candidate], cap: float | None) -> list[Judged]:
+        """The best candidates, cut with full effort and simulated, as far as they are within the cap."""
+        coarsest = len(self.levels) - 1
+        finalists = _finalists(self.ranked(candidates, self.balance, cap))
+        found = {c: self._fitting(c, coarsest, cap) for c in finalists}
+        # The finest level costs most, so only those that may win are cut there; what did not fit may fit there.
+        times = {c: (c.time_s if (j := found[c]) is None else j[0].time_s) / c.batches_trained for c in finalists}
+        for candidate in sorted(finalists, key=times.__getitem__)[: _CAREFUL if coarsest else 0]:
+            fine = self._fitting(candidate, 0, cap)
+            coarse = found[candidate]
+            if fine is not None and (coarse is None or fine[0].time_s < coarse[0].time_s):
+                found[candidate] = fine
+        return [j for j in found.values() if j is not None]
+
+    def smallest(self, devices: int) -> list[Judged]:
+        """The candidates with the smallest peaks, cut for that and simulated."""
+        if devices not in self._smallest:
+            self._smallest[devices] = self._find_smallest(self.candidates(devices))
+        return self._smallest[devices]
+
+    def _find_smallest(self, candidates: Sequence[Candidate]) -> list[Judged]:
+        rough = [r for c in fewest_in_flight(candidates) if (r := self.rough(c, "memory", None)) is not None]
+        rough.sort(key=lambda c: (c.peak_bytes, c.time_s))
+        found = []
+        for candidate in rough[:2]:
+            cuts = (self._cut(candidate, level, "memory", None) for level in range(len(self.levels)))
+            found += [judged for judged in cuts if judged is not None]
+        return found
+
+    def _fitting(self, candidate: Candidate, level: int, cap: float | None) -> Judged | None:
+        """The candidate cut and simulated; cut again under a lower cap while the simulator finds too much."""
+        limit = cap
+        for _ in range(_TRIES):
+            judged = self._cut(candidate, level, self.balance, limit)
+            if judged is None or cap is None or limit is None:
+                return judged
+            if (excess := max(judged[0].peak_bytes) - cap) <= 0:
+                return judged
+            limit -= excess
+        smallest = self._cut(candidate, level, "memory", None)
+        return smallest if smallest is not None and cap is not None and max(smallest[0].peak_bytes) <= cap else None
+
+    def _cut(self, candidate: Candidate, level: int, balance: Balance, cap: float | None) -> Judged | None:
+        part = self.part(level, candidate.fraction)
+        if len(part) < candidate.stages:
+            return None
+        try:
+            stage_of, _ = cut_pieces(part, candidate.stages, balance, candidate.pipeline, cap, self.route)
+        except PlanError:
+            return None
+        stages = part.cut(stage_of, candidate.stages)
+        found = judge(stages, candidate.pipeline, candidate.replicas, self.route)
+        if balance == "search" and candidate.pipeline.schedule == "model_parallel" and candidate.stages > 1:
+            # One rank works at a time, so hardly any cut is slower than another: take even stages.
+            even = self._cut(candidate, level, "compute", cap)
+            if even is not None and even[0].time_s <= _EVEN * found.time_s:
+                return even
+        return found, candidate, stages
+
+
+def fewest_in_flight(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The candidates that may have the smallest peak: the fewest samples in flight."""
+    least = min(c.in_flight for c in candidates)
+    return [c for c in candidates if c.in_flight <= least]
+
+
+def _levels(
+    graph: Graph, weights: Weights, granularity: Granularity, tied: Literal["together", "copies"]
+) -> list[Pieces]:
+    """The network at the granularity asked for, and at the finest coarser one that is much smaller."""
+    finest = find_units(graph, weights, granularity, tied)
+    levels = [finest]
+    top = granularity if isinstance(granularity, int) else 1 if granularity == "block" else 8
+    for depth in range(top - (granularity != "layer"), 0, -1):
+        if len(graph.view(depth).boxes) <= min(_COARSE_UNITS, 2 * len(finest) // 3):
+            coarser = find_units(graph, weights, depth, tied)
+            if 1 < len(coarser) < len(finest):
+                levels.append(coarser)
+            break
+    return [weigh(graph, weights, units) for units in levels]
+
+
+def _finalists(ranked: Sequence[Candidate]) -> list[Candidate]:
+    """The best few, with the best of every schedule, the smallest, and the best of other depths that come close."""
+    chosen = dict.fromkeys(ranked[:_SIMULATED])
+    schedules: set[str] = set()
+    depths: set[int] = set()
+    for candidate in ranked:
+        if candidate.pipeline.schedule not in schedules:
+            schedules.add(candidate.pipeline.schedule)
+            chosen[candidate] = None
+    if ranked:
+        chosen[min(ranked, key=lambda c: c.peak_bytes)] = None
+    for candidate in ranked:
+        close = candidate.time_s <= 1.3 * ranked[0].time_s and len(chosen) < _FINALISTS
+        if candidate.stages not in depths and close:
+            chosen[candidate] = None
+        depths.add(candidate.stages)
+    return list(chosen)
+
+
+def _copies(weights: Weights, stages: Stages) -> dict[str, tuple[int, ...]]:
+    placed = {call: k for k, stage in enumerate(stages.stages) for call in stage.calls}
+    places = {name: tuple(sorted({placed[c] for c in users})) for name, users in weights.tied.items()}
+    return {name: found for name, found in places.items() if len(found) > 1}
+
+
+def _why(found: Sequence[Judged], considered: int) -> tuple[str, ...]:
+    best = found[0][0]
+    lines = [f"chosen of {considered} candidates: {found[0][1]}: {format_time(best.time_s)}"]
+    for predicted, candidate, _ in found[1:6]:
+        lines.append(
+            f"runner-up: {candidate}: {format_time(predicted.time_s)} ({predicted.time_s / best.time_s:.2f}x), "
+            f"peak {format_bytes(max(predicted.peak_bytes))}"
+        )
+    return tuple(lines)

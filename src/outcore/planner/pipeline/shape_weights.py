@@ -1,0 +1,141 @@
+"""Weights from shapes alone: nothing is run, so a network for any machine can be planned anywhere.
+
+Time is the longer of arithmetic over the device's rate and bytes moved over its bandwidth, plus what a launch takes.
+Arithmetic has closed forms for convolutions, linear layers, matrix products, attention and recurrent layers; everything
+else moves bytes. What backward needs follows the rule of the operation (a convolution keeps its input, a ReLU its
+result, an addition nothing); an unknown operation keeps what it reads. Good for comparing places to cut; for promises,
+measure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+
+from outcore.graph import Call, Graph, Value
+from outcore.ops.views import WITHOUT_WORK
+from outcore.planner.pipeline.call_weights import Weight, Weights, fixed_tensors
+
+__all__ = ["weights_from_shapes"]
+
+_RESULT = """relu relu6 sigmoid tanh softmax log_softmax exp sqrt rsqrt softplus leaky_relu leakyrelu elu hardtanh
+logsumexp normalize"""
+_NOTHING = """add sub neg cat concat stack pad mean sum float half clone roll repeat ones_like shape upsample
+interpolate pixelshuffle pixel_shuffle max_unpool2d maxunpool2d embedding eq ne lt gt le ge argmax"""
+_KEEPS_RESULT = frozenset(_RESULT.split())
+_VIEWS = frozenset(name.lower() for name in WITHOUT_WORK)
+_KEEPS_NOTHING = frozenset(_NOTHING.split()) | _VIEWS
+_RECURRENT = frozenset(("lstm", "gru", "rnn"))
+
+
+def weights_from_shapes(
+    graph: Graph,
+    *,
+    flops_per_s: float = 15e12,
+    bytes_per_s: float = 900e9,
+    launch_s: float = 5e-6,
+    state_per_parameter: float = 2.0,
+) -> Weights:
+    """Weights of a recorded network on a device of these rates (a V100 in float32, unless told otherwise).
+
+    >>> import torch, outcore
+    >>> graph = outcore.capture(torch.nn.Sequential(torch.nn.Linear(1000, 1000)), torch.empty(100, 1000))
+    >>> weight = weights_from_shapes(graph, flops_per_s=1e12, bytes_per_s=1e15, launch_s=0).calls["0#0"]
+    >>> round(weight.forward_s * 1e6), round(weight.backward_s * 1e6)
+    (200, 200)
+    """
+    sizes = _trained(graph)
+    fixed = fixed_tensors(graph, sizes)
+    calls: dict[str, Weight] = {}
+    for name, call in graph.calls.items():
+        parameters = tuple(p for p in call.parameters if p in sizes)
+        weights = [nbytes for p, nbytes in sizes.items() if p in parameters]
+        flops = _flops(graph, call, sum(weights))
+        moved = sum(graph.values[v].bytes for v in (*call.inputs, *call.outputs)) + sum(weights)
+        if _type(graph, call) in _VIEWS:
+            moved = 0
+        forward = max(flops / flops_per_s, moved / bytes_per_s) + (launch_s if moved else 0.0)
+        backward = 0.0
+        trains = call.grad and any(graph.values[v].requires_grad for v in call.outputs)
+        if trains and moved:
+            through = any(graph.values[v].requires_grad for v in call.inputs)
+            passes = int(through) + int(bool(parameters)) if flops else 1
+            backward = max(passes * flops / flops_per_s, 1.5 * moved / bytes_per_s) + launch_s
+        gradients = sum(graph.values[v].bytes for v in (*call.inputs, *call.outputs) if graph.values[v].requires_grad)
+        calls[name] = Weight(
+            forward,
+            backward,
+            _saved(graph, call) if trains else {},
+            gradients,
+            parameters,
+            {p: fixed[p] for p in call.parameters if p in fixed},
+        )
+    return Weights(calls, sizes, state_per_parameter, bytes_per_s, launch_s, source="shapes")
+
+
+def _trained(graph: Graph) -> dict[str, int]:
+    """Bytes of the trained parameters; a saved graph knows only sizes per layer."""
+    if graph.executable is not None:
+        used = {p for call in graph.calls.values() for p in call.parameters}
+        every = graph.module.model.named_parameters(remove_duplicate=False)
+        return {n: p.numel() * p.element_size() for n, p in every if n in used and p.requires_grad}
+    sizes: dict[str, int] = {}
+    for call in graph.calls.values():
+        new = [p for p in call.parameters if p not in sizes and not _is_buffer(p)]
+        item = _item(graph.values[call.outputs[0]]) if call.outputs else 4
+        for i, parameter in enumerate(new):
+            sizes[parameter] = graph.blocks[call.block].parameters * item if i == 0 else 0
+    return sizes
+
+
+def _is_buffer(name: str) -> bool:
+    return name.rpartition(".")[2] in ("running_mean", "running_var", "num_batches_tracked")
+
+
+def _item(value: Value) -> int:
+    return max(1, value.bytes // max(1, prod(value.shape)))
+
+
+def _type(graph: Graph, call: Call) -> str:
+    return graph.blocks[call.block].type.lower().rstrip("_")
+
+
+def _flops(graph: Graph, call: Call, weight_bytes: int) -> float:
+    """Twice the multiplications of one forward."""
+    kind = _type(graph, call)
+    if not call.inputs or not call.outputs:
+        return 0.0
+    first, out = graph.values[call.inputs[0]], graph.values[call.outputs[0]]
+    elements = weight_bytes / _item(out)
+    if "convtranspose" in kind or "conv_transpose" in kind:
+        return 2.0 * prod(first.shape) * elements / max(1, first.shape[1])
+    if "conv" in kind and len(out.shape) > 2:
+        return 2.0 * prod(out.shape) * elements / max(1, out.shape[1])
+    if kind == "linear":
+        return 2.0 * prod(out.shape) * (first.shape[-1] if first.shape else 1)
+    if kind in ("matmul", "bmm", "mm", "addmm", "baddbmm", "einsum"):
+        left = graph.values[call.inputs[-2]] if len(call.inputs) > 1 else first
+        return 2.0 * prod(out.shape) * (left.shape[-1] if left.shape else 1)
+    if kind == "scaled_dot_product_attention" and len(call.inputs) > 1:
+        keys = graph.values[call.inputs[1]]
+        return 4.0 * prod(first.shape) * keys.shape[-2]
+    if any(kind.startswith(r) for r in _RECURRENT):
+        return 2.0 * elements * prod(first.shape[:-1])
+    return 0.0
+
+
+def _saved(graph: Graph, call: Call) -> Mapping[str, int]:
+    """Memory the backward of a call needs."""
+    kind = _type(graph, call)
+    if kind in _KEEPS_NOTHING:
+        return {}
+    out = [graph.values[v] for v in call.outputs]
+    kept = out if kind in _KEEPS_RESULT else [graph.values[v] for v in call.inputs]
+    saved = {v.alias_of or v.name: graph.values[v.alias_of or v.name].bytes for v in kept}
+    if kind.startswith("dropout") and out:
+        saved = {f"{call.name} mask": prod(out[0].shape)}
+    if "maxpool" in kind.replace("_", "") and out:
+        saved[f"{call.name} indices"] = 8 * prod(out[0].shape)
+    if any(kind.startswith(r) for r in _RECURRENT) and out:
+        saved[f"{call.name} gates"] = 4 * out[0].bytes
+    return saved

@@ -1,0 +1,82 @@
+"""What a step of a candidate takes: the event simulator's word, on the program that would run.
+
+Closed forms rank hundreds of candidates; the few best are compiled and simulated, and what stands in the plan as
+predicted is what the simulator said, with all replicas in it: a rank that waits for a sum of gradients waits, here and
+in the timeline that is shown. A program of very many pieces repeats itself: two shorter ones of a single replica are
+simulated, the ring over all replicas counting into its step, and what one piece more takes is counted on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import ceil
+
+from outcore.machine.link import Link
+from outcore.plan_document import Predicted
+from outcore.planner.pipeline.schedule_model import Pipeline, Route
+from outcore.program import Links, Stages, Timeline, compile_program, simulate
+
+__all__ = ["SCHEDULE_NAMES", "judge"]
+
+SCHEDULE_NAMES = {"model_parallel": "model-parallel", "gpipe": "gpipe", "1f1b": "1f1b", "gems": "gems-master"}
+_LARGEST = 3_000
+"""Forwards in a program beyond which a shorter one stands for it."""
+
+
+def judge(stages: Stages, pipeline: Pipeline, replicas: int, route: Route) -> Predicted:
+    """Time, peak per rank of a replica, and bubble."""
+    if replicas * len(stages) * pipeline.pieces <= _LARGEST:
+        timeline = _timeline(stages, pipeline, route, replicas)
+        return Predicted(timeline.step_s, timeline.peak_bytes[: len(stages)], timeline.bubble, "simulated")
+    stages = _with_rings(stages, pipeline, replicas, route)
+    number = pipeline.batches if pipeline.batches > 1 else pipeline.micro_batches
+    # Batches in turn repeat at once, micro-batches when the pipeline has filled.
+    settled = 6 if pipeline.batches > 1 else 2 * len(stages) + 4
+    enough = max(settled, _LARGEST * number // (len(stages) * pipeline.pieces))
+    enough -= (number - enough) % 2  # under GEMS, an odd number ends on the other replica
+    if enough >= number or len(stages) * pipeline.pieces <= _LARGEST:
+        timeline = _timeline(stages, pipeline, route)
+        return Predicted(timeline.step_s, timeline.peak_bytes, timeline.bubble, "simulated")
+    span = 2 * max(1, enough // 8)
+    one = _timeline(stages, _shortened(pipeline, enough - span), route)
+    two = _timeline(stages, _shortened(pipeline, enough), route)
+
+    def counted_on(first: float, second: float) -> float:
+        return second + (second - first) / span * (number - enough)
+
+    time_s = counted_on(one.step_s, two.step_s)
+    busy_s = counted_on(one.step_s * (1 - one.bubble), two.step_s * (1 - two.bubble))
+    peaks = tuple(ceil(counted_on(a, b)) for a, b in zip(one.peak_bytes, two.peak_bytes, strict=True))
+    return Predicted(time_s, peaks, 1 - busy_s / time_s, f"simulated for {enough} of {number} passes")
+
+
+def _shortened(pipeline: Pipeline, number: int) -> Pipeline:
+    return replace(pipeline, batches=number) if pipeline.batches > 1 else replace(pipeline, micro_batches=number)
+
+
+def _timeline(stages: Stages, pipeline: Pipeline, route: Route, replicas: int = 1) -> Timeline:
+    program = compile_program(
+        stages,
+        SCHEDULE_NAMES[pipeline.schedule],
+        micro_batches=pipeline.micro_batches,
+        batches=pipeline.batches,
+        replicas=replicas,
+    )
+    link = Link.symmetric(bandwidth_bytes_per_s=route.bytes_per_s, latency_s=route.latency_s)
+    return simulate(program, stages, Links(link))
+
+
+def _with_rings(stages: Stages, pipeline: Pipeline, replicas: int, route: Route) -> Stages:
+    """The stages of one replica, whose steps take as long as the rings over all of them take longer than its own."""
+    if replicas == 1:
+        return stages
+    rows = []
+    for k, stage in enumerate(stages.stages):
+        inside = 2 if pipeline.paired and pipeline.batches > 1 and 2 * k + 1 != len(stages) else 1
+        longer = _ring_s(stage.gradient_bytes, inside * replicas, route) - _ring_s(stage.gradient_bytes, inside, route)
+        rows.append(replace(stage, optimizer_s=stage.optimizer_s + (longer if stage.trains else 0.0)))
+    return Stages(tuple(rows), stages.edges, stages.ties)
+
+
+def _ring_s(nbytes: int, size: int, route: Route) -> float:
+    return 2 * (size - 1) * route.time_s(nbytes / size)

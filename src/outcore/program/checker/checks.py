@@ -1,0 +1,77 @@
+"""Static checks: what must hold for any program, compiled or written by hand.
+
+Each rule names the first instruction which breaks it. Together they say that the program computes
+the gradient of every parameter, once, and ends:
+
+- every stage of every replica is computed, forward and then backward, once for each micro-batch of the replica, on
+  one rank;
+- a forward has all its inputs: made before on the same rank, or received before from the rank that makes them;
+- a backward has the gradients of all users of its stage's values, likewise;
+- what is sent is received, in the same order on each channel (source, target, replica), and nothing else is;
+- a stage's gradients are added over all ranks that hold it, after their last backward; then it steps, once on each;
+- followed in order, with reductions as barriers, all ranks reach the end;
+- copies and scripts bring back what they took away before it is needed;
+- the simulated peak of each rank is within its cap.
+
+A program of forwards alone evaluates: it saves, reduces and steps nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from outcore.errors import ProgramError
+from outcore.machine.units import format_bytes
+from outcore.program.checker.deadlock import check_end
+from outcore.program.checker.rules import check_channels, check_computes, check_copies, check_inputs, check_updates
+from outcore.program.checker.script_rules import check_scripts
+from outcore.program.index import Index
+from outcore.program.program import Program
+from outcore.program.simulator.links import Links
+from outcore.program.simulator.simulate import simulate
+from outcore.program.stages import Stages
+from outcore.program.timeline import COMPUTE, Timeline
+
+__all__ = ["check", "check_memory"]
+
+
+def check(
+    program: Program, stages: Stages, *, memory_bytes: int | Sequence[int] | None = None, links: Links | None = None
+) -> None:
+    """Raise `ProgramError` if the program breaks a rule, or needs more than `memory_bytes` (of all ranks, or of each).
+
+    >>> from outcore.program.compile import compile_program
+    >>> chain = Stages.uniform(2)
+    >>> good = compile_program(chain, "gpipe", micro_batches=2)
+    >>> check(good, chain)
+    >>> check(Program("bad", (good.ranks[0][1:], good.ranks[1])), chain)
+    Traceback (most recent call last):
+    outcore.errors.ProgramError: rank 0, instruction 5 (B0): its forward is missing
+    """
+    index = Index.of(program, stages)
+    check_computes(index)
+    check_inputs(index)
+    check_channels(index)
+    check_copies(index)
+    check_updates(index)
+    check_end(index)
+    for of, backward in index.backwards.items():
+        check_scripts(index.forwards[of], backward)
+    if memory_bytes is not None:
+        check_memory(program, simulate(program, stages, links), memory_bytes)
+
+
+def check_memory(program: Program, timeline: Timeline, memory_bytes: int | Sequence[int]) -> None:
+    """Raise `ProgramError` if a rank's peak is above its cap, with what holds it."""
+    caps = [memory_bytes] * len(timeline) if isinstance(memory_bytes, int) else memory_bytes
+    if len(caps) != len(timeline):
+        raise ProgramError(f"got {len(caps)} memory caps; needed one for each of {len(timeline)} ranks")
+    for rank, (curve, cap) in enumerate(zip(timeline.memory, caps, strict=True)):
+        if curve.peak_bytes > cap:
+            begun = (e for e in timeline.events if e.rank == rank and e.stream == COMPUTE and e.start_s <= curve.peak_s)
+            at = max(begun, key=lambda e: e.start_s, default=None)
+            parts = ", ".join(f"{name} {format_bytes(held)}" for name, held in curve.parts().items() if held)
+            raise ProgramError(
+                f"rank {rank}, at {at.name if at else 'its start'}: needs {format_bytes(curve.peak_bytes)} "
+                f"({parts}); the cap is {format_bytes(cap)}"
+            )

@@ -1,0 +1,1 @@
+"""Timelines as pictures: terminal, SVG, Perfetto trace."""

@@ -1,0 +1,1 @@
+"""The event simulator: from a program, its stages and links to a timeline."""

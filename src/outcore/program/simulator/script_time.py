@@ -1,0 +1,78 @@
+"""How long one forward or backward takes, with or without a script of its values.
+
+The script is walked in order: what computes moves the clock on, copies are started at the clock and end when the link
+lets them, a wait moves the clock to the end of its copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from outcore.program.instructions import Compute, Forward
+from outcore.program.script import Action, Decode, Encode, Evict, Fetch, Recompute, Run, Tile, Wait
+from outcore.program.simulator.links import Traffic
+from outcore.program.stages import Stage
+from outcore.program.timeline import COMPUTE, Event
+
+__all__ = ["Performance", "perform"]
+
+Hold = Callable[[float, int], None]
+"""Keep so many bytes more from that time on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Performance:
+    """One compute, about to begin."""
+
+    rank: int
+    instruction: Compute
+    costs: Stage
+    start_s: float
+    evicted: dict[str, float]
+    """When each value of this micro-batch that was evicted was gone."""
+
+    def event(self, stream: str, kind: str, name: str, start_s: float, end_s: float, nbytes: int = 0) -> Event:
+        """An event that belongs to it."""
+        c = self.instruction
+        return Event(self.rank, stream, kind, name, start_s, end_s, c.stage, c.micro_batch, c.replica, nbytes)
+
+
+def perform(performance: Performance, traffic: Traffic, events: list[Event], hold: Hold) -> float:
+    """Add the events of a compute, and return when it ends."""
+    instruction, costs = performance.instruction, performance.costs
+    forward = isinstance(instruction, Forward)
+    kind = "forward" if forward else "backward"
+    whole_s = costs.forward_s if forward else costs.backward_s
+    script = instruction.script
+    if not any(isinstance(action, Run | Tile) for action in script):
+        whole: Action = Run((), whole_s)
+        script = (whole, *script) if forward else (*script, whole)
+    now, ready, evicted = performance.start_s, dict[str, float](), performance.evicted
+    for action in script:
+        if isinstance(action, Run | Tile | Recompute | Encode | Decode):
+            if isinstance(action, Recompute | Decode):
+                hold(now, action.bytes)
+            end = now + action.time_s
+            label = type(action).__name__.lower()
+            if isinstance(action, Run):
+                events.append(performance.event(COMPUTE, kind, str(instruction), now, end))
+            else:
+                events.append(performance.event(COMPUTE, label, f"{label} {action.value}", now, end))
+            now = end
+            if isinstance(action, Encode):
+                hold(now, -action.bytes)
+        elif isinstance(action, Evict):
+            start, evicted[action.value] = traffic.copy(performance.rank, "away", action.bytes, now)
+            hold(evicted[action.value], -action.bytes)
+            copied = (start, evicted[action.value], action.bytes)
+            events.append(performance.event("copy out", "evict", f"evict {action.value}", *copied))
+        elif isinstance(action, Fetch):
+            begin = max(now, evicted.get(action.value, now))
+            start, ready[action.value] = traffic.copy(performance.rank, "back", action.bytes, begin)
+            hold(start, action.bytes)
+            copied = (start, ready[action.value], action.bytes)
+            events.append(performance.event("copy in", "fetch", f"fetch {action.value}", *copied))
+        elif isinstance(action, Wait):
+            now = max(now, ready.get(action.value, now))
+    return now

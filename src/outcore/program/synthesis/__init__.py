@@ -1,0 +1,1 @@
+"""Making schedules: a list scheduler, and the search for the best order."""

@@ -1,0 +1,165 @@
+"""The best order for given stages under a memory cap: named schedules and synthesised ones, by simulated time.
+
+The list scheduler is tried with every rule of preference, several windows of micro-batches under way, and both
+placements; each order, like each named schedule, is compiled and simulated, and the fastest whose peaks are within
+the cap is taken. So the result is never worse than the best named schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from outcore.errors import ProgramError
+from outcore.machine.units import format_bytes, format_time
+from outcore.program.compile import assemble, compile_program
+from outcore.program.instructions import Compute
+from outcore.program.program import Program
+from outcore.program.simulator.links import Links
+from outcore.program.simulator.simulate import simulate
+from outcore.program.stages import Stages
+from outcore.program.synthesis.list_scheduler import RULES, Setting, list_schedule
+from outcore.program.timeline import Timeline
+
+__all__ = ["Candidate", "Choice", "named_programs", "synthesise"]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A program, what it takes, and whether it is within the cap."""
+
+    program: Program
+    timeline: Timeline
+    fits: bool
+    named: bool
+
+    @property
+    def step_s(self) -> float:
+        """The simulated time of a step."""
+        return self.timeline.step_s
+
+    @property
+    def peak_bytes(self) -> int:
+        """The greatest peak of all ranks."""
+        return max(self.timeline.peak_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The best candidate and all others, fastest first among those that fit, then the rest."""
+
+    candidates: tuple[Candidate, ...]
+
+    @property
+    def best(self) -> Candidate:
+        """The fastest that fits."""
+        return self.candidates[0]
+
+    @property
+    def best_named(self) -> Candidate | None:
+        """The fastest named schedule that fits."""
+        return next((c for c in self.candidates if c.named and c.fits), None)
+
+    @property
+    def gain(self) -> float:
+        """How many times faster than the best named schedule the best is; infinite when no named one fits."""
+        return self.best_named.step_s / self.best.step_s if self.best_named is not None else float("inf")
+
+    def __str__(self) -> str:
+        rows = [f"{'step':>9} {'peak':>10}  schedule"]
+        for c in self.candidates[:12]:
+            note = "" if c.fits else "  (over the cap)"
+            rows.append(f"{format_time(c.step_s):>9} {format_bytes(c.peak_bytes):>10}  {c.program.name}{note}")
+        return "\n".join(rows)
+
+
+def synthesise(
+    stages: Stages,
+    *,
+    micro_batches: int,
+    memory_bytes: int | Sequence[int] | None = None,
+    links: Links | None = None,
+    replicas: int = 1,
+) -> Choice:
+    """The best program for `micro_batches` in one step, one stage to a rank, within `memory_bytes` on each rank.
+
+    >>> choice = synthesise(Stages.uniform(4), micro_batches=8)
+    >>> choice.best_named.step_s, choice.best.step_s
+    (33.0, 27.0)
+
+    Args:
+        stages: the network.
+        micro_batches: in the step, per pipeline.
+        memory_bytes: the cap of every rank of a pipeline, or of each; None for none.
+        links: between the ranks.
+        replicas: data-parallel replicas of the pipeline.
+
+    Raises:
+        ProgramError: if nothing fits, with the smallest cap that would do.
+    """
+    links = links or Links()
+    depth = len(stages)
+    caps = None
+    if memory_bytes is not None:
+        caps = (memory_bytes,) * depth if isinstance(memory_bytes, int) else tuple(memory_bytes)
+        if len(caps) != depth:
+            raise ProgramError(f"got {len(caps)} memory caps; needed one for each of {depth} ranks")
+    found = [_candidate(p, stages, links, caps, named=True) for p in named_programs(stages, micro_batches, replicas)]
+    for program in _synthesised(stages, micro_batches, caps, links, replicas):
+        found.append(_candidate(program, stages, links, caps, named=False))
+    found.sort(key=lambda c: (not c.fits, c.step_s, c.peak_bytes, not c.named))
+    if not found[0].fits:
+        least = min(found, key=lambda c: c.peak_bytes)
+        raise ProgramError(
+            f"no order of {micro_batches} micro-batches over {depth} ranks fits the memory cap; "
+            f"the smallest that works is {format_bytes(least.peak_bytes)} ({least.program.name})"
+        )
+    return Choice(tuple(found))
+
+
+def named_programs(stages: Stages, micro_batches: int, replicas: int = 1) -> Iterator[Program]:
+    """Every named schedule of so many micro-batches, with every division into batches where that matters."""
+    yield compile_program(stages, "model-parallel", micro_batches=micro_batches, replicas=replicas)
+    yield compile_program(stages, "1f1b", micro_batches=micro_batches, replicas=replicas)
+    for size in (n for n in range(1, micro_batches + 1) if micro_batches % n == 0):
+        batches = micro_batches // size
+        if size > 1:
+            yield compile_program(stages, "gpipe", micro_batches=size, batches=batches, replicas=replicas)
+        if batches > 1:
+            yield compile_program(stages, "gems-master", micro_batches=size, batches=batches, replicas=replicas)
+
+
+def _synthesised(
+    stages: Stages, micro_batches: int, caps: tuple[int, ...] | None, links: Links, replicas: int
+) -> Iterator[Program]:
+    seen: set[tuple[tuple[Compute, ...], ...]] = set()
+    for inverted in (False, True) if micro_batches > 1 and len(stages) > 1 else (False,):
+        for window in _windows(micro_batches, len(stages)):
+            for rule in RULES:
+                setting = Setting(rule, window, inverted, caps)
+                orders = list_schedule(stages, micro_batches, setting, links)
+                if orders is None or (order := tuple(map(tuple, orders))) in seen:
+                    continue
+                seen.add(order)
+                per_pipeline = 2 if inverted else 1
+                copies = [
+                    [type(c)(c.stage, c.micro_batch, pipeline * per_pipeline + c.replica) for c in row]
+                    for pipeline in range(replicas)
+                    for row in order
+                ]
+                yield assemble(stages, copies, name=str(setting))
+
+
+def _windows(micro_batches: int, depth: int) -> list[int]:
+    """All small numbers of micro-batches under way, then ever fewer."""
+    wanted = {1, 2, 3, 4, 6, 8, 12, 16, depth - 1, depth, depth + 1, 2 * depth, micro_batches}
+    return sorted(window for window in wanted if 1 <= window <= micro_batches)
+
+
+def _candidate(
+    program: Program, stages: Stages, links: Links, caps: tuple[int, ...] | None, *, named: bool
+) -> Candidate:
+    timeline = simulate(program, stages, links)
+    peaks = timeline.peak_bytes
+    fits = caps is None or all(peak <= caps[rank % len(caps)] for rank, peak in enumerate(peaks))
+    return Candidate(program, timeline, fits, named)

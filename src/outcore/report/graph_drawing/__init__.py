@@ -1,0 +1,1 @@
+"""Graphs as layered drawings: nested boxes, rows, columns, wires, SVG."""

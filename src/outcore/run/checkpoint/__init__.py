@@ -1,0 +1,1 @@
+"""Checkpoints: files, restoring, and the state that goes into them."""

@@ -1,0 +1,143 @@
+"""How an engine comes to be: from a job and a plan to this rank's part of both.
+
+The model is built and recorded, the plan checked against the recording and against all other ranks, the program
+compiled. The rank keeps the stages the program gives it, on its device; it meets the ranks that hold copies of the same
+stages or of tied parameters in one process group each, and all copies start from the numbers of the first.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from outcore.errors import EngineError
+from outcore.graph import Graph
+from outcore.job import Job
+from outcore.plan_document import Plan
+from outcore.program import Program
+from outcore.run.checkpoint.restore import find_checkpoint
+from outcore.run.engine.setup import agree, build, example_of, first_graph, materialise, strip
+from outcore.run.engine.step_programs import Blueprint
+from outcore.run.ranks.world import World
+from outcore.run.stage.batch_norm_statistics import Statistics, make_equal
+from outcore.run.stage.parameter_owners import Holdings
+from outcore.run.stage.recorded_stages import Form, Forms
+
+__all__ = ["Assembly"]
+
+
+class Assembly:
+    """What an engine runs, on one rank."""
+
+    def __init__(
+        self,
+        world: World,
+        device: torch.device,
+        source: Job | nn.Module,
+        plan: Plan | None,
+        *,
+        example: Any,
+        program: Program | None,
+        autocast: torch.dtype | None,
+        seed: int,
+        timeout_s: float,
+        weights: str | Path | None,
+    ) -> None:
+        self.world, self.device, self.rank = world, device, world.rank
+        pieces = plan.micro_batches * plan.batches * plan.replicas if plan is not None else 1
+        inputs = example_of(source, example, pieces)
+        self.model, skeleton = build(source, seed=seed, lean=world.size > 1, bare=weights is not None)
+        graph = self._record(skeleton, plan, autocast, inputs, bare=weights is not None)
+        if plan is None:
+            if world.size > 1:
+                raise EngineError(f"{world.size} ranks need a plan; make one with outcore.plan(...)")
+            plan = Plan(graph.fingerprint, (("",),))
+        self.plan = self.forms.plan = plan
+        agree(world, plan, graph)
+        self.blueprint = Blueprint(plan, self.forms.first(graph), program)
+        placement = self.blueprint.training.placement()
+        self.stages = self.forms.own = tuple(sorted({s for (s, _), rank in placement.items() if rank == self.rank}))
+        """The stages this rank holds."""
+        self.holdings = Holdings.of(self.model, graph, self.forms.stage_of, self.blueprint.training)
+        self.home = self._take_home(graph, bare=weights is not None)
+        """The first form; its parts hold this rank's weights."""
+        self.forms.keep(self.home, inputs)
+        every = dict(self.model.named_parameters())
+        self.parameters = {name: every[name] for name in self.holdings.on(self.rank)}
+        """The parameters this rank holds, by name."""
+        if weights is not None:
+            find_checkpoint(world, weights).load_weights(self.local_state())
+        self._meet(timeout_s)
+
+    def _record(
+        self, skeleton: nn.Module, plan: Plan | None, autocast: torch.dtype | None, inputs: Any, *, bare: bool
+    ) -> Graph:
+        """The first recording: of the skeleton if that can be run with real weights, else of the model."""
+        for recorded in (skeleton, self.model):
+            forms = self.forms = Forms(self.model, recorded, plan, self.device, autocast)  # type: ignore[arg-type]
+            graph = first_graph(recorded, self.model, lambda forms=forms: forms.record(inputs))  # type: ignore[misc]
+            if graph is not None:
+                return graph
+            if bare:
+                raise EngineError("this model makes tensors that no checkpoint holds; leave weights= out, and load")
+        raise EngineError("this model cannot be recorded")
+
+    def _take_home(self, graph: Graph, *, bare: bool) -> Form:
+        """Keep this rank's stages, on its device, and drop the others where they are ours to drop."""
+        state = self.model.state_dict(keep_vars=True)
+        used = {id(state[n]) for call in graph.calls.values() for n in call.parameters if n in state}
+        self.unclaimed = {n for n, t in state.items() if id(t) not in used}
+        """Weights that no call reads; rank 0 keeps them."""
+        form = Form(graph, self.model, self.forms.stage_of, self.stages, self.device, len(self.plan.stages))
+        if bare:
+            materialise(form.parts.values(), self.device)
+        for part in form.parts.values():
+            part.to(self.device)
+            for name, buffer in part.named_buffers():
+                # A buffer that functions read is moved as a copy; the model must have that one too.
+                holder, _, leaf = name.rpartition(".")
+                self.model.get_submodule(holder)._buffers[leaf] = buffer
+        if self.forms.skeleton is not self.model:
+            rest = [state[n] for n in self.unclaimed] if self.rank == 0 else []
+            strip(self.model, (t for m in form.parts.values() for t in (*m.parameters(), *m.buffers(), *rest)))
+        return form
+
+    def _meet(self, timeout_s: float) -> None:
+        """Meet the other ranks that hold the same stages or parameters, and start from the same numbers."""
+        holders = self.blueprint.training.holders()
+        members: dict[tuple[int, ...], tuple[int, ...]] = {(stage,): ranks for stage, ranks in holders.items()}
+        members |= {share.stages: share.ranks for share in self.holdings.shares}
+        shared = [(key, ranks) for key, ranks in sorted(members.items()) if len(ranks) > 1]
+        self.groups = {key: self.world.new_group(ranks, timeout_s) for key, ranks in shared}
+        """By stages, the ranks that hold a copy of them, or of what ties them."""
+        self.first_holders = {stage: ranks[0] for stage, ranks in holders.items()}
+        copies = {stage: len(ranks) for stage, ranks in holders.items()}
+        self.statistics = Statistics(self.plan, copies, self.groups, self.world.patience)
+        for key, ranks in shared:
+            if self.rank in ranks:
+                names = sorted({n for share in self.holdings.shares if share.stages == key for n in share.names})
+                tensors = [self.parameters[n].data for n in names]
+                if len(key) == 1:
+                    tensors += [b for _, b in sorted(self.home.parts[key[0]].named_buffers())]
+                make_equal(tensors, ranks[0], self.groups[key], self.world.patience)
+
+    def stage_state(self, stage: int) -> dict[str, torch.Tensor]:
+        """Weights and buffers of one of this rank's stages under the model's own names."""
+        state: dict[str, torch.Tensor] = self.home.parts[stage].state_dict()
+        return state
+
+    def local_state(self) -> dict[str, torch.Tensor]:
+        """Weights and buffers this rank holds, with those that no stage has on rank 0."""
+        found = {name: t for stage in self.stages for name, t in self.stage_state(stage).items()}
+        if self.rank == 0:
+            every = self.model.state_dict()
+            found |= {n: t for n, t in every.items() if n in self.unclaimed and not t.is_meta}
+        return found
+
+    def close(self) -> None:
+        """Let go of all connections."""
+        self.groups = {}
+        self.statistics.close()

@@ -1,0 +1,471 @@
+"""The engine: trains a network by a plan, on one rank or many, with the gradients of plain PyTorch.
+
+    engine = outcore.Engine(job, plan, optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+    for inputs, targets in batches:
+        loss = engine.step(inputs, targets)
+
+The same lines run on every rank, whoever launched it. Each rank holds the stages that the plan's program gives it. A
+step is given the batch of this rank's data-parallel replica; ranks whose stages read neither inputs nor targets may
+give None. It begins with one small exchange (who has data, of which shape, is anybody asked to stop) and ends with one
+more, so that every rank returns the same loss.
+
+What is computed: the loss of each micro-batch, weighted by its share of the samples, differentiated, and added up over
+all micro-batches of the step. On one rank that is plain gradient accumulation, and it is the oracle for all others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from outcore.errors import CheckpointError, EngineError
+from outcore.graph.record.preserve import evaluating
+from outcore.job import Job
+from outcore.plan_document import Plan
+from outcore.program import Program, Timeline
+from outcore.run.checkpoint.engine_state import Keeper
+from outcore.run.checkpoint.signals import STOP, Signals
+from outcore.run.engine import batch as batches
+from outcore.run.engine.build import Assembly
+from outcore.run.engine.default_plan import own_plan
+from outcore.run.engine.loader import Loader
+from outcore.run.engine.measured import Comparison, gather
+from outcore.run.engine.setup import Groups, MakeOptimizer, choose_device, make_optimizer
+from outcore.run.engine.split_batch import Intake
+from outcore.run.engine.step_programs import Script
+from outcore.run.engine.training_checks import check_optimizer
+from outcore.run.engine.update import LossScale, Update
+from outcore.run.engine.worker import Pass, Worker
+from outcore.run.ranks.faults import Watch
+from outcore.run.ranks.world import World
+from outcore.run.stage.idle_state_offload import Parking
+from outcore.run.stage.policies import UnderPolicies
+from outcore.run.stage.stage_module import Execute, Part
+from outcore.run.transport.p2p import HostWire, Wire
+from outcore.run.transport.p2p_via_host import StagedWire
+from outcore.run.transport.shared_memory import Shelf
+
+__all__ = ["Engine"]
+
+Loss = Callable[[Any, Any], torch.Tensor]
+
+_WRITTEN = 4
+"""Among the wishes of a rank: its part of a checkpoint is on the disk."""
+
+
+class Engine:
+    """Executes a plan, step by step.
+
+    >>> import torch, outcore
+    >>> job = outcore.Job(
+    ...     model=lambda: torch.nn.Linear(4, 2),
+    ...     batch=lambda size: (torch.randn(size, 4), torch.randn(size, 2)),
+    ...     loss=torch.nn.functional.mse_loss,
+    ...     size=8,
+    ... )
+    >>> engine = Engine(job, optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+    >>> inputs, targets = job.batch(8)
+    >>> engine.step(inputs, targets) > engine.step(inputs, targets)
+    True
+
+    Args:
+        source: a job, or a module, which is then trained in place.
+        plan: a plan or the path of one; if left out, several ranks make one (`outcore.plan`), in which each is given
+            a batch of its own where the network fits.
+        loss: ``loss(output, target)``; the job's own if not given.
+        optimizer: makes the optimizer from parameters (or groups of them); the job's own if not given. Without any, the
+            engine computes gradients and leaves them in ``parameter.grad``.
+        scheduler: makes a learning-rate scheduler from the optimizer; it advances with every update.
+        groups: options of the optimizer by a parameter's name.
+        example: inputs of one batch, needed if a module is given.
+        program: an order to run in place of the plan's schedule, as `outcore.program.synthesise` finds them.
+        reduction: whether the loss is a mean over samples or a sum.
+        clip_norm: largest norm of the gradients of all stages together.
+        autocast: dtype of mixed precision; with float16 one loss scale is kept for all ranks.
+        accumulate: calls of `step` before an update.
+        seed: of initial weights (of a job) and of random masks.
+        device: "cpu" or "cuda"; this rank's GPU if there is one.
+        timeout_s: after which a silent rank ends the run.
+        grace_s: after which a rank that cannot end by itself is ended, once another has failed.
+        offload_idle: under GEMS, whether parameters, gradients and optimizer state of the stage that a rank does not
+            compute with wait outside its device.
+        execute: runs a stage's part of the network; where policies for saved values act.
+        weights: a checkpoint to begin with; a job's model is then never built with weights of its own, on any rank.
+        checkpoints: where to save when SIGUSR1 or SIGTERM comes; the latter then ends the run.
+    """
+
+    _made = 0
+
+    def __init__(
+        self,
+        source: Job | nn.Module,
+        plan: Plan | str | Path | None = None,
+        *,
+        loss: Loss | None = None,
+        optimizer: MakeOptimizer | None = None,
+        scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+        groups: Groups | None = None,
+        example: Any = None,
+        program: Program | None = None,
+        reduction: Literal["mean", "sum"] = "mean",
+        clip_norm: float | None = None,
+        autocast: torch.dtype | None = None,
+        loss_scale: LossScale | None = None,
+        accumulate: int = 1,
+        seed: int = 0,
+        device: str | torch.device | None = None,
+        timeout_s: float = 300.0,
+        grace_s: float = 10.0,
+        offload_idle: bool = False,
+        execute: Execute = Part.run,
+        weights: str | Path | None = None,
+        checkpoints: str | Path | None = None,
+    ) -> None:
+        self.accumulate, self.seed = accumulate, seed
+        self.steps = 0
+        """Calls of `step` so far."""
+        self.samples = 0
+        """Samples trained on so far, over all replicas."""
+        self.loader_state: Loader | None = None
+        self.checkpoints = Path(checkpoints) if checkpoints is not None else None
+        self.world = World.join(timeout_s=timeout_s)
+        self.rank, self.place = self.world.rank, self.world.place
+        self.signals = Signals() if checkpoints is not None else None
+        self.watch = self._start_watch(grace_s)
+        with self._guarded():
+            self.device = choose_device(device, self.world.local_rank)
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)
+            given = Plan.load(plan) if isinstance(plan, str | Path) else plan
+            if given is None and self.world.size > 1:
+                given = own_plan(self.world, source, example)
+            self.assembly = Assembly(
+                self.world,
+                self.device,
+                source,
+                given,
+                example=example,
+                program=program,
+                autocast=autocast,
+                seed=seed,
+                timeout_s=timeout_s,
+                weights=weights,
+            )
+            if isinstance(source, Job):
+                loss, optimizer = loss or source.loss, optimizer or source.optimizer
+            if loss is None:
+                raise EngineError("there is no loss to train for; pass loss=..., or a job with loss(output, target)")
+            if autocast is torch.float16 and loss_scale is None:
+                loss_scale = LossScale()
+            if execute is Part.run and self.plan.policy:
+                execute = UnderPolicies(self.plan.policy, self.device)
+            self._prepare(loss, execute, reduction, clip_norm, loss_scale)
+            if offload_idle and len(self.stages) > 1:
+                self._park()
+            if optimizer is not None:
+                every = list(self.model.named_parameters())
+                self.update.optimizer = make_optimizer(optimizer, groups, every, self.parameters)
+                check_optimizer(self.update.optimizer, self.parameters.values(), EngineError)
+            self.scheduler = scheduler(self.optimizer) if scheduler is not None and self.optimizer is not None else None
+            self.keeper = Keeper(self)
+
+    def _start_watch(self, grace_s: float) -> Watch | None:
+        if self.world.size == 1:
+            return None
+        Engine._made += 1
+        number = self.world.numbers([Engine._made])[0][0]
+        meeting = self.world.meeting
+        assert meeting is not None
+        watch = Watch(
+            meeting.store, self.rank, self.world.size, self.place, number, grace_s=grace_s, keeper=meeting.keeper
+        )
+        self.world.patience.look = watch.look
+        return watch
+
+    def _prepare(
+        self, loss: Loss, execute: Execute, reduction: Any, clip_norm: float | None, scale: LossScale | None
+    ) -> None:
+        made = self.assembly
+        every = dict(self.model.named_parameters())
+        shelf = Shelf(self.world, self.device) if self.world.size > 1 else None
+        self.update = Update(
+            self.world,
+            made.holdings,
+            made.parameters,
+            list(every),
+            made.groups,
+            clip_norm=clip_norm,
+            scale=scale,
+            dtypes={p.dtype for p in every.values()},
+            shelf=shelf,
+        )
+        self.intake = Intake(
+            self.world,
+            made.plan,
+            made.forms,
+            made.blueprint,
+            reduction=reduction,
+            accumulate=self.accumulate,
+            seed=self.seed,
+        )
+        wire: Wire | None = None
+        if shelf is not None:
+            group, patience, on_gpu = self.world.mail, self.world.patience, self.device.type == "cuda"
+            wire = StagedWire(group, shelf, self.device, patience) if on_gpu else HostWire(group, shelf, patience)
+        self.worker = Worker(made, wire, loss, execute, self.update)
+        self.worker.gauge.holding = self._held
+
+    def _park(self) -> None:
+        """Of this rank's stages, have one at a time on the device."""
+        parts = self.assembly.home.parts
+        parking = Parking({stage: list(parts[stage].parameters()) for stage in self.stages}, self.device)
+        self.worker.parking = parking
+        self.update.take_step, self.update.make_row = parking.step, parking.make_row
+
+    def _held(self) -> Iterator[torch.Tensor]:
+        """What this rank holds between steps."""
+        parking = self.worker.parking
+        away = {t.data_ptr() for t in parking.away} if parking is not None else set()
+        found = [*self.assembly.local_state().values()]
+        found += [p.grad for p in self.parameters.values() if p.grad is not None]
+        if self.optimizer is not None:
+            for row in self.optimizer.state.values():
+                found += [value for value in row.values() if isinstance(value, torch.Tensor)]
+        yield from (tensor for tensor in found if tensor.data_ptr() not in away)
+        if isinstance(self.worker.wire, HostWire):
+            yield from self.worker.wire.arena.rows()
+
+    # Facts
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that is executed."""
+        return self.assembly.plan
+
+    @property
+    def model(self) -> nn.Module:
+        """The model; parts of it that other ranks hold may be without content."""
+        return self.assembly.model
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The stages this rank holds."""
+        return self.assembly.stages
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters this rank holds, by name."""
+        return self.assembly.parameters
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The user's optimizer over the parameters of this rank."""
+        return self.update.optimizer
+
+    @property
+    def replica(self) -> int:
+        """The data-parallel replica this rank belongs to."""
+        return self.rank // self.plan.ranks_per_replica
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """All weights and buffers of the model, on the host of every rank; collective."""
+        found = self.world.gather(self.assembly.local_state())
+        return {name: found[name] for name in self.model.state_dict() if name in found}
+
+    def loader(
+        self,
+        dataset: Any,
+        batch_size: int,
+        *,
+        shuffle: bool = True,
+        workers: int = 0,
+        collate: Callable[[list[Any]], Any] | None = None,
+    ) -> Loader:
+        """Batches of a dataset of (input, target) for this rank; its position is saved and loaded with the engine."""
+        first, last = 0 in self.stages, len(self.plan.stages) - 1 in self.stages
+        wanted = first or last or any(self.assembly.home.needs_inputs(stage) for stage in self.stages)
+        self.loader_state = Loader(
+            dataset,
+            batch_size,
+            replica=self.replica,
+            replicas=self.plan.replicas,
+            wanted=wanted,
+            shuffle=shuffle,
+            seed=self.seed,
+            workers=workers,
+            collate=collate,
+        )
+        return self.loader_state
+
+    def set_seed(self, seed: int) -> None:
+        """Draw random masks from another seed from now on."""
+        self.seed = self.intake.seed = seed
+
+    # Running
+
+    def step(self, inputs: Any = None, targets: Any = None) -> float:
+        """Train on one batch (of this replica); returns the loss, the same on every rank."""
+        with self._guarded():
+            scale = self.update.scale.scale if self.update.scale is not None else 1.0
+            run, script = self.intake.take(
+                inputs, targets, training=True, step=self.steps, scale=scale, wish=self._wish()
+            )
+            self.steps, self.samples = self.steps + 1, self.samples + run.samples
+            update = self.steps % self.accumulate == 0
+            loss = self._run(run, script, update=update)
+            if update and self.scheduler is not None:
+                self.scheduler.step()
+            self._grant(self.intake.wishes)
+            return loss
+
+    def _wish(self) -> int:
+        """What this rank asks of all others: a checkpoint, an end; or says: its checkpoint is written."""
+        asked = self.signals.wish if self.signals is not None else 0
+        return asked | (_WRITTEN if self.keeper.is_ready else 0)
+
+    def _grant(self, wishes: list[int]) -> None:
+        """Do what any rank asked for, when an update is complete."""
+        if self.keeper.is_writing and all(w & _WRITTEN for w in wishes):
+            self.keeper.finish()
+        asked = max(w & ~_WRITTEN for w in wishes)
+        if not asked or self.steps % self.accumulate:
+            return
+        if self.checkpoints is not None:
+            self.keeper.save(self.checkpoints, None, keep=2, wait=True)
+        if self.signals is not None:
+            self.signals.wish = 0
+        if asked & STOP:
+            self.close()
+            raise SystemExit(128 + signal.SIGTERM)
+
+    def save(self, path: str | Path, *, extra: Any = None, keep: int = 2, wait: bool = True) -> Path | None:
+        """Write a checkpoint under a directory; collective.
+
+        Args:
+            path: the directory; checkpoints are directories inside it.
+            extra: plain values to store with it, which `load` returns.
+            keep: how many checkpoints are kept.
+            wait: False to write in the background; it becomes valid at a later step, or when the engine is closed.
+        """
+        with self._guarded(CheckpointError):
+            return self.keeper.save(Path(path), extra, keep=keep, wait=wait)
+
+    def load(self, path: str | Path) -> Any:
+        """Go on from a checkpoint (the newest good one in a directory), whoever saved it; returns its `extra`."""
+        with self._guarded(CheckpointError):
+            return self.keeper.load(path)
+
+    def evaluate(self, inputs: Any = None, targets: Any = None) -> float:
+        """The loss on one batch in eval mode; changes nothing."""
+        with self._guarded(), evaluating(self.model):
+            run, script = self.intake.take(inputs, targets, training=False, step=self.steps)
+            return self._run(run, script, update=False)
+
+    def predict(self, inputs: Any = None) -> Any:
+        """What the model returns for a batch in eval mode, on ranks that hold the last stage; None on others."""
+        with self._guarded(), evaluating(self.model):
+            run, script = self.intake.take(inputs, None, training=False, step=self.steps)
+            self.worker.keep_outputs = True
+            try:
+                self._run(run, script, update=False)
+            finally:
+                self.worker.keep_outputs = False
+        return batches.joined([run.outputs[i] for i in sorted(run.outputs)]) if run.outputs else None
+
+    def share(self, value: Any) -> list[Any]:
+        """One JSON value from every rank, by rank; collective, and a rank that fails meanwhile is named."""
+        with self._guarded():
+            self._between_steps()
+            return self.world.share(value)
+
+    def largest(self, number: int) -> int:
+        """The largest of the whole numbers that the ranks give; collective, as `share`."""
+        with self._guarded():
+            self._between_steps()
+            return max(row[0] for row in self.world.numbers([number]))
+
+    def _between_steps(self) -> None:
+        place = self.place
+        place.stage, place.micro_batch, place.doing, place.call = -1, -1, "between steps", ""
+
+    def timeline(self) -> Timeline:
+        """What happened in the last step on every rank; collective."""
+        name = self.assembly.blueprint.training.name
+        return gather(self.world, self.worker, name)
+
+    def comparison(self) -> Comparison:
+        """The last step beside what its schedule predicts from the measured times of single stages; collective."""
+        blueprint = self.assembly.blueprint
+        return Comparison.with_schedule(blueprint.training, blueprint.stages, self.timeline())
+
+    def count_memory(self, on: bool = True) -> None:
+        """Count live bytes of tensors in the following steps, on a CPU; slower, but `timeline` then shows memory."""
+        self.worker.gauge.counting = on
+
+    def _run(self, run: Pass, script: Script, *, update: bool) -> float:
+        """Execute a program; returns the loss: that of every micro-batch by its share, in their order."""
+        losses = torch.zeros(len(run.weights), dtype=torch.float64)
+        exchange: list[Any] = []
+
+        def tell() -> None:
+            for micro_batch, loss in run.losses.items():
+                losses[run.pieces[micro_batch].number] = loss.item()
+            exchange.append(self.world.start_sum(losses))
+
+        # On the host losses travel while backwards run; on a GPU, reading them earlier would stop the kernels.
+        run.after_forwards = tell if self.device.type == "cpu" else None
+        try:
+            self.worker.run(script.program.ranks[self.rank], script.tags, run, update=update)
+            if not exchange:
+                tell()
+            exchange.pop()()
+        finally:
+            run.after_forwards = None  # it knows the run: without this, both would live until garbage is collected
+            exchange.clear()
+        every: list[float] = losses.tolist()
+        return sum(weight * loss for weight, loss in zip(run.weights, every, strict=True))
+
+    @contextlib.contextmanager
+    def _guarded(self, harmless: type[BaseException] = SystemExit) -> Iterator[None]:
+        """After a failure nothing is left in flight, and all ranks learn of it; what all share is harmless."""
+        self.place.step = self.steps
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, SystemExit | harmless):
+                raise
+            if hasattr(self, "worker"):
+                self.worker.abandon()
+            told = self.watch.failed(error) if self.watch is not None else None
+            self.world.cut()
+            self.close()
+            if told is None:
+                raise
+            raise told from error
+
+    def close(self) -> None:
+        """Leave the other ranks; the engine cannot be used afterwards."""
+        if self.signals is not None:
+            self.signals.close()
+        if hasattr(self, "worker"):
+            self.worker.close()
+        if hasattr(self, "assembly"):
+            self.assembly.close()
+        watch, self.watch = self.watch, None
+        if watch is not None:
+            watch.close()
+        self.world.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self.keeper.finish()
+        self.close()

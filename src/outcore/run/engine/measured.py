@@ -1,0 +1,85 @@
+"""What a step really took, beside what was predicted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from outcore.machine.units import format_bytes, format_time
+from outcore.program import Event, Program, Stages, Timeline, simulate
+from outcore.program.simulator.memory_curve import Curve
+from outcore.program.timeline import COMPUTE
+from outcore.run.engine.device_clock import clock_offset
+from outcore.run.engine.worker import Worker
+from outcore.run.ranks.world import World
+
+__all__ = ["Comparison", "gather", "with_measured_times"]
+
+
+def gather(world: World, worker: Worker, name: str) -> Timeline:
+    """The timeline of the last step from all ranks; collective."""
+    offset = clock_offset(world)
+    mine = {
+        "start": worker.started_s + offset,
+        "events": [list(event) for event in worker.events()],
+        "memory": worker.gauge.curve(worker.started_s).to_json(),
+    }
+    told = world.share(mine)
+    zero = min(row["start"] for row in told)
+    events = []
+    for row in told:
+        late = row["start"] - zero
+        for event in (Event(*fields) for fields in row["events"]):
+            events.append(event._replace(start_s=event.start_s + late, end_s=event.end_s + late))
+    events.sort(key=lambda event: event.start_s)
+    return Timeline(name, tuple(events), tuple(Curve.from_json(row["memory"]) for row in told))
+
+
+def with_measured_times(stages: Stages, timeline: Timeline) -> Stages:
+    """The stages with the mean times of forwards and backwards in a timeline."""
+    found: dict[tuple[int, str], list[float]] = {}
+    for event in timeline.events:
+        if event.stream == COMPUTE:
+            found.setdefault((event.stage, event.kind), []).append(event.end_s - event.start_s)
+
+    def mean(stage: int, kind: str) -> float:
+        times = found.get((stage, kind), [0.0])
+        return sum(times) / len(times)
+
+    return Stages(
+        tuple(
+            replace(s, forward_s=mean(k, "forward"), backward_s=mean(k, "backward"), optimizer_s=mean(k, "step"))
+            for k, s in enumerate(stages.stages)
+        ),
+        stages.edges,
+        stages.ties,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A measured step beside a predicted one."""
+
+    predicted: Timeline
+    measured: Timeline
+
+    @classmethod
+    def with_schedule(cls, program: Program, stages: Stages, measured: Timeline) -> Comparison:
+        """Predicted from the program and the measured times of single stages: what the schedule alone explains."""
+        return cls(simulate(program, with_measured_times(stages, measured)), measured)
+
+    @property
+    def ratio(self) -> float:
+        """Measured over predicted time of a step."""
+        return self.measured.step_s / self.predicted.step_s if self.predicted.step_s else float("inf")
+
+    def __str__(self) -> str:
+        p, m = self.predicted, self.measured
+        lines = [f"step {format_time(m.step_s)} measured, {format_time(p.step_s)} predicted (x{self.ratio:.3f})"]
+        lines.append(
+            f"{'rank':>5} {'busy':>9} {'predicted':>9} {'idle':>9} {'predicted':>9} {'peak':>10} {'predicted':>10}"
+        )
+        rows = zip(m.busy_s(), p.busy_s(), m.idle_s(), p.idle_s(), m.peak_bytes, p.peak_bytes, strict=True)
+        for rank, (busy, busy_p, idle, idle_p, peak, peak_p) in enumerate(rows):
+            times = " ".join(f"{format_time(t):>9}" for t in (busy, busy_p, idle, idle_p))
+            lines.append(f"{rank:>5} {times} {format_bytes(peak):>10} {format_bytes(peak_p):>10}")
+        return "\n".join(lines)

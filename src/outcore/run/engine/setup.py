@@ -1,0 +1,191 @@
+"""What an engine is made of before it runs: device, model, first recording, optimizer.
+
+A job builds its model once more on the meta device, where it takes no memory; that skeleton is what is recorded, so a
+rank keeps the weights of its own stages alone (`strip`). A model that is handed over as a module is recorded as it is,
+and trained in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from outcore.errors import EngineError, OutcoreError, PlanError
+from outcore.graph import Graph
+from outcore.graph.structure import leaves
+from outcore.job import Job
+from outcore.plan_document import Plan
+from outcore.run.engine import batch as batches
+from outcore.run.ranks.world import World
+
+__all__ = [
+    "Groups",
+    "MakeOptimizer",
+    "agree",
+    "build",
+    "choose_device",
+    "example_of",
+    "first_graph",
+    "make_optimizer",
+    "materialise",
+    "strip",
+    "tensors_of",
+]
+
+MakeOptimizer: TypeAlias = Callable[[Iterable[Any]], torch.optim.Optimizer]
+Groups: TypeAlias = Callable[[str, nn.Parameter], Mapping[str, Any]]
+"""Options of the optimizer for a parameter, by its name; parameters with equal ones form a group."""
+
+
+def choose_device(given: str | torch.device | None, local_rank: int = 0) -> torch.device:
+    """The device of a rank: what was asked for, else its GPU, else the host."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    try:
+        device = torch.device(given) if given is not None else torch.device("cuda" if count else "cpu")
+    except RuntimeError:
+        raise EngineError(f"no device {given!r}; use cpu, cuda or, for one GPU of several, cuda:1") from None
+    if device.type == "cuda":
+        if not count:
+            raise EngineError('device "cuda" was asked for, but torch sees no GPU here; use "cpu"')
+        index = device.index if device.index is not None else local_rank % count
+        if index >= count:
+            raise EngineError(f"device cuda:{index} was asked for, but there are {count} GPUs here")
+        return torch.device("cuda", index)
+    return device
+
+
+def build(source: Job | nn.Module, *, seed: int, lean: bool, bare: bool) -> tuple[nn.Module, nn.Module]:
+    """The model, and what is recorded of it; `lean` for a skeleton, `bare` for a model without weights yet."""
+    if isinstance(source, nn.Module):
+        return source, source
+    if not isinstance(source, Job):
+        raise EngineError(f"an engine takes a Job or a torch.nn.Module, not {type(source).__name__}")
+    skeleton: nn.Module | None = None
+    if lean or bare:
+        try:
+            skeleton = source.build("meta").train()
+        except (OutcoreError, NotImplementedError):
+            if bare:
+                raise
+    if bare and skeleton is not None:
+        return source.build("meta").train(), skeleton
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = source.build().train()
+    if skeleton is not None and _same_shape(model, skeleton):
+        return model, skeleton
+    return model, model
+
+
+def _same_shape(a: nn.Module, b: nn.Module) -> bool:
+    def names(module: nn.Module) -> list[tuple[str, torch.Size]]:
+        return [(n, t.shape) for n, t in (*module.named_parameters(), *module.named_buffers())]
+
+    return names(a) == names(b)
+
+
+def example_of(source: Job | nn.Module, example: Any, pieces: int) -> Any:
+    """Inputs of one micro-batch, to record the network with before any data is there."""
+    if example is None:
+        if not isinstance(source, Job):
+            raise EngineError(
+                "the engine must know what the model takes before it can be cut; pass example=inputs (one batch), "
+                "or a Job instead of the model"
+            )
+        try:
+            args, kwargs, _ = source.example(device="meta")
+        except (OutcoreError, NotImplementedError):
+            args, kwargs, _ = source.example()
+        example = kwargs or args
+    count = batches.rows(example)
+    return batches.cut(example, count, batches.parts(count, min(pieces, count)))[0]
+
+
+def first_graph(skeleton: nn.Module, model: nn.Module, record: Callable[[], Graph]) -> Graph | None:
+    """A recording of the skeleton that can run with real weights; None if it holds tensors without content."""
+    graph = record()
+    assert graph.executable is not None
+    constants = graph.executable[1].constants.values()
+    if skeleton is not model and any(t.is_meta for t in constants):
+        return None
+    return graph
+
+
+def agree(world: World, plan: Plan, graph: Graph) -> None:
+    """All ranks run the same plan on the same network with the same code; raises naming the ranks that do not."""
+    plan.validate(graph, ranks=world.size)
+    from outcore import __version__
+
+    mine = {
+        "network": graph.fingerprint,
+        "plan": plan.to_json(),
+        "torch": torch.__version__.split("+")[0],
+        "outcore": __version__,
+    }
+    for rank, theirs in enumerate(world.share(mine)):
+        for what, value in mine.items():
+            if theirs[what] != value:
+                raise PlanError(
+                    f"rank {rank} runs another {what} than rank {world.rank}"
+                    + ("" if what == "plan" else f" ({theirs[what]}, not {value})")
+                    + "; start all ranks with the same code, job and plan"
+                )
+
+
+def make_optimizer(
+    make: MakeOptimizer,
+    groups: Groups | None,
+    every: Sequence[tuple[str, nn.Parameter]],
+    held: Mapping[str, nn.Parameter],
+) -> torch.optim.Optimizer:
+    """The user's optimizer over the parameters this rank holds.
+
+    The groups are those of the whole model on every rank, some of them empty here, so that schedulers and checkpoints
+    mean the same everywhere.
+    """
+    if groups is None:
+        return make([{"params": list(held.values())}])
+    found: dict[str, dict[str, Any]] = {}
+    for name, parameter in every:
+        options = dict(groups(name, parameter))
+        group = found.setdefault(repr(sorted(options.items())), {"params": [], **options})
+        if name in held:
+            group["params"].append(held[name])
+    return make(list(found.values()))
+
+
+def strip(model: nn.Module, held: Iterable[torch.Tensor]) -> None:
+    """Drop the content of parameters and buffers that this rank does not hold; what is tied stays tied."""
+    kept = {id(t): t for t in held}
+    bare: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for store in (module._parameters, module._buffers):
+            for name, tensor in store.items():
+                if tensor is None or tensor.is_meta or id(tensor) in kept:
+                    continue
+                if id(tensor) not in bare:
+                    empty = torch.empty_like(tensor, device="meta")
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    bare[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+                    kept[id(bare[id(tensor)])] = bare[id(tensor)]
+                store[name] = bare[id(tensor)]  # type: ignore[assignment]
+
+
+def materialise(parts: Iterable[nn.Module], device: torch.device) -> None:
+    """Give parts of a model on the meta device memory; their content comes from a checkpoint."""
+    for part in parts:
+        for name, buffer in part.named_buffers():
+            if buffer.is_meta and name not in part.state_dict():
+                raise EngineError(
+                    f"buffer {name} is in no checkpoint and cannot be made on the meta device; leave weights= out"
+                )
+        part.to_empty(device=device)
+
+
+def tensors_of(inputs: Any) -> list[torch.Tensor]:
+    """The tensors of inputs, in the order in which a graph names them."""
+    args, kwargs = batches.arguments(inputs)
+    return [t for _, t in leaves((args, kwargs), torch.Tensor)]

@@ -1,0 +1,129 @@
+"""From a batch to a pass: the ranks agree on what they were given, and each cuts out what it needs.
+
+One exchange of a few numbers per step tells every rank how many samples each replica has and of which shape. A shape
+that a rank without data meets for the first time is described to it once. Refused here, on all ranks at once: batches
+of one replica that differ between its ranks, replicas without samples, and data missing where a stage reads it.
+
+Where there is one replica, and a batch has a shape that was agreed on before, a rank knows what the others will say
+unless somebody erred: it begins to compute, and hears them before it sends or uses anything (`Pass.agree`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from outcore.errors import EngineError
+from outcore.plan_document import Plan
+from outcore.run.engine import batch as batches
+from outcore.run.engine.setup import tensors_of
+from outcore.run.engine.step_programs import Blueprint, Script
+from outcore.run.engine.worker import Pass, Piece
+from outcore.run.ranks.world import World
+from outcore.run.stage.recorded_stages import Form, Forms
+
+__all__ = ["Intake"]
+
+
+class Intake:
+    """Takes in batches on one rank."""
+
+    def __init__(
+        self,
+        world: World,
+        plan: Plan,
+        forms: Forms,
+        blueprint: Blueprint,
+        *,
+        reduction: Literal["mean", "sum"],
+        accumulate: int,
+        seed: int,
+    ) -> None:
+        self.world, self.plan, self.forms, self.blueprint = world, plan, forms, blueprint
+        self.reduction, self.accumulate, self.seed = reduction, accumulate, seed
+        self.replica = world.rank // plan.ranks_per_replica
+        self.wishes: list[int] = []
+        """What every rank asked for in the last exchange, as `take` was told."""
+        self._described: dict[int, Any] = {}
+        self._agreed: set[int] = set()
+
+    def take(
+        self, inputs: Any, targets: Any, *, training: bool, step: int, scale: float = 1.0, wish: int = 0
+    ) -> tuple[Pass, Script]:
+        """Agree on a batch with all ranks; returns what is to be run, and the program."""
+        description = batches.describe(inputs) if inputs is not None else None
+        count = batches.rows(inputs) if inputs is not None else -1
+        mark = batches.fingerprint(description) if description is not None else 0
+        answers = self.world.start_numbers([count, mark, step, wish])
+        later = self.plan.replicas == 1 and mark in self._agreed
+        counts, description = ([count], description) if later else self._agree(answers(), step, description)
+        if inputs is not None:
+            self._agreed.add(mark)
+        mine = counts[self.replica]
+        pieces = min(self.blueprint.pieces, *counts)
+        sizes = batches.parts(mine, pieces)
+        has_data = inputs is not None
+        whole = inputs if has_data else batches.stand_in(description)
+        cut_inputs = batches.cut(whole, mine, sizes)
+        cut_targets = batches.cut(targets, mine, sizes)
+        found: list[Piece] = []
+        flags, by_size = self.forms.flags(), dict[int, Form]()
+        for i, (part, target) in enumerate(zip(cut_inputs, cut_targets, strict=True)):
+            if sizes[i] not in by_size:
+                by_size[sizes[i]] = self.forms.find(part, flags, training=training)
+            form = by_size[sizes[i]]
+            tensors = dict(zip(form.graph.inputs, tensors_of(part), strict=True)) if has_data else {}
+            weight = sizes[i] / sum(counts) if self.reduction == "mean" else 1.0
+            found.append(Piece(form, tensors, target, weight / self.accumulate, self.replica * pieces + i))
+        if any(piece.form.edges != found[0].form.edges for piece in found):
+            raise EngineError("micro-batches of this batch lead through the network in different ways; use equal sizes")
+        self._refuse_missing(found[0].form, has_data, targets)
+        script = self.blueprint.script(found[0].form.edges, pieces, training=training)
+        every = [n / sum(counts) if self.reduction == "mean" else 1.0 for c in counts for n in batches.parts(c, pieces)]
+        run = Pass(found, training, self.seed, step, scale, every, sum(counts))
+        run.agree = (lambda: self._agree(answers(), step, description)) if later else None
+        return run, script
+
+    def _agree(self, table: list[list[int]], step: int, description: Any) -> tuple[list[int], Any]:
+        """Samples of every replica, and what this replica's batch looks like."""
+        self.wishes = [row[3] for row in table]
+        if any(row[2] != step for row in table):
+            steps = ", ".join(f"rank {r}: {row[2]}" for r, row in enumerate(table))
+            raise EngineError(f"ranks are at different steps ({steps}); resume all from one checkpoint")
+        width = self.plan.ranks_per_replica
+        counts, marks = [], []
+        for replica in range(self.plan.replicas):
+            rows = {r: table[r] for r in range(replica * width, (replica + 1) * width) if table[r][0] >= 0}
+            if not rows:
+                raise EngineError(f"no rank of replica {replica} was given inputs; give them to rank {replica * width}")
+            first = min(rows)
+            for rank, row in rows.items():
+                if row[:2] != rows[first][:2]:
+                    told = self.world.share(description)  # every rank sees the same table, so every rank comes here
+                    differs = batches.difference(told[first], told[rank]) or "their descriptions"
+                    raise EngineError(
+                        f"ranks {first} and {rank} belong to one replica, but were given different batches "
+                        f"({differs}); give them the same batch"
+                    )
+            if rows[first][0] == 0:
+                raise EngineError(f"replica {replica} was given 0 samples; give every replica at least 1")
+            counts.append(rows[first][0])
+            marks.append(rows[first][1])
+        if any(row[0] < 0 for row in table):
+            description = self._describe(table, marks, description)
+        return counts, description
+
+    def _describe(self, table: list[list[int]], marks: list[int], description: Any) -> Any:
+        """Tell ranks without data about shapes that are new; all ranks know which these are."""
+        if any(mark not in self._described for mark in marks):
+            for row, told in zip(table, self.world.share(description), strict=True):
+                if row[0] >= 0:
+                    self._described[row[1]] = told
+        return self._described[marks[self.replica]]
+
+    def _refuse_missing(self, form: Form, has_data: bool, targets: Any) -> None:
+        for stage in form.parts:
+            if not has_data and form.needs_inputs(stage):
+                raise EngineError(
+                    f"rank {self.world.rank} holds stage {stage}, which reads the inputs, but was given none; "
+                    "give it the batch of its replica"
+                )

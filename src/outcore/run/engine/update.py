@@ -1,0 +1,235 @@
+"""From gradients to new weights: reduction over copies, one loss scale, clipping over all stages, the user's optimizer.
+
+Reductions run while other stages still compute: `reduce` starts one, `settle` waits for all. The gradients of a share
+travel as one row, together with a mark per parameter that says whether it has one: a parameter that nothing used this
+step keeps no gradient at all, as in plain PyTorch, instead of one that is zero. Afterwards the gradients are views of
+that row. Every copy gets the same sums, bit for bit, and takes the same step.
+
+Clipping and the search for infinities look at all parameters of the model once, wherever they are: the norms of all
+ranks are put into one row in the order of the model's parameters, and every rank computes the same total from it, with
+the same operations as `torch.nn.utils.clip_grad_norm_`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from outcore.errors import EngineError
+from outcore.program import Reduce
+from outcore.run.engine.training_checks import check_gradients
+from outcore.run.ranks.world import World
+from outcore.run.stage.parameter_owners import Holdings, Share
+from outcore.run.transport.all_reduce import GlooSum, SharedSum, Sum
+from outcore.run.transport.shared_memory import Shelf
+
+__all__ = ["LossScale", "Update"]
+
+_TAGS = 1 << 20
+"""Above the tags of a program's transfers."""
+_BY_GLOO = frozenset((torch.float64, torch.float32, torch.float16, torch.bfloat16))
+
+
+@dataclass(slots=True)
+class LossScale:
+    """The factor that keeps float16 gradients from vanishing; halved after an overflow, doubled after a quiet while."""
+
+    scale: float = 65536.0
+    growth: float = 2.0
+    backoff: float = 0.5
+    interval: int = 2000
+    quiet: int = 0
+
+    def update(self, overflowed: bool) -> None:
+        """Learn from a step, as torch's GradScaler does."""
+        if overflowed:
+            self.scale, self.quiet = self.scale * self.backoff, 0
+            return
+        self.quiet += 1
+        if self.quiet == self.interval:
+            self.scale, self.quiet = self.scale * self.growth, 0
+
+
+@dataclass(slots=True)
+class _Started:
+    share: Share
+    rows: list[tuple[torch.Tensor, list[str], Sum]]
+    """Row on its device, names of parameters, the sum under way."""
+    began: float
+
+
+class Update:
+    """What happens to gradients on one rank."""
+
+    def __init__(
+        self,
+        world: World,
+        holdings: Holdings,
+        parameters: Mapping[str, nn.Parameter],
+        names: Sequence[str],
+        groups: Mapping[tuple[int, ...], Any],
+        *,
+        clip_norm: float | None,
+        scale: LossScale | None,
+        dtypes: set[torch.dtype],
+        shelf: Shelf | None,
+    ) -> None:
+        self.world, self.holdings, self.parameters, self.names = world, holdings, parameters, names
+        self.clip_norm, self.scale = clip_norm, scale
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.norm: float | None = None
+        """Of all gradients in the last step, before clipping; known where clipping is on."""
+        self.skipped = 0
+        """Steps left out because of an overflow."""
+        self.on_reduced: Callable[[Share, float, float, int], None] = lambda *_: None
+        """Told of every reduction: begin, end, bytes."""
+        self.before_step: Callable[[], None] = lambda: None
+        """Called when all gradients are there, unscaled and clipped."""
+        self.take_step: Callable[[torch.optim.Optimizer], None] = lambda optimizer: optimizer.step()
+        """Has the optimizer take its step."""
+        self.make_row: Callable[[nn.Parameter, int, torch.dtype], torch.Tensor] = _row_beside
+        """Memory for the gradients of parameters of which one is given: so many numbers."""
+        self._groups, self._shelf = groups, shelf
+        self._owner = holdings.owner()
+        self._started: list[_Started] = []
+        self._has_learned = False
+        # Norms of all parameters are added in the widest of their dtypes, the same on every rank.
+        self._norm_dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+
+    def reduce(self, instruction: Reduce) -> None:
+        """Start to add the gradients of a stage over the ranks that hold it."""
+        for share in self.holdings.shares:
+            if share.stages == (instruction.stage,):
+                self._start(share)
+
+    def settle(self) -> None:
+        """Add up the gradients of tied copies, and wait for all reductions."""
+        for share in self.holdings.shares:
+            if share.tied and self.world.rank in share.ranks and len(share.ranks) > 1:
+                self._start(share)
+        while self._started:
+            self._finish(self._started.pop(0))
+
+    def step(self) -> None:
+        """Unscale, clip and step, when everything is settled."""
+        if not self._has_learned and self.optimizer is not None:
+            held = torch.tensor([float(sum(p.grad is not None for p in self.parameters.values()))])
+            check_gradients(float(self.world.sum_(held)), EngineError)
+            self._has_learned = True
+        overflowed = self._unscale() if self.scale is not None else False
+        if self.clip_norm is not None and not overflowed:
+            self._clip(self.clip_norm)
+        self.before_step()
+        if overflowed:
+            self.skipped += 1
+        elif self.optimizer is not None:
+            self.take_step(self.optimizer)
+        if self.scale is not None:
+            self.scale.update(overflowed)
+        self.zero()
+
+    def zero(self) -> None:
+        """Forget all gradients."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def abandon(self) -> None:
+        """Drop what is under way after a failure."""
+        self.world.leftovers += self._started
+        self._started.clear()
+
+    def close(self) -> None:
+        """Let go of all connections."""
+        self.abandon()
+        self._groups, self._shelf = {}, None
+
+    # Reduction
+
+    def _start(self, share: Share) -> None:
+        wanted = [n for n in share.names if self.parameters[n].requires_grad]
+        by_dtype: dict[torch.dtype, list[str]] = {}
+        for name in wanted:
+            by_dtype.setdefault(self.parameters[name].dtype, []).append(name)
+        rows = []
+        began = time.perf_counter()
+        for number, (dtype, names) in enumerate(by_dtype.items()):
+            row = self._row(names, dtype if dtype in _BY_GLOO else torch.float32)
+            tag = _TAGS + 16 * self.holdings.shares.index(share) + number
+            with self.world.place.talking():
+                rows.append((row, names, self._add_up(row, share, tag)))
+        self._started.append(_Started(share, rows, began))
+
+    def _add_up(self, row: torch.Tensor, share: Share, tag: int) -> Sum:
+        others = [rank for rank in share.ranks if rank != self.world.rank]
+        nbytes = row.numel() * row.element_size()
+        if len(others) == 1 and self._shelf is not None and self._shelf.reaches(others[0], nbytes):
+            return SharedSum(row, others[0], tag, self._shelf, self.world.mail)
+        return GlooSum(row, self._groups[share.stages], self.world.patience)
+
+    def _row(self, names: Sequence[str], dtype: torch.dtype) -> torch.Tensor:
+        """Gradients one after the other, then a mark for each: 1 where there is one."""
+        parameters = [self.parameters[name] for name in names]
+        total = sum(p.numel() for p in parameters)
+        row = self.make_row(parameters[0], total + len(names), dtype)
+        at = 0
+        for p in parameters:
+            part = row[at : at + p.numel()].view(p.shape)
+            part.zero_() if p.grad is None else part.copy_(p.grad)
+            p_has = p.grad is not None
+            p.grad = None
+            row[total] = float(p_has)
+            total, at = total + 1, at + p.numel()
+        return row
+
+    def _finish(self, started: _Started) -> None:
+        nbytes = 0
+        for row, names, total in started.rows:
+            with self.world.place.talking():
+                total.wait()
+            nbytes += row.numel() * row.element_size()
+            marks = row[-len(names) :].tolist()
+            at = 0
+            for name, mark in zip(names, marks, strict=True):
+                p = self.parameters[name]
+                if mark:
+                    p.grad = row[at : at + p.numel()].view(p.shape).to(p.dtype)
+                at += p.numel()
+        self.on_reduced(started.share, started.began, time.perf_counter(), nbytes)
+
+    # Over all parameters
+
+    def _unscale(self) -> bool:
+        """Divide by the loss scale; whether any gradient of any rank is not finite."""
+        assert self.scale is not None
+        bad = torch.zeros(1)
+        factor = 1.0 / self.scale.scale
+        for parameter in self.parameters.values():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+                bad += float(not bool(torch.isfinite(parameter.grad).all()))
+        return bool(self.world.sum_(bad).item())
+
+    def _clip(self, limit: float) -> None:
+        norms = torch.zeros(len(self.names), dtype=torch.float64)
+        for i, name in enumerate(self.names):
+            parameter = self.parameters.get(name)
+            if parameter is not None and parameter.grad is not None and self._owner[name] == self.world.rank:
+                norms[i] = torch.linalg.vector_norm(parameter.grad).item()
+        norms = self.world.sum_(norms)
+        total = torch.linalg.vector_norm(norms.to(self._norm_dtype))
+        self.norm = float(total)
+        if not torch.isfinite(total):
+            raise EngineError(f"the norm of all gradients is {self.norm}; the loss or the model has overflowed")
+        factor = (limit / (total + 1e-6)).clamp(max=1.0)
+        for parameter in self.parameters.values():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor.to(parameter.grad.device))
+
+
+def _row_beside(parameter: nn.Parameter, count: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(count, dtype=dtype, device=parameter.device)

@@ -1,0 +1,390 @@
+"""Executes the instructions of one rank, one step at a time.
+
+Instructions are taken in order. Forwards and backwards compute here and now; sends and receives are handed to the wire
+and return at once; a compute waits for what it needs and nothing else does. A value is made once and goes straight to
+every stage that uses it; the gradients that come back from several users are added, the furthest user's first, as
+autograd would. What a forward leaves for its backward is the edge into autograd's graph, not the tensor: memory that
+backward does not need is free as soon as it has been sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from outcore.errors import EngineError
+from outcore.graph.record.recording import Ref, fill
+from outcore.graph.structure import leaves, substitute
+from outcore.program import Backward, Edge, Event, Forward, OptimizerStep, Receive, Reduce, Send
+from outcore.program.instructions import Instruction, Key
+from outcore.program.timeline import COMPUTE
+from outcore.run.engine.build import Assembly
+from outcore.run.engine.device_clock import Clock, Moment
+from outcore.run.engine.peak_gauge import Gauge
+from outcore.run.engine.training_checks import check_loss
+from outcore.run.engine.update import Update
+from outcore.run.stage.idle_state_offload import Parking
+from outcore.run.stage.parameter_owners import Share
+from outcore.run.stage.policies import UnderPolicies
+from outcore.run.stage.random_draws import Draws
+from outcore.run.stage.recorded_stages import Form
+from outcore.run.stage.stage_module import Execute, Slot, arrive
+from outcore.run.transport.p2p import Incoming, Layout, Outgoing, Wire
+
+__all__ = ["Pass", "Piece", "Worker"]
+
+Of = tuple[int, int, int]
+"""Stage, micro-batch, replica."""
+
+
+@dataclass(slots=True)
+class Piece:
+    """A micro-batch as this rank knows it."""
+
+    form: Form
+    inputs: Mapping[str, torch.Tensor]
+    """Tensors the model is given, by name; empty where the rank has no data."""
+    targets: Any
+    weight: float
+    """Its share in the loss of the step."""
+    number: int
+    """Among all micro-batches of the step, over all replicas."""
+
+
+@dataclass(slots=True)
+class Pass:
+    """What one run through a program is given, and what it leaves."""
+
+    pieces: Sequence[Piece]
+    training: bool
+    seed: int
+    step: int
+    scale: float
+    weights: Sequence[float]
+    """Share of every micro-batch of the step in its loss, over all replicas."""
+    samples: int
+    """Over all replicas."""
+    agree: Callable[[], object] | None = None
+    """Hears from all ranks whether they were given the same batch; called before anything is exchanged."""
+    after_forwards: Callable[[], None] | None = None
+    """Called when the last forward of this rank is over."""
+    losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Loss of each micro-batch, where the last stage is here."""
+    outputs: dict[int, Any] = field(default_factory=dict)
+    """What the model returned, where it is asked for."""
+
+
+@dataclass(slots=True)
+class _Flight:
+    """What a forward left for its backward."""
+
+    roots: dict[str, GradientEdge | None]
+    slots: dict[str, Slot]
+    loss: torch.Tensor | None
+
+
+_IDLE = Pass((), False, 0, 0, 1.0, (), 0)
+
+
+class Worker:
+    """One rank's part in running programs."""
+
+    def __init__(
+        self,
+        made: Assembly,
+        wire: Wire | None,
+        loss: Callable[[Any, Any], torch.Tensor] | None,
+        execute: Execute,
+        update: Update,
+    ) -> None:
+        self.forms, self.statistics, self.first_holders = made.forms, made.statistics, made.first_holders
+        self.rank, self.place = made.rank, made.world.place
+        self.wire, self.loss, self.execute, self.update = wire, loss, execute, update
+        update.on_reduced = self._reduced
+        self.clock, self.gauge = Clock(made.device), Gauge(made.device)
+        self.started_s = 0.0
+        self._noted: list[tuple[str, str, str, Moment, Moment, tuple[int, ...]]] = []
+        self.keep_outputs = False
+        self.parking: Parking | None = None
+        """Where the stages that do not compute are, if not on the device."""
+        self._run = _IDLE
+        self._flights: dict[Of, _Flight] = {}
+        self._made: dict[Key, torch.Tensor] = {}
+        self._coming: dict[Key, Incoming] = {}
+        self._going: list[Outgoing] = []
+        self._leftovers = made.world.leftovers
+
+    def run(self, instructions: Sequence[Instruction], tags: Mapping[Key, int], run: Pass, *, update: bool) -> None:
+        """Execute a program's instructions for this rank; with `update` also reductions and the optimizer."""
+        self._begin(run, tags)
+        incoming, outgoing = self._edges(run.pieces[0].form)
+        forwards = sum(isinstance(i, Forward) for i in instructions)
+        steps = trained = sum(isinstance(i, OptimizerStep) for i in instructions)
+        for instruction in instructions:
+            if not isinstance(instruction, Forward | Receive):
+                self._agree()
+            match instruction:
+                case Receive():
+                    self._receive(instruction)
+                case Send():
+                    self._send(instruction)
+                case Forward():
+                    self._at("forward", instruction)
+                    self._forward(instruction, incoming, outgoing)
+                    forwards -= 1
+                    if not forwards:
+                        self._agree()
+                        if run.after_forwards is not None:
+                            run.after_forwards()
+                case Backward():
+                    self._at("backward", instruction)
+                    self._backward(instruction, incoming, outgoing)
+                case Reduce() if update:
+                    self.place.stage, self.place.doing = instruction.stage, "reduce"
+                    if self.parking is not None:
+                        self.parking.leave()
+                    self.update.reduce(instruction)
+                case OptimizerStep() if update:
+                    steps -= 1
+                    if not steps:
+                        self._step(instruction)
+        if update and not trained:
+            self.update.settle()
+            self.update.step()  # nothing to train here, but norms and overflows concern all ranks
+        self._end(run)
+
+    def _begin(self, run: Pass, tags: Mapping[Key, int]) -> None:
+        self._noted.clear()
+        given: list[Any] = [(piece.inputs, piece.targets) for piece in run.pieces]
+        if self.parking is not None:
+            given.append(self.parking.away)
+        if self.wire is not None:
+            given.append(self.wire.shelf.lent)
+        self.gauge.start(tensor for _, tensor in leaves(given, torch.Tensor))
+        self.started_s = self.clock.start()
+        self._run, self._tags = run, tags
+
+    def _step(self, last: OptimizerStep) -> None:
+        """The optimizer's step of all stages of this rank, when it comes to the last of them."""
+        self.place.stage, self.place.doing = last.stage, "optimizer step"
+        self.update.settle()
+        began = self.clock.now()
+        self.update.step()
+        self.record(COMPUTE, "step", str(last), began, self.clock.now(), last.stage)
+        self.gauge.sample()
+
+    def _end(self, run: Pass) -> None:
+        if self.parking is not None:
+            self.parking.leave()
+        self.place.doing = "end of step"
+        if run.training:
+            self.statistics.settle(run.pieces[0].form)
+            self.statistics.share_buffers(run.pieces[0].form, self.first_holders)
+        for going in self._going:
+            going.finish()
+        self._going.clear()
+        if self.wire is not None:
+            self.wire.end_step()
+        self.gauge.stop()
+        self._run = _IDLE  # what the user gave is the user's again
+
+    def abandon(self) -> None:
+        """Drop what is in flight after a failure."""
+        self.gauge.stop()
+        self._run = _IDLE
+        self.update.abandon()
+        self._leftovers += [*self._coming.values(), *self._going]
+        for held in (self._flights, self._made, self._coming, self._going):
+            held.clear()
+
+    def close(self) -> None:
+        """Let go of all connections."""
+        self.abandon()
+        self.update.close()
+        if isinstance(self.execute, UnderPolicies):
+            self.execute.close()
+        if self.wire is not None:
+            self.wire.close()
+            self.wire = None
+
+    def record(self, stream: str, kind: str, name: str, start: Moment, end: Moment, *labels: int) -> None:
+        """Note what took time: labels are stage, micro-batch, replica and bytes."""
+        self._noted.append((stream, kind, name, start, end, labels))
+
+    def events(self) -> list[Event]:
+        """What took time in the last step, in seconds since it began here."""
+        found = []
+        for stream, kind, name, start, end, labels in self._noted:
+            since, until = (self.clock.seconds(moment) - self.started_s for moment in (start, end))
+            found.append(Event(self.rank, stream, kind, name, since, until, *labels))
+        return sorted(found, key=lambda event: event.start_s)
+
+    # Computing
+
+    def _forward(self, of: Forward, incoming: Sequence[Sequence[Edge]], outgoing: Sequence[Sequence[Edge]]) -> None:
+        run, piece = self._run, self._run.pieces[of.micro_batch]
+        form, part = piece.form, piece.form.parts[of.stage]
+        values: dict[str, torch.Tensor] = {}
+        slots: dict[str, Slot] = {}
+        for edge in incoming[of.stage]:
+            tensor = self._take((edge.value, of.stage, of.micro_batch, of.replica, False))
+            if edge.has_gradient and run.training:
+                tensor, slots[edge.value] = arrive(tensor)
+            values[edge.value] = tensor
+        is_last = of.stage == form.last
+        of_loss = {n: values[n] for n in form.graph.outputs if n in values} if is_last else {}
+        given = {name: values.pop(name) if name in values else self._here(piece.inputs[name]) for name in part.inputs}
+        values.clear()
+        began = self.clock.now()
+        part.place = self.place
+        draws = Draws(run.seed, run.step, piece.number, self.forms.device)
+        with torch.set_grad_enabled(run.training), self.forms.modes():
+            if run.training:
+                with self.statistics.collecting(form, of.stage, piece.number, len(run.weights)):
+                    made = self.execute(part, given, draws)
+            else:
+                made = self.execute(part, given, draws)
+            loss = self._loss(of, piece, made | of_loss) if is_last else None
+        roots: dict[str, GradientEdge | None] = {}
+        for edge in outgoing[of.stage]:
+            tensor = made[edge.value]
+            if edge.has_gradient and run.training:
+                roots[edge.value] = get_gradient_edge(tensor) if tensor.requires_grad else None
+            for user in edge.targets:
+                self._made[edge.value, user, of.micro_batch, of.replica, False] = tensor.detach()
+        if run.training:
+            self._flights[of.stage, of.micro_batch, of.replica] = _Flight(roots, slots, loss)
+        self._ended("forward", of, began)
+
+    def _loss(self, of: Forward, piece: Piece, made: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        """The weighted loss of a micro-batch, from what the model returns."""
+        recording, part = piece.form.recording, piece.form.parts[of.stage]
+
+        def look(ref: Ref) -> Any:
+            if ref.kind == "value":
+                return made[ref.name] if ref.name in made else self._here(piece.inputs[ref.name])
+            return recording.constants[ref.name] if ref.kind == "constant" else part.get_parameter(ref.name)
+
+        output = fill(recording.result, look)
+        if self.keep_outputs:
+            self._run.outputs[of.micro_batch] = output
+        if self.loss is None or (not self._run.training and piece.targets is None):
+            return None
+        self.place.call = "loss"
+        loss = self.loss(output, self._here(piece.targets))
+        if self._run.training:
+            check_loss(loss, EngineError)
+        # A copy: some losses (mse_loss on a CPU) are a number in memory of the size of the output.
+        self._run.losses[of.micro_batch] = loss.detach().clone()
+        return loss * (piece.weight * self._run.scale) if self._run.training else None
+
+    def _backward(self, of: Backward, incoming: Sequence[Sequence[Edge]], outgoing: Sequence[Sequence[Edge]]) -> None:
+        flight = self._flights.pop((of.stage, of.micro_batch, of.replica))
+        roots: list[GradientEdge] = []
+        gradients: list[torch.Tensor] = []
+        if flight.loss is not None:
+            roots.append(get_gradient_edge(flight.loss))
+            gradients.append(torch.ones_like(flight.loss))
+        for edge in outgoing[of.stage]:
+            if not edge.has_gradient:
+                continue
+            back = [self._take((edge.value, u, of.micro_batch, of.replica, True)) for u in reversed(edge.targets)]
+            if (root := flight.roots[edge.value]) is not None:
+                total = back[0]
+                for gradient in back[1:]:
+                    total = total + gradient
+                roots.append(root)
+                gradients.append(total)
+            del back
+        slots, flight = flight.slots, _Flight({}, {}, None)
+        began = self.clock.now()
+        if roots:
+            torch.autograd.backward(roots, gradients)
+        del roots, gradients
+        layouts, device = self._run.pieces[of.micro_batch].form.layouts, self.forms.device
+        for edge in incoming[of.stage]:
+            if edge.has_gradient:
+                got = slots[edge.value].gradient
+                if got is None:
+                    layout = layouts[edge.value]
+                    got = torch.zeros(layout.shape, dtype=layout.dtype, device=device)
+                self._made[edge.value, of.stage, of.micro_batch, of.replica, True] = got
+        self._ended("backward", of, began)
+
+    # Moving
+
+    def _agree(self) -> None:
+        """Hear, once in a run, that all ranks were given the same: before a message, and after the last forward."""
+        agree, self._run.agree = self._run.agree, None
+        if agree is not None:
+            agree()
+
+    def _here(self, data: Any) -> Any:
+        """What the user gave, on this rank's device; a micro-batch at a time."""
+        device = self.forms.device
+        return substitute(data, torch.Tensor, lambda t: t.to(device, non_blocking=True))
+
+    def _take(self, key: Key) -> torch.Tensor:
+        """A value or gradient that a compute uses: made here, or received."""
+        if key in self._made:
+            return self._made.pop(key)
+        self._agree()
+        with self.place.talking():
+            return self._coming.pop(key).wait()
+
+    def _layout(self, transfer: Send | Receive) -> Layout:
+        return self._run.pieces[transfer.micro_batch].form.layouts[transfer.value]
+
+    def _receive(self, to: Receive) -> None:
+        assert self.wire is not None
+        layout = self._layout(to)
+        labels = (to.stage, to.micro_batch, to.replica, layout.nbytes)
+        kind, name = "gradient" if to.gradient else "value", str(to)
+
+        def done(stream: str, start: Moment, end: Moment) -> None:
+            self.record(stream, kind, name, start, end, *labels)
+
+        with self.place.talking():
+            self._coming[to.key] = self.wire.receive(layout, to.source, self._tags[to.key], done)
+
+    def _send(self, of: Send) -> None:
+        assert self.wire is not None
+        layout = self._layout(of)
+        labels = (of.stage, of.micro_batch, of.replica, layout.nbytes)
+        kind, name = "gradient" if of.gradient else "value", str(of)
+
+        def done(stream: str, start: Moment, end: Moment) -> None:
+            self.record(stream, kind, name, start, end, *labels)
+
+        with self.place.talking():
+            self._going = [going for going in self._going if not going.ended()]
+            self._going.append(self.wire.send(self._made.pop(of.key), layout, of.target, self._tags[of.key], done))
+
+    # Notes
+
+    def _at(self, doing: str, of: Forward | Backward) -> None:
+        if self.parking is not None:
+            self.parking.enter(of.stage)
+        place = self.place
+        place.stage, place.doing, place.micro_batch, place.call = of.stage, doing, of.micro_batch, ""
+
+    def _reduced(self, share: Share, start: float, end: float, nbytes: int) -> None:
+        self.record("reduce", "reduce", f"R{share.stages[0]}", start, end, share.stages[0], -1, 0, nbytes)
+
+    def _ended(self, kind: str, of: Forward | Backward, began: Moment) -> None:
+        self.record(COMPUTE, kind, str(of), began, self.clock.now(), of.stage, of.micro_batch, of.replica)
+        self.gauge.sample()
+
+    def _edges(self, form: Form) -> tuple[list[list[Edge]], list[list[Edge]]]:
+        depth = form.last + 1
+        incoming: list[list[Edge]] = [[] for _ in range(depth)]
+        outgoing: list[list[Edge]] = [[] for _ in range(depth)]
+        for edge in form.edges:
+            outgoing[edge.source].append(edge)
+            for target in edge.targets:
+                incoming[target].append(edge)
+        return incoming, outgoing

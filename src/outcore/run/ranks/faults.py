@@ -1,0 +1,269 @@
+"""When a rank fails, all end soon, with one message that says which rank, in which block, and why.
+
+Three things can happen. A rank raises: it posts its report before it leaves. A rank is killed: its connections break,
+which the others notice at once, but not whose it was. A rank is stuck: nothing breaks, and waits run into the timeout.
+
+A thread on each rank (`Watch`) writes a heartbeat with what the rank is doing into the store where ranks meet, twice a
+second, and reads reports and the hearts of the others. Whoever fails in talking to others looks there first: is there a
+report? Else, who has left, whose heart has stopped? Else, who is still computing while all wait? The answer becomes the
+report for everybody. A rank that is stopped (SIGSTOP, a machine that freezes) is reported by whoever sees first that
+its heart has not beaten for `SILENT_AFTER_S`. A rank that cannot raise (it hangs in a computation or in a wait) is
+ended by its watch a grace period after a report appeared, with that report on its standard error. Who waits for another
+rank looks for a report once a second (`Patience`): that a broken connection is not always told to all who wait for it.
+
+The store itself may go. Where rank 0 keeps it, a store that does not answer is rank 0's failure. Where outcore's
+launcher keeps it, the launcher is gone or stopped: the ranks ask themselves to save and stop, as a signal would, and
+end after `ORPHANED_S` in any case, so that none trains on alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from outcore.errors import EngineError, OutcoreError
+from outcore.graph.source import blame
+from outcore.run.ranks.current_work import Place
+from outcore.run.ranks.store_client import StoreClient
+
+__all__ = ["Report", "Watch", "report_of"]
+
+BEAT_S = 0.5
+DEAD_AFTER_S = 4 * BEAT_S
+SILENT_AFTER_S = 30.0
+"""Without a beat for so long, a rank is not waited for, though nothing has broken."""
+LEFT_LOOKS = 5
+"""How often, once a second, a wait looks after a rank has left in good order before it takes that for the reason."""
+ORPHANED_S = 600.0
+"""Ranks whose launcher is gone have so long to finish their step and to save."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What went wrong, as all ranks tell it."""
+
+    rank: int
+    stage: int
+    doing: str
+    call: str
+    micro_batch: int
+    cause: str
+    step: int = 0
+
+    def __str__(self) -> str:
+        where = f"rank {self.rank}"
+        if self.stage >= 0:
+            where += f", stage {self.stage}"
+        if self.call:
+            where += f", block {self.call.partition('#')[0]}"
+        doing = f"{self.doing} of micro-batch {self.micro_batch}" if self.micro_batch >= 0 else self.doing
+        return f"{where} ({doing}, step {self.step}): {self.cause}"
+
+
+def report_of(error: BaseException, rank: int, place: Place) -> Report:
+    """The report of an exception on this rank."""
+    lines = str(error).strip().splitlines()
+    cause = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    if line := blame(error):
+        cause += f" (at {line})"
+    return Report(rank, place.stage, place.doing, place.call, place.micro_batch, cause, place.step)
+
+
+class Watch:
+    """Watches over this rank and the others.
+
+    Args:
+        store: where the ranks meet; the watch makes a connection of its own.
+        keeper: the rank that keeps the store, None where the launcher does.
+    """
+
+    def __init__(
+        self,
+        store: StoreClient,
+        rank: int,
+        size: int,
+        place: Place,
+        number: int,
+        *,
+        grace_s: float,
+        keeper: int | None = 0,
+    ) -> None:
+        self.rank, self.size, self.place, self.grace_s = rank, size, place, grace_s
+        self._store, self._keeper = store.another(f"engine{number}/"), keeper
+        self._ended = threading.Event()
+        self._handled = False
+        self._report: Report | None = None
+        self._hearts: dict[int, tuple[float, dict[str, Any]]] = {}
+        """By rank: seconds since its last beat, and what it was doing."""
+        self._suspects: dict[int, int] = {}
+        self._answered = time.monotonic()
+        self._looks, self._looked = 0, 0.0
+        self._refresh(0)
+        self._thread = threading.Thread(target=self._beat, name="outcore watch", daemon=True)
+        self._thread.start()
+
+    def failed(self, error: BaseException) -> EngineError | None:
+        """Tell the others, or learn from them; what this rank should raise, None for the error itself."""
+        self._handled = True
+        talking = self.place.waiting and not isinstance(error, OutcoreError | KeyboardInterrupt)
+        self.place.waiting, self.place.doing, place = False, "failed", replace(self.place)
+        found = self._find_culprit(error, place) if talking else report_of(error, self.rank, place)
+        if not self._keeper_is_lost(DEAD_AFTER_S):
+            with contextlib.suppress(ConnectionError):
+                found = self._post(found)
+        if found.rank != self.rank or not isinstance(error, OutcoreError):
+            return EngineError(f"{found}; all {self.size} ranks end")
+        return None
+
+    def look(self) -> None:
+        """For who waits: raises if a rank has reported a failure, has left, or has been silent for long."""
+        if self._report is not None:
+            raise ConnectionError("another rank has failed")
+        if self._keeper_is_lost(SILENT_AFTER_S) and self._keeper is not None:
+            raise ConnectionError(f"rank {self._keeper} is silent")
+        now = time.monotonic()
+        self._looks = self._looks + 1 if now - self._looked < 3.0 and self._left() else 0
+        self._looked = now
+        if self._looks > LEFT_LOOKS:
+            raise ConnectionError(f"rank {self._left()[0]} has left")
+
+    def close(self) -> None:
+        """Stop watching, and say that this rank leaves in good order."""
+        self._ended.set()
+        self._thread.join(5 * BEAT_S)
+        if not self._keeper_is_lost(DEAD_AFTER_S):
+            with contextlib.suppress(ConnectionError):
+                self._store.set(f"beat/{self.rank}", json.dumps(self.place.to_json() | {"beat": -1, "left": True}))
+        self._store.close()
+
+    # What is known of the others
+
+    def _left(self) -> list[int]:
+        return [rank for rank, (_, row) in self._hearts.items() if row.get("left") and rank != self.rank]
+
+    def _keeper_is_lost(self, after_s: float) -> bool:
+        return self._keeper != self.rank and time.monotonic() - self._answered > after_s
+
+    def _post(self, report: Report) -> Report:
+        """Post a report unless there is one; the first counts."""
+        there = self._store.compare_set("fault", "", json.dumps(asdict(report)))
+        self._report = _read_report(there.decode()) or report
+        return self._report
+
+    def _find_culprit(self, error: BaseException, place: Place) -> Report:
+        """Whose fault a broken or silent connection is."""
+        was, before = dict(self._hearts), dict(self._hearts)
+        began = time.monotonic()
+        while time.monotonic() - began < DEAD_AFTER_S + 2 * BEAT_S:
+            time.sleep(BEAT_S / 4)
+            if self._report is not None:
+                return self._report
+            if left := self._left():
+                said = "it has left: its engine was closed while others went on; make as many steps on every rank"
+                return _about(left[0], self._hearts[left[0]][1], said)
+            if time.monotonic() - began < 2 * BEAT_S:  # what is known is a beat old, and it may have beaten since
+                before = dict(self._hearts)
+        if self._keeper is not None and self._keeper_is_lost(DEAD_AFTER_S - BEAT_S):
+            row = was.get(self._keeper, (0.0, {}))[1]
+            return _about(self._keeper, row, "it has ended without a word, or does not answer (killed, or stopped?)")
+        after = dict(self._hearts)
+        for rank in range(self.size):
+            then, now = before.get(rank, (0.0, {}))[1], after.get(rank, (0.0, {}))[1]
+            if rank != self.rank and then.get("beat") == now.get("beat") and not now.get("left"):
+                return _about(rank, then, "it has ended without a word (killed, or out of memory?)")
+        for rank, (_, row) in after.items():
+            if rank == self.rank or row.get("doing") not in ("forward", "backward") or row.get("waiting"):
+                continue
+            then = was.get(rank, (0.0, {}))[1]
+            if all(row.get(k) == then.get(k) for k in ("stage", "doing", "micro_batch", "call")):
+                return _about(rank, row, "it has been stuck there while the others waited")
+        return report_of(error, self.rank, place)
+
+    # The thread
+
+    def _beat(self) -> None:
+        number, fault_since, orphan_since = 0, None, None
+        while not self._ended.wait(BEAT_S):
+            number += 1
+            try:
+                self._refresh(number)
+                self._accuse_silent()
+            except (ConnectionError, OSError, ValueError):
+                if self._ended.is_set():
+                    return
+            now = time.monotonic()
+            if self._keeper_is_lost(SILENT_AFTER_S) and orphan_since is None:
+                orphan_since = now
+                self._lose_keeper()
+            if self._report is not None and fault_since is None:
+                fault_since = now
+            if fault_since is not None and not self._handled and now - fault_since > self.grace_s:
+                self._end(str(self._report))
+            if self._keeper is None and orphan_since is not None and now - orphan_since > ORPHANED_S:
+                self._end("the launcher is gone")
+
+    def _refresh(self, number: int) -> None:
+        """Beat, and read what there is."""
+        self._store.set(f"beat/{self.rank}", json.dumps(self.place.to_json() | {"beat": number}))
+        rows = self._store.ages("")
+        self._answered = time.monotonic()
+        hearts = {}
+        for key, (age_s, text) in rows.items():
+            kind, _, rank = key.partition("/")
+            if kind == "fault":
+                self._report = self._report or _read_report(text)
+            elif kind == "beat" and rank.isdigit():
+                hearts[int(rank)] = age_s, json.loads(text)
+        self._hearts = hearts
+
+    def _accuse_silent(self) -> None:
+        """Report a rank whose heart has stopped though nothing broke: seen twice, the store may have been stopped."""
+        for rank, (age_s, row) in self._hearts.items():
+            silent = age_s > SILENT_AFTER_S and not row.get("left") and rank != self.rank
+            self._suspects[rank] = self._suspects.get(rank, 0) + 1 if silent else 0
+            if self._suspects[rank] * BEAT_S > 2.0 and self._report is None:
+                self._post(_about(rank, row, f"silent for {age_s:.0f} s (stopped, or its machine has frozen?)"))
+
+    def _lose_keeper(self) -> None:
+        """The store does not answer: rank 0 has failed, or the launcher is gone."""
+        if self._keeper is not None:
+            row = self._hearts.get(self._keeper, (0.0, {}))[1]
+            said = f"silent for {SILENT_AFTER_S:.0f} s (stopped, or its machine has frozen?)"
+            self._report = self._report or _about(self._keeper, row, said)
+            return
+        said = f"outcore: the launcher has not answered for {SILENT_AFTER_S:.0f} s; rank {self.rank} saves and stops"
+        print(said, file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def _end(self, why: str) -> None:
+        """This rank cannot be reached by an exception: end it here."""
+        print(f"outcore: {why}; rank {self.rank} ends with the others", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def _read_report(text: str) -> Report | None:
+    """A report, if it is one."""
+    try:
+        found = Report(**json.loads(text))
+    except (ValueError, TypeError):
+        return None
+    return found if isinstance(found.rank, int) and isinstance(found.cause, str) else None
+
+
+def _about(rank: int, row: dict[str, Any], cause: str) -> Report:
+    return Report(
+        rank,
+        row.get("stage", -1),
+        row.get("doing", "unknown"),
+        row.get("call", ""),
+        row.get("micro_batch", -1),
+        cause,
+        row.get("step", 0),
+    )

@@ -1,0 +1,187 @@
+"""How the ranks of a run find each other: who keeps the store, at which address, and who may enter.
+
+| started by | kept by | at |
+|---|---|---|
+| `outcore train --ranks`, `outcore.run.ranks.launch` | the launcher | loopback |
+| torchrun | rank 0, which tells the others through torchrun's own store | loopback, or MASTER_ADDR over several hosts |
+| SLURM, mpirun | rank 0 | MASTER_ADDR:MASTER_PORT; loopback on one host |
+| a process group of the user's | rank 0, which tells the others through the group | loopback, or its host's address |
+
+What others are told through a store of torch's is an address and nothing more: whoever answers there still has to prove
+that it knows the secret (`outcore.run.ranks.store`).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from outcore.errors import EngineError
+from outcore.run.ranks.secret import find_secret
+from outcore.run.ranks.store import StoreServer, new_secret
+from outcore.run.ranks.store_client import StoreClient
+
+if TYPE_CHECKING:
+    from outcore.run.ranks.world import World
+
+__all__ = ["ADDRESS", "Identity", "Meeting", "meet", "meet_over"]
+
+ADDRESS = "OUTCORE_STORE"
+"""The variable in which outcore's launcher tells its ranks where the store is."""
+_LOOPBACK = "127.0.0.1"
+_LINGER_S = 5.0
+"""How long the rank that keeps the store stays for the others to read why it failed, or to leave too."""
+
+_joined = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a launcher told this process."""
+
+    launcher: str
+    rank: int
+    size: int
+    local_rank: int
+    address: str
+    port: int
+
+
+@dataclass(slots=True, eq=False)
+class Meeting:
+    """A rank's way into the store, and the store where it keeps it."""
+
+    store: StoreClient
+    server: StoreServer | None = None
+    keeper: int | None = 0
+    """The rank that keeps the store; None where the launcher does."""
+
+    worlds: int = 0
+    """Further worlds that met through this one."""
+
+    def beside(self) -> Meeting:
+        """A connection of its own for another world of the same ranks; they make them in one order."""
+        self.worlds += 1
+        return Meeting(self.store.another(f"world{self.worlds}/"), keeper=self.keeper)
+
+    def leave(self, *, failed: bool = False) -> None:
+        """Hang up. A failed rank waits until the others know; one that is done does not keep its caller."""
+        self.store.close()
+        server, self.server = self.server, None
+        if server is None:
+            return
+        if failed:
+            server.close(_LINGER_S)
+        else:
+            threading.Thread(target=server.close, args=(_LINGER_S,), name="outcore store", daemon=True).start()
+
+
+def meet(identity: Identity, timeout_s: float) -> Meeting:
+    """Meet the other ranks that a launcher started."""
+    global _joined
+    _joined += 1  # all ranks join as often, so a second world does not find the addresses of the first
+    prefix = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_joined}/"
+    secret = find_secret()
+    if told := os.environ.get(ADDRESS):
+        address, _, port = told.rpartition(":")
+        there = _enter(identity, secret, address, int(port), timeout_s, prefix, is_there=True)
+        return Meeting(there, keeper=None)
+    server = None
+    address, number = identity.address, identity.port
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        alone = os.environ.get("LOCAL_WORLD_SIZE") == str(identity.size)
+        server, address, number = _through_agent(identity, secret, _LOOPBACK if alone else address, timeout_s, prefix)
+    elif identity.rank == 0:
+        server = _serve(secret, address, number)
+    return Meeting(_enter(identity, secret, address, number, timeout_s, prefix), server)
+
+
+def _wait_for_all(identity: Identity, store: StoreClient, timeout_s: float) -> None:
+    """Until every rank is here; names one that is not."""
+    store.set(f"here/{identity.rank}", "")
+    deadline = time.monotonic() + timeout_s
+    for rank in range(identity.size):
+        try:
+            store.wait([f"here/{rank}"], timedelta(seconds=max(1.0, deadline - time.monotonic())))
+        except dist.DistStoreError:
+            raise EngineError(
+                f"rank {rank} of {identity.size} has not come within {timeout_s:.0f} s; was it started, and does it "
+                "still run?"
+            ) from None
+
+
+def meet_over(world: World, timeout_s: float) -> Meeting:
+    """Meet over a process group that is there already; collective."""
+    hosts = world.share(_network())
+    server, told = None, None
+    if world.rank == 0:
+        address = _LOOPBACK if len(set(hosts)) == 1 else socket.gethostbyname(socket.gethostname())
+        secret = new_secret()
+        server = _serve(secret, address, 0)
+        told = [server.address, server.port, secret]
+    address, port, secret = world.share(told)[0]
+    return Meeting(StoreClient(secret, address, port, timeout_s=timeout_s), server)
+
+
+def _through_agent(
+    identity: Identity, secret: str, address: str, timeout_s: float, prefix: str
+) -> tuple[StoreServer | None, str, int]:
+    """Rank 0 keeps the store at a free port and tells the others through the store of torchrun's agent."""
+    key = f"outcore/{prefix}address"
+    try:
+        agent: Any = dist.TCPStore(  # type: ignore[attr-defined]
+            identity.address, identity.port, is_master=False, timeout=timedelta(seconds=timeout_s)
+        )
+        if identity.rank == 0:
+            server = _serve(secret, address, 0)
+            agent.set(key, f"{server.address}:{server.port}")
+            return server, server.address, server.port
+        told, _, port = agent.get(key).decode().rpartition(":")
+        return None, told, int(port)
+    except (dist.DistNetworkError, dist.DistStoreError, ValueError) as error:
+        raise _unreachable(identity, identity.address, identity.port, error) from error
+
+
+def _serve(secret: str, address: str, port: int) -> StoreServer:
+    try:
+        return StoreServer(secret, address, port).start()
+    except OSError as error:
+        raise EngineError(
+            f"port {port} of {address} on {socket.gethostname()} cannot be used ({error.strerror}); set MASTER_PORT to "
+            "a free one, and MASTER_ADDR to an address of the host of rank 0"
+        ) from error
+
+
+def _enter(
+    identity: Identity, secret: str, address: str, port: int, timeout_s: float, prefix: str, is_there: bool = False
+) -> StoreClient:
+    try:
+        store = StoreClient(secret, address, port, timeout_s=timeout_s, is_there=is_there, prefix=prefix)
+        _wait_for_all(identity, store, timeout_s)
+        return store
+    except ConnectionError as error:
+        raise _unreachable(identity, address, port, error) from error
+
+
+def _unreachable(identity: Identity, address: str, port: int, error: Exception) -> EngineError:
+    return EngineError(
+        f"rank {identity.rank} of {identity.size} ({identity.launcher}) could not reach the store at {address}:{port}: "
+        f"{str(error).splitlines()[0]}; set MASTER_ADDR and MASTER_PORT to the host of rank 0"
+    )
+
+
+def _network() -> str:
+    """What ranks that reach each other over loopback have in common."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/net').readlink()}"
+    except OSError:
+        return socket.gethostname()

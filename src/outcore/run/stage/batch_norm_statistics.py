@@ -1,0 +1,220 @@
+"""Batch normalisation across micro-batches, replicas and ranks: what the running statistics mean.
+
+The plan says which of three meanings holds; each is defined by what plain PyTorch would do on one device.
+
+micro_batch   Each micro-batch is normalised by itself, and the running statistics move with each, in the order of the
+              batch: the result of a plain loop over all micro-batches. Where copies of a stage see different
+              micro-batches (GEMS, data parallelism) each rank starts from zero; because the moving average is linear,
+              what the copies collected is added up with the weights that the order of the batch gives them.
+deferred      Each micro-batch is normalised by itself, but the running statistics move once per step, by mean and
+              variance of the whole batch at that layer (torchgpipe's DeferredBatchNorm).
+synchronised  Mean and variance of the whole batch are also what normalises. The micro-batches of a step are then not
+              independent, so each replica must take its batch in one piece, and all replicas at the same time.
+
+While a stage runs, its layers write into buffers of zeros; the real ones change once, at the end of the step, on all
+copies alike. A stage with a single copy under `micro_batch` is left entirely to torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from outcore.errors import PlanError
+from outcore.plan_document import Plan
+from outcore.run.stage.recorded_stages import Form
+from outcore.run.stage.sync_batch_norm import synchronised_norm
+from outcore.run.transport.watched_wait import Patience
+
+__all__ = ["Statistics", "make_equal"]
+
+
+@dataclass(slots=True)
+class _Layer:
+    """What one layer collected in a step."""
+
+    name: str
+    module: _BatchNorm
+    mean: torch.Tensor
+    var: torch.Tensor
+    count: float = 0.0
+    """Under `deferred`, rows that were normalised; under `micro_batch`, calls."""
+
+
+class Statistics:
+    """The running statistics of one rank's stages."""
+
+    def __init__(
+        self, plan: Plan, copies: Mapping[int, int], groups: Mapping[tuple[int, ...], Any], patience: Patience
+    ) -> None:
+        self.mode, self._patience = plan.batch_norm, patience
+        self._copies, self._groups = copies, groups
+        self._layers: dict[int, dict[str, _Layer]] = {}
+        self._versions: dict[int, list[int]] = {}
+        pieces = plan.micro_batches * plan.batches
+        if self.mode == "synchronised" and (pieces > 1 or (plan.schedule == "gems" and len(plan.stages) > 1)):
+            raise PlanError(
+                f"synchronised batch normalisation needs every replica's batch in one piece, but this plan has "
+                f"{pieces} micro-batches under {plan.schedule}; use batch_norm deferred or micro_batch, or 1 of them"
+            )
+
+    @contextlib.contextmanager
+    def collecting(self, form: Form, stage: int, number: int, total: int) -> Iterator[None]:
+        """Around the forward of micro-batch `number` of `total` in a stage."""
+        if self.mode == "synchronised":
+            self._synchronise(form, stage)
+        collected = self._collected(form, stage)
+        if not collected:
+            yield
+            return
+        swapped = []
+        for layer in collected.values():
+            module = layer.module
+            swapped.append((module, module.running_mean, module.running_var, module.num_batches_tracked))
+            module.running_mean = torch.zeros_like(layer.mean, dtype=module.running_mean.dtype)  # type: ignore[union-attr]
+            module.running_var = torch.zeros_like(layer.var, dtype=module.running_var.dtype)  # type: ignore[union-attr]
+            module.num_batches_tracked = torch.zeros_like(module.num_batches_tracked)  # type: ignore[arg-type]
+        momenta = [layer.module.momentum for layer in collected.values()]
+        try:
+            if self.mode == "deferred":
+                for layer in collected.values():
+                    layer.module.momentum = 1.0
+            yield
+            for layer, momentum in zip(collected.values(), momenta, strict=True):
+                self._add(layer, momentum, form, number, total)
+        finally:
+            for (module, mean, var, tracked), momentum in zip(swapped, momenta, strict=True):
+                module.running_mean, module.running_var, module.num_batches_tracked = mean, var, tracked
+                module.momentum = momentum
+
+    def _collected(self, form: Form, stage: int) -> dict[str, _Layer]:
+        """The layers whose statistics are not torch's business alone."""
+        if self.mode == "synchronised" or (self.mode == "micro_batch" and self._copies[stage] == 1):
+            return {}
+        layers = self._layers.setdefault(stage, {})
+        found = {}
+        for name, module in form.parts[stage].named_modules():
+            if isinstance(module, _BatchNorm) and module.training and module.running_mean is not None:
+                if name not in layers:
+                    zeros = torch.zeros_like(module.running_mean, dtype=torch.float64)
+                    layers[name] = _Layer(name, module, zeros, zeros.clone())
+                found[name] = layers[name]
+        return found
+
+    def _add(self, layer: _Layer, momentum: float | None, form: Form, number: int, total: int) -> None:
+        module = layer.module
+        assert module.running_mean is not None and module.running_var is not None
+        mean, var = module.running_mean.double(), module.running_var.double()
+        calls = int(module.num_batches_tracked) if module.num_batches_tracked is not None else 1
+        if not calls:
+            return
+        if self.mode == "micro_batch":
+            share = (1 - momentum) ** (calls * (total - 1 - number)) if momentum is not None else calls
+            layer.mean += share * mean
+            layer.var += share * var
+            layer.count += calls
+            return
+        if calls > 1:
+            raise PlanError(f"{layer.name} is called {calls} times in a stage; use batch_norm micro_batch")
+        rows = _rows(form, layer.name)
+        # Of rows, sum and sum of squares of the whole batch; the layer gives mean and unbiased variance of a part.
+        layer.count += rows
+        layer.mean += rows * mean
+        layer.var += (rows - 1) * var + rows * mean * mean
+
+    def settle(self, form: Form) -> None:
+        """Let the running statistics move, on all copies alike; collective over the copies of each stage."""
+        for stage in sorted(form.parts):
+            # Also those that collected nothing here: another copy may have.
+            if not (layers := list(self._collected(form, stage).values())):
+                continue
+            row = torch.cat([torch.cat([la.mean, la.var, la.mean.new_tensor([la.count])]) for la in layers])
+            if self._copies[stage] > 1:
+                row = self._total(row, stage)
+            for layer in layers:
+                n = layer.mean.numel()
+                mean, var, count, row = row[:n], row[n : 2 * n], float(row[2 * n]), row[2 * n + 1 :]
+                self._move(layer, mean, var, count)
+        self._layers.clear()
+
+    def _move(self, layer: _Layer, mean: torch.Tensor, var: torch.Tensor, count: float) -> None:
+        module, m = layer.module, layer.module.momentum
+        assert module.running_mean is not None and module.running_var is not None
+        before = int(module.num_batches_tracked) if module.num_batches_tracked is not None else 0
+        if self.mode == "deferred":
+            average = mean / count
+            spread = (var - count * average * average) / max(count - 1, 1)
+            mean, var, steps = average, spread.clamp(min=0), 1
+            keep = 1 - m if m is not None else before / (before + 1)
+            mean, var = (1 - keep) * mean, (1 - keep) * var
+        else:
+            steps = round(count)
+            keep = (1 - m) ** steps if m is not None else before / (before + steps)
+            if m is None:
+                mean, var = mean / (before + steps), var / (before + steps)
+        module.running_mean.copy_(keep * module.running_mean.double() + mean)
+        module.running_var.copy_(keep * module.running_var.double() + var)
+        if module.num_batches_tracked is not None:
+            module.num_batches_tracked += steps
+
+    def close(self) -> None:
+        """Let go of all connections."""
+        self._groups = {}
+
+    def _synchronise(self, form: Form, stage: int) -> None:
+        """Let the layers of a stage that has copies be normalised over all of them."""
+        part = form.parts[stage]
+        if self._copies[stage] == 1 or part.instead:
+            return
+        for name, module in part.named_modules():
+            if isinstance(module, _BatchNorm) and module.training:
+                part.instead[name] = synchronised_norm(module, partial(self._total, stage=stage))
+
+    def _total(self, row: torch.Tensor, stage: int) -> torch.Tensor:
+        """A row added up over the copies of a stage."""
+        return self._patience.sum_(row.cpu(), self._groups[stage,]).to(row.device)
+
+    def share_buffers(self, form: Form, first: Mapping[int, int]) -> None:
+        """Other buffers that a step wrote become those of the first copy."""
+        for stage, part in form.parts.items():
+            if self._copies[stage] == 1:
+                continue
+            buffers = [b for b in _other_buffers(part) if not b.is_meta]
+            versions = [b._version for b in buffers]
+            if versions != self._versions.setdefault(stage, versions):
+                make_equal(buffers, first[stage], self._groups[stage,], self._patience)
+                self._versions[stage] = [b._version for b in buffers]
+
+
+def make_equal(tensors: Sequence[torch.Tensor], source: int, group: Any, patience: Patience) -> None:
+    """Give the numbers of one rank to all of a group, in place."""
+    with torch.no_grad():
+        for tensor in tensors:
+            host = patience.broadcast_(tensor.detach().cpu().contiguous(), source, group)
+            if host.data_ptr() != tensor.data_ptr():
+                tensor.copy_(host)
+
+
+def _rows(form: Form, name: str) -> int:
+    """Over how many elements a channel was averaged."""
+    call = next(c for c in form.graph.calls.values() if c.block == name)
+    shape = form.graph.values[call.inputs[0]].shape
+    return prod(shape) // shape[1]
+
+
+def _other_buffers(part: nn.Module) -> list[torch.Tensor]:
+    return [
+        buffer
+        for module in part.modules()
+        if not isinstance(module, _BatchNorm)
+        for buffer in module._buffers.values()
+        if buffer is not None
+    ]

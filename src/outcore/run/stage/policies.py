@@ -1,0 +1,106 @@
+"""The plan's policies for values, applied inside the stages of a rank.
+
+A stage's part of the network becomes a small graph and recording of its own, and the memory engine runs that in place
+of `Part.run`. What enters and leaves a stage belongs to the pipeline and is kept; what lives inside is kept, made
+again, moved out or encoded as the plan says. What a random call made is never made again: its seed is set call by call,
+of which the memory engine does not know. Nor is what a synchronised norm made: other ranks would have to take part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from outcore.cost.buffers import buffers_of
+from outcore.cost.measured.saved_bytes import account
+from outcore.graph import CapturedModule, Graph, Value
+from outcore.graph.record.recording import Recording, Step, Tape
+from outcore.memory import Holding, Pass, prepare
+from outcore.memory.offload.backends import Tier, tier_for
+from outcore.planner.memory.evaluate import Keeping
+from outcore.run.stage.random_draws import Draws
+from outcore.run.stage.stage_module import Part, Values
+
+__all__ = ["UnderPolicies"]
+
+_ROOM = 8
+"""Micro-batches whose values may be away at one time."""
+
+
+class UnderPolicies:
+    """Runs parts under policies; an `Execute`."""
+
+    def __init__(self, policy: Mapping[str, str], device: torch.device) -> None:
+        self._policy, self._device = policy, device
+        self._known: dict[int, tuple[Part, Holding | None, Tier | None]] = {}
+
+    def __call__(self, part: Part, inputs: Values, draws: Draws) -> Values:
+        """Run a part; what autograd would keep is treated by its policy."""
+        if not torch.is_grad_enabled():
+            return part.run(inputs, draws)
+        if id(part) not in self._known:
+            holding = self._prepare(part)
+            moved = holding.offloaded_bytes if holding is not None else 0
+            self._known[id(part)] = (part, holding, tier_for(self._device, _ROOM * moved) if moved else None)
+        _, holding, tier = self._known[id(part)]
+        if holding is None:
+            return part.run(inputs, draws)
+        with draws.aside():
+            values = part.received(inputs)
+            passing = Pass(holding, part, [values[n] for n in part.inputs], tier, partial(_perform, part, draws))
+            del values
+            made: Values = passing.forward()
+            return made
+
+    def _prepare(self, part: Part) -> Holding | None:
+        graph, recording = _as_graph(part)
+        policy = {n: how for n, how in self._policy.items() if n in graph.values or n.partition("~")[0] in graph.calls}
+        if not policy:
+            return None
+        costs = account(graph)
+        buffers = buffers_of(graph, costs)
+        bound = {n for n, b in buffers.items() if part.draws_in(b.writers) or _replaced(part, b.writers)}
+        policy = {n: how for n, how in policy.items() if n not in bound or how != "recompute"}
+        wanted = Keeping(graph, costs, 0.0, None).resolved(policy)
+        holding = prepare(graph, recording, part, buffers, wanted)
+        return None if holding.idle else holding
+
+    def close(self) -> None:
+        """Give the room of what was moved out back."""
+        for _, _, tier in self._known.values():
+            if tier is not None:
+                tier.close()
+        self._known.clear()
+
+
+def _replaced(part: Part, calls: Iterable[str]) -> bool:
+    """Whether other ranks take part in one of the calls."""
+    return any(part.graph.calls[name].block in part.instead for name in calls)
+
+
+def _perform(part: Part, draws: Draws, tape: Tape, step: Step) -> None:
+    part.perform(tape, step, draws)
+
+
+def _as_graph(part: Part) -> tuple[Graph, Recording]:
+    """A part as a graph that can be run, with all its values named as in the whole."""
+    recording = replace(part.recording(), steps=[replace(step) for step in part.recording().steps])
+    inside = part.graph.restrict([call for name, call in part.graph.calls.items() if name in part.calls])
+    module = CapturedModule(part, lambda *_: recording)
+    return replace(inside, values=_rebased(inside), executable=(module, recording)), recording
+
+
+def _rebased(inside: Graph) -> dict[str, Value]:
+    """Values whose memory was first another stage's lie in that of the first of them here: it came as a tensor."""
+    values: dict[str, Value] = {}
+    first: dict[str, str] = {}
+    for name, value in inside.values.items():
+        base = value.alias_of
+        if base is not None and base not in inside.values:
+            begun = first.setdefault(base, name)
+            value = replace(value, alias_of=None if begun == name else begun)
+        values[name] = value
+    return values

@@ -1,0 +1,163 @@
+"""A stage's part of the network, as it runs on one rank for one form of micro-batch.
+
+`Part` is a `Subgraph` (the user's own modules and calls) that also seeds random calls, notes which call is running (so
+that a failure can be named), and runs on another device than it was recorded on. `Part.run` is the one place through
+which every forward of the engine goes: the engine takes an `execute` function in its stead, and that is where policies
+for saved values act inside a stage.
+
+`arrive` brings a tensor from another stage into autograd without keeping it: what comes back as gradient is put into a
+slot, and the tensor itself lives only as long as the part's own backward needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from outcore.errors import VaryingError
+from outcore.graph import Graph
+from outcore.graph.record.recording import Context, Mismatch, Recording, Ref, Step, Tape
+from outcore.graph.structure import leaves, substitute
+from outcore.graph.subgraph import Subgraph
+from outcore.run.ranks.current_work import Place
+from outcore.run.stage.random_draws import Draws
+
+__all__ = ["Execute", "Part", "Slot", "Values", "arrive", "relocate"]
+
+Values: TypeAlias = dict[str, torch.Tensor]
+
+
+class Part(Subgraph):
+    """Some calls of a graph on one rank."""
+
+    def __init__(
+        self, graph: Graph, model: nn.Module, recording: Recording, calls: set[str], random: frozenset[str]
+    ) -> None:
+        super().__init__(graph, model, recording, calls)
+        self.graph, self.calls = graph, frozenset(calls)
+        base = {name: value.alias_of or name for name, value in graph.values.items()}
+        written = {base[v] for name in calls for v in graph.calls[name].mutates}
+        self._copied |= {name for name in self.inputs if base[name] in written}  # also through another name
+        self._random = frozenset(calls & random)
+        self.place = Place()
+        self.instead: dict[str, Callable[..., Any]] = {}
+        """By path, what is called in place of a module."""
+
+    def run(self, inputs: Values, draws: Draws) -> Values:
+        """Run the calls with the random numbers of a micro-batch."""
+        if not self._random:
+            return self._run(inputs, None)
+        with draws.aside():
+            return self._run(inputs, draws)
+
+    def received(self, inputs: Values) -> Values:
+        """The inputs as the part may use and overwrite them."""
+        values = {name: inputs[name].clone() if name in self._copied else inputs[name] for name in self.inputs}
+        inputs.clear()  # what is not needed any more must not live until the end
+        return values
+
+    def draws_in(self, calls: Iterable[str]) -> bool:
+        """Whether one of these calls may draw random numbers."""
+        return not self._random.isdisjoint(calls)
+
+    def recording(self) -> Recording:
+        """The part as a recording of its own, which returns its outputs by name."""
+        results = {name: Ref("value", name) for name in self.outputs}
+        return Recording(self.inputs, self._steps, results, self._constants, self._ambient, False, False)
+
+    def perform(self, tape: Tape, step: Step, draws: Draws | None) -> None:
+        """Run one step, noted and seeded."""
+        self.place.call = step.name
+        if self.instead and step.kind == "module" and step.target in self.instead:
+            step = replace(step, kind="function", target=self.instead[step.target])
+        if draws is not None and step.name in self._random:
+            draws.seed(step.name)
+        try:
+            Tape.step(tape, step)
+        except Mismatch as question:
+            raise VaryingError(
+                f"the numbers in a tensor lead forward another way than when it was recorded ({question}), and an "
+                "Engine cannot follow; train this model with outcore.within, or decide with torch.where"
+            ) from None
+
+    def _run(self, inputs: Values, draws: Draws | None) -> Values:
+        tape = _Tape(self, self.received(inputs), draws)
+        tape.run(self._steps, self._ambient)
+        return {name: tape.values[name] for name in self.outputs}
+
+    def relocate(self, device: torch.device) -> None:
+        """Run what was recorded on the host on another device."""
+        self._steps = [relocate(step, device, self._ambient) for step in self._steps]
+        used = {ref.name for s in self._steps for _, ref in leaves((s.args, s.kwargs), Ref) if ref.kind == "constant"}
+        self._constants = {name: self._constants[name].to(device) for name in used}
+
+
+Execute: TypeAlias = Callable[[Part, Values, Draws], Values]
+"""Runs a part on its inputs: `Part.run`, or something that keeps less for backward."""
+
+
+class _Tape(Tape):
+    def __init__(self, part: Part, values: Values, draws: Draws | None) -> None:
+        super().__init__(part, part._constants, values)
+        self._part, self._draws = part, draws
+
+    def step(self, step: Step) -> None:
+        """Run one step of the part."""
+        self._part.perform(self, step, self._draws)
+
+
+def relocate(step: Step, device: torch.device, ambient: Context) -> Step:
+    """A step recorded on the host, for another device: the devices in its arguments and modes are exchanged."""
+
+    def there(found: torch.device) -> torch.device:
+        return device if found.type in ("cpu", "meta") else found
+
+    context = step.context
+    if context != ambient:
+        context = replace(
+            context, autocast=tuple((device.type if d == "cpu" else d, on, t) for d, on, t in context.autocast)
+        )
+    return replace(
+        step,
+        args=substitute(step.args, torch.device, there),
+        kwargs=substitute(step.kwargs, torch.device, there),
+        context=context,
+    )
+
+
+@dataclass(slots=True)
+class Slot:
+    """Where the gradient of an arrived tensor is put."""
+
+    shape: torch.Size
+    gradient: torch.Tensor | None = field(default=None)
+
+
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, trigger: torch.Tensor, tensor: torch.Tensor, slot: Slot) -> torch.Tensor:
+        ctx.slot = slot
+        ctx.set_materialize_grads(False)
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        ctx.slot.gradient = gradients[0]
+        return None, None, None
+
+
+_TRIGGERS: dict[torch.device, torch.Tensor] = {}
+
+
+def arrive(tensor: torch.Tensor) -> tuple[torch.Tensor, Slot]:
+    """The tensor as an input whose gradient is wanted, and where that will be."""
+    trigger = _TRIGGERS.get(tensor.device)
+    if trigger is None:
+        trigger = _TRIGGERS[tensor.device] = torch.zeros((), device=tensor.device, requires_grad=True)
+    slot = Slot(tensor.shape)
+    made: torch.Tensor = _Arrive.apply(trigger, tensor, slot)  # type: ignore[no-untyped-call]
+    return made, slot

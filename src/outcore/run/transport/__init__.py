@@ -1,0 +1,1 @@
+"""Tensors between ranks: point to point, through shared memory or the host, and all-reduce."""

@@ -1,0 +1,60 @@
+"""A row of numbers added up over the ranks that hold copies of a stage, while other things run.
+
+Over any group gloo does it, on the hosts. Two ranks of one host, as the replicas of GEMS are, give each other their
+rows through shared memory and both add: a + b and b + a are the same bits, so copies stay equal.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from outcore.run.transport.shared_memory import Shelf
+from outcore.run.transport.watched_wait import Patience
+
+__all__ = ["GlooSum", "SharedSum", "Sum"]
+
+
+class Sum(Protocol):
+    """A sum under way."""
+
+    def wait(self) -> None:
+        """The row holds the sum when this returns."""
+
+
+class GlooSum:
+    """Over a process group, through the host."""
+
+    def __init__(self, row: torch.Tensor, group: Any, patience: Patience) -> None:
+        self._row, self._host, self._patience = row, row.cpu(), patience
+        self._work: Any = dist.all_reduce(self._host, group=group, async_op=True)
+
+    def wait(self) -> None:
+        """The row holds the sum when this returns."""
+        self._patience.wait(self._work)
+        if self._host is not self._row:
+            self._row.copy_(self._host)
+
+
+class SharedSum:
+    """With one other rank, through shared memory."""
+
+    def __init__(self, row: torch.Tensor, other: int, tag: int, shelf: Shelf, group: Any) -> None:
+        self._row, self._other, self._shelf = row, other, shelf
+        mine = shelf.take(row.numel() * row.element_size())
+        mine.tensor.copy_(row.view(torch.uint8))
+        self._theirs = torch.empty(2, dtype=torch.int64)
+        self._works: list[Any] = [
+            dist.irecv(self._theirs, src=other, group=group, tag=tag),
+            dist.isend(mine.name, dst=other, group=group, tag=tag),
+        ]
+
+    def wait(self) -> None:
+        """The row holds the sum when this returns."""
+        for work in self._works:
+            work.wait()
+        nbytes = self._row.numel() * self._row.element_size()
+        theirs = self._shelf.open(self._other, self._theirs, nbytes)
+        self._row.add_(theirs.view(self._row.dtype).to(self._row.device))

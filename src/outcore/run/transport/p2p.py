@@ -1,0 +1,263 @@
+"""Tensors between ranks on the hosts: sends and receives that return at once, and the buffers they use.
+
+A transfer is known by a tag that both ends derive from the program, so any order of posting meets; gloo moves the bytes
+on its own thread as soon as both ends are posted. A tensor travels as its dense memory, in the layout the graph has for
+the value, so a channels-last activation arrives channels-last. Between ranks of one host it is written into shared
+memory (`Shelf`), and gloo carries only where.
+
+Receive buffers come from an arena. A buffer is free when nobody else holds its storage (autograd keeps a received
+activation exactly as long as backward needs it), so the arena never grows beyond what is in flight at once, for both
+replicas of GEMS together, while torch's own pipelining holds one per micro-batch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from outcore.graph import Value
+from outcore.run.engine.device_clock import Moment
+from outcore.run.transport.shared_memory import Shelf
+from outcore.run.transport.waiting_threads import Errands
+from outcore.run.transport.watched_wait import Patience
+
+__all__ = ["Arena", "HostWire", "Incoming", "Layout", "Outgoing", "Sent", "Told", "Wire"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a value lies in memory, at both ends of a transfer."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, value: Value) -> Layout:
+        """The layout of a graph's value; one with gaps or overlaps travels contiguously."""
+        stride = value.stride if _is_dense(value.shape, value.stride) else _contiguous(value.shape)
+        return cls(value.shape, stride, getattr(torch, value.dtype.removeprefix("torch.")))
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Size of the memory."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def flat(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The memory of a tensor in this layout, as one row; a copy only where it lies otherwise."""
+        if not _same_stride(self.shape, tensor.stride(), self.stride) or tensor.dtype != self.dtype:
+            laid = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=tensor.device)
+            tensor = laid.copy_(tensor)
+        return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
+        """A tensor in this layout over a row of bytes."""
+        return flat.view(self.dtype).as_strided(self.shape, self.stride)
+
+
+def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    expected = 1
+    for step, size in sorted((st, sz) for st, sz in zip(stride, shape, strict=True) if sz != 1):
+        if step != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+def _same_stride(shape: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...]) -> bool:
+    return all(size == 1 or x == y for size, x, y in zip(shape, a, b, strict=True))
+
+
+class Arena:
+    """Rows of bytes on the host that are used again when nobody holds them."""
+
+    def __init__(self, *, pinned: bool = False) -> None:
+        self._pinned = pinned
+        self._rows: dict[int, list[tuple[torch.Tensor, Any, int]]] = {}
+        self._used: set[int] = set()
+
+    @property
+    def nbytes(self) -> int:
+        """All it holds."""
+        return sum(size * len(rows) for size, rows in self._rows.items())
+
+    def rows(self) -> list[torch.Tensor]:
+        """All its rows, in use or not."""
+        return [row for rows in self._rows.values() for row, _, _ in rows]
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """A row of that size; it is free again when the last tensor over it is gone."""
+        self._used.add(nbytes)
+        rows = self._rows.setdefault(nbytes, [])
+        for row, storage, idle in rows:
+            if torch._C._storage_Use_Count(storage._cdata) == idle:
+                return row.view(-1)
+        row = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned)
+        storage = row.untyped_storage()
+        rows.append((row, storage, torch._C._storage_Use_Count(storage._cdata)))
+        return row.view(-1)
+
+    def end_step(self) -> None:
+        """Forget sizes that a whole step did not use."""
+        for nbytes in self._rows.keys() - self._used:
+            del self._rows[nbytes]
+        self._used.clear()
+
+
+class Incoming(Protocol):
+    """A tensor on its way to here."""
+
+    def wait(self) -> torch.Tensor:
+        """The tensor, when it is there."""
+
+
+class Outgoing(Protocol):
+    """A tensor on its way from here."""
+
+    def ended(self) -> bool:
+        """Whether its memory is free again."""
+
+    def finish(self) -> None:
+        """Wait until its memory is free again."""
+
+
+class Wire(Protocol):
+    """Moves tensors between ranks."""
+
+    shelf: Shelf
+
+    def send(self, tensor: torch.Tensor, layout: Layout, target: int, tag: int, done: Moved) -> Outgoing:
+        """Offer a tensor."""
+
+    def receive(self, layout: Layout, source: int, tag: int, done: Moved) -> Incoming:
+        """Provide for a tensor."""
+
+    def end_step(self) -> None:
+        """All transfers of a step are over."""
+
+    def close(self) -> None:
+        """Nothing will be moved any more."""
+
+
+Moved = Callable[[str, Moment, Moment], None]
+"""Told on which stream something moved, when it began and when it was seen to have ended."""
+
+
+class _Received:
+    """Bytes on their way into a buffer of this rank."""
+
+    def __init__(self, work: Any, flat: torch.Tensor, layout: Layout, done: Moved) -> None:
+        self._work, self._flat, self._layout, self._done = work, flat, layout, done
+        self._posted = time.perf_counter()
+
+    def wait(self) -> torch.Tensor:
+        self._work.wait()
+        self._done("receive", self._posted, time.perf_counter())
+        return self._layout.view(self._flat)
+
+
+class _Named:
+    """The name of a shared row on its way to this rank."""
+
+    def __init__(self, work: Any, name: torch.Tensor, source: int, layout: Layout, shelf: Shelf, done: Moved) -> None:
+        self._work, self._name, self._source = work, name, source
+        self._layout, self._shelf, self._done = layout, shelf, done
+        self._posted = time.perf_counter()
+
+    def wait(self) -> torch.Tensor:
+        self._work.wait()
+        self._done("receive", self._posted, time.perf_counter())
+        return self._layout.view(self._shelf.open(self._source, self._name, self._layout.nbytes))
+
+
+class Told:
+    """The name of a shared row on its way from here; what was sent is free already."""
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self.finish = finish
+
+    def ended(self) -> bool:
+        """Known only to who waits; it costs no memory until then."""
+        return False
+
+
+class Sent:
+    """A tensor on its way, of which another thread sees the end."""
+
+    def __init__(self, future: Future[Any], patience: Patience) -> None:
+        self._future, self._patience = future, patience
+
+    def ended(self) -> bool:
+        """Whether its memory is free again; raises what went wrong."""
+        return self._future.done() and self._future.result() is None
+
+    def finish(self) -> None:
+        """Wait for that."""
+        self._patience.result(self._future)
+
+
+class HostWire:
+    """Between tensors in host memory, by shared memory or gloo."""
+
+    def __init__(self, group: Any, shelf: Shelf, patience: Patience) -> None:
+        self._group, self.shelf, self._patience = group, shelf, patience
+        self.arena = Arena()
+        self._told: list[Any] = []
+        self._waiting = Errands("send")
+
+    def send(self, tensor: torch.Tensor, layout: Layout, target: int, tag: int, done: Moved) -> Outgoing:
+        """Offer a tensor."""
+        flat = layout.flat(tensor).view(torch.uint8)
+        posted = time.perf_counter()
+        if self.shelf.reaches(target, layout.nbytes):
+            row = self.shelf.take(layout.nbytes)
+            row.tensor.copy_(flat)
+            self._told.append(dist.isend(row.name, dst=target, group=self._group, tag=tag))
+            done("send", posted, time.perf_counter())
+            return Told(self._finish_told)
+        work: Any = dist.isend(flat, dst=target, group=self._group, tag=tag)
+
+        def finish() -> None:
+            work.wait()
+            done("send", posted, time.perf_counter())
+
+        return Sent(self._waiting.do(finish), self._patience)
+
+    def _finish_told(self) -> None:
+        """Wait until all names have left, with one change of threads."""
+        works, self._told = self._told, []
+        if works:
+            self._patience.result(self._waiting.do(lambda: [work.wait() for work in works]))
+
+    def receive(self, layout: Layout, source: int, tag: int, done: Moved) -> Incoming:
+        """Provide for a tensor."""
+        if self.shelf.reaches(source, layout.nbytes):
+            name = torch.empty(2, dtype=torch.int64)
+            work = dist.irecv(name, src=source, group=self._group, tag=tag)
+            return _Named(work, name, source, layout, self.shelf, done)
+        flat = self.arena.take(layout.nbytes)
+        work = dist.irecv(flat, src=source, group=self._group, tag=tag)
+        return _Received(work, flat, layout, done)
+
+    def end_step(self) -> None:
+        """All transfers of a step are over."""
+        self.arena.end_step()
+        self.shelf.end_step()
+
+    def close(self) -> None:
+        """Nothing will be moved any more."""
+        self._group = None
+        self._waiting.close()
+        self.shelf.close()

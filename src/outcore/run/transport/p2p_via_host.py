@@ -1,0 +1,122 @@
+"""Tensors between GPUs through host memory, for ranks that share a GPU or have no direct way to another.
+
+NCCL refuses two ranks on one device and gloo does not move device memory, so a tensor is copied to pinned memory on one
+copy stream, sent from there, and copied to the other device on another stream. Between ranks of one host the pinned
+memory is shared (`Shelf`): what one copied out the other copies in, and gloo carries only where; between hosts gloo
+carries the bytes. Copies run beside kernels. A thread waits for the copy out before it tells the other rank, others
+wait to be told before they copy in, so the thread that issues kernels waits only for what a kernel needs.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from outcore.run.engine.device_clock import Moment
+from outcore.run.transport.p2p import Arena, Incoming, Layout, Moved, Outgoing, Sent
+from outcore.run.transport.shared_memory import Shelf
+from outcore.run.transport.waiting_threads import Errands
+from outcore.run.transport.watched_wait import Patience
+
+__all__ = ["StagedWire"]
+
+
+class _Landing:
+    def __init__(self, future: Future[Any], layout: Layout, patience: Patience) -> None:
+        self._future, self._layout, self._patience = future, layout, patience
+
+    def wait(self) -> torch.Tensor:
+        flat, ready = self._patience.result(self._future)
+        stream = torch.cuda.current_stream(flat.device)
+        stream.wait_event(ready)
+        flat.record_stream(stream)
+        return self._layout.view(flat)
+
+
+class StagedWire:
+    """Between tensors in device memory, through pinned host memory and gloo."""
+
+    def __init__(self, group: Any, shelf: Shelf, device: torch.device, patience: Patience) -> None:
+        self._group, self.shelf, self._device, self._patience = group, shelf, device, patience
+        self.arena = Arena(pinned=True)
+        self._out, self._in = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._senders, self._sent = Errands("send"), Errands("sent")
+        self._receivers, self._landed = Errands("receive", threads=4), Errands("landed")
+
+    def send(self, tensor: torch.Tensor, layout: Layout, target: int, tag: int, done: Moved) -> Outgoing:
+        """Offer a tensor."""
+        flat = layout.flat(tensor).view(torch.uint8)
+        if self.shelf.reaches(target, layout.nbytes):
+            row = self.shelf.take(layout.nbytes)
+            host, message = row.tensor, row.name
+        else:
+            host = message = self.arena.take(layout.nbytes)
+        self._out.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._out):
+            began = _mark()
+            host.copy_(flat, non_blocking=True)
+            ended = _mark()
+            flat.record_stream(self._out)
+        done("copy out", began, ended)
+
+        def post() -> tuple[Any, float]:
+            ended.synchronize()
+            return dist.isend(message, dst=target, group=self._group, tag=tag), time.perf_counter()
+
+        posted = self._senders.do(post)
+
+        def finish() -> None:
+            work, since = posted.result()
+            work.wait()
+            done("send", since, time.perf_counter())
+
+        return Sent(self._sent.do(finish), self._patience)
+
+    def receive(self, layout: Layout, source: int, tag: int, done: Moved) -> Incoming:
+        """Provide for a tensor."""
+        shared = self.shelf.reaches(source, layout.nbytes)
+        message = torch.empty(2, dtype=torch.int64) if shared else self.arena.take(layout.nbytes)
+        posted = time.perf_counter()
+        work: Any = dist.irecv(message, src=source, group=self._group, tag=tag)
+
+        def land() -> tuple[torch.Tensor, Moment]:
+            work.wait()
+            done("receive", posted, time.perf_counter())
+            host = self.shelf.open(source, message, layout.nbytes) if shared else message
+            with torch.cuda.device(self._device), torch.cuda.stream(self._in):
+                began = _mark()
+                flat = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._device)
+                flat.copy_(host, non_blocking=True)
+                ended = _mark()
+            done("copy in", began, ended)
+            self._landed.do(lambda: self._keep(host, ended))
+            return flat, ended
+
+        return _Landing(self._receivers.do(land), layout, self._patience)
+
+    def _keep(self, host: torch.Tensor, until: Moment) -> None:
+        """Only when it has been copied may a row be used again; kernels that wait for the copy are issued before."""
+        until.synchronize()
+        del host
+
+    def end_step(self) -> None:
+        """All transfers of a step are over."""
+        self.arena.end_step()
+        self.shelf.end_step()
+
+    def close(self) -> None:
+        """Nothing will be moved any more."""
+        self._group = None
+        for errands in (self._senders, self._sent, self._receivers, self._landed):
+            errands.close()
+        self.shelf.close()
+
+
+def _mark() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event

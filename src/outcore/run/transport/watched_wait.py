@@ -1,0 +1,75 @@
+"""Waits for other ranks that end when those have.
+
+gloo ends a wait with an error when the connection breaks, but not always: what it was about to write at that moment is
+forgotten, and whoever waits for it waits until the timeout, minutes after all others have left. So a wait is not left
+to gloo alone. It looks up once a second: has a rank reported a failure, has a heart stopped (`Watch.look`)? Where all
+is well this costs nothing: the wait returns when the work is done, as it would without.
+
+Receives into host memory are the exception (`outcore.run.transport.p2p`, `SharedSum`): gloo takes the first wait for
+one that is not long enough as the end of the connection. They are told when it breaks; where they are not, the watch
+ends the rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from outcore.run.ranks.current_work import Place
+
+__all__ = ["Patience"]
+
+LOOK_S = 1.0
+T = TypeVar("T")
+
+
+class Patience:
+    """How a rank waits."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.look: Callable[[], None] | None = None
+        """Raises if there is nothing to wait for any more."""
+
+    def wait(self, work: Any) -> None:
+        """Until a collective operation of gloo is done; raises what went wrong."""
+        with self.place.talking():
+            while True:
+                try:
+                    work.wait(timedelta(seconds=LOOK_S))
+                    return
+                except RuntimeError:
+                    if work.is_completed():
+                        work.wait()  # raises, unless it was done just now
+                        return
+                self._look_up()
+
+    def result(self, future: Future[T]) -> T:
+        """What another thread waits for."""
+        with self.place.talking():
+            while True:
+                try:
+                    return future.result(LOOK_S)
+                except TimeoutError:
+                    if future.done():
+                        return future.result()
+                self._look_up()
+
+    def _look_up(self) -> None:
+        if self.look is not None:
+            self.look()
+
+    def sum_(self, tensor: torch.Tensor, group: Any) -> torch.Tensor:
+        """Add a tensor on the host over a group, in place."""
+        self.wait(dist.all_reduce(tensor, group=group, async_op=True))
+        return tensor
+
+    def broadcast_(self, tensor: torch.Tensor, source: int, group: Any) -> torch.Tensor:
+        """Give a tensor on the host of one rank to all of a group, in place."""
+        self.wait(dist.broadcast(tensor, src=source, group=group, async_op=True))
+        return tensor

@@ -1,0 +1,1 @@
+"""Whether a scan could pay for a network: Jacobians of its layers, their sparsity, FLOPs of the scan."""

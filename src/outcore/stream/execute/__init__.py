@@ -1,0 +1,1 @@
+"""Running the tiles of a plan, forward and backward."""

@@ -1,0 +1,193 @@
+"""One step of the streamed part: forward over the tiles, and backward over them again.
+
+Forward runs every tile without gradients and keeps only what leaves it: its piece of the boundary map, its terms of
+the statistics. Backward runs every tile once more, with gradients on, hands it its slice of the gradients and adds up
+what it sends to parameters and inputs. The tiles' graphs are freed one by one, so memory is that of one tile and of
+the maps.
+
+Sums over tiles are kept in float32 where the tensors are of half precision: hundreds of small terms are added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from outcore.ops.region import Region
+from outcore.stream.execute.global_nodes import Globals
+from outcore.stream.execute.gradient_sums import Sums
+from outcore.stream.execute.running_statistics import update_statistics
+from outcore.stream.execute.step_context import Work
+from outcore.stream.execute.tile_dedup import Family, Twins
+from outcore.stream.plan.passes import Stage
+
+__all__ = ["Execution"]
+
+
+@dataclass
+class Execution(Work):
+    """The streamed part of one step."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.states: dict[str, Any] = {}
+        self.globals: list[Globals] = []
+        self.twins = [Twins() for _ in self.streaming.stages]
+
+    # Forward
+
+    def forward(self) -> dict[str, torch.Tensor]:
+        """The boundary values."""
+        for index in range(len(self.streaming.stages)):
+            self.forward_stage(index)
+        made = {v: self.store.here(v) for v in self.streaming.boundary}
+        for name in self.streaming.passing:  # the rest has it, and lets it go when it can
+            del self.store.values[name]
+        return made
+
+    def output_tiles(self, skip: Collection[Region] = ()) -> Iterator[tuple[Region, torch.Tensor]]:
+        """The parts of the one map that the last stage makes, one after the other, without those to skip."""
+        last = len(self.streaming.stages) - 1
+        for index in range(last):
+            self.forward_stage(index)
+        self.run_globals(last)
+        stage = self.streaming.stages[last]
+        state = self.state_of(stage)
+        (name,) = stage.maps
+        twins: dict[Hashable, torch.Tensor] = {}
+        """The latest part of one colour; one of every colour and kind would be more than the budget knows of."""
+        wanted = (plan for plan in self.plans(last) if plan.targets[name] not in skip)
+        for plan, pixels in self.read(stage, wanted):
+            key = self.twin_key(stage, plan, pixels)
+            part = twins.get(key)
+            if part is None:
+                loaded = self.load(stage, plan, pixels)
+                part = self.compute(stage, plan, loaded, state)[name]
+                self.counts.forward += 1
+            else:
+                self.counts.reused += 1
+            if key is not None:
+                twins = {key: part}
+            yield plan.targets[name], part
+
+    def run_globals(self, index: int) -> None:
+        """The small nodes before a pass."""
+        done = Globals.run(self.network, self.streaming.stages[index].globals, self.store.values, self.wants)
+        self.globals.append(done)
+        self.store.values.update({name: t.detach() for name, t in done.outputs.items()})
+
+    def forward_stage(self, index: int) -> None:
+        """One pass, with the small nodes before it."""
+        self.run_globals(index)
+        with torch.no_grad():
+            self._pass(index, self.streaming.stages[index])
+
+    def _pass(self, index: int, stage: Stage) -> None:
+        state = self.state_of(stage)
+        twins = self.twins[index]
+        sums = {r.output: r.reduction.start() for r in stage.reductions if r.reduction is not None}
+        for plan, pixels in self.read(stage, self.plans(index)):
+            key = self.twin_key(stage, plan, pixels)
+            if (family := twins.find(key)) is not None and family.made is not None:
+                made = family.made
+                family.plans.append(plan)
+                self.counts.reused += 1
+            else:
+                loaded = self.load(stage, plan, pixels)
+                made = self.compute(stage, plan, loaded, state)
+                del loaded
+                twins.found(key, plan, made)
+                self.counts.forward += 1
+            for name, region in plan.targets.items():
+                if name in stage.maps:
+                    self.store.write(name, self.network.shapes[name], region, made[name])
+                elif (reduction := self.network.nodes[name].reduction) is not None:
+                    sums[name] = reduction.add(sums[name], made[name], region, 1)
+            del made, pixels, family  # a tile must be gone when the next one begins
+        twins.forget()
+        self.states.update(sums)
+        for node in stage.reductions:
+            assert node.reduction is not None
+            self.store.values[node.output] = node.reduction.finish(sums[node.output])
+            if node.norm is not None:
+                update_statistics(node.norm, self.store.values[node.output], sums[node.output][0])
+
+    # Backward
+
+    def backward(self, gradients: Mapping[str, torch.Tensor | None]) -> tuple[Sums, dict[str, torch.Tensor]]:
+        """Sums of the parameters' gradients, and the gradients of the inputs that want one.
+
+        Args:
+            gradients: of the boundary values.
+        """
+        sums = Sums()
+        read = {v for stage in self.streaming.stages for v in (*stage.sources, *stage.smalls)}
+        read |= {v for done in self.globals for v in done.inputs}
+        self.store.gradients = {  # what is added to must be ours
+            name: g.clone() if name in read else g for name, g in gradients.items() if g is not None
+        }
+        self.backward_stages(len(self.streaming.stages), sums)
+        return sums, {name: self.store.gradients[name] for name in self.wants if name in self.store.gradients}
+
+    def backward_stages(self, count: int, sums: Sums) -> None:
+        """Send back through the first stages what has arrived at what they made."""
+        with self.context.entered():
+            for index in reversed(range(count)):
+                self._backward_stage(index, self.streaming.stages[index], sums)
+                self.globals[index].backward(self.store, sums)
+
+    def _backward_stage(self, index: int, stage: Stage, sums: Sums) -> None:
+        if not any(t in self.store.gradients for t in stage.targets):
+            return
+        state = self.state_of(stage)
+        parameters = list({id(t): t for t in state.values() if t.requires_grad}.values())
+        families = {id(f.plans[0]): f for f in self.twins[index].families}
+        for plan, pixels in self.read(stage, (f.plans[0] for f in self.twins[index].families)):
+            family = families[id(plan)]
+            loaded = self.load(stage, plan, pixels)
+            leaves = {name: crop.requires_grad_() for name, crop in loaded.items() if self.is_wanted(name)}
+            made = self.compute(stage, plan, loaded, state)
+            outputs, received = self._received(stage, family, made)
+            self.counts.backward += 1
+            self.counts.reused += len(family.plans) - 1
+            del made, loaded, pixels
+            wanted = [*leaves.values(), *parameters]
+            if not outputs or not wanted:
+                continue
+            found = torch.autograd.grad(outputs, wanted, received, allow_unused=True)
+            del outputs, received
+            for name, part in zip(leaves, found, strict=False):
+                if part is not None:
+                    self.store.add_gradient(name, self.network.shapes[name], plan.regions[name], part)
+            sums.add(parameters, found[len(leaves) :])
+            del found, leaves, wanted
+            torch.clear_autocast_cache()  # else it keeps what every tile's global weights were cast to
+
+    def _received(
+        self, stage: Stage, family: Family, made: Mapping[str, torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """What a tile gives, and the gradient of it; of twins, the sum of their gradients."""
+        outputs: list[torch.Tensor] = []
+        received: list[torch.Tensor] = []
+        plan = family.plans[0]
+        for name, region in plan.targets.items():
+            gradient = self.store.gradient(name, region) if name in stage.maps else self.store.gradients.get(name)
+            output = made[name]
+            if gradient is None:
+                continue
+            if name in stage.maps:
+                for twin in family.plans[1:]:
+                    more = self.store.gradient(name, twin.targets[name])
+                    gradient = gradient + more if more is not None else gradient
+            else:
+                reduction = self.network.nodes[name].reduction
+                assert reduction is not None
+                result = self.store.values[name]
+                output = reduction.share(output, region, result, self.states[name], len(family.plans))
+            if output.requires_grad:
+                outputs.append(output)
+                received.append(gradient.to(output.dtype))
+        return outputs, received

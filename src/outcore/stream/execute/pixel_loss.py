@@ -1,0 +1,149 @@
+"""Losses that are sums over pixels: one pass.
+
+When the network's output is a map and the loss is a sum (or mean) over its pixels, a tile's loss can be sent back as
+soon as the tile is computed. Nothing is put together and nothing is run twice: each tile runs forward and backward
+once. Only stages before it (statistics of norms) still take passes of their own.
+
+Tiles of constant pixels with a constant target are collected and run once at the end, weighted by how many there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from outcore.errors import StreamError
+from outcore.ops.region import Region, elements
+from outcore.stream.execute.execution import Execution
+from outcore.stream.execute.gradient_sums import Sums
+from outcore.stream.execute.step_context import Pixels
+from outcore.stream.execute.tile_classes import Tile
+from outcore.stream.source import Image
+
+__all__ = ["PixelLoss", "one_pass"]
+
+Function = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class PixelLoss:
+    """A loss that is a sum over pixels, or a mean with the same weight for each.
+
+    >>> PixelLoss(torch.nn.functional.cross_entropy).reduction
+    'mean'
+    """
+
+    function: Function
+    """Of (output, target), both cut to the same pixels."""
+    reduction: Literal["mean", "sum"] = "mean"
+    """What the function does with its pixels; a mean must count every pixel alike (no ignored or weighted ones)."""
+
+    def __post_init__(self) -> None:
+        if self.reduction not in ("mean", "sum"):
+            raise StreamError(f'reduction must be "mean" or "sum", not {self.reduction!r}')
+
+
+@dataclass
+class _Pass:
+    execution: Execution
+    loss: PixelLoss
+    target: Image
+    gradients: bool
+
+    def __post_init__(self) -> None:
+        self.sums = Sums()
+        self.total: torch.Tensor | None = None
+        self.dtype = torch.float32
+        """Of the loss."""
+
+    def run(self, index: int) -> None:
+        """The last stage, forward and backward at once."""
+        run, stage = self.execution, self.execution.streaming.stages[index]
+        (name,) = run.streaming.boundary
+        state = run.state_of(stage)
+        waiting: dict[Hashable, tuple[Tile, Pixels, int]] = {}
+        for plan, pixels in run.read(
+            stage, run.plans(index), lambda p: self.target.read(self._region(p.targets[name]))
+        ):
+            key = self._key(index, plan, pixels)
+            if key is None:
+                self._tile(index, plan, pixels, state, 1)
+            else:
+                times = waiting[key][2] if key in waiting else 0
+                waiting[key] = (plan, pixels, times + 1)
+        for plan, held, times in waiting.values():
+            run.counts.reused += times - 1
+            self._tile(index, plan, held, state, times)
+
+    def _tile(
+        self,
+        index: int,
+        plan: Tile,
+        pixels: Pixels,
+        state: Mapping[Any, torch.Tensor],
+        times: int,
+    ) -> None:
+        run, stage = self.execution, self.execution.streaming.stages[index]
+        (name,) = run.streaming.boundary
+        parameters = list({id(t): t for t in state.values() if t.requires_grad}.values())
+        region = self._region(plan.targets[name])
+        assert pixels.beside is not None
+        target = pixels.beside.to(run.device, non_blocking=True)
+        with torch.set_grad_enabled(self.gradients):
+            loaded = run.load(stage, plan, pixels)
+            wanted = {n: c.requires_grad_() for n, c in loaded.items() if self.gradients and run.is_wanted(n)}
+            made = run.compute(stage, plan, loaded, state)
+            run.counts.forward += 1
+            weight = times * elements(region) / elements(tuple((0, n) for n in self.target.shape))
+            loss = self.loss.function(made[name], self.target.prepare(target))
+            loss = loss * (weight if self.loss.reduction == "mean" else times)
+        part = loss.detach().double()
+        self.total, self.dtype = part if self.total is None else self.total + part, loss.dtype
+        if self.gradients and loss.requires_grad and (wanted or parameters):
+            run.counts.backward += 1
+            found = torch.autograd.grad(loss, [*wanted.values(), *parameters], allow_unused=True)
+            for source, gradient in zip(wanted, found, strict=False):
+                if gradient is not None:
+                    run.store.add_gradient(source, run.network.shapes[source], plan.regions[source], gradient)
+            self.sums.add(parameters, found[len(wanted) :])
+            torch.clear_autocast_cache()
+
+    def _region(self, out: Region) -> Region:
+        """The target's region: batch and pixels of the output; its channels, if it has any."""
+        shape = self.target.shape
+        pixels = len(out) - 2
+        middle = [(0, n) for n in shape[1 : len(shape) - pixels]]
+        return (out[0], *middle, *out[2:])
+
+    def _key(self, index: int, plan: Tile, pixels: Pixels) -> Any:
+        run = self.execution
+        key = run.twin_key(run.streaming.stages[index], plan, pixels)
+        if key is None or pixels.beside is None:
+            return None
+        first = pixels.beside.flatten()[0]
+        return (key, float(first)) if bool((pixels.beside == first).all()) else None
+
+
+def one_pass(
+    execution: Execution, loss: PixelLoss, target: Image, *, gradients: bool
+) -> tuple[torch.Tensor, Sums, dict[str, torch.Tensor]]:
+    """The loss, the sums of the parameters' gradients and the gradients of the inputs that want one."""
+    (name,) = execution.streaming.boundary
+    shape = execution.network.shapes[name]
+    last = len(execution.streaming.stages) - 1
+    if target.shape[0] != shape[0] or tuple(target.shape[-(len(shape) - 2) :]) != shape[2:]:
+        raise StreamError(f"the target has shape {tuple(target.shape)}, but the output is {shape}; pixels must agree")
+    dense = _Pass(execution, loss, target, gradients)
+    for index in range(last):
+        execution.forward_stage(index)
+    execution.run_globals(last)
+    dense.run(last)
+    if gradients:
+        execution.globals[last].backward(execution.store, dense.sums)
+        execution.backward_stages(last, dense.sums)
+    assert dense.total is not None
+    inputs = {n: execution.store.gradients[n] for n in execution.wants if n in execution.store.gradients}
+    return dense.total.to(dense.dtype), dense.sums, inputs

@@ -1,0 +1,220 @@
+"""What a step has at hand: its tiles, their pixels, the values between tiles, and how one tile is computed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from outcore.graph.record.recording import Context, Ref
+from outcore.ops.region import Region, sizes
+from outcore.stream.call import Given
+from outcore.stream.execute.map_store import Store
+from outcore.stream.execute.prefetch import read_ahead
+from outcore.stream.execute.tile_classes import Kinds, Tile
+from outcore.stream.execute.tile_dedup import colour
+from outcore.stream.execute.tile_run import run_tile
+from outcore.stream.network import Network
+from outcore.stream.plan.passes import Stage, Streaming
+from outcore.stream.rules.border import sliced
+from outcore.stream.source import Image
+
+__all__ = ["Counts", "Options", "Pixels", "Work"]
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """What was read for a tile, by a thread that reads ahead."""
+
+    crops: Mapping[str, torch.Tensor]
+    """Of the images, as they are stored; none of a tile whose colours were known."""
+    colours: Hashable | None = None
+    """Of images that are each of one colour; none if one is not. Looked for by the thread that read them, so that the
+    one that issues kernels need not."""
+    beside: torch.Tensor | None = None
+    """What else the tile takes."""
+
+    @property
+    def bytes(self) -> int:
+        """Of the images."""
+        return sum(c.numel() * c.element_size() for c in self.crops.values())
+
+
+@dataclass(frozen=True)
+class Options:
+    """How tiles are run."""
+
+    workers: int = 0
+    """Threads that read ahead; 0 to read when needed."""
+    twins: bool = True
+    """Compute tiles of equal, constant pixels once."""
+    maps_on_host: bool = False
+    """Keep maps that later passes start from in host memory."""
+    cache_bytes: int = 0
+    """Host memory for pixels that a later pass reads again."""
+
+
+@dataclass
+class Counts:
+    """What was run."""
+
+    forward: int = 0
+    backward: int = 0
+    reused: int = 0
+    """Tiles that equal one computed before, forward and backward."""
+    waited_s: float = 0.0
+    """Time in which a tile was to be computed and its pixels were not there."""
+    waits: list[tuple[float, float]] = field(default_factory=list)
+    """When that was, on the clock of `time.perf_counter`: between two of them, a tile is computed."""
+    reads: list[tuple[str, float, float]] = field(default_factory=list)
+    """Which thread read a tile's pixels, from when to when."""
+
+
+@dataclass
+class Work:
+    """The tiles of one step."""
+
+    network: Network
+    streaming: Streaming
+    kinds: Sequence[Kinds]
+    """The tiles of every stage."""
+    images: Mapping[str, Image]
+    """Streamed inputs."""
+    others: Mapping[str, torch.Tensor]
+    """Inputs that every tile gets whole."""
+    wants: frozenset[str]
+    """Inputs whose gradient is wanted."""
+    device: torch.device
+    context: Context
+    seed: int
+    options: Options = field(default_factory=Options)
+    counts: Counts = field(default_factory=Counts)
+
+    def __post_init__(self) -> None:
+        homes = {}
+        if self.options.maps_on_host:
+            homes = {m: torch.device("cpu") for m in self.streaming.kept}
+        self.store = Store(self.device, homes, dict(self.others))
+        self.given = Given(self.seed)
+        self.cached: dict[Hashable, Pixels] = {}
+        self.cached_bytes = 0
+        self.lock = threading.Lock()
+
+    def plans(self, index: int) -> Iterator[Tile]:
+        """The tiles of a stage."""
+        return iter(self.kinds[index])
+
+    def read(
+        self, stage: Stage, plans: Iterator[Tile], beside: Callable[[Tile], torch.Tensor] | None = None
+    ) -> Iterator[tuple[Tile, Pixels]]:
+        """Each tile with what its images hold there, read ahead; the waiting is counted.
+
+        Args:
+            stage: whose images.
+            plans: its tiles.
+            beside: something else that a tile takes, read ahead as well.
+        """
+        images = [name for name in stage.sources if name in self.images]
+
+        def read(plan: Tile) -> Pixels:
+            return pixels(plan) if beside is None else replace(pixels(plan), beside=self._ready(beside(plan)))
+
+        def pixels(plan: Tile) -> Pixels:
+            place = tuple((name, plan.regions[name]) for name in images if name in plan.regions)
+            if (held := self.cached.get(place)) is not None:
+                return held
+            if self._alike and None not in (known := {n: self.images[n].colour(r) for n, r in place}).values():
+                return Pixels({}, tuple(known.items()))
+            start = time.perf_counter()
+            crops = {name: self.images[name].read(region) for name, region in place}
+            if (colours := self._colours(crops)) is None:
+                crops = {name: self._ready(crop) for name, crop in crops.items()}
+            found = Pixels(crops, colours)
+            self.counts.reads.append((threading.current_thread().name, start, time.perf_counter()))
+            with self.lock:
+                if self.cached_bytes + found.bytes <= self.options.cache_bytes:
+                    self.cached[place] = found
+                    self.cached_bytes += found.bytes
+            return found
+
+        tiles = read_ahead(plans, read, self.options.workers)
+        while True:
+            start = time.perf_counter()
+            tile = next(tiles, None)
+            self.counts.waits.append((start, time.perf_counter()))
+            self.counts.waited_s += self.counts.waits[-1][1] - start
+            if tile is None:
+                return
+            yield tile
+            del tile
+
+    def _ready(self, crop: torch.Tensor) -> torch.Tensor:
+        """What was read ahead, in memory from which the device copies without being waited for."""
+        there = self.device.type == "cuda" and self.options.workers and crop.device.type == "cpu"
+        return crop.contiguous().pin_memory() if there else crop
+
+    @property
+    def _alike(self) -> bool:
+        """Whether tiles of equal pixels are computed once."""
+        return self.options.twins and not self.wants
+
+    def _colours(self, crops: Mapping[str, torch.Tensor]) -> Hashable | None:
+        """The colours of a tile of glass; pixels that lie on a GPU are not asked, which would wait for all it does."""
+        if not self._alike or any(crop.is_cuda for crop in crops.values()):
+            return None
+        found = {name: colour(crop) for name, crop in crops.items()}
+        return None if None in found.values() else tuple(found.items())
+
+    def twin_key(self, stage: Stage, plan: Tile, pixels: Pixels) -> Any:
+        """What tiles must have in common to be twins; none for a tile that has no twin."""
+        if pixels.colours is None or set(stage.sources) - set(self.images):
+            return None
+        return pixels.colours, plan.kind
+
+    def load(self, stage: Stage, plan: Tile, pixels: Pixels) -> dict[str, torch.Tensor]:
+        """All that a tile takes, on the device: images prepared, regions of maps, global values."""
+        found = {}
+        for name in (*stage.sources, *stage.smalls):
+            if (region := plan.regions.get(name)) is None:
+                continue
+            if name in self.images:
+                crop = pixels.crops[name] if name in pixels.crops else self._plain(name, region)
+                moved = crop.to(self.device, non_blocking=True) if crop.device != self.device else crop
+                found[name] = self.images[name].prepare(moved).detach()
+            else:
+                found[name] = self.store.read(name, region).detach()
+        return found
+
+    def _plain(self, name: str, region: Region) -> torch.Tensor:
+        """A crop that is known to be the same at every pixel, from one of them."""
+        corner = (*region[:2], *((a, a + 1) for a, _ in region[2:]))
+        return self.images[name].read(corner).to(self.device).expand(sizes(region)).contiguous()
+
+    def compute(
+        self,
+        stage: Stage,
+        tile: Tile,
+        loaded: Mapping[str, torch.Tensor],
+        state: Mapping[Ref, torch.Tensor],
+    ) -> dict[str, torch.Tensor]:
+        """Each target's part of one tile."""
+        plan = tile.plan
+        made = run_tile(self.network, stage, plan, loaded, state, self.given)
+        return {
+            name: sliced(made[stage.targets[name]], plan.regions[stage.targets[name]], region)
+            for name, region in plan.targets.items()
+        }
+
+    def state_of(self, stage: Stage) -> dict[Ref, torch.Tensor]:
+        """The parameters, buffers and constants of a stage."""
+        return {ref: self.network.state(ref) for n in stage.nodes for ref in n.operands if ref.kind != "value"}
+
+    def is_wanted(self, name: str) -> bool:
+        """Whether the gradient of a source or a global value is of use."""
+        if name in self.network.graph.inputs:
+            return name in self.wants
+        return self.network.dtypes[name].is_floating_point

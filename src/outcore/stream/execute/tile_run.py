@@ -1,0 +1,107 @@
+"""Computing one tile."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+
+import torch
+
+from outcore.graph.record.recording import Context, Ref
+from outcore.ops.region import Region
+from outcore.stream.call import Given, overhanging
+from outcore.stream.execute.fork import fork
+from outcore.stream.network import Network, Node
+from outcore.stream.plan.passes import Stage
+from outcore.stream.plan.tiles import TilePlan
+from outcore.stream.rules.border import sliced
+from outcore.stream.rules.convolve import Convolution
+from outcore.stream.rules.pool import MaxPool
+
+__all__ = ["run_tile"]
+
+
+def run_tile(
+    network: Network,
+    stage: Stage,
+    plan: TilePlan,
+    crops: Mapping[str, torch.Tensor],
+    state: Mapping[Ref, torch.Tensor],
+    given: Given,
+) -> dict[str, torch.Tensor]:
+    """The values of a tile's targets.
+
+    Args:
+        network: the nodes.
+        stage: those to run.
+        plan: which regions.
+        crops: regions of the stage's sources, and its small global values whole.
+        state: parameters, buffers and constants.
+        given: what rules may look at.
+    """
+    held: dict[str, torch.Tensor] = dict(crops)
+    readers = _readers(stage, plan)
+    handed: dict[tuple[str, int], torch.Tensor] = {}
+    wanted = {stage.targets[t] for t in plan.targets}
+    last = {v: node.output for node in stage.nodes if node.output in plan.needs for v in node.values}
+    for node in stage.nodes:
+        if (needs := plan.needs.get(node.output)) is None:
+            continue
+        operands = []
+        for i, (ref, region) in enumerate(zip(node.operands, needs, strict=True)):
+            if ref.kind != "value":
+                tensor = state[ref]
+                operands.append(sliced(tensor, tuple((0, n) for n in tensor.shape), region))
+            elif len(readers[ref.name]) == 1 or ref.name in wanted or not held[ref.name].requires_grad:
+                operands.append(sliced(held[ref.name], plan.regions[ref.name], region))
+            else:
+                if (node.output, i) not in handed:
+                    handed.update(_hand_out(ref.name, held, plan, readers[ref.name]))
+                operands.append(handed.pop((node.output, i)))
+        assert node.rule is not None
+        with _modes(network, node):
+            widened, wide = plan.widened.get(node.output), overhanging(node.rule)
+            if widened is not None and wide is not None:
+                held[node.output] = wide.run_widened(operands, widened)
+            else:
+                held[node.output] = node.rule.run(operands, plan.regions[node.output], given)
+        del operands
+        for value in node.values:
+            if last[value] == node.output and value not in wanted:
+                held.pop(value, None)
+    return {value: held[value] for value in wanted}
+
+
+_Reader = tuple[str, int, Region, bool]
+"""Node, number of the operand, region, and whether its gradient is fresh."""
+
+
+def _readers(stage: Stage, plan: TilePlan) -> dict[str, list[_Reader]]:
+    """Who reads each value, in order."""
+    found: dict[str, list[_Reader]] = {}
+    for node in stage.nodes:
+        for i, (ref, region) in enumerate(zip(node.operands, plan.needs.get(node.output, ()), strict=False)):
+            if ref.kind == "value":
+                fresh = i == 0 and isinstance(node.rule, (Convolution, MaxPool))
+                found.setdefault(ref.name, []).append((node.output, i, region, fresh))
+    return found
+
+
+def _hand_out(
+    name: str, held: Mapping[str, torch.Tensor], plan: TilePlan, readers: list[_Reader]
+) -> dict[tuple[str, int], torch.Tensor]:
+    parts = fork(held[name], plan.regions[name], [r for _, _, r, _ in readers], [f for _, _, _, f in readers])
+    return {(output, i): part for (output, i, _, _), part in zip(readers, parts, strict=True)}
+
+
+def _modes(network: Network, node: Node) -> contextlib.AbstractContextManager[object]:
+    """The modes that the model itself put this call under, if any."""
+    context: Context | None = network.contexts.get(node.call)
+    if context is None:
+        return contextlib.nullcontext()
+    stack = contextlib.ExitStack()
+    if not context.grad:
+        stack.enter_context(torch.no_grad())
+    for device, enabled, dtype in context.autocast:
+        stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
+    return stack

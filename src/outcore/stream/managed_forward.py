@@ -1,0 +1,288 @@
+"""Stands where a model's ``forward`` was, and streams it: what `outcore.within` puts there when nothing else fits.
+
+    model = outcore.within(model, (slide,), memory="40GiB")     # slide: a tensor, or a source that is read lazily
+    loss = criterion(model(slide), label)                       # the loop stays as it is
+    loss.backward()
+
+The model stays the object it was: class, parameters, hooks and state_dict are untouched, and the loss is taken on its
+output. Forward runs the tiles once and what follows them untiled, backward runs the tiles again: two passes, whatever
+the loss. Where the output is a map and the loss a sum over its pixels, `outcore.stream.pixel_loss(model, image,
+target=…, loss=…)` takes one, and never holds the map.
+
+The budget is the whole step's: weights, gradients, the optimizer's state, tiles, maps, what follows. Which boundary,
+tile, kept maps and policies is decided once per size class (`StreamPlan.at`), so slides of other sizes do not wait for
+a plan. Sums over tiles come in another order than plain PyTorch's: the grade is *reassociated*, not *bitwise*, and the
+plan, `explain` and `outcore verify` say so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from outcore.cost.costs import Costs
+from outcore.cost.optimizer_cost import OptimizerCost
+from outcore.cost.predicted.rough import belong
+from outcore.errors import PlanError, StreamError
+from outcore.graph import Graph
+from outcore.graph.structure import leaves
+from outcore.machine.units import format_bytes
+from outcore.stream.arguments import Lazy, device_of, lazily, stood
+from outcore.stream.execute.pixel_loss import Function, PixelLoss
+from outcore.stream.plan.plan import StreamPlan, how_of, plan_by_hand, plan_tiles
+from outcore.stream.plan.step_document import StreamedStep
+from outcore.stream.streamed import Streamed, stream
+
+__all__ = [
+    "Conductor",
+    "Wanted",
+    "bytes_on",
+    "conduct",
+    "has_lazy",
+    "loss_on_output",
+    "pixel_loss",
+    "planned",
+    "without_memory",
+]
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_READERS = 4
+"""Threads that read lazy images ahead."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What was asked for."""
+
+    budget_bytes: int | None
+    optimizer: OptimizerCost
+    reserved_bytes: int = 0
+    """To leave free, for the loss and for images that lie on the device."""
+    statistics: bool = False
+    """Whether further passes for norms over the image are accepted."""
+    by_hand: Mapping[str, Any] | None = None
+    """What a plan says under ``stream``."""
+    dense: bool = False
+    """The loss is over pixels and taken in one pass."""
+
+
+class Conductor:
+    """What is called instead of the model's ``forward``."""
+
+    def __init__(self, model: nn.Module, wanted: Wanted, costs: Costs | None = None) -> None:
+        self._model = weakref.ref(model)
+        self.wanted, self.costs = wanted, costs
+        self.step: StreamedStep | None = None
+        """What was decided first."""
+        self._streamed: Streamed | None = None
+
+    @property
+    def model(self) -> nn.Module:
+        """The model whose forward this is."""
+        model = self._model()
+        assert model is not None
+        return model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model; while it is recorded, as it is."""
+        if any(isinstance(t, FakeTensor) for _, t in leaves((args, kwargs), torch.Tensor)):
+            return self.original(*args, **kwargs)
+        with self.suspended():
+            return self.streamed(*args, **kwargs)
+
+    def loss(self, *args: Any, target: Any, loss: PixelLoss | Function, **kwargs: Any) -> torch.Tensor:
+        """The loss over the pixels of the output, in one pass."""
+        with self.suspended():
+            return self.streamed.loss(*args, target=target, loss=loss, **kwargs)
+
+    @property
+    def original(self) -> Callable[..., Any]:
+        """The model's own forward."""
+        own: Callable[..., Any] = type(self.model).forward.__get__(self.model)
+        return own
+
+    @property
+    def streamed(self) -> Streamed:
+        """The model, streamed; made when it is first needed."""
+        if self._streamed is None:
+            workers = _READERS if device_of(self.model).type == "cuda" else 1
+            if self.wanted.by_hand is not None:
+                self._streamed = stream(self.model, **how_of(self.wanted.by_hand), workers=workers)
+            else:
+                self._streamed = stream(self.model, memory=self.tiles_bytes or 2**62, workers=workers)
+                self._streamed.planner = self.choose
+        return self._streamed
+
+    def close(self) -> None:
+        """Let go of what was prepared, which holds the model: the next call prepares again."""
+        self._streamed = None
+
+    @property
+    def tiles_bytes(self) -> int | None:
+        """What the budget leaves for weights, gradients, tiles, maps and the rest."""
+        return None if self.wanted.budget_bytes is None else self.wanted.budget_bytes - self.beside_bytes
+
+    def admit(self, graph: Graph) -> StreamedStep:
+        """Decide for the graph of a call; raises `PlanError` or `StreamError` if it cannot be done."""
+        with self.suspended():
+            if self.wanted.by_hand is not None:
+                plan = plan_by_hand(graph, self.wanted.by_hand, costs=self.costs, dense=self.wanted.dense)
+            else:
+                plan = self.choose(graph, self.wanted.dense)
+                self.streamed.plans.append((self.wanted.dense, plan))
+        self.step = StreamedStep.of(plan, graph, self.costs, self.wanted.budget_bytes, self.beside_bytes)
+        return self.step
+
+    def choose(self, graph: Graph, dense: bool) -> StreamPlan:
+        """The fastest within the budget."""
+        wanted = self.wanted
+        costs = self.costs if self.costs is not None and belong(self.costs, graph) else None
+        memory = self.tiles_bytes
+        if memory is not None and memory <= 0:
+            raise PlanError(
+                f"the optimizer's state, the loss and images on the device take {format_bytes(self.beside_bytes)} of "
+                f"the {format_bytes(wanted.budget_bytes or 0)} that are allowed; give images lazily (outcore.data)"
+            )
+        options: dict[str, Any] = {"memory": memory, "costs": costs, "dense": dense, "policies": True}
+        try:
+            return plan_tiles(graph, statistics=wanted.statistics, **options)
+        except (PlanError, StreamError) as refused:
+            if wanted.statistics:
+                raise
+            raise _with_statistics(graph, options, refused, self.costs) from None
+
+    @property
+    def beside_bytes(self) -> int:
+        """What is held beside what streaming counts: the optimizer's state, the loss, what libraries hold."""
+        sizes = {n: p.numel() * p.element_size() for n, p in self.model.named_parameters() if p.requires_grad}
+        libraries = self.costs.library_bytes if self.costs is not None else 0
+        return self.wanted.reserved_bytes + self.wanted.optimizer.state_bytes(sizes) + libraries
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """The model as it was, without its own hooks: those run around this."""
+        attributes = self.model.__dict__
+        here, hooks = attributes.pop("forward", None), {name: attributes[name] for name in _HOOKS}
+        attributes.update({name: type(found)() for name, found in hooks.items()})
+        try:
+            yield
+        finally:
+            attributes.update(hooks)
+            if here is not None:
+                attributes["forward"] = here
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"model": self.model, "wanted": self.wanted, "costs": self.costs}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+
+def conduct(
+    model: nn.Module, graph: Graph, wanted: Wanted, costs: Costs | None, refused: PlanError | None = None
+) -> StreamedStep:
+    """Put a conductor where a model's forward is.
+
+    Args:
+        model: as it is.
+        graph: of a call, at its size.
+        wanted: the budget, and what may be done.
+        costs: of the graph's calls.
+        refused: why nothing else would do.
+
+    Raises:
+        PlanError: tiles do not meet the budget either; names both.
+    """
+    conductor = Conductor(model, wanted, costs)
+    step = _admitted(conductor, graph, refused)
+    model.__dict__["forward"] = conductor
+    return step
+
+
+def planned(graph: Graph, wanted: Wanted, costs: Costs | None, refused: PlanError | None = None) -> StreamedStep:
+    """What `conduct` would do to the model of a graph; nothing is changed."""
+    return _admitted(Conductor(graph._running()[0].model, wanted, costs), graph, refused)
+
+
+def _admitted(conductor: Conductor, graph: Graph, refused: PlanError | None) -> StreamedStep:
+    try:
+        return conductor.admit(graph)
+    except (PlanError, StreamError) as error:
+        if refused is None:
+            raise
+        raise PlanError(f"{refused}; tiles do not help: {error}") from None
+
+
+def _with_statistics(graph: Graph, options: dict[str, Any], refused: Exception, costs: Costs | None) -> Exception:
+    """The refusal, with what further passes would make of it."""
+    try:
+        plan = plan_tiles(graph, statistics=True, **options)
+    except (PlanError, StreamError):
+        return refused
+    if plan.passes == 1:
+        return refused
+    plain_s = sum(c.time_s for c in costs.calls.values()) if costs is not None else 0.0
+    cost = f" and {plan.time_s / plain_s:.1f}x the time of a plain step" if plain_s else ""
+    return type(refused)(
+        f"{refused}; with statistics=True it fits, for {plan.passes} forward passes over the image, one more per norm "
+        f"over the whole of it{cost}"
+    )
+
+
+def pixel_loss(model: nn.Module, *args: Any, target: Any, loss: PixelLoss | Function, **kwargs: Any) -> torch.Tensor:
+    """The loss over the pixels of a model's output; of a model that is streamed, in one pass.
+
+    >>> net, image, labels = nn.Conv2d(3, 2, 3, padding=1), torch.rand(1, 3, 8, 8), torch.zeros(1, 8, 8).long()
+    >>> pixel_loss(net, image, target=labels, loss=nn.functional.cross_entropy).shape
+    torch.Size([])
+
+    Args:
+        model: any; under `outcore.within` it may be streamed, otherwise it is called as it is.
+        args: as the model takes them.
+        target: a tensor or a source with the output's pixels.
+        loss: a function of (output, target) that is a mean over pixels, or a `PixelLoss`.
+        kwargs: as the model takes them.
+    """
+    conductor = model.__dict__.get("forward")
+    if isinstance(conductor, Conductor):
+        return conductor.loss(*args, target=target, loss=loss, **kwargs)
+    if isinstance(model, Streamed):
+        return model.loss(*args, target=target, loss=loss, **kwargs)
+    function = loss.function if isinstance(loss, PixelLoss) else loss
+    return function(model(*args, **kwargs), target)
+
+
+def loss_on_output(loss: Callable[[Any], torch.Tensor] | PixelLoss | None) -> Callable[[Any], torch.Tensor] | None:
+    """A loss that is taken on the whole output; none for one over pixels, which is taken tile by tile."""
+    return None if isinstance(loss, PixelLoss) else loss
+
+
+def has_lazy(tree: Any) -> bool:
+    """Whether the arguments hold images that are read lazily."""
+    found = lazily(tree)
+
+    def inside(leaf: Any) -> bool:
+        if isinstance(leaf, (tuple, list)):
+            return any(map(inside, leaf))
+        if isinstance(leaf, dict):
+            return any(map(inside, leaf.values()))
+        return isinstance(leaf, Lazy)
+
+    return inside(found)
+
+
+def bytes_on(device: torch.device, tree: Any) -> int:
+    """Of the tensors in the arguments that lie on a device; lazy images and shapes take nothing there."""
+    return sum(t.numel() * t.element_size() for _, t in leaves(tree, torch.Tensor) if t.device == device)
+
+
+def without_memory(tree: Any) -> Any:
+    """The arguments with tensors without memory in place of lazy images and tensors; shapes stay."""
+    return stood(lazily(tree))

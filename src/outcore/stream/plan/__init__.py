@@ -1,0 +1,1 @@
+"""Choosing tiles, passes and boundary for a budget."""

@@ -1,0 +1,81 @@
+"""A network made ready to be streamed at one size: stages, tiles, and what runs untiled afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from outcore.errors import StreamError
+from outcore.graph import Graph
+from outcore.graph.record.recording import Ref, Step, schedule_drops
+from outcore.graph.structure import leaves
+from outcore.stream.execute.fold_batch_norm import finish, fold
+from outcore.stream.execute.tile_classes import Kinds
+from outcore.stream.network import Network
+from outcore.stream.plan.passes import Streaming, divide
+from outcore.stream.plan.tiles import Grid, grid
+
+__all__ = ["Prepared", "bound", "cut_up", "divided"]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A model ready to be streamed at one size."""
+
+    graph: Graph
+    network: Network
+    streaming: Streaming
+    grids: tuple[Grid, ...]
+    tail: tuple[Step, ...]
+    """What runs untiled."""
+
+    @cached_property
+    def kinds(self) -> tuple[Kinds, ...]:
+        """The tiles of every pass, planned when they are first asked for."""
+        return tuple(Kinds(self.network, s, g) for s, g in zip(self.streaming.stages, self.grids, strict=True))
+
+    @property
+    def tiles(self) -> int:
+        """Tiles in all forward passes."""
+        return sum(len(g) for g in self.grids)
+
+    @property
+    def is_map(self) -> bool:
+        """Whether everything is streamed, to one output, which is a map."""
+        last, names = self.streaming.stages[-1], self.streaming.boundary
+        return not self.tail and names == self.graph.outputs == last.maps and not last.reductions
+
+
+def bound(graph: Graph, *, folded: bool) -> Network:
+    """The nodes of a graph, frozen batch norms folded if wanted."""
+    network = Network(graph)
+    if folded:
+        fold(network)
+        finish(network)
+    return network
+
+
+def cut_up(network: Network, streaming: Streaming, tile: int | Sequence[int]) -> tuple[Grid, ...]:
+    """The tiles of every pass."""
+    rank = network.rank
+    pixels = (tile,) * rank if isinstance(tile, int) else tuple(tile)
+    if len(pixels) != rank or min(pixels) < 1:
+        raise StreamError(f"tile={tile} must be one number above zero, or {rank} of them (one per dimension of pixels)")
+    return tuple(grid(network, stage, pixels) for stage in streaming.stages)
+
+
+def divided(
+    network: Network,
+    *,
+    tile: int | Sequence[int],
+    boundary: Iterable[str] | None = None,
+    statistics: bool = False,
+    keep: Collection[str] = (),
+) -> Prepared:
+    """Put a network into stages and tiles."""
+    streaming = divide(network, boundary=boundary, statistics=statistics, keep=keep)
+    grids = cut_up(network, streaming, tile)
+    tail = [replace(s) for s in network.recording.steps if s.name not in streaming.calls]
+    schedule_drops(tail, [r.name for _, r in leaves(network.recording.result, Ref)])
+    return Prepared(network.graph, network, streaming, grids, tuple(tail))

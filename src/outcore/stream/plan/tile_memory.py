@@ -1,0 +1,266 @@
+"""How much memory a tile takes, found by running it without memory.
+
+A tile is run forward and backward on *fake* tensors, which have sizes but no content, while a counter adds up what is
+alive (`outcore.cost.measured.live_bytes`). The code that is counted is the code that runs, so saved tensors, copies
+made for padding and temporary gradients are all in it; what a kernel takes for itself inside one call is not (on a GPU
+a margin stands
+for it).
+
+    parameters + sums of gradients + maps + their gradients + one tile (values, what backward keeps, gradients)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from outcore.cost.measured.live_bytes import LiveBytes
+from outcore.graph.record.preserve import ModelState, state_tensors
+from outcore.graph.record.recording import Ref, Tape
+from outcore.graph.structure import leaves
+from outcore.ops.region import elements, sizes
+from outcore.stream.arguments import device_of
+from outcore.stream.call import Given
+from outcore.stream.execute.tile_run import run_tile
+from outcore.stream.execute.untiled_tail import Rest
+from outcore.stream.network import Network
+from outcore.stream.plan.passes import Stage
+from outcore.stream.plan.prepared import Prepared
+from outcore.stream.plan.tiles import Grid, TilePlan, plan_tile
+from outcore.stream.rules.border import sliced
+from outcore.stream.rules.convolve import Convolution
+from outcore.stream.rules.pool import MaxPool
+
+__all__ = ["StreamBytes", "TileBytes", "largest_tile", "predict_bytes", "tile_bytes"]
+
+
+_WORTH_TRYING = 0.6
+"""Tiles with a smaller share of the numbers of the largest, in whatever pass, are taken to need fewer bytes."""
+_CLOSE = 0.97
+"""The same for tiles of one pass: their bytes were seen to follow their numbers to about one in a hundred."""
+
+
+@dataclass(frozen=True)
+class TileBytes:
+    """The peak of one tile, above what is there before and after."""
+
+    forward: int
+    """Without gradients; in training it is not asked for, being less."""
+    backward: int
+    """Forward with gradients on, and backward."""
+
+
+@dataclass(frozen=True)
+class StreamBytes:
+    """Where the peak of a step is, and what is in it."""
+
+    parameters: int
+    gradients: int
+    """Of all parameters, once a step is over."""
+    boundary: int
+    """Maps that the rest of the network, or the user, gets."""
+    kept: int
+    """Maps that later passes start from."""
+    output: int
+    """Of the boundary, what is the model's own output: the user holds it until the end."""
+    tile_forward: int
+    """Where there is no backward pass."""
+    tile_backward: int
+    small: int
+    """Global values such as folded weights, and their gradients."""
+    tail: int
+    """Peak of what runs untiled, above the maps."""
+    read: int
+    """Pixels on their way, in host memory."""
+    workspace: int = 0
+    """What the hungriest operation takes for itself."""
+
+    @property
+    def peak(self) -> int:
+        """The most that is held at once on the device."""
+        maps = self.kept + self.boundary
+        first = maps + self.tile_forward
+        rest = maps + self.tail + self.gradients
+        second = maps + self.output + self.kept + self.tile_backward + self.gradients
+        return self.parameters + self.small + self.workspace + max(first, rest, second)
+
+
+def largest_tile(network: Network, stage: Stage, cut: Grid) -> TilePlan:
+    """The tile with the most numbers: one in the middle, or the first where there is no middle."""
+    return max(_kinds(network, stage, cut), key=lambda p: p.elements())
+
+
+def _kinds(network: Network, stage: Stage, cut: Grid) -> list[TilePlan]:
+    """Tiles of every kind: corners, edges, the middle."""
+    places = (sorted({0, c // 2, c - 1}) for c in cut.counts)
+    return [p for n in itertools.product(*places) if (p := plan_tile(network, stage, cut, n)) is not None]
+
+
+def _extremes(network: Network, stage: Stage, cut: Grid) -> list[TilePlan]:
+    """The tiles that may take the most: those with the most numbers, copies that padding makes among them."""
+
+    def numbers(plan: TilePlan) -> int:
+        copied = (n for n in stage.nodes if n.output in plan.needs and n.output not in plan.widened)
+        padded = (
+            n for n in copied if isinstance(n.rule, (Convolution, MaxPool)) and n.rule.pads(plan.regions[n.output])
+        )
+        return plan.elements() + sum(elements(plan.needs[n.output][0]) for n in padded)
+
+    kinds = _kinds(network, stage, cut)
+    first, last = min(kinds, key=lambda p: p.number), max(kinds, key=lambda p: p.number)
+    most = sorted(kinds, key=numbers, reverse=True)[:2]
+    tried = [*most, *(p for p in (first, last) if p not in most)]
+    return [p for p in tried if numbers(p) >= _CLOSE * numbers(most[0])]
+
+
+def tile_bytes(network: Network, stage: Stage, plan: TilePlan, *, training: bool = True) -> TileBytes:
+    """Run one tile on fake tensors and count."""
+    device = device_of(network.model)
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        state = {
+            ref: fake.from_tensor(network.state(ref)) for n in stage.nodes for ref in n.operands if ref.kind != "value"
+        }
+
+        def crops() -> dict[str, torch.Tensor]:
+            return {
+                name: torch.empty(sizes(plan.regions[name]), dtype=network.dtypes[name], device=device)
+                for name in (*stage.sources, *stage.smalls)
+                if name in plan.regions
+            }
+
+        if training:
+            with LiveBytes(list(state.values())) as live, torch.enable_grad():
+                return TileBytes(0, _backward(network, stage, plan, crops(), state, live))
+        with LiveBytes(list(state.values())) as live, torch.no_grad():
+            run_tile(network, stage, plan, crops(), state, Given())
+            return TileBytes(live.peak, live.peak)
+
+
+def _backward(
+    network: Network,
+    stage: Stage,
+    plan: TilePlan,
+    given: dict[str, torch.Tensor],
+    state: Mapping[Ref, torch.Tensor],
+    live: LiveBytes,
+) -> int:
+    leaves_ = [t.requires_grad_() for n, t in given.items() if n in stage.smalls and t.is_floating_point()]
+    wanted = [*leaves_, *{id(t): t for t in state.values() if t.requires_grad}.values()]
+    made = run_tile(network, stage, plan, given, state, Given())
+    outputs = []
+    for name, region in plan.targets.items():
+        value = stage.targets[name]
+        part = sliced(made[value], plan.regions[value], region)
+        reduction = network.nodes[name].reduction
+        if reduction is not None and hasattr(reduction, "dims"):
+            part = part.sum(reduction.dims)
+        outputs.append(part)
+    del made, given
+    outputs = [o for o in outputs if o.requires_grad]
+    if outputs and wanted:
+        torch.autograd.grad(outputs, wanted, [torch.empty_like(o) for o in outputs], allow_unused=True)
+    return live.peak
+
+
+def _tail_bytes(prepared: Prepared, *, training: bool) -> int:
+    """Peak of the untiled rest, forward and backward, above the maps it starts from."""
+    network = prepared.network
+    if not prepared.tail:
+        return 0
+    device = device_of(network.model)
+    with _unchanged(network.model), FakeTensorMode(allow_non_fake_inputs=True):
+        values = {
+            name: torch.empty(network.shapes[name], dtype=network.dtypes[name], device=device)
+            for name in (*prepared.streaming.boundary, *network.graph.inputs)
+        }
+        wanted = [n for n in prepared.streaming.boundary if training and values[n].is_floating_point()]
+        starts = [values[name].requires_grad_() for name in wanted]
+        with torch.enable_grad():
+            values |= {name: values[name].clone() for name in wanted}  # the rest may write into what it starts from
+        real = [*network.model.parameters(), *network.model.buffers()]
+        with LiveBytes([*values.values(), *real]) as live, torch.set_grad_enabled(training):
+            tape = Tape(network.model, network.recording.constants, dict(values))
+            tape.run(prepared.tail, network.recording.ambient)
+            found = [tape.values[r.name] for _, r in leaves(network.recording.result, Ref) if r.kind == "value"]
+            outputs = [t for t in found if t.requires_grad]
+            del found
+            tape.values.clear()
+            if outputs and starts:
+                torch.autograd.grad(outputs, starts, [torch.empty_like(o) for o in outputs], allow_unused=True)
+        peak: int = live.peak
+    return peak
+
+
+def predict_bytes(
+    prepared: Prepared,
+    *,
+    training: bool = True,
+    dense: bool = False,
+    workers: int = 0,
+    on_host: bool = False,
+    rest: Rest | None = None,
+) -> StreamBytes:
+    """The bytes of a step, before anything is run.
+
+    Args:
+        prepared: the network in stages and tiles.
+        training: whether there is a backward pass.
+        dense: whether the output leaves tile by tile and is not put together (`Streamed.loss`, `Streamed.tiles`).
+        workers: threads that read ahead.
+        on_host: whether maps between passes are in host memory.
+        rest: what follows the boundary, where it runs under policies.
+    """
+    network, streaming = prepared.network, prepared.streaming
+    tried = [
+        (stage, plan)
+        for stage, cut in zip(streaming.stages, prepared.grids, strict=True)
+        for plan in _extremes(network, stage, cut)
+    ]
+    most = max(plan.elements() for _, plan in tried)
+    found = [
+        tile_bytes(network, stage, plan, training=training)
+        for stage, plan in tried
+        if plan.elements() >= _WORTH_TRYING * most
+    ]
+
+    def size(names: Iterable[str]) -> int:
+        return sum(math.prod(network.shapes[m]) * network.dtypes[m].itemsize for m in names)
+
+    kept = set(streaming.kept)
+    boundary = set(streaming.boundary) - kept if not dense else set()
+    parameters = list(network.model.parameters())
+    state = sum(t.numel() * t.element_size() for t in (*parameters, *network.model.buffers()))
+    gradients = sum(p.numel() * max(4, p.element_size()) for p in parameters if p.requires_grad) if training else 0
+    stage, cut = streaming.stages[0], prepared.grids[0]
+    read = largest_tile(network, stage, cut)
+    pixels = sum(math.prod(sizes(read.regions[n])) for n in stage.sources if n in read.regions)
+    globals_ = [n for s in streaming.stages for n in s.globals]
+    small = sum(math.prod(n.shape) * n.dtype.itemsize for n in globals_) * (2 if training else 1)
+    return StreamBytes(
+        parameters=state,
+        gradients=gradients,
+        boundary=size(boundary),
+        kept=0 if on_host else size(kept),
+        output=size(boundary & set(network.graph.outputs)),
+        tile_forward=max(f.forward for f in found),
+        tile_backward=max(f.backward for f in found),
+        small=small,
+        tail=_tail_bytes(prepared, training=training) if rest is None else rest.peak_bytes,
+        read=pixels * (workers + 1),
+    )
+
+
+@contextlib.contextmanager
+def _unchanged(model: torch.nn.Module) -> Iterator[None]:
+    """Running a part on fake tensors must not leave them in the model, nor count batches in buffers that are real."""
+    state = ModelState(model, state_tensors(model))
+    try:
+        yield
+    finally:
+        state.restore()

@@ -1,0 +1,1 @@
+"""What there is to learn from, and the order in which it comes."""

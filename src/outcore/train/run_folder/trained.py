@@ -1,0 +1,97 @@
+"""A trained network as it is used afterwards: its weights, and what its images went through before it saw them.
+
+Weights alone are half of it. A network that was trained on the second level of its slides, with the mean taken off,
+sees nothing it knows in the first level, and says so to nobody. A run has written down how it prepared images and how
+it made its model; whoever uses its weights by naming the run gets both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from outcore.data import ArraySource, Batch, Slide
+from outcore.errors import CheckpointError
+from outcore.run.checkpoint.restore import read_weights
+from outcore.train.examples.examples import at_scale, resized
+from outcore.train.run_folder.folder import RunFolder
+from outcore.train.settings.config import Config, DataConfig
+
+__all__ = ["Trained", "read_image"]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Weights by the model's own names, and the settings they were trained under."""
+
+    source: Path
+    weights: dict[str, Tensor] = field(repr=False)
+    data: DataConfig = field(default_factory=DataConfig)
+    arguments: tuple[str, ...] = ()
+    """Of the model, as the run was told."""
+    classes: tuple[str, ...] = ()
+    """Names of the classes, where the run knew them."""
+
+    @classmethod
+    def read(cls, path: Path) -> Trained:
+        """From a file of safetensors, a checkpoint, or the folder of a run, whose best weights are taken.
+
+        >>> Trained.read(Path("/nowhere"))
+        Traceback (most recent call last):
+        outcore.errors.CheckpointError: no weights in /nowhere; give a .safetensors file, a checkpoint or a run's folder
+        """
+        run = RunFolder(path)
+        if run.config.is_file():
+            config = Config.load(run.config)
+            weights = read_weights(run.best if run.best.exists() else run.last)
+            return cls(path, weights, config.data, config.arguments, _classes(run, config))
+        if path.is_dir():
+            return cls(path, read_weights(path))
+        try:
+            return cls(path, load_file(path))
+        except (OSError, SafetensorError) as error:
+            why = f" ({error})" if path.exists() else ""
+            raise CheckpointError(
+                f"no weights in {path}{why}; give a .safetensors file, a checkpoint or a run's folder"
+            ) from None
+
+    def load_into(self, model: nn.Module) -> None:
+        """Give a model these weights.
+
+        Raises:
+            CheckpointError: they are another model's.
+        """
+        wanted = model.state_dict()
+        missing, extra = set(wanted) - set(self.weights), set(self.weights) - set(wanted)
+        if missing or extra:
+            names = ", ".join(sorted(missing)[:3] or sorted(extra)[:3])
+            raise CheckpointError(
+                f"{self.source} does not fit the model: {len(missing)} names are missing, {len(extra)} are unknown "
+                f"({names}); use the weights of this model, or give its arguments with --arg"
+            )
+        for name, tensor in self.weights.items():
+            if tensor.shape != wanted[name].shape:
+                raise CheckpointError(
+                    f"{self.source} does not fit the model: {name} has shape {list(tensor.shape)}, the model's has "
+                    f"{list(wanted[name].shape)}; give the model's arguments with --arg"
+                )
+        model.load_state_dict(self.weights)
+
+
+def _classes(run: RunFolder, config: Config) -> tuple[str, ...]:
+    """The names that the run noted, or was told."""
+    noted = run.read_facts().get("classes")
+    if isinstance(noted, list) and noted and all(isinstance(name, str) for name in noted):
+        return tuple(noted)
+    return config.data.classes
+
+
+def read_image(slide: Slide, data: DataConfig) -> Batch:
+    """One image, still lazy, as a network that was trained under these settings sees its images."""
+    image = at_scale(slide, data)
+    shown = image if data.resize is None else ArraySource(resized(image, data.resize))
+    return Batch((shown,), mean=data.mean, std=data.std)

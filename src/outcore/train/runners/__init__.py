@@ -1,0 +1,1 @@
+"""Who makes a step: plain, within a budget, in tiles, or on many ranks."""

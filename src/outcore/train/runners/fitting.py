@@ -1,0 +1,177 @@
+"""Making one device's step fit: plain where it does, policies for saved values where they suffice, tiles where not.
+
+The order is that of what it costs the user: a plain step needs nothing; the memory engine gives the same bits; tiles
+give the same sums in another order, and need nothing of the image in memory at all. Each way says why it was taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from outcore.errors import CaptureError, OutcoreError, PlanError, StreamError, TrainError
+from outcore.job import Job
+from outcore.machine.units import format_bytes, parse_bytes
+from outcore.plan_document import Plan
+from outcore.planner.memory.plan import MemoryPlan
+from outcore.train.run_folder.folder import RunFolder
+from outcore.train.settings.config import Config
+from outcore.train.settings.precision import computing
+from outcore.train.start import Forecast, device_here
+
+__all__ = ["Fit", "fit", "refit"]
+
+_MORE_ROOM = 0.85
+"""Share of a budget that a second plan may use, after the first ran out of memory."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A model that fits, and what was decided for it."""
+
+    model: nn.Module
+    lazy: bool = False
+    """Whether it reads lazy inputs region by region."""
+    decisions: tuple[tuple[str, str], ...] = ()
+    step_s: float | None = None
+    peak_bytes: int | None = None
+    plan: Plan | None = None
+    """The tiles, where there are any: a run that goes on takes them again."""
+
+    def added(self, expected: Forecast) -> Forecast:
+        """The forecast with what was decided."""
+        return replace(
+            expected, decisions=self.decisions, planned_step_s=self.step_s, planned_peak_bytes=self.peak_bytes
+        )
+
+
+def fit(model: nn.Module, job: Job, config: Config, expected: Forecast, inputs: Any, folder: RunFolder) -> Fit:
+    """Fit a model on its device into the budget; without one, into the device as it is."""
+    budget = parse_bytes(config.plan.memory) if config.plan.memory else None
+    if config.plan.file is not None:
+        return _by_plan(model, Plan.load(config.plan.file))
+    if config.plan.tile is not None:
+        return _tiled(model, config.plan.tile)
+    if budget is None:
+        return Fit(model)
+    if expected.peak_bytes is not None and expected.peak_bytes <= budget:
+        said = f"a plain step needs {format_bytes(expected.peak_bytes)} of the {format_bytes(budget)} allowed"
+        return Fit(model, decisions=(("budget", said),), step_s=expected.step_s, peak_bytes=expected.peak_bytes)
+    before = Plan.load(folder.plan) if folder.plan.exists() else None
+    if before is not None and before.stream is not None and before.memory_bytes == budget:
+        if expected.graph is not None and before.graph == expected.graph.fingerprint:
+            return _by_plan(model, before)
+    made = _within_or_streamed(model, job, config, expected, inputs, budget)
+    if made.plan is not None:
+        made.plan.save(folder.plan)
+    return made
+
+
+def refit(
+    model: nn.Module, job: Job, config: Config, expected: Forecast, inputs: Any
+) -> Callable[[], tuple[Fit, str] | None]:
+    """What to do when memory runs out: plan again for a smaller budget."""
+
+    def again() -> tuple[Fit, str] | None:
+        allowed = parse_bytes(config.plan.memory) if config.plan.memory else expected.capacity_bytes
+        if allowed is None:
+            return None
+        budget = int(allowed * _MORE_ROOM)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        try:
+            made = _within_or_streamed(_released(model), job, config, expected, inputs, budget)
+        except OutcoreError:
+            return None
+        return made, f"planned again for {format_bytes(budget)}: {'; '.join(text for _, text in made.decisions)}"
+
+    return again
+
+
+def _within_or_streamed(
+    model: nn.Module, job: Job, config: Config, expected: Forecast, inputs: Any, budget: int
+) -> Fit:
+    shape = expected.shapes[0] if expected.shapes else ()
+    image_bytes = 4 * int(torch.Size(shape).numel())
+    refused = []
+    if 2 * image_bytes < budget:
+        try:
+            return _within(model, job, config, expected, budget)
+        except (PlanError, CaptureError) as error:
+            refused.append(str(error).splitlines()[0])
+    try:
+        return _streamed(model, job, config, expected, inputs, budget)
+    except (PlanError, StreamError, CaptureError) as error:
+        refused.append(str(error).splitlines()[0])
+    needs = "?" if expected.peak_bytes is None else format_bytes(expected.peak_bytes)
+    raise TrainError(f"a plain step needs {needs}, the budget is {format_bytes(budget)}; {'; '.join(refused)}")
+
+
+def _within(model: nn.Module, job: Job, config: Config, expected: Forecast, budget: int) -> Fit:
+    from outcore.train.settings.schedules import make_optimizer
+    from outcore.within import memory_plan, within
+
+    optimizer = make_optimizer(config.optimizer, job)
+    device = torch.device(device_here(config.train.device)[0]).type
+    beside = _loss_bytes(expected)
+    with computing(config.train.precision, device):
+        within(model, list(expected.shapes), memory=budget - beside, optimizer=optimizer, stream=False, quiet=True)
+    plan = memory_plan(model)
+    assert isinstance(plan, MemoryPlan)  # tiles are planned for a slide that is read as it goes, below
+    kinds: dict[str, int] = {}
+    for how in plan.policy.values():
+        kind = how.partition(":")[0]
+        kinds[kind] = kinds.get(kind, 0) + 1
+    shown = ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or "all kept"
+    peak = plan.peak_bytes + beside
+    said = f"{format_bytes(peak)} at {plan.slowdown:.2f}x the time of a plain step; saved values: {shown}"
+    step_s = None if expected.step_s is None else expected.step_s * plan.slowdown
+    return Fit(model, False, (("within", said),), step_s, peak)
+
+
+def _loss_bytes(expected: Forecast) -> int:
+    """What a loss holds beside the model's output: about one number for each of it, as cross-entropy does."""
+    graph = expected.graph
+    return 0 if graph is None else sum(4 * torch.Size(graph.values[v].shape).numel() for v in graph.outputs)
+
+
+def _streamed(model: nn.Module, job: Job, config: Config, expected: Forecast, inputs: Any, budget: int) -> Fit:
+    from outcore.train.runners.tiling import plan_stream
+
+    return _by_plan(model, plan_stream(model, job, config, expected, inputs, budget))
+
+
+def _by_plan(model: nn.Module, plan: Plan) -> Fit:
+    """Tiles as a plan says them."""
+    from outcore.train.runners.tiling import apply_tiles
+
+    expected = plan.predicted
+    said = plan.why[0] if plan.why else "by the plan that was given"
+    return Fit(
+        apply_tiles(model, plan),
+        True,
+        (("streamed", said),),
+        None if expected is None else expected.time_s,
+        None if expected is None else max(expected.peak_bytes),
+        plan,
+    )
+
+
+def _tiled(model: nn.Module, tile: int) -> Fit:
+    from outcore.stream import stream
+    from outcore.train.runners.tiling import arranged, readers
+
+    said = f"the early part of the network in tiles of {tile} pixels"
+    return Fit(stream(arranged(model), tile=tile, workers=readers(model)), True, (("streamed", said),))
+
+
+def _released(model: nn.Module) -> nn.Module:
+    """The model as the user made it."""
+    from outcore.within import release
+
+    inner: nn.Module = getattr(model, "model", model) if type(model).__name__ == "Streamed" else model
+    return release(inner)

@@ -1,0 +1,151 @@
+"""A network in tiles: planned once for a run, kept in its folder, and taken from there when the run goes on.
+
+Planning for a large slide takes a while and depends on what is known of the device; a run that goes on must do bitwise
+what it would have done, so it takes the tiles it had. The same document may be given by hand (``plan.file``).
+
+Much of a slide is glass, and tiles of one colour are computed once. How many there are is seen on a coarse level of the
+first slide, where each tile's own region of it lies, so that the time that is expected is that of the tissue.
+
+On a GPU the channels of images come last. With pixels last an H200 took 9.9 GiB at once in the backward of one tile: by
+the sizes beside it cuDNN's workspace for a convolution of 16 channels, which it turns around; no prediction knows it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from outcore.cost.optimizer_cost import OptimizerCost
+from outcore.cost.predicted.estimate import estimate
+from outcore.data import Batch, Source
+from outcore.data.slide import SlideLevel
+from outcore.errors import PlanError
+from outcore.graph import Graph, capture
+from outcore.job import Job
+from outcore.machine.units import format_bytes
+from outcore.plan_document import Plan, Predicted
+from outcore.stream import plan_tiles, stream
+from outcore.stream.execute.tile_dedup import colour
+from outcore.stream.plan.plan import StreamPlan
+from outcore.stream.plan.prepared import bound, divided
+from outcore.stream.streamed import Streamed
+from outcore.train.settings.config import Config
+from outcore.train.settings.precision import computing
+from outcore.train.settings.schedules import make_optimizer
+from outcore.train.start import Forecast, device_here, duration
+
+__all__ = ["apply_tiles", "arranged", "computed_share", "plan_stream", "readers"]
+
+_FOUND_S = 1.5e-4
+"""Host time to find a tile and to tell that it is glass and was computed before: 0.08 s for 576 of them."""
+_LOOKED_THROUGH = 2**23
+"""Pixels."""
+
+
+def plan_stream(model: nn.Module, job: Job, config: Config, expected: Forecast, inputs: Any, budget: int) -> Plan:
+    """Boundary and tiles for a budget; the optimizer's state is counted too.
+
+    Raises:
+        PlanError: the budget is too small; names the smallest that works.
+        StreamError: nothing can be streamed.
+    """
+    name, device = device_here(config.train.device)
+    model = arranged(model)
+    trained = {n: p.numel() * p.element_size() for n, p in model.named_parameters() if p.requires_grad}
+    state = OptimizerCost.of(make_optimizer(config.optimizer, job)).state_bytes(trained)
+    with computing(config.train.precision, torch.device(name).type):
+        graph = capture(model, list(expected.shapes))
+        costs = estimate(graph, device)
+        try:
+            found = plan_tiles(graph, memory=max(1, budget - state), costs=costs, statistics=config.plan.statistics)
+        except PlanError as error:
+            if error.least_bytes is None:
+                raise
+            least, beside = format_bytes(error.least_bytes + state), format_bytes(state)
+            said = f"streaming needs at least {least}, {beside} of it for the optimizer's state; give at least that"
+            raise PlanError(said) from None
+        share = computed_share(inputs, graph, found)
+    step_s = found.time_s * share + found.passes * found.tiles * _FOUND_S
+    # The peak that is said is the one that is planned: with the optimizer's state, as the budget counts it.
+    said = f"{found.words}, predicted peak {format_bytes(found.peak_bytes + state)}"
+    if share < 1:
+        said += f", about {100 * share:.0f} % of it tissue"
+    recorded = expected.graph if expected.graph is not None else graph
+    return Plan(
+        recorded.fingerprint,
+        (("",),),
+        exactness="reassociated",
+        stream=found.document(),
+        memory_bytes=budget,
+        predicted=Predicted(step_s, (found.peak_bytes + state,), 0.0, "estimate"),
+        why=(f"{said}, {duration(step_s)} a step",),
+    )
+
+
+def apply_tiles(model: nn.Module, plan: Plan) -> Streamed:
+    """The model, streamed as a plan says."""
+    assert plan.stream is not None
+    boundary = plan.stream.get("boundary")
+    return stream(
+        arranged(model),
+        tile=tuple(plan.stream["tile"]),
+        boundary=None if boundary is None else tuple(boundary),
+        statistics=bool(plan.stream.get("statistics", False)),
+        workers=readers(model),
+    )
+
+
+def readers(model: nn.Module) -> int:
+    """Threads that read the tiles of a slide ahead: a GPU leaves the host's cores free for it."""
+    return 4 if any(p.is_cuda for p in model.parameters()) else 2
+
+
+def arranged(model: nn.Module) -> nn.Module:
+    """The model itself, its weights in the layout in which its device convolves images."""
+    on_gpu = any(p.is_cuda for p in model.parameters())
+    return model.to(memory_format=torch.channels_last) if on_gpu else model  # type: ignore[call-overload]
+
+
+def computed_share(inputs: Any, graph: Graph, plan: StreamPlan) -> float:
+    """The share of a slide's tiles that will be computed, by a coarse level of it; 1 where there is none.
+
+    Args:
+        inputs: what a step is given.
+        graph: of the network, at the slide's size.
+        plan: its tiles.
+    """
+    given = inputs[0] if isinstance(inputs, (tuple, list)) and inputs else inputs
+    if not isinstance(given, Batch) or len(given.sources) != 1 or not isinstance(given.sources[0], SlideLevel):
+        return 1.0
+    here = given.sources[0]
+    if len(plan.tile) != 2 or (coarse := _coarse(here)) is None:
+        return 1.0
+    pixels = coarse.read([(0, n) for n in coarse.shape])
+    by = [large / small for large, small in zip(here.shape[1:], coarse.shape[1:], strict=True)]
+    network = bound(graph, folded=True)
+    how = {"boundary": plan.boundary, "statistics": plan.statistics, "keep": plan.keep}
+    kinds = divided(network, tile=plan.tile, **how).kinds[-1]  # type: ignore[arg-type]
+    images = [name for name in kinds.stage.sources if name in network.inputs]
+    if len(images) != 1:
+        return 1.0
+    drawn, glass, tiles = 0, set(), 0
+    for tile in kinds:
+        sides = zip(tile.regions[images[0]][-2:], by, strict=True)
+        rows, columns = (slice(math.floor(a / b), math.ceil(z / b)) for (a, z), b in sides)
+        tiles += 1
+        if (found := colour(pixels[None, :, rows, columns])) is None:
+            drawn += 1
+        else:
+            glass.add((found, tile.kind))
+    return (drawn + len(glass)) / tiles
+
+
+def _coarse(here: SlideLevel) -> Source | None:
+    """The finest level that is looked through in no time, coarser than the one that is trained on."""
+    slide = here.slide
+    levels = range(here.level + 1, len(slide.levels))
+    small = [level for level in levels if math.prod(slide.levels[level].size) <= _LOOKED_THROUGH]
+    return slide.at(level=small[0]) if small else None

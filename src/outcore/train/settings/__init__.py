@@ -1,0 +1,1 @@
+"""What a run is told: configuration, its dataclasses, optimizers and schedules by name."""

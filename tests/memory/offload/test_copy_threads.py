@@ -1,0 +1,82 @@
+"""Threads that copy: in order, with their errors, and whole after any number of interrupts."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from outcore.memory.offload.copy_threads import Couriers
+
+
+def test_calls_are_made_in_order_and_tell_what_they_found() -> None:
+    couriers, seen = Couriers(1, "test"), []
+    errands = [couriers.submit(seen.append, i) for i in range(100)]
+    assert couriers.submit(divmod, 7, 2).result() == (3, 1)
+    assert seen == list(range(100)) and all(errand.over for errand in errands)
+    failed = couriers.submit(divmod, 7, 0)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            failed.result()
+    couriers.close()
+
+
+def test_closing_waits_for_what_was_handed_over_and_threads_come_back() -> None:
+    couriers, seen = Couriers(2, "test"), []
+    for i in range(4):
+        couriers.submit(lambda i=i: (time.sleep(0.02), seen.append(i)))
+    couriers.close()
+    assert sorted(seen) == [0, 1, 2, 3] and not couriers.threads
+    assert couriers.submit(str, 5).result() == "5"
+    couriers.close()
+
+
+def test_a_thread_that_nobody_counts_ends_with_the_others() -> None:
+    for _ in range(20):
+        couriers = Couriers(2, "test")
+        couriers.submit(str, 1).result()
+        uncounted = couriers.threads.pop(0)  # as when Ctrl-C comes between its start and its place in the list
+        couriers.submit(str, 2).result()
+        couriers.close(most_s=20.0)
+        uncounted.join(20.0)
+        assert not uncounted.is_alive() and not couriers.threads
+
+
+def test_interrupts_at_any_line_break_nothing() -> None:
+    couriers, draw, interrupts = Couriers(2, "test"), random.Random(0), 0
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for _ in range(300):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, draw.uniform(1e-4, 2e-3))
+                while True:
+                    couriers.submit(str, 1).result()
+            except KeyboardInterrupt:
+                interrupts += 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert interrupts == 300
+    assert [couriers.submit(str, i).result() for i in range(3)] == ["0", "1", "2"]
+    couriers.close()
+
+
+def test_a_process_ends_well_while_something_is_being_copied() -> None:
+    code = """
+import torch
+from outcore.memory.offload.copy_threads import Couriers
+a, b = torch.zeros(2**18), torch.ones(2**18)
+couriers = Couriers(1, "copies")
+for _ in range(3000):
+    couriers.submit(a.copy_, b)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,71 @@
+"""`outcore.plan`: one call from a job or a graph to a plan."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import outcore
+from outcore.machine import parse
+from outcore.models import SlideNet
+from outcore.planner import Weights
+from outcore.planner.pipeline.lower import predict_timeline
+from outcore.planner.pipeline.plan_job import links_of
+
+
+def slides(size: int = 1) -> outcore.Job:
+    return outcore.Job(model=SlideNet, batch=lambda n: (torch.rand(n, 3, 256, 256), torch.randint(2, (n,))), size=size)
+
+
+def test_one_slide_for_each_device_where_nobody_said_how_many() -> None:
+    made = outcore.plan(slides(), devices=4, machine="4xv100")
+    assert made.arrangement == "data parallel, 4 replicas"
+    assert made.why[0].startswith("a step trains on 4 samples, one for each device")
+
+
+@pytest.mark.parametrize("devices", [2, 3, 4])
+def test_no_stage_is_without_work(devices: int) -> None:
+    job = slides()
+    made = outcore.plan(job, devices=devices, batch=1, machine=f"{devices}xv100")
+    graph = job.capture(1)
+    weights = Weights.of(graph, outcore.estimate(graph, parse("v100")))
+    timeline = predict_timeline(made, graph, weights, links_of(parse("4xv100")))
+    assert len(made.stages) == devices and min(timeline.busy_s()) > 0.02 * timeline.step_s
+
+
+def test_the_figures_of_a_plan_are_those_of_its_timeline() -> None:
+    job, where = slides(8), parse("4xv100")
+    graph = job.capture(8)
+    weights = Weights.of(graph, outcore.estimate(graph, where))
+    for schedule in (None, "gpipe", "gems"):
+        made = outcore.plan(job, devices=4, machine=where, schedule=schedule)  # type: ignore[arg-type]
+        timeline = predict_timeline(made, graph, weights, links_of(where))
+        assert made.predicted is not None and made.predicted.bubble == timeline.bubble
+        assert made.predicted.time_s == timeline.step_s
+        assert timeline.name == made.arrangement
+
+
+def test_a_named_schedule_is_a_pipeline() -> None:
+    for schedule in ("model_parallel", "gpipe", "1f1b", "gems"):
+        made = outcore.plan(slides(), devices=4, machine="4xv100", schedule=schedule)  # type: ignore[arg-type]
+        assert len(made.stages) > 1 and made.schedule == schedule
+
+
+def test_a_batch_of_its_own_for_every_replica_is_not_divided() -> None:
+    made = outcore.plan(slides().capture(1), devices=2, machine="2xv100", shared=False)
+    assert made.arrangement == "data parallel, 2 replicas"
+
+
+def test_one_device_is_planned_too() -> None:
+    made = outcore.plan(slides(), devices=1, machine="v100", memory="2300KiB")
+    assert made.ranks == 1 and made.policy
+
+
+def test_the_name_of_a_candidate_is_that_of_its_plan() -> None:
+    layers = [nn.Linear(64, 64) for _ in range(8)]
+    with torch.device("meta"):
+        graph = outcore.capture(nn.Sequential(*layers).to("meta"), torch.empty(8, 64))
+    made = outcore.plan(graph, devices=4, machine="4xv100")
+    assert f": {made.arrangement}" in next(line for line in made.why if line.startswith("chosen"))
+    assert not any("1 stages" in line or "model_parallel, 1" in line for line in made.why)

@@ -1,0 +1,70 @@
+import xml.etree.ElementTree as ET
+
+import pytest
+from hypothesis import given, settings
+
+from outcore.errors import OutcoreError
+from outcore.graph.graph import Graph
+from outcore.report import svg
+from outcore.report.graph_drawing.labels import text_width
+from outcore.report.graph_drawing.measured_boxes import Sketch
+from tests.report.graphs import Maker, random_graphs, stack, unet
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def shown(picture: str) -> set[str]:
+    return {part for group in ET.fromstring(picture).iter(f"{SVG}g") if (part := group.get("data-part"))}
+
+
+@given(random_graphs())
+@settings(deadline=None, max_examples=30)
+def test_every_visible_box_is_in_the_picture(graph: Graph) -> None:
+    for depth in (1, 2, None):
+        view = graph.view(depth)
+        boxes = set(view.boxes)
+        frames = {name for box in view.boxes.values() for name in box.around}
+        assert boxes | frames <= {part.partition("~")[0] for part in shown(svg(graph, depth=depth, fold=False))}
+
+
+def test_blocks_are_expanded_by_name() -> None:
+    parts = shown(svg(unet(), depth=1, expand=["decoder1"]))
+    assert "decoder1.cat()#0" in parts
+    assert "decoder0.cat()#0" not in parts
+
+
+def test_names_with_markup_are_text() -> None:
+    make = Maker()
+    picture = svg(make.graph(make.call("a", "x", type="<Odd & 'quoted'>")), title="a < b & c")
+    text = "".join(ET.fromstring(picture).itertext())
+    assert "<Odd & 'quoted'>" in text
+    assert "a < b & c" in text
+
+
+def test_repeats_shapes_and_parameters_are_told() -> None:
+    text = " ".join(ET.fromstring(svg(stack(5), depth=2)).itertext())
+    assert "× 5" in text
+    assert "8×16×16" in text
+    assert "64 params" in text
+    assert "shapes without the batch of 2" in text
+
+
+def test_text_fits_its_box() -> None:
+    make = Maker()
+    value = make.call("a_block_with_a_name_that_nobody_should_have_to_read_in_a_picture", "x", type="Conv2d" * 9)
+    for face in Sketch(make.graph(value)).faces.values():
+        assert text_width(face.name, 12, bold=True) + text_width(" " + face.type, 12) <= face.width
+        assert text_width(face.note, 10) <= face.width
+
+
+def test_functions_can_be_hidden() -> None:
+    make = Maker()
+    hidden = make.call("relu()", make.call("a", "x"), type="relu")
+    assert shown(svg(make.graph(hidden), functions=False)) == {"a#0"}
+
+
+def test_wrong_requests_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        svg(unet(), depth=0)
+    with pytest.raises(OutcoreError, match="decoder1"):
+        svg(unet(), expand=["decodr1"])

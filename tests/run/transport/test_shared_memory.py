@@ -1,0 +1,79 @@
+"""Shared memory between ranks of one host: the same numbers as through sockets, and rows that are used again."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from outcore.run.ranks.world import World
+from outcore.run.transport import shared_memory as shelves
+from outcore.run.transport.shared_memory import Shelf
+from tests.run.pool import Pool
+from tests.run.training import train
+
+BYTES = 1 << 16
+
+
+def _exchange() -> dict[str, Any]:
+    """Rank 0 sends three rows, the second while the first is still held; rank 1 says what it saw."""
+    world = World.join(timeout_s=20.0)
+    shelf = Shelf(world, torch.device("cpu"))
+    places, sums = [], []
+    held: Any = None
+    for turn in range(3):
+        if world.rank == 0:
+            row = shelf.take(BYTES)
+            row.tensor.fill_(turn + 1)
+            places.append(row.tensor.data_ptr())
+            dist.send(row.name, 1, group=world.group)
+        else:
+            name = torch.empty(2, dtype=torch.int64)
+            dist.recv(name, 0, group=world.group)
+            got = shelf.open(0, name, BYTES).view(torch.float32)[1:]
+            sums.append(int(got.view(torch.uint8).unique()))
+            if turn == 0:
+                held = got
+            elif turn == 1:
+                sums.append(int(held.view(torch.uint8).unique()))
+                held = None
+            del got
+            gc.collect()
+        world.barrier()
+    idle = shelf.idle_bytes
+    shelf.close()
+    near = sorted(shelf.near)
+    world.close()
+    return {"places": places, "sums": sums, "idle": idle, "near": near}
+
+
+def test_a_row_is_used_again_when_its_reader_has_let_go(ranks: Pool) -> None:
+    sender, reader = ranks.run(_exchange, 2)
+    first, second, third = sender["places"]
+    assert first != second and third in (first, second)
+    assert reader["sums"] == [1, 2, 1, 3]
+    assert reader["idle"] == 2 * BYTES and sender["near"] == []
+
+
+def _train(case: str, plan: dict[str, Any], least: int, apart: bool = False) -> Any:
+    shelves.LEAST_BYTES, before = least, shelves.LEAST_BYTES
+    meet = Shelf._meet
+    if apart:
+        Shelf._meet = lambda self, world: (meet(self, world)[0], frozenset())  # type: ignore[method-assign]
+    try:
+        return train(case, plan)
+    finally:
+        shelves.LEAST_BYTES, Shelf._meet = before, meet  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("plan", [{"schedule": "1f1b", "micro_batches": 4}, {"schedule": "gems", "batches": 4}])
+def test_shared_memory_and_sockets_carry_the_same(ranks: Pool, plan: dict[str, Any]) -> None:
+    for case in ("unet", "indices"):
+        ours = ranks.run(_train, 2, case, plan | {"stages": 2}, 1)
+        theirs = ranks.run(_train, 2, case, plan | {"stages": 2}, 1, apart=True)
+        for mine, other in zip(ours, theirs, strict=True):
+            assert mine["losses"] == other["losses"]
+            assert all(torch.equal(t, other["weights"][n]) for n, t in mine["weights"].items())

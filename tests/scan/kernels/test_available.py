@@ -1,0 +1,59 @@
+"""The kernels on Triton's interpreter, where Triton is there (``TRITON_INTERPRET=1``)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from outcore.scan import Newton, Options
+from outcore.scan.kernels import available, backward, backward_sizes, forward
+from tests.scan.oracle import everything, initial, largest_error, pair
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not available.available(torch.zeros(1)), reason="needs Triton and TRITON_INTERPRET=1"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of the interpreter
+]
+
+
+@pytest.mark.parametrize(("kind", "extra"), [("RNN", {}), ("RNN", {"nonlinearity": "relu"}), ("GRU", {}), ("LSTM", {})])
+@pytest.mark.parametrize(("solver", "newton"), [("products", None), (None, Newton(tolerance=1e-12))])
+@pytest.mark.parametrize("lengths", [None, [40, 7, 20]])
+def test_gradients_equal_torchs(
+    kind: str, extra: dict[str, Any], solver: Any, newton: Newton | None, lengths: list[int] | None
+) -> None:
+    reference, ours = pair(kind, 4, 5, Options(backward="scan", solver=solver, chunk=20, forward=newton), **extra)
+    x, state = torch.randn(40, 3, 4, dtype=torch.float64), initial(ours, 3)
+    assert largest_error(everything(reference, x, state, lengths), everything(ours, x, state, lengths)) < 1e-9
+    assert ours.report.layers[0].engine == "triton"
+
+
+@pytest.mark.parametrize("looking", [False, True])
+def test_what_does_not_fade_is_multiplied_out_and_run_sequentially(
+    looking: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (backward, forward):
+        monkeypatch.setattr(module, "device_waits", lambda x: looking)
+    monkeypatch.setitem(backward_sizes.WARM_UPS, "gru", (4, 8))
+    reference, ours = pair("GRU", 4, 5, Options(backward="scan", chunk=20, forward=Newton(tolerance=1e-12)))
+    x, state = torch.randn(60, 2, 4, dtype=torch.float64), initial(ours, 2)
+    assert largest_error(everything(reference, x, state), everything(ours, x, state)) < 1e-9
+    layer = ours.report.layers[0]
+    assert (layer.solvers, layer.sweeps) == (["products"], 3)
+    assert ("longest warm-up" in layer.fell_back) == (not looking)
+
+
+@pytest.mark.parametrize(("inputs", "hidden"), [(1, 20), (20, 20), (3, 40)])
+@pytest.mark.parametrize("solver", [None, "products"])
+def test_weights_gradients_are_summed_up_where_the_inputs_are_not_asked_for(
+    inputs: int, hidden: int, solver: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(backward_sizes.PROGRAMS, "tanh", 4)
+    reference, ours = pair("RNN", inputs, hidden, Options(backward="scan", solver=solver, chunk=20))
+    x, weight = torch.randn(50, 17, inputs, dtype=torch.float64), torch.randn(50, 17, hidden, dtype=torch.float64)
+    grads = [torch.autograd.grad((m(x)[0] * weight).sum(), list(m.parameters())) for m in (reference, ours)]
+    for expected, found in zip(*grads, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    assert ours.report.layers[0].engine == "triton"
