@@ -12,11 +12,11 @@ import pytest
 from outcore.documents import read_json, read_yaml
 from outcore.errors import MachineError, OutcoreError
 from outcore.machine import Machine, parse
-from outcore.schema import Choice, Either, Flag, ListOf, MapOf, Maybe, Number, Record, Text, Whole, check
+from outcore.schema import Either, Flag, ListOf, MapOf, Maybe, Number, OneOf, Record, Text, Whole, check
 
 SCHEMA = Record(
     {"name": Text(1), "sizes": ListOf(Whole(least=1), 2, 2)},
-    {"rate": Maybe(Number(above=0)), "kind": Choice(("a", "b")), "on": Flag(), "of": MapOf(Either((Text(), Whole())))},
+    {"rate": Maybe(Number(above=0)), "kind": OneOf(("a", "b")), "on": Flag(), "of": MapOf(Either((Text(), Whole())))},
 )
 GOOD = {"name": "n", "sizes": [1, 2], "rate": 0.5, "kind": "a", "on": True, "of": {"x": "y", "z": 1}}
 

@@ -10,7 +10,7 @@ from torch import nn
 import outcore
 from outcore.errors import PlanError
 from outcore.graph import Graph
-from outcore.plan_document import Plan, Predicted
+from outcore.plan_document import Plan, PredictedStep
 from outcore.stage_names import name_stages, place_calls
 
 
@@ -98,7 +98,7 @@ def test_a_hand_written_file_is_enough_and_is_read_back_equal(graph: Graph, tmp_
         placement=(0, 1, 0),
         policy={"stem.1#0:out": "encode:fp16"},
         tied={"w": (0, 1)},
-        predicted=Predicted(0.5, (10, 20), 0.25),
+        predicted=PredictedStep(0.5, (10, 20), 0.25),
         why=("chosen",),
     )
     rich.save(path)
@@ -119,14 +119,14 @@ def test_documents_that_are_not_plans_are_refused(tmp_path: Path) -> None:
 
 
 def test_diff_says_what_moved(graph: Graph) -> None:
-    one = plan(graph, ("stem", "left"), ("right", "head"), micro_batches=2, predicted=Predicted(1.0, (5, 6), 0.1))
+    one = plan(graph, ("stem", "left"), ("right", "head"), micro_batches=2, predicted=PredictedStep(1.0, (5, 6), 0.1))
     two = plan(
         graph,
         ("stem",),
         ("left", "right", "head"),
         micro_batches=4,
         policy={"v": "offload"},
-        predicted=Predicted(0.5, (5, 9), 0.1),
+        predicted=PredictedStep(0.5, (5, 9), 0.1),
     )
     assert one.diff(one) == []
     assert one.diff(two) == [

@@ -38,15 +38,15 @@ from outcore.graph import Graph, capture
 from outcore.graph.record.keys import key_of
 from outcore.memory.cuda_graphs.pool import give_back
 from outcore.memory.offload.bandwidth import measured_tier, memory_rate
-from outcore.memory.saved_tensors.managed_forward import Governor, Settings
-from outcore.planner.memory.copy_schedule import Tier
-from outcore.planner.memory.evaluate import Keeping
+from outcore.memory.saved_tensors.managed_forward import ManagedForward, Settings
+from outcore.planner.memory.copy_schedule import OffloadTarget
+from outcore.planner.memory.evaluate import StepModel
 from outcore.planner.memory.search import Assignment, fit
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def search(keeping: Keeping, share: float, seconds: float) -> Assignment:
+def search(keeping: StepModel, share: float, seconds: float) -> Assignment:
     """The fastest assignment within a share of the plain peak."""
     return fit(keeping, int(0.98 * share * keeping.plain.peak_bytes), time_limit_s=seconds)
 
@@ -70,7 +70,7 @@ class Trial:
             costs = without_gaps(outcore.measure(self.graph, time_limit_s=measure_s))
             device = torch.device(DEVICE)
             tier = measured_tier(torch.device("cuda", 0) if DEVICE == "cuda" else device)
-            self.keeping = Keeping(self.graph, costs, 0.0, tier, memory_rate(device))
+            self.keeping = StepModel(self.graph, costs, 0.0, tier, memory_rate(device))
         else:
             self.keeping = known.keeping(self.graph)
         self.costs = self.keeping.costs
@@ -80,10 +80,10 @@ class Trial:
         self.plans: dict[tuple[bool, float], Assignment] = {}
         print(f"{workload.name}: {len(self.graph.calls)} calls, ready in {time.time() - start:.1f} s", flush=True)
 
-    def govern(self, assignment: Assignment, graphs: bool) -> Governor:
+    def govern(self, assignment: Assignment, graphs: bool) -> ManagedForward:
         """As `outcore.within` does with a plan."""
         settings = Settings(None, OptimizerCost.of(0.0, DEVICE), policy=dict(assignment.policy), graphs=graphs)
-        governor = Governor(self.model, settings, self.costs)
+        governor = ManagedForward(self.model, settings, self.costs)
         governor.admit(key_of(self.model, self.args, self.kwargs), self.args, self.kwargs, graph=self.graph)
         self.model.__dict__["forward"] = governor
         return governor
@@ -200,7 +200,7 @@ Plans = dict[tuple[bool, float], Assignment]
 
 
 def search_all(
-    keepings: dict[str, Keeping], shares: list[float], graphs: list[str], seconds: float
+    keepings: dict[str, StepModel], shares: list[float], graphs: list[str], seconds: float
 ) -> dict[str, Plans]:
     """All plans of all models, side by side on the processor."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the searches need no device
@@ -233,18 +233,20 @@ class Known:
         return cls(*pickle.loads(gzip.decompress(kept(folder, workload).read_bytes())))
 
     @staticmethod
-    def write(folder: Path, workload: Workload, keeping: Keeping) -> None:
+    def write(folder: Path, workload: Workload, keeping: StepModel) -> None:
         """Costs of a model, for another time."""
         link = keeping.tier and (keeping.tier.out_bytes_per_s, keeping.tier.in_bytes_per_s)
         facts = (keeping.graph, keeping.costs, link, keeping.memory_bytes_per_s)
         kept(folder, workload).write_bytes(gzip.compress(pickle.dumps(facts)))
 
-    def keeping(self, graph: Graph) -> Keeping:
+    def keeping(self, graph: Graph) -> StepModel:
         """For the same model, recorded here: its steps are not kept with the costs."""
         whole = replace(self.graph, executable=graph.executable)
-        return Keeping(whole, self.costs, 0.0, Tier(*self.link) if self.link else None, self.memory_bytes_per_s)
+        return StepModel(
+            whole, self.costs, 0.0, OffloadTarget(*self.link) if self.link else None, self.memory_bytes_per_s
+        )
 
-    def searchable(self, workload: Workload) -> Keeping:
+    def searchable(self, workload: Workload) -> StepModel:
         """Where there is no device."""
         model, args, kwargs = workload.make("cpu")
         return self.keeping(capture(model, args, kwargs))
@@ -256,7 +258,7 @@ def written(plans: dict[str, Plans]) -> bytes:
     return gzip.compress(json.dumps(rows).encode(), mtime=0)
 
 
-def read(path: Path, keepings: dict[str, Keeping]) -> dict[str, Plans]:
+def read(path: Path, keepings: dict[str, StepModel]) -> dict[str, Plans]:
     """Plans again, with what they are predicted to take."""
     found: dict[str, Plans] = {name: {} for name in keepings}
     for name, graphs, share, policy in json.loads(gzip.decompress(path.read_bytes())):

@@ -25,8 +25,8 @@ from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.cost.predicted.rough import by_bytes
 from outcore.graph import Graph, capture
 from outcore.graph.record.keys import key_of
-from outcore.memory.saved_tensors.managed_forward import Governor, Settings
-from outcore.planner.memory.evaluate import Keeping
+from outcore.memory.saved_tensors.managed_forward import ManagedForward, Settings
+from outcore.planner.memory.evaluate import StepModel
 from outcore.planner.memory.search import fit
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -38,7 +38,7 @@ def searched(workload: Workload, seconds: float) -> dict[str, str]:
     """The plan with the least memory that was found."""
     model, args, kwargs = workload.make("cpu")
     graph = capture(model, args, kwargs)
-    keeping = Keeping(graph, by_bytes(account(graph), BYTES_PER_S), 0.0, None, BYTES_PER_S)
+    keeping = StepModel(graph, by_bytes(account(graph), BYTES_PER_S), 0.0, None, BYTES_PER_S)
     found = fit(keeping, keeping.plain.peak_bytes // 10, time_limit_s=seconds)
     return dict(found.policy)
 
@@ -46,7 +46,7 @@ def searched(workload: Workload, seconds: float) -> dict[str, str]:
 def govern(model: torch.nn.Module, graph: Graph, args: Any, kwargs: Any, policy: dict[str, str]) -> None:
     """As `outcore.within` does with a plan by hand."""
     settings = Settings(None, OptimizerCost.of(0.0, DEVICE), policy=policy)
-    governor = Governor(model, settings, by_bytes(account(graph), BYTES_PER_S))
+    governor = ManagedForward(model, settings, by_bytes(account(graph), BYTES_PER_S))
     governor.admit(key_of(model, args, kwargs), args, kwargs, graph=graph)
     model.__dict__["forward"] = governor
 

@@ -36,7 +36,7 @@ sys.path[:0] = [str(ROOT / "src")]
 
 from outcore.fusion.sweep.optuna_tuner import Tuner  # noqa: E402
 from outcore.fusion.sweep.space import parse_settings  # noqa: E402
-from outcore.fusion.sweep.sweep import Options, Sweep  # noqa: E402
+from outcore.fusion.sweep.sweep import Sweep, SweepOptions  # noqa: E402
 from outcore.fusion.sweep.trials import Trial  # noqa: E402
 
 SPACE = ("lr=1e-4:3e-1:log", "weight_decay=1e-6:1e-1:log", "beta1=0.5:0.99")
@@ -61,7 +61,7 @@ def together(
     narrow: bool = True,
 ) -> dict[str, Any]:
     """Sixteen trials at a time, fused."""
-    options = Options(
+    options = SweepOptions(
         given.job, directory, steps=given.steps, interval=given.every, members=given.members, held_out=HELD_OUT,
         device=given.device, measure=given.measure, seed=weights, narrow=narrow,
     )  # fmt: skip

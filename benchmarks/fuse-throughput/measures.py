@@ -21,11 +21,11 @@ import torch.nn.functional as F
 from tests.fusion.workloads import Workload
 
 import outcore
-from outcore.fusion import Way, choose, forecast
+from outcore.fusion import RunMode, choose, forecast
 from outcore.fusion.program import autotune
 from outcore.fusion.program.autotune import lane_width
 from outcore.fusion.program.layerwise import measure_convolutions
-from outcore.fusion.rules.convolution import Convolution
+from outcore.fusion.rules.convolution import MemberConvolution
 from outcore.fusion.verify import disagreement
 
 Row = dict[str, Any]
@@ -160,7 +160,7 @@ def eager(bench: Bench, workload: Workload, amp: bool) -> Measure:
 
 
 def make(
-    bench: Bench, workload: Workload, members: int, amp: bool, way: Way | None, unfused: tuple[str, ...] = ()
+    bench: Bench, workload: Workload, members: int, amp: bool, way: RunMode | None, unfused: tuple[str, ...] = ()
 ) -> outcore.fusion.FusedArray:
     first = workload.build(0).to(bench.device)
     models = [first, *(copy.deepcopy(first) for _ in range(members - 1))]
@@ -177,7 +177,7 @@ def ours(
     workload: Workload,
     amp: bool,
     members: int,
-    way: Way,
+    way: RunMode,
     *,
     unfused: tuple[str, ...] = (),
     layers: bool = False,
@@ -224,14 +224,14 @@ def forgoing(array: outcore.fusion.FusedArray, batch: tuple[torch.Tensor, ...], 
     if what == "joins":
         for name in array.slots[0].trainings:
             array.program(name, array.arguments(batch, None))[1].joins.clear()
-    kept = Convolution.cropped, Convolution.as_product
+    kept = MemberConvolution.cropped, MemberConvolution.as_product
     if what == "crops":
-        Convolution.cropped = lambda conv, size, weight: (conv, weight)
-        Convolution.as_product = lambda conv, x, w: (x, w.flatten(2)) if conv.is_pointwise(w.shape[3:]) else None
+        MemberConvolution.cropped = lambda conv, size, weight: (conv, weight)
+        MemberConvolution.as_product = lambda conv, x, w: (x, w.flatten(2)) if conv.is_pointwise(w.shape[3:]) else None
     try:
         yield
     finally:
-        Convolution.cropped, Convolution.as_product = kept
+        MemberConvolution.cropped, MemberConvolution.as_product = kept
 
 
 def checked(array: outcore.fusion.FusedArray, batch: tuple[torch.Tensor, ...]) -> str:
@@ -302,12 +302,12 @@ def clocks_alone(bench: Bench) -> Iterator[None]:
 def prediction(bench: Bench, workload: Workload, amp: bool, members: int) -> Measure:
     """What `choose` says before training, and what then happens; timed with the machine for itself."""
     bench.begin(tuned=True)
-    array = make(bench, workload, members, amp, Way(members))
+    array = make(bench, workload, members, amp, RunMode(members))
     batch = batch_of(bench, workload)
     for name in array.slots[0].trainings:
         array.program(name, array.arguments(batch, None))
     last = workload.images
-    ways = [Way(lane_width(members), True, channels_last=last), Way(1, True, True, channels_last=last)]
+    ways = [RunMode(lane_width(members), True, channels_last=last), RunMode(1, True, True, channels_last=last)]
     bench.wait()
     with clocks_alone(bench):
         made = choose(array, *batch, ways=ways, seconds=bench.seconds)
@@ -322,7 +322,7 @@ def prediction(bench: Bench, workload: Workload, amp: bool, members: int) -> Mea
     yield  # never: choosing has its own clock
 
 
-def kernels(bench: Bench, workload: Workload, amp: bool, members: int, way: Way, count: int = 14) -> Measure:
+def kernels(bench: Bench, workload: Workload, amp: bool, members: int, way: RunMode, count: int = 14) -> Measure:
     """The kernels of an eager step that take longest."""
     from torch.profiler import ProfilerActivity, profile
 
@@ -340,7 +340,7 @@ def kernels(bench: Bench, workload: Workload, amp: bool, members: int, way: Way,
     yield  # never: the profiler has its own clock
 
 
-def use(bench: Bench, workload: Workload, amp: bool, members: int, way: Way, steps: int = 4) -> Measure:
+def use(bench: Bench, workload: Workload, amp: bool, members: int, way: RunMode, steps: int = 4) -> Measure:
     """How much of the GPU replayed steps keep at work, by the profiler's account of their kernels."""
     bench.begin(tuned=True)
     array = make(bench, workload, members, amp, way)

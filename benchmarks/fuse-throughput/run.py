@@ -55,23 +55,23 @@ def rows_of(name: str, precision: str, kind: str, given: argparse.Namespace) -> 
     import measures
     from tests.fusion.workloads import TINY, USUAL
 
-    from outcore.fusion import Way
+    from outcore.fusion import RunMode
     from outcore.fusion.program.autotune import lane_width
 
     workload = (TINY if given.tiny else USUAL)[name]
     amp, members, last = precision == "amp", given.members, workload.images
     facts = {"workload": name, "precision": precision, "members": members}
 
-    def ours(count: int, way: Way, **more: Any) -> Callable[[Any], Any]:
+    def ours(count: int, way: RunMode, **more: Any) -> Callable[[Any], Any]:
         return lambda bench: measures.ours(bench, workload, amp, count, way, **more)
 
-    fused, streams = Way(members, True, channels_last=last), Way(1, True, True, channels_last=last)
+    fused, streams = RunMode(members, True, channels_last=last), RunMode(1, True, True, channels_last=last)
     if kind == "base":
         for part in ("serial", "fused", "streams"):
             yield from rows_of(name, precision, part, given)
     elif kind == "serial":
         yield facts | {"what": "eager serial", "members": 1}, lambda b: measures.eager(b, workload, amp)
-        yield facts | {"what": "graphed serial", "members": 1}, ours(1, Way(1, True, False, channels_last=last))
+        yield facts | {"what": "graphed serial", "members": 1}, ours(1, RunMode(1, True, False, channels_last=last))
     elif kind == "fused":
         yield facts | {"what": "fused"}, ours(members, fused)
     elif kind == "streams":
@@ -90,7 +90,7 @@ def rows_of(name: str, precision: str, kind: str, given: argparse.Namespace) -> 
         yield from rows_of(name, precision, "counts", given)
     elif kind in ("counts", "counts-fused", "counts-streams"):
         for count in map(int, given.counts.split(",")):
-            way = Way(lane_width(count), True, channels_last=last)
+            way = RunMode(lane_width(count), True, channels_last=last)
             if kind != "counts-streams":
                 yield facts | {"what": "fused", "members": count}, ours(count, way)
             if kind != "counts-fused":
@@ -108,12 +108,12 @@ def rows_of(name: str, precision: str, kind: str, given: argparse.Namespace) -> 
             more = {"what": "partial", "fused_blocks": kept, "unfused": " ".join(BLOCKS[kept:])}
             yield facts | more, ours(members, fused, unfused=BLOCKS[kept:])
     elif kind == "use":
-        way = Way(1, True, False, channels_last=last)
+        way = RunMode(1, True, False, channels_last=last)
         yield facts | {"what": "use, serial", "members": 1}, lambda b: measures.use(b, workload, amp, 1, way)
         yield facts | {"what": "use, fused"}, lambda b: measures.use(b, workload, amp, members, fused)
     elif kind == "kernels":
         for what, count in (("kernels fused", members), ("kernels serial", 1)):
-            way = Way(count, channels_last=last)
+            way = RunMode(count, channels_last=last)
             more = {"what": what, "members": count}
             yield facts | more, lambda b, c=count, w=way: measures.kernels(b, workload, amp, c, w)
     else:

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from outcore.kernels import bitmask as bits
 from outcore.kernels import byte_index_pool as pools
 from outcore.kernels import sparse_quantize as numbers
-from outcore.memory.encode.pool_positions import Window
+from outcore.memory.encode.pool_positions import PoolWindow
 from outcore.ops.encoding import GROUP
 
 SHAPE = (64, 64, 224, 224)
@@ -55,7 +55,7 @@ def poolings() -> Iterator[Row]:
         for last in (False, True):
             form = torch.channels_last if last else torch.contiguous_format
             x = torch.randn(SHAPE, device="cuda").contiguous(memory_format=form)
-            window = Window((kernel,) * 2, (2, 2), (padding,) * 2, (1, 1), SHAPE[2:])
+            window = PoolWindow((kernel,) * 2, (2, 2), (padding,) * 2, (1, 1), SHAPE[2:])
             y, indices = F.max_pool2d(x, kernel, 2, padding, return_indices=True)
             places, back = torch.empty_like(y, dtype=torch.uint8), torch.empty_like(x)
             whole, part = 4 * x.numel(), y.numel()

@@ -44,10 +44,10 @@ from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.cost.predicted.rough import by_bytes
 from outcore.graph.record.keys import key_of
 from outcore.memory.saved_tensors.lossy_error import effect_on_gradients
-from outcore.memory.saved_tensors.managed_forward import Governor
+from outcore.memory.saved_tensors.managed_forward import ManagedForward
 from outcore.memory.saved_tensors.settings import Settings
 from outcore.ops.encoding import codec_for, held_bytes
-from outcore.planner.memory.evaluate import Keeping
+from outcore.planner.memory.evaluate import StepModel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = "alexnet:64x224,vgg19:64x224,inception_v3:64x299,resnet50:64x224,densenet121:64x224,unet:16x224"
@@ -94,7 +94,7 @@ class Case:
         return {"model": self.name, "batch": self.batch, "side": self.side, "last": self.last}
 
 
-def policy_for(keeping: Keeping, kind: str) -> dict[str, str]:
+def policy_for(keeping: StepModel, kind: str) -> dict[str, str]:
     """Encodings for everything that can have one."""
     found: dict[str, str] = {}
     for buffer in keeping.buffers.values():
@@ -111,7 +111,7 @@ def policy_for(keeping: Keeping, kind: str) -> dict[str, str]:
     return found | made_again(keeping, found) if kind == "again" else found
 
 
-def made_again(keeping: Keeping, coded: dict[str, str]) -> dict[str, str]:
+def made_again(keeping: StepModel, coded: dict[str, str]) -> dict[str, str]:
     """Recomputing what light operations made, from what is there in full."""
     graph, depth = keeping.graph, dict[str, int]()
     blocks = [graph.blocks[call.block] for call in graph.calls.values()]
@@ -125,7 +125,7 @@ def made_again(keeping: Keeping, coded: dict[str, str]) -> dict[str, str]:
     return dict.fromkeys(depth, "recompute")
 
 
-def stashed(keeping: Keeping, policy: dict[str, str]) -> int:
+def stashed(keeping: StepModel, policy: dict[str, str]) -> int:
     """Bytes that are held between forward and backward."""
     kept = [b for b in keeping.buffers.values() if b.savers and b.kind != "given"]
     held = {b.name: 0 if policy.get(b.name) == "recompute" else b.bytes for b in kept}
@@ -142,7 +142,7 @@ class Subject:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-6)
         self.graph = outcore.capture(self.model, (self.images,))
         self.costs = by_bytes(account(self.graph), BYTES_PER_S)
-        self.keeping = Keeping(self.graph, self.costs, 0.0, None, BYTES_PER_S)
+        self.keeping = StepModel(self.graph, self.costs, 0.0, None, BYTES_PER_S)
         self.governors: dict[str, Any] = {"plain": None}
 
     def prepare(self, kind: str, *, graphs: bool = False, effects: bool = False) -> dict[str, Any]:
@@ -153,7 +153,7 @@ class Subject:
         plan = policy_for(self.keeping, kind) if kind != "plain" else {}
         self.model.__dict__.pop("forward", None)
         settings = Settings(None, OptimizerCost.of(0.0, DEVICE), policy=plan, graphs=graphs)
-        governor = Governor(self.model, settings, self.costs)
+        governor = ManagedForward(self.model, settings, self.costs)
         governor.admit(key_of(self.model, (self.images,), {}), (self.images,), {}, graph=self.graph)
         facts: dict[str, Any] = {"kept_bytes": stashed(self.keeping, {}), "stashed_bytes": stashed(self.keeping, plan)}
         facts["codecs"] = {how: list(plan.values()).count(how) for how in sorted(set(plan.values()))}
@@ -314,7 +314,7 @@ def sizes(case: Case, kinds: list[str]) -> dict[str, Any]:
     """What is stashed under each kind of encoding: sizes alone, which need no device."""
     model, _ = case.build()
     graph = outcore.capture(model, [(case.batch, 3, case.side, case.side)])
-    keeping = Keeping(graph, by_bytes(account(graph), 1e12), 0.0, None)
+    keeping = StepModel(graph, by_bytes(account(graph), 1e12), 0.0, None)
     plain = sum(  # also what plain training keeps although backward needs no more than its shape
         b.bytes for b in keeping.buffers.values() if (b.savers or b.shapes) and b.kind != "given"
     )
@@ -323,7 +323,7 @@ def sizes(case: Case, kinds: list[str]) -> dict[str, Any]:
     return row | {"needed_by": needed_by(keeping)}
 
 
-def needed_by(keeping: Keeping) -> dict[str, int]:
+def needed_by(keeping: StepModel) -> dict[str, int]:
     """What is stashed, by what of it backward needs: bytes."""
     found = dict.fromkeys(("a sign", "an index or mask", "norm", "convolution", "other"), 0)
     blocks = [keeping.graph.blocks[call.block].type for call in keeping.graph.calls.values()]

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 import outcore
 from outcore.cost.measured.saved_bytes import account
 from outcore.cost.predicted.rough import by_bytes
-from outcore.planner.memory.evaluate import Keeping
+from outcore.planner.memory.evaluate import StepModel
 from run import DEVICE, policy_for
 
 WAYS = ("plain", "int8", "int4", "half", "lossless", "again", "plain on others")
@@ -57,7 +57,7 @@ def prepared(way: str, batch: int) -> torch.nn.Module:
         return model
     images = torch.randn(batch, 3, SIDE, SIDE, device=DEVICE)
     graph = outcore.capture(model, (images,))
-    policy = policy_for(Keeping(graph, by_bytes(account(graph), 1e12), 0.0, None), way)
+    policy = policy_for(StepModel(graph, by_bytes(account(graph), 1e12), 0.0, None), way)
     outcore.within(model, [tuple(images.shape)], memory=None, plan=policy, quiet=True)
     return model
 

@@ -40,13 +40,13 @@ def main() -> None:
 
     import outcore
     from outcore.memory.offload.bandwidth import measured_disk
-    from outcore.memory.offload.disk_spill import SpillTier
+    from outcore.memory.offload.disk_spill import SpillBackend
     from outcore.memory.offload.host_limit import host_room
     from outcore.memory.saved_tensors import managed_forward
 
     device = torch.device(given.device)
     if device.type == "cpu":  # the tier that is below a GPU
-        managed_forward.tier_for = lambda where, size: SpillTier(where, size, host_room())  # type: ignore[assignment]
+        managed_forward.tier_for = lambda where, size: SpillBackend(where, size, host_room())  # type: ignore[assignment]
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     torch.backends.cudnn.deterministic = True
     torch.manual_seed(0)
@@ -113,12 +113,12 @@ def _everything(model: Any, x: Any) -> tuple[dict[str, str], int]:
     import outcore
     from outcore.cost.measured.saved_bytes import account
     from outcore.cost.predicted.rough import by_bytes
-    from outcore.planner.memory.copy_schedule import Tier
-    from outcore.planner.memory.evaluate import Keeping
+    from outcore.planner.memory.copy_schedule import OffloadTarget
+    from outcore.planner.memory.evaluate import StepModel
 
     graph = outcore.capture(model, (x,))
     least = 4 * 2**20 if x.is_cuda else 4096
-    keeping = Keeping(graph, by_bytes(account(graph), 1e12), 0.0, Tier(1e11, 1e11, least_bytes=least))
+    keeping = StepModel(graph, by_bytes(account(graph), 1e12), 0.0, OffloadTarget(1e11, 1e11, least_bytes=least))
     leaving = [b for b in keeping.buffers.values() if "offload" in keeping.choices(b)]
     return {b.name: "offload" for b in leaving}, sum(b.bytes for b in leaving)
 

@@ -21,30 +21,30 @@ import torch
 from torch import nn
 from ways import wait
 
-from outcore.memory.offload.copy_streams import CudaTurn, _Event
-from outcore.memory.param_offload.bucketed_step import Stepper
-from outcore.memory.param_offload.flat_buffer import Parcel
+from outcore.memory.offload.copy_streams import CudaRoundTripCopy, _Event
+from outcore.memory.param_offload.bucketed_step import PartialOptimizer
+from outcore.memory.param_offload.flat_buffer import FlatBuffer
 from outcore.memory.param_offload.hooks import _Arrival
-from outcore.memory.param_offload.in_flight_params import Latecomers
-from outcore.memory.param_offload.offloader import StateKeeper
-from outcore.memory.param_offload.writeback import Trips
+from outcore.memory.param_offload.in_flight_params import InFlightParams
+from outcore.memory.param_offload.offloader import StateOffloader
+from outcore.memory.param_offload.writeback import Writebacks
 from run import MODELS, Row, network, pictures
 
 FUNCTIONS: tuple[tuple[type, str], ...] = (
-    (StateKeeper, "enter"),
-    (StateKeeper, "need"),
-    (StateKeeper, "arrived"),
-    (StateKeeper, "update"),
-    (StateKeeper, "step"),
-    (StateKeeper, "settle"),
-    (Stepper, "_narrowed"),
-    (Trips, "updated"),
-    (Trips, "leave"),
-    (Parcel, "arrive"),
-    (Parcel, "owe"),
-    (Latecomers, "expect"),
-    (Latecomers, "admit"),
-    (CudaTurn, "book"),
+    (StateOffloader, "enter"),
+    (StateOffloader, "need"),
+    (StateOffloader, "arrived"),
+    (StateOffloader, "update"),
+    (StateOffloader, "step"),
+    (StateOffloader, "settle"),
+    (PartialOptimizer, "_narrowed"),
+    (Writebacks, "updated"),
+    (Writebacks, "leave"),
+    (FlatBuffer, "arrive"),
+    (FlatBuffer, "owe"),
+    (InFlightParams, "expect"),
+    (InFlightParams, "admit"),
+    (CudaRoundTripCopy, "book"),
     (torch.cuda.CUDAGraph, "replay"),
     (_Event, "wait"),
     (_Arrival, "__call__"),

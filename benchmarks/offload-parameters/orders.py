@@ -18,49 +18,49 @@ from typing import Any
 
 import torch
 
-from outcore.memory.offload.copy_streams import Lanes
+from outcore.memory.offload.copy_streams import CopyStreams
 from outcore.memory.param_offload import writeback
-from outcore.memory.param_offload.writeback import Trip, Trips
-from outcore.memory.saved_tensors.managed_forward import Governor
+from outcore.memory.param_offload.writeback import Writeback, Writebacks
+from outcore.memory.saved_tensors.managed_forward import ManagedForward
 from run import MODELS, Row, link, network, pictures, trace
 
 MIB = 2**20
 
 
-class Following(Trips):
+class Following(Writebacks):
     """The first lot leaves when it was updated, and what others owe follows it in one graph."""
 
-    def __init__(self, lots: Any, lanes: Lanes) -> None:
+    def __init__(self, lots: Any, lanes: CopyStreams) -> None:
         super().__init__(lots, lanes)
         (first, *others), size = list(self.parts), writeback._PIECE_BYTES
         for lot in others:
-            whole = writeback.Part(lot.weights, 0, lot.weights.bytes)
+            whole = writeback.WritebackPart(lot.weights, 0, lot.weights.bytes)
             self.parts[lot] = whole.split(int(0.55 * whole.end), least=writeback._HALVED_BYTES)
-        self.updates = {lot: Trip(self.parts[lot][:1], lanes, size) for lot in others}
+        self.updates = {lot: Writeback(self.parts[lot][:1], lanes, size) for lot in others}
         rest = [part for lot in others for part in self.parts[lot][1:]]
-        self.updates[first], self.stays = Trip([*self.parts[first], *rest], lanes, size), None
+        self.updates[first], self.stays = Writeback([*self.parts[first], *rest], lanes, size), None
 
 
-class Apart(Trips):
+class Apart(Writebacks):
     """Every part is a graph of its own."""
 
-    def _book(self, trip: Trip) -> Any:
+    def _book(self, trip: Writeback) -> Any:
         owed = [part for part in trip.parts if part.owed]
         for part in owed:
             if part not in self.alone:
-                self.alone[part] = Trip([part], self.lanes, trip.piece_bytes)
+                self.alone[part] = Writeback([part], self.lanes, trip.piece_bytes)
             self.alone[part].book()
         return list(dict.fromkeys(part.parcel for part in owed))
 
 
-ORDERS: dict[str, tuple[Callable[..., Trips], dict[str, float]]] = {
-    "as it is": (Trips, {}),
-    "nothing beside the first lot": (Trips, {"_BESIDE_BYTES": 2**40}),
-    "20 MiB beside the first lot": (Trips, {"_BESIDE_BYTES": 20 * MIB}),
-    "pieces of 6 MiB": (Trips, {"_PIECE_BYTES": 6 * MIB}),
-    "pieces of 10 MiB": (Trips, {"_PIECE_BYTES": 10 * MIB}),
-    "pieces of 24 MiB": (Trips, {"_PIECE_BYTES": 24 * MIB}),
-    "pieces of 36 MiB": (Trips, {"_PIECE_BYTES": 36 * MIB}),
+ORDERS: dict[str, tuple[Callable[..., Writebacks], dict[str, float]]] = {
+    "as it is": (Writebacks, {}),
+    "nothing beside the first lot": (Writebacks, {"_BESIDE_BYTES": 2**40}),
+    "20 MiB beside the first lot": (Writebacks, {"_BESIDE_BYTES": 20 * MIB}),
+    "pieces of 6 MiB": (Writebacks, {"_PIECE_BYTES": 6 * MIB}),
+    "pieces of 10 MiB": (Writebacks, {"_PIECE_BYTES": 10 * MIB}),
+    "pieces of 24 MiB": (Writebacks, {"_PIECE_BYTES": 24 * MIB}),
+    "pieces of 36 MiB": (Writebacks, {"_PIECE_BYTES": 36 * MIB}),
     "every part a graph": (Apart, {}),
     "the first lot with its update": (Following, {}),
 }
@@ -100,7 +100,7 @@ def main() -> None:
         rows[name] = row = Row("baseline" if name == "plain" else "outcore", model, *data, options.batch)
         if name != "plain":
             governor = row.model.__dict__["forward"]
-            assert isinstance(governor, Governor) and governor.keeper is not None
+            assert isinstance(governor, ManagedForward) and governor.keeper is not None
             kind, values = ORDERS[name]
             with changed(values):
                 governor.keeper.trips = kind(governor.keeper.lots, governor.keeper.lanes)

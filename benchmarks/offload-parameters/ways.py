@@ -18,9 +18,9 @@ from torch import nn
 import outcore
 from outcore.cost.measured.saved_bytes import account
 from outcore.cost.predicted.rough import by_bytes
-from outcore.memory.offload.copy_streams import CudaLanes
-from outcore.memory.param_offload.writeback import Trips
-from outcore.memory.saved_tensors.managed_forward import Governor
+from outcore.memory.offload.copy_streams import CudaCopyStreams
+from outcore.memory.param_offload.writeback import Writebacks
+from outcore.memory.saved_tensors.managed_forward import ManagedForward
 
 WAYS = (
     "baseline",
@@ -142,10 +142,10 @@ class Way:
         if self.mover is not None:
             return self.mover.trips
         trips = Copies()
-        if not isinstance(governor, Governor) or governor.keeper is None or self.device.type != "cuda":
+        if not isinstance(governor, ManagedForward) or governor.keeper is None or self.device.type != "cuda":
             return trips
         lanes = TimedLanes(self.device)
-        governor.keeper.trips = Trips(governor.keeper.lots, lanes)
+        governor.keeper.trips = Writebacks(governor.keeper.lots, lanes)
         for _ in range(steps):
             lanes.events = []
             run()
@@ -171,7 +171,7 @@ class TimedTurn:
         return marks
 
 
-class TimedLanes(CudaLanes):
+class TimedLanes(CudaCopyStreams):
     """Lanes that time every copy."""
 
     def __init__(self, device: torch.device) -> None:

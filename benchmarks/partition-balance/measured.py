@@ -35,7 +35,7 @@ import outcore
 from outcore import models
 from outcore.cost.measured.live_bytes import LiveBytes
 from outcore.graph import Graph, Subgraph
-from outcore.planner import Pipeline, Weights, split
+from outcore.planner import CallWeights, Pipeline, split
 from outcore.planner.partition.units import find_units
 from outcore.planner.partition.weighted_units import weigh
 from run import sizes, torchgpipe_solver, torchvision, unet_plus_plus
@@ -122,7 +122,7 @@ def compare(name: str, seconds: float) -> list[dict[str, Any]]:
     solve, model, given = torchgpipe_solver(), build().train(), torch.randn(shape)
     graph = outcore.capture(model, given)
     costs = outcore.measure(graph, "cpu", time_limit_s=seconds, runs=5)
-    weights = Weights.of(graph, costs)
+    weights = CallWeights.of(graph, costs)
     pieces = weigh(graph, weights, find_units(graph, weights))
     rows = []
     known: Known = {}

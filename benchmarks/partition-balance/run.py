@@ -32,9 +32,9 @@ from torch import nn
 import outcore
 from outcore import models
 from outcore.graph import Graph
-from outcore.planner import Pipeline, Weights, split, weights_from_shapes
+from outcore.planner import CallWeights, Pipeline, split, weights_from_shapes
 from outcore.planner.partition.units import find_units
-from outcore.planner.partition.weighted_units import Pieces, weigh
+from outcore.planner.partition.weighted_units import WeightedUnits, weigh
 
 HERE = Path(__file__).parent
 
@@ -85,7 +85,7 @@ def torchgpipe_solver() -> Callable[[list[float], int], list[list[float]]]:
     return module.solve
 
 
-def capture(name: str) -> tuple[Graph, Weights]:
+def capture(name: str) -> tuple[Graph, CallWeights]:
     build, shape = NETWORKS[name]
     with torch.device("meta"):
         model = build()
@@ -93,7 +93,7 @@ def capture(name: str) -> tuple[Graph, Weights]:
     return graph, weights_from_shapes(graph)
 
 
-def sizes(pieces: Pieces, in_flight: int) -> list[float]:
+def sizes(pieces: WeightedUnits, in_flight: int) -> list[float]:
     """What a layer takes on its own, as torchgpipe counts: parameters and what belongs to them, and activations."""
     found = [0.0] * len(pieces)
     for _, nbytes, users in pieces.fixed:
@@ -106,7 +106,7 @@ def sizes(pieces: Pieces, in_flight: int) -> list[float]:
     return found
 
 
-def measure(pieces: Pieces, stage_of: list[int], count: int, pipeline: Pipeline) -> dict[str, float]:
+def measure(pieces: WeightedUnits, stage_of: list[int], count: int, pipeline: Pipeline) -> dict[str, float]:
     stages = pieces.cut(stage_of, count)
     times = [s.forward_s + s.backward_s for s in stages.stages]
     peaks = pipeline.peak_bytes(stages)

@@ -28,7 +28,7 @@ from outcore.cost.predicted.estimate import estimate
 from outcore.graph import Graph
 from outcore.machine import parse
 from outcore.models import ResNet110V2
-from outcore.planner import Pipeline, Weights, plan, split
+from outcore.planner import CallWeights, Pipeline, plan, split
 from outcore.planner.pipeline.lower import predict_timeline
 from outcore.planner.pipeline.schedule_model import Schedule
 from outcore.planner.pipeline.simulate_candidate import SCHEDULE_NAMES
@@ -50,7 +50,7 @@ def links(gpus: int) -> Links:
     return Links.of(parse(f"{gpus // PER_NODE}x{PER_NODE}xv100"))
 
 
-def times(weights: Weights, tiles: int) -> Weights:
+def times(weights: CallWeights, tiles: int) -> CallWeights:
     """The weights of so many tiles, each taking what one takes on its own."""
     calls = {
         name: replace(
@@ -71,7 +71,7 @@ def run(stages: Stages, schedule: Schedule, tiles: int, replicas: int) -> Timeli
     return simulate(program, stages, links(len(stages) * replicas))
 
 
-def simulated(graph: Graph, weights: Weights) -> list[dict[str, Any]]:
+def simulated(graph: Graph, weights: CallWeights) -> list[dict[str, Any]]:
     rows = []
     for depth in DEPTHS:
         for schedule in cast("tuple[Schedule, ...]", ("model_parallel", "gems")):
@@ -85,7 +85,7 @@ def simulated(graph: Graph, weights: Weights) -> list[dict[str, Any]]:
     return rows
 
 
-def planned(graph: Graph, weights: Weights) -> list[dict[str, Any]]:
+def planned(graph: Graph, weights: CallWeights) -> list[dict[str, Any]]:
     inside = parse(f"{PER_NODE}xv100").between_devices
     assert inside is not None
     rows = []
@@ -107,8 +107,8 @@ def planned(graph: Graph, weights: Weights) -> list[dict[str, Any]]:
 
 def measure() -> dict[str, Any]:
     graph, many = recorded(1), recorded(BATCH)
-    weights = Weights.of(graph, estimate(graph, parse("v100")))
-    together = Weights.of(many, estimate(many, parse("v100")))
+    weights = CallWeights.of(graph, estimate(graph, parse("v100")))
+    together = CallWeights.of(many, estimate(many, parse("v100")))
     cuts = {d: split(graph, weights, stages=d, balance="memory") for d in (1, *DEPTHS)}
     rows, free = simulated(graph, weights), planned(many, times(weights, BATCH))
     baseline = next(r for r in rows if r["stages"] == r["gpus"] == PER_NODE and r["schedule"] == "model_parallel")

@@ -26,11 +26,11 @@ import networks
 from networks import captured
 
 from outcore.cost import Calibration, Operation
-from outcore.cost.measured.in_network_ratio import STREAMED, Used, fit_usage, predicted_alone
+from outcore.cost.measured.in_network_ratio import STREAMED, OperationUse, fit_usage, predicted_alone
 from outcore.cost.measured.saved_bytes import account, recording_of
 from outcore.cost.predicted.calibration import file_name
 from outcore.cost.predicted.describe import describe
-from outcore.cost.predicted.memory_traffic import Movement
+from outcore.cost.predicted.memory_traffic import MemoryTraffic
 from outcore.machine import Device, parse
 
 PRECISIONS = {"bfloat16": "bf16", "float32": "tf32", "int64": "tf32", "bool": "tf32"}
@@ -58,7 +58,7 @@ def _operations(case: dict[str, Any], device: Device) -> Iterator[dict[str, Any]
     graph = captured(networks.GPU[case["network"]], case)
     costs = account(graph, "cuda")
     steps = {step.name: step for step in recording_of(graph).steps if step.kind != "guard"}
-    moves = Movement(graph, costs, steps)
+    moves = MemoryTraffic(graph, costs, steps)
     for line in case["calls"]:
         name = line["calls"][0] if "calls" in line else line["call"]
         if name not in steps:
@@ -79,19 +79,19 @@ def _operations(case: dict[str, Any], device: Device) -> Iterator[dict[str, Any]
                 }
 
 
-def used(results: Iterable[Path]) -> list[Used]:
+def used(results: Iterable[Path]) -> list[OperationUse]:
     """What networks ran, each operation of a network once; of several results the last counts."""
-    found: dict[tuple[str, Operation], Used] = {}
+    found: dict[tuple[str, Operation], OperationUse] = {}
     for result in results:
         for text in gzip.decompress(operations_path(result).read_bytes()).decode().splitlines():
             line = json.loads(text)
             operation, own_s = Operation.from_json(line["operation"]), line["call_s"] - line["moved_s"]
             if own_s > SHARE * line["call_s"]:
-                found[line["network"], operation] = Used(operation, own_s, line["network"])
+                found[line["network"], operation] = OperationUse(operation, own_s, line["network"])
     return list(found.values())
 
 
-def left_out(calibration: Calibration, calls: Iterable[Used], device: Device) -> Callable[[str], Calibration]:
+def left_out(calibration: Calibration, calls: Iterable[OperationUse], device: Device) -> Callable[[str], Calibration]:
     """For each network the calibration with factors from all others."""
     known = predicted_alone(list(calls), calibration, device)
 

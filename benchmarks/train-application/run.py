@@ -37,7 +37,7 @@ from outcore.plan_document import Plan
 from outcore.stream.execute.execution import Execution
 from outcore.train import application
 from outcore.train.examples.supply import find_supply
-from outcore.train.progress import Show, make_show
+from outcore.train.progress import ProgressDisplay, make_show
 from outcore.train.runners.tiling import plan_stream
 from outcore.train.settings.config import Config
 from outcore.train.start import device_here, forecast
@@ -219,7 +219,7 @@ def _warm_up(out: Path, table: Path, depth: int, side: int, device: str) -> None
 class Timed:
     """Shows what another does, and notes when each step ended."""
 
-    def __init__(self, inner: Show) -> None:
+    def __init__(self, inner: ProgressDisplay) -> None:
         self.inner, self.ends = inner, []
 
     def __getattr__(self, name: str) -> Any:

@@ -15,7 +15,7 @@ from networks import NAMES, Training, build, side_for
 
 from outcore.graph import Graph, capture
 from outcore.graph.memory_format import ChannelsLast, channels_last, recorded
-from outcore.planner.memory.evaluate import Keeping
+from outcore.planner.memory.evaluate import StepModel
 
 DEVICE = "cuda"
 """Or "cpu", for a dry run (`on_cpu`)."""
@@ -71,7 +71,7 @@ class Case:
         assert isinstance(order, ChannelsLast), order
         return recorded(model, (images,), None, order)
 
-    def costs(self, folder: Path, turned: bool = False) -> Keeping | None:
+    def costs(self, folder: Path, turned: bool = False) -> StepModel | None:
         """What costs.py has measured."""
         path = folder / f"{self.label}{TURNED if turned else ''}.keeping"
         return pickle.loads(gzip.decompress(path.read_bytes())) if path.exists() else None

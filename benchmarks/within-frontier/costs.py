@@ -31,26 +31,26 @@ import outcore
 from outcore.cost.costs import CallCost
 from outcore.cost.predicted.rough import without_gaps
 from outcore.machine import parse
-from outcore.machine.clock import Timing
+from outcore.machine.clock import TimedRuns
 from outcore.memory.offload.bandwidth import measured_tier, memory_rate
-from outcore.planner.memory.copy_schedule import Tier
-from outcore.planner.memory.evaluate import Keeping
+from outcore.planner.memory.copy_schedule import OffloadTarget
+from outcore.planner.memory.evaluate import StepModel
 
-RATE, LINK = 3.54e12, Tier(45.6e9, 45.7e9, None, 1 << 20)
+RATE, LINK = 3.54e12, OffloadTarget(45.6e9, 45.7e9, None, 1 << 20)
 """An H200's memory and its link to the host, as measured."""
 
 
-def measured(case: Case, seconds: float, turned: bool) -> Keeping:
+def measured(case: Case, seconds: float, turned: bool) -> StepModel:
     """On the device."""
     training = case.fresh()
     with case.precision():
         graph = case.graph(training.model, training.images, turned)
         costs = without_gaps(outcore.measure(graph, time_limit_s=seconds))
     device = training.images.device
-    return Keeping(graph, costs, 0.0, measured_tier(device), memory_rate(device))
+    return StepModel(graph, costs, 0.0, measured_tier(device), memory_rate(device))
 
 
-def by_shapes(case: Case, known: Keeping | None, plain_s: float | None, turned: bool) -> Keeping:
+def by_shapes(case: Case, known: StepModel | None, plain_s: float | None, turned: bool) -> StepModel:
     """Without a device."""
     model = build(case.name)
     model = model.to(memory_format=torch.channels_last) if case.bf16 else model
@@ -68,10 +68,10 @@ def by_shapes(case: Case, known: Keeping | None, plain_s: float | None, turned: 
     costs = replace(costs, calls={name: timed(cost) for name, cost in costs.calls.items()})
     if known is not None:
         graph = replace(known.graph, executable=graph.executable)
-    return Keeping(graph, costs, 0.0, LINK, RATE)
+    return StepModel(graph, costs, 0.0, LINK, RATE)
 
 
-def scaled(timing: Timing | None, factor: float) -> Timing | None:
+def scaled(timing: TimedRuns | None, factor: float) -> TimedRuns | None:
     if timing is None:
         return None
     return replace(timing, **{n: getattr(timing, n) * factor for n in ("min_s", "median_s", "max_s", "mean_s")})

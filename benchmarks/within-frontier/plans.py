@@ -26,8 +26,8 @@ from cases import Case, cases_of
 from networks import build
 
 from outcore.graph import Graph
-from outcore.memory.op_fusion.select import Fusions
-from outcore.planner.memory.evaluate import Keeping
+from outcore.memory.op_fusion.select import SelectedFusions
+from outcore.planner.memory.evaluate import StepModel
 from outcore.planner.memory.search import Assignment, fit, smallest
 
 MARGIN = 0.02
@@ -70,7 +70,7 @@ def ways_of(case: Case, shares: list[str]) -> list[str]:
     return [way for way in ways if "least" not in way or "reassociated" not in way]
 
 
-def search(keeping: Keeping, share: str, plain_bytes: int, search_s: float, used: float) -> tuple[Assignment, int]:
+def search(keeping: StepModel, share: str, plain_bytes: int, search_s: float, used: float) -> tuple[Assignment, int]:
     """The fastest assignment that uses a part of a budget, which is a share of the plain peak; and the budget."""
     if share != "least":
         budget = int(float(share) * plain_bytes)
@@ -85,16 +85,16 @@ def search(keeping: Keeping, share: str, plain_bytes: int, search_s: float, used
     return fit(keeping, int(used * budget), time_limit_s=search_s), budget
 
 
-def ready(case: Case, keeping: Keeping, turned: bool) -> tuple[Graph, Keeping]:
+def ready(case: Case, keeping: StepModel, turned: bool) -> tuple[Graph, StepModel]:
     """A recording of the network, and its costs."""
     with torch.autocast("cpu", torch.bfloat16, enabled=case.bf16):
         here = case.graph(build(case.name), (case.batch, 3, case.side, case.side), turned)
     graph = replace(keeping.graph, executable=here.executable)
-    return graph, Keeping(graph, keeping.costs, 0.0, keeping.tier, keeping.memory_bytes_per_s)
+    return graph, StepModel(graph, keeping.costs, 0.0, keeping.tier, keeping.memory_bytes_per_s)
 
 
 def plan_case(
-    case: Case, known: dict[bool, Keeping], ways: list[str], search_s: float
+    case: Case, known: dict[bool, StepModel], ways: list[str], search_s: float
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """The plans of a case: policies, and what is expected of them; from costs as images come, and turned."""
     made = {turned: ready(case, keeping, turned) for turned, keeping in known.items()}
@@ -111,9 +111,9 @@ def plan_case(
         taken, rate = keeping.costs, keeping.memory_bytes_per_s
         if "reassociated" in flags:
             model, device = graph.module.model, torch.device("cuda")
-            fused = Fusions.worth_it(graph, model, taken, rate, device, issued=not graphs)
+            fused = SelectedFusions.worth_it(graph, model, taken, rate, device, issued=not graphs)
             graph, taken = fused.applied(graph, model, taken, rate)
-        use = Keeping(graph, taken, 0.0, keeping.tier, rate, draws=not graphs)
+        use = StepModel(graph, taken, 0.0, keeping.tier, rate, draws=not graphs)
         if graphs:
             standing(use)
         begun, used = time.time(), float(way.partition(" /")[2] or 1 - MARGIN)
@@ -127,7 +127,7 @@ def plan_case(
         yield way, row
 
 
-def described(keeping: Keeping, assignment: Assignment, budget: int, plain: Keeping) -> dict[str, Any]:
+def described(keeping: StepModel, assignment: Assignment, budget: int, plain: StepModel) -> dict[str, Any]:
     """A plan as it is written."""
     outcome, (floor, at) = assignment.outcome, keeping.floor
     moment, moved = keeping.plain.moments[at], outcome.transfers
@@ -146,7 +146,7 @@ def described(keeping: Keeping, assignment: Assignment, budget: int, plain: Keep
     }
 
 
-def standing(keeping: Keeping) -> None:
+def standing(keeping: StepModel) -> None:
     """CUDA graphs have gradients from the beginning, each a moment in two places, and inputs twice."""
     there = np.array([moment.bytes.gradients for moment in keeping.plain.moments])
     copied = np.maximum(np.diff(there, prepend=0), 0)

@@ -27,8 +27,8 @@ from outcore.graph.record.capture import arguments_as_called
 from outcore.graph.record.keys import key_of
 from outcore.memory.cuda_graphs.pool import give_back
 from outcore.memory.saved_tensors import plan_call
-from outcore.memory.saved_tensors.managed_forward import Governor, Settings
-from outcore.planner.memory.evaluate import Keeping
+from outcore.memory.saved_tensors.managed_forward import ManagedForward, Settings
+from outcore.planner.memory.evaluate import StepModel
 
 Row = dict[str, Any]
 Enter = Callable[[], None]
@@ -47,10 +47,10 @@ class Prepared:
     case: Case
     plain_bytes: int
     """Predicted peak of the plain step."""
-    keeping: Keeping | None = None
+    keeping: StepModel | None = None
     """Its costs, with the link and the memory as they were measured without others."""
     plans: dict[str, Row] = field(default_factory=dict)
-    turned: Keeping | None = None
+    turned: StepModel | None = None
     """Its costs with images turned inside the network."""
     graph: Graph | None = None
     graph_turned: bool = False
@@ -146,14 +146,14 @@ class Prepared:
         finally:
             del training.model.__dict__["forward"]
 
-    def managed(self, training: Training, policy: dict[str, str], way: str) -> Governor:
+    def managed(self, training: Training, policy: dict[str, str], way: str) -> ManagedForward:
         """As `outcore.within`, with a plan that is there already; the table shows whether it keeps to its budget."""
         flags = {"graphs": "graphs" in way, "reassociated": "reassociated" in way}
         settings = Settings(None, OptimizerCost.of(0.0, cases.DEVICE), 0, policy, **flags)
         keeping = self.turned if self.graph_turned else self.keeping
         assert keeping is not None
         tier, rate = keeping.tier, keeping.memory_bytes_per_s
-        governor = Governor(training.model, settings, keeping.costs)
+        governor = ManagedForward(training.model, settings, keeping.costs)
         known = patch.multiple(plan_call, tier_below=lambda *_, **__: tier, memory_rate=lambda _: rate)
         with known, self.case.precision():  # others use the link now
             call = arguments_as_called(training.model, (training.images,))

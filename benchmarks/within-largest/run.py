@@ -36,8 +36,8 @@ from outcore.cost.predicted.rough import without_gaps
 from outcore.machine import parse
 from outcore.machine.units import parse_bytes
 from outcore.memory.offload.bandwidth import measured_tier, memory_rate
-from outcore.planner.memory.copy_schedule import Tier
-from outcore.planner.memory.evaluate import Keeping
+from outcore.planner.memory.copy_schedule import OffloadTarget
+from outcore.planner.memory.evaluate import StepModel
 from outcore.planner.memory.plan import plan_memory
 from outcore.planner.memory.search import Assignment, smallest
 
@@ -72,7 +72,7 @@ class Basis:
     grows: str
     size: int
     costs: Costs
-    keeping: Keeping
+    keeping: StepModel
     search_s: float
     found: dict[bool, Assignment] = field(default_factory=dict)
     """The smallest peaks, with and without offloading."""
@@ -97,7 +97,7 @@ class Basis:
         graph = outcore.capture(model, (images,))
         costs = without_gaps(outcore.measure(graph, time_limit_s=measure_s))
         device = images.device
-        keeping = Keeping(graph, costs, 0.0, measured_tier(device), memory_rate(device))
+        keeping = StepModel(graph, costs, 0.0, measured_tier(device), memory_rate(device))
         return cls(name, grows, size, costs, keeping, search_s)
 
     @classmethod
@@ -105,8 +105,8 @@ class Basis:
         """Without a device: an H200's, by shapes alone."""
         graph = outcore.capture(build(name), [shape(grows, size)])
         costs = without_gaps(outcore.estimate(graph, parse("h200")))
-        tier = Tier(45e9, 45e9, least_bytes=2**20)
-        return cls(name, grows, size, costs, Keeping(graph, costs, 0.0, tier, 3.6e12), search_s)
+        tier = OffloadTarget(45e9, 45e9, least_bytes=2**20)
+        return cls(name, grows, size, costs, StepModel(graph, costs, 0.0, tier, 3.6e12), search_s)
 
     def largest(self, limit: int, peak: int) -> int:
         """The size at which a peak, in proportion but for the weights, reaches a limit."""
@@ -121,8 +121,8 @@ class Basis:
         graph = outcore.capture(build(self.name), [shape(self.grows, size)])
         costs = without_gaps(outcore.estimate(graph, parse("h200")))
         if least is None:
-            return Keeping(graph, costs, 0.0, None, 3.6e12).plain.peak_bytes
-        options: dict[str, Any] = {"tier": Tier(45e9, 45e9, least_bytes=2**20), "memory_bytes_per_s": 3.6e12}
+            return StepModel(graph, costs, 0.0, None, 3.6e12).plain.peak_bytes
+        options: dict[str, Any] = {"tier": OffloadTarget(45e9, 45e9, least_bytes=2**20), "memory_bytes_per_s": 3.6e12}
         policy = dict(least.policy)
         return plan_memory(graph, costs, budget_bytes=None, optimizer=0.0, policy=policy, **options).peak_bytes
 

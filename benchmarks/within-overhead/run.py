@@ -24,7 +24,7 @@ from torch import nn
 import outcore
 from outcore.cost.measured.saved_bytes import account
 from outcore.cost.predicted.rough import by_bytes
-from outcore.planner.memory.evaluate import Keeping
+from outcore.planner.memory.evaluate import StepModel
 
 STEPS = 60
 
@@ -90,7 +90,7 @@ def plans(model: nn.Module, x: torch.Tensor) -> dict[str, Callable[[], tuple[nn.
     """Name of a way -> the model under it, and how many calls it makes again."""
     graph = outcore.capture(model, (x,))
     costs = by_bytes(account(graph), 1e9)
-    keeping = Keeping(graph, costs, 0.0, None)
+    keeping = StepModel(graph, costs, 0.0, None)
     light = [
         b for b in keeping.buffers.values() if "recompute" in keeping.choices(b) and b.savers and b.workspace_bytes == 0
     ]

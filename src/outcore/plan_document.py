@@ -29,7 +29,7 @@ from outcore.plan_schema import MOST, check_against, check_policy, schema
 from outcore.schema import MapOf, check
 from outcore.stage_names import place_calls
 
-__all__ = ["FORMAT", "BatchNorm", "Exactness", "Plan", "Predicted", "Schedule"]
+__all__ = ["FORMAT", "BatchNorm", "Exactness", "Plan", "PredictedStep", "Schedule"]
 
 FORMAT = 1
 
@@ -42,7 +42,7 @@ _SCHEMA = schema({"schedule": Schedule, "exactness": Exactness, "batch_norm": Ba
 
 
 @dataclass(frozen=True, slots=True)
-class Predicted:
+class PredictedStep:
     """What a step is expected to take."""
 
     time_s: float
@@ -90,7 +90,7 @@ class Plan:
     """Fingerprint of the machine it was made for."""
     memory_bytes: int | None = None
     """The budget of a rank it was made for."""
-    predicted: Predicted | None = None
+    predicted: PredictedStep | None = None
     why: tuple[str, ...] = ()
     """Why this plan and not another: the runners-up with their figures."""
 
@@ -184,7 +184,7 @@ class Plan:
             value = getattr(self, f.name)
             if f.name in document or value is None or value in ((), {}):
                 continue
-            document[f.name] = asdict(value) if isinstance(value, Predicted) else value
+            document[f.name] = asdict(value) if isinstance(value, PredictedStep) else value
         plain: dict[str, Any] = json.loads(json.dumps(document))
         return plain
 
@@ -209,7 +209,7 @@ class Plan:
             given["tied"] = {name: tuple(stages) for name, stages in given["tied"].items()}
         if given.get("predicted") is not None:
             row = dict(given["predicted"])
-            given["predicted"] = Predicted(**(row | {"peak_bytes": tuple(row["peak_bytes"])}))
+            given["predicted"] = PredictedStep(**(row | {"peak_bytes": tuple(row["peak_bytes"])}))
         return cls(**given)
 
     def save(self, path: str | Path) -> None:

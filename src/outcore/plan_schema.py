@@ -14,7 +14,7 @@ from typing import Any, Protocol, get_args
 from outcore.errors import PlanError, suggest
 from outcore.graph import Graph
 from outcore.ops.encoding import CODECS
-from outcore.schema import Anything, Choice, Either, Flag, ListOf, MapOf, Maybe, Number, Record, Text, Whole
+from outcore.schema import Anything, Either, Flag, ListOf, MapOf, Maybe, Number, OneOf, Record, Text, Whole
 
 __all__ = ["MOST", "check_against", "check_policy", "schema"]
 
@@ -24,10 +24,10 @@ _BYTES = Whole(least=0, most=2**60)
 _POLICY = re.compile(r"keep|offload|offload:early|recompute|encode:(?P<codec>[^+]+)(\+offload)?")
 _STATE = Record(
     may={
-        "parameters": Choice(("keep", "offload")),
-        "gradients": Choice(("keep", "offload")),
-        "optimizer": Choice(("keep", "offload")),
-        "update": Choice(("step", "backward")),
+        "parameters": OneOf(("keep", "offload")),
+        "gradients": OneOf(("keep", "offload")),
+        "optimizer": OneOf(("keep", "offload")),
+        "update": OneOf(("step", "backward")),
         "stage_bytes": Maybe(Whole(least=1, most=2**60)),
         "parcel_bytes": Whole(least=1, most=2**60),
     }
@@ -49,7 +49,7 @@ _PREDICTED = Record(
 )
 
 
-class Said(Protocol):
+class PlanClaims(Protocol):
     """What a plan says that only its graph can confirm."""
 
     @property
@@ -84,7 +84,7 @@ def schema(choices: Mapping[str, Any]) -> Record:
         {"graph": Text(), "stages": ListOf(Either((Text(), ListOf(Text(), 1))), 1, MOST)},
         {
             "format": Anything(),
-            **{name: Choice(get_args(kind)) for name, kind in choices.items()},
+            **{name: OneOf(get_args(kind)) for name, kind in choices.items()},
             "micro_batches": count,
             "batches": count,
             "replicas": count,
@@ -93,7 +93,7 @@ def schema(choices: Mapping[str, Any]) -> Record:
             "state": _STATE,
             "tied": MapOf(ListOf(Whole(least=0, most=MOST), 1)),
             "stream": Maybe(_STREAM),
-            "memory_order": Maybe(Choice(("channels_last",))),
+            "memory_order": Maybe(OneOf(("channels_last",))),
             "machine": Maybe(Text()),
             "memory_bytes": Maybe(Whole(least=1, most=2**60)),
             "predicted": Maybe(_PREDICTED),
@@ -110,7 +110,7 @@ def check_policy(value: str, policy: object) -> None:
         )
 
 
-def check_against(plan: Said, graph: Graph, stage_of: Mapping[str, int]) -> None:
+def check_against(plan: PlanClaims, graph: Graph, stage_of: Mapping[str, int]) -> None:
     """Refuse what a plan says of blocks, values and parameters that the graph does not have, or has elsewhere."""
     for value, policy in plan.policy.items():
         call, derived, _ = value.partition("~")

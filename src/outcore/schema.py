@@ -24,13 +24,13 @@ from outcore.errors import OutcoreError
 
 __all__ = [
     "Anything",
-    "Choice",
     "Either",
     "Flag",
     "ListOf",
     "MapOf",
     "Maybe",
     "Number",
+    "OneOf",
     "Record",
     "Schema",
     "Text",
@@ -126,7 +126,7 @@ class Flag(Schema):
 
 
 @dataclass(frozen=True)
-class Choice(Schema):
+class OneOf(Schema):
     """One of some values."""
 
     among: Sequence[Any]

@@ -33,13 +33,13 @@ from outcore.planner.memory.plan import MemoryPlan, plan_memory
 from outcore.planner.memory.search import smallest
 from outcore.within import memory_plan, within
 
-__all__ = ["Row", "Verdict", "verify_job"]
+__all__ = ["ParameterRow", "Verdict", "verify_job"]
 
 _BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ParameterRow:
     """One parameter."""
 
     name: str
@@ -53,7 +53,7 @@ class Row:
 class Verdict:
     """What a comparison found."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[ParameterRow, ...]
     buffers: int
     equal_buffers: int
     equal_losses: bool
@@ -151,7 +151,7 @@ def verify_job(
     rows = []
     for name in plain[0][1]:
         off = max(float((a[name] - b[name]).abs().max()) for (_, a), (_, b) in zip(ours, plain, strict=True))
-        rows.append(Row(name, off, off / largest if largest else 0.0))
+        rows.append(ParameterRow(name, off, off / largest if largest else 0.0))
     theirs = dict(twin.named_buffers())
     dtype = next((p.dtype for p in model.parameters()), torch.float32)
     return Verdict(

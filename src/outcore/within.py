@@ -36,22 +36,22 @@ from outcore.graph.record.recording import Ref
 from outcore.graph.structure import leaves, substitute
 from outcore.machine.units import format_bytes, parse_bytes
 from outcore.memory.cuda_graphs.pool import grow_segments_from_now_on
-from outcore.memory.cuda_graphs.step_graph import Graphed
-from outcore.memory.op_fusion.channels_last import Way, faster, other_order
+from outcore.memory.cuda_graphs.step_graph import StepGraph
+from outcore.memory.op_fusion.channels_last import FormatTrial, faster, other_order
 from outcore.memory.param_offload.bucketed_step import can_be_parted, in_parts
 from outcore.memory.param_offload.buckets import cargo_of, uses_of
-from outcore.memory.param_offload.escalation import Duty
+from outcore.memory.param_offload.escalation import StateDuty
 from outcore.memory.saved_tensors.lossy_error import effect_on_gradients
-from outcore.memory.saved_tensors.managed_forward import Governor, Settings
+from outcore.memory.saved_tensors.managed_forward import ManagedForward, Settings
 from outcore.memory.saved_tensors.trial_steps import rehearse
 from outcore.plan_document import Plan
-from outcore.planner.memory.memory_format import CHANNELS_LAST, MemoryOrder
+from outcore.planner.memory.memory_format import CHANNELS_LAST, MemoryFormat
 from outcore.planner.memory.plan import MemoryPlan, plan_memory
 from outcore.planner.memory.state_policy import StatePolicy, ladder
 
 if TYPE_CHECKING:
     from outcore.stream.execute.pixel_loss import PixelLoss
-    from outcore.stream.managed_forward import Conductor
+    from outcore.stream.managed_forward import StreamedForward
     from outcore.stream.plan.step_document import StreamedStep
 
 __all__ = ["memory_plan", "release", "within"]
@@ -127,7 +127,14 @@ def within(
     Raises:
         PlanError: the budget is too small; names the smallest that works.
     """
-    from outcore.stream.managed_forward import Wanted, bytes_on, conduct, has_lazy, loss_on_output, without_memory
+    from outcore.stream.managed_forward import (
+        StreamSettings,
+        bytes_on,
+        conduct,
+        has_lazy,
+        loss_on_output,
+        without_memory,
+    )
 
     release(model)
     _check(model, exact)
@@ -156,14 +163,14 @@ def within(
         plain = plan_memory(graph, costs, budget_bytes=None, optimizer=cost, loss_bytes=loss_bytes, policy={})
         budget = int(share * plain.plain_bytes)
     beside = loss_bytes + bytes_on(graph_device(graph), (args, kwargs))
-    wanted = Wanted(budget, cost, beside, statistics, by_hand, dense=loss is not on_output)
+    wanted = StreamSettings(budget, cost, beside, statistics, by_hand, dense=loss is not on_output)
     if lazy or stream or by_hand is not None:
         step = conduct(model, graph, wanted, without_gaps(costs))
         return _announced(model, step, budget, assumed=optimizer is None, quiet=quiet)
     reserved, margin = 0, _MARGIN.get(costs.device_kind, 0.0)
     if graphs:
         margin = _GRAPHS_MARGIN
-        reserved += Graphed.copied_bytes([t for _, t in leaves((args, kwargs), torch.Tensor)])
+        reserved += StepGraph.copied_bytes([t for _, t in leaves((args, kwargs), torch.Tensor)])
     policy = dict(plan.policy if isinstance(plan, Plan) else plan) if plan is not None else None
     movable = state is None and budget is not None and plan is None and can_be_parted(optimizer) and not graphs
     states: tuple[StatePolicy, ...] = (StatePolicy.of(state),)
@@ -186,7 +193,7 @@ def within(
         margin=margin,
         rounding_bytes=_ROUNDING_BYTES.get(costs.device_kind, 0) if not graphs else 0,
     )
-    way = Way(graph, without_gaps(costs), settings)
+    way = FormatTrial(graph, without_gaps(costs), settings)
     call = arguments_as_called(model, args, kwargs)
     try:
         if turned is not None:
@@ -194,7 +201,7 @@ def within(
             way = faster(way, turned, turned_costs, model, graph_device(graph))
         if budget is not None and graph_device(graph).type == "cuda":
             grow_segments_from_now_on()
-        governor = Governor(model, way.settings, way.costs, inner)
+        governor = ManagedForward(model, way.settings, way.costs, inner)
         key = governor.key(*call)
         governor.admit(key, *call, graph=way.graph, found=way.found)
         rehearse(governor, key, *call, on_output, way.graph)
@@ -227,22 +234,22 @@ def _check(model: nn.Module, exact: str) -> None:
 
 def _other_order(
     model: nn.Module, graph: Graph, args: Any, kwargs: Mapping[str, Any] | None, plan: Any, *, asked: bool
-) -> tuple[Graph | None, MemoryOrder]:
+) -> tuple[Graph | None, MemoryFormat]:
     """The network with its channels last, where a plan says so or that is a choice; else why it is not, if it could."""
     named = isinstance(plan, Plan) and plan.memory_order == CHANNELS_LAST
     if not named and (plan is not None or not asked):
-        return None, MemoryOrder()
+        return None, MemoryFormat()
     turned, order = other_order(model, graph, args, kwargs, None if named else graph_device(graph))
     if named and turned is None:
         raise PlanError(f"the plan has images with their channels last, but this network stays as it is: {order.why}")
     return turned, order
 
 
-def _keep_state(governor: Governor, graph: Graph, optimizer: Any) -> None:
+def _keep_state(governor: ManagedForward, graph: Graph, optimizer: Any) -> None:
     """Where the plan says that state lives below the device, let it; and further down, should that be needed."""
     where, states = governor.plan.state, governor.settings.states
     if len(states) > 1 or not where.idle:
-        governor.duty = Duty(weakref.ref(in_parts(optimizer)), tuple(_calls(graph)), where)
+        governor.duty = StateDuty(weakref.ref(in_parts(optimizer)), tuple(_calls(graph)), where)
         governor.settings = replace(governor.settings, states=states[states.index(where) :])
         governor.duty.keep(governor)
 
@@ -262,7 +269,7 @@ def release(model: nn.Module) -> nn.Module:
     False
     """
     governor = model.__dict__.get("forward")
-    if isinstance(governor, Governor):
+    if isinstance(governor, ManagedForward):
         del model.__dict__["forward"]
         if governor.inner is not None:
             model.__dict__["forward"] = governor.inner
@@ -281,7 +288,7 @@ def memory_plan(model: nn.Module) -> MemoryPlan | StreamedStep:
     if _is_streamed(governor):
         assert governor.step is not None
         return governor.step
-    if not isinstance(governor, Governor):
+    if not isinstance(governor, ManagedForward):
         raise OutcoreError("this model is not under outcore.within")
     return governor.plan
 
@@ -342,12 +349,12 @@ def _budget(memory: str | int | None) -> tuple[float | None, int | None]:
     return None, parse_bytes(memory) if isinstance(memory, str) else memory
 
 
-def _is_streamed(forward: Any) -> TypeGuard[Conductor]:
+def _is_streamed(forward: Any) -> TypeGuard[StreamedForward]:
     if "outcore.stream.managed_forward" not in sys.modules:  # so that importing this does not import that
         return False
-    from outcore.stream.managed_forward import Conductor
+    from outcore.stream.managed_forward import StreamedForward
 
-    return isinstance(forward, Conductor)
+    return isinstance(forward, StreamedForward)
 
 
 def _announced(

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from outcore.allocator.caching_allocator import Allocator, Reserved
+from outcore.allocator.caching_allocator import CachingAllocator, ReservedBytes
 
 MIB = 2**20
 
@@ -20,14 +20,14 @@ MIB = 2**20
     ],
 )  # fmt: skip
 def test_segments_come_in_three_sizes(sizes: list[int], reserved: int) -> None:
-    allocator = Allocator()
+    allocator = CachingAllocator()
     for size in sizes:
         allocator.take(size)
     assert allocator.reserved == reserved * MIB
 
 
 def test_what_was_given_back_is_used_again_and_neighbours_join() -> None:
-    allocator = Allocator()
+    allocator = CachingAllocator()
     blocks = [allocator.take(5 * MIB) for _ in range(4)]
     assert allocator.reserved == 20 * MIB
     for block in (blocks[0], blocks[2]):
@@ -42,7 +42,7 @@ def test_what_was_given_back_is_used_again_and_neighbours_join() -> None:
 
 
 def test_the_smallest_hole_that_is_large_enough_is_taken() -> None:
-    allocator = Allocator()
+    allocator = CachingAllocator()
     large, small = allocator.take(40 * MIB), allocator.take(12 * MIB)
     allocator.give_back(large)
     allocator.give_back(small)
@@ -52,7 +52,7 @@ def test_the_smallest_hole_that_is_large_enough_is_taken() -> None:
 
 
 def test_tensors_are_counted_where_they_live_and_die() -> None:
-    with Reserved() as seen:
+    with ReservedBytes() as seen:
         for _ in range(3):
             made = torch.zeros(3 * MIB)  # twelve MiB
             kept = made + 1
@@ -67,7 +67,7 @@ def test_tensors_are_counted_where_they_live_and_die() -> None:
 def test_it_takes_what_torch_takes(seed: int) -> None:
     pool = torch.cuda.MemPool()  # what ran before has left nothing in it
     before = torch.cuda.memory_reserved()
-    draw, allocator = random.Random(seed), Allocator()
+    draw, allocator = random.Random(seed), CachingAllocator()
     held: list[tuple[torch.Tensor, object]] = []
     with torch.cuda.use_mem_pool(pool):
         for _ in range(300):

@@ -10,7 +10,16 @@ import pytest
 import torch
 
 from outcore.allocator.expandable_segments import Event, reserved_by
-from outcore.allocator.padding_search import Spacer, Spacing, _beside, _large, _living, _ordered, _Search, best_spacers
+from outcore.allocator.padding_search import (
+    PaddingBlock,
+    PaddingSearch,
+    _beside,
+    _large,
+    _living,
+    _ordered,
+    _Search,
+    best_spacers,
+)
 from outcore.graph.record.recording import Tape
 
 MIB = 2**20
@@ -138,13 +147,13 @@ def test_a_hole_is_closed_by_what_lets_more_of_the_step_fit() -> None:
 
 
 def test_what_goes_before_a_step_goes_first() -> None:
-    spacers = [Spacer(5, 1, 2), Spacer(7, 2)]
+    spacers = [PaddingBlock(5, 1, 2), PaddingBlock(7, 2)]
     assert _beside(spacers, [0, 4, 9, 12]) == {4: [(-1, 5)], 9: [(-1, 0), (-2, 7)], 12: [(-2, 0)]}
 
 
 def test_spacers_of_one_step_come_as_they_were_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the same order, also where two are alike: the allocator puts the first one where the second would lie."""
-    spacers = [Spacer(64, 0), Spacer(32, 0), Spacer(32, 0)]
+    spacers = [PaddingBlock(64, 0), PaddingBlock(32, 0), PaddingBlock(32, 0)]
     asked: list[int] = []
 
     def empty(size: int, **_: Any) -> torch.Tensor:
@@ -152,7 +161,7 @@ def test_spacers_of_one_step_come_as_they_were_tried(monkeypatch: pytest.MonkeyP
         return torch.zeros(size, dtype=torch.uint8)
 
     monkeypatch.setattr(torch, "empty", empty)
-    spacing = Spacing(torch.device("cpu"), spacers)
+    spacing = PaddingSearch(torch.device("cpu"), spacers)
     spacing.reached(0)
     tried = [size for _, size in _beside(spacers, [0, 4])[0]]
     assert asked == tried == [64, 32, 32] and len(spacing.held) == 3
@@ -169,7 +178,7 @@ def test_a_trace_is_put_in_order() -> None:
 
 def test_spacers_are_there_between_their_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[int]] = []
-    spacing = Spacing(torch.device("cpu"), [Spacer(64, 1, 3), Spacer(32, 2)])
+    spacing = PaddingSearch(torch.device("cpu"), [PaddingBlock(64, 1, 3), PaddingBlock(32, 2)])
     monkeypatch.setattr(Tape, "step", lambda *_: seen.append(sorted(t.nbytes for t in spacing.held.values())))
     for _ in range(5):
         spacing.perform(None, None)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from torch import nn
 from outcore.cli.image_sizes import multiple_of
 from outcore.cli.messages import Interruption
 from outcore.cli.profile import from_measured
-from outcore.cost.predicted.scaling import Point, Scaling
+from outcore.cost.predicted.scaling import Scaling, SizePoint
 from outcore.cost.profile import profile
 from outcore.job import Job
 from outcore.machine import parse
@@ -56,7 +56,7 @@ def test_what_was_measured_corrects_the_sizes_that_were_not() -> None:
     job = Job(model=lambda: nn.Conv2d(3, 4, 3), batch=lambda n: (torch.rand(n, 3, 32, 32), None))
     measured = profile(job, parse("v100").devices[0], size=2)
     took = measured.step.step_s
-    points = tuple(Point(n, n * took / 4, n * took / 5, n * took / 3, 100 * n, n) for n in (1, 2, 64))
+    points = tuple(SizePoint(n, n * took / 4, n * took / 5, n * took / 3, 100 * n, n) for n in (1, 2, 64))
     found = from_measured(Scaling("batch", points, 10_000, 64, {}), {2: measured})
     assert found.points[1].step_s == found.points[1].measured_s == took
     assert found.points[2].step_s == pytest.approx(32 * took) and found.points[2].measured_s is None

@@ -8,7 +8,7 @@ from torch import nn
 import outcore
 from outcore.cost.costs import CallCost, Costs, Saved, total
 from outcore.cost.measured.saved_bytes import account
-from outcore.machine.clock import Timing
+from outcore.machine.clock import TimedRuns
 
 
 class Residual(nn.Module):
@@ -58,7 +58,7 @@ def test_memory_kept_by_two_calls_is_counted_once() -> None:
 def test_costs_survive_a_file(costs: Costs, tmp_path: Path) -> None:
     costs.save(tmp_path / "costs.json")
     assert Costs.load(tmp_path / "costs.json") == costs
-    timed = CallCost("a", "a", "ReLU", forward=Timing.of([1.0, 2.0]), time_source="measured")
+    timed = CallCost("a", "a", "ReLU", forward=TimedRuns.of([1.0, 2.0]), time_source="measured")
     whole = Costs("m", "f", "cpu", "cpu", {"a": timed})
     assert Costs.from_json(json.loads(json.dumps(whole.to_json()))) == whole
 

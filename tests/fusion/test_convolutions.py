@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import outcore
-from outcore.fusion import Way
+from outcore.fusion import RunMode
 from outcore.fusion.program.values import Stacked
 from outcore.fusion.rules import convolution
-from outcore.fusion.rules.convolution import Convolution
+from outcore.fusion.rules.convolution import MemberConvolution
 
 # Size of the map, kernel, stride, padding, dilation, groups; then the taps that are left, and whether it is a product.
 CASES = [
@@ -41,7 +41,7 @@ def test_a_convolution_of_all_is_that_of_each(
     left: tuple[int, ...], product: bool, bias: bool,
 ) -> None:  # fmt: skip
     torch.manual_seed(1)
-    conv = Convolution.of(len(size), stride, padding, dilation, groups)
+    conv = MemberConvolution.of(len(size), stride, padding, dilation, groups)
     x = torch.randn(2, 4, 3 * groups, *size, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(2, 2 * groups, 3, *kernel, dtype=torch.float64, requires_grad=True)
     b = torch.randn(2, 2 * groups, dtype=torch.float64, requires_grad=True) if bias else None
@@ -63,7 +63,7 @@ def test_a_convolution_of_all_is_that_of_each(
 
 
 def test_what_pads_in_torchs_own_words_is_left_as_it_is() -> None:
-    conv = Convolution.of(2, 1, "same", 1, 1)
+    conv = MemberConvolution.of(2, 1, "same", 1, 1)
     weight = torch.randn(2, 5, 3, 3, 3)
     assert conv.cropped((1, 1), weight) == (conv, weight)
 
@@ -85,7 +85,7 @@ def test_every_form_can_be_captured(how: str, monkeypatch: pytest.MonkeyPatch) -
     twins = [copy.deepcopy(m) for m in models]
     array = outcore.fuse(
         models, loss=F.cross_entropy, optimizer=lambda p, i: torch.optim.SGD(p, 0.01 * (i + 1)),
-        way=Way(3, True, channels_last=True),
+        way=RunMode(3, True, channels_last=True),
     )  # fmt: skip
     x, y = torch.randn(16, 3, 8, 8, device="cuda"), torch.randint(4, (16,), device="cuda")
     for _ in range(5):

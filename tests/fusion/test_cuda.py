@@ -11,19 +11,19 @@ import torch.nn.functional as F
 from torch import nn, optim
 
 import outcore
-from outcore.fusion import Way, choose, forecast
+from outcore.fusion import RunMode, choose, forecast
 from tests.fusion.networks import Bert, LstmTagger
 from tests.fusion.serial import distance, train_serially
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 WAYS = {
-    "fused, eager": Way(3),
-    "fused, graphed": Way(3, graphed=True),
-    "streams": Way(1, graphed=True, parallel=True),
-    "streams in one graph": Way(1, graphed=True, parallel=True, joined=True),
-    "sub-arrays": Way(2, graphed=True),
-    "channels last": Way(3, graphed=True, channels_last=True),
+    "fused, eager": RunMode(3),
+    "fused, graphed": RunMode(3, graphed=True),
+    "streams": RunMode(1, graphed=True, parallel=True),
+    "streams in one graph": RunMode(1, graphed=True, parallel=True, joined=True),
+    "sub-arrays": RunMode(2, graphed=True),
+    "channels last": RunMode(3, graphed=True, channels_last=True),
 }
 
 
@@ -177,7 +177,7 @@ def test_groups_of_parameters_are_stepped_by_one_kernel_each_with_state_for_no_o
 
     models = [_cnn(i).cuda() for i in range(3)]
     twin = copy.deepcopy(models[2])
-    array = outcore.fuse(models, loss=F.cross_entropy, optimizer=optimizer, way=Way(3, graphed=True))
+    array = outcore.fuse(models, loss=F.cross_entropy, optimizer=optimizer, way=RunMode(3, graphed=True))
     torch.manual_seed(1)
     batches = [tuple(t.cuda() for t in _images()) for _ in range(8)]
     for batch in batches:
@@ -197,7 +197,7 @@ def test_a_diverged_member_does_not_touch_the_others_in_a_graph() -> None:
         models,
         loss=F.cross_entropy,
         optimizer=lambda p, i: optim.SGD(p, float("inf") if i == 1 else 1e-2),
-        way=Way(3, graphed=True),
+        way=RunMode(3, graphed=True),
     )
     torch.manual_seed(1)
     batches = [tuple(t.cuda() for t in _images()) for _ in range(8)]
@@ -231,7 +231,10 @@ def test_half_precision_follows_serial_training(way: str) -> None:
 def test_dropout_in_a_graph_draws_anew_in_every_step() -> None:
     models = [nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5 * i)).cuda() for i in range(2)]
     array = outcore.fuse(
-        models, loss=lambda out, _: out.square().mean(), optimizer=lambda p: optim.SGD(p, 0.0), way=Way(2, graphed=True)
+        models,
+        loss=lambda out, _: out.square().mean(),
+        optimizer=lambda p: optim.SGD(p, 0.0),
+        way=RunMode(2, graphed=True),
     )
     x = torch.randn(8, 64).cuda()
     seen = torch.stack([array.step(x, x) for _ in range(8)])

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import outcore
-from outcore.fusion import Way
+from outcore.fusion import RunMode
 from outcore.fusion.program.values import Stacked
 from outcore.fusion.rules import convolution
-from outcore.fusion.rules.convolution import Convolution
+from outcore.fusion.rules.convolution import MemberConvolution
 from outcore.fusion.rules.depthwise import depthwise, is_depthwise
 
 SHAPES = [
@@ -24,12 +24,12 @@ SHAPES = [
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
-def _given(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> tuple[Convolution, Tensor, Tensor]:
+def _given(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> tuple[MemberConvolution, Tensor, Tensor]:
     samples, channels, height, width, kernel, stride, padding = shape
     torch.manual_seed(0)
     x = torch.randn(samples, height, width, channels, dtype=dtype, device=device).movedim(-1, 1)
     weight = torch.randn(channels, 1, kernel, kernel, dtype=dtype, device=device)
-    return Convolution.of(2, stride, padding, 1, channels), x.requires_grad_(), weight.requires_grad_()
+    return MemberConvolution.of(2, stride, padding, 1, channels), x.requires_grad_(), weight.requires_grad_()
 
 
 @pytest.mark.parametrize("how", ["grouped", "members", "depthwise"])
@@ -78,7 +78,7 @@ def test_an_array_with_them_equals_its_members(autocast: torch.dtype | None, mon
     twins = [copy.deepcopy(m) for m in models]
     array = outcore.fuse(
         models, loss=F.cross_entropy, optimizer=lambda p, i: torch.optim.SGD(p, 0.01 * (i + 1)), autocast=autocast,
-        way=Way(4, True, channels_last=True),
+        way=RunMode(4, True, channels_last=True),
     )  # fmt: skip
     x, y = torch.randn(16, 3, 12, 12, device="cuda"), torch.randint(4, (16,), device="cuda")
     for _ in range(4):

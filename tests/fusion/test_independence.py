@@ -14,7 +14,7 @@ from safetensors.torch import load_model
 from torch import Tensor, nn, optim
 
 import outcore
-from outcore.fusion import LossScale, Way
+from outcore.fusion import MemberLossScale, RunMode
 from tests.fusion.serial import assert_as_if_alone, distance, train_serially
 from tests.fusion.small import momentum, small_array, small_batches, small_net
 
@@ -44,9 +44,9 @@ def test_a_stopped_member_keeps_its_weights_and_goes_on_when_asked() -> None:
     assert not torch.equal(after["4.weight"], array[1].state_dict()["4.weight"])
 
 
-@pytest.mark.parametrize("way", [Way(3), Way(2), Way(1)], ids=str)
+@pytest.mark.parametrize("way", [RunMode(3), RunMode(2), RunMode(1)], ids=str)
 @pytest.mark.parametrize("slot", [0, 1, 2])
-def test_a_refilled_slot_trains_like_a_fresh_model(slot: int, way: Way) -> None:
+def test_a_refilled_slot_trains_like_a_fresh_model(slot: int, way: RunMode) -> None:
     array = small_array(way=way, optimizer=lambda p, i: optim.Adam(p, 0.01 * (i + 1)))
     batches = small_batches(8)
     for x, y in batches[:4]:
@@ -78,7 +78,9 @@ def test_every_member_may_have_its_own_batch() -> None:
 
 @pytest.mark.parametrize("width", [1, 2, 3])
 def test_lanes_of_any_width_give_the_same(width: int) -> None:
-    array = assert_as_if_alone(small_net, small_batches(), F.cross_entropy, momentum, way=Way(width), tolerance=1e-12)
+    array = assert_as_if_alone(
+        small_net, small_batches(), F.cross_entropy, momentum, way=RunMode(width), tolerance=1e-12
+    )
     assert array.way.width == width and len(array.lanes) == -(-3 // width)
 
 
@@ -87,15 +89,15 @@ def test_an_array_rearranged_in_the_middle_goes_on_as_if_not() -> None:
     array = small_array(optimizer=lambda p, i: optim.Adam(p, 0.01 * (i + 1)))
     for n, (x, y) in enumerate(batches):
         if n in (3, 6):
-            array.arrange(Way(1 if n == 3 else 2))
+            array.arrange(RunMode(1 if n == 3 else 2))
         array.step(x, y)
     twin = small_net(1)
     train_serially(twin, batches, F.cross_entropy, optim.Adam(twin.parameters(), 0.02))
     assert distance(dict(twin.state_dict()), array[1].state_dict()) < 1e-10
 
 
-@pytest.mark.parametrize("way", [Way(4), Way(2), Way(1)], ids=str)
-def test_members_that_are_kept_go_on_as_if_the_others_had_never_been(way: Way) -> None:
+@pytest.mark.parametrize("way", [RunMode(4), RunMode(2), RunMode(1)], ids=str)
+def test_members_that_are_kept_go_on_as_if_the_others_had_never_been(way: RunMode) -> None:
     batches, dropped = small_batches(9), nn.Dropout(0.3)
 
     def build(i: int) -> nn.Module:
@@ -136,7 +138,7 @@ def test_loss_weights_scale_each_members_gradient() -> None:
 
 
 def test_a_loss_scale_that_overflows_skips_one_members_step_only() -> None:
-    scale = LossScale(initial=1024.0, scales=[1024.0, 1e308])
+    scale = MemberLossScale(initial=1024.0, scales=[1024.0, 1e308])
     array = small_array(2, loss_scale=scale, loss=lambda o, t: 100 * F.cross_entropy(o, t))
     (x, y), *_ = small_batches()
     before = [copy.deepcopy(array[i].model[4].weight) for i in range(2)]
@@ -241,9 +243,9 @@ def test_weights_loaded_into_a_members_model_are_trained_on() -> None:
     assert distance(dict(twin.state_dict()), array[1].state_dict()) < 1e-12
 
 
-@pytest.mark.parametrize("way", [Way(3), Way(1)], ids=str)
+@pytest.mark.parametrize("way", [RunMode(3), RunMode(1)], ids=str)
 @pytest.mark.parametrize("kind", [optim.Adam, optim.NAdam, lambda p, lr: optim.SGD(p, lr, momentum=0.9)])
-def test_a_checkpoint_of_a_member_is_gone_on_from(kind: Any, way: Way) -> None:
+def test_a_checkpoint_of_a_member_is_gone_on_from(kind: Any, way: RunMode) -> None:
     """Go back to the fourth step in one slot while the others go on; then that slot's run is that of a serial one."""
     batches = small_batches(8)
     array = small_array(

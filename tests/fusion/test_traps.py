@@ -14,7 +14,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import outcore
-from outcore.fusion import Way
+from outcore.fusion import RunMode
 from outcore.fusion.program.call import FusedCall
 from outcore.fusion.program.values import Stacked
 from outcore.fusion.rules.matmul import linear
@@ -310,7 +310,7 @@ def test_the_largest_and_smallest_along_a_dimension_train_as_alone(members: int)
 
     torch.manual_seed(5)
     batches = [(torch.randn(4, 3, 5).double(), torch.randint(2, (4,))) for _ in range(4)]
-    array = assert_as_if_alone(build, batches, F.cross_entropy, momentum, members=members, way=Way(members))
+    array = assert_as_if_alone(build, batches, F.cross_entropy, momentum, members=members, way=RunMode(members))
     ways = {name: way for name, way in array.coverage.items() if "max" in name or "min" in name}
     assert len(ways) == 2 and set(ways.values()) == {"fused" if members > 1 else "members"}
 

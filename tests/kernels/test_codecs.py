@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from outcore.memory.encode import bitmask, pool_positions, sparse_quantize
-from outcore.memory.encode.pool_positions import Window
+from outcore.memory.encode.pool_positions import PoolWindow
 from outcore.ops.encoding import GROUP
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -116,7 +116,7 @@ def test_without_zeros(kind: str, dtype: torch.dtype) -> None:
             flat[3] = -0.0
         words = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize])
         (want_bits, want_values), _ = sparse_quantize.without_zeros(flat)
-        survey = sparse_quantize.Survey.of(flat.to(DEVICE))
+        survey = sparse_quantize.NonZeros.of(flat.to(DEVICE))
         payload, decode = sparse_quantize._gathered(words.to(DEVICE), dtype, survey)
         assert torch.equal(payload[0].cpu(), want_bits) and torch.equal(payload[1].cpu(), want_values), count
         back = decode(*payload)
@@ -178,7 +178,7 @@ def test_positions_in_a_window(kernel: int, stride: int, padding: int, dilation:
         pool = F.max_pool2d if dims == 2 else F.max_pool3d
         _, found = pool(images, kernel, stride, padding, dilation, ceil_mode=ceil, return_indices=True)
         indices = found.to(DEVICE)
-        window = Window(*((n,) * dims for n in (kernel, stride, padding, dilation)), shape[2:])
+        window = PoolWindow(*((n,) * dims for n in (kernel, stride, padding, dilation)), shape[2:])
         found[1, 2], indices[1, 2] = 0, 0  # as torch has it where all is minus infinity: in few of these windows
         small = torch.empty_like(indices, dtype=torch.uint8)
         to_positions(indices, small, window)
@@ -227,7 +227,7 @@ def test_a_pool_by_positions_is_that_of_torch_on_the_same_device(
             images = images.contiguous(memory_format=torch.channels_last)
         images.requires_grad_()
         want, indices = F.max_pool2d(images, kernel, stride, padding, dilation, ceil_mode=ceil, return_indices=True)
-        window = Window(*((n,) * 2 for n in (kernel, stride, padding, dilation)), shape[2:])
+        window = PoolWindow(*((n,) * 2 for n in (kernel, stride, padding, dilation)), shape[2:])
         got, positions = torch.empty_like(want), torch.empty_like(want, dtype=torch.uint8)
         pool(images.detach(), got, positions, window, last=last)
         assert same(got, want.detach())

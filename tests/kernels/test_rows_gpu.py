@@ -12,7 +12,7 @@ import outcore
 from outcore.memory.op_fusion import select
 from outcore.memory.op_fusion.layer_norm_cast import _LayerNorm
 from outcore.memory.op_fusion.layer_scale_sum import ScaledSum
-from outcore.memory.saved_tensors.managed_forward import Governor
+from outcore.memory.saved_tensors.managed_forward import ManagedForward
 from outcore.planner.memory.plan import MemoryPlan
 from tests.memory.op_fusion.test_layer_scale import Block, Last
 
@@ -161,7 +161,7 @@ def test_trains_as_double_precision_does(
             model(images).to(kind).square().mean().backward()
     exact(images.double()).square().mean().backward()
     governor = model.__dict__["forward"]
-    assert isinstance(governor, Governor)
+    assert isinstance(governor, ManagedForward)
     (entry,) = governor.admitted.values()
     assert entry is not None and {"blocks.0.norm#0", "blocks.0.add_()#0", "blocks.1.add()#0"} <= set(
         entry.holding.instead

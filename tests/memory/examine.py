@@ -32,7 +32,7 @@ from outcore.graph.structure import substitute
 from outcore.memory.offload.backends import tier_for
 from outcore.memory.saved_tensors.live_forward import LiveForward
 from outcore.memory.saved_tensors.policy_table import compile_policies
-from outcore.planner.memory.evaluate import Keeping
+from outcore.planner.memory.evaluate import StepModel
 
 from ..foreign.foreign import Foreign
 from .oracle import LINK, policies, total
@@ -181,7 +181,7 @@ class _Case:
             graph = outcore.capture(self.model, self.args, self.kwargs)
             assert graph.executable is not None
             recording = graph.executable[1]
-            keeping = Keeping(graph, by_bytes(account(graph), 1e9), 0.0, LINK)
+            keeping = StepModel(graph, by_bytes(account(graph), 1e9), 0.0, LINK)
         found: dict[str, list[str]] = {}
         for mode in MODES:
             policy = policies(keeping, mode)

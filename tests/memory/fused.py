@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import outcore
-from outcore.memory.saved_tensors.managed_forward import Governor
+from outcore.memory.saved_tensors.managed_forward import ManagedForward
 from outcore.planner.memory.plan import MemoryPlan
 
 
@@ -21,7 +21,7 @@ def managed(model: nn.Module, images: torch.Tensor, **options: Any) -> MemoryPla
 def replaced(model: nn.Module) -> set[str]:
     """The calls of a managed model that run as something else."""
     governor = model.__dict__["forward"]
-    assert isinstance(governor, Governor)
+    assert isinstance(governor, ManagedForward)
     return {
         name
         for e in governor.admitted.values()

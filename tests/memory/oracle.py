@@ -14,13 +14,13 @@ from outcore.cost.measured.live_bytes import LiveBytes
 from outcore.cost.measured.saved_bytes import account
 from outcore.cost.predicted.rough import by_bytes
 from outcore.graph.structure import leaves
-from outcore.memory.offload.backends import DiskTier
+from outcore.memory.offload.backends import DiskBackend
 from outcore.memory.saved_tensors.live_forward import LiveForward
 from outcore.memory.saved_tensors.policy_table import compile_policies
-from outcore.planner.memory.copy_schedule import Tier
-from outcore.planner.memory.evaluate import Keeping
+from outcore.planner.memory.copy_schedule import OffloadTarget
+from outcore.planner.memory.evaluate import StepModel
 
-LINK = Tier(1e11, 1e11, least_bytes=1)
+LINK = OffloadTarget(1e11, 1e11, least_bytes=1)
 
 
 @dataclass
@@ -42,7 +42,7 @@ def total(output: Any) -> torch.Tensor:
     return torch.stack([t.sum() for t in found]).sum()
 
 
-def policies(keeping: Keeping, mode: str, seed: int = 0) -> dict[str, str]:
+def policies(keeping: StepModel, mode: str, seed: int = 0) -> dict[str, str]:
     """An assignment: one policy wherever it can be, or a random mixture."""
     generator, found = random.Random(seed), {}
     for buffer in keeping.buffers.values():
@@ -69,7 +69,7 @@ def compare(
     mode: str = "mixture",
     seed: int = 0,
     loss: Callable[[Any], torch.Tensor] = total,
-    link: Tier = LINK,
+    link: OffloadTarget = LINK,
 ) -> Result | None:
     """Train one step both ways; none if the model cannot be replayed as it is."""
     kwargs = dict(kwargs or {})
@@ -79,12 +79,12 @@ def compare(
     recording = graph.executable[1]
     if recording.uses_data or recording.volatile:
         return None
-    keeping = Keeping(graph, by_bytes(account(graph), 1e9), 0.0, link)
+    keeping = StepModel(graph, by_bytes(account(graph), 1e9), 0.0, link)
     policy = policies(keeping, mode, seed)
     outcome = keeping.evaluate(policy)
     table = compile_policies(graph, model, keeping.buffers, keeping.resolved(policy), outcome.transfers)
     tensors = [t for _, t in leaves((args, kwargs), torch.Tensor)]
-    tier = DiskTier(table.offloaded_bytes) if table.offloaded_bytes else None
+    tier = DiskBackend(table.offloaded_bytes) if table.offloaded_bytes else None
 
     def under_policies() -> torch.Tensor:
         return loss(LiveForward(table, tier).run(type(model).forward.__get__(model), args, kwargs))

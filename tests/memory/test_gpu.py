@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import outcore
-from outcore.memory.encode.codecs import Window, encode, pack_bits, unpack_bits
-from outcore.memory.offload.backends import HostTier
+from outcore.memory.encode.codecs import PoolWindow, encode, pack_bits, unpack_bits
+from outcore.memory.offload.backends import HostBackend
 from outcore.memory.op_fusion.batch_norm_relu import _Fused
 
 from .oracle import policies
@@ -209,14 +209,14 @@ def test_positions_in_a_window(last: bool) -> None:
     if last:
         images = images.to(memory_format=torch.channels_last)
     _, indices = nn.functional.max_pool2d(images, 3, 2, 1, return_indices=True)
-    window = Window((3, 3), (2, 2), (1, 1), (1, 1), (37, 41))
+    window = PoolWindow((3, 3), (2, 2), (1, 1), (1, 1), (37, 41))
     coded = encode("window", indices, indices=indices, window=window)
     back = coded.decoded()
     assert coded.payload[0].dtype is torch.uint8 and torch.equal(back, indices) and back.stride() == indices.stride()
 
 
 def test_a_full_arena_has_room_for_odd_sizes() -> None:
-    tier = HostTier(torch.device("cuda", 0), 512 + 1000)
+    tier = HostBackend(torch.device("cuda", 0), 512 + 1000)
     buffers = [torch.arange(size, device="cuda").to(torch.uint8) for size in (300, 1000)]
     trips = [tier.evict(b) for b in buffers]
     assert all(torch.equal(trip.bytes_back(), b) for trip, b in zip(trips, buffers, strict=True))
@@ -226,7 +226,7 @@ def test_a_full_arena_has_room_for_odd_sizes() -> None:
 
 def test_memory_that_was_fetched_for_nothing_is_not_written_later() -> None:
     """A backward that goes only through a part of the graph drops what was already on its way."""
-    tier = HostTier(torch.device("cuda", 0), 2**29)
+    tier = HostBackend(torch.device("cuda", 0), 2**29)
     trip = tier.evict(torch.zeros(2**29, dtype=torch.uint8, device="cuda"))
     trip.wait_out()
     trip.fetch()

@@ -12,10 +12,10 @@ import outcore
 from outcore.cost.measured.saved_bytes import account
 from outcore.cost.predicted.rough import by_bytes
 from outcore.errors import PlanError
-from outcore.memory import Pass, prepare
-from outcore.memory.offload.backends import DiskTier
-from outcore.planner.memory.copy_schedule import Tier
-from outcore.planner.memory.evaluate import Keeping
+from outcore.memory import ReplayPass, prepare
+from outcore.memory.offload.backends import DiskBackend
+from outcore.planner.memory.copy_schedule import OffloadTarget
+from outcore.planner.memory.evaluate import StepModel
 
 from ..foreign.zoo import QUICK, by_name
 from .oracle import LINK, compare, policies
@@ -134,7 +134,7 @@ def test_predicted_peak_of_mixtures_however_slow_the_link_is(seed: int, rate: fl
 
     layers = [block(3), block(32), nn.MaxPool2d(3, 2, 1), block(32), nn.Dropout(0.2), *(block(32) for _ in range(8))]
     model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 4))
-    link = Tier(rate, rate, least_bytes=2**14)
+    link = OffloadTarget(rate, rate, least_bytes=2**14)
     result = compare(model, (torch.randn(2, 3, 48, 48),), seed=seed, link=link)
     assert result is not None and result.equal
     assert abs(result.bytes / result.predicted_bytes - 1) < 0.02, result
@@ -159,9 +159,9 @@ class Noisy(nn.Module):
 @pytest.mark.parametrize("rate", [5e7, 7e7, 1e8, 2e8])
 def test_copies_start_and_end_only_where_backward_comes_by(rate: float) -> None:
     torch.manual_seed(0)
-    model, x, link = Noisy(), torch.randn(2, 8, 64, 64), Tier(rate, rate, least_bytes=2**14)
+    model, x, link = Noisy(), torch.randn(2, 8, 64, 64), OffloadTarget(rate, rate, least_bytes=2**14)
     graph = outcore.capture(model, (x,))
-    keeping = Keeping(graph, by_bytes(account(graph), 1e9), 0.0, link)
+    keeping = StepModel(graph, by_bytes(account(graph), 1e9), 0.0, link)
     transfers = keeping.evaluate(policies(keeping, "offload")).transfers
     assert transfers is not None and any(t.wait[0] == "backward" for t in transfers.moved)
     for t in transfers.moved:
@@ -184,7 +184,7 @@ def test_what_is_made_beside_a_value_is_made_again_with_it() -> None:
     """A pool that runs again finds its indices again, which nobody needs then."""
     layers = [nn.Conv2d(3, 16, 3, padding=1), nn.MaxPool2d(2, 1), nn.Conv2d(16, 4, 1)]
     graph = outcore.capture(nn.Sequential(*layers), [(1, 3, 32, 32)])
-    buffers = Keeping(graph, account(graph), 0.0, LINK).buffers
+    buffers = StepModel(graph, account(graph), 0.0, LINK).buffers
     assert buffers["1#0:out"].workspace_bytes >= buffers["1#0~1"].bytes == 8 * 16 * 31 * 31
 
 
@@ -200,7 +200,7 @@ def test_what_is_read_before_it_is_overwritten_is_not_made_again() -> None:
     result = compare(Overwrites(), (torch.randn(4, requires_grad=True),), mode="recompute")
     assert result is not None and result.equal
     graph = outcore.capture(Overwrites(), (torch.randn(4, requires_grad=True),))
-    buffers = Keeping(graph, account(graph), 0.0, LINK).buffers
+    buffers = StepModel(graph, account(graph), 0.0, LINK).buffers
     assert "overwrites" in buffers["mul()#1:out"].obstacle
 
 
@@ -208,7 +208,7 @@ def test_wrong_policies_are_refused_by_name() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3))
     graph = outcore.capture(model, [(1, 3, 8, 8)])
     assert graph.executable is not None
-    keeping = Keeping(graph, account(graph), 0.0, LINK)
+    keeping = StepModel(graph, account(graph), 0.0, LINK)
 
     def attempt(policy: dict[str, str]) -> None:
         prepare(graph, graph.executable[1], model, keeping.buffers, policy)  # type: ignore[index]
@@ -244,12 +244,12 @@ def test_what_is_not_on_the_device_does_not_leave_it() -> None:
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.randn(4, 8)
     graph = outcore.capture(model, (x,))
     assert graph.executable is not None
-    keeping = Keeping(graph, by_bytes(account(graph), 1e9), 0.0, LINK)
+    keeping = StepModel(graph, by_bytes(account(graph), 1e9), 0.0, LINK)
     policy = keeping.resolved({"1#0:out": "offload"})
     holding = prepare(graph, graph.executable[1], model, keeping.buffers, policy)
-    tier = DiskTier(holding.offloaded_bytes)
+    tier = DiskBackend(holding.offloaded_bytes)
     free, tier.device = tier.arena.free_bytes, torch.device("cuda")
-    loss = Pass(holding, model, [x], tier).forward().sum()
+    loss = ReplayPass(holding, model, [x], tier).forward().sum()
     assert tier.arena.free_bytes == free
     loss.backward()
     assert model[0].weight.grad is not None
@@ -308,7 +308,7 @@ def test_pools_over_windows_wider_than_a_byte_can_tell(way: str) -> None:
     result = compare(model, (images,), mode="encode")
     assert result is not None and result.equal, result
     graph = outcore.capture(model, (images,))
-    keeping = Keeping(graph, by_bytes(account(graph), 1e9), 0.0, LINK)
+    keeping = StepModel(graph, by_bytes(account(graph), 1e9), 0.0, LINK)
     (indices,) = [name for name, b in keeping.buffers.items() if b.what.startswith("int64")]
     assert "encode:window" not in keeping.choices(keeping.buffers[indices])
     assert graph.executable is not None

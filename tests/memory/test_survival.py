@@ -58,7 +58,7 @@ def test_an_exception_in_the_middle_of_forward_leaves_nothing(layer: int, what: 
     handle = model[layer].register_forward_hook(explode)  # type: ignore[index]
     step(model, x)
     tier = managed(model).tier
-    assert isinstance(tier, backends.DiskTier)
+    assert isinstance(tier, backends.DiskBackend)
     free, calm = tier.arena.free_bytes, False
     with pytest.raises(what, match="in the middle"):
         model(x)
@@ -206,7 +206,7 @@ def test_memory_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch, "empty", nothing)
     with pytest.raises(OutcoreError, match=r"needs 3\.00 GiB of host memory, which is not there"):
-        backends.HostTier(torch.device("cuda"), 3 * 2**30)
+        backends.HostBackend(torch.device("cuda"), 3 * 2**30)
 
 
 # On two ranks
@@ -231,7 +231,7 @@ def _two_steps(around: Callable[[nn.Module], nn.Module]) -> list[torch.Tensor]:
         step(wrapped, x, seed), step(plain, x, seed)
         pairs = zip(model.parameters(), twin.parameters(), strict=True)
         found.append(torch.stack([(_whole(p.grad) - _whole(q.grad)).abs().max() for p, q in pairs]).max())
-    assert isinstance(managed(model), governors.Governor) and outcore.memory_plan(model).policy
+    assert isinstance(managed(model), governors.ManagedForward) and outcore.memory_plan(model).policy
     return found
 
 
@@ -284,7 +284,7 @@ def test_blocks_within_budgets_of_their_own_may_be_sharded(one_rank: None) -> No
 def test_a_thousand_steps_leave_nothing_behind() -> None:
     model, x = deep()
     tier = managed(model).tier
-    assert isinstance(tier, backends.DiskTier)
+    assert isinstance(tier, backends.DiskBackend)
     free, objects, size = tier.arena.free_bytes, 0, 0
     for i in range(1000):
         step(model, x)
@@ -306,7 +306,7 @@ def test_a_thousand_steps_on_a_gpu_leave_nothing_behind() -> None:
     x = torch.randn(512, 64, device=device)
     outcore.within(model, (x,), memory=None, plan=BY_HAND, measure_s=2.0, quiet=True)
     tier = managed(model).tier
-    assert isinstance(tier, backends.HostTier)
+    assert isinstance(tier, backends.HostBackend)
 
     def levels() -> tuple[int, int, int, int]:
         torch.cuda.synchronize()
@@ -323,7 +323,7 @@ def test_a_thousand_steps_on_a_gpu_leave_nothing_behind() -> None:
 
 
 def test_a_copy_that_never_began_gives_its_place_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    tier = backends.DiskTier(4096)
+    tier = backends.DiskBackend(4096)
     free = tier.arena.free_bytes
 
     def interrupted(*_: object) -> None:

@@ -19,7 +19,7 @@ from outcore.cost.measured.live_bytes import LiveBytes
 from outcore.cost.measured.saved_bytes import account
 from outcore.cost.predicted.rough import by_bytes
 from outcore.errors import OutcoreError, PlanError
-from outcore.memory.saved_tensors.managed_forward import Governor
+from outcore.memory.saved_tensors.managed_forward import ManagedForward
 
 SIDE = 48
 
@@ -68,9 +68,9 @@ def same(a: nn.Module, b: nn.Module) -> bool:
     return all(torch.equal(p.grad, q.grad) for p, q in pairs) and all(torch.equal(x, y) for x, y in buffers)  # type: ignore[arg-type]
 
 
-def managed(model: nn.Module) -> Governor:
+def managed(model: nn.Module) -> ManagedForward:
     governor = model.__dict__["forward"]
-    assert isinstance(governor, Governor)
+    assert isinstance(governor, ManagedForward)
     return governor
 
 

@@ -9,9 +9,9 @@ from itertools import pairwise, product
 from hypothesis import strategies as st
 
 from outcore.graph import Block, Call, Graph, Value
-from outcore.planner import Weight, Weights
+from outcore.planner import CallWeight, CallWeights
 from outcore.planner.partition.units import find_units
-from outcore.planner.partition.weighted_units import Pieces, weigh
+from outcore.planner.partition.weighted_units import WeightedUnits, weigh
 
 
 @dataclass(frozen=True)
@@ -19,10 +19,10 @@ class Net:
     """A graph with its weights."""
 
     graph: Graph
-    weights: Weights
+    weights: CallWeights
 
     @property
-    def pieces(self) -> Pieces:
+    def pieces(self) -> WeightedUnits:
         return weigh(self.graph, self.weights, find_units(self.graph, self.weights))
 
 
@@ -70,9 +70,9 @@ def build(
     for i in range(n):
         kept = {value(k): (4 if k < 0 else sizes[k]) for k in (keeps[i] if keeps else set())}
         owned = calls[f"c{i}#0"].parameters
-        rows[f"c{i}#0"] = Weight(times[i], 2 * times[i], kept, workspace[i] if workspace else 0, owned)
+        rows[f"c{i}#0"] = CallWeight(times[i], 2 * times[i], kept, workspace[i] if workspace else 0, owned)
     owned_bytes = {f"c{i}.weight": b for i, b in enumerate(parameters or []) if b}
-    return Net(graph, Weights(rows, owned_bytes, state_per_parameter=1.0))
+    return Net(graph, CallWeights(rows, owned_bytes, state_per_parameter=1.0))
 
 
 @st.composite
@@ -96,7 +96,7 @@ def nets(draw: st.DrawFn, most: int = 9) -> Net:
     )
 
 
-def valid_cuts(pieces: Pieces, count: int) -> Iterator[list[int]]:
+def valid_cuts(pieces: WeightedUnits, count: int) -> Iterator[list[int]]:
     """Every way to put units into so many stages without data flowing backwards or a stage staying empty."""
     n = len(pieces)
 

@@ -15,7 +15,7 @@ import outcore
 from outcore import models
 from outcore.errors import PlanError
 from outcore.graph import Graph
-from outcore.planner import Partition, Pipeline, Weights, plan, split, weights_from_shapes
+from outcore.planner import CallWeights, Partition, Pipeline, plan, split, weights_from_shapes
 from tests.planner.nets import build
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -31,7 +31,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 @cache
-def network(name: str) -> tuple[Graph, Weights]:
+def network(name: str) -> tuple[Graph, CallWeights]:
     build, shape = NETWORKS[name]
     with torch.device("meta"):
         model = build()

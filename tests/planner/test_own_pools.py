@@ -8,15 +8,15 @@ from torch import nn
 import outcore
 from outcore.cost.measured.saved_bytes import account
 from outcore.cost.predicted.rough import by_bytes
-from outcore.planner.memory.evaluate import Keeping
+from outcore.planner.memory.evaluate import StepModel
 
 
 def test_neither_index_nor_input_is_whole_in_the_backward_of_a_pool_on_a_gpu() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 4, 3), nn.Flatten())
     graph = outcore.capture(nn.Sequential(*model, nn.Linear(196, 2)), [(2, 3, 18, 18)])
     costs = by_bytes(account(graph), 1e9)
-    cpu = Keeping(graph, costs, 0.0, None)
-    gpu = Keeping(graph, replace(costs, device_kind="cuda"), 0.0, None)
+    cpu = StepModel(graph, costs, 0.0, None)
+    gpu = StepModel(graph, replace(costs, device_kind="cuda"), 0.0, None)
     (indices,) = (b for b in cpu.buffers.values() if "encode:window" in cpu.choices(b))
     at = cpu.backward_at[indices.born]
     encoded = {indices.name: "encode:window", "1#0:out": "encode:sign"}

@@ -33,7 +33,7 @@ from outcore.program import (
     trace,
 )
 from outcore.program.script import Decode, Encode, Evict, Fetch, Recompute, Run, Wait
-from outcore.program.simulator.links import Traffic
+from outcore.program.simulator.links import LinkSchedule
 from tests.program.networks import programs
 
 WIRE = Links(Link.symmetric(bandwidth_bytes_per_s=4.0, latency_s=0.5))
@@ -98,7 +98,7 @@ def test_two_values_share_the_way_out_of_a_rank() -> None:
 
 def test_ranks_of_a_node_share_its_way_to_other_nodes() -> None:
     slow = Link.symmetric(bandwidth_bytes_per_s=1.0)
-    traffic = Traffic(Links(between_nodes=slow, devices_per_node=2))
+    traffic = LinkSchedule(Links(between_nodes=slow, devices_per_node=2))
     assert traffic.transfer(0, 1, 5, 0.0) == (0.0, 0.0, 0.0)
     assert traffic.transfer(0, 2, 5, 0.0) == (0.0, 5.0, 5.0)
     assert traffic.transfer(1, 3, 5, 0.0) == (5.0, 10.0, 10.0)
@@ -116,7 +116,7 @@ def test_copies_run_beside_computing_and_share_a_bus_that_is_not_duplex() -> Non
     duplex = Links(host=Link.symmetric(bandwidth_bytes_per_s=4.0))
     half = Links(host=Link.symmetric(bandwidth_bytes_per_s=4.0, duplex=False))
     for links, expected in ((duplex, (0.0, 2.0)), (half, (0.0, 4.0))):
-        traffic = Traffic(links)
+        traffic = LinkSchedule(links)
         assert traffic.copy(0, "away", 8, 0.0) == (0.0, 2.0)
         assert traffic.copy(0, "back", 8, 0.0) == expected
 

@@ -10,7 +10,7 @@ import torch
 import outcore
 from outcore.cost.profile import profile
 from outcore.fusion.sweep.curves import draw_curves
-from outcore.fusion.sweep.trials import Result
+from outcore.fusion.sweep.trials import TrialResult
 from outcore.machine import parse
 from outcore.models import UNet
 from outcore.program import Stages, chart, compile_program, simulate
@@ -47,9 +47,9 @@ def test_a_timeline_has_a_time_axis_and_says_what_its_colours_mean() -> None:
 
 
 def test_curves_of_a_few_trials_are_told_apart_and_of_many_by_their_state() -> None:
-    def trial(number: int, state: str = "complete") -> Result:
+    def trial(number: int, state: str = "complete") -> TrialResult:
         settings = {"lr": 0.1 * (number + 1)}
-        return Result(number, settings, state, 1.0 / (number + 1), 2, [(1, 2.0), (2, 1.0 / (number + 1))])
+        return TrialResult(number, settings, state, 1.0 / (number + 1), 2, [(1, 2.0), (2, 1.0 / (number + 1))])
 
     few = draw_curves([trial(i) for i in range(3)])
     assert {"step", "training loss", "lr 0.1", "lr 0.2", "lr 0.3"} <= set(words(few))

@@ -12,7 +12,7 @@ from torch import nn
 import outcore
 from outcore.program import Stages, synthesise
 from outcore.run import Engine, LossScale
-from outcore.run.stage.random_draws import Draws
+from outcore.run.stage.random_draws import RandomDraws
 from outcore.run.stage.stage_module import Part
 from tests.run.networks import CASES, Residual, UNet, classes, images
 from tests.run.training import batches_of, fingerprint, gradients, make_plan, momentum, share
@@ -129,7 +129,7 @@ def hooked() -> list[str]:
     """Every forward of a stage goes through the one place."""
     seen: list[str] = []
 
-    def execute(part: Part, inputs: dict[str, torch.Tensor], draws: Draws) -> dict[str, torch.Tensor]:
+    def execute(part: Part, inputs: dict[str, torch.Tensor], draws: RandomDraws) -> dict[str, torch.Tensor]:
         seen.append(",".join(part.outputs))
         return part.run(inputs, draws)
 

@@ -9,8 +9,8 @@ import torch
 
 from outcore.errors import ScanError
 from outcore.scan import GRU, Options, choices
-from outcore.scan.choice import RETRY, Choices, Timing
-from outcore.scan.report import Outcome
+from outcore.scan.choice import RETRY, Choices, ScanTiming
+from outcore.scan.report import SolveOutcome
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,11 @@ def test_the_measured_winner_is_taken_and_measured_once() -> None:
     (key,) = choices.timings
     assert "gru" in key
     assert "steps 64" in key
-    cases = ((Timing(1.0, 1.5, 2.0), "scan"), (Timing(2.0, 3.0, 1.0), "torch"), (Timing(1.9, 1.0, 2.0), "torch"))
+    cases = (
+        (ScanTiming(1.0, 1.5, 2.0), "scan"),
+        (ScanTiming(2.0, 3.0, 1.0), "torch"),
+        (ScanTiming(1.9, 1.0, 2.0), "torch"),
+    )
     for timing, winner in cases:
         choices.timings[key] = timing
         module(x)[0].sum().backward()
@@ -39,11 +43,11 @@ def test_a_layer_that_comes_to_need_slow_products_goes_back_to_torch_and_tries_a
     x = torch.randn(100, 2, 3)
     module(x)
     (key,) = choices.timings
-    choices.timings[key] = Timing(1.0, 3.0, 2.0)
+    choices.timings[key] = ScanTiming(1.0, 3.0, 2.0)
     module(x)[0].sum().backward()
     assert module.report is not None
     assert module.report.backward == "scan"
-    module.report.layers[0].outcomes[:] = [Outcome("products", 2)]
+    module.report.layers[0].outcomes[:] = [SolveOutcome("products", 2)]
     module(x)
     assert (module.report.backward, "no longer fade" in module.report.reason) == ("torch", True)
     calls = 0
@@ -85,7 +89,7 @@ def test_what_was_asked_for_is_not_measured() -> None:
 
 def test_timings_survive_a_file(tmp_path: Path) -> None:
     first = Choices()
-    first.timings["a gpu, gru"] = Timing(0.5, 1.0, 1.5)
+    first.timings["a gpu, gru"] = ScanTiming(0.5, 1.0, 1.5)
     first.save(tmp_path / "scan.json")
     second = Choices()
     second.load(tmp_path / "scan.json")

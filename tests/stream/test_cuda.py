@@ -15,7 +15,7 @@ from outcore.cost.predicted.rough import by_bytes
 from outcore.data import ArraySource, Batch
 from outcore.plan_document import Plan
 from outcore.stream import stream
-from outcore.stream.execute.untiled_tail import Rest
+from outcore.stream.execute.untiled_tail import UntiledTail
 from outcore.stream.plan.prepared import bound, divided
 from outcore.stream.plan.step_document import StreamedStep
 from outcore.stream.plan.tile_memory import predict_bytes
@@ -142,7 +142,7 @@ def test_what_follows_the_boundary_may_run_under_policies(policy: str) -> None:
     x = torch.randn(1, 3, 257, 301, device="cuda", dtype=torch.float64)
     plain(x).square().sum().backward()
     graph = outcore.capture(net, (x,))
-    rest = Rest(divided(bound(graph, folded=True), tile=64, boundary=("3",)))
+    rest = UntiledTail(divided(bound(graph, folded=True), tile=64, boundary=("3",)))
     rest.plan(None, None)
     assert rest.governor is not None
     keeping = rest.governor.plan.keeping

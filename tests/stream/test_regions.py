@@ -14,11 +14,21 @@ from hypothesis import strategies as st
 from torch import nn
 
 import outcore
-from outcore.ops.region import Bins, Region, Resample, Spread, Window, clip, cover, elements, inside
-from outcore.stream.call import Given
-from outcore.stream.execute.global_nodes import Globals
+from outcore.ops.region import (
+    AdaptiveWindow,
+    InterpolationWindow,
+    Region,
+    SlidingWindow,
+    TransposedWindow,
+    clip,
+    cover,
+    elements,
+    inside,
+)
+from outcore.stream.call import RuleContext
+from outcore.stream.execute.global_nodes import GlobalNodes
 from outcore.stream.execute.tile_run import run_tile
-from outcore.stream.network import Network
+from outcore.stream.network import RegionNetwork
 from outcore.stream.plan.passes import divide
 from outcore.stream.plan.tiles import trace
 from outcore.stream.rules.border import sliced
@@ -55,12 +65,12 @@ def check(module: nn.Module, *shapes: tuple[int, ...], exact: bool = True, first
     """Each region equals the same region of the whole, and depends on no less and (if exact) no more than it says."""
     module = module.double() if isinstance(module, Function) else nn.Sequential(module).double()
     stand_ins = [torch.empty(s, dtype=torch.float64, device="meta") for s in shapes]
-    network = Network(outcore.capture(module, stand_ins))
+    network = RegionNetwork(outcore.capture(module, stand_ins))
     (stage,) = divide(network).stages
     (output,) = network.graph.outputs
     state = {r: network.state(r) for n in stage.nodes for r in n.operands if r.kind != "value"}
     inputs = [torch.rand(s, dtype=torch.float64).requires_grad_() for s in shapes]
-    small = Globals.run(network, stage.globals, {}, ()).outputs
+    small = GlobalNodes.run(network, stage.globals, {}, ()).outputs
     whole = module(*(x * 1 for x in inputs))
     for out in regions(tuple(whole.shape), first):
         plan = trace(stage.nodes, {output: out}, {output: out})
@@ -69,7 +79,7 @@ def check(module: nn.Module, *shapes: tuple[int, ...], exact: bool = True, first
             region = plan.regions[name]
             assert all(0 <= lo < hi <= n for (lo, hi), n in zip(region, tensor.shape, strict=True)), (out, region)
             crops[name] = sliced(tensor, tuple((0, n) for n in tensor.shape), region)
-        got = sliced(run_tile(network, stage, plan, crops, state, Given())[output], plan.regions[output], out)
+        got = sliced(run_tile(network, stage, plan, crops, state, RuleContext())[output], plan.regions[output], out)
         expected = sliced(whole, tuple((0, n) for n in whole.shape), out)
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
         for name, x in zip(network.graph.inputs, inputs, strict=True) if exact else ():
@@ -101,7 +111,7 @@ def test_a_convolution_needs_exactly_the_pixels_under_its_windows(name: str) -> 
 
 def test_circular_padding_needs_the_whole_width_at_the_border_only() -> None:
     check(nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"), (1, 3, 9, 8), exact=False)
-    network = Network(
+    network = RegionNetwork(
         outcore.capture(nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular")), [(1, 3, 9, 8)])
     )
     (node,) = network.nodes.values()
@@ -196,7 +206,7 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_operations(name: str) -> None:
     module, channels = OTHERS[name]
-    network = Network(outcore.capture(nn.Sequential(module), [(2, channels, 12, 15)]))
+    network = RegionNetwork(outcore.capture(nn.Sequential(module), [(2, channels, 12, 15)]))
     if name in ("layer norm", "linear"):
         assert [n.kind for n in network.nodes.values()] == ["opaque"]  # it runs along the width
         return
@@ -210,7 +220,7 @@ def test_broadcasting_reads_the_same_place_of_each() -> None:
 
 @given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 4), st.integers(1, 3), st.integers(0, 4), st.data())
 def test_windows_against_enumeration(size, kernel, stride, dilation, low, data) -> None:
-    window = Window(size, kernel, stride, dilation, low)
+    window = SlidingWindow(size, kernel, stride, dilation, low)
     count = (size + 2 * low - dilation * (kernel - 1) - 1) // stride + 1
     if count < 1:
         return
@@ -229,7 +239,7 @@ def test_windows_against_enumeration(size, kernel, stride, dilation, low, data) 
 @given(st.integers(1, 30), st.integers(1, 5), st.integers(1, 4), st.integers(1, 3), st.data())
 def test_spreads_against_enumeration(size, kernel, stride, dilation, data) -> None:
     low = data.draw(st.integers(0, dilation * (kernel - 1)))
-    spread = Spread(size, kernel, stride, dilation, low)
+    spread = TransposedWindow(size, kernel, stride, dilation, low)
     count = (size - 1) * stride - 2 * low + dilation * (kernel - 1) + 1
     if count < 1:
         return
@@ -247,13 +257,13 @@ def test_bins_against_torch(size, bins, data) -> None:
     x = torch.rand(1, 1, size, dtype=torch.float64, requires_grad=True)
     F.adaptive_avg_pool1d(x, bins)[0, 0, index].backward()
     at = x.grad.flatten().nonzero()
-    assert Bins(size, bins).needs((index, index + 1)) == (int(at.min()), int(at.max()) + 1)
+    assert AdaptiveWindow(size, bins).needs((index, index + 1)) == (int(at.min()), int(at.max()) + 1)
 
 
 @given(st.integers(2, 30), st.integers(2, 60), st.sampled_from(["linear", "nearest-exact"]), st.booleans(), st.data())
 def test_taps_against_torch(size, new_size, mode, align, data) -> None:
     align = align and mode == "linear"
-    resample = Resample(size, new_size, mode, align, None)
+    resample = InterpolationWindow(size, new_size, mode, align, None)
     index = data.draw(st.integers(0, new_size - 1))
     x = torch.rand(1, 1, size, dtype=torch.float64)
     expected = F.interpolate(x, new_size, mode=mode, align_corners=align if mode == "linear" else None)

@@ -20,8 +20,8 @@ from outcore.errors import PlanError
 from outcore.plan_document import Plan
 from outcore.planner.memory.plan import MemoryPlan
 from outcore.stream import PixelLoss, pixel_loss
-from outcore.stream.execute.untiled_tail import Rest
-from outcore.stream.managed_forward import Conductor
+from outcore.stream.execute.untiled_tail import UntiledTail
+from outcore.stream.managed_forward import StreamedForward
 from outcore.stream.plan.prepared import bound, divided
 from outcore.stream.plan.step_document import StreamedStep
 
@@ -175,11 +175,11 @@ def test_maps_between_passes_are_kept_where_the_budget_allows() -> None:
 def test_what_follows_the_boundary_may_run_under_policies() -> None:
     net, x = classifier().eval(), image()
     prepared = divided(bound(outcore.capture(net, (x,)), folded=True), tile=64, boundary=("2",))
-    rest = Rest(prepared)
+    rest = UntiledTail(prepared)
     rest.plan(None, None)
     keeping = rest.governor.plan.keeping
     chosen = {b.name: "recompute" for b in keeping.buffers.values() if b.savers and "recompute" in keeping.choices(b)}
-    less = Rest(prepared)
+    less = UntiledTail(prepared)
     less.plan(None, None, chosen)
     assert chosen and less.peak_bytes < rest.peak_bytes
     stream = json.loads(json.dumps({"tile": 64, "boundary": "2", "rest": chosen}))
@@ -242,7 +242,7 @@ def test_slides_of_other_sizes_do_not_wait_for_a_plan() -> None:
     net, x = classifier().eval(), image()
     net = within(net, x, memory=plain_bytes(net, x) // 4, stream=True)
     conductor = net.__dict__["forward"]
-    assert isinstance(conductor, Conductor)
+    assert isinstance(conductor, StreamedForward)
     asked = []
     streamed, choose = conductor.streamed, conductor.choose
     streamed.planner = lambda *given: asked.append(given) or choose(*given)

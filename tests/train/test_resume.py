@@ -16,7 +16,7 @@ import torch
 
 from outcore.data import write_slides
 from outcore.errors import CheckpointError, TrainError
-from outcore.train.run_folder.journal import Table
+from outcore.train.run_folder.journal import CsvTable
 from outcore.train.settings.config import Config
 
 from .running import BREAK, TERMINATE, run, same, table, weights, write_job
@@ -153,7 +153,7 @@ def test_facts_of_a_run_that_cannot_be_understood_are_named(tmp_path: Path, text
 
 
 def test_a_log_that_was_cut_short_loses_its_last_row_and_nothing_else(tmp_path: Path) -> None:
-    log = Table(tmp_path / "steps.csv", ("step", "loss"))
+    log = CsvTable(tmp_path / "steps.csv", ("step", "loss"))
     for step in range(13):
         log.add({"step": step, "loss": step / 2})
     whole = log.path.read_bytes()

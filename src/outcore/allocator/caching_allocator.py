@@ -18,7 +18,7 @@ import torch
 
 from outcore.cost.measured.live_bytes import LiveBytes, storage_key
 
-__all__ = ["Allocator", "Reserved"]
+__all__ = ["CachingAllocator", "ReservedBytes"]
 
 _MIB = 2**20
 _UNIT, _SMALL, _MIDDLE = 512, _MIB, 10 * _MIB
@@ -33,7 +33,7 @@ class _Block:
     after: _Block | None = None
 
 
-class Allocator:
+class CachingAllocator:
     """Segments and their blocks, of one pool."""
 
     def __init__(self) -> None:
@@ -88,11 +88,11 @@ class Allocator:
         insort(self._free[block.small], (block.size, self._count, block), key=lambda entry: entry[:2])
 
 
-class Reserved(LiveBytes):
+class ReservedBytes(LiveBytes):
     """Counts living bytes, and what an allocator would have taken for them."""
 
     def __init__(self, known: Any = ()) -> None:
-        self.allocator = Allocator()
+        self.allocator = CachingAllocator()
         super().__init__(known)
 
     def _note(self, tensor: torch.Tensor, operation: str, source: int | None, *, counted: bool = True) -> None:

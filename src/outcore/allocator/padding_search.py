@@ -26,7 +26,7 @@ import torch
 from outcore.allocator.expandable_segments import Event, Segment, is_small, reserved_by, rounded
 from outcore.graph.record.recording import Step, Tape
 
-__all__ = ["Spacer", "Spacing", "best_spacers"]
+__all__ = ["PaddingBlock", "PaddingSearch", "best_spacers"]
 
 _MIB = 2**20
 _SEED, _MOST, _MOST_REACHING, _NEAR = 0, 4, 6, 2**20
@@ -38,7 +38,7 @@ _OTHERWISE = (AttributeError, KeyError, IndexError, TypeError)
 
 
 @dataclass(frozen=True, slots=True)
-class Spacer:
+class PaddingBlock:
     """A piece of memory that is there for a while."""
 
     bytes: int
@@ -49,11 +49,11 @@ class Spacer:
 
 
 @dataclass
-class Spacing:
+class PaddingSearch:
     """Follows a recording step by step: puts the spacers in, and notes what the allocator is asked for."""
 
     device: torch.device
-    spacers: Sequence[Spacer] = ()
+    spacers: Sequence[PaddingBlock] = ()
     steps: list[int] = field(default_factory=list)
     """How many tensors had come and gone before every step, and before backward."""
 
@@ -139,7 +139,7 @@ def _ordered(
 
 def best_spacers(
     events: Sequence[Event], steps: Sequence[int], *, time_limit_s: float = 3.0
-) -> tuple[list[Spacer], int]:
+) -> tuple[list[PaddingBlock], int]:
     """Spacers with which the allocator takes least, and what it takes; none if that is not less.
 
     Args:
@@ -162,12 +162,12 @@ class _Search:
         self.events, self.steps, self.last = events, steps, len(steps) - 1
         self.sizes = sorted({size for _, size in events if size} | {n * _MIB for n in _ROUND})
         self.draw = random.Random(_SEED)
-        self.found: list[Spacer] = []
+        self.found: list[PaddingBlock] = []
         self.least, self.floor = self.top([]), _living(events)
 
     def by_size(self, end: float) -> None:
         """Change what is best so far in any way that takes no more."""
-        simple = [[Spacer(n * _MIB, 0)] for n in range(6, 258, 6)]
+        simple = [[PaddingBlock(n * _MIB, 0)] for n in range(6, 258, 6)]
         while time.thread_time() < end and self.least - self.floor > _NEAR:
             wanted = simple.pop() if simple else self.changed(self.found)
             taken = self.top(wanted, self.least)
@@ -197,11 +197,11 @@ class _Search:
         """The next size of the segment below the best one so far."""
         return (-(-self.least // _GROWTH) - 1) * _GROWTH
 
-    def top(self, spacers: Sequence[Spacer], most: float = float("inf")) -> int:
+    def top(self, spacers: Sequence[PaddingBlock], most: float = float("inf")) -> int:
         """How far the segment is used; something above `most` if it is used further."""
         return self.reach(spacers, most)[1]
 
-    def reach(self, spacers: Sequence[Spacer], most: float) -> tuple[int, int]:
+    def reach(self, spacers: Sequence[PaddingBlock], most: float) -> tuple[int, int]:
         """How many events fit into so many bytes, one more than all if they do; and how far the segment is used."""
         segment, begun = Segment(), 0
         beside = _beside(spacers, self.steps)
@@ -214,7 +214,7 @@ class _Search:
             begun = i
         return len(self.events) + 1, segment.top
 
-    def changed(self, found: Sequence[Spacer], before: int | None = None) -> list[Spacer]:
+    def changed(self, found: Sequence[PaddingBlock], before: int | None = None) -> list[PaddingBlock]:
         """What is best so far with one spacer more, less or another one; or something new.
 
         Args:
@@ -229,7 +229,7 @@ class _Search:
         old = others.pop(self.draw.randrange(len(others)))
         return others if others and chance < 0.6 else [*others, self.moved(old, before)]
 
-    def moved(self, spacer: Spacer, before: int | None = None) -> Spacer:
+    def moved(self, spacer: PaddingBlock, before: int | None = None) -> PaddingBlock:
         """Another one that shares two of three things with a spacer, or nothing."""
         other, what = self.spacer(before), self.draw.randrange(3 if before is None else 4)
         until = self.last if spacer.ends is None else spacer.ends
@@ -241,7 +241,7 @@ class _Search:
             return replace(spacer, ends=other.ends if other.ends is None or other.ends > spacer.begins else None)
         return other
 
-    def spacer(self, before: int | None = None) -> Spacer:
+    def spacer(self, before: int | None = None) -> PaddingBlock:
         """Any; or any that begins before an event, often shortly before it and for a short time."""
         size, near, length = self.draw.choice(self.sizes), self.draw.random(), self.draw.random()
         steps = self.last if before is None else min(bisect_right(self.steps, before), self.last)
@@ -249,11 +249,11 @@ class _Search:
         if before is not None and near < 0.3:
             begins = max(0, steps - 1 - int(self.draw.expovariate(0.2)))
         if begins + 1 >= self.last or length < (0.5 if before is None else 0.3):
-            return Spacer(size, begins)
+            return PaddingBlock(size, begins)
         if before is None or length > 0.7:
-            return Spacer(size, begins, self.draw.randrange(begins + 1, self.last))
+            return PaddingBlock(size, begins, self.draw.randrange(begins + 1, self.last))
         ends = begins + 1 + int(self.draw.expovariate(0.15))
-        return Spacer(size, begins, ends if ends < self.last else None)
+        return PaddingBlock(size, begins, ends if ends < self.last else None)
 
 
 def _large(events: Sequence[Event], steps: Sequence[int]) -> tuple[list[Event], list[int]]:
@@ -272,7 +272,7 @@ def _large(events: Sequence[Event], steps: Sequence[int]) -> tuple[list[Event], 
     return kept, [places[step] if step < len(places) else len(kept) for step in steps]
 
 
-def _beside(spacers: Sequence[Spacer], steps: Sequence[int]) -> dict[int, list[Event]]:
+def _beside(spacers: Sequence[PaddingBlock], steps: Sequence[int]) -> dict[int, list[Event]]:
     """Spacers as tensors that come and go before events; before a step, first those that go, then in their order."""
     last = len(steps) - 1
     changes: list[tuple[int, int, int]] = []

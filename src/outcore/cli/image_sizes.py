@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from outcore.cost.predicted.scaling import Point, Scaling, ladder
+from outcore.cost.predicted.scaling import Scaling, SizePoint, ladder
 from outcore.cost.profile import profile
 from outcore.cost.training_network import capture_training
 from outcore.errors import OutcoreError
@@ -54,10 +54,10 @@ def scale_images(job: Job, device: Device, sides: Sequence[int], size: int | Non
         multiple: of what sides must be.
     """
 
-    def predict(count: int) -> Point:
+    def predict(count: int) -> SizePoint:
         side = count * multiple
         found = profile(job, device, size=size, image=side)
-        return Point(side, found.step.step_s, *found.step.interval_s, found.memory.peak_bytes, found.size)
+        return SizePoint(side, found.step.step_s, *found.step.interval_s, found.memory.peak_bytes, found.size)
 
     counts = sorted({rounded(side, multiple) // multiple for side in sides})
     found = ladder("image", counts, predict, device.memory_bytes, most=_MOST // multiple)

@@ -23,8 +23,8 @@ from outcore.job import Job
 from outcore.machine import Machine
 from outcore.machine.units import format_bytes
 from outcore.memory.offload.host_limit import HOST_SHARE
-from outcore.planner.memory.copy_schedule import Tier
-from outcore.planner.memory.evaluate import Keeping
+from outcore.planner.memory.copy_schedule import OffloadTarget
+from outcore.planner.memory.evaluate import StepModel
 from outcore.planner.memory.frontier import frontier
 from outcore.planner.memory.plan import plan_memory
 from outcore.planner.memory.search import Assignment
@@ -85,11 +85,11 @@ def plan_on_one_device(
     console.print(frontier_table(made.keeping, found, chosen=made.assignment, plain_s=plain_s))
 
 
-def frontier_on_one_device(job: Job, graph: Graph, costs: Costs, where: Machine) -> tuple[Keeping, list[Assignment]]:
+def frontier_on_one_device(job: Job, graph: Graph, costs: Costs, where: Machine) -> tuple[StepModel, list[Assignment]]:
     """The fastest step for every budget from plain training down to the smallest."""
     device = where.devices[0]
     optimizer = OptimizerCost.of(job.optimizer or 2.0, device.kind)
-    keeping = Keeping(graph, without_gaps(costs), optimizer, _tier(where), device.bandwidth_bytes_per_s)
+    keeping = StepModel(graph, without_gaps(costs), optimizer, _tier(where), device.bandwidth_bytes_per_s)
     return keeping, frontier(keeping)
 
 
@@ -105,9 +105,9 @@ def _in_tiles(
     json: bool,
 ) -> None:
     """Plan tiles, and print that."""
-    from outcore.stream.managed_forward import Wanted, planned
+    from outcore.stream.managed_forward import StreamSettings, planned
 
-    step = planned(graph, Wanted(budget_bytes, optimizer), costs, refused)
+    step = planned(graph, StreamSettings(budget_bytes, optimizer), costs, refused)
     document = step.document()
     if output is not None:
         document.save(output)
@@ -120,7 +120,7 @@ def _in_tiles(
     console.print(step.explain(), highlight=False, markup=False)
 
 
-def _tier(where: Machine) -> Tier | None:
+def _tier(where: Machine) -> OffloadTarget | None:
     try:
         link = where.below(where.devices[0])
     except MachineError:
@@ -129,6 +129,6 @@ def _tier(where: Machine) -> Tier | None:
     both = link.both_bytes_per_s / (link.away_bytes_per_s + link.back_bytes_per_s)
     rates = (both * link.away_bytes_per_s, both * link.back_bytes_per_s)
     if where.devices[0].kind != "cuda" or where.host is None:
-        return Tier(*rates)
-    disk = Tier(where.disk.away_bytes_per_s, where.disk.back_bytes_per_s) if where.disk is not None else None
-    return Tier(*rates, int(HOST_SHARE * where.host.memory_bytes), beyond=disk)
+        return OffloadTarget(*rates)
+    disk = OffloadTarget(where.disk.away_bytes_per_s, where.disk.back_bytes_per_s) if where.disk is not None else None
+    return OffloadTarget(*rates, int(HOST_SHARE * where.host.memory_bytes), beyond=disk)

@@ -20,7 +20,7 @@ from outcore.job import Job
 from outcore.machine import Machine, known, parse
 from outcore.machine.units import parse_bytes
 from outcore.plan_document import BatchNorm, Plan
-from outcore.planner import SCHEDULES, Weights, plan_vertically
+from outcore.planner import SCHEDULES, CallWeights, plan_vertically
 from outcore.planner.pipeline.lower import predict_timeline, predicted_by
 from outcore.planner.pipeline.plan_job import UNKNOWN_LINK, batch_for, links_of
 from outcore.planner.pipeline.plan_job import plan as make_plan
@@ -89,7 +89,7 @@ def plan(
     if count == 1 and stages is None and not vertical and schedule is None and balance is None:
         plan_on_one_device(found, graph, where, budget, batch=batch, output=output, svg=svg, json=json)
         return
-    weights = Weights.of(graph, estimate(graph, where))
+    weights = CallWeights.of(graph, estimate(graph, where))
     wanted: dict[str, Any] = {
         "memory_bytes": budget,
         "schedule": schedule,
@@ -129,7 +129,7 @@ def plan(
     wrote(output)
 
 
-def _show(made: Plan, graph: Graph, weights: Weights, where: Machine) -> None:
+def _show(made: Plan, graph: Graph, weights: CallWeights, where: Machine) -> None:
     typer.echo(str(made))
     if made.ranks > 1:
         console = Console()
@@ -161,7 +161,7 @@ def simulate(
         typer.echo(f"the plan was made for another machine; these are the times of {shown} (--machine)", err=True)
     found = Job.load(job, inputs=inputs or (), arguments=arguments or ())
     graph = found.capture(batch or (batch_for(found, made.ranks) if made.ranks > 1 and not inputs else None))
-    timeline = _timeline(made, graph, Weights.of(graph, estimate(graph, where)), where)
+    timeline = _timeline(made, graph, CallWeights.of(graph, estimate(graph, where)), where)
     if trace is not None:
         save_trace(timeline, trace)
     if svg is not None:
@@ -190,5 +190,5 @@ def _stages(path: Path) -> tuple[tuple[str, ...], ...]:
         raise PlanError(message) from None
 
 
-def _timeline(made: Plan, graph: Graph, weights: Weights, machine: Machine) -> Timeline:
+def _timeline(made: Plan, graph: Graph, weights: CallWeights, machine: Machine) -> Timeline:
     return predict_timeline(made, graph, weights, links_of(machine))

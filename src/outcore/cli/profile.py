@@ -20,7 +20,7 @@ from outcore.cost.profile import Profile, largest_batch, scale
 from outcore.cost.profile import profile as make_profile
 from outcore.job import Job
 from outcore.machine import Device, Machine, known, parse
-from outcore.planner.memory.evaluate import Keeping
+from outcore.planner.memory.evaluate import StepModel
 from outcore.planner.memory.search import Assignment
 from outcore.report.frontier import frontier_json, frontier_svg, frontier_table
 from outcore.report.profile import ProfileView, scaling_table
@@ -199,7 +199,7 @@ def _here() -> Machine:
         return known()
 
 
-def _frontier(job: Job, shown: Profile, where: Machine, *, quiet: bool) -> tuple[Keeping, list[Assignment]]:
+def _frontier(job: Job, shown: Profile, where: Machine, *, quiet: bool) -> tuple[StepModel, list[Assignment]]:
     """The fastest step for every budget."""
     from outcore.cli.one_device import frontier_on_one_device
 

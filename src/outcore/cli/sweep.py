@@ -67,8 +67,8 @@ def sweep(
     """
     from outcore.fusion.sweep.optuna_tuner import PRUNERS, SEARCHES, Tuner
     from outcore.fusion.sweep.space import grid, parse_settings
-    from outcore.fusion.sweep.sweep import Options, Sweep
-    from outcore.fusion.sweep.trials import Listed, Source
+    from outcore.fusion.sweep.sweep import Sweep, SweepOptions
+    from outcore.fusion.sweep.trials import ListedTrials, TrialSource
     from outcore.run.engine.setup import choose_device
 
     for value, allowed, hint in ((search, SEARCHES, "--search"), (pruner, PRUNERS, "--pruner")):
@@ -77,7 +77,7 @@ def sweep(
     where = choose_device(device)
     wanted = parse_settings(settings or [])
     every = interval or min(steps, max(5, steps // 10))
-    options = Options(
+    options = SweepOptions(
         job,
         output,
         tuple(inputs or ()),
@@ -93,9 +93,9 @@ def sweep(
     )
     output.mkdir(parents=True, exist_ok=True)
     count = trials or len(grid(wanted))
-    source: Source
+    source: TrialSource
     if trials is None and pruner == "none":
-        source = Listed(grid(wanted), output / "trials.jsonl")
+        source = ListedTrials(grid(wanted), output / "trials.jsonl")
     else:
         source = Tuner(
             wanted, output, trials=count, search=search, pruner=pruner, interval=every, steps=steps, seed=seed

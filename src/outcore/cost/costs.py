@@ -19,7 +19,7 @@ from typing import Any, Literal, Self
 
 from outcore.errors import OutcoreError
 from outcore.graph.parts import ROOT, ancestors
-from outcore.machine.clock import Timing
+from outcore.machine.clock import TimedRuns
 
 __all__ = ["CallCost", "Costs", "Gradient", "Saved", "Source", "Totals"]
 
@@ -64,8 +64,8 @@ class CallCost:
     block: str
     type: str
     """Class of the layer or name of the function."""
-    forward: Timing | None = None
-    backward: Timing | None = None
+    forward: TimedRuns | None = None
+    backward: TimedRuns | None = None
     """None where it was not measured, or where there is nothing to do."""
     time_source: Source = "unknown"
     reason: str = ""
@@ -291,7 +291,7 @@ def _call(row: Mapping[str, Any]) -> CallCost:
     known: dict[str, Any] = dict(row)
     for key in ("forward", "backward"):
         if known.get(key) is not None:
-            known[key] = Timing(**known[key])
+            known[key] = TimedRuns(**known[key])
     known["saved"] = tuple(Saved(**s) for s in known.get("saved", ()))
     known["gradients"] = tuple(_gradient(g) for g in known.get("gradients", ()))
     known["arriving"] = {name: tuple(stride) for name, stride in known.get("arriving", {}).items()}

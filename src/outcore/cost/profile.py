@@ -16,7 +16,7 @@ from typing import Any, Literal
 from outcore.cost.costs import Costs
 from outcore.cost.measured.measure import measure
 from outcore.cost.predicted.estimate import estimate, estimate_optimizer
-from outcore.cost.predicted.scaling import Point, Scaling, ladder
+from outcore.cost.predicted.scaling import Scaling, SizePoint, ladder
 from outcore.cost.predicted.step_memory import MemoryCurve, memory_curve
 from outcore.cost.predicted.step_time import StepTime, measure_optimizer, predict_step
 from outcore.cost.training_network import capture_training
@@ -202,10 +202,10 @@ def scale(
         limit: no larger size is tried.
     """
 
-    def predict(wanted: int) -> Point:
+    def predict(wanted: int) -> SizePoint:
         batch, image = (wanted, None) if along == "batch" else (size, wanted)
         found = profile(job, device, size=batch, image=image)
-        return Point(wanted, found.step.step_s, *found.step.interval_s, found.memory.peak_bytes, found.size)
+        return SizePoint(wanted, found.step.step_s, *found.step.interval_s, found.memory.peak_bytes, found.size)
 
     return ladder(along, sizes, predict, device.memory_bytes, most=limit)
 

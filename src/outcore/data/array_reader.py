@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from outcore.data.limits import limits
-from outcore.data.reader import Layout, Level, Pixels
+from outcore.data.reader import FileLayout, Pixels, PyramidLevel
 from outcore.errors import DataError, MissingPackageError
 
 __all__ = ["ArrayReader", "load_array", "load_image"]
@@ -31,9 +31,9 @@ class ArrayReader:
             raise DataError(f"{name} has shape {array.shape}; an image has (y, x), (c, y, x) or (c, z, y, x)")
         self._array = array[None] if array.ndim == 2 else array
         size = self._array.shape[1:]
-        level = Level(size, tuple(min(s, _TILE if len(size) == 2 else 128) for s in size))
+        level = PyramidLevel(size, tuple(min(s, _TILE if len(size) == 2 else 128) for s in size))
         # Bytes in another order are turned when they are read.
-        self.layout = Layout((level,), self._array.shape[0], array.dtype.newbyteorder("="), None, form)
+        self.layout = FileLayout((level,), self._array.shape[0], array.dtype.newbyteorder("="), None, form)
 
     def tile(self, level: int, index: tuple[int, ...]) -> Pixels | None:
         """A view of the array."""

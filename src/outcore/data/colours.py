@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from outcore.data.reader import Layout, Pixels
+from outcore.data.reader import FileLayout, Pixels
 
 __all__ = ["Colour", "Colours"]
 
@@ -35,7 +35,7 @@ class Colours:
     ((7,), None)
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: FileLayout) -> None:
         self._numbers = [np.zeros(level.grid, np.int16) for level in layout.levels]
         """For each tile the number of its colour; 0 where it was not looked at."""
         self._known: list[Colour] = []

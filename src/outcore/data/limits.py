@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from outcore.data.reader import Layout
+from outcore.data.reader import FileLayout
 from outcore.errors import DataError
 from outcore.machine.units import format_bytes
 
@@ -63,7 +63,7 @@ limits = Limits()
 """Of this process."""
 
 
-def check_layout(name: str, layout: Layout) -> None:
+def check_layout(name: str, layout: FileLayout) -> None:
     """Refuse what cannot be an image, or is larger than the limits.
 
     Raises:

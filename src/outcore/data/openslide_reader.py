@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from outcore.data.reader import Layout, Level, Pixels
+from outcore.data.reader import FileLayout, Pixels, PyramidLevel
 from outcore.errors import DataError
 
 __all__ = ["OpenSlideReader"]
@@ -34,12 +34,12 @@ class OpenSlideReader:
         properties = self._slide.properties
         microns = _number(properties.get(openslide.PROPERTY_NAME_MPP_X))
         levels = [
-            Level((height, width), (_TILE, _TILE), float(downsample))
+            PyramidLevel((height, width), (_TILE, _TILE), float(downsample))
             for (width, height), downsample in zip(
                 self._slide.level_dimensions, self._slide.level_downsamples, strict=True
             )
         ]
-        self.layout = Layout(
+        self.layout = FileLayout(
             tuple(levels),
             3,
             np.dtype(np.uint8),

@@ -12,13 +12,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-__all__ = ["Layout", "Level", "Pixels", "Reader"]
+__all__ = ["FileLayout", "Pixels", "PyramidLevel", "Reader"]
 
 Pixels = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
-class Level:
+class PyramidLevel:
     """One magnification: its size, the size of its tiles, and how much smaller than the finest level it is."""
 
     size: tuple[int, ...]
@@ -33,10 +33,10 @@ class Level:
 
 
 @dataclass(frozen=True)
-class Layout:
+class FileLayout:
     """What a file holds, known after opening it."""
 
-    levels: tuple[Level, ...]
+    levels: tuple[PyramidLevel, ...]
     channels: int
     dtype: np.dtype[Any]
     microns_per_pixel: float | None = None
@@ -48,7 +48,7 @@ class Reader(Protocol):
     """An open file."""
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> FileLayout:
         """Its levels."""
 
     @property

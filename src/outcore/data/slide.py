@@ -26,7 +26,7 @@ from torch import Tensor
 from outcore.data.cache import handles, tile_cache
 from outcore.data.colours import Colour, Colours
 from outcore.data.limits import check_layout
-from outcore.data.reader import Layout, Level, Pixels, Reader
+from outcore.data.reader import FileLayout, Pixels, PyramidLevel, Reader
 from outcore.data.resample import Resampled
 from outcore.data.source import Region, Source, Span, spans
 from outcore.errors import DataError
@@ -69,7 +69,7 @@ class Slide:
         self.on_damage = on_damage
         self.damage: list[DamagedTile] = []
         self._opened = opened
-        self._layout: Layout | None = None
+        self._layout: FileLayout | None = None
         self._colours: Colours | None = None
         self._begin()
 
@@ -93,7 +93,7 @@ class Slide:
         return f"Slide({self.name}: {sizes}; {layout.channels} channels of {layout.dtype}{microns})"
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> FileLayout:
         """Levels, channels and dtype; opens the file the first time."""
         if self._layout is None:
             layout = self._reader().layout
@@ -102,7 +102,7 @@ class Slide:
         return self._layout
 
     @property
-    def levels(self) -> tuple[Level, ...]:
+    def levels(self) -> tuple[PyramidLevel, ...]:
         """From the finest to the coarsest."""
         return self.layout.levels
 

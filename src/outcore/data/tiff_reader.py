@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from outcore.data.cache import TileCache
-from outcore.data.reader import Layout, Level, Pixels
+from outcore.data.reader import FileLayout, Pixels, PyramidLevel
 from outcore.errors import DataError
 
 __all__ = ["TiffReader", "inflated"]
@@ -101,7 +101,7 @@ class TiffReader:
     def _volume(self) -> bool:
         return "Z" in self._axes
 
-    def _layout(self, first: Any) -> Layout:
+    def _layout(self, first: Any) -> FileLayout:
         sizes = dict(zip(self._axes, self._levels[0].shape, strict=True))
         samples, planes = sizes.get("S", 1), sizes.get("C", 1)
         levels = []
@@ -112,10 +112,10 @@ class TiffReader:
             depth, deep = ((here["Z"],), (1,)) if self._volume else ((), ())
             size = (*depth, here["Y"], here["X"])
             tile = (min(tile[0], here["Y"]), min(tile[1], here["X"])) if not page.is_tiled else tile
-            levels.append(Level(size, (*deep, *tile), sizes["Y"] / here["Y"]))
+            levels.append(PyramidLevel(size, (*deep, *tile), sizes["Y"] / here["Y"]))
         # A fourth sample of a colour image is its opacity.
         channels = 3 if samples == 4 and planes == 1 else samples * planes
-        return Layout(tuple(levels), channels, first.dtype, _microns(self._file, first), "tiff")
+        return FileLayout(tuple(levels), channels, first.dtype, _microns(self._file, first), "tiff")
 
     def _pages(self, level: int, depth: int) -> list[Any]:
         """The pages that hold the channels of one plane."""

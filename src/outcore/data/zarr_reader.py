@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from outcore.data.limits import limits
-from outcore.data.reader import Layout, Level, Pixels
+from outcore.data.reader import FileLayout, Pixels, PyramidLevel
 from outcore.errors import DataError
 
 __all__ = ["ZarrReader"]
@@ -113,7 +113,7 @@ class ZarrReader:
         pixels = np.asarray(self._arrays[level][tuple(box)])
         return pixels if "c" in self._axes else pixels[None]
 
-    def _layout(self) -> Layout:
+    def _layout(self) -> FileLayout:
         first, known = self._arrays[0], self._axes in ("yx", "cyx", "zyx", "czyx", "tcyx", "tyx", "tczyx", "tzyx")
         sizes = dict(zip(self._axes, first.shape, strict=False))
         if not known or sizes.get("t", 1) != 1 or len(self._axes) != first.ndim:
@@ -134,9 +134,9 @@ class ZarrReader:
             size = tuple(array.shape[i] for i in dims)
             tile = [array.chunks[i] for i in dims]
             tile = [side * max(1, _SMALLEST // side) if len(dims) == 2 else side for side in tile]
-            levels.append(Level(size, tuple(tile), first.shape[-2] / array.shape[-2]))
+            levels.append(PyramidLevel(size, tuple(tile), first.shape[-2] / array.shape[-2]))
         dtype = np.dtype(first.dtype).newbyteorder("=")
-        return Layout(tuple(levels), sizes.get("c", 1), dtype, self._microns, "zarr")
+        return FileLayout(tuple(levels), sizes.get("c", 1), dtype, self._microns, "zarr")
 
 
 def _microns(axes: Sequence[Any], holders: Sequence[Any], names: str) -> float | None:

@@ -6,7 +6,7 @@ from outcore.fusion.member import Member as Member
 from outcore.fusion.member_factory import Objective as Objective
 from outcore.fusion.memory_forecast import Forecast as Forecast
 from outcore.fusion.memory_forecast import forecast as forecast
-from outcore.fusion.optimizer.loss_scale import LossScale as LossScale
-from outcore.fusion.program.autotune import Choice as Choice
+from outcore.fusion.optimizer.loss_scale import MemberLossScale as MemberLossScale
+from outcore.fusion.program.autotune import AutotuneResult as AutotuneResult
 from outcore.fusion.program.autotune import choose as choose
-from outcore.fusion.runner import Way as Way
+from outcore.fusion.runner import RunMode as RunMode

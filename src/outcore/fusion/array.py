@@ -24,43 +24,43 @@ from torch import Tensor, nn
 
 from outcore.errors import FuseError, VaryingError
 from outcore.fusion.batch import arguments
-from outcore.fusion.group import Outcome, Terms
+from outcore.fusion.group import GroupOutcome, TrainingTerms
 from outcore.fusion.member import Member
-from outcore.fusion.member_factory import Kind
-from outcore.fusion.program.autotune import Choice, choose
-from outcore.fusion.program.program import Program
-from outcore.fusion.program.recordings import Recordings, same_settings
+from outcore.fusion.member_factory import MemberFactory
+from outcore.fusion.program.autotune import AutotuneResult, choose
+from outcore.fusion.program.program import StackedProgram
+from outcore.fusion.program.recordings import ProgramCache, same_settings
 from outcore.fusion.program.values import Stacked
-from outcore.fusion.runner import Way, cut
-from outcore.fusion.slots import Roster
+from outcore.fusion.runner import RunMode, cut
+from outcore.fusion.slots import MemberSlots
 from outcore.fusion.training import judging
 from outcore.fusion.verify import disagreement
-from outcore.graph.record.versions import Changes
+from outcore.graph.record.versions import ChangeCounter
 from outcore.graph.structure import substitute
 
 __all__ = ["FusedArray"]
 
 
-class FusedArray(Roster):
+class FusedArray(MemberSlots):
     """Members of one architecture that train together; made by `outcore.fuse`."""
 
     def __init__(
         self,
         models: Sequence[nn.Module],
-        kind: Kind,
-        terms: Terms,
+        kind: MemberFactory,
+        terms: TrainingTerms,
         *,
         seeds: Sequence[int] | None = None,
-        way: Way | None = None,
+        way: RunMode | None = None,
         check: bool = True,
         unfused: Sequence[str] = (),
     ) -> None:
-        super().__init__(models, kind, terms, seeds=seeds, way=way or Way(len(models)))
+        super().__init__(models, kind, terms, seeds=seeds, way=way or RunMode(len(models)))
         self._way_given, self._check, self.unfused = way is not None, check, tuple(unfused)
-        self.choice: Choice | None = None
+        self.choice: AutotuneResult | None = None
         """What was measured to decide how to run; none if it was not."""
-        self._recordings = Recordings()
-        self._changes = Changes()
+        self._recordings = ProgramCache()
+        self._changes = ChangeCounter()
         self.steps = self._counted = 0
         self._begun = 0.0
         self.losses: Tensor | None = None
@@ -103,7 +103,7 @@ class FusedArray(Roster):
         each: Sequence[tuple[Any, ...]] | None = None,
         memory_bytes: int | None = None,
         seconds: float = 0.2,
-    ) -> Choice:
+    ) -> AutotuneResult:
         """Measure how to run fastest and do so; on a GPU this happens before the first step if no way was given."""
         self._way_given = True
         self.choice = choose(self, *batch, each=each, memory_bytes=memory_bytes, seconds=seconds)
@@ -152,7 +152,7 @@ class FusedArray(Roster):
         released = self.slots[slot].model if 0 <= slot < len(self) else model
         super().refill(slot, model, seed=seed)
         if not same_settings(released, model):
-            self._recordings = Recordings()
+            self._recordings = ProgramCache()
         if not self._recordings.programs or len(self._place(slot)[0]) == 1:
             self.runner.forget()  # alone, the captured step is that of the other model's own modules
         self.runner.rename(self._recordings.rebind(self._members()))
@@ -161,7 +161,7 @@ class FusedArray(Roster):
         """Go on with these members alone, in this order; the others leave, their models with memory of their own."""
         super().keep(slots)
         if any(program.others for program in self._recordings.programs.values()):
-            self._recordings = Recordings()  # what some members do otherwise is known by their slots
+            self._recordings = ProgramCache()  # what some members do otherwise is known by their slots
         self._recordings = self._recordings.copied(self._members())
 
     @property
@@ -185,11 +185,11 @@ class FusedArray(Roster):
             channels_last=self.way.channels_last,
         )
 
-    def program(self, objective: str, args: tuple[Any, ...]) -> tuple[Hashable, Program]:
+    def program(self, objective: str, args: tuple[Any, ...]) -> tuple[Hashable, StackedProgram]:
         """The recording that fits a batch, made and checked when it first appears, and its key."""
         members = [slot.trainings[objective] for slot in self.slots]
         shown = substitute(args, Stacked, lambda s: s.tensor[0])
-        key = Recordings.key(objective, self.terms.autocast, members[0], shown)
+        key = ProgramCache.key(objective, self.terms.autocast, members[0], shown)
         if (found := self._recordings.programs.get(key)) is not None:
             if self._alone(found) and (found.varying or not self.way.graphed):
                 return key, found  # the models run their own code
@@ -207,7 +207,7 @@ class FusedArray(Roster):
                 return key, found
             self.runner.forget()
         with self.lanes[0].autocast(), _leaving_nothing():
-            made = self._recordings.programs[key] = Program.record(members, shown, self.unfused)
+            made = self._recordings.programs[key] = StackedProgram.record(members, shown, self.unfused)
         if made.obstacle is not None:
             self._stand_alone(made.obstacle)
         elif self._check and torch.is_grad_enabled() and len(self.lanes[-1]) > 1:
@@ -218,7 +218,7 @@ class FusedArray(Roster):
         """Take over the recordings of an array whose first members these are copies of."""
         self._recordings = other._recordings.copied(self._members())
 
-    def _verify(self, objective: str, program: Program, args: tuple[Any, ...]) -> None:
+    def _verify(self, objective: str, program: StackedProgram, args: tuple[Any, ...]) -> None:
         """Do not fuse what gives other gradients than the model itself."""
         lane = self.lanes[-1]
         with program.without_chance() as certain, self.runner.beside(lane):
@@ -234,17 +234,17 @@ class FusedArray(Roster):
             self.notes.append(note)
         if self.way.width > 1:
             graphed = self.device.type == "cuda"
-            self.arrange(Way(1, graphed, graphed, channels_last=self.way.channels_last))
+            self.arrange(RunMode(1, graphed, graphed, channels_last=self.way.channels_last))
 
-    def _alone(self, program: Program) -> bool:
+    def _alone(self, program: StackedProgram) -> bool:
         return program.obstacle is not None or self.way.width == 1
 
     def _step(self, objective: str, args: tuple[Any, ...]) -> Tensor:
         key, program = self.program(objective, args)
         return self._collect(self.runner.step(key, objective, program, args, self._alone(program)))
 
-    def _collect(self, outcomes: Sequence[Outcome]) -> Tensor:
-        all_of = Outcome.joined(outcomes, outputs=self.device.type == "cpu")
+    def _collect(self, outcomes: Sequence[GroupOutcome]) -> Tensor:
+        all_of = GroupOutcome.joined(outcomes, outputs=self.device.type == "cpu")
         self.losses, self.metrics, self.output = all_of.losses, all_of.metrics, all_of.output
         return self.losses
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from outcore.errors import FuseError
 from outcore.fusion.array import FusedArray
-from outcore.fusion.group import Terms
-from outcore.fusion.member_factory import DEFAULT, Kind, Objective
-from outcore.fusion.optimizer.loss_scale import LossScale
-from outcore.fusion.runner import Way
+from outcore.fusion.group import TrainingTerms
+from outcore.fusion.member_factory import DEFAULT, MemberFactory, Objective
+from outcore.fusion.optimizer.loss_scale import MemberLossScale
+from outcore.fusion.runner import RunMode
 
 __all__ = ["fuse"]
 
@@ -29,10 +29,10 @@ def fuse(
     metrics: Mapping[str, Callable[..., Tensor]] | None = None,
     clip: float | Sequence[float] | None = None,
     loss_weight: Sequence[float] | None = None,
-    loss_scale: LossScale | None = None,
+    loss_scale: MemberLossScale | None = None,
     seeds: Sequence[int] | None = None,
     autocast: torch.dtype | None = None,
-    way: Way | None = None,
+    way: RunMode | None = None,
     check: bool = True,
     unfused: Sequence[str] = (),
     outputs: bool = False,
@@ -86,13 +86,13 @@ def fuse(
         assert optimizer is not None
         return {DEFAULT: _made(optimizer, model.parameters(), i)}
 
-    terms = Terms(
+    terms = TrainingTerms(
         _per_member("clip", clip, len(members)),
         _per_member("loss_weight", loss_weight, len(members)),
         loss_scale.fill(len(members)) if loss_scale is not None else None,
         autocast,
     )
-    kind = Kind(loss, dict(metrics or {}), dict(objectives or {}), optimizers, scheduler, outputs)
+    kind = MemberFactory(loss, dict(metrics or {}), dict(objectives or {}), optimizers, scheduler, outputs)
     return FusedArray(members, kind, terms, seeds=seeds, way=way, check=check, unfused=unfused)
 
 

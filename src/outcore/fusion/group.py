@@ -19,20 +19,20 @@ from torch import Tensor, nn
 
 from outcore.errors import FuseError
 from outcore.fusion.optimizer.clipping import clip_by_norm
-from outcore.fusion.optimizer.loss_scale import LossScale
-from outcore.fusion.optimizer.stacked_optimizer import Stepper
-from outcore.fusion.program.call import Randomness
-from outcore.fusion.program.program import Program
+from outcore.fusion.optimizer.loss_scale import MemberLossScale
+from outcore.fusion.optimizer.stacked_optimizer import StackedOptimizer
+from outcore.fusion.program.call import MemberRandomness
+from outcore.fusion.program.program import StackedProgram
 from outcore.fusion.program.values import Stacked, member_of
 from outcore.fusion.stack import Stack
-from outcore.fusion.training import Training
+from outcore.fusion.training import MemberTraining
 from outcore.graph.structure import leaves, substitute
 
-__all__ = ["Lane", "Outcome", "Terms"]
+__all__ = ["Group", "GroupOutcome", "TrainingTerms"]
 
 
 @dataclass(slots=True)
-class Outcome:
+class GroupOutcome:
     """What a step of a lane gave, members first."""
 
     losses: Tensor
@@ -40,7 +40,7 @@ class Outcome:
     output: Any
 
     @classmethod
-    def joined(cls, outcomes: Sequence[Outcome], *, outputs: bool) -> Outcome:
+    def joined(cls, outcomes: Sequence[GroupOutcome], *, outputs: bool) -> GroupOutcome:
         """Of all lanes as of one; without `outputs` those stay as the lanes left them: joining would copy them."""
 
         def cat(parts: Sequence[Tensor]) -> Tensor:
@@ -56,35 +56,35 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class TrainingTerms:
     """What training is about besides model and optimizer, for all members of an array."""
 
     clip: Tensor | None = None
     weights: Tensor | None = None
-    scale: LossScale | None = None
+    scale: MemberLossScale | None = None
     autocast: torch.dtype | None = None
 
-    def only(self, slots: Sequence[int]) -> Terms:
+    def only(self, slots: Sequence[int]) -> TrainingTerms:
         """For some of the members."""
         clip, weights = (None if t is None else t[list(slots)] for t in (self.clip, self.weights))
-        return Terms(clip, weights, None if self.scale is None else self.scale.only(slots), self.autocast)
+        return TrainingTerms(clip, weights, None if self.scale is None else self.scale.only(slots), self.autocast)
 
 
-class Lane:
+class Group:
     """Consecutive members of an array that run as one."""
 
     def __init__(
         self,
         first: int,
-        trainings: Mapping[str, Sequence[Training]],
+        trainings: Mapping[str, Sequence[MemberTraining]],
         optimizers: Mapping[str, Sequence[torch.optim.Optimizer]],
-        randomness: Randomness,
-        terms: Terms,
+        randomness: MemberRandomness,
+        terms: TrainingTerms,
     ) -> None:
         self.first, self.randomness, self.terms = first, randomness, terms
         self.trainings = {name: list(members) for name, members in trainings.items()}
         self.stack = Stack([t.model for t in next(iter(self.trainings.values()))])
-        self.steppers = {name: Stepper(self.stack, members) for name, members in optimizers.items()}
+        self.steppers = {name: StackedOptimizer(self.stack, members) for name, members in optimizers.items()}
         self.device = next((t.device for t in self.stack.parameters.values()), torch.device("cpu"))
         self.alive = torch.ones(len(self), dtype=torch.bool, device=self.device)
         """Which members are trained; a member with a loss that is not finite leaves by itself."""
@@ -99,7 +99,7 @@ class Lane:
         """The members' models."""
         return self.stack.models
 
-    def forward(self, objective: str, program: Program, args: tuple[Any, ...], *, alone: bool) -> Outcome:
+    def forward(self, objective: str, program: StackedProgram, args: tuple[Any, ...], *, alone: bool) -> GroupOutcome:
         """Losses, metrics and outputs of all members on a batch."""
         members = self.trainings[objective]
         with self.autocast():
@@ -117,7 +117,7 @@ class Lane:
             shape = tuple(loss.tensor.shape[1:]) if isinstance(loss, Stacked) else "a value that no parameter changes"
             raise FuseError(f"the loss of a member is {shape}; it must be one number, for example the mean")
         measured = {name: self._spread(value).tensor.detach() for name, value in metrics.items()}
-        return Outcome(loss.tensor, measured, substitute(output, Stacked, lambda s: s.tensor.detach()))
+        return GroupOutcome(loss.tensor, measured, substitute(output, Stacked, lambda s: s.tensor.detach()))
 
     def gradients(self, objective: str, losses: Tensor, *, alone: bool) -> dict[str, Tensor]:
         """Gradients of every member's own loss, stacked."""
@@ -135,8 +135,8 @@ class Lane:
         return found
 
     def compute(
-        self, objective: str, program: Program, args: tuple[Any, ...], *, alone: bool
-    ) -> tuple[Outcome, dict[str, Tensor]]:
+        self, objective: str, program: StackedProgram, args: tuple[Any, ...], *, alone: bool
+    ) -> tuple[GroupOutcome, dict[str, Tensor]]:
         """Forward and backward; members whose loss is not finite are not alive afterwards."""
         outcome = self.forward(objective, program, args, alone=alone)
         scale = self.terms.scale
@@ -154,7 +154,7 @@ class Lane:
             clip_by_norm(grads, self.clip)
         self.steppers[objective].apply(grads, self.alive)
 
-    def step(self, objective: str, program: Program, args: tuple[Any, ...], *, alone: bool) -> Outcome:
+    def step(self, objective: str, program: StackedProgram, args: tuple[Any, ...], *, alone: bool) -> GroupOutcome:
         """One training step, eagerly."""
         outcome, grads = self.compute(objective, program, args, alone=alone)
         alive, scale = self.alive, self.terms.scale

@@ -1,7 +1,7 @@
 """What belongs to one member of an array besides its tensors, and how it is made.
 
-The user gives functions: of a loss, of an optimizer for member `i`, of its schedule. A `Kind` holds them and makes a
-`Slot` of any model, at the beginning and whenever a slot is given to another.
+The user gives functions: of a loss, of an optimizer for member `i`, of its schedule. A `MemberFactory` holds them and
+makes a `MemberState` of any model, at the beginning and whenever a slot is given to another.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outcore.fusion.training import Training
+from outcore.fusion.training import MemberTraining
 
-__all__ = ["DEFAULT", "Kind", "Objective", "Slot"]
+__all__ = ["DEFAULT", "MemberFactory", "MemberState", "Objective"]
 
 DEFAULT = "loss"
 """The objective of an array that has one."""
@@ -33,7 +33,7 @@ class Objective:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class MemberFactory:
     """How members are made trainable; the same for all slots."""
 
     loss: Callable[..., Tensor] | None
@@ -43,24 +43,24 @@ class Kind:
     scheduler: Callable[[torch.optim.Optimizer, int], Any] | None
     outputs: bool = False
 
-    def slot(self, model: nn.Module, index: int) -> Slot:
+    def slot(self, model: nn.Module, index: int) -> MemberState:
         """A member for a slot."""
         optimizers = self.optimizers(model, index)
         made = [self.scheduler(o, index) for o in optimizers.values()] if self.scheduler is not None else []
         flat = [s for m in made for s in (m if isinstance(m, list | tuple) else [m])]
-        return Slot(self._trainings(model), optimizers, flat)
+        return MemberState(self._trainings(model), optimizers, flat)
 
-    def _trainings(self, model: nn.Module) -> dict[str, Training]:
+    def _trainings(self, model: nn.Module) -> dict[str, MemberTraining]:
         if self.objectives:
-            return {name: Training(model, None, o.loss) for name, o in self.objectives.items()}
-        return {DEFAULT: Training(model, self.loss, None, self.metrics, outputs=self.outputs)}
+            return {name: MemberTraining(model, None, o.loss) for name, o in self.objectives.items()}
+        return {DEFAULT: MemberTraining(model, self.loss, None, self.metrics, outputs=self.outputs)}
 
 
 @dataclass
-class Slot:
+class MemberState:
     """What belongs to one member, besides its tensors."""
 
-    trainings: dict[str, Training]
+    trainings: dict[str, MemberTraining]
     optimizers: dict[str, torch.optim.Optimizer]
     schedulers: list[Any] = field(default_factory=list)
     status: str = "training"

@@ -18,12 +18,12 @@ from outcore.cost.measured.saved_bytes import account
 from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.cost.predicted.step_memory import memory_curve
 from outcore.errors import FuseError
-from outcore.fusion.program.dry_run import Rehearsed, rehearse
+from outcore.fusion.program.dry_run import DryRunBytes, rehearse
 from outcore.fusion.runner import cut
 
 if TYPE_CHECKING:
     from outcore.fusion.array import FusedArray
-    from outcore.fusion.program.program import Program
+    from outcore.fusion.program.program import StackedProgram
 
 __all__ = ["Forecast", "forecast"]
 
@@ -113,7 +113,7 @@ _LONG = 256
 """Time steps of recurrent layers beyond which a rehearsal takes too long."""
 
 
-def _rehearsed(array: FusedArray, name: str, program: Program, args: tuple[Any, ...]) -> Rehearsed | None:
+def _rehearsed(array: FusedArray, name: str, program: StackedProgram, args: tuple[Any, ...]) -> DryRunBytes | None:
     """A step of the first lane on fake tensors, where that tells more than the memory model of one member."""
     lane = array.lanes[0]
     alone = len(lane) == 1
@@ -125,7 +125,7 @@ def _rehearsed(array: FusedArray, name: str, program: Program, args: tuple[Any, 
     return None
 
 
-def _time_steps(program: Program) -> int:
+def _time_steps(program: StackedProgram) -> int:
     """How often recurrent layers step in a replay."""
     count = 0
     for step in program.recording.steps:

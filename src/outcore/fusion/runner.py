@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outcore.fusion.group import Lane, Outcome
-from outcore.fusion.program.program import Program
+from outcore.fusion.group import Group, GroupOutcome
+from outcore.fusion.program.program import StackedProgram
 from outcore.fusion.program.values import Stacked
 from outcore.graph.structure import leaves, substitute
 
-__all__ = ["Runner", "Way"]
+__all__ = ["GroupRunner", "RunMode"]
 
 _Asked = tuple[str, Hashable]
 """Train or look, and the key of the recording."""
@@ -36,7 +36,7 @@ _WARM = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class RunMode:
     """How an array runs."""
 
     width: int
@@ -60,10 +60,10 @@ class Way:
         return ", ".join(parts)
 
 
-class Runner:
+class GroupRunner:
     """Steps the lanes of one array in one way."""
 
-    def __init__(self, lanes: Sequence[Lane], way: Way) -> None:
+    def __init__(self, lanes: Sequence[Group], way: RunMode) -> None:
         self.lanes, self.way = list(lanes), way
         self.refused: str | None = None
         """Why steps are not captured, if they were meant to be."""
@@ -81,18 +81,20 @@ class Runner:
         self._settled = not self._streams
 
     def step(
-        self, key: Hashable, objective: str, program: Program, args: tuple[Any, ...], alone: bool
-    ) -> list[Outcome]:
+        self, key: Hashable, objective: str, program: StackedProgram, args: tuple[Any, ...], alone: bool
+    ) -> list[GroupOutcome]:
         """A training step of all lanes."""
         return self._run(("train", key), objective, program, args, alone)
 
     def forward(
-        self, key: Hashable, objective: str, program: Program, args: tuple[Any, ...], alone: bool
-    ) -> list[Outcome]:
+        self, key: Hashable, objective: str, program: StackedProgram, args: tuple[Any, ...], alone: bool
+    ) -> list[GroupOutcome]:
         """Losses, metrics and outputs of all lanes, without training."""
         return self._run(("look", key), objective, program, args, alone)
 
-    def _run(self, key: _Asked, objective: str, program: Program, args: tuple[Any, ...], alone: bool) -> list[Outcome]:
+    def _run(
+        self, key: _Asked, objective: str, program: StackedProgram, args: tuple[Any, ...], alone: bool
+    ) -> list[GroupOutcome]:
         trains = key[0] == "train"
         if key not in self._eager_looks and self._capturable(objective, program, alone):
             captured = self._captured.get(key)
@@ -125,7 +127,7 @@ class Runner:
         return self._pools[stream]
 
     @contextlib.contextmanager
-    def beside(self, lane: Lane) -> Iterator[None]:
+    def beside(self, lane: Group) -> Iterator[None]:
         """Run what is inside on a lane's stream: libraries keep memory for every stream they were called on."""
         stream = next((s for own, s in zip(self.lanes, self._streams, strict=False) if own is lane), None)
         if stream is None:
@@ -139,9 +141,9 @@ class Runner:
         here.wait_stream(stream)
 
     def _eager(
-        self, trains: bool, objective: str, program: Program, args: tuple[Any, ...], alone: bool
-    ) -> list[Outcome]:
-        def run(lane: Lane) -> Outcome:
+        self, trains: bool, objective: str, program: StackedProgram, args: tuple[Any, ...], alone: bool
+    ) -> list[GroupOutcome]:
+        def run(lane: Group) -> GroupOutcome:
             do = lane.step if trains else lane.forward
             return do(objective, program, cut(lane, args), alone=alone)
 
@@ -175,7 +177,7 @@ class Runner:
                 x = torch.ones(16, 16, device=self.lanes[0].device, requires_grad=True)
                 (x @ x).sum().backward()  # a workspace each for the threads of forward and of backward
 
-    def _capturable(self, objective: str, program: Program, alone: bool) -> bool:
+    def _capturable(self, objective: str, program: StackedProgram, alone: bool) -> bool:
         if not self.way.graphed or self.refused is not None or not self._streams:
             return False
         if alone and program.recording.uses_data:
@@ -191,8 +193,8 @@ class Runner:
         return self.refused is None
 
     def _capture(
-        self, key: _Asked, objective: str, program: Program, args: tuple[Any, ...], alone: bool
-    ) -> list[Outcome]:
+        self, key: _Asked, objective: str, program: StackedProgram, args: tuple[Any, ...], alone: bool
+    ) -> list[GroupOutcome]:
         trains = key[0] == "train"
         try:
             made = _Captured(self, trains, objective, program, args, alone)
@@ -211,13 +213,19 @@ class _Captured:
     """The step of all lanes as CUDA graphs over fixed memory."""
 
     def __init__(
-        self, runner: Runner, trains: bool, objective: str, program: Program, args: tuple[Any, ...], alone: bool
+        self,
+        runner: GroupRunner,
+        trains: bool,
+        objective: str,
+        program: StackedProgram,
+        args: tuple[Any, ...],
+        alone: bool,
     ) -> None:
         self.lanes, self.streams, self.trains, self.objective = runner.lanes, runner._streams, trains, objective
         self.args = substitute(args, (Tensor, Stacked), _fixed)
         self.inputs = [_tensor(t) for _, t in leaves(self.args, (Tensor, Stacked))]
         self.graphs: list[Any] = []
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[GroupOutcome] = []
         self.names: list[list[str]] = []
         here = torch.cuda.current_stream()
         for stream in self.streams:
@@ -229,14 +237,14 @@ class _Captured:
         else:
             self._capture_each(program, alone, runner.pool)
 
-    def _capture_each(self, program: Program, alone: bool, pool: Callable[[Any], Any]) -> None:
+    def _capture_each(self, program: StackedProgram, alone: bool, pool: Callable[[Any], Any]) -> None:
         for lane, stream in zip(self.lanes, self.streams, strict=True):
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool(stream), stream=stream):
                 self._record(lane, program, alone)
             self.graphs.append(graph)
 
-    def _capture_joined(self, program: Program, alone: bool) -> None:
+    def _capture_joined(self, program: StackedProgram, alone: bool) -> None:
         graph, root = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         with torch.cuda.graph(graph, stream=root):
             for lane, stream in zip(self.lanes, self.streams, strict=True):
@@ -247,7 +255,7 @@ class _Captured:
                 root.wait_stream(stream)
         self.graphs.append(graph)
 
-    def _record(self, lane: Lane, program: Program, alone: bool) -> None:
+    def _record(self, lane: Group, program: StackedProgram, alone: bool) -> None:
         part = cut(lane, self.args)
         grads: dict[str, Tensor] = {}
         if self.trains:
@@ -258,7 +266,7 @@ class _Captured:
         self.outcomes.append(outcome)
         self.names.append(list(grads))
 
-    def replay(self, args: tuple[Any, ...]) -> list[Outcome]:
+    def replay(self, args: tuple[Any, ...]) -> list[GroupOutcome]:
         """Bring the batch and every member's numbers, and run."""
         for target, (_, source) in zip(self.inputs, leaves(args, (Tensor, Stacked)), strict=True):
             target.copy_(_tensor(source), non_blocking=True)
@@ -280,15 +288,16 @@ class _Captured:
         if len(self.outcomes) > 1:
             return self.outcomes  # joined, they are copied
         return [
-            Outcome(o.losses.clone(), {n: m.clone() for n, m in o.metrics.items()}, o.output) for o in self.outcomes
+            GroupOutcome(o.losses.clone(), {n: m.clone() for n, m in o.metrics.items()}, o.output)
+            for o in self.outcomes
         ]
 
-    def _prepare(self, lane: Lane, names: list[str]) -> None:
+    def _prepare(self, lane: Group, names: list[str]) -> None:
         if self.trains:
             lane.steppers[self.objective].prepare(names)
 
 
-def cut(lane: Lane, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def cut(lane: Group, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The part of per-member batches that is a lane's."""
     last = lane.first + len(lane)
     part: tuple[Any, ...] = substitute(args, Stacked, lambda s: Stacked(s.tensor[lane.first : last]))

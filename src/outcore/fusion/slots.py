@@ -14,25 +14,31 @@ import torch
 from torch import nn
 
 from outcore.errors import FuseError
-from outcore.fusion.group import Lane, Terms
-from outcore.fusion.member_factory import Kind, Slot
-from outcore.fusion.program.call import Randomness
-from outcore.fusion.runner import Runner, Way
-from outcore.fusion.training import Training
+from outcore.fusion.group import Group, TrainingTerms
+from outcore.fusion.member_factory import MemberFactory, MemberState
+from outcore.fusion.program.call import MemberRandomness
+from outcore.fusion.runner import GroupRunner, RunMode
+from outcore.fusion.training import MemberTraining
 
-__all__ = ["Roster"]
+__all__ = ["MemberSlots"]
 
 
-class Roster:
+class MemberSlots:
     """The members of an array, in slots and lanes."""
 
     def __init__(
-        self, models: Sequence[nn.Module], kind: Kind, terms: Terms, *, seeds: Sequence[int] | None, way: Way
+        self,
+        models: Sequence[nn.Module],
+        kind: MemberFactory,
+        terms: TrainingTerms,
+        *,
+        seeds: Sequence[int] | None,
+        way: RunMode,
     ) -> None:
         self.kind, self.terms, self.way = kind, terms, way
-        self._randomness = Randomness(seeds)
+        self._randomness = MemberRandomness(seeds)
         self.slots = [kind.slot(model, i) for i, model in enumerate(models)]
-        self.lanes: list[Lane] = []
+        self.lanes: list[Group] = []
         self.arrange(way)
 
     def __len__(self) -> int:
@@ -105,7 +111,7 @@ class Roster:
         self.lanes = []
         return self.models
 
-    def arrange(self, way: Way) -> None:
+    def arrange(self, way: RunMode) -> None:
         """Run in another way from the next step on; what the members have learned goes with them."""
         self._look()
         for i in range(len(self) if self.lanes else 0):
@@ -119,14 +125,14 @@ class Roster:
         for first in range(0, len(self), way.width):
             slots = self.slots[first : first + way.width]
             optimizers = {name: [s.optimizers[name] for s in slots] for name in slots[0].optimizers}
-            self.lanes.append(Lane(first, self._members(slots), optimizers, self._randomness, self.terms))
+            self.lanes.append(Group(first, self._members(slots), optimizers, self._randomness, self.terms))
         for i, slot in enumerate(self.slots):
             if slot.status != "training":
                 lane, place = self._place(i)
                 lane.alive[place] = False
-        self.runner = Runner(self.lanes, way)
+        self.runner = GroupRunner(self.lanes, way)
 
-    def _place(self, slot: int) -> tuple[Lane, int]:
+    def _place(self, slot: int) -> tuple[Group, int]:
         if not 0 <= slot < len(self):
             raise FuseError(f"no slot {slot}; there are {len(self)}")
         return self.lanes[slot // self.way.width], slot % self.way.width
@@ -145,6 +151,6 @@ class Roster:
         if status == "training":
             self.slots[slot].frozen = {}
 
-    def _members(self, slots: Sequence[Slot] | None = None) -> dict[str, list[Training]]:
+    def _members(self, slots: Sequence[MemberState] | None = None) -> dict[str, list[MemberTraining]]:
         some = self.slots if slots is None else slots
         return {name: [slot.trainings[name] for slot in some] for name in some[0].trainings}

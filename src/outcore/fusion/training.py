@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Training", "judging"]
+__all__ = ["MemberTraining", "judging"]
 
 Loss = Callable[..., torch.Tensor]
 
 
-class Training(nn.Module):
+class MemberTraining(nn.Module):
     """A model with what it is trained on: ``forward(inputs, targets)`` returns loss, metrics and output."""
 
     def __init__(
@@ -54,7 +54,7 @@ class Training(nn.Module):
 
 
 @contextlib.contextmanager
-def judging(members: Sequence[Training]) -> Iterator[None]:
+def judging(members: Sequence[MemberTraining]) -> Iterator[None]:
     """Every module of all members in eval mode, and back as each was.
 
     Of hundreds of modules the mode is written where it lies: torch's way to set an attribute takes longer than a

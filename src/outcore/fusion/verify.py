@@ -25,8 +25,8 @@ from outcore.fusion.program.values import member_of
 from outcore.graph.record.preserve import ModelState, state_tensors
 
 if TYPE_CHECKING:
-    from outcore.fusion.group import Lane
-    from outcore.fusion.program.program import Program
+    from outcore.fusion.group import Group
+    from outcore.fusion.program.program import StackedProgram
 
 __all__ = ["disagreement"]
 
@@ -40,7 +40,7 @@ _LIKELY_LOW_NOISE = 3.0
 Gradients = Sequence[Tensor | None]
 
 
-def disagreement(lane: Lane, objective: str, program: Program, args: tuple[Any, ...]) -> str | None:
+def disagreement(lane: Group, objective: str, program: StackedProgram, args: tuple[Any, ...]) -> str | None:
     """The name of a parameter whose fused gradient is not the model's own; none if all are."""
     slot = len(lane) - 1
     training = lane.trainings[objective][slot]

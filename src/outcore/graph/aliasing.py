@@ -15,7 +15,7 @@ import torch
 
 from outcore.graph.structure import leaves
 
-__all__ = ["Memories", "Versions", "written_by_name"]
+__all__ = ["StorageHistory", "VersionCounters", "written_by_name"]
 
 _IN_PLACE_DUNDERS = {
     f"__i{op}__"
@@ -48,7 +48,7 @@ class _Memory:
     """Calls that read it since it was last written."""
 
 
-class Memories:
+class StorageHistory:
     """All storages seen."""
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class Memories:
         return [self._of[key] for key in keys if key in self._of]
 
 
-class Versions:
+class VersionCounters:
     """Notices which of a call's arguments it writes into, by autograd's version counters."""
 
     def __init__(self, *arguments: Any) -> None:

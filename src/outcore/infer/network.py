@@ -20,7 +20,7 @@ from outcore.graph import Graph
 from outcore.graph.record.recording import Ref
 from outcore.graph.structure import leaves
 from outcore.job import Job
-from outcore.train.run_folder.trained import Trained
+from outcore.train.run_folder.trained import TrainedNetwork
 from outcore.train.settings.config import DataConfig
 
 __all__ = ["InferNetwork", "KeyedOutput", "load_network"]
@@ -106,7 +106,7 @@ def load_network(
         raise JobError("infer needs weights: --weights runs/NAME, or a .safetensors file; without any, --untrained")
     if weights is not None and untrained:
         raise JobError(f"--weights {weights} and --untrained contradict each other; leave out one")
-    trained = Trained.read(weights) if weights is not None else None
+    trained = TrainedNetwork.read(weights) if weights is not None else None
     seen = trained.data if trained is not None else DataConfig()
     if level is not None:
         seen = replace(seen, level=level, microns_per_pixel=None)

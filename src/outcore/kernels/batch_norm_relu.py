@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["Pieces", "added_up", "columns_of", "normalise", "pieces_of", "rounded", "row_of", "statistics"]
+__all__ = ["ReductionBlocks", "added_up", "columns_of", "normalise", "pieces_of", "rounded", "row_of", "statistics"]
 
 _BLOCK = 2048
 _PIECE = 16 * _BLOCK
@@ -184,7 +184,7 @@ def _finish(
         tl.store(running_var + c, new.to(kind).to(running_var.dtype.element_ty), mask=inside)
 
 
-class Pieces:
+class ReductionBlocks:
     """How a tensor is cut, and how the sums of the pieces lie in memory: a plane per kind of sum."""
 
     def __init__(self, shape: tuple[int, ...], contiguous: bool) -> None:
@@ -221,11 +221,11 @@ class Pieces:
 
 
 @lru_cache(maxsize=4096)
-def _cut(shape: tuple[int, ...], contiguous: bool) -> Pieces:
-    return Pieces(shape, contiguous)
+def _cut(shape: tuple[int, ...], contiguous: bool) -> ReductionBlocks:
+    return ReductionBlocks(shape, contiguous)
 
 
-def pieces_of(x: torch.Tensor) -> Pieces:
+def pieces_of(x: torch.Tensor) -> ReductionBlocks:
     """How a dense tensor is cut."""
     return _cut(tuple(x.shape), x.is_contiguous())
 

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from outcore.memory.encode.pool_positions import NOWHERE, Window
+from outcore.memory.encode.pool_positions import NOWHERE, PoolWindow
 
 __all__ = ["pack", "rectify", "through", "to_indices", "to_positions", "unpack"]
 
@@ -153,17 +153,17 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor
 
 
-def to_positions(indices: torch.Tensor, out: torch.Tensor, window: Window) -> None:
+def to_positions(indices: torch.Tensor, out: torch.Tensor, window: PoolWindow) -> None:
     """Write where in its window each maximum lies."""
     _positions(_to_positions, indices, out, window)
 
 
-def to_indices(positions: torch.Tensor, out: torch.Tensor, window: Window) -> None:
+def to_indices(positions: torch.Tensor, out: torch.Tensor, window: PoolWindow) -> None:
     """Write the index in the image of each position."""
     _positions(_to_indices, positions, out, window)
 
 
-def _positions(kernel: Any, given: torch.Tensor, out: torch.Tensor, window: Window) -> None:
+def _positions(kernel: Any, given: torch.Tensor, out: torch.Tensor, window: PoolWindow) -> None:
     dims = len(window.image)
     if not (count := given.numel()):
         return

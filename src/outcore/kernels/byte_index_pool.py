@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from outcore.memory.encode.pool_positions import NOWHERE, Window
+from outcore.memory.encode.pool_positions import NOWHERE, PoolWindow
 
 __all__ = ["pool", "unpool"]
 
@@ -121,7 +121,7 @@ def _unpool(
     tl.store(out + target, total.to(out.dtype.element_ty), mask=inside)
 
 
-def pool(x: torch.Tensor, out: torch.Tensor, positions: torch.Tensor, window: Window, *, last: bool) -> None:
+def pool(x: torch.Tensor, out: torch.Tensor, positions: torch.Tensor, window: PoolWindow, *, last: bool) -> None:
     """Write the maximum of every window, and where in it that lies; channels of all three are last, or of none."""
     if out.numel():
         grid, pixels, channels, tile = _tiles(out, last=last)
@@ -131,7 +131,9 @@ def pool(x: torch.Tensor, out: torch.Tensor, positions: torch.Tensor, window: Wi
         )  # fmt: skip
 
 
-def unpool(gradient: torch.Tensor, positions: torch.Tensor, out: torch.Tensor, window: Window, *, last: bool) -> None:
+def unpool(
+    gradient: torch.Tensor, positions: torch.Tensor, out: torch.Tensor, window: PoolWindow, *, last: bool
+) -> None:
     """Write the gradient of the input; channels of all three are last, or of none."""
     reach = [-(-((k - 1) * d + 1) // s) for k, d, s in zip(window.kernel, window.dilation, window.stride, strict=True)]
     if out.numel():
@@ -156,6 +158,6 @@ def _tiles(tensor: torch.Tensor, *, last: bool) -> tuple[tuple[int, ...], int, i
     return grid, pixels, channels, {"BLOCK": block, "CHANNELS": side}
 
 
-def _geometry(window: Window) -> dict[str, int]:
+def _geometry(window: PoolWindow) -> dict[str, int]:
     pairs = {"K": window.kernel, "S": window.stride, "P": window.padding, "D": window.dilation}
     return {f"{name}{axis}": pair[i] for name, pair in pairs.items() for i, axis in enumerate("HW")}

@@ -24,13 +24,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-__all__ = ["Timing", "clock_for", "tf32", "time_calls"]
+__all__ = ["TimedRuns", "clock_for", "tf32", "time_calls"]
 
 _SPIN_CYCLES_PER_S = 2.0e9
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class TimedRuns:
     """What several runs of one thing took, in seconds."""
 
     min_s: float
@@ -44,7 +44,7 @@ class Timing:
     """Of that, what passes before the device has anything to do; 0 where it is not known."""
 
     @classmethod
-    def of(cls, samples: Sequence[float], *, dispatch_s: float = 0.0) -> Timing:
+    def of(cls, samples: Sequence[float], *, dispatch_s: float = 0.0) -> TimedRuns:
         """The four statistics of a list of times."""
         return cls(
             min(samples),
@@ -55,7 +55,7 @@ class Timing:
             dispatch_s,
         )
 
-    def less(self, other: Timing) -> Timing:
+    def less(self, other: TimedRuns) -> TimedRuns:
         """This time without another that is part of it."""
         part, issuing = other.median_s, other.dispatch_s
         return replace(
@@ -67,7 +67,7 @@ class Timing:
             dispatch_s=max(0.0, self.dispatch_s - issuing),
         )
 
-    def longer(self, extra_s: float) -> Timing:
+    def longer(self, extra_s: float) -> TimedRuns:
         """The time with so much more on the device; the host issues it in the same time."""
         return replace(
             self,
@@ -77,7 +77,7 @@ class Timing:
             mean_s=self.mean_s + extra_s,
         )
 
-    def scaled(self, scale: float) -> Timing:
+    def scaled(self, scale: float) -> TimedRuns:
         """The time of so many times as much; the host issues it in the same time."""
         return replace(
             self,
@@ -120,7 +120,7 @@ def time_calls(
     most: int = 50,
     clock: Callable[[], float] = time.perf_counter,
     between: Callable[[], object] | None = None,
-) -> Timing:
+) -> TimedRuns:
     """Time `call` on `device` for about `seconds`, after `warmup` runs that are not counted.
 
     `between` is run before every timed run and is not part of its time.
@@ -145,7 +145,7 @@ def time_calls(
         start = clock()
         call()
         samples.append(clock() - start)
-    return Timing.of(samples)
+    return TimedRuns.of(samples)
 
 
 def _nothing() -> None:
@@ -171,7 +171,7 @@ def _time_cuda(
     least: int,
     most: int,
     between: Callable[[], object],
-) -> Timing:
+) -> TimedRuns:
     with torch.cuda.device(device):
         for _ in range(warmup):
             call()
@@ -197,4 +197,4 @@ def _time_cuda(
         empty_s = 1.5 * _empty_s(str(device))
         samples = [begin.elapsed_time(end) * 1e-3 for begin, end in marks]
         samples = [sample if sample > empty_s else 0.0 for sample in samples]  # a view runs no kernel
-    return Timing.of(samples, dispatch_s=statistics.median(issued))
+    return TimedRuns.of(samples, dispatch_s=statistics.median(issued))

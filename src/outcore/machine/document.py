@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from outcore.machine.device import PRECISIONS
-from outcore.schema import Anything, Choice, Either, Flag, ListOf, Maybe, Number, Record, Text, Whole
+from outcore.schema import Anything, Either, Flag, ListOf, Maybe, Number, OneOf, Record, Text, Whole
 
 __all__ = ["CLUSTER", "MACHINE"]
 
@@ -12,7 +12,7 @@ _SECONDS = Number(least=0, most=1e6)
 _DEVICE = Record(
     {
         "name": Text(),
-        "kind": Choice(("cpu", "cuda")),
+        "kind": OneOf(("cpu", "cuda")),
         "memory_bytes": Whole(least=1, most=2**60),
         "bandwidth_bytes_per_s": _RATE,
         "rates": Record(may=dict.fromkeys(PRECISIONS, _RATE)),

@@ -1,6 +1,6 @@
 """Executes policies for what backward needs: kept, made again, moved to a slower tier, encoded."""
 
-from outcore.memory.replay.compile_policies import Holding as Holding
+from outcore.memory.replay.compile_policies import CompiledRecording as CompiledRecording
 from outcore.memory.replay.compile_policies import prepare as prepare
-from outcore.memory.replay.replay_forward import Pass as Pass
-from outcore.memory.saved_tensors.managed_forward import Governor as Governor
+from outcore.memory.replay.replay_forward import ReplayPass as ReplayPass
+from outcore.memory.saved_tensors.managed_forward import ManagedForward as ManagedForward

@@ -25,7 +25,7 @@ from typing import Literal, Protocol
 
 from outcore.ops.recomputable import Need
 
-__all__ = ["CODECS", "LOSSY", "PIXELS", "POOLS", "Kept", "codec_for", "codec_of", "held_bytes", "moves"]
+__all__ = ["CODECS", "LOSSY", "PIXELS", "POOLS", "EncodableTensor", "codec_for", "codec_of", "held_bytes", "moves"]
 
 Codec = Literal["sign", "window", "bits", "sparse", "half", "bf16", "int8", "int4"]
 CODECS: tuple[Codec, ...] = ("sign", "window", "bits", "sparse", "half", "bf16", "int8", "int4")
@@ -41,7 +41,7 @@ _DROPOUTS = {"Dropout", "dropout"}
 _MASKS = ("bool", "float", "bfloat16")
 
 
-class Kept(Protocol):
+class EncodableTensor(Protocol):
     """What a rule looks at."""
 
     @property
@@ -69,7 +69,7 @@ class Kept(Protocol):
         """What backward needs of it."""
 
 
-def codec_for(kept: Kept) -> Codec | None:
+def codec_for(kept: EncodableTensor) -> Codec | None:
     """The smallest exact form of a kept tensor, if there is one.
 
     >>> from outcore.cost.buffers import Buffer
@@ -97,7 +97,7 @@ def moves(policy: str) -> bool:
     return policy.startswith("offload") or policy.endswith(_MOVED)
 
 
-def held_bytes(kept: Kept, policy: str) -> tuple[int, int]:
+def held_bytes(kept: EncodableTensor, policy: str) -> tuple[int, int]:
     """Bytes in between, and when it is back."""
     codec, size = codec_of(policy), kept.bytes
     item = _item_bytes(kept)
@@ -117,7 +117,7 @@ def held_bytes(kept: Kept, policy: str) -> tuple[int, int]:
             return -(-count // (1 if codec == "int8" else 2)) + 8 * -(-count // GROUP), size
 
 
-def _item_bytes(kept: Kept) -> int:
+def _item_bytes(kept: EncodableTensor) -> int:
     if kept.kind != "derived":
         return kept.element_bytes
     sizes = {"bool": 1, "int64": 8, "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}

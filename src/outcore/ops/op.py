@@ -1,8 +1,8 @@
 """One operation, and what its backward keeps.
 
-`Keep` is one tensor that autograd holds between forward and backward. It is either something the graph knows (an input,
-the output, a parameter) or *derived*: made by the operation for its backward alone, with a size that follows from the
-shapes of the call.
+`KeptTensor` is one tensor that autograd holds between forward and backward. It is either something the graph knows (an
+input, the output, a parameter) or *derived*: made by the operation for its backward alone, with a size that follows
+from the shapes of the call.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-__all__ = ["Facts", "Keep", "Op", "Operand"]
+__all__ = ["CallFacts", "KeptTensor", "Op", "Operand"]
 
 What = Literal["input", "output", "parameter", "derived"]
 
@@ -37,7 +37,7 @@ class Operand(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class CallFacts:
     """What a rule may look at: one call of an operation."""
 
     is_module: bool
@@ -52,7 +52,7 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
+class KeptTensor:
     """One thing that is kept."""
 
     what: What
@@ -60,12 +60,12 @@ class Keep:
     """Which input; none for all of them."""
     name: str = ""
     """Of a parameter ("weight"), or what a derived tensor is ("indices")."""
-    bytes: Callable[[Facts], int] | None = None
+    bytes: Callable[[CallFacts], int] | None = None
     """Size of a derived tensor."""
-    when: Callable[[Facts], bool] | None = None
+    when: Callable[[CallFacts], bool] | None = None
     """None for always."""
 
-    def applies(self, facts: Facts) -> bool:
+    def applies(self, facts: CallFacts) -> bool:
         """Whether it is kept in this call."""
         return self.when is None or self.when(facts)
 
@@ -77,11 +77,11 @@ class Op:
     name: str
     types: tuple[str, ...]
     """Classes of torch.nn and names of functions that are this operation."""
-    keeps: tuple[Keep, ...] = ()
+    keeps: tuple[KeptTensor, ...] = ()
     """What its backward keeps."""
-    keeps_on: Mapping[str, tuple[Keep, ...]] = field(default_factory=dict)
+    keeps_on: Mapping[str, tuple[KeptTensor, ...]] = field(default_factory=dict)
     """The same for kinds of devices that keep something else."""
 
-    def kept(self, device_kind: str) -> tuple[Keep, ...]:
+    def kept(self, device_kind: str) -> tuple[KeptTensor, ...]:
         """What it keeps on a kind of device ("cpu", "cuda")."""
         return self.keeps_on.get(device_kind, self.keeps)

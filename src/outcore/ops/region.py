@@ -21,13 +21,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 __all__ = [
-    "Bins",
+    "AdaptiveWindow",
     "Border",
+    "InterpolationWindow",
     "Interval",
     "Region",
-    "Resample",
-    "Spread",
-    "Window",
+    "SlidingWindow",
+    "TransposedWindow",
     "clip",
     "cover",
     "elements",
@@ -78,7 +78,7 @@ def inside(reach: Interval, size: int, border: Border) -> Interval:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class SlidingWindow:
     """A window that slides over the input: convolutions and pools."""
 
     size: int
@@ -95,7 +95,7 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class TransposedWindow:
     """An input element adds to a window of the output: transposed convolutions."""
 
     size: int
@@ -118,7 +118,7 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
-class Bins:
+class AdaptiveWindow:
     """Adaptive pools: output i is over the inputs from floor(i n / m) to ceil((i + 1) n / m)."""
 
     size: int
@@ -134,7 +134,7 @@ class Bins:
 
 
 @dataclass(frozen=True, slots=True)
-class Resample:
+class InterpolationWindow:
     """Interpolation: each output is a weighted sum of a few inputs at a position that depends on the whole size."""
 
     size: int

@@ -5,13 +5,13 @@ from outcore.planner.partition.partition import Partition as Partition
 from outcore.planner.partition.partition import split as split
 from outcore.planner.partition.partition import split_by_hand as split_by_hand
 from outcore.planner.partition.units import Granularity as Granularity
-from outcore.planner.pipeline.call_weights import Weight as Weight
-from outcore.planner.pipeline.call_weights import Weights as Weights
+from outcore.planner.pipeline.call_weights import CallWeight as CallWeight
+from outcore.planner.pipeline.call_weights import CallWeights as CallWeights
 from outcore.planner.pipeline.fold_unet import Fold as Fold
 from outcore.planner.pipeline.fold_unet import plan_vertically as plan_vertically
 from outcore.planner.pipeline.fold_unet import split_vertically as split_vertically
 from outcore.planner.pipeline.schedule_model import SCHEDULES as SCHEDULES
 from outcore.planner.pipeline.schedule_model import Pipeline as Pipeline
-from outcore.planner.pipeline.schedule_model import Route as Route
+from outcore.planner.pipeline.schedule_model import RankLink as RankLink
 from outcore.planner.pipeline.search import plan as plan
 from outcore.planner.pipeline.shape_weights import weights_from_shapes as weights_from_shapes

@@ -25,8 +25,8 @@ from outcore.program.stages import Edge as Edge
 from outcore.program.stages import Stage as Stage
 from outcore.program.stages import Stages as Stages
 from outcore.program.stages import Tie as Tie
-from outcore.program.synthesis.synthesis import Candidate as Candidate
-from outcore.program.synthesis.synthesis import Choice as Choice
+from outcore.program.synthesis.synthesis import SynthesisCandidate as SynthesisCandidate
+from outcore.program.synthesis.synthesis import SynthesisResult as SynthesisResult
 from outcore.program.synthesis.synthesis import synthesise as synthesise
 from outcore.program.timeline import Event as Event
 from outcore.program.timeline import Timeline as Timeline

@@ -24,7 +24,7 @@ from outcore.program.instructions import (
 from outcore.program.program import Program
 from outcore.program.stages import Edge, Stages
 
-__all__ = ["Index", "Of", "Spot", "refuse"]
+__all__ = ["InstructionAt", "Of", "ProgramIndex", "refuse"]
 
 Of = tuple[int, int, int]
 """Stage, micro-batch, replica."""
@@ -32,7 +32,7 @@ Of = tuple[int, int, int]
 K = TypeVar("K")
 
 
-class Spot(NamedTuple):
+class InstructionAt(NamedTuple):
     """An instruction and where it stands."""
 
     rank: int
@@ -43,39 +43,39 @@ class Spot(NamedTuple):
         return f"rank {self.rank}, instruction {self.position} ({self.instruction})"
 
 
-def refuse(spot: Spot, reason: str) -> NoReturn:
+def refuse(spot: InstructionAt, reason: str) -> NoReturn:
     """Say which instruction breaks which rule."""
     raise ProgramError(f"{spot}: {reason}")
 
 
 @dataclass(slots=True)
-class Index:
+class ProgramIndex:
     """All instructions of a program, by what they do."""
 
     program: Program
     stages: Stages
-    forwards: dict[Of, Spot] = field(default_factory=dict)
-    backwards: dict[Of, Spot] = field(default_factory=dict)
-    sends: dict[Key, Spot] = field(default_factory=dict)
-    receives: dict[Key, Spot] = field(default_factory=dict)
-    copies_out: dict[tuple[Of, str], Spot] = field(default_factory=dict)
-    copies_in: dict[tuple[Of, str], Spot] = field(default_factory=dict)
-    reduces: dict[tuple[int, int], Spot] = field(default_factory=dict)
+    forwards: dict[Of, InstructionAt] = field(default_factory=dict)
+    backwards: dict[Of, InstructionAt] = field(default_factory=dict)
+    sends: dict[Key, InstructionAt] = field(default_factory=dict)
+    receives: dict[Key, InstructionAt] = field(default_factory=dict)
+    copies_out: dict[tuple[Of, str], InstructionAt] = field(default_factory=dict)
+    copies_in: dict[tuple[Of, str], InstructionAt] = field(default_factory=dict)
+    reduces: dict[tuple[int, int], InstructionAt] = field(default_factory=dict)
     """By rank and stage."""
-    steps: dict[tuple[int, int], Spot] = field(default_factory=dict)
+    steps: dict[tuple[int, int], InstructionAt] = field(default_factory=dict)
     placement: dict[tuple[int, int], int] = field(default_factory=dict)
     edges: dict[str, Edge] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, program: Program, stages: Stages) -> Index:
+    def of(cls, program: Program, stages: Stages) -> ProgramIndex:
         """The index of a program."""
         index = cls(program, stages, edges={edge.value: edge for edge in stages.edges})
         for rank, instructions in enumerate(program.ranks):
             for position, instruction in enumerate(instructions):
-                index._enter(Spot(rank, position, instruction))
+                index._enter(InstructionAt(rank, position, instruction))
         return index
 
-    def _enter(self, spot: Spot) -> None:
+    def _enter(self, spot: InstructionAt) -> None:
         rank, _, instruction = spot
         if not 0 <= instruction.stage < len(self.stages):
             refuse(spot, f"there is no stage {instruction.stage}; there are {len(self.stages)}")
@@ -97,7 +97,7 @@ class Index:
             case OptimizerStep(stage):
                 _once(self.steps, (rank, stage), spot)
 
-    def _enter_transfer(self, spot: Spot, transfer: Send | Receive) -> None:
+    def _enter_transfer(self, spot: InstructionAt, transfer: Send | Receive) -> None:
         edge = self.edges.get(transfer.value)
         if edge is None or transfer.stage not in edge.targets:
             refuse(spot, f"no value {transfer.value!r} goes to stage {transfer.stage}")
@@ -113,6 +113,6 @@ class Index:
         _once(self.sends if isinstance(transfer, Send) else self.receives, transfer.key, spot)
 
 
-def _once(found: dict[K, Spot], key: K, spot: Spot) -> None:
+def _once(found: dict[K, InstructionAt], key: K, spot: InstructionAt) -> None:
     if (first := found.setdefault(key, spot)) is not spot:
         refuse(spot, f"the same is done at rank {first.rank}, instruction {first.position}; needed once")

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from outcore.errors import ProgramError
 from outcore.machine.units import format_bytes, format_time
-from outcore.program.simulator.memory_curve import Curve
+from outcore.program.simulator.memory_curve import RankMemory
 
 __all__ = ["COMPUTE", "NETWORK", "STREAMS", "VERSION", "Event", "Timeline"]
 
@@ -51,7 +51,7 @@ class Timeline:
 
     name: str
     events: tuple[Event, ...]
-    memory: tuple[Curve, ...]
+    memory: tuple[RankMemory, ...]
     """One for each rank."""
 
     def __len__(self) -> int:
@@ -129,7 +129,7 @@ class Timeline:
         if data.get("version") != VERSION:
             raise ProgramError(f"this timeline has version {data.get('version')!r}; this outcore reads {VERSION}")
         events = tuple(Event(*row) for row in data["events"])
-        return cls(data["name"], events, tuple(Curve.from_json(row) for row in data["memory"]))
+        return cls(data["name"], events, tuple(RankMemory.from_json(row) for row in data["memory"]))
 
     def save(self, path: str | Path) -> None:
         """Write the timeline as JSON."""

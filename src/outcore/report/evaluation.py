@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Curve", "Evaluation", "evaluate"]
+__all__ = ["Evaluation", "EvaluationCurve", "evaluate"]
 
 _DRAWS = 1000
 _GRID = np.linspace(0.0, 1.0, 101)
@@ -24,7 +24,7 @@ Array = Any
 
 
 @dataclass(frozen=True)
-class Curve:
+class EvaluationCurve:
     """A curve over a grid of x, its area, and the intervals of both."""
 
     name: str
@@ -53,8 +53,8 @@ class Evaluation:
     accuracy: float
     accuracy_low: float
     accuracy_high: float
-    roc: tuple[Curve, ...]
-    precision_recall: tuple[Curve, ...]
+    roc: tuple[EvaluationCurve, ...]
+    precision_recall: tuple[EvaluationCurve, ...]
     examples: tuple[dict[str, Any], ...]
     """All examples, those with the largest loss first."""
 
@@ -126,21 +126,21 @@ def _loss(row: dict[str, str]) -> float:
     return float(row["loss"] or 0.0)
 
 
-def _curves(name: str, scores: Array, positive: Array, draws: Array) -> tuple[Curve, Curve]:
+def _curves(name: str, scores: Array, positive: Array, draws: Array) -> tuple[EvaluationCurve, EvaluationCurve]:
     """ROC and precision against recall, with the intervals of both."""
     roc, recall = _roc(scores, positive), _precision_recall(scores, positive)
     again = [(_roc(scores[d], positive[d]), _precision_recall(scores[d], positive[d])) for d in draws]
     return _banded(name, roc, [a for a, _ in again]), _banded(name, recall, [b for _, b in again])
 
 
-def _banded(name: str, found: tuple[Array, float], drawn: Sequence[tuple[Array, float]]) -> Curve:
+def _banded(name: str, found: tuple[Array, float], drawn: Sequence[tuple[Array, float]]) -> EvaluationCurve:
     y, area = found
     lines = np.array([line for line, a in drawn if not np.isnan(a)] or [y])
     areas = np.array([a for _, a in drawn if not np.isnan(a)] or [area])
     low, high = np.quantile(lines, (0.025, 0.975), axis=0)
     ends = np.quantile(areas, (0.025, 0.975))
     middle, below, above = (tuple(map(float, line)) for line in (y, low, high))
-    return Curve(name, middle, below, above, area, float(ends[0]), float(ends[1]))
+    return EvaluationCurve(name, middle, below, above, area, float(ends[0]), float(ends[1]))
 
 
 def _steps(scores: Array, positive: Array) -> tuple[Array, Array]:

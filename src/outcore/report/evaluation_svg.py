@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from outcore.figure import COLOURS, Axes, Span, document, legend, line, rectangle, text
-from outcore.report.evaluation import Curve, Evaluation
+from outcore.report.evaluation import Evaluation, EvaluationCurve
 from outcore.report.graph_drawing.labels import text_width
 from outcore.report.graph_drawing.shading import mixed
 
@@ -16,7 +16,7 @@ _SIDE, _LEFT, _TOP, _RIGHT = 320.0, 66.0, 36.0, 20.0
 _EACH = ("blue", "orange", "green", "vermillion", "purple", "sky")
 
 
-def curves_svg(curves: Sequence[Curve], *, kind: str) -> str:
+def curves_svg(curves: Sequence[EvaluationCurve], *, kind: str) -> str:
     """ROC (``kind="roc"``) or precision against recall, a line for each class with its interval behind it."""
     roc = kind == "roc"
     x, y = ("false positive rate", "true positive rate") if roc else ("recall", "precision")

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from outcore.figure import Axes, Span, bytes_unit, document, legend, line, text
 from outcore.machine.units import format_bytes, format_time
-from outcore.planner.memory.evaluate import Keeping
+from outcore.planner.memory.evaluate import StepModel
 from outcore.planner.memory.search import Assignment
 
 __all__ = ["frontier_json", "frontier_svg", "frontier_table"]
@@ -22,7 +22,7 @@ __all__ = ["frontier_json", "frontier_svg", "frontier_table"]
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 560, 400, 66, 78, 54, 20
 
 
-def policy_counts(keeping: Keeping, one: Assignment) -> str:
+def policy_counts(keeping: StepModel, one: Assignment) -> str:
     """How many buffers have which policy."""
     counts = Counter(how.partition(":")[0] for how in keeping.resolved(one.policy).values())
     names = {"keep": "hold"}
@@ -30,7 +30,7 @@ def policy_counts(keeping: Keeping, one: Assignment) -> str:
 
 
 def frontier_table(
-    keeping: Keeping, found: Sequence[Assignment], chosen: Assignment | None = None, *, plain_s: float | None = None
+    keeping: StepModel, found: Sequence[Assignment], chosen: Assignment | None = None, *, plain_s: float | None = None
 ) -> Table:
     """A row per assignment; the plan's own is marked.
 
@@ -63,7 +63,7 @@ def frontier_table(
 
 
 def frontier_json(
-    keeping: Keeping, found: Sequence[Assignment], *, plain_s: float | None = None
+    keeping: StepModel, found: Sequence[Assignment], *, plain_s: float | None = None
 ) -> list[dict[str, object]]:
     """Plain values."""
     return [
@@ -78,7 +78,7 @@ def frontier_json(
 
 
 def frontier_svg(
-    keeping: Keeping,
+    keeping: StepModel,
     found: Sequence[Assignment],
     *,
     name: str,
@@ -128,5 +128,5 @@ def _mark(axes: Axes, x: float, words: str, height: float) -> tuple[str, str]:
     return upright, text(px + gap, height, words, f"small over {side}")
 
 
-def _over_plain(keeping: Keeping, one: Assignment) -> float:
+def _over_plain(keeping: StepModel, one: Assignment) -> float:
     return one.outcome.time_s / max(keeping.plain_s, 1e-12)

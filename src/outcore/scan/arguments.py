@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from outcore.scan.packing import Packing
+from outcore.scan.packing import PackedRows
 
-__all__ = ["Arguments", "extent", "working"]
+__all__ = ["LayerArguments", "extent", "working"]
 
 Hidden = Tensor | tuple[Tensor, Tensor]
 
@@ -41,26 +41,26 @@ def working(x: Tensor) -> torch.dtype:
 
 
 @dataclass(frozen=True, slots=True)
-class Arguments:
+class LayerArguments:
     """The arguments of one call."""
 
     given: Any
     """The input as it was given."""
     x: Tensor
     """``[T, N, I]``, or the data of a packed sequence."""
-    packing: Packing | None
+    packing: PackedRows | None
     state: tuple[Tensor, ...]
     """``(h0,)`` or ``(h0, c0)``."""
 
     @classmethod
-    def of(cls, module: torch.nn.RNNBase, input: Any, hx: Any) -> Arguments:
+    def of(cls, module: torch.nn.RNNBase, input: Any, hx: Any) -> LayerArguments:
         """Sort out what a module was called with; torch's own checks and messages."""
         steps, batch = extent(module, input)
         if isinstance(input, PackedSequence):
             x, batch_sizes, order, _ = input
             state = _initial(module, x, batch, hx, order)
             _check(module, x, state, batch_sizes)
-            return cls._cast(input, x, Packing.of(batch_sizes, x.device), state)
+            return cls._cast(input, x, PackedRows.of(batch_sizes, x.device), state)
         name, batched = type(module).__name__, input.dim() == 3
         parts = () if hx is None else hx if isinstance(hx, tuple) else (hx,)
         if any(part.dim() != (3 if batched else 2) for part in parts):
@@ -79,7 +79,7 @@ class Arguments:
         return cls._cast(input, (x.transpose(0, 1) if module.batch_first else x).contiguous(), None, state)
 
     @classmethod
-    def _cast(cls, given: Any, x: Tensor, packing: Packing | None, state: tuple[Tensor, ...]) -> Arguments:
+    def _cast(cls, given: Any, x: Tensor, packing: PackedRows | None, state: tuple[Tensor, ...]) -> LayerArguments:
         return cls(given, x.to(working(x)), packing, tuple(part.to(working(part)) for part in state))
 
     def results(self, module: torch.nn.RNNBase, y: Tensor, final: tuple[Tensor, ...]) -> tuple[Any, Hidden]:

@@ -33,17 +33,17 @@ import torch
 from torch import Tensor
 
 from outcore.scan.affine import states
-from outcore.scan.cells import Cell, step_back
+from outcore.scan.cells import CellShape, step_back
 from outcore.scan.kernels import backward
 from outcore.scan.kernels.weight_gradients import Summed
 from outcore.scan.options import Precision, Solver
-from outcore.scan.report import Outcome
+from outcore.scan.report import SolveOutcome
 
-__all__ = ["Adjoint", "Inputs", "Solution", "chunk_products", "solve", "will_settle"]
+__all__ = ["AdjointRecurrence", "StateGradients", "WeightGradientInputs", "chunk_products", "solve", "will_settle"]
 
 
 @dataclass(frozen=True, slots=True)
-class Inputs:
+class WeightGradientInputs:
     """What the gradients of the weights are made from beside those of the states."""
 
     x: Tensor
@@ -56,10 +56,10 @@ class Inputs:
 
 
 @dataclass(frozen=True, slots=True)
-class Adjoint:
+class AdjointRecurrence:
     """The linear recurrence that the gradients of a layer follow; shapes as in `outcore.scan.cells`."""
 
-    cell: Cell
+    cell: CellShape
     values: Tensor
     """Coefficients ``[D, T, N, M, H]``."""
     hidden: Tensor
@@ -70,7 +70,7 @@ class Adjoint:
     """Gradients of the final states ``[D, N, S]``."""
     lengths: Tensor | None
     """Steps of each sequence ``[N]``, where they differ."""
-    inputs: Inputs | None = None
+    inputs: WeightGradientInputs | None = None
     """Given where the gradients of the weights may be returned as well."""
 
     def valid(self) -> Tensor | None:
@@ -82,7 +82,7 @@ class Adjoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Solution:
+class StateGradients:
     """Gradients of all states, and how they were found."""
 
     totals: Tensor | None
@@ -90,13 +90,15 @@ class Solution:
     weights are wanted, and found."""
     start: Tensor
     """Gradients of the initial states ``[D, N, S]``."""
-    outcome: Outcome
+    outcome: SolveOutcome
     summed: Summed | None = None
     """Gradients of the weights, where they came along."""
     engine: str = "torch"
 
 
-def solve(adjoint: Adjoint, chunk: int, solver: Solver | None = None, precision: Precision = "full") -> Solution:
+def solve(
+    adjoint: AdjointRecurrence, chunk: int, solver: Solver | None = None, precision: Precision = "full"
+) -> StateGradients:
     """Gradients of all states.
 
     Args:
@@ -106,12 +108,12 @@ def solve(adjoint: Adjoint, chunk: int, solver: Solver | None = None, precision:
         precision: of the products on a GPU.
     """
     if (fused := backward.solve(adjoint, chunk, solver, precision)) is not None:
-        return Solution(*fused, engine="triton")
+        return StateGradients(*fused, engine="triton")
     steps = adjoint.values.shape[1]
     count = -(-steps // chunk)
     if count == 1:
         totals, out = _sweep(adjoint, chunk, adjoint.grad_state.unsqueeze(1))
-        return Solution(totals, out[:, 0], Outcome("sequential", 1))
+        return StateGradients(totals, out[:, 0], SolveOutcome("sequential", 1))
     sweeps = 0
     recording = adjoint.values.is_cuda and torch.cuda.is_current_stream_capturing()
     if solver != "products" and not recording:  # a CUDA graph cannot look at results; products need no look
@@ -122,7 +124,7 @@ def solve(adjoint: Adjoint, chunk: int, solver: Solver | None = None, precision:
             totals, out, change = _relax(adjoint, chunk, previous)
             sweeps += 1
             if change <= 1:
-                return Solution(totals, out[:, 0], Outcome("relaxation", sweeps))
+                return StateGradients(totals, out[:, 0], SolveOutcome("relaxation", sweeps))
             if not will_settle(before, change, 1, limit - sweeps):
                 break
             before, previous = change, out
@@ -132,13 +134,13 @@ def solve(adjoint: Adjoint, chunk: int, solver: Solver | None = None, precision:
     if not recording and not bool(torch.isfinite(carries).all()):
         # The product of a chunk may overflow although the gradients do not; one chunk has no products.
         totals, out = _sweep(adjoint, steps, adjoint.grad_state.unsqueeze(1).contiguous())
-        return Solution(totals, out[:, 0], Outcome("sequential", sweeps + 1))
+        return StateGradients(totals, out[:, 0], SolveOutcome("sequential", sweeps + 1))
     del rows
     totals, out = _sweep(adjoint, chunk, carries)
-    return Solution(totals, out[:, 0], Outcome("products", sweeps + 1))
+    return StateGradients(totals, out[:, 0], SolveOutcome("products", sweeps + 1))
 
 
-def _relax(adjoint: Adjoint, chunk: int, previous: Tensor | None) -> tuple[Tensor, Tensor, float]:
+def _relax(adjoint: AdjointRecurrence, chunk: int, previous: Tensor | None) -> tuple[Tensor, Tensor, float]:
     """A sweep from what left the chunks in the previous one, and how much that differs from what leaves them now."""
     D, T, N = adjoint.values.shape[:3]
     carries = adjoint.grad_state.new_zeros((D, -(-T // chunk), N, adjoint.cell.state))
@@ -166,7 +168,7 @@ def will_settle(before: float, change: float, goal: float, left: int) -> bool:
     return change < before and math.log(goal / change) / math.log(change / before) <= left
 
 
-def _sweep(adjoint: Adjoint, chunk: int, carries: Tensor) -> tuple[Tensor, Tensor]:
+def _sweep(adjoint: AdjointRecurrence, chunk: int, carries: Tensor) -> tuple[Tensor, Tensor]:
     """Sweep all chunks from given carries ``[D, K, N, S]``: gradients of all states, and what leaves each
     chunk."""
     cell, valid = adjoint.cell, adjoint.valid()
@@ -186,7 +188,7 @@ def _sweep(adjoint: Adjoint, chunk: int, carries: Tensor) -> tuple[Tensor, Tenso
     return totals, rows.squeeze(-2)
 
 
-def chunk_products(adjoint: Adjoint, chunk: int, precision: Precision) -> Tensor:
+def chunk_products(adjoint: AdjointRecurrence, chunk: int, precision: Precision) -> Tensor:
     """What each chunk does to a carried gradient: row i for the i-th unit vector, the last row for zero."""
     if (found := backward.products(adjoint, chunk, precision)) is not None:
         return found
@@ -203,7 +205,7 @@ def chunk_products(adjoint: Adjoint, chunk: int, precision: Precision) -> Tensor
     return rows
 
 
-def _carries(adjoint: Adjoint, rows: Tensor) -> Tensor:
+def _carries(adjoint: AdjointRecurrence, rows: Tensor) -> Tensor:
     """Gradients carried into the end of every chunk ``[D, K, N, S]``: a scan over the chunks' products."""
     S = adjoint.cell.state
     later = rows[:, 1:].movedim(1, 0).flip(0)

@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "Cell",
     "CellKind",
-    "Weights",
+    "CellShape",
+    "LayerWeights",
     "diagonal",
     "gate_gradients",
     "inputs_of",
@@ -45,7 +45,7 @@ _COEFFICIENTS = {"tanh": 1, "relu": 1, "gru": 5, "lstm": 6}
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class CellShape:
     """Kind and sizes of a cell."""
 
     kind: CellKind
@@ -74,7 +74,7 @@ class Cell:
         return _COEFFICIENTS[self.kind]
 
 
-class Weights(NamedTuple):
+class LayerWeights(NamedTuple):
     """Parameters of one layer, directions stacked."""
 
     input: Tensor
@@ -89,7 +89,7 @@ class Weights(NamedTuple):
 
 
 def step_back(
-    cell: Cell, rows: Tensor, values: Tensor, hidden: Tensor, projection: Tensor | None
+    cell: CellShape, rows: Tensor, values: Tensor, hidden: Tensor, projection: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Carry gradients back over one step.
 
@@ -117,7 +117,7 @@ def step_back(
     return torch.cat((_times(gates, hidden), q * a[..., 1, :]), dim=-1), torch.cat((g, q), dim=-1)
 
 
-def _slope(cell: Cell, h: Tensor) -> Tensor:
+def _slope(cell: CellShape, h: Tensor) -> Tensor:
     """The derivative of tanh or relu where its value is h."""
     return 1 - h * h if cell.kind == "tanh" else (h > 0).to(h.dtype)
 
@@ -129,7 +129,7 @@ def _times(rows: Tensor, weight: Tensor) -> Tensor:
 
 
 def gate_gradients(
-    cell: Cell, totals: Tensor, values: Tensor, projection: Tensor | None
+    cell: CellShape, totals: Tensor, values: Tensor, projection: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of the gates before their non-linearity, for all steps at once.
 
@@ -158,7 +158,7 @@ def gate_gradients(
     return gates.flatten(-2), gates.flatten(-2), g if projection is not None else None
 
 
-def step_on(cell: Cell, state: Tensor, from_input: Tensor, weights: Weights) -> Tensor:
+def step_on(cell: CellShape, state: Tensor, from_input: Tensor, weights: LayerWeights) -> Tensor:
     """The cell itself, one step for many sequences: state ``[D, K, N, S]``, inputs ``[D, K, N, G, H]``."""
     h = state[..., : cell.output]
     D, K, N, _ = h.shape
@@ -184,7 +184,7 @@ def step_on(cell: Cell, state: Tensor, from_input: Tensor, weights: Weights) -> 
     return torch.cat((full, c), dim=-1)
 
 
-def projected(x: Tensor, weight: Tensor, bias: Tensor | None, cell: Cell) -> Tensor:
+def projected(x: Tensor, weight: Tensor, bias: Tensor | None, cell: CellShape) -> Tensor:
     """``x Wᵀ + b`` as ``[D, T, N, G, H]``."""
     D, T, N, _ = x.shape
     rows = x.reshape(D, T * N, -1)
@@ -195,12 +195,12 @@ def projected(x: Tensor, weight: Tensor, bias: Tensor | None, cell: Cell) -> Ten
     return out.view(D, T, N, cell.gates, cell.hidden)
 
 
-def inputs_of(cell: Cell, x: Tensor, weights: Weights) -> Tensor:
+def inputs_of(cell: CellShape, x: Tensor, weights: LayerWeights) -> Tensor:
     """What the inputs contribute to the gates, for all steps at once: ``[D, T, N, G, H]``."""
     return projected(x, weights.input, weights.input_bias, cell)
 
 
-def diagonal(cell: Cell, values: Tensor, weights: Weights) -> Tensor:
+def diagonal(cell: CellShape, values: Tensor, weights: LayerWeights) -> Tensor:
     """Diagonals of the steps' Jacobians ``[D, T, N, S]``; of a projected state, zero."""
     if weights.projection is not None:
         return torch.cat((values.new_zeros((*values.shape[:3], cell.output)), values[..., 1, :]), dim=-1)

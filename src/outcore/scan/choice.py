@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 from outcore.errors import ScanError
-from outcore.scan.cells import Cell
+from outcore.scan.cells import CellShape
 
-__all__ = ["Choices", "Timing", "choices", "key_of"]
+__all__ = ["Choices", "ScanTiming", "choices", "key_of"]
 
 SHORTEST = 32
 """Steps below which nothing is measured: a loop this short is never worth a scan."""
@@ -40,7 +40,7 @@ Run = Callable[[], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class ScanTiming:
     """Seconds of one forward and backward pass."""
 
     scan_s: float
@@ -74,11 +74,11 @@ class Choices:
     """
 
     def __init__(self) -> None:
-        self.timings: dict[str, Timing] = {}
+        self.timings: dict[str, ScanTiming] = {}
 
-    def measure(self, key: str, scan: Run, products: Run, plain: Run, device: torch.device) -> Timing:
+    def measure(self, key: str, scan: Run, products: Run, plain: Run, device: torch.device) -> ScanTiming:
         """Time a shape; each argument runs one forward and backward pass."""
-        self.timings[key] = Timing(*_seconds((scan, products, plain), device))
+        self.timings[key] = ScanTiming(*_seconds((scan, products, plain), device))
         return self.timings[key]
 
     def save(self, path: str | Path) -> None:
@@ -90,7 +90,7 @@ class Choices:
         try:
             found = json.loads(Path(path).read_text())
             fields = ("scan_s", "products_s", "torch_s")
-            self.timings.update({str(k): Timing(*(float(t[f]) for f in fields)) for k, t in found.items()})
+            self.timings.update({str(k): ScanTiming(*(float(t[f]) for f in fields)) for k, t in found.items()})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ScanError(f"{path} is no file of timings as Choices.save writes them ({error})") from None
 
@@ -104,7 +104,7 @@ choices = Choices()
 
 
 @functools.cache
-def key_of(cell: Cell, directions: int, steps: int, batch: int, at: torch.device, precision: torch.dtype) -> str:
+def key_of(cell: CellShape, directions: int, steps: int, batch: int, at: torch.device, precision: torch.dtype) -> str:
     """Device and shape in words; lengths are rounded down to a power of two."""
     device = torch.cuda.get_device_name(at) if at.type == "cuda" else at.type
     sizes = f"input {cell.input}, hidden {cell.hidden}, projection {cell.projection}, directions {directions}"

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outcore.scan.cells import Cell, Weights, projected
+from outcore.scan.cells import CellShape, LayerWeights, projected
 from outcore.scan.kernels import gates as gate_kernels
 from outcore.scan.linear import linear_recurrence
 
@@ -28,7 +28,7 @@ class Coefficients(NamedTuple):
 
 
 def coefficients(
-    cell: Cell, x: Tensor, just_before: Tensor, after: Tensor, memory: Tensor | None, weights: Weights
+    cell: CellShape, x: Tensor, just_before: Tensor, after: Tensor, memory: Tensor | None, weights: LayerWeights
 ) -> Coefficients:
     """Coefficients of all steps at once.
 
@@ -58,7 +58,7 @@ def shifted(just_before: Tensor, after: Tensor) -> Tensor:
 
 
 def coefficients_from(
-    cell: Cell, x: Tensor, before: Tensor, after: Tensor, memory: Memory, weights: Weights
+    cell: CellShape, x: Tensor, before: Tensor, after: Tensor, memory: Memory, weights: LayerWeights
 ) -> Coefficients:
     """As `coefficients`, where the states before the steps need not be those after them.
 
@@ -95,7 +95,7 @@ def _gru(from_input: Tensor, from_hidden: Tensor, before: Tensor) -> Tensor:
     return new
 
 
-def memories(cell: Cell, x: Tensor, before: Tensor, memory: Tensor, weights: Weights) -> Tensor:
+def memories(cell: CellShape, x: Tensor, before: Tensor, memory: Tensor, weights: LayerWeights) -> Tensor:
     """The LSTM's memories after each step ``[D, T, N, H]``: with the gates known, a diagonal linear
     recurrence."""
     gates = projected(x, weights.input, weights.input_bias, cell)
@@ -105,7 +105,7 @@ def memories(cell: Cell, x: Tensor, before: Tensor, memory: Tensor, weights: Wei
 
 
 def _lstm_fused(
-    cell: Cell, x: Tensor, just_before: Tensor, after: Tensor, memory: Tensor, weights: Weights
+    cell: CellShape, x: Tensor, just_before: Tensor, after: Tensor, memory: Tensor, weights: LayerWeights
 ) -> Tensor | None:
     """The coefficients in two kernels around the recurrence of the memories."""
     found = gate_kernels.lstm_gates(cell, x, just_before, after, weights)

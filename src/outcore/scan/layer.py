@@ -18,16 +18,16 @@ from torch import Tensor
 from torch._VF import gru, lstm, rnn_relu, rnn_tanh
 
 from outcore.errors import ScanError
-from outcore.scan.backward import Adjoint, Inputs, solve
-from outcore.scan.cells import Cell, Weights, gate_gradients
+from outcore.scan.backward import AdjointRecurrence, WeightGradientInputs, solve
+from outcore.scan.cells import CellShape, LayerWeights, gate_gradients
 from outcore.scan.coefficients import coefficients, memories, shifted
 from outcore.scan.kernels.weight_gradients import weight_sums
 from outcore.scan.newton import parallel_forward
 from outcore.scan.options import Newton, Precision, Solver
-from outcore.scan.packing import Packing, flip
+from outcore.scan.packing import PackedRows, flip
 from outcore.scan.report import LayerReport
 from outcore.scan.weight_gradients import WeightGradients, summed_weights
-from outcore.scan.workspace import Cut
+from outcore.scan.workspace import SequenceCut
 
 __all__ = ["Layer", "run_layer", "working_dtype"]
 
@@ -43,11 +43,11 @@ _FORWARD: dict[str, Callable[..., tuple[Tensor, ...]]] = {
 class Layer:
     """What a layer needs to know beside its tensors."""
 
-    cell: Cell
+    cell: CellShape
     bias: bool
     directions: int
-    packing: Packing | None
-    cut: Cut
+    packing: PackedRows | None
+    cut: SequenceCut
     solver: Solver | None
     precision: Precision
     forward: Newton | None
@@ -58,7 +58,7 @@ class Layer:
         """Steps of each sequence, where they differ."""
         return None if self.packing is None else self.packing.lengths
 
-    def weights(self, flat: tuple[Tensor, ...], dtype: torch.dtype | None = None) -> Weights:
+    def weights(self, flat: tuple[Tensor, ...], dtype: torch.dtype | None = None) -> LayerWeights:
         """The layer's parameters with directions stacked."""
         per = len(flat) // self.directions
 
@@ -66,7 +66,7 @@ class Layer:
             one = flat[i].unsqueeze(0) if self.directions == 1 else torch.stack((flat[i], flat[per + i]))
             return one.to(dtype) if dtype is not None else one
 
-        return Weights(
+        return LayerWeights(
             input=stack(0),
             hidden=stack(1),
             input_bias=stack(2) if self.bias else None,
@@ -231,7 +231,7 @@ def _segment(
     just_before: Tensor,
     after: Tensor,
     memory: Tensor | None,
-    weights: Weights,
+    weights: LayerWeights,
     grad_y: Tensor,
     carried: Tensor,
     first: int,
@@ -242,8 +242,10 @@ def _segment(
     cell = layer.cell
     found = coefficients(cell, x, just_before, after, memory, weights)
     lengths = None if layer.lengths is None else (layer.lengths - first).clamp(min=0)
-    inputs = Inputs(x, just_before, layer.bias, totals=grad_x is not None)
-    adjoint = Adjoint(cell, found.values, weights.hidden, weights.projection, grad_y, carried, lengths, inputs)
+    inputs = WeightGradientInputs(x, just_before, layer.bias, totals=grad_x is not None)
+    adjoint = AdjointRecurrence(
+        cell, found.values, weights.hidden, weights.projection, grad_y, carried, lengths, inputs
+    )
     solution = solve(adjoint, layer.cut.chunk, layer.solver, layer.precision)
     layer.report.outcomes.append(solution.outcome)
     layer.report.engine = solution.engine
@@ -269,12 +271,12 @@ def _segment(
 
 
 def _memories(
-    cell: Cell,
+    cell: CellShape,
     xs: Tensor,
     ys: Tensor,
     start: Tensor,
     memory: Tensor | None,
-    weights: Weights,
+    weights: LayerWeights,
     starts: range,
     segment: int,
 ) -> list[Tensor | None]:

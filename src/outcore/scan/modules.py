@@ -22,15 +22,15 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
 from outcore.errors import ScanError
-from outcore.scan.arguments import Arguments, extent, working
-from outcore.scan.cells import Cell, CellKind
+from outcore.scan.arguments import LayerArguments, extent, working
+from outcore.scan.cells import CellKind, CellShape
 from outcore.scan.choice import RETRY, SHORTEST, choices, key_of
 from outcore.scan.kernels import available
 from outcore.scan.layer import Layer, run_layer, working_dtype
 from outcore.scan.options import Newton, Options, Precision, as_bytes
-from outcore.scan.packing import Packing
+from outcore.scan.packing import PackedRows
 from outcore.scan.report import LayerReport, Report
-from outcore.scan.workspace import Shape, cut, free_bytes
+from outcore.scan.workspace import BackwardShape, cut, free_bytes
 
 __all__ = ["GRU", "LSTM", "RNN", "convert"]
 
@@ -64,7 +64,7 @@ class _Scanned(torch.nn.RNNBase):
         if backward == "torch":
             self.report = Report("torch", reason)
             return super().forward(input, hx)
-        given = Arguments.of(self, input, hx)
+        given = LayerArguments.of(self, input, hx)
         self.report = Report("scan", reason)
         return given.results(self, *self._layers(given.x, given.packing, given.state, *extent(self, input)))
 
@@ -94,7 +94,7 @@ class _Scanned(torch.nn.RNNBase):
         if key not in choices.timings:
             if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
                 return "torch", "nothing can be measured while a CUDA graph is recorded; run the layer once before"
-            given = Arguments.of(self, input, hx)
+            given = LayerArguments.of(self, input, hx)
             self._measure(key, (given.x if given.packing is None else given.packing.pad(given.x)).detach())
         return choices.timings[key].choose(self._settled())
 
@@ -140,12 +140,12 @@ class _Scanned(torch.nn.RNNBase):
         layer.load_state_dict({name: state[name] for name in layer.state_dict()})
         return layer if options is None else convert(layer, options=options)
 
-    def _cell(self, layer: int) -> Cell:
+    def _cell(self, layer: int) -> CellShape:
         size = self.input_size if layer == 0 else (self.proj_size or self.hidden_size) * (1 + self.bidirectional)
-        return Cell(_KINDS[self.mode], size, self.hidden_size, self.proj_size)
+        return CellShape(_KINDS[self.mode], size, self.hidden_size, self.proj_size)
 
     def _layers(
-        self, x: Tensor, packing: Packing | None, state: tuple[Tensor, ...], steps: int, batch: int
+        self, x: Tensor, packing: PackedRows | None, state: tuple[Tensor, ...], steps: int, batch: int
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         assert self.report is not None
         D = 1 + self.bidirectional
@@ -155,7 +155,7 @@ class _Scanned(torch.nn.RNNBase):
         newton = self._newton()
         layers = []
         for i in range(self.num_layers):
-            shape = Shape(self._cell(i), D, steps, batch, max(4, x.dtype.itemsize), copied, x.is_cuda)
+            shape = BackwardShape(self._cell(i), D, steps, batch, max(4, x.dtype.itemsize), copied, x.is_cuda)
             fused = available.available(x) and available.fits(shape.cell, working_dtype(x.dtype))
             plan = cut(shape, limit, self.options.chunk, fused=fused)
             if limit is None and plan.bytes > _always_free(x.device):  # asking the driver takes as long as a layer

@@ -33,16 +33,16 @@ from torch import Tensor
 
 from outcore.errors import ScanError
 from outcore.scan.affine import states as affine_states
-from outcore.scan.backward import Adjoint, chunk_products, will_settle
-from outcore.scan.cells import Cell, Weights, diagonal, inputs_of, step_on
+from outcore.scan.backward import AdjointRecurrence, chunk_products, will_settle
+from outcore.scan.cells import CellShape, LayerWeights, diagonal, inputs_of, step_on
 from outcore.scan.coefficients import coefficients_from
 from outcore.scan.kernels import available, forward
 from outcore.scan.linear import linear_recurrence
 from outcore.scan.options import Jacobian, Newton
-from outcore.scan.report import Outcome
-from outcore.scan.workspace import Shape, best_chunk, free_bytes
+from outcore.scan.report import SolveOutcome
+from outcore.scan.workspace import BackwardShape, best_chunk, free_bytes
 
-__all__ = ["Parallel", "parallel_forward"]
+__all__ = ["NewtonStates", "parallel_forward"]
 
 _TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 _PICARD_FIRST = 6
@@ -51,20 +51,20 @@ Newton's."""
 
 
 @dataclass(frozen=True, slots=True)
-class Parallel:
+class NewtonStates:
     """What a parallel forward pass found."""
 
     states: Tensor | None
     """``[D, T, N, ...]``, hidden states first; none where it did not converge."""
     final: Tensor
     """States after the last step ``[D, N, S]``."""
-    outcome: Outcome
+    outcome: SolveOutcome
     failure: str = ""
 
 
 def parallel_forward(
-    cell: Cell, x: Tensor, start: Tensor, weights: Weights, lengths: Tensor | None, newton: Newton
-) -> Parallel:
+    cell: CellShape, x: Tensor, start: Tensor, weights: LayerWeights, lengths: Tensor | None, newton: Newton
+) -> NewtonStates:
     """All states of a layer.
 
     Args:
@@ -79,7 +79,7 @@ def parallel_forward(
         ScanError: the Jacobians of so many chunks do not fit in memory.
     """
     D, T, N = x.shape[:3]
-    shape = Shape(cell, D, T, N, x.dtype.itemsize, copied=False, on_gpu=x.is_cuda)
+    shape = BackwardShape(cell, D, T, N, x.dtype.itemsize, copied=False, on_gpu=x.is_cuda)
     chunk = min(T, newton.chunk or best_chunk(shape, T))
     count = -(-T // chunk)
     _check_memory(cell, D * count * N, x, newton, chunk)
@@ -88,7 +88,7 @@ def parallel_forward(
     if newton.jacobian is None and newton.damping == 0:
         fused = forward.forward(cell, inputs, weights, start, lengths, chunk, tolerance)
         if fused is not None:
-            return Parallel(*fused)
+            return NewtonStates(*fused)
     guess = start.new_zeros((D, count, N, cell.state))
     guess[:, 0] = start
     damping, before, jacobian = newton.damping, math.inf, newton.jacobian or "none"
@@ -98,11 +98,13 @@ def parallel_forward(
         new = _corrected(cell, x, weights, found, guess, ends, lengths, chunk, jacobian, damping)
         change = float((new - guess).abs().amax())
         if change <= tolerance:
-            return Parallel(found, ends[:, -1], _outcome(iteration, change))
+            return NewtonStates(found, ends[:, -1], _outcome(iteration, change))
         if not math.isfinite(change):
             new = torch.cat((guess[:, :1], ends[:, :-1]), dim=1)
             if not bool(torch.isfinite(new).all()):
-                return Parallel(None, start, _outcome(iteration, change), f"states overflow in iteration {iteration}")
+                return NewtonStates(
+                    None, start, _outcome(iteration, change), f"states overflow in iteration {iteration}"
+                )
         if change >= before:
             damping = (1 + damping) / 2
         left = min(_PICARD_FIRST, newton.iterations) - iteration
@@ -110,7 +112,7 @@ def parallel_forward(
         if newton.jacobian is None and jacobian == "none" and slow:
             jacobian, change = "full", math.inf
         guess, before = new, change
-    return Parallel(
+    return NewtonStates(
         None,
         start,
         _outcome(newton.iterations, change),
@@ -118,11 +120,11 @@ def parallel_forward(
     )
 
 
-def _outcome(iterations: int, correction: float) -> Outcome:
-    return Outcome("iteration", iterations, _correction=correction)
+def _outcome(iterations: int, correction: float) -> SolveOutcome:
+    return SolveOutcome("iteration", iterations, _correction=correction)
 
 
-def _check_memory(cell: Cell, chunks: int, x: Tensor, newton: Newton, chunk: int) -> None:
+def _check_memory(cell: CellShape, chunks: int, x: Tensor, newton: Newton, chunk: int) -> None:
     if newton.jacobian in ("none", "diagonal"):
         return
     wide = 1 if available.available(x) and available.fits(cell, x.dtype) else 3 + cell.gates
@@ -136,7 +138,7 @@ def _check_memory(cell: Cell, chunks: int, x: Tensor, newton: Newton, chunk: int
 
 
 def _advance(
-    cell: Cell, inputs: Tensor, weights: Weights, guess: Tensor, lengths: Tensor | None, chunk: int
+    cell: CellShape, inputs: Tensor, weights: LayerWeights, guess: Tensor, lengths: Tensor | None, chunk: int
 ) -> tuple[Tensor, Tensor]:
     """Every state, and the last of each chunk, when the chunks begin at `guess`."""
     if (done := forward.advance(cell, inputs, weights, guess, lengths, chunk)) is not None:
@@ -157,9 +159,9 @@ def _advance(
 
 
 def _corrected(
-    cell: Cell,
+    cell: CellShape,
     x: Tensor,
-    weights: Weights,
+    weights: LayerWeights,
     found: Tensor,
     guess: Tensor,
     ends: Tensor,
@@ -186,7 +188,7 @@ def _corrected(
         later = linear_recurrence(slopes, added, guess[:, 0], dim=1, check=False)
         return torch.cat((guess[:, :1], later), dim=1)
     zeros = torch.zeros_like(h)
-    adjoint = Adjoint(cell, values, weights.hidden, weights.projection, zeros, guess[:, 0], lengths)
+    adjoint = AdjointRecurrence(cell, values, weights.hidden, weights.projection, zeros, guess[:, 0], lengths)
     rows = chunk_products(adjoint, chunk, "full")[:, :-1, :, : cell.state]
     matrices = rows.movedim(1, 0) * (1 - damping)
     added = ends[:, :-1].movedim(1, 0) - (matrices @ guess[:, :-1].movedim(1, 0).unsqueeze(-1)).squeeze(-1)

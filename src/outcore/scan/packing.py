@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Packing", "flip"]
+__all__ = ["PackedRows", "flip"]
 
 
 @dataclass(frozen=True, slots=True)
-class Packing:
+class PackedRows:
     """Where the rows of packed data stand in the padded form."""
 
     batch_sizes: Tensor
@@ -27,7 +27,7 @@ class Packing:
     """Row of the padded ``[T·N]`` form for every row of the data."""
 
     @classmethod
-    def of(cls, batch_sizes: Tensor, device: torch.device) -> Packing:
+    def of(cls, batch_sizes: Tensor, device: torch.device) -> PackedRows:
         """The packing of a `PackedSequence` with these batch sizes."""
         n = int(batch_sizes[0])
         exists = batch_sizes.unsqueeze(1) > torch.arange(n)

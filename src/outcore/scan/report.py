@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-__all__ = ["LayerReport", "Outcome", "Report"]
+__all__ = ["LayerReport", "Report", "SolveOutcome"]
 
 
 @dataclass(slots=True)
-class Outcome:
+class SolveOutcome:
     """How the gradients of one segment, or the states of a parallel forward pass, were found.
 
     Where that was decided on the device it is asked there when first read, which waits for it; a pass recorded
@@ -28,7 +28,7 @@ class Outcome:
     @classmethod
     def on_device(
         cls, cells: Tensor, warm_ups: int, *, looked: bool, otherwise: str = "products", changes: Tensor | None = None
-    ) -> Outcome:
+    ) -> SolveOutcome:
         """The outcome in `cells`: which of the warm-ups were not enough, and last whether products overflowed.
 
         Args:
@@ -93,11 +93,11 @@ class LayerReport:
     chunk: int = 0
     predicted_bytes: int = 0
     """Workspace of the backward pass, before it ran."""
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: list[SolveOutcome] = field(default_factory=list)
     """Per segment; empty until backward has run."""
     engine: str = ""
     """``triton`` or ``torch``."""
-    forward: Outcome | None = None
+    forward: SolveOutcome | None = None
     """Of the parallel forward pass; none where it was not asked for."""
     failure: str = ""
     """Why the forward pass was given to torch although a parallel one was asked for."""

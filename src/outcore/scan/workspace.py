@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import torch
 
 from outcore.errors import ScanError
-from outcore.scan.cells import Cell
+from outcore.scan.cells import CellShape
 from outcore.scan.kernels import gates as gate_kernels
 from outcore.scan.kernels.backward_sizes import ROWS, sums, sweep_chunk
 from outcore.scan.kernels.weight_gradients import columns, partial_sums
 
-__all__ = ["Cut", "Shape", "best_chunk", "cut", "free_bytes", "peak_bytes"]
+__all__ = ["BackwardShape", "SequenceCut", "best_chunk", "cut", "free_bytes", "peak_bytes"]
 
 SHORTEST_SEGMENT = 32
 GPU_PROGRAMS = 132 * 16
@@ -34,10 +34,10 @@ _GATE_TENSORS = {"tanh": 0, "relu": 0, "gru": 6, "lstm": 4}
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class BackwardShape:
     """What the size of a backward pass depends on."""
 
-    cell: Cell
+    cell: CellShape
     directions: int
     steps: int
     batch: int
@@ -48,7 +48,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class SequenceCut:
     """How a sequence is cut, and the peak it leads to."""
 
     segment: int
@@ -58,7 +58,7 @@ class Cut:
     bytes: int
 
 
-def peak_bytes(shape: Shape, segment: int, chunk: int, *, fused: bool) -> int:
+def peak_bytes(shape: BackwardShape, segment: int, chunk: int, *, fused: bool) -> int:
     """Most bytes alive beyond what forward kept and the gradients that backward returns for the
     parameters."""
     cell = shape.cell
@@ -93,7 +93,7 @@ def peak_bytes(shape: Shape, segment: int, chunk: int, *, fused: bool) -> int:
     return math.ceil(1.02 * numbers) * shape.itemsize
 
 
-def _numbers_per_chunk(cell: Cell, *, fused: bool) -> int:
+def _numbers_per_chunk(cell: CellShape, *, fused: bool) -> int:
     """Numbers alive while Jacobians are multiplied: the product alone in a kernel, else what its steps make too."""
     S = cell.state
     if fused:
@@ -103,7 +103,7 @@ def _numbers_per_chunk(cell: Cell, *, fused: bool) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def cut(shape: Shape, limit: int | None, chunk: int | None, *, fused: bool) -> Cut:
+def cut(shape: BackwardShape, limit: int | None, chunk: int | None, *, fused: bool) -> SequenceCut:
     """Segments and chunks that stay within `limit` bytes, as few segments as that allows.
 
     Raises:
@@ -117,7 +117,7 @@ def cut(shape: Shape, limit: int | None, chunk: int | None, *, fused: bool) -> C
             length = min(segment, length * 2)
             needed = peak_bytes(shape, segment, length, fused=fused)
         if limit is None or needed <= limit:
-            return Cut(segment, length, needed)
+            return SequenceCut(segment, length, needed)
         if segment <= SHORTEST_SEGMENT:
             raise ScanError(
                 f"the backward pass of this {shape.cell.kind} layer (hidden {shape.cell.hidden}, batch "
@@ -128,7 +128,7 @@ def cut(shape: Shape, limit: int | None, chunk: int | None, *, fused: bool) -> C
         segment = max(SHORTEST_SEGMENT, -(-segment // 2))
 
 
-def best_chunk(shape: Shape, steps: int) -> int:
+def best_chunk(shape: BackwardShape, steps: int) -> int:
     """Steps per chunk when nothing bounds it: enough chunks to fill the device, not so many that they get
     short."""
     if shape.on_gpu:

@@ -13,16 +13,16 @@ import torch
 from torch import nn
 
 from outcore.graph.structure import substitute
-from outcore.stream.source import Image, image_of
+from outcore.stream.source import StreamedImage, image_of
 
-__all__ = ["Lazy", "device_of", "is_shape", "lazily", "stood", "whole_image"]
+__all__ = ["LazyImage", "device_of", "is_shape", "lazily", "stood", "whole_image"]
 
 
 @dataclass(frozen=True)
-class Lazy:
+class LazyImage:
     """A lazy image, and the tensor without memory that stands for it while recording."""
 
-    image: Image
+    image: StreamedImage
     stand_in: torch.Tensor
 
 
@@ -40,7 +40,7 @@ def lazily(tree: Any) -> Any:
         if not is_image(leaf):
             return leaf
         image = image_of(leaf)
-        return Lazy(image, torch.empty(image.shape, dtype=image.dtype, device="meta"))
+        return LazyImage(image, torch.empty(image.shape, dtype=image.dtype, device="meta"))
 
     return change(tree)
 
@@ -56,14 +56,14 @@ def stood(tree: Any) -> Any:
     """The arguments with tensors without memory in place of all images and tensors."""
 
     def stand_in(leaf: Any) -> torch.Tensor:
-        if isinstance(leaf, Lazy):
+        if isinstance(leaf, LazyImage):
             return leaf.stand_in
         return _without_memory(tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad)
 
-    return substitute(tree, (torch.Tensor, Lazy), stand_in)
+    return substitute(tree, (torch.Tensor, LazyImage), stand_in)
 
 
-def whole_image(image: Image, device: torch.device) -> torch.Tensor:
+def whole_image(image: StreamedImage, device: torch.device) -> torch.Tensor:
     """All of an image, as the model sees it."""
     region = tuple((0, n) for n in image.shape)
     return image.prepare(image.read(region).to(device))

@@ -20,24 +20,34 @@ from torch import nn
 from outcore.graph.record.recording import Ref
 from outcore.graph.structure import leaves, substitute
 from outcore.ops.region import Region
-from outcore.stream.execute.border_padding import Widened
+from outcore.stream.execute.border_padding import WidenedInput
 
-__all__ = ["RULES", "Call", "Given", "Opaque", "Overhanging", "Reduction", "Rule", "overhanging", "rule"]
+__all__ = [
+    "RULES",
+    "NotStreamable",
+    "Reduction",
+    "RegionRule",
+    "RuleContext",
+    "StreamCall",
+    "WideningRule",
+    "overhanging",
+    "rule",
+]
 
 
-class Opaque(Exception):  # noqa: N818 - a signal to whoever binds, who turns it into a reason
+class NotStreamable(Exception):  # noqa: N818 - a signal to whoever binds, who turns it into a reason
     """This call cannot be streamed; says why."""
 
 
 @dataclass(frozen=True)
-class Given:
+class RuleContext:
     """What a rule may look at while it runs, beside its operands."""
 
     seed: int = 0
     """Of this step; random masks are functions of it, of the call and of the position."""
 
 
-class Rule(Protocol):
+class RegionRule(Protocol):
     """How one output of a call is computed region by region."""
 
     @property
@@ -47,7 +57,7 @@ class Rule(Protocol):
     def needs(self, out: Region) -> tuple[Region, ...]:
         """The region of each operand that a region of the output depends on."""
 
-    def run(self, crops: Sequence[torch.Tensor], out: Region, given: Given) -> torch.Tensor:
+    def run(self, crops: Sequence[torch.Tensor], out: Region, given: RuleContext) -> torch.Tensor:
         """A region of the output from exactly the regions it needs."""
 
     def follow(self, operand: int, dim: int) -> int | None:
@@ -58,25 +68,25 @@ class Rule(Protocol):
 
 
 @runtime_checkable
-class Overhanging(Protocol):
+class WideningRule(Protocol):
     """A rule that can also run on more of its first operand than it needs, and then gives more than is wanted."""
 
-    def widened(self, held: Region, out: Region) -> Widened | None:
+    def widened(self, held: Region, out: Region) -> WidenedInput | None:
         """How it runs on all that is held; none if what is wanted would be wrong, or not worth what comes with it."""
 
-    def run_widened(self, crops: Sequence[torch.Tensor], widened: Widened) -> torch.Tensor:
+    def run_widened(self, crops: Sequence[torch.Tensor], widened: WidenedInput) -> torch.Tensor:
         """All of it, the first operand as it is held."""
 
 
-def overhanging(rule: object) -> Overhanging | None:
+def overhanging(rule: object) -> WideningRule | None:
     """The rule, if it can run on more than it needs."""
     kind: type = type(rule)
-    return cast(Overhanging, rule) if _can_overhang(kind) else None
+    return cast(WideningRule, rule) if _can_overhang(kind) else None
 
 
 @functools.cache
 def _can_overhang(kind: type) -> bool:
-    return issubclass(kind, Overhanging)
+    return issubclass(kind, WideningRule)
 
 
 class Reduction(Protocol):
@@ -100,7 +110,7 @@ class Reduction(Protocol):
 
 
 @dataclass(frozen=True)
-class Call:
+class StreamCall:
     """A recorded call with everything that is known about it."""
 
     name: str
@@ -131,7 +141,7 @@ class Call:
         known.update(zip(order, self.args, strict=False))
         known.update(self.kwargs)
         if len(self.args) > len(order):
-            raise Opaque(f"{self.type} has more arguments than expected")
+            raise NotStreamable(f"{self.type} has more arguments than expected")
         return known
 
     def state(self, name: str) -> Ref | None:
@@ -142,7 +152,7 @@ class Call:
         """The first argument, which must be a tensor."""
         first = self.args[0] if self.args else next(iter(self.kwargs.values()), None)
         if not isinstance(first, Ref):
-            raise Opaque(f"{self.type} is called without a tensor")
+            raise NotStreamable(f"{self.type} is called without a tensor")
         return first
 
     def tensors(self) -> tuple[Ref, ...]:
@@ -181,7 +191,7 @@ _OUT_OF_PLACE: dict[str, Callable[..., Any]] = {
     "silu_": torch.nn.functional.silu,
 }
 
-Bind = Callable[[Call], Any]
+Bind = Callable[[StreamCall], Any]
 RULES: dict[str, Bind] = {}
 """By class of torch.nn or name of function."""
 

@@ -34,15 +34,15 @@ from outcore.errors import PlanError, StreamError
 from outcore.graph import Graph
 from outcore.graph.structure import leaves
 from outcore.machine.units import format_bytes
-from outcore.stream.arguments import Lazy, device_of, lazily, stood
+from outcore.stream.arguments import LazyImage, device_of, lazily, stood
 from outcore.stream.execute.pixel_loss import Function, PixelLoss
 from outcore.stream.plan.plan import StreamPlan, how_of, plan_by_hand, plan_tiles
 from outcore.stream.plan.step_document import StreamedStep
 from outcore.stream.streamed import Streamed, stream
 
 __all__ = [
-    "Conductor",
-    "Wanted",
+    "StreamSettings",
+    "StreamedForward",
     "bytes_on",
     "conduct",
     "has_lazy",
@@ -58,7 +58,7 @@ _READERS = 4
 
 
 @dataclass(frozen=True)
-class Wanted:
+class StreamSettings:
     """What was asked for."""
 
     budget_bytes: int | None
@@ -73,10 +73,10 @@ class Wanted:
     """The loss is over pixels and taken in one pass."""
 
 
-class Conductor:
+class StreamedForward:
     """What is called instead of the model's ``forward``."""
 
-    def __init__(self, model: nn.Module, wanted: Wanted, costs: Costs | None = None) -> None:
+    def __init__(self, model: nn.Module, wanted: StreamSettings, costs: Costs | None = None) -> None:
         self._model = weakref.ref(model)
         self.wanted, self.costs = wanted, costs
         self.step: StreamedStep | None = None
@@ -186,7 +186,7 @@ class Conductor:
 
 
 def conduct(
-    model: nn.Module, graph: Graph, wanted: Wanted, costs: Costs | None, refused: PlanError | None = None
+    model: nn.Module, graph: Graph, wanted: StreamSettings, costs: Costs | None, refused: PlanError | None = None
 ) -> StreamedStep:
     """Put a conductor where a model's forward is.
 
@@ -200,18 +200,20 @@ def conduct(
     Raises:
         PlanError: tiles do not meet the budget either; names both.
     """
-    conductor = Conductor(model, wanted, costs)
+    conductor = StreamedForward(model, wanted, costs)
     step = _admitted(conductor, graph, refused)
     model.__dict__["forward"] = conductor
     return step
 
 
-def planned(graph: Graph, wanted: Wanted, costs: Costs | None, refused: PlanError | None = None) -> StreamedStep:
+def planned(
+    graph: Graph, wanted: StreamSettings, costs: Costs | None, refused: PlanError | None = None
+) -> StreamedStep:
     """What `conduct` would do to the model of a graph; nothing is changed."""
-    return _admitted(Conductor(graph._running()[0].model, wanted, costs), graph, refused)
+    return _admitted(StreamedForward(graph._running()[0].model, wanted, costs), graph, refused)
 
 
-def _admitted(conductor: Conductor, graph: Graph, refused: PlanError | None) -> StreamedStep:
+def _admitted(conductor: StreamedForward, graph: Graph, refused: PlanError | None) -> StreamedStep:
     try:
         return conductor.admit(graph)
     except (PlanError, StreamError) as error:
@@ -251,7 +253,7 @@ def pixel_loss(model: nn.Module, *args: Any, target: Any, loss: PixelLoss | Func
         kwargs: as the model takes them.
     """
     conductor = model.__dict__.get("forward")
-    if isinstance(conductor, Conductor):
+    if isinstance(conductor, StreamedForward):
         return conductor.loss(*args, target=target, loss=loss, **kwargs)
     if isinstance(model, Streamed):
         return model.loss(*args, target=target, loss=loss, **kwargs)
@@ -273,7 +275,7 @@ def has_lazy(tree: Any) -> bool:
             return any(map(inside, leaf))
         if isinstance(leaf, dict):
             return any(map(inside, leaf.values()))
-        return isinstance(leaf, Lazy)
+        return isinstance(leaf, LazyImage)
 
     return inside(found)
 

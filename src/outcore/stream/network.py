@@ -27,10 +27,10 @@ from outcore.graph import Graph
 from outcore.graph.naming import function_name
 from outcore.graph.record.recording import Ref, Step
 from outcore.graph.structure import leaves
-from outcore.stream.call import RULES, Call, Opaque, Reduction, Rule
+from outcore.stream.call import RULES, NotStreamable, Reduction, RegionRule, StreamCall
 from outcore.stream.rules.normalise import Norm
 
-__all__ = ["Network", "Node"]
+__all__ = ["RegionNetwork", "RegionNode"]
 
 Kind = Literal["local", "reduction", "global", "opaque"]
 Axes = tuple[int | None, ...]
@@ -38,7 +38,7 @@ Axes = tuple[int | None, ...]
 
 
 @dataclass(frozen=True)
-class Node:
+class RegionNode:
     """One value and how it is made."""
 
     output: str
@@ -47,7 +47,7 @@ class Node:
     operands: tuple[Ref, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
-    rule: Rule | None = None
+    rule: RegionRule | None = None
     reduction: Reduction | None = None
     norm: Norm | None = None
     """The batch norm that a reduction's statistics belong to."""
@@ -63,7 +63,7 @@ class Node:
         return tuple(r.name for r in self.operands if r.kind == "value")
 
 
-class Network:
+class RegionNetwork:
     """All nodes of a recording, in order."""
 
     def __init__(self, graph: Graph) -> None:
@@ -72,7 +72,7 @@ class Network:
         self.axes: dict[str, Axes] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
-        self.nodes: dict[str, Node] = {}
+        self.nodes: dict[str, RegionNode] = {}
         self.contexts = {s.name: s.context for s in recording.steps if s.context != recording.ambient}
         """Modes that the model itself puts some calls under."""
         self.rank = max((len(graph.values[name].shape) - 2 for name in graph.inputs), default=0)
@@ -102,7 +102,7 @@ class Network:
         call = self.graph.calls[self.nodes[value].call]
         return call.block or "the model"
 
-    def closure(self, values: Iterable[str], stop: Iterable[str] = ()) -> list[Node]:
+    def closure(self, values: Iterable[str], stop: Iterable[str] = ()) -> list[RegionNode]:
         """The nodes that values are made by, in order, not looking behind some values."""
         wanted, stopped = set(values) - set(stop), set(stop)
         found = []
@@ -132,7 +132,7 @@ class Network:
         axes = self.axes[ref.name] if ref.kind == "value" else ()
         return frozenset(d for d, a in enumerate(axes) if a is not None)
 
-    def _nodes(self, step: Step, index: int, output: str, order: Mapping[str, int]) -> list[Node]:
+    def _nodes(self, step: Step, index: int, output: str, order: Mapping[str, int]) -> list[RegionNode]:
         value = self.graph.values[output]
         shape, dtype = value.shape, _dtype(value.dtype)
         refs = tuple(r for _, r in leaves((step.args, step.kwargs), Ref) if r.kind != "module")
@@ -140,7 +140,7 @@ class Network:
         blank: Axes = (None,) * len(shape)
         if not images:
             self._know(output, shape, dtype, blank)
-            return [Node(output, step.name, "global", refs, shape, dtype)]
+            return [RegionNode(output, step.name, "global", refs, shape, dtype)]
         try:
             self._refuse_hazards(step, index, order)
             call = self._call(step, index, output)
@@ -149,21 +149,21 @@ class Network:
                 return self._norm(bound, call)
             if hasattr(bound, "share"):
                 self._know(output, shape, dtype, blank)
-                return [Node(output, step.name, "reduction", bound.operands, shape, dtype, reduction=bound)]
+                return [RegionNode(output, step.name, "reduction", bound.operands, shape, dtype, reduction=bound)]
             self._know(output, shape, dtype, self._carried(bound, len(shape)))
-            return [Node(output, step.name, "local", bound.operands, shape, dtype, rule=bound)]
-        except Opaque as why:
+            return [RegionNode(output, step.name, "local", bound.operands, shape, dtype, rule=bound)]
+        except NotStreamable as why:
             # What lies behind an opaque node is never streamed, whatever its dimensions.
             self._know(output, shape, dtype, _pixels(shape, self.rank))
-            return [Node(output, step.name, "opaque", refs, shape, dtype, reason=str(why))]
+            return [RegionNode(output, step.name, "opaque", refs, shape, dtype, reason=str(why))]
 
-    def _norm(self, norm: Norm, call: Call) -> list[Node]:
+    def _norm(self, norm: Norm, call: StreamCall) -> list[RegionNode]:
         statistics = f"{call.name}:moments"
         wide = torch.float64 if call.dtype == torch.float64 else torch.float32
         self._know(statistics, norm.apply.shapes[1], wide, (None,) * 3)
         self._know(call.output, call.shape, call.dtype, self._carried(norm.apply, len(call.shape)))
         moments = norm.moments
-        first = Node(
+        first = RegionNode(
             statistics,
             call.name,
             "reduction",
@@ -173,9 +173,12 @@ class Network:
             reduction=moments,
             norm=norm,
         )
-        return [first, Node(call.output, call.name, "local", norm.operands, call.shape, call.dtype, rule=norm.apply)]
+        return [
+            first,
+            RegionNode(call.output, call.name, "local", norm.operands, call.shape, call.dtype, rule=norm.apply),
+        ]
 
-    def _call(self, step: Step, index: int, output: str) -> Call:
+    def _call(self, step: Step, index: int, output: str) -> StreamCall:
         module = attrgetter(step.target)(self.model) if step.kind == "module" else None
         value = self.graph.values[output]
         outputs = [self.graph.values[o].shape for o in step.outputs]
@@ -183,7 +186,7 @@ class Network:
         if differ is None and len(outputs) > 1:
             source = self._shape(next(r for _, r in leaves(step.args, Ref)))
             differ = next((d for d, n in enumerate(value.shape) if d < len(source) and source[d] != n), 0)
-        return Call(
+        return StreamCall(
             name=step.name,
             type=_type(module) if module is not None else function_name(step.target),
             path=step.target if module is not None else "",
@@ -200,7 +203,7 @@ class Network:
             streamed=self._streamed_dims,
         )
 
-    def _carried(self, rule: Rule, rank: int) -> Axes:
+    def _carried(self, rule: RegionRule, rank: int) -> Axes:
         """Which axes the output's dimensions are; every streamed dimension of an operand must become one."""
         axes: list[int | None] = [None] * rank
         for i, ref in enumerate(rule.operands):
@@ -211,13 +214,13 @@ class Network:
                     continue
                 to = rule.follow(i, dim)
                 if to is None or axes[to] not in (None, axis):
-                    raise Opaque(f"it needs all of dimension {dim} of {ref.name} at once")
+                    raise NotStreamable(f"it needs all of dimension {dim} of {ref.name} at once")
                 axes[to] = axis
         return tuple(axes)
 
     def _refuse_hazards(self, step: Step, index: int, order: Mapping[str, int]) -> None:
         if index >= len(step.outputs):
-            raise Opaque("it writes into a tensor that it does not return")
+            raise NotStreamable("it writes into a tensor that it does not return")
         call = self.graph.calls[step.name]
         for written in call.mutates:
             base = self.graph.values[written].alias_of or written
@@ -225,18 +228,18 @@ class Network:
                 shares = (value.alias_of or value.name) == base and value.name not in (written, *step.outputs)
                 before = value.producer is None or order[value.producer] < order[step.name]
                 if shares and before and any(order[c] > order[step.name] for c in value.consumers):
-                    raise Opaque(f"it writes into the memory of {value.name}, which is read afterwards")
+                    raise NotStreamable(f"it writes into the memory of {value.name}, which is read afterwards")
 
 
-def _bind(call: Call) -> Any:
+def _bind(call: StreamCall) -> Any:
     if call.module is not None:
         m = call.module
         if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks:
-            raise Opaque("it has hooks, which would see tiles")
+            raise NotStreamable("it has hooks, which would see tiles")
         if nn.utils.parametrize.is_parametrized(m):
-            raise Opaque("its parameters are parametrised")
+            raise NotStreamable("its parameters are parametrised")
     if (bind := RULES.get(call.type)) is None:
-        raise Opaque(f"{call.type} has no rule for parts of an image")
+        raise NotStreamable(f"{call.type} has no rule for parts of an image")
     return bind(call)
 
 

@@ -19,10 +19,10 @@ from outcore.errors import StreamError
 from outcore.ops.region import Region, sizes
 from outcore.stream.execute.map_store import cut
 
-__all__ = ["FunctionSource", "Image", "image_of"]
+__all__ = ["FunctionSource", "StreamedImage", "image_of"]
 
 
-class Image(Protocol):
+class StreamedImage(Protocol):
     """A streamed input: read raw on the host, prepared on the device."""
 
     @property
@@ -116,7 +116,7 @@ class _Lazy:
         return made
 
 
-def image_of(given: Any) -> Image:
+def image_of(given: Any) -> StreamedImage:
     """What was given, as tiles see it."""
     if isinstance(given, torch.Tensor):
         return _Tensor(given)

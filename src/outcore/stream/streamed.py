@@ -25,21 +25,21 @@ from outcore.errors import StreamError
 from outcore.graph import Graph, capture
 from outcore.graph.record.keys import key_of
 from outcore.graph.record.recording import Context
-from outcore.graph.record.versions import Versions
+from outcore.graph.record.versions import RecordingVersions
 from outcore.graph.structure import leaves
 from outcore.machine.units import parse_bytes
 from outcore.ops.region import Region
-from outcore.stream.arguments import Lazy, device_of, is_shape, lazily, stood, whole_image
+from outcore.stream.arguments import LazyImage, device_of, is_shape, lazily, stood, whole_image
 from outcore.stream.execute.boundary import run, run_loss
 from outcore.stream.execute.execution import Execution
 from outcore.stream.execute.pixel_loss import Function, PixelLoss
-from outcore.stream.execute.step_context import Counts, Options
-from outcore.stream.execute.untiled_tail import Rest
+from outcore.stream.execute.step_context import TileCounts, TileOptions
+from outcore.stream.execute.untiled_tail import UntiledTail
 from outcore.stream.plan.plan import StreamPlan, plan_tiles
-from outcore.stream.plan.prepared import Prepared, bound, divided
-from outcore.stream.source import Image, image_of
+from outcore.stream.plan.prepared import PreparedStream, bound, divided
+from outcore.stream.source import StreamedImage, image_of
 
-__all__ = ["How", "Streamed", "stream"]
+__all__ = ["StreamOptions", "Streamed", "stream"]
 
 
 Planner = Callable[[Graph, bool], StreamPlan]
@@ -50,7 +50,7 @@ _SIZES = 64
 
 
 @dataclass(frozen=True)
-class How:
+class StreamOptions:
     """What is streamed, and in which tiles; see `stream`."""
 
     tile: tuple[int, ...] | int | None = None
@@ -73,21 +73,21 @@ class Streamed(nn.Module):
     model: nn.Module
     """The user's model."""
 
-    def __init__(self, model: nn.Module, how: How, options: Options) -> None:
+    def __init__(self, model: nn.Module, how: StreamOptions, options: TileOptions) -> None:
         super().__init__()
         for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[name] = model.__dict__[name]
         self.__dict__["model"] = model
         self.how, self.options = how, options
-        self.counts = Counts()
+        self.counts = TileCounts()
         """What the last step ran."""
         self.planner: Planner | None = None
         """Chooses where no tile was given, for each size class; by default for the memory that was given."""
         self.plans: list[tuple[bool, StreamPlan]] = []
         """What was chosen, and whether for one pass; the latest last."""
-        self._prepared: dict[Hashable, Prepared] = {}
-        self._versions = Versions()
-        self._rests: dict[int, Rest] = {}
+        self._prepared: dict[Hashable, PreparedStream] = {}
+        self._versions = RecordingVersions()
+        self._rests: dict[int, UntiledTail] = {}
         """By the identity of what was prepared."""
         self._step = 0
 
@@ -154,7 +154,7 @@ class Streamed(nn.Module):
         pixel_loss = loss if isinstance(loss, PixelLoss) else PixelLoss(loss)
         return run_loss(execution, given, pixel_loss, image_of(target))
 
-    def prepare(self, *args: Any, **kwargs: Any) -> Prepared:
+    def prepare(self, *args: Any, **kwargs: Any) -> PreparedStream:
         """Record and divide the model for inputs of this size; shapes may stand for tensors."""
         args, kwargs = lazily((args, kwargs))
         dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), torch.get_default_dtype())
@@ -163,13 +163,13 @@ class Streamed(nn.Module):
 
     def _begin(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, dense: bool = False
-    ) -> tuple[Prepared, Execution, dict[str, torch.Tensor | Image]]:
+    ) -> tuple[PreparedStream, Execution, dict[str, torch.Tensor | StreamedImage]]:
         device = device_of(self.model)
         args, kwargs = lazily((args, kwargs))
         prepared = self._prepare(*stood((args, kwargs)), dense=dense)
-        found = [leaf for _, leaf in leaves((args, kwargs), (torch.Tensor, Lazy))]
+        found = [leaf for _, leaf in leaves((args, kwargs), (torch.Tensor, LazyImage))]
         given = {
-            name: leaf.image if isinstance(leaf, Lazy) else leaf
+            name: leaf.image if isinstance(leaf, LazyImage) else leaf
             for name, leaf in zip(prepared.graph.inputs, found, strict=True)
         }
         streamed = set(prepared.network.inputs)
@@ -191,7 +191,7 @@ class Streamed(nn.Module):
         self.counts = execution.counts
         return prepared, execution, given
 
-    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, dense: bool) -> Prepared:
+    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, dense: bool) -> PreparedStream:
         how = self.how
         key = self._versions.find((key_of(self.model, args, kwargs), dense and how.tile is None))
         if key not in self._prepared:
@@ -211,7 +211,7 @@ class Streamed(nn.Module):
     def _forget(self, key: Hashable) -> None:
         self._rests.pop(id(self._prepared.pop(key, None)), None)
 
-    def _ready(self, graph: Graph, dense: bool) -> Prepared:
+    def _ready(self, graph: Graph, dense: bool) -> PreparedStream:
         how, network = self.how, bound(graph, folded=self.how.fold)
         if how.tile is not None:
             prepared = divided(network, tile=how.tile, boundary=how.boundary, statistics=how.statistics, keep=how.keep)
@@ -227,9 +227,9 @@ class Streamed(nn.Module):
             self.options = replace(self.options, maps_on_host=True)
         return self._with_rest(prepared, plan.rest)
 
-    def _with_rest(self, prepared: Prepared, policy: Mapping[str, str] | None) -> Prepared:
+    def _with_rest(self, prepared: PreparedStream, policy: Mapping[str, str] | None) -> PreparedStream:
         if policy:
-            rest = Rest(prepared)
+            rest = UntiledTail(prepared)
             rest.plan(None, None, policy)
             self._rests[id(prepared)] = rest
         return prepared
@@ -238,9 +238,9 @@ class Streamed(nn.Module):
         how = self.how
         return plan_tiles(graph, memory=how.memory, statistics=how.statistics, fold=how.fold, dense=dense)
 
-    def _finish(self, prepared: Prepared, values: dict[str, Any], given: dict[str, Any]) -> Any:
+    def _finish(self, prepared: PreparedStream, values: dict[str, Any], given: dict[str, Any]) -> Any:
         """Run the rest untiled."""
-        rest = self._rests.get(id(prepared)) or Rest(prepared)
+        rest = self._rests.get(id(prepared)) or UntiledTail(prepared)
         for name in rest.inputs:
             if name in given:
                 x = given[name]
@@ -285,7 +285,7 @@ def stream(
         cache: host memory for pixels read in the first pass, so that the second need not read them again.
         rest: policies of what runs untiled, by value, as `outcore.within` chooses them.
     """
-    how = How(
+    how = StreamOptions(
         tile if tile is None or isinstance(tile, int) else tuple(tile),
         memory,
         (boundary,) if isinstance(boundary, str) else None if boundary is None else tuple(boundary),
@@ -295,5 +295,5 @@ def stream(
         rest,
     )
     return Streamed(
-        model, how, Options(workers, twins, maps_on_host, parse_bytes(cache) if isinstance(cache, str) else cache)
+        model, how, TileOptions(workers, twins, maps_on_host, parse_bytes(cache) if isinstance(cache, str) else cache)
     )

@@ -27,7 +27,7 @@ from outcore.run.checkpoint.restore import has_checkpoint
 from outcore.run.ranks.parent_death import end_with_parent, launcher_pid
 from outcore.run.ranks.world import identify
 from outcore.train.examples.feed import Feed, JobFeed, MicroBatch
-from outcore.train.examples.supply import Supply, find_supply, with_batch
+from outcore.train.examples.supply import ExampleSupply, find_supply, with_batch
 from outcore.train.launch import launch
 from outcore.train.loop import Loop
 from outcore.train.metrics import default_metrics, make_metrics
@@ -42,7 +42,7 @@ from outcore.train.runners.runner import Runner, default_loss
 from outcore.train.settings.config import Config
 from outcore.train.settings.schedules import make_schedule
 from outcore.train.start import forecast, start_table
-from outcore.train.stop_signals import Wish, listening
+from outcore.train.stop_signals import StopRequest, listening
 
 __all__ = ["train"]
 
@@ -56,7 +56,7 @@ def train(config: Config, console: Console) -> int:
         )
     if config.plan.ranks > 1 and identify(os.environ) is None:
         return _launch(config, console)
-    wish = Wish()
+    wish = StopRequest()
     with listening(wish, speaks=first_rank()):
         if (parent := launcher_pid()) is not None:
             end_with_parent(parent)()
@@ -74,7 +74,7 @@ def _launch(config: Config, console: Console) -> int:
         return launch(folder.config, config.plan.ranks) if begin(folder, config, console) else 0
 
 
-def _train(config: Config, console: Console, wish: Wish) -> int:
+def _train(config: Config, console: Console, wish: StopRequest) -> int:
     folder = RunFolder(Path(config.out))
     job = Job.load(config.job, inputs=config.input, arguments=config.arguments)
     identity = identify(os.environ)
@@ -92,9 +92,9 @@ def _train_in(
     folder: RunFolder,
     config: Config,
     console: Console,
-    wish: Wish,
+    wish: StopRequest,
     job: Job,
-    supply: Supply,
+    supply: ExampleSupply,
     first: MicroBatch,
     *,
     apart: bool,
@@ -145,7 +145,7 @@ def _train_in(
     return _run(loop, supply, console)
 
 
-def _first(supply: Supply, config: Config, job: Job, ranks: int) -> tuple[MicroBatch, bool]:
+def _first(supply: ExampleSupply, config: Config, job: Job, ranks: int) -> tuple[MicroBatch, bool]:
     """The first micro-batch, and whether every rank has a slide of its own instead of a share of a batch.
 
     Whole slides differ in size, if not the first two then the next, and cannot be put together.
@@ -185,7 +185,7 @@ def first_rank() -> bool:
     return identity is None or identity.rank == 0
 
 
-def _run(loop: Loop, supply: Supply, console: Console) -> int:
+def _run(loop: Loop, supply: ExampleSupply, console: Console) -> int:
     """Run the loop, and write down how it went whatever happens."""
     folder, began = loop.folder, time.monotonic()
     ended = "failed"
@@ -208,7 +208,7 @@ def _run(loop: Loop, supply: Supply, console: Console) -> int:
     return 1 if loop.unsaved else 0
 
 
-def _write_down(loop: Loop, supply: Supply, ended: str, time_s: float, console: Console) -> None:
+def _write_down(loop: Loop, supply: ExampleSupply, ended: str, time_s: float, console: Console) -> None:
     """The end of a run in its folder; a disk that is full is said and hides nothing that went wrong before."""
     try:
         write_ending(loop, supply, ended, time_s)

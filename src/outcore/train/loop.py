@@ -1,8 +1,8 @@
 """The training loop: epochs of steps, a validation after each, checkpoints, and every kind of trouble on the way.
 
-Nothing here knows how a step is executed (`Runner`), where examples come from (`Feed`) or who looks on (`Show`,
-`Journal`). What the loop itself remembers is a `Position`, saved with every checkpoint, so that a run that goes on
-after an interruption does bitwise what it would have done without one.
+Nothing here knows how a step is executed (`Runner`), where examples come from (`Feed`) or who looks on
+(`ProgressDisplay`, `Journal`). What the loop itself remembers is a `TrainingPosition`, saved with every checkpoint, so
+that a run that goes on after an interruption does bitwise what it would have done without one.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from outcore.program import Timeline
 from outcore.run.checkpoint.restore import has_checkpoint
 from outcore.train.examples.feed import Feed, JobFeed, MicroBatch
 from outcore.train.metrics import make_metrics
-from outcore.train.position import Position
-from outcore.train.progress import Show
+from outcore.train.position import TrainingPosition
+from outcore.train.progress import ProgressDisplay
 from outcore.train.run_folder.experiment import changes
 from outcore.train.run_folder.folder import RunFolder
 from outcore.train.run_folder.journal import Journal
 from outcore.train.run_folder.predictions import Predictions
-from outcore.train.runners.runner import Outcome, Runner
+from outcore.train.runners.runner import Runner, StepOutcome
 from outcore.train.settings.config import Config
-from outcore.train.stop_signals import Wish
+from outcore.train.stop_signals import StopRequest
 
-__all__ = ["Ending", "Loop"]
+__all__ = ["Loop", "RunEnd"]
 
 HowEnded = Literal["finished", "stopped early", "interrupted"]
 
 
 @dataclass(frozen=True)
-class Ending:
+class RunEnd:
     """How a run ended."""
 
     how: HowEnded
@@ -55,14 +55,14 @@ class Loop:
     feed: Feed | JobFeed
     validation: Feed | JobFeed | None
     folder: RunFolder
-    show: Show
+    show: ProgressDisplay
     journal: Journal | None
     """None on all ranks but the first."""
     schedule: lr_scheduler.LRScheduler | None = None
     metrics: tuple[str, ...] = ()
     budget_bytes: int | None = None
-    position: Position = field(default_factory=Position)
-    wish: Wish = field(default_factory=Wish)
+    position: TrainingPosition = field(default_factory=TrainingPosition)
+    wish: StopRequest = field(default_factory=StopRequest)
     experiment: dict[str, Any] = field(default_factory=dict)
     """Fingerprints of what is trained on what, saved with every checkpoint."""
     checkpoints_lost: int = 0
@@ -92,7 +92,7 @@ class Loop:
                 self.journal.resume(step=0, epoch=0)
             return False
         state = self.runner.load(source)
-        self.position = Position.from_json(state.get("position"), f"the position in {source}")
+        self.position = TrainingPosition.from_json(state.get("position"), f"the position in {source}")
         if (before := state.get("experiment")) and (found := changes(before, self.experiment)):
             said = f"{source} is of another experiment: {'; '.join(found)}"
             if not self.config.checkpoint.allow_changes:
@@ -106,7 +106,7 @@ class Loop:
             self.journal.resume(step=self.position.step, epoch=self.position.epoch)
         return True
 
-    def run(self) -> Ending:
+    def run(self) -> RunEnd:
         """Train until the last epoch, an early stop, or a signal."""
         where = self.position
         self.show.begin(self.config.train.epochs, self.feed.steps, where.step)
@@ -114,14 +114,14 @@ class Loop:
             while where.epoch < self.config.train.epochs:
                 if not self._epoch():
                     self.save()
-                    return Ending("interrupted", self.wish.signal)
+                    return RunEnd("interrupted", self.wish.signal)
                 if where.stale(self.config.train.patience):
-                    return Ending("stopped early")
+                    return RunEnd("stopped early")
         finally:
             self.show.end()
             if self.journal is not None:
                 self.journal.close()
-        return Ending("finished")
+        return RunEnd("finished")
 
     def save(self, *, best: bool = False) -> None:
         """Write a checkpoint; a disk that is full is said and counted, and the last good one is kept."""
@@ -202,7 +202,7 @@ class Loop:
         self.show.step(row)
         self._bookkeeping_s += time.perf_counter() - began - time_s
 
-    def _attempt(self, micro_batches: list[MicroBatch]) -> Outcome:
+    def _attempt(self, micro_batches: list[MicroBatch]) -> StepOutcome:
         """A step; where memory runs out, once in a run, again with more room left."""
         while True:
             try:
@@ -219,7 +219,7 @@ class Loop:
             self._relieved = True
             self.show.say(f"warning: out of memory in step {self.position.step}; {said}")
 
-    def _not_finite(self, outcome: Outcome, micro_batches: list[MicroBatch]) -> None:
+    def _not_finite(self, outcome: StepOutcome, micro_batches: list[MicroBatch]) -> None:
         """A loss or gradient that is not a number: skip it and count, or stop and say where."""
         where = self.position
         where.not_finite += 1

@@ -10,7 +10,7 @@ from outcore.errors import CheckpointError
 from outcore.schema import Maybe, Number, Record, Whole, check
 from outcore.train.metrics import HIGHER_IS_BETTER
 
-__all__ = ["Position"]
+__all__ = ["TrainingPosition"]
 
 _COUNT = Whole(least=0)
 _SCHEMA = Record(
@@ -29,7 +29,7 @@ _SCHEMA = Record(
 
 
 @dataclass
-class Position:
+class TrainingPosition:
     """Steps and epochs done, and the best so far."""
 
     epoch: int = 0
@@ -91,7 +91,7 @@ class Position:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, given: Any, source: str = "the position of a run") -> Position:
+    def from_json(cls, given: Any, source: str = "the position of a run") -> TrainingPosition:
         """From plain values; names that are not known are left out."""
         check(given, _SCHEMA, source, CheckpointError)
         return cls(**{f.name: given[f.name] for f in fields(cls) if f.name in given})

@@ -11,13 +11,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from outcore.machine.units import format_bytes
 
-__all__ = ["Bar", "Lines", "Show", "Silence", "count_rate", "make_show"]
+__all__ = ["BarDisplay", "LineDisplay", "NoDisplay", "ProgressDisplay", "count_rate", "make_show"]
 
 _DRAW_S = 0.5
 """How often the bar is drawn."""
 
 
-class Show(Protocol):
+class ProgressDisplay(Protocol):
     """Where a run tells what it does."""
 
     def begin(self, epochs: int, steps: int, done: int) -> None:
@@ -33,7 +33,7 @@ class Show(Protocol):
         """No more steps."""
 
 
-class Silence:
+class NoDisplay:
     """Shows nothing."""
 
     def begin(self, epochs: int, steps: int, done: int) -> None:
@@ -49,7 +49,7 @@ class Silence:
         """Nothing."""
 
 
-class Lines:
+class LineDisplay:
     """Plain lines, at most one in a while: for log files and batch systems."""
 
     def __init__(self, console: Console, *, every_s: float = 10.0) -> None:
@@ -75,7 +75,7 @@ class Lines:
         """Nothing to take down."""
 
 
-class Bar:
+class BarDisplay:
     """A bar for the whole run, with what matters beside it."""
 
     def __init__(self, console: Console) -> None:
@@ -115,11 +115,11 @@ class Bar:
         self._progress.stop()
 
 
-def make_show(console: Console, *, rank: int = 0) -> Show:
+def make_show(console: Console, *, rank: int = 0) -> ProgressDisplay:
     """What suits the place."""
     if rank:
-        return Silence()
-    return Bar(console) if console.is_terminal else Lines(console)
+        return NoDisplay()
+    return BarDisplay(console) if console.is_terminal else LineDisplay(console)
 
 
 def count_rate(rate: float) -> str:

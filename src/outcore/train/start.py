@@ -27,11 +27,11 @@ from outcore.train.progress import count_rate
 from outcore.train.settings.config import Config
 from outcore.train.settings.precision import computing
 
-__all__ = ["Forecast", "device_here", "duration", "forecast", "start_table"]
+__all__ = ["RunForecast", "device_here", "duration", "forecast", "start_table"]
 
 
 @dataclass(frozen=True)
-class Forecast:
+class RunForecast:
     """What is expected of a run; figures that could not be predicted are None."""
 
     graph: Graph | None
@@ -73,7 +73,7 @@ def device_here(name: str | None) -> tuple[str, Device]:
     return name or kind, rated(next((d for d in devices if d.kind == kind), devices[0]))
 
 
-def forecast(job: Job, inputs: Any, config: Config) -> Forecast:
+def forecast(job: Job, inputs: Any, config: Config) -> RunForecast:
     """Estimate a plain step for inputs of a given size: tensors, lazy batches, or a tuple of them."""
     _, device = device_here(config.train.device)
     given = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
@@ -86,11 +86,11 @@ def forecast(job: Job, inputs: Any, config: Config) -> Forecast:
         make = job.optimizer if job.optimizer is not None else 2.0
         curve = memory_curve(graph, costs, optimizer=make)
     except OutcoreError as error:
-        return Forecast(None, device.name, shapes, notes=(f"nothing is predicted: {str(error).splitlines()[0]}",))
+        return RunForecast(None, device.name, shapes, notes=(f"nothing is predicted: {str(error).splitlines()[0]}",))
     notes = (f"{len(step.unmeasured)} calls of unknown time are not in it",) if step.unmeasured else ()
     parameters = graph.root.parameters
     totals = [moment.bytes.total for moment in curve.moments]
-    return Forecast(
+    return RunForecast(
         graph,
         device.name,
         shapes,
@@ -114,7 +114,7 @@ def _record(job: Job, inputs: Sequence[Any], precision: str) -> Graph:
         return capture(model, stand_ins)
 
 
-def start_table(config: Config, job: Job, found: Forecast, *, steps: int, examples: int, batch: int) -> Table:
+def start_table(config: Config, job: Job, found: RunForecast, *, steps: int, examples: int, batch: int) -> Table:
     """What was decided and what it will cost.
 
     Args:

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-__all__ = ["Wish", "listening"]
+__all__ = ["StopRequest", "listening"]
 
 _SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP")
 _HEARD = b"\nstopping when this step is done and saved; Ctrl-C again stops at once, without saving\n"
 
 
 @dataclass
-class Wish:
+class StopRequest:
     """Whether somebody asked the run to stop, and how."""
 
     signal: int | None = None
@@ -28,7 +28,7 @@ class Wish:
 
 
 @contextlib.contextmanager
-def listening(wish: Wish, *, speaks: bool = False) -> Iterator[None]:
+def listening(wish: StopRequest, *, speaks: bool = False) -> Iterator[None]:
     """Take SIGTERM, SIGUSR1, SIGHUP and Ctrl-C as wishes; a second Ctrl-C ends the program as it always does.
 
     A signal that was ignored stays so: that is what ``nohup`` asks for.

@@ -8,10 +8,10 @@ import torch
 
 from outcore.cost.costs import Costs
 from outcore.cost.measured import host_time
-from outcore.cost.measured.cache_state import Surroundings
+from outcore.cost.measured.cache_state import CacheState
 from outcore.cost.measured.saved_bytes import account
 from outcore.graph import Graph
-from outcore.machine.clock import Timing, time_calls
+from outcore.machine.clock import TimedRuns, time_calls
 
 CPU = torch.device("cpu")
 
@@ -22,7 +22,7 @@ def taking(seconds: float) -> tuple[list[Graph], object]:
 
     def measure(graph: Graph) -> Costs:
         asked.append(graph)
-        costs, timing = account(graph), Timing.of([seconds])
+        costs, timing = account(graph), TimedRuns.of([seconds])
         calls = {n: replace(c, forward=timing, backward=timing) for n, c in costs.calls.items()}
         return replace(costs, calls=calls)
 
@@ -50,7 +50,7 @@ def test_calls_that_take_longer_alone_than_together_have_nothing_between_them(mo
 def test_arranging_the_caches_changes_no_value() -> None:
     tensors = [torch.randn(100), torch.randn(4, 5).t(), torch.arange(7)]
     before = [t.clone() for t in tensors]
-    arrange = Surroundings(CPU).before(tensors)
+    arrange = CacheState(CPU).before(tensors)
     arrange()
     assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
 

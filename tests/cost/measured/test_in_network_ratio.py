@@ -9,7 +9,7 @@ import pytest
 
 import outcore
 from outcore.cost import Operation
-from outcore.cost.measured.in_network_ratio import Used, fit_usage, inside_a_network, predicted_alone
+from outcore.cost.measured.in_network_ratio import OperationUse, fit_usage, inside_a_network, predicted_alone
 from outcore.cost.predicted.calibration import Calibration
 from outcore.machine import parse
 
@@ -30,10 +30,10 @@ def _linear(rows: int, wide: int) -> Operation:
 CALLS = [_linear(rows, wide) for rows in (4096, 6144, 8192, 11000, 16384) for wide in (256, 384, 512, 768, 1024)]
 
 
-def _used(calibration: Calibration, times: float) -> list[Used]:
+def _used(calibration: Calibration, times: float) -> list[OperationUse]:
     predicted = inside_a_network(calibration, CALLS, DEVICE)
     pairs = enumerate(zip(CALLS, predicted, strict=True))
-    used = [Used(o, times * p.time_s, f"network {i % 3}") for i, (o, p) in pairs]
+    used = [OperationUse(o, times * p.time_s, f"network {i % 3}") for i, (o, p) in pairs]
     return predicted_alone(used, calibration, DEVICE)
 
 

@@ -11,13 +11,13 @@ from torch import nn
 import outcore
 from outcore.cost.costs import Costs
 from outcore.cost.measured import host_speed, host_time
-from outcore.cost.measured.host_speed import Beats, beat_s
+from outcore.cost.measured.host_speed import HostSpeed, beat_s
 from outcore.cost.measured.launch_count import issue_of
 from outcore.cost.measured.saved_bytes import account
 from outcore.cost.predicted.step_time import predict_step
 from outcore.graph import Graph
 from outcore.machine import parse
-from outcore.machine.clock import Timing
+from outcore.machine.clock import TimedRuns
 
 aten = torch.ops.aten
 
@@ -63,11 +63,11 @@ def test_a_small_network_on_a_gpu_is_estimated_by_its_host() -> None:
 
 
 def test_times_taken_at_different_paces_are_equal_in_beats(monkeypatch: pytest.MonkeyPatch) -> None:
-    beats, now = Beats(), [1e-4]
+    beats, now = HostSpeed(), [1e-4]
     monkeypatch.setattr(host_speed, "beat_s", lambda: now[0])
-    quick = beats.counted(Timing.of([1e-3], dispatch_s=1e-5), 1e-4)
+    quick = beats.counted(TimedRuns.of([1e-3], dispatch_s=1e-5), 1e-4)
     now[0] = 2e-4
-    slow = beats.counted(Timing.of([1e-3], dispatch_s=2e-5), 2e-4)
+    slow = beats.counted(TimedRuns.of([1e-3], dispatch_s=2e-5), 2e-4)
     assert quick.dispatch_s == slow.dispatch_s
     restored = beats.in_seconds(slow)
     assert restored is not None and restored.dispatch_s == pytest.approx(1e-5, rel=0.15) and restored.median_s == 1e-3
@@ -75,8 +75,8 @@ def test_times_taken_at_different_paces_are_equal_in_beats(monkeypatch: pytest.M
 
 
 def test_a_slow_spell_does_not_change_the_pace() -> None:
-    assert Beats().pace_s == 0.0
-    beats = Beats()
+    assert HostSpeed().pace_s == 0.0
+    beats = HostSpeed()
     beats.seen += [7.4e-5, 7.5e-5, 7.6e-5] * 10 + [14e-5] * 60
     assert beats.pace_s == pytest.approx(7.5e-5, rel=0.02)
 
@@ -89,7 +89,7 @@ def test_a_beat_takes_time_and_changes_nothing() -> None:
 
 def test_what_is_between_calls_is_given_for_the_pace_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     def measure(graph: Graph) -> Costs:
-        costs, timing = account(graph), Timing.of([1e-4])
+        costs, timing = account(graph), TimedRuns.of([1e-4])
         calls = {n: replace(c, forward=timing, backward=None) for n, c in costs.calls.items()}
         return replace(costs, calls=calls, beat_s=1e-4)
 

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import outcore
 from outcore.cost.costs import Costs
-from outcore.cost.measured.bench import Bench
+from outcore.cost.measured.bench import CallBench
 from outcore.cost.measured.measure import measure
 from tests.foreign.zoo import QUICK, Foreign
 
@@ -108,7 +108,9 @@ def test_when_the_time_is_up_what_was_measured_is_kept() -> None:
 
 
 def test_when_the_time_is_up_the_rest_is_still_weighed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Bench, "weighed", lambda self, name: replace(self.costs.calls[name], workspace_forward_bytes=7))
+    monkeypatch.setattr(
+        CallBench, "weighed", lambda self, name: replace(self.costs.calls[name], workspace_forward_bytes=7)
+    )
     costs = measure(outcore.capture(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), [(2, 4)]), time_limit_s=0)
     assert len(costs.unmeasured) == 3
     assert all(cost.workspace_forward_bytes == 7 for cost in costs.calls.values())

@@ -13,13 +13,13 @@ from outcore.cost.measured.samples import measure_samples, read_samples
 from outcore.cost.predicted.operation import KINDS, Operation
 from outcore.errors import MachineError
 from outcore.machine import Device, find
-from outcore.machine.clock import Timing
+from outcore.machine.clock import TimedRuns
 
 CPU = Device("a processor", "cpu", 8 << 30, 20e9, {"fp32": 5e10, "bf16": 5e10}, sms=2, dispatch_s=2e-6)
 
 
-def fake(operation: Operation) -> Timing:
-    return Timing.of([1e-6 * (1 + operation.nbytes % 97)] * 3)
+def fake(operation: Operation) -> TimedRuns:
+    return TimedRuns.of([1e-6 * (1 + operation.nbytes % 97)] * 3)
 
 
 def test_a_sweep_is_the_same_each_time_and_stays_in_bounds() -> None:
@@ -39,7 +39,7 @@ def test_an_interrupted_sweep_goes_on_where_it_stopped(tmp_path: Path) -> None:
     operations = list(itertools.islice(sweep(CPU, dtype="fp32"), 30))
     path, seen = tmp_path / "samples.jsonl", []
 
-    def interrupted(operation: Operation) -> Timing:
+    def interrupted(operation: Operation) -> TimedRuns:
         if len(seen) == 12:
             raise KeyboardInterrupt
         seen.append(operation)
@@ -52,7 +52,7 @@ def test_an_interrupted_sweep_goes_on_where_it_stopped(tmp_path: Path) -> None:
         file.write('{"operation": {"kind": "co')  # killed in the middle of a line
     again: list[Operation] = []
 
-    def counted(operation: Operation) -> Timing:
+    def counted(operation: Operation) -> TimedRuns:
         again.append(operation)
         return fake(operation)
 
@@ -78,7 +78,7 @@ def test_an_operation_that_fails_is_noted_and_not_tried_again(tmp_path: Path) ->
     operations = list(itertools.islice(sweep(CPU, dtype="fp32"), 6))
     tried: list[Operation] = []
 
-    def failing(operation: Operation) -> Timing:
+    def failing(operation: Operation) -> TimedRuns:
         tried.append(operation)
         if operation == operations[2]:
             raise RuntimeError("out of memory\nand more lines")

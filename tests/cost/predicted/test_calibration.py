@@ -22,17 +22,17 @@ from outcore.cost.predicted.features import NAMES, Matrix, features
 from outcore.cost.predicted.regression import METHODS, fit_regression, regression_from_json
 from outcore.errors import MachineError
 from outcore.machine import Device, find
-from outcore.machine.clock import Timing
+from outcore.machine.clock import TimedRuns
 
 DEVICE = Device("a card", "cuda", 16 << 30, 1e12, {"fp32": 1e13}, sms=80, launch_s=2e-6, dispatch_s=5e-6)
 
 
-def invented(operation: Operation) -> Timing:
+def invented(operation: Operation) -> TimedRuns:
     """A device with a smooth efficiency, a jump for odd channels, and three per cent of noise."""
     roofline_s = DEVICE.roofline_s(flops=operation.flops, nbytes=operation.nbytes, dtype="fp32")
     efficiency = 0.8 / (1 + 3e5 / (operation.flops + operation.nbytes)) / (2 if operation.in_channels % 8 else 1)
     noise = 1 + 0.03 * random.Random(str(operation)).random()
-    return Timing.of([roofline_s / efficiency * noise] * 3, dispatch_s=7e-6)
+    return TimedRuns.of([roofline_s / efficiency * noise] * 3, dispatch_s=7e-6)
 
 
 @pytest.fixture(scope="module")

@@ -7,13 +7,13 @@ from torch import Tensor, nn
 
 import outcore
 from outcore.cost.measured.saved_bytes import account, recording_of
-from outcore.cost.predicted.memory_traffic import Movement
+from outcore.cost.predicted.memory_traffic import MemoryTraffic
 
 
-def _movement(model: nn.Module, shape: tuple[int, ...]) -> Movement:
+def _movement(model: nn.Module, shape: tuple[int, ...]) -> MemoryTraffic:
     graph = outcore.capture(model, [shape])
     steps = {step.name: step for step in recording_of(graph).steps if step.kind != "guard"}
-    return Movement(graph, account(graph, "cuda"), steps)
+    return MemoryTraffic(graph, account(graph, "cuda"), steps)
 
 
 class _Residual(nn.Module):
@@ -58,5 +58,5 @@ def test_operands_of_one_size_move_nothing_more() -> None:
 
     graph = outcore.capture(Sum(), [(4, 8), (4, 8)])
     steps = {step.name: step for step in recording_of(graph).steps if step.kind != "guard"}
-    moves = Movement(graph, account(graph, "cuda"), steps)
+    moves = MemoryTraffic(graph, account(graph, "cuda"), steps)
     assert [moves.bytes_of(name) for name in graph.calls] == [(0, 0)]

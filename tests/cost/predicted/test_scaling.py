@@ -1,12 +1,12 @@
 import pytest
 
-from outcore.cost.predicted.scaling import Point, Scaling, ladder
+from outcore.cost.predicted.scaling import Scaling, SizePoint, ladder
 from outcore.errors import OutcoreError
 
 
-def line(size: int) -> Point:
+def line(size: int) -> SizePoint:
     """Ten bytes and two seconds a sample over a base of a hundred bytes and one second."""
-    return Point(size, 1.0 + 2.0 * size, 0.9 + 1.8 * size, 1.1 + 2.2 * size, 100 + 10 * size, size)
+    return SizePoint(size, 1.0 + 2.0 * size, 0.9 + 1.8 * size, 1.1 + 2.2 * size, 100 + 10 * size, size)
 
 
 @pytest.mark.parametrize("capacity", [110, 115, 133, 1000, 5000])
@@ -32,8 +32,8 @@ def test_sizes_in_between_lie_on_the_line_and_others_are_refused() -> None:
 
 
 def test_a_change_of_slope_is_a_knee_and_a_line_has_none() -> None:
-    def flat_then_steep(size: int) -> Point:
-        return Point(size, max(4.0, float(size)), 0.0, 99.0, size, size)
+    def flat_then_steep(size: int) -> SizePoint:
+        return SizePoint(size, max(4.0, float(size)), 0.0, 99.0, size, size)
 
     found = ladder("batch", (1, 2, 4, 8, 16), flat_then_steep, 16, most=16)
     assert found.knees("step_s") == [4]
@@ -42,7 +42,7 @@ def test_a_change_of_slope_is_a_knee_and_a_line_has_none() -> None:
 
 
 def test_a_size_that_the_model_refuses_is_kept_with_its_reason() -> None:
-    def even(size: int) -> Point:
+    def even(size: int) -> SizePoint:
         if size % 2:
             raise OutcoreError(f"{size} is odd\nmore")
         return line(size)

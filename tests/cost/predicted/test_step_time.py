@@ -9,20 +9,20 @@ from outcore.cost.costs import Costs
 from outcore.cost.measured.measure import measure
 from outcore.cost.measured.saved_bytes import account
 from outcore.cost.predicted.step_time import measure_optimizer, predict_step
-from outcore.machine.clock import Timing
+from outcore.machine.clock import TimedRuns
 
 
 def timed(device_s: float, dispatch_s: float) -> tuple[outcore.Graph, Costs]:
     """A chain of four calls, each with the same time forward and backward."""
     graph = outcore.capture(nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))), [(2, 4)])
     costs = account(graph)
-    timing = Timing.of([device_s], dispatch_s=dispatch_s)
+    timing = TimedRuns.of([device_s], dispatch_s=dispatch_s)
     calls = {n: replace(c, forward=timing, backward=timing, time_source="measured") for n, c in costs.calls.items()}
     return graph, replace(costs, calls=calls)
 
 
 def test_on_a_cpu_a_step_is_the_sum_of_its_calls() -> None:
-    step = predict_step(*timed(2e-3, 0.0), optimizer=Timing.of([1e-3]))
+    step = predict_step(*timed(2e-3, 0.0), optimizer=TimedRuns.of([1e-3]))
     assert step.step_s == pytest.approx(8 * 2e-3 + 1e-3)
     assert (step.wait_s, step.source, step.unmeasured) == (0.0, "measured", ())
 
@@ -43,14 +43,14 @@ def test_what_lies_between_the_calls_counts_for_every_call_and_direction() -> No
 
 
 def test_an_optimizer_of_many_kernels_starts_before_it_is_issued() -> None:
-    bound_by_host = predict_step(*timed(1e-6, 1e-5), optimizer=Timing.of([1e-6], dispatch_s=1e-3))
+    bound_by_host = predict_step(*timed(1e-6, 1e-5), optimizer=TimedRuns.of([1e-6], dispatch_s=1e-3))
     assert bound_by_host.step_s == pytest.approx(8e-5 + 1e-3)
-    bound_by_device = predict_step(*timed(2e-3, 1e-5), optimizer=Timing.of([3e-3], dispatch_s=1e-3))
+    bound_by_device = predict_step(*timed(2e-3, 1e-5), optimizer=TimedRuns.of([3e-3], dispatch_s=1e-3))
     assert bound_by_device.step_s == pytest.approx(8 * 2e-3 + 1e-5 + 3e-3)
 
 
 def test_an_optimizer_s_first_kernel_waits_for_what_comes_before_it() -> None:
-    late = replace(Timing.of([1e-3], dispatch_s=5e-4), lead_s=4e-4)
+    late = replace(TimedRuns.of([1e-3], dispatch_s=5e-4), lead_s=4e-4)
     assert predict_step(*timed(1e-6, 1e-5), optimizer=late).step_s == pytest.approx(8e-5 + 4e-4 + 1e-3)
     hidden = predict_step(*timed(2e-3, 1e-5), optimizer=late)
     assert hidden.step_s == pytest.approx(8 * 2e-3 + 1e-5 + 1e-3)
@@ -73,7 +73,7 @@ def test_gradients_that_meet_are_added_up() -> None:
 
     graph = outcore.capture(Fork(), [(2, 4)])
     costs = account(graph)
-    timing, tiny = Timing.of([1e-3]), Timing.of([1e-6], dispatch_s=1e-5)
+    timing, tiny = TimedRuns.of([1e-3]), TimedRuns.of([1e-6], dispatch_s=1e-5)
     calls = {n: replace(c, forward=timing, backward=timing, time_source="measured") for n, c in costs.calls.items()}
     plain = predict_step(graph, replace(costs, calls=calls))
     summed = predict_step(graph, replace(costs, calls=calls, sum_bytes_per_s=96e3))
@@ -87,7 +87,7 @@ def test_gradients_that_meet_are_added_up() -> None:
 
 def test_the_interval_lies_around_the_step() -> None:
     graph, costs = timed(2e-3, 0.0)
-    timing = Timing(1e-3, 2e-3, 4e-3, 2e-3, 5)
+    timing = TimedRuns(1e-3, 2e-3, 4e-3, 2e-3, 5)
     calls = {n: replace(c, forward=timing, backward=None) for n, c in costs.calls.items()}
     step = predict_step(graph, replace(costs, calls=calls))
     assert step.interval_s == pytest.approx((8e-3 - 4e-3, 8e-3 + 8e-3))

@@ -12,12 +12,12 @@ import torch.utils.checkpoint
 from torch import nn, optim
 
 import outcore
-from outcore.allocator.caching_allocator import Reserved
+from outcore.allocator.caching_allocator import ReservedBytes
 from outcore.errors import FuseError
-from outcore.fusion import Way, choose, forecast
+from outcore.fusion import RunMode, choose, forecast
 from outcore.fusion.program import autotune
 from outcore.fusion.program.dry_run import rehearse
-from outcore.fusion.program.program import Program
+from outcore.fusion.program.program import StackedProgram
 from tests.fusion.serial import assert_as_if_alone, distance, train_serially
 from tests.fusion.small import momentum, small_array, small_batches, small_net
 from tests.fusion.workloads import TINY
@@ -83,9 +83,9 @@ def test_convolutions_run_one_by_one_where_that_was_faster(monkeypatch: pytest.M
 
 def test_convolutions_are_timed_both_ways() -> None:
     from outcore.fusion.program.layerwise import _time
-    from outcore.fusion.rules.convolution import Convolution
+    from outcore.fusion.rules.convolution import MemberConvolution
 
-    conv = Convolution.of(2, 1, 1, 1, 1)
+    conv = MemberConvolution.of(2, 1, 1, 1, 1)
     x, w = torch.empty(3, 2, 4, 6, 6, device="meta"), torch.empty(3, 4, 4, 3, 3, device="meta")
     assert all(_time(conv, x, w, way, torch.device("cpu"), 0.001) > 0 for way in ("grouped", "members"))
 
@@ -119,7 +119,7 @@ def test_where_nothing_is_faster_members_run_one_after_the_other(monkeypatch: py
     array = small_array(6)
     (x, y), *_ = small_batches()
     made = choose(array, x, y)
-    assert made.speedup == pytest.approx(0.5) and array.way == Way(1)
+    assert made.speedup == pytest.approx(0.5) and array.way == RunMode(1)
     assert "does not pay" in str(made)
     assert array.step(x, y).shape == (6,)
 
@@ -127,7 +127,7 @@ def test_where_nothing_is_faster_members_run_one_after_the_other(monkeypatch: py
 def test_the_time_of_all_members_follows_from_two_and_four(monkeypatch: pytest.MonkeyPatch) -> None:
     from outcore.fusion.program import autotune
 
-    def time(array: Any, count: int, way: Way, *rest: Any) -> float:
+    def time(array: Any, count: int, way: RunMode, *rest: Any) -> float:
         return 1.0 + 0.25 * count if way.width > 1 else 0.5 + 0.5 * count
 
     monkeypatch.setattr(autotune, "_time", time)
@@ -193,7 +193,7 @@ def test_a_rehearsal_counts_what_a_step_makes(workload: str, members: int, low: 
     expected = rehearse(lane, "loss", program, args, alone=alone)
     assert all(torch.equal(before[name], t) for name, t in lane.stack.buffers.items())
     there = [*lane.stack.parameters.values(), *lane.stack.buffers.values(), *made.batch()]
-    with Reserved([*there, *models[0].parameters(), *models[0].buffers()]) as live:
+    with ReservedBytes([*there, *models[0].parameters(), *models[0].buffers()]) as live:
         outcome = lane.forward("loss", program, args, alone=alone)
         grads = lane.gradients("loss", outcome.losses, alone=alone)
     assert grads and live.peak == pytest.approx(expected.peak, rel=0.02)
@@ -206,7 +206,7 @@ def test_copies_that_are_tried_and_models_that_refill_need_no_new_recording(monk
     array.step(x, y)
     array.evaluate(x, y)
     recorded: list[Any] = []
-    monkeypatch.setattr(Program, "record", lambda *a, **k: recorded.append(a))
+    monkeypatch.setattr(StackedProgram, "record", lambda *a, **k: recorded.append(a))
     choose(array, x, y, seconds=0.001)
     for slot in (0, 2):
         array.refill(slot, small_net(9))
@@ -225,7 +225,7 @@ def test_ways_that_lead_are_tried_again_with_more_members(monkeypatch: pytest.Mo
     """Streams that look slower for four are faster for eight, and slow ways are not tried again."""
     array = small_array(8)
     (x, y), *_ = small_batches()
-    ways = [Way(8), Way(1, parallel=True), Way(4)]
+    ways = [RunMode(8), RunMode(1, parallel=True), RunMode(4)]
     times = {
         ways[0]: {4: 3.0, 8: 5.0}, ways[1]: {4: 3.5, 8: 4.5}, ways[2]: {4: 18.0},
     }  # fmt: skip
@@ -243,18 +243,18 @@ def test_more_members_than_a_lane_holds_are_fused_in_equal_lanes(monkeypatch: py
     array = small_array(20)
     (x, y), *_ = small_batches()
     width = autotune.lane_width(20)
-    tried: list[tuple[int, Way]] = []
+    tried: list[tuple[int, RunMode]] = []
 
-    def time(array: Any, count: int, way: Way, *_: Any) -> float:
+    def time(array: Any, count: int, way: RunMode, *_: Any) -> float:
         tried.append((count, way))
         return 1.0 + 0.1 * count if way.width > 1 else 1.0 * count
 
     monkeypatch.setattr(autotune, "_time_serially", lambda *_: 1.0)
     monkeypatch.setattr(autotune, "_time", time)
     monkeypatch.setattr(autotune, "_tries_again", lambda device: True)
-    made = choose(array, x, y, ways=[Way(width), Way(1, parallel=True)])
-    assert width == 10 and tried[-1] == (10, Way(10))
-    assert made.best.predicted_s == pytest.approx(4.0) and array.way == Way(10) and len(array.lanes) == 2
+    made = choose(array, x, y, ways=[RunMode(width), RunMode(1, parallel=True)])
+    assert width == 10 and tried[-1] == (10, RunMode(10))
+    assert made.best.predicted_s == pytest.approx(4.0) and array.way == RunMode(10) and len(array.lanes) == 2
     assert made.memory is not None
     whole = forecast(small_array(20), x, y)
     assert made.memory.peak_bytes() < whole.peak_bytes()

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import nn, optim
 
 import outcore
-from outcore.fusion import Way, forecast
+from outcore.fusion import RunMode, forecast
 from outcore.fusion.program import batch_norm_chain, replay
-from outcore.fusion.program.batch_norm_chain import Chain
+from outcore.fusion.program.batch_norm_chain import BatchNormChain
 from outcore.fusion.rules import batch_norm_relu
 from outcore.fusion.rules.norm_max import norm_max
 from tests.fusion.serial import distance, train_serially
@@ -77,7 +77,7 @@ def _sgd(params: Any, i: int) -> optim.Optimizer:
 
 
 def _trains_as_plain(
-    build: Callable[[int], nn.Module], shape: tuple[int, ...], device: str, way: Way, dtype: torch.dtype
+    build: Callable[[int], nn.Module], shape: tuple[int, ...], device: str, way: RunMode, dtype: torch.dtype
 ) -> outcore.fusion.FusedArray:
     tolerance = 1e-10 if dtype is torch.float64 else 1e-4
     models = [build(i).to(device, dtype) for i in range(3)]
@@ -95,7 +95,7 @@ def _trains_as_plain(
     return array
 
 
-def _chains(array: outcore.fusion.FusedArray) -> set[Chain]:
+def _chains(array: outcore.fusion.FusedArray) -> set[BatchNormChain]:
     (found,) = array._recordings.programs.values()
     return set(found.chains.values())
 
@@ -110,7 +110,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_members_with_chains_equal_their_serial_twins(channels_last: bool) -> None:
-    array = _trains_as_plain(_Net, IMAGES, "cpu", Way(3, channels_last=channels_last), torch.float64)
+    array = _trains_as_plain(_Net, IMAGES, "cpu", RunMode(3, channels_last=channels_last), torch.float64)
     found = {c.path.removeprefix("model."): (c.relu is not None, c.bias) for c in _chains(array)}
     assert found == {
         "norm1": (True, "model.first.bias"),
@@ -128,14 +128,14 @@ def test_only_the_largest_values_of_a_norm_are_made_where_nothing_else_is_wanted
     monkeypatch.setattr(batch_norm_relu, "_suits", lambda x: True)
     made: list[bool] = []
     monkeypatch.setattr(batch_norm_relu, "norm_max", lambda *a, **k: made.append(True) or norm_max(*a, **k))
-    array = _trains_as_plain(_Points, CLOUDS, "cpu", Way(3), torch.float64)
+    array = _trains_as_plain(_Points, CLOUDS, "cpu", RunMode(3), torch.float64)
     assert {c.path for c in _chains(array) if c.largest is not None} == {"model.norm1", "model.norm2"}
     assert len(made) == 2 * (6 + 1)  # two norms in six steps, and in the check before the first
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_where_the_largest_values_are_is_as_in_torch() -> None:
-    assert not any(c.largest for c in _chains(_trains_as_plain(_Places, CLOUDS, "cpu", Way(3), torch.float64)))
+    assert not any(c.largest for c in _chains(_trains_as_plain(_Places, CLOUDS, "cpu", RunMode(3), torch.float64)))
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
@@ -143,7 +143,7 @@ def test_a_hook_on_a_norm_keeps_its_chain_apart() -> None:
     models = [_Net(i) for i in range(2)]
     seen: list[tuple[int, ...]] = []
     models[0].norm2.register_forward_hook(lambda _m, _x, out: seen.append(tuple(out.shape)))
-    array = outcore.fuse(models, loss=F.cross_entropy, optimizer=_sgd, way=Way(2), check=False)
+    array = outcore.fuse(models, loss=F.cross_entropy, optimizer=_sgd, way=RunMode(2), check=False)
     batch = torch.randn(4, 3, 6, 6), torch.randint(5, (4,))
     array.step(*batch)
     seen.clear()  # of the recording too
@@ -164,7 +164,7 @@ def test_members_with_chains_equal_their_serial_twins_on_a_gpu(
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     try:
-        way = Way(3, graphed=True, channels_last="last" in net)
+        way = RunMode(3, graphed=True, channels_last="last" in net)
         array = _trains_as_plain(build, shape, "cuda", way, dtype)
     finally:
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn, optim
 
 import outcore
-from outcore.fusion.program.program import Program
+from outcore.fusion.program.program import StackedProgram
 from outcore.fusion.rules import convolution
-from outcore.fusion.training import Training
+from outcore.fusion.training import MemberTraining
 from tests.fusion.serial import assert_as_if_alone
 
 
@@ -51,9 +51,9 @@ def _batches(dims: int, stride: int = 1) -> list[tuple[Tensor, Tensor]]:
 
 
 def _left_apart(how: str, dims: int = 1) -> dict[str, str]:
-    model = Training(_Joining(how, dims).double(), F.cross_entropy)
+    model = MemberTraining(_Joining(how, dims).double(), F.cross_entropy)
     (x, y) = _batches(dims, 2 if how == "stride" else 1)[0]
-    return Program.record([model], ((x,), y)).joins
+    return StackedProgram.record([model], ((x,), y)).joins
 
 
 @pytest.mark.parametrize("how", ["plain", "repeat", "twice", "read", "stride", "stack"])

@@ -18,11 +18,11 @@ from typer.testing import CliRunner
 from outcore.cli.main import app
 from outcore.errors import FuseError, OutcoreError
 from outcore.fusion.array import FusedArray
-from outcore.fusion.program.program import Program
+from outcore.fusion.program.program import StackedProgram
 from outcore.fusion.sweep.optuna_tuner import Tuner
-from outcore.fusion.sweep.space import Setting, grid, parse_settings
-from outcore.fusion.sweep.sweep import Options, Sweep
-from outcore.fusion.sweep.trials import Listed, Result, Trial
+from outcore.fusion.sweep.space import SearchDimension, grid, parse_settings
+from outcore.fusion.sweep.sweep import Sweep, SweepOptions
+from outcore.fusion.sweep.trials import ListedTrials, Trial, TrialResult
 
 JOB = """
 import torch
@@ -52,8 +52,8 @@ def job(tmp_path: Path) -> str:
     return str(path)
 
 
-def _options(job: str, directory: Path, **settings: Any) -> Options:
-    return Options(job, directory, **({"steps": 12, "interval": 4, "members": 4, "measure": False} | settings))
+def _options(job: str, directory: Path, **settings: Any) -> SweepOptions:
+    return SweepOptions(job, directory, **({"steps": 12, "interval": 4, "members": 4, "measure": False} | settings))
 
 
 def _alone(sweep: Sweep, number: int) -> float:
@@ -76,7 +76,7 @@ def _alone(sweep: Sweep, number: int) -> float:
 def test_every_configuration_of_a_grid_is_trained_as_if_alone(job: str, tmp_path: Path) -> None:
     """Four at a time from one group of four: all begin at the first batch, so each equals a run of its own."""
     settings = parse_settings(["lr=0.3,0.03", "wd=0,0.1"])
-    sweep = Sweep(_options(job, tmp_path / "out"), Listed(grid(settings), tmp_path / "trials.jsonl"))
+    sweep = Sweep(_options(job, tmp_path / "out"), ListedTrials(grid(settings), tmp_path / "trials.jsonl"))
     results = sweep.run()
     assert [r.state for r in results] == ["complete"] * 4
     for result in results:
@@ -93,7 +93,7 @@ def test_every_configuration_of_a_grid_is_trained_as_if_alone(job: str, tmp_path
 
 def test_what_cannot_be_fused_is_grouped_by_itself(job: str, tmp_path: Path) -> None:
     settings = parse_settings(["width=4,8", "batch=8,16", "lr=0.1,0.2", "seed=1"])
-    sweep = Sweep(_options(job, tmp_path / "out", members=8), Listed(grid(settings), tmp_path / "trials.jsonl"))
+    sweep = Sweep(_options(job, tmp_path / "out", members=8), ListedTrials(grid(settings), tmp_path / "trials.jsonl"))
     results = sweep.run()
     assert len(results) == 8 and all(r.state == "complete" for r in results)
     for result in results[::3]:
@@ -102,7 +102,7 @@ def test_what_cannot_be_fused_is_grouped_by_itself(job: str, tmp_path: Path) -> 
 
 def test_a_slot_is_refilled_while_the_others_train_on(job: str, tmp_path: Path) -> None:
     settings = parse_settings(["lr=0.3,0.1,0.03,0.01,0.003,1e999"])
-    sweep = Sweep(_options(job, tmp_path / "out", members=2), Listed(grid(settings), tmp_path / "trials.jsonl"))
+    sweep = Sweep(_options(job, tmp_path / "out", members=2), ListedTrials(grid(settings), tmp_path / "trials.jsonl"))
     results = {r.settings["lr"]: r for r in sweep.run()}
     assert len(results) == 6
     assert results.pop(float("inf")).state == "diverged"
@@ -119,7 +119,7 @@ def test_a_slot_is_refilled_while_the_others_train_on(job: str, tmp_path: Path) 
     ],
 )  # fmt: skip
 def test_values_that_do_not_fit_are_refused_by_name(job: str, tmp_path: Path, setting: str, message: str) -> None:
-    made = Listed(grid(parse_settings([setting])), tmp_path / "trials.jsonl")
+    made = ListedTrials(grid(parse_settings([setting])), tmp_path / "trials.jsonl")
     with pytest.raises(OutcoreError, match=message):
         Sweep(_options(job, tmp_path / "out"), made).run()
 
@@ -127,11 +127,11 @@ def test_values_that_do_not_fit_are_refused_by_name(job: str, tmp_path: Path, se
 def test_rounds_of_configurations_share_one_array(job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Five configurations, two at a time, all begin at the first batch; nothing is recorded anew for a round."""
     recorded: list[int] = []
-    record = Program.record
+    record = StackedProgram.record
     counting = lambda *given: (recorded.append(1), record(*given))[1]  # noqa: E731
-    monkeypatch.setattr(Program, "record", staticmethod(counting))
+    monkeypatch.setattr(StackedProgram, "record", staticmethod(counting))
     settings = parse_settings(["lr=0.3,0.1,0.03,0.01,0.003"])
-    sweep = Sweep(_options(job, tmp_path / "out", members=2), Listed(grid(settings), tmp_path / "trials.jsonl"))
+    sweep = Sweep(_options(job, tmp_path / "out", members=2), ListedTrials(grid(settings), tmp_path / "trials.jsonl"))
     results = sweep.run()
     assert [r.state for r in results] == ["complete"] * 5
     for result in results:
@@ -142,7 +142,7 @@ def test_rounds_of_configurations_share_one_array(job: str, tmp_path: Path, monk
 def test_a_larger_round_gets_a_larger_array(job: str, tmp_path: Path) -> None:
     """One configuration of a width beside two of another, then three of the first."""
     widths = (4, 8, 8, 4, 4, 4)
-    made = Listed([{"width": w, "lr": 0.1 / (i + 1)} for i, w in enumerate(widths)], tmp_path / "trials.jsonl")
+    made = ListedTrials([{"width": w, "lr": 0.1 / (i + 1)} for i, w in enumerate(widths)], tmp_path / "trials.jsonl")
     seen: list[int] = []
     sweep = Sweep(_options(job, tmp_path / "out", members=3), made)
     start = sweep._start
@@ -156,7 +156,7 @@ def test_an_array_that_shrinks_with_its_trials_gives_the_same(
 ) -> None:
     """Four of six are given up after the first interval, and there is nothing to refill their slots with."""
 
-    class Some(Listed):
+    class Some(ListedTrials):
         def hopeless(self, number: int) -> bool:
             return number not in (3, 5)
 
@@ -165,7 +165,7 @@ def test_an_array_that_shrinks_with_its_trials_gives_the_same(
     monkeypatch.setattr(FusedArray, "keep", lambda array, slots: (kept.append(list(slots)), keep(array, slots)))
     configurations = grid(parse_settings(["lr=0.3,0.1,0.05,0.03,0.02,0.01"]))
 
-    def sweep(narrow: bool) -> list[Result]:
+    def sweep(narrow: bool) -> list[TrialResult]:
         options = _options(job, tmp_path / f"{narrow}", members=6, narrow=narrow)
         return sorted(Sweep(options, Some(configurations, tmp_path / f"{narrow}.jsonl")).run(), key=lambda r: r.number)
 
@@ -183,7 +183,9 @@ class _KilledError(Exception):
 
 def test_a_killed_sweep_goes_on_where_it_was(job: str, tmp_path: Path) -> None:
     settings = parse_settings(["lr=0.3,0.1,0.03,0.01"])
-    whole = Sweep(_options(job, tmp_path / "whole", members=2), Listed(grid(settings), tmp_path / "whole.jsonl")).run()
+    whole = Sweep(
+        _options(job, tmp_path / "whole", members=2), ListedTrials(grid(settings), tmp_path / "whole.jsonl")
+    ).run()
 
     def kill(sweep: Sweep) -> None:
         if sum(r.state == "complete" for r in sweep.results.values()) == 2:
@@ -191,10 +193,10 @@ def test_a_killed_sweep_goes_on_where_it_was(job: str, tmp_path: Path) -> None:
 
     journal = tmp_path / "trials.jsonl"
     with pytest.raises(_KilledError):
-        Sweep(_options(job, tmp_path / "out", members=2), Listed(grid(settings), journal), on_change=kill).run()
+        Sweep(_options(job, tmp_path / "out", members=2), ListedTrials(grid(settings), journal), on_change=kill).run()
     with journal.open("a") as file:
         file.write('{"number": 2, "settings"')  # a line cut short
-    again = Sweep(_options(job, tmp_path / "out", members=2), Listed(grid(settings), journal))
+    again = Sweep(_options(job, tmp_path / "out", members=2), ListedTrials(grid(settings), journal))
     results = again.run()
     assert {r.number for r in results} == {0, 1, 2, 3} and all(r.state == "complete" for r in results)
     assert again.member_steps == 24  # two of the four were not trained again
@@ -312,28 +314,30 @@ def test_settings_that_make_no_sense_are_refused(texts: list[str], message: str)
 
 
 def test_settings_are_read_as_typed() -> None:
-    assert Setting.parse("betas=(0.9,0.99),(0.8,0.9)").values == ((0.9, 0.99), (0.8, 0.9))
-    assert Setting.parse("act=relu,gelu").values == ("relu", "gelu")
-    assert Setting.parse("n=2:8").whole and Setting.parse("lr=1e-5:1e-1:log").log
+    assert SearchDimension.parse("betas=(0.9,0.99),(0.8,0.9)").values == ((0.9, 0.99), (0.8, 0.9))
+    assert SearchDimension.parse("act=relu,gelu").values == ("relu", "gelu")
+    assert SearchDimension.parse("n=2:8").whole and SearchDimension.parse("lr=1e-5:1e-1:log").log
     with pytest.raises(FuseError, match="--trials"):
-        grid([Setting.parse("lr=0.1:0.2")])
+        grid([SearchDimension.parse("lr=0.1:0.2")])
 
 
 def test_an_unknown_setting_is_refused_with_the_known_ones(job: str, tmp_path: Path) -> None:
-    sweep = Sweep(_options(job, tmp_path / "out"), Listed(grid(parse_settings(["lrr=1,2"])), tmp_path / "t.jsonl"))
+    sweep = Sweep(
+        _options(job, tmp_path / "out"), ListedTrials(grid(parse_settings(["lrr=1,2"])), tmp_path / "t.jsonl")
+    )
     with pytest.raises(FuseError, match="weight_decay"):
         sweep.run()
 
 
 def test_results_begin_as_running() -> None:
-    assert Result(0, {}).state == "running"
+    assert TrialResult(0, {}).state == "running"
 
 
 def test_a_short_sweep_measures_nothing_and_runs_a_plain_loop(job: str, tmp_path: Path) -> None:
     """Measuring took five times as long as what there was to train."""
     rates = [{"lr": 0.1}, {"lr": 0.01}]
-    measured = Sweep(_options(job, tmp_path / "a", measure=True), Listed(rates, tmp_path / "a.jsonl"))
-    fused = Sweep(_options(job, tmp_path / "b"), Listed(rates, tmp_path / "b.jsonl"))
+    measured = Sweep(_options(job, tmp_path / "a", measure=True), ListedTrials(rates, tmp_path / "a.jsonl"))
+    fused = Sweep(_options(job, tmp_path / "b"), ListedTrials(rates, tmp_path / "b.jsonl"))
     seen: list[str] = []
     measured.on_progress = lambda now: seen.append(now.activity)
     for one, other in zip(measured.run(), fused.run(), strict=True):

@@ -11,7 +11,7 @@ from torch import nn
 
 import outcore
 from outcore.memory.cuda_graphs import budget as graph_budget
-from outcore.memory.saved_tensors.managed_forward import Governor
+from outcore.memory.saved_tensors.managed_forward import ManagedForward
 
 MIB = 2**20
 
@@ -30,7 +30,7 @@ class Recorded:
 
 
 @pytest.fixture
-def managed(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Governor, Any, torch.Tensor]]:
+def managed(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ManagedForward, Any, torch.Tensor]]:
     """A model within half of its memory, as if it were on a GPU."""
     monkeypatch.setattr(graph_budget, "_unused", lambda: 0)
     torch.manual_seed(0)
@@ -48,7 +48,7 @@ def managed(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Governor, Any, to
         governor.tier.close()
 
 
-def again(governor: Governor, key: Any, images: torch.Tensor, taken: int) -> tuple[bool, Any]:
+def again(governor: ManagedForward, key: Any, images: torch.Tensor, taken: int) -> tuple[bool, Any]:
     """Let the graphs take so much in all."""
     entry = governor.admitted[key]
     assert entry is not None

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 import outcore
-from outcore.allocator.padding_search import Spacer, Spacing
+from outcore.allocator.padding_search import PaddingBlock, PaddingSearch
 from outcore.cost.measured.saved_bytes import account
 from outcore.cost.predicted.rough import by_bytes
 from outcore.graph.record.recording import Ref
 from outcore.memory.cuda_graphs import step_graph
-from outcore.memory.cuda_graphs.static_grads import Places, stand_ins
-from outcore.memory.cuda_graphs.step_graph import Graphed, _Turn, _unowned, _wanted
+from outcore.memory.cuda_graphs.static_grads import StaticGrads, stand_ins
+from outcore.memory.cuda_graphs.step_graph import StepGraph, _Turn, _unowned, _wanted
 from outcore.planner.memory.plan import plan_memory
 
 
@@ -28,7 +28,7 @@ class Played:
         self.replay = run
 
 
-class Stage(Graphed):
+class Stage(StepGraph):
     """A product and its gradient."""
 
     def __init__(self, model: nn.Linear) -> None:
@@ -41,7 +41,7 @@ class Stage(Graphed):
         out = torch.empty(len(x), len(bias), dtype=x.dtype)
         self.outputs, self.wanted = [(_unowned(out), True)], [True]
         (gradient,) = self.gradients = [torch.empty_like(out)]
-        self.places = Places(self.parameters)
+        self.places = StaticGrads(self.parameters)
         first, second = (place.detach() for place in self.places.places)
 
         def backward() -> None:
@@ -147,7 +147,7 @@ def test_places_are_filled_as_backward_finds_the_gradients() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 1)).to(memory_format=torch.channels_last)
     unused = nn.Parameter(torch.ones(3))
     images = torch.randn(2, 3, 8, 8)
-    places = Places([*model.parameters(), unused])
+    places = StaticGrads([*model.parameters(), unused])
     want = torch.autograd.grad(model(images).square().sum(), list(model.parameters()))
     with places.filled(places.parameters):
         found = torch.autograd.grad(model(images).square().sum(), places.parameters, allow_unused=True)
@@ -164,14 +164,14 @@ def test_workspaces_are_given_back_after_every_step_and_every_gradient(monkeypat
         model, (batch,), memory=None, plan={"0#0:out": "recompute"}, optimizer=0.0, quiet=True, exact="reassociated"
     )
     (entry,) = model.__dict__["forward"].admitted.values()
-    stage = Graphed(entry.holding, model)
-    stage.inputs, stage.tier, stage.wanted, stage.places = [batch], None, [True], Places(stage.parameters)
+    stage = StepGraph(entry.holding, model)
+    stage.inputs, stage.tier, stage.wanted, stage.places = [batch], None, [True], StaticGrads(stage.parameters)
     stage.gradients = [torch.ones(4, 3, dtype=torch.float64)]
     given: list[int] = []
     monkeypatch.setattr(step_graph, "without_workspaces", lambda: given.append(1))
     stage.run()
     assert not given
-    outputs = stage.run(Spacing(torch.device("cpu")))
+    outputs = stage.run(PaddingSearch(torch.device("cpu")))
     assert len(given) == 3
     assert stage.differentiate(outputs, stage.parameters, step_graph.without_workspaces) == [True] * 4
     assert len(given) == 3 + 4
@@ -190,19 +190,20 @@ class Pool:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "want"), [([100], [[]]), ([100, 80], [[], [Spacer(8, 0)]]), ([100, 120, 100], [[], [Spacer(8, 0)], []])]
+    ("sizes", "want"),
+    [([100], [[]]), ([100, 80], [[], [PaddingBlock(8, 0)]]), ([100, 120, 100], [[], [PaddingBlock(8, 0)], []])],
 )
-def test_spacers_that_save_nothing_are_left_out_again(sizes: list[int], want: list[list[Spacer]]) -> None:
+def test_spacers_that_save_nothing_are_left_out_again(sizes: list[int], want: list[list[PaddingBlock]]) -> None:
     recorded = []
 
-    class Recorder(Graphed):
+    class Recorder(StepGraph):
         def __init__(self) -> None:
             self.graphs = None
 
-        def record(self, pool: Any, spacing: Spacing, *, trace: bool = False) -> list[Spacer]:
+        def record(self, pool: Any, spacing: PaddingSearch, *, trace: bool = False) -> list[PaddingBlock]:
             self.pool = pool
             recorded.append(list(spacing.spacers))
-            return [Spacer(8, 0)] if trace and len(want) > 1 else []
+            return [PaddingBlock(8, 0)] if trace and len(want) > 1 else []
 
     Recorder().record_spaced(Pool(sizes), trace=True)  # type: ignore[arg-type]
     assert recorded == want and not sizes
@@ -243,9 +244,9 @@ def test_backward_starts_from_the_loss_that_a_model_makes() -> None:
 def test_differentiating_gives_the_outputs_up() -> None:
     model, batch = Losing(), batches(1)[0]
     want = torch.autograd.grad(model(batch)[0], list(model.parameters()))
-    stage = Graphed.__new__(Graphed)
+    stage = StepGraph.__new__(StepGraph)
     stage.parameters = list(model.parameters())
-    stage.places = Places(stage.parameters)
+    stage.places = StaticGrads(stage.parameters)
     outputs = list(model(batch))
     stage.wanted, stage.gradients = _wanted(outputs), [torch.ones_like(outputs[0])]
     alias = _unowned(outputs[1])

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import outcore
 from outcore.memory.encode.byte_index_pool import _Pool
-from outcore.memory.encode.pool_positions import Window, window_of
+from outcore.memory.encode.pool_positions import PoolWindow, window_of
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -32,7 +32,7 @@ def same_sums() -> Iterator[None]:
 
 def test_gradients_of_gradients_and_layouts() -> None:
     x = torch.randn(2, 3, 9, 11, device=DEVICE, dtype=torch.float64, requires_grad=True)
-    window = Window((3, 3), (2, 2), (1, 1), (1, 1), (9, 11))
+    window = PoolWindow((3, 3), (2, 2), (1, 1), (1, 1), (9, 11))
     found = []
     for way in (lambda t: F.max_pool2d(t, 3, 2, 1), _Pool(lambda t: F.max_pool2d(t, 3, 2, 1), window)):
         out = way(x)

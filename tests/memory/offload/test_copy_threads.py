@@ -10,11 +10,11 @@ import time
 
 import pytest
 
-from outcore.memory.offload.copy_threads import Couriers
+from outcore.memory.offload.copy_threads import CopyThreads
 
 
 def test_calls_are_made_in_order_and_tell_what_they_found() -> None:
-    couriers, seen = Couriers(1, "test"), []
+    couriers, seen = CopyThreads(1, "test"), []
     errands = [couriers.submit(seen.append, i) for i in range(100)]
     assert couriers.submit(divmod, 7, 2).result() == (3, 1)
     assert seen == list(range(100)) and all(errand.over for errand in errands)
@@ -26,7 +26,7 @@ def test_calls_are_made_in_order_and_tell_what_they_found() -> None:
 
 
 def test_closing_waits_for_what_was_handed_over_and_threads_come_back() -> None:
-    couriers, seen = Couriers(2, "test"), []
+    couriers, seen = CopyThreads(2, "test"), []
     for i in range(4):
         couriers.submit(lambda i=i: (time.sleep(0.02), seen.append(i)))
     couriers.close()
@@ -37,7 +37,7 @@ def test_closing_waits_for_what_was_handed_over_and_threads_come_back() -> None:
 
 def test_a_thread_that_nobody_counts_ends_with_the_others() -> None:
     for _ in range(20):
-        couriers = Couriers(2, "test")
+        couriers = CopyThreads(2, "test")
         couriers.submit(str, 1).result()
         uncounted = couriers.threads.pop(0)  # as when Ctrl-C comes between its start and its place in the list
         couriers.submit(str, 2).result()
@@ -47,7 +47,7 @@ def test_a_thread_that_nobody_counts_ends_with_the_others() -> None:
 
 
 def test_interrupts_at_any_line_break_nothing() -> None:
-    couriers, draw, interrupts = Couriers(2, "test"), random.Random(0), 0
+    couriers, draw, interrupts = CopyThreads(2, "test"), random.Random(0), 0
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

@@ -16,10 +16,10 @@ from outcore.cost.measured.saved_bytes import account
 from outcore.cost.predicted.rough import by_bytes
 from outcore.machine import Device, HostLink, Link, Machine
 from outcore.memory.offload import bandwidth, host_limit
-from outcore.memory.offload.disk_spill import SpillTier, SpillTrip
+from outcore.memory.offload.disk_spill import SpillBackend, SpilledBuffer
 from outcore.memory.saved_tensors import managed_forward
-from outcore.planner.memory.copy_schedule import Tier
-from outcore.planner.memory.evaluate import Keeping
+from outcore.planner.memory.copy_schedule import OffloadTarget
+from outcore.planner.memory.evaluate import StepModel
 from outcore.planner.memory.explain import explain
 from outcore.planner.memory.plan import plan_memory
 from tests.memory.oracle import policies
@@ -31,7 +31,7 @@ def _bytes(size: int) -> torch.Tensor:
     return torch.randint(0, 256, (size,), dtype=torch.uint8)
 
 
-def _leave(tier: SpillTier, flat: torch.Tensor) -> SpillTrip:
+def _leave(tier: SpillBackend, flat: torch.Tensor) -> SpilledBuffer:
     """Copy bytes out, and overwrite where they were."""
     trip = tier.evict(flat)
     trip.wait_out()
@@ -48,7 +48,7 @@ def _leave(tier: SpillTier, flat: torch.Tensor) -> SpillTrip:
     planned=st.floats(0, 1),
 )
 def test_the_same_bytes_come_back(sizes: list[int], host: int, ahead: int, any_order: bool, planned: float) -> None:
-    tier = SpillTier(CPU, int(planned * sum(sizes)), host)
+    tier = SpillBackend(CPU, int(planned * sum(sizes)), host)
     free = tier.arena.free_bytes
     for _ in range(2):
         originals = [_bytes(size) for size in sizes]
@@ -69,7 +69,7 @@ def test_the_same_bytes_come_back(sizes: list[int], host: int, ahead: int, any_o
 
 
 def test_what_left_first_goes_on_and_the_rest_stays() -> None:
-    tier = SpillTier(CPU, 10 * 4096, 4 * 4096)
+    tier = SpillBackend(CPU, 10 * 4096, 4 * 4096)
     trips = [_leave(tier, _bytes(4096)) for _ in range(10)]
     assert [trip.on_disk for trip in trips] == [True] * 6 + [False] * 4
     trips.pop().bytes_back()
@@ -78,7 +78,7 @@ def test_what_left_first_goes_on_and_the_rest_stays() -> None:
 
 
 def test_what_was_fetched_for_nothing_leaves_no_trace() -> None:
-    tier = SpillTier(CPU, 4 * 4096, 2 * 4096)
+    tier = SpillBackend(CPU, 4 * 4096, 2 * 4096)
     trips = [_leave(tier, _bytes(4096)) for _ in range(4)]
     trips[0].fetch()
     del trips
@@ -91,7 +91,7 @@ def test_a_disk_without_room_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("os.posix_fallocate", full)
     with pytest.raises(outcore.OutcoreError, match="OUTCORE_SCRATCH"):
-        SpillTier(CPU, 2**20, 2**10)
+        SpillBackend(CPU, 2**20, 2**10)
 
 
 class Net(nn.Module):
@@ -117,10 +117,10 @@ def _step(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 @pytest.mark.parametrize("host", ["0KiB", "40KiB", "200KiB"])
 def test_gradients_are_those_of_plain_training(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTCORE_HOST_MEMORY", host)
-    made: list[SpillTier] = []
+    made: list[SpillBackend] = []
 
-    def as_below_a_gpu(device: torch.device, size: int) -> SpillTier:
-        made.append(SpillTier(device, size, host_limit.host_room()))
+    def as_below_a_gpu(device: torch.device, size: int) -> SpillBackend:
+        made.append(SpillBackend(device, size, host_limit.host_room()))
         return made[-1]
 
     monkeypatch.setattr(managed_forward, "tier_for", as_below_a_gpu)
@@ -128,7 +128,7 @@ def test_gradients_are_those_of_plain_training(host: str, monkeypatch: pytest.Mo
     twin = copy.deepcopy(model)
     graph = outcore.capture(model, (x,))
     costs = by_bytes(account(graph), 1e10)
-    policy = policies(Keeping(graph, costs, 0.0, Tier(1e11, 1e11, least_bytes=1)), "offload")
+    policy = policies(StepModel(graph, costs, 0.0, OffloadTarget(1e11, 1e11, least_bytes=1)), "offload")
     outcore.within(model, (x,), memory=None, plan=policy, quiet=True)
     for _ in range(3):
         for ours, plain in zip(_step(model, x), _step(twin, x), strict=True):
@@ -139,13 +139,13 @@ def test_gradients_are_those_of_plain_training(host: str, monkeypatch: pytest.Mo
 # The plan
 
 
-def _keeping(tier: Tier) -> Keeping:
+def _keeping(tier: OffloadTarget) -> StepModel:
     graph = outcore.capture(Net(), (torch.randn(64, 4, 16, 16),))
-    return Keeping(graph, by_bytes(account(graph), 1e9), 0.0, tier)
+    return StepModel(graph, by_bytes(account(graph), 1e9), 0.0, tier)
 
 
 def test_the_wait_grows_as_room_and_disk_shrink() -> None:
-    link = Tier(1e10, 1e10, least_bytes=1)
+    link = OffloadTarget(1e10, 1e10, least_bytes=1)
     keeping = _keeping(link)
     policy = policies(keeping, "offload")
     free = keeping.evaluate(policy)
@@ -153,7 +153,7 @@ def test_the_wait_grows_as_room_and_disk_shrink() -> None:
     size, before = free.transfers.bytes, free.transfers.stall_s
     for share in (0.8, 0.5, 0.2, 0.0):
         for rate in (1e12, 1e8, 1e7):
-            keeping.tier = replace(link, capacity_bytes=int(share * size), beyond=Tier(rate, rate))
+            keeping.tier = replace(link, capacity_bytes=int(share * size), beyond=OffloadTarget(rate, rate))
             found = keeping.evaluate(policy).transfers
             assert found is not None and (1 - share) * size <= found.further_bytes <= size
             if rate == 1e12 and share > 0:  # as if it were memory
@@ -167,7 +167,7 @@ def test_the_wait_grows_as_room_and_disk_shrink() -> None:
 def test_without_a_disk_no_more_leaves_than_there_is_room_for() -> None:
     graph = outcore.capture(Net(), (torch.randn(64, 4, 16, 16),))
     costs = by_bytes(account(graph), 1e9)
-    link = Tier(1e10, 1e10, least_bytes=1)
+    link = OffloadTarget(1e10, 1e10, least_bytes=1)
     everything = plan_memory(graph, costs, budget_bytes=None, tier=link).plain_bytes
     for room_bytes in (0, 300_000, 600_000):
         plan = plan_memory(
@@ -180,8 +180,8 @@ def test_without_a_disk_no_more_leaves_than_there_is_room_for() -> None:
 
 def test_the_explanation_tells_of_the_disk() -> None:
     graph = outcore.capture(Net(), (torch.randn(64, 4, 16, 16),))
-    tier = Tier(1e10, 1e10, 100_000, least_bytes=1, beyond=Tier(1e10, 1e10))
-    policy = policies(Keeping(graph, costs := by_bytes(account(graph), 1e9), 0.0, tier), "offload")
+    tier = OffloadTarget(1e10, 1e10, 100_000, least_bytes=1, beyond=OffloadTarget(1e10, 1e10))
+    policy = policies(StepModel(graph, costs := by_bytes(account(graph), 1e9), 0.0, tier), "offload")
     plan = plan_memory(graph, costs, budget_bytes=None, tier=tier, policy=policy)
     assert "of it by way of the disk" in explain(plan)
 
@@ -191,7 +191,7 @@ def test_a_machine_says_how_much_room_its_host_has() -> None:
     link = Link(1e10, 1e10, 1.5e10)
     machine = Machine("small host", (gpu,), cpu, HostLink(link, link), disk=Link(2e9, 3e9, 4e9))
     tier = _tier(machine)
-    assert tier is not None and tier.capacity_bytes == 8 << 30 and tier.beyond == Tier(2e9, 3e9)
+    assert tier is not None and tier.capacity_bytes == 8 << 30 and tier.beyond == OffloadTarget(2e9, 3e9)
 
 
 def test_the_room_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

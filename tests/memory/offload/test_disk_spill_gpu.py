@@ -9,7 +9,7 @@ from torch import nn
 
 import outcore
 from outcore.memory.offload import backends
-from outcore.memory.offload.disk_spill import SpillTier, SpillTrip
+from outcore.memory.offload.disk_spill import SpillBackend, SpilledBuffer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,10 +21,10 @@ pytestmark = [
 def test_the_same_bytes_come_back(seed: int) -> None:
     draw = random.Random(seed)
     sizes = [draw.randint(1, 6_000_000) for _ in range(24)]
-    tier = SpillTier(torch.device("cuda"), sum(sizes), int(draw.choice([0.0, 0.1, 0.4, 0.8]) * sum(sizes)))
+    tier = SpillBackend(torch.device("cuda"), sum(sizes), int(draw.choice([0.0, 0.1, 0.4, 0.8]) * sum(sizes)))
     for _ in range(3):
         originals = [torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda") for size in sizes]
-        trips: list[SpillTrip | None] = []
+        trips: list[SpilledBuffer | None] = []
         for flat in originals:
             leaving = flat.clone()
             trips.append(trip := tier.evict(leaving))
@@ -45,9 +45,9 @@ def test_the_same_bytes_come_back(seed: int) -> None:
 def test_gradients_are_those_of_plain_training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTCORE_HOST_MEMORY", "24MiB")
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
-    made: list[SpillTier] = []
+    made: list[SpillBackend] = []
 
-    class Noted(SpillTier):
+    class Noted(SpillBackend):
         def __init__(self, *args: object) -> None:
             super().__init__(*args)  # type: ignore[arg-type]
             made.append(self)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import outcore
-from outcore.memory.saved_tensors.managed_forward import Governor
+from outcore.memory.saved_tensors.managed_forward import ManagedForward
 from tests.memory.op_fusion.test_add_relu import made
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -38,7 +38,7 @@ def test_trains_as_plain_does(graphs: bool, policy: str) -> None:
     options = {"memory": None, "optimizer": 0.0, "quiet": True, "measure_s": 0.5, "exact": "reassociated"}
     outcore.within(model, (images,), plan=plan, graphs=graphs, **options)
     governor = model.__dict__["forward"]
-    assert isinstance(governor, Governor)
+    assert isinstance(governor, ManagedForward)
     assert any(e is not None and "1.add_()#0" in e.holding.instead for e in governor.admitted.values())
     for _ in range(3):
         for m in (model, plain):

@@ -22,9 +22,9 @@ from outcore.cost.predicted.rough import by_bytes
 from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.graph.memory_format import ChannelsLast, channels_last, recorded
-from outcore.machine.clock import Timing
+from outcore.machine.clock import TimedRuns
 from outcore.memory.op_fusion import channels_last as order_choice
-from outcore.memory.saved_tensors.managed_forward import Governor
+from outcore.memory.saved_tensors.managed_forward import ManagedForward
 from outcore.planner.memory.plan import MemoryPlan
 from outcore.verification import verify_job
 
@@ -192,7 +192,7 @@ def test_optimizers_smaller_batches_and_evaluation() -> None:
     for a, b in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-9)
     governor = model.__dict__["forward"]
-    assert isinstance(governor, Governor) and len(governor.admitted) == 2
+    assert isinstance(governor, ManagedForward) and len(governor.admitted) == 2
     assert all(e is not None and e.plan.order.inside is not None for e in governor.admitted.values())
     plain.load_state_dict(model.state_dict())
     with torch.no_grad():
@@ -274,7 +274,7 @@ def test_data_parallel_and_sharded_around(tmp_path: Path) -> None:
 def timed(graph: Graph, factor: float) -> Costs:
     """Costs in which every call takes so long."""
     costs = by_bytes(account(graph), 1e9)
-    timing = Timing.of([factor])
+    timing = TimedRuns.of([factor])
     calls = {
         n: replace(
             c,

@@ -16,8 +16,8 @@ from outcore.graph.memory_format import ChannelsLast, channels_last, drawn, reco
 from outcore.graph.record.keys import key_of
 from outcore.graph.structure import substitute
 from outcore.memory.op_fusion import add_relu, conv_bias_relu
-from outcore.memory.saved_tensors.managed_forward import Governor, Settings
-from outcore.planner.memory.memory_format import MemoryOrder
+from outcore.memory.saved_tensors.managed_forward import ManagedForward, Settings
+from outcore.planner.memory.memory_format import MemoryFormat
 from tests.foreign.foreign import Foreign
 from tests.foreign.zoo import QUICK
 from tests.memory.oracle import total
@@ -57,8 +57,8 @@ def test_trains_as_plain_does(foreign: Foreign, monkeypatch: pytest.MonkeyPatch)
     for module in (conv_bias_relu, add_relu):
         monkeypatch.setattr(module, "_DEVICES", {"cpu"})
     plain, before = copy.deepcopy(model), copy.deepcopy(model.state_dict())
-    settings = Settings(None, OptimizerCost.of(0.0, "cpu"), policy={}, reassociated=True, order=MemoryOrder(order))
-    governor = Governor(model, settings)
+    settings = Settings(None, OptimizerCost.of(0.0, "cpu"), policy={}, reassociated=True, order=MemoryFormat(order))
+    governor = ManagedForward(model, settings)
     governor.admit(key_of(model, args, kwargs), args, kwargs)
     if governor.admitted[key_of(model, args, kwargs)] is None:
         pytest.skip("runs as it is")

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import outcore
-from outcore.machine.clock import Timing
+from outcore.machine.clock import TimedRuns
 from outcore.memory.op_fusion import conv_bias_relu
 from outcore.memory.op_fusion.conv_bias_relu import as_biased, biases_of, worth_it
 from tests.memory.fused import managed, replaced
@@ -138,14 +138,14 @@ def test_what_it_is_expected_to_save() -> None:
     assert _seconds(less) < _seconds(costs.calls["0#0"])
 
     def busy(device_s: float, host_s: float) -> Any:
-        timing = Timing.of([device_s], dispatch_s=host_s)
+        timing = TimedRuns.of([device_s], dispatch_s=host_s)
         return type(costs)(**{**costs.__dict__, "calls": {n: _with(c, timing) for n, c in costs.calls.items()}})
 
     assert worth_it(biases, busy(1.0, 1e-4), issued=True)
     assert not worth_it(biases, busy(1e-4, 1.0), issued=True) and worth_it(biases, busy(1e-4, 1.0), issued=False)
 
 
-def _with(cost: Any, timing: Timing) -> Any:
+def _with(cost: Any, timing: TimedRuns) -> Any:
     from dataclasses import replace
 
     return replace(cost, forward=timing, backward=timing)

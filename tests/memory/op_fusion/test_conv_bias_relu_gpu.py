@@ -9,7 +9,7 @@ from torch import nn
 
 import outcore
 from outcore.memory.op_fusion import select
-from outcore.memory.saved_tensors.managed_forward import Governor
+from outcore.memory.saved_tensors.managed_forward import ManagedForward
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -58,7 +58,7 @@ def test_trains_as_plain_does(graphs: bool, policy: str, monkeypatch: pytest.Mon
     options = {"memory": None, "optimizer": 0.0, "quiet": True, "measure_s": 0.5, "exact": "reassociated"}
     outcore.within(model, (images,), plan=plan, graphs=graphs, **options)
     governor = model.__dict__["forward"]
-    assert isinstance(governor, Governor)
+    assert isinstance(governor, ManagedForward)
     assert any(e is not None and {"0#0", "1#0"} <= set(e.holding.instead) for e in governor.admitted.values())
     for _ in range(3):
         for m in (model, plain):

@@ -11,10 +11,10 @@ from torch import nn
 import outcore
 from outcore.cost.buffers import buffers_of
 from outcore.cost.measured.saved_bytes import account
-from outcore.machine.clock import Timing
+from outcore.machine.clock import TimedRuns
 from outcore.memory.op_fusion import layer_norm_cast
 from outcore.memory.op_fusion.layer_norm_cast import _Pass, layer_norms_of
-from outcore.memory.op_fusion.select import Fusions
+from outcore.memory.op_fusion.select import SelectedFusions
 from tests.memory.fused import managed, replaced
 from tests.memory.oracle import policies
 
@@ -251,11 +251,11 @@ def test_what_it_is_expected_to_save() -> None:
         costs = account(graph)
 
     def busy(device_s: float, host_s: float) -> Any:
-        timing = Timing.of([device_s], dispatch_s=host_s)
+        timing = TimedRuns.of([device_s], dispatch_s=host_s)
         return type(costs)(**{**costs.__dict__, "calls": {n: _with(c, timing) for n, c in costs.calls.items()}})
 
     slow = busy(1.0, 1e-4)
-    fused = Fusions.worth_it(graph, model, slow, RATE, CPU, issued=True)
+    fused = SelectedFusions.worth_it(graph, model, slow, RATE, CPU, issued=True)
     assert set(fused.layer_norms) == {f"{i}.{n}#0" for i in (0, 1) for n in ("first", "second", "layer_norm()")}
     _, less = fused.applied(graph, model, slow, RATE)
     norm, linear = less.calls["0.first#0"], less.calls["0.up#0"]
@@ -263,10 +263,10 @@ def test_what_it_is_expected_to_save() -> None:
     assert norm.backward is not None and norm.backward.median_s == pytest.approx(images.numel() * 10 / (0.8 * RATE))
     assert linear.forward is not None and linear.forward.median_s < 1.0
     late = busy(1e-6, 1.0)
-    assert not Fusions.worth_it(graph, model, late, RATE, CPU, issued=True).layer_norms
+    assert not SelectedFusions.worth_it(graph, model, late, RATE, CPU, issued=True).layer_norms
 
 
-def _with(cost: Any, timing: Timing) -> Any:
+def _with(cost: Any, timing: TimedRuns) -> Any:
     from dataclasses import replace
 
     return replace(cost, forward=timing, backward=timing)

@@ -11,11 +11,11 @@ from torch import nn
 
 import outcore
 from outcore.cost.measured.saved_bytes import account
-from outcore.machine.clock import Timing
+from outcore.machine.clock import TimedRuns
 from outcore.memory.op_fusion import add_relu, layer_norm_cast, layer_scale
 from outcore.memory.op_fusion.layer_scale import scales_of
 from outcore.memory.op_fusion.layer_scale_sum import ScaledSum
-from outcore.memory.op_fusion.select import Fusions
+from outcore.memory.op_fusion.select import SelectedFusions
 from tests.memory.fused import managed, replaced
 from tests.memory.oracle import policies
 
@@ -334,21 +334,21 @@ def test_what_it_is_expected_to_save() -> None:
     costs = account(graph)
 
     def busy(device_s: float, host_s: float) -> Any:
-        timing = Timing.of([device_s], dispatch_s=host_s)
+        timing = TimedRuns.of([device_s], dispatch_s=host_s)
         return replace(costs, calls={n: replace(c, forward=timing, backward=timing) for n, c in costs.calls.items()})
 
-    fused = Fusions.worth_it(graph, model, busy(1.0, 1e-4), RATE, CPU, issued=True)
+    fused = SelectedFusions.worth_it(graph, model, busy(1.0, 1e-4), RATE, CPU, issued=True)
     assert set(fused.scales) == SUMS
     _, less = fused.applied(graph, model, busy(1.0, 1e-4), RATE)
     total, size = less.calls["blocks.1.add_()#0"], costs.calls["stem#0"].output_bytes
     assert total.forward is not None and total.forward.median_s == pytest.approx(3 * size / (0.8 * RATE))
     assert total.backward is not None and total.backward.median_s == pytest.approx(3 * size / (0.8 * RATE))
     assert less.calls["blocks.1.mul()#1"].time_s == 0 and not less.calls["blocks.1.mul()#1"].outputs
-    assert not Fusions.worth_it(graph, model, busy(1e-6, 1.0), RATE, CPU, issued=True).scales
+    assert not SelectedFusions.worth_it(graph, model, busy(1e-6, 1.0), RATE, CPU, issued=True).scales
 
 
 def test_a_network_without_any() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GELU())
     graph = outcore.capture(model, ((2, 3, 8, 8),))
-    fused = Fusions.worth_it(graph, model, account(graph), RATE, CPU, issued=True)
+    fused = SelectedFusions.worth_it(graph, model, account(graph), RATE, CPU, issued=True)
     assert fused.applied(graph, model, account(graph), RATE)[0] is graph

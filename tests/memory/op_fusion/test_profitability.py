@@ -11,11 +11,11 @@ from torch import nn
 
 import outcore
 from outcore.cost.costs import Costs
-from outcore.machine.clock import Timing
+from outcore.machine.clock import TimedRuns
 from outcore.memory.op_fusion.batch_norm_relu import norms_of
 from outcore.memory.op_fusion.profitability import as_fused, step_s, worth_fusing
-from outcore.memory.saved_tensors.managed_forward import Governor
-from outcore.memory.saved_tensors.peak_monitor import Measured, Observer
+from outcore.memory.saved_tensors.managed_forward import ManagedForward
+from outcore.memory.saved_tensors.peak_monitor import MeasuredStep, PeakMonitor
 
 RATE = 1e9
 
@@ -33,7 +33,7 @@ def measured(model: nn.Module, images: torch.Tensor, device_s: float, host_s: fl
     """A graph with costs: so much time per call and direction on the device, and for the host to issue it."""
     graph = outcore.capture(model, (images,))
     costs = outcore.measure(graph, runs=2)
-    timing = Timing.of([device_s], dispatch_s=host_s)
+    timing = TimedRuns.of([device_s], dispatch_s=host_s)
     calls = {n: replace(c, forward=timing, backward=timing) for n, c in costs.calls.items()}
     return graph, replace(costs, calls=calls, between_s=0.0, start_s=0.0)
 
@@ -60,7 +60,7 @@ def test_in_a_cuda_graph_the_host_does_not_count() -> None:
     graph, costs = measured(model, images, device_s=1e-4, host_s=1e-3)
     norms = norms_of(graph, model)
     assert worth_fusing(norms, costs, RATE, issued=False) == norms
-    calls = {n: replace(c, forward=Timing.of([1e-9]), backward=Timing.of([1e-9])) for n, c in costs.calls.items()}
+    calls = {n: replace(c, forward=TimedRuns.of([1e-9]), backward=TimedRuns.of([1e-9])) for n, c in costs.calls.items()}
     assert worth_fusing(norms, replace(costs, calls=calls), RATE, issued=False) == {}
 
 
@@ -69,7 +69,7 @@ def test_those_that_save_most_are_fused_as_long_as_the_host_keeps_ahead() -> Non
     graph, costs = measured(model, images, device_s=1.0, host_s=0.5)
     norms = norms_of(graph, model)
     calls = dict(costs.calls)
-    calls["4#0"] = replace(calls["4#0"], forward=Timing.of([3.0], dispatch_s=0.5))
+    calls["4#0"] = replace(calls["4#0"], forward=TimedRuns.of([3.0], dispatch_s=0.5))
     costs = replace(costs, calls=calls)
     found = worth_fusing(norms, costs, RATE)
     assert list(found) == ["4#0"]
@@ -93,14 +93,14 @@ def test_the_first_steps_decide(
     _, costs = measured(model, images, device_s=0.01, host_s=0.0)
     watched: list[bool] = []
 
-    def look(self: Observer, *_: Any) -> Measured:
+    def look(self: PeakMonitor, *_: Any) -> MeasuredStep:
         watched.append(bool(next(iter(governor.admitted.values())).holding.instead))  # type: ignore[union-attr]
-        return Measured(None, fused_s if len(watched) == 1 else library_s or 0.0)
+        return MeasuredStep(None, fused_s if len(watched) == 1 else library_s or 0.0)
 
-    monkeypatch.setattr(Observer, "look", look)
+    monkeypatch.setattr(PeakMonitor, "look", look)
     outcore.within(model, (images,), memory=None, costs=costs, exact="reassociated", quiet=True)
     governor = model.__dict__["forward"]
-    assert isinstance(governor, Governor)
+    assert isinstance(governor, ManagedForward)
     for _ in range(3):
         for each in (model, twin):
             each.zero_grad()

@@ -10,7 +10,7 @@ import outcore
 from outcore.cost.measured.saved_bytes import account
 from outcore.cost.predicted.rough import by_bytes
 from outcore.memory.saved_tensors import managed_forward as governors
-from outcore.memory.saved_tensors.managed_forward import Governor
+from outcore.memory.saved_tensors.managed_forward import ManagedForward
 from outcore.planner.memory.plan import MemoryPlan
 from outcore.planner.memory.state_policy import StatePolicy
 from tests.memory.param_offload.test_offloader import ADAM, same
@@ -74,7 +74,7 @@ def test_steps_above_the_budget_send_state_further_down(
     plain = deep()
     twin = ADAM(plain.parameters())
     governor = model.__dict__["forward"]
-    assert isinstance(governor, Governor)
+    assert isinstance(governor, ManagedForward)
     budget = governor.settings.budget_bytes
     assert budget is not None and str(planned(model).state).startswith(first)
     for i in range(10):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import outcore
-from outcore.memory.offload.copy_streams import Ends, ThreadLanes
+from outcore.memory.offload.copy_streams import Ends, ThreadCopyStreams
 from outcore.memory.param_offload import residency
 from tests.memory.param_offload.test_offloader import SGD, batch, network, offloaded, same, train
 from tests.memory.param_offload.test_offloader_loops import keeper
@@ -47,7 +47,7 @@ class LateTurn:
         return [Late(part) for part in self.parts]
 
 
-class LateLanes(ThreadLanes):
+class LateLanes(ThreadCopyStreams):
     def turn(self, parts: Sequence[Sequence[Ends]]) -> LateTurn:
         return LateTurn(parts)
 

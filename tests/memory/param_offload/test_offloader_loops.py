@@ -16,8 +16,8 @@ import outcore
 from outcore.cost.measured.saved_bytes import account
 from outcore.cost.predicted.rough import by_bytes
 from outcore.errors import OutcoreError, PlanError
-from outcore.memory.param_offload.offloader import StateKeeper
-from outcore.memory.saved_tensors.managed_forward import Governor
+from outcore.memory.param_offload.offloader import StateOffloader
+from outcore.memory.saved_tensors.managed_forward import ManagedForward
 from tests.memory.param_offload.test_offloader import (
     ADAM,
     SGD,
@@ -33,9 +33,9 @@ from tests.memory.param_offload.test_offloader import (
 CAREFUL = {name: way for name, way in WAYS.items() if "update" not in way}
 
 
-def keeper(model: nn.Module) -> StateKeeper:
+def keeper(model: nn.Module) -> StateOffloader:
     governor = model.__dict__["forward"]
-    assert isinstance(governor, Governor) and governor.keeper is not None
+    assert isinstance(governor, ManagedForward) and governor.keeper is not None
     return governor.keeper
 
 

@@ -11,7 +11,7 @@ from outcore.cost.measured.saved_bytes import account
 from outcore.cost.predicted.rough import by_bytes
 from outcore.errors import PlanError
 from outcore.plan_document import Plan
-from outcore.planner.memory.copy_schedule import Tier
+from outcore.planner.memory.copy_schedule import OffloadTarget
 from outcore.planner.memory.plan import MemoryPlan, plan_memory
 from outcore.planner.memory.state_policy import StatePolicy, ladder
 from tests.memory.param_offload.test_offloader import ADAM, OPTIMIZERS, same
@@ -79,7 +79,7 @@ def test_state_leaves_where_that_is_faster_than_to_make_values_again(rate: float
     costs = by_bytes(account(graph), 1e9)
 
     def planned_with(*states: StatePolicy) -> MemoryPlan:
-        tier = Tier(rate, rate, least_bytes=2**40)  # values cannot leave
+        tier = OffloadTarget(rate, rate, least_bytes=2**40)  # values cannot leave
         return plan_memory(graph, costs, budget_bytes=budget, optimizer=2.0, tier=tier, states=states)
 
     budget = None

@@ -12,7 +12,7 @@ from torch import nn
 import outcore
 from outcore.cost.measured.saved_bytes import account
 from outcore.cost.predicted.rough import by_bytes
-from outcore.memory.offload.copy_streams import Ends, ThreadLanes, Turn
+from outcore.memory.offload.copy_streams import Ends, RoundTripCopy, ThreadCopyStreams
 from outcore.memory.param_offload import flat_buffer, residency, writeback
 from tests.memory.param_offload.test_in_flight_params import Late
 from tests.memory.param_offload.test_offloader import SGD, batch, network, offloaded, same, train
@@ -36,8 +36,8 @@ class EmptyTurn:
         return [Late(part) for part in self.parts]
 
 
-class EmptyLanes(ThreadLanes):
-    def turn(self, parts: Sequence[Sequence[Ends]]) -> Turn:
+class EmptyLanes(ThreadCopyStreams):
+    def turn(self, parts: Sequence[Sequence[Ends]]) -> RoundTripCopy:
         return EmptyTurn(parts)
 
 

@@ -9,7 +9,7 @@ from torch import nn
 import outcore
 from outcore.cost.measured.saved_bytes import account
 from outcore.cost.predicted.rough import by_bytes
-from outcore.memory.offload.copy_streams import CudaLanes, CudaTurn
+from outcore.memory.offload.copy_streams import CudaCopyStreams, CudaRoundTripCopy
 from tests.memory.param_offload.test_offloader_loops import keeper
 
 pytestmark = pytest.mark.gpu
@@ -20,9 +20,9 @@ def test_who_waits_for_a_part_comes_after_it() -> None:
     sizes = (3 * 2**20, 200 * 2**20)
     here = [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]
     home = [torch.zeros(size, dtype=torch.uint8, pin_memory=True) for size in sizes]
-    lanes = CudaLanes(device)
+    lanes = CudaCopyStreams(device)
     turn = lanes.turn([list(zip(a.chunk(4), b.chunk(4), strict=True)) for a, b in zip(here, home, strict=True)])
-    assert isinstance(turn, CudaTurn)
+    assert isinstance(turn, CudaRoundTripCopy)
     for i in range(6):
         for memory in here:
             memory.fill_(i)
@@ -72,7 +72,7 @@ def test_lots_in_parts_are_those_of_plain_training(between: Callable[[nn.Module]
     trips = keeper(model).trips
     assert [len(parts) for parts in trips.parts.values()] == [1, 2, 2]
     turns = [trip.turn for trip in (*trips.updates.values(), trips.stays) if trip is not None]
-    assert len(turns) == 3 and all(isinstance(turn, CudaTurn) and turn.graph is not None for turn in turns)
+    assert len(turns) == 3 and all(isinstance(turn, CudaRoundTripCopy) and turn.graph is not None for turn in turns)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
     assert all(p.isfinite().all() for p in plain.parameters())
     outcore.release(model)

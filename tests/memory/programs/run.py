@@ -20,7 +20,7 @@ from outcore.cost.measured.saved_bytes import account
 from outcore.cost.predicted.rough import by_bytes
 from outcore.graph.record.recorder import planning
 from outcore.graph.structure import leaves
-from outcore.planner.memory.evaluate import Keeping
+from outcore.planner.memory.evaluate import StepModel
 
 from ..oracle import LINK, policies
 
@@ -67,7 +67,7 @@ class Run:
         with planning():
             graph = outcore.capture(model, args, kwargs)
         costs = by_bytes(account(graph), 1e9)
-        keeping = Keeping(graph, costs, 0.0, LINK)
+        keeping = StepModel(graph, costs, 0.0, LINK)
         plan = keeping.resolved(policies(keeping, self.mode, self.seed))
         outcore.within(
             model, args, kwargs, memory=None, plan=plan, costs=costs, optimizer=0.0, stream=False, quiet=True

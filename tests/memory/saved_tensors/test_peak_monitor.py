@@ -8,8 +8,8 @@ from torch import nn
 
 import outcore
 from outcore.memory.saved_tensors import managed_forward as governors
-from outcore.memory.saved_tensors.managed_forward import Governor
-from outcore.memory.saved_tensors.peak_monitor import Observer
+from outcore.memory.saved_tensors.managed_forward import ManagedForward
+from outcore.memory.saved_tensors.peak_monitor import PeakMonitor
 
 
 class Counter:
@@ -43,7 +43,7 @@ def steps(model: nn.Module, images: torch.Tensor, count: int) -> None:
         model.zero_grad()
 
 
-def governed(monkeypatch: pytest.MonkeyPatch, share: float, over: float) -> tuple[Governor, int, Counter]:
+def governed(monkeypatch: pytest.MonkeyPatch, share: float, over: float) -> tuple[ManagedForward, int, Counter]:
     """A model within a share of its plain peak that takes `over` times its budget."""
     model, images = network()
     outcore.within(model, (images,), memory=None, quiet=True)
@@ -52,7 +52,7 @@ def governed(monkeypatch: pytest.MonkeyPatch, share: float, over: float) -> tupl
     monkeypatch.setattr(governors, "meter_for", lambda _: counter)
     outcore.within(model, (images,), memory=budget, quiet=True)
     governor = model.__dict__["forward"]
-    assert isinstance(governor, Governor)
+    assert isinstance(governor, ManagedForward)
     before = governor.plan.peak_bytes
     steps(model, images, 3)
     assert governor.plan.peak_bytes == before  # not before all of them were seen
@@ -156,6 +156,6 @@ def test_a_step_that_needs_nothing_is_watched_for_its_budget(monkeypatch: pytest
 def test_what_libraries_keep_is_no_memory_of_others() -> None:
     model, images = network()
     counter = Counter(10_000_000, others=1_000_000 + sum(p.nbytes for p in model.parameters()) + images.nbytes)
-    observer = Observer(model, 0, library_bytes=700_000, meter=counter)
+    observer = PeakMonitor(model, 0, library_bytes=700_000, meter=counter)
     observer.look([images])
     assert observer.others == 300_000

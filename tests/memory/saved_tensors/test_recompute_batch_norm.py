@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import outcore
-from outcore.memory.saved_tensors.managed_forward import Governor
+from outcore.memory.saved_tensors.managed_forward import ManagedForward
 
 
 def network(dims: int = 2) -> nn.Module:
@@ -24,12 +24,12 @@ def network(dims: int = 2) -> nn.Module:
     return model
 
 
-def recompute_norms(model: nn.Module, images: torch.Tensor, exact: str) -> Governor:
+def recompute_norms(model: nn.Module, images: torch.Tensor, exact: str) -> ManagedForward:
     norms = [name for name, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     plan = {f"{name}#0:out": "recompute" for name in norms}
     outcore.within(model, (images,), memory=None, plan=plan, exact=exact, quiet=True)
     governor = model.__dict__["forward"]
-    assert isinstance(governor, Governor)
+    assert isinstance(governor, ManagedForward)
     return governor
 
 

@@ -11,23 +11,23 @@ from torch import nn
 import outcore
 from outcore.cost.measured.saved_bytes import account
 from outcore.cost.predicted.rough import by_bytes
-from outcore.planner.memory.copy_schedule import Tier
-from outcore.planner.memory.evaluate import Keeping
+from outcore.planner.memory.copy_schedule import OffloadTarget
+from outcore.planner.memory.evaluate import StepModel
 from outcore.planner.memory.frontier import frontier
 from outcore.planner.memory.search import fit, smallest
 
 
-def step(layers: int = 4) -> Keeping:
+def step(layers: int = 4) -> StepModel:
     torch.manual_seed(0)
     body = [
         m for i in range(layers) for m in (nn.Conv2d(4 + i % 2, 5 - i % 2, 3), nn.BatchNorm2d(5 - i % 2), nn.ReLU())
     ]
     net = nn.Sequential(*body, nn.AdaptiveAvgPool2d(1))
     graph = outcore.capture(net, [(2, 4, 64, 64)])
-    return Keeping(graph, by_bytes(account(graph), 1e9), 0.0, None, 1e9)
+    return StepModel(graph, by_bytes(account(graph), 1e9), 0.0, None, 1e9)
 
 
-def brute_force(keeping: Keeping, budget: int) -> float:
+def brute_force(keeping: StepModel, budget: int) -> float:
     """The fastest step within a budget, over all assignments."""
     choices = {b.name: ["keep", *c] for b in keeping.buffers.values() if b.bytes > 1000 and (c := keeping.choices(b))}
     best = float("inf")
@@ -90,8 +90,8 @@ def test_a_slower_memory_below_makes_nothing_impossible(rate: float) -> None:
         nn.Sequential(*layers).double().eval(), (torch.empty(1, 3, 256, 267, dtype=torch.float64, device="meta"),)
     )
     costs = by_bytes(account(graph), 1e10)
-    still = smallest(Keeping(graph, costs, 0.0, None))
-    moving = Keeping(graph, costs, 0.0, Tier(rate, 2 * rate, least_bytes=2**16))
+    still = smallest(StepModel(graph, costs, 0.0, None))
+    moving = StepModel(graph, costs, 0.0, OffloadTarget(rate, 2 * rate, least_bytes=2**16))
     assert fit(moving, still.outcome.peak_bytes).fits(still.outcome.peak_bytes)
 
 
@@ -99,7 +99,7 @@ def test_what_is_drawn_is_not_made_again_where_a_generator_cannot_go_back() -> N
     layers = [m for _ in range(3) for m in (nn.Linear(32, 32), nn.Tanh(), nn.Dropout(0.5))]
     graph = outcore.capture(nn.Sequential(*layers).train(), [(64, 32)])
     costs = by_bytes(account(graph), 1e9)
-    free, bound = (Keeping(graph, costs, 0.0, None, 1e9, draws=draws) for draws in (True, False))
+    free, bound = (StepModel(graph, costs, 0.0, None, 1e9, draws=draws) for draws in (True, False))
     drawn = {n for n, b in free.buffers.items() if b.drawn and "recompute" in free.choices(b)}
     assert drawn and all("recompute" not in bound.choices(bound.buffers[n]) for n in drawn)
     chosen = bound.resolved(smallest(bound).policy)

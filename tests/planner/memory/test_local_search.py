@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from outcore.planner.memory.evaluate import Keeping, Outcome
+from outcore.planner.memory.evaluate import StepModel, StepUnderPolicies
 from outcore.planner.memory.local_search import drifted, squeezed, stirred
-from outcore.planner.memory.search import Search, smallest
+from outcore.planner.memory.search import PolicySearch, smallest
 from tests.planner.memory.test_frontier import brute_force, step
 
 
@@ -18,7 +18,7 @@ def test_from_everything_made_again_stirring_finds_the_best_there_is(share: floa
     keeping = step(3)
     least = smallest(keeping).outcome.peak_bytes
     budget = int(least + share * (keeping.plain.peak_bytes - least))
-    search = Search(keeping, budget, 20.0)
+    search = PolicySearch(keeping, budget, 20.0)
     first = search.give_up(search.assign({n: c[0] for n, c in search.choices.items()}))
     assert first.fits(budget)
     found = stirred(search, first)
@@ -29,13 +29,13 @@ def test_from_everything_made_again_stirring_finds_the_best_there_is(share: floa
 
 def test_squeezing_ends_near_the_smallest_peak_of_all_assignments() -> None:
     keeping = step(3)
-    search = Search(keeping, 0, 20.0)
+    search = PolicySearch(keeping, 0, 20.0)
     found = squeezed(search, search.assign(search.start))
     assert found.outcome.peak_bytes < search.assign(search.start).outcome.peak_bytes
     assert found.outcome.peak_bytes <= 1.03 * min(outcome.peak_bytes for outcome in every_assignment(keeping))
 
 
-def every_assignment(keeping: Keeping) -> Iterator[Outcome]:
+def every_assignment(keeping: StepModel) -> Iterator[StepUnderPolicies]:
     """Brute force."""
     choices = {b.name: ["keep", *c] for b in keeping.buffers.values() if b.bytes > 1000 and (c := keeping.choices(b))}
     for picked in itertools.product(*choices.values()):
@@ -44,7 +44,7 @@ def every_assignment(keeping: Keeping) -> Iterator[Outcome]:
 
 def test_drifting_finds_the_smallest_peak_of_all_assignments() -> None:
     keeping = step(3)
-    search = Search(keeping, 0, 20.0)
+    search = PolicySearch(keeping, 0, 20.0)
     start = search.assign(search.start)
     found = drifted(search, start)
     reachable = [o.peak_bytes for o in every_assignment(keeping) if o.time_s <= 1.3 * start.outcome.time_s]
@@ -56,7 +56,7 @@ def test_drifting_ends_within_a_budget_and_is_fast_there(share: float) -> None:
     keeping = step(3)
     least = smallest(keeping).outcome.peak_bytes
     budget = int(least + share * (keeping.plain.peak_bytes - least))
-    search = Search(keeping, budget, 20.0)
+    search = PolicySearch(keeping, budget, 20.0)
     found = drifted(search, search.assign(search.start))
     assert found.fits(budget)
     assert found.outcome.time_s <= 1.001 * brute_force(keeping, budget)
@@ -64,7 +64,7 @@ def test_drifting_ends_within_a_budget_and_is_fast_there(share: float) -> None:
 
 def test_stirring_stops_when_the_time_is_up() -> None:
     keeping = step(3)
-    search = Search(keeping, int(0.8 * keeping.plain.peak_bytes), 0.0)
+    search = PolicySearch(keeping, int(0.8 * keeping.plain.peak_bytes), 0.0)
     start = search.assign({n: c[0] for n, c in search.choices.items()})
     assert stirred(search, start) is start
     assert drifted(search, start) is start

@@ -14,7 +14,14 @@ from outcore.cost.measured.saved_bytes import account
 from outcore.cost.predicted.rough import by_bytes
 from outcore.errors import PlanError
 from outcore.memory.offload.copy_streams import _Task
-from outcore.planner.memory.buckets import Cargo, Item, packed, rounded, that_follows, that_leave
+from outcore.planner.memory.buckets import (
+    OffloadableParam,
+    OffloadableParams,
+    packed,
+    rounded,
+    that_follows,
+    that_leave,
+)
 from outcore.planner.memory.plan import MemoryPlan
 from outcore.planner.memory.state_policy import StatePolicy, ladder
 from tests.memory.param_offload.test_offloader import ADAM, SGD
@@ -194,6 +201,6 @@ def test_what_will_not_be_needed_for_longest_leaves() -> None:
 
 
 def test_frozen_parameters_travel_apart() -> None:
-    items = tuple(Item(f"p{i}", 512, trained=i % 2 == 0) for i in range(6))
-    lots = Cargo(items, {}, {}).lots(StatePolicy(optimizer="offload", parcel_bytes=1024))
+    items = tuple(OffloadableParam(f"p{i}", 512, trained=i % 2 == 0) for i in range(6))
+    lots = OffloadableParams(items, {}, {}).lots(StatePolicy(optimizer="offload", parcel_bytes=1024))
     assert [[item.name for item in lot] for lot in lots] == [["p0", "p2"], ["p1", "p3"], ["p4"], ["p5"]]

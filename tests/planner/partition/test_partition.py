@@ -5,9 +5,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from outcore.errors import PlanError
-from outcore.planner import Pipeline, Route, split, split_by_hand
-from outcore.planner.partition.interval_tables import Line
-from outcore.planner.partition.milp import Aim, solve_integer
+from outcore.planner import Pipeline, RankLink, split, split_by_hand
+from outcore.planner.partition.interval_tables import IntervalTables
+from outcore.planner.partition.milp import MilpObjective, solve_integer
 from outcore.planner.partition.strategies import cut_pieces
 from outcore.planner.partition.topological_orders import coarse_places, linear_orders
 from tests.planner.nets import Net, build, nets, row_cuts, valid_cuts
@@ -21,7 +21,7 @@ PIPELINES = (
     Pipeline("gpipe", 2, 2),
     Pipeline("gems", 2, 3),
 )
-ROUTE = Route(bytes_per_s=2.0, latency_s=0.5)
+ROUTE = RankLink(bytes_per_s=2.0, latency_s=0.5)
 relaxed = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 few = settings(relaxed, max_examples=25)
 
@@ -31,7 +31,7 @@ few = settings(relaxed, max_examples=25)
 def test_tables_of_a_row_agree_with_cutting_it(net: Net, count: int, pipeline: Pipeline) -> None:
     pieces = net.pieces
     for order in linear_orders(pieces):
-        line = Line(pieces, order)
+        line = IntervalTables(pieces, order)
         always, messages = line.always_bytes(), line.message_s(ROUTE)
         for cut in list(row_cuts(len(pieces), count))[:20]:
             ends = [cut.count(0)]
@@ -190,7 +190,7 @@ def test_closed_forms_hold_for_equal_stages() -> None:
     for depth in range(2, 9):
         net = build([[-1], *([i] for i in range(depth - 1))], [1.0] * depth)
         stages = split(net.graph, net.weights, stages=depth).stages
-        free = Route(bytes_per_s=float("inf"), latency_s=0.0)
+        free = RankLink(bytes_per_s=float("inf"), latency_s=0.0)
         for m in range(1, 9):
             assert Pipeline("gpipe", m).step_s(stages, free) == 3 * (m + depth - 1)
             assert Pipeline("model_parallel", 1, m).step_s(stages, free) == 3 * depth * m
@@ -203,5 +203,5 @@ def test_gradients_of_early_outputs_count_in_the_integer_program() -> None:
     net = build(inputs, [1.0] * 5, sizes=[7, 1, 8, 5, 4], keeps=[{-1}, {-1}, {2}, {2}, {4}])
     pipeline = Pipeline("model_parallel")
     best = min(max(pipeline.peak_bytes(net.pieces.cut(c, 3))) for c in valid_cuts(net.pieces, 3))
-    exact = solve_integer(net.pieces, 3, pipeline, Aim(memory=1.0))
+    exact = solve_integer(net.pieces, 3, pipeline, MilpObjective(memory=1.0))
     assert exact is not None and max(pipeline.peak_bytes(net.pieces.cut(exact, 3))) == best == 26

@@ -10,7 +10,7 @@ import outcore
 from outcore.cost import account
 from outcore.errors import PlanError
 from outcore.graph import Graph
-from outcore.planner import Weights, split, weights_from_shapes
+from outcore.planner import CallWeights, split, weights_from_shapes
 from outcore.planner.partition.units import find_units
 
 
@@ -73,18 +73,18 @@ def test_a_module_with_statistics_is_not_torn() -> None:
 def test_weights_come_from_any_costs_and_missing_calls_are_named() -> None:
     graph = outcore.capture(InPlace(), torch.ones(2, 4))
     row = SimpleNamespace(forward_s=1.0, backward_s=2.0, saved_bytes=7, workspace_bytes=3, parameter_bytes=80)
-    weights = Weights.of(graph, dict.fromkeys(graph.calls, row))
+    weights = CallWeights.of(graph, dict.fromkeys(graph.calls, row))
     assert weights.calls["a#0"].time_s == 3.0 and weights.calls["a#0"].saved_bytes == 7
     assert sum(weights.parameter_bytes(c) for c in graph.calls) == 3 * 80
     with pytest.raises(PlanError, match=r"the costs say nothing of a#0 \(and 4 other calls of 5\)"):
-        Weights.of(graph, {})
+        CallWeights.of(graph, {})
 
 
 def test_measured_costs_become_weights() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 196, 2))
     graph = outcore.capture(model, torch.ones(2, 3, 16, 16))
     costs = account(graph)
-    weights = Weights.of(graph, costs)
+    weights = CallWeights.of(graph, costs)
     assert sum(weights.parameters.values()) == sum(p.numel() * 4 for p in model.parameters())
     assert weights.calls["1#0"].saved["0#0:out"] == 2 * 8 * 196 * 4
     guessed = weights_from_shapes(graph)

@@ -11,7 +11,7 @@ from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.machine import parse
 from outcore.plan_document import Plan
-from outcore.planner import Weights
+from outcore.planner import CallWeights
 from outcore.planner import plan as search
 from outcore.planner.pipeline.batch_norm_images import batch_norms, norms_see
 
@@ -42,7 +42,7 @@ def test_synchronised_norms_see_all_and_refuse_micro_batches() -> None:
     made = outcore.plan(graph, devices=2, machine="2xv100", batch_norm="synchronised")
     assert made.batch_norm == "synchronised" and made.micro_batches * made.batches == 1
     assert norms_see(made, graph) == "batch norms see 8 of 8 images"
-    weights = Weights.of(graph, outcore.estimate(graph, parse("v100")))
+    weights = CallWeights.of(graph, outcore.estimate(graph, parse("v100")))
     with pytest.raises(PlanError, match="batch norms that see all of it"):
         search(graph, weights, devices=2, schedule="1f1b", batch_norm="synchronised")
 

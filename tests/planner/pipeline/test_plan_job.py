@@ -9,7 +9,7 @@ from torch import nn
 import outcore
 from outcore.machine import parse
 from outcore.models import SlideNet
-from outcore.planner import Weights
+from outcore.planner import CallWeights
 from outcore.planner.pipeline.lower import predict_timeline
 from outcore.planner.pipeline.plan_job import links_of
 
@@ -29,7 +29,7 @@ def test_no_stage_is_without_work(devices: int) -> None:
     job = slides()
     made = outcore.plan(job, devices=devices, batch=1, machine=f"{devices}xv100")
     graph = job.capture(1)
-    weights = Weights.of(graph, outcore.estimate(graph, parse("v100")))
+    weights = CallWeights.of(graph, outcore.estimate(graph, parse("v100")))
     timeline = predict_timeline(made, graph, weights, links_of(parse("4xv100")))
     assert len(made.stages) == devices and min(timeline.busy_s()) > 0.02 * timeline.step_s
 
@@ -37,7 +37,7 @@ def test_no_stage_is_without_work(devices: int) -> None:
 def test_the_figures_of_a_plan_are_those_of_its_timeline() -> None:
     job, where = slides(8), parse("4xv100")
     graph = job.capture(8)
-    weights = Weights.of(graph, outcore.estimate(graph, where))
+    weights = CallWeights.of(graph, outcore.estimate(graph, where))
     for schedule in (None, "gpipe", "gems"):
         made = outcore.plan(job, devices=4, machine=where, schedule=schedule)  # type: ignore[arg-type]
         timeline = predict_timeline(made, graph, weights, links_of(where))

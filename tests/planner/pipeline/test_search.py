@@ -14,9 +14,9 @@ from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.plan_document import Plan
 from outcore.planner import (
+    CallWeights,
     Pipeline,
-    Route,
-    Weights,
+    RankLink,
     plan,
     plan_vertically,
     split,
@@ -68,8 +68,8 @@ def test_slow_links_prefer_fewer_cuts_and_a_named_schedule_is_kept() -> None:
         made = plan(graph, weights, devices=4, schedule=schedule)  # type: ignore[arg-type]
         assert made.schedule == schedule and made.ranks == 4
         made.validate(graph)
-    fast = plan(graph, weights, devices=4, link=Route(300e9, 1e-6))
-    slow = plan(graph, weights, devices=4, link=Route(1e8, 1e-3))
+    fast = plan(graph, weights, devices=4, link=RankLink(300e9, 1e-6))
+    slow = plan(graph, weights, devices=4, link=RankLink(1e8, 1e-3))
     assert fast.predicted and slow.predicted and fast.predicted.time_s < slow.predicted.time_s
 
 
@@ -82,7 +82,7 @@ def test_devices_that_cannot_be_shared_are_refused() -> None:
 def test_closed_forms_and_simulator_agree_on_equal_stages() -> None:
     net = build([[-1], *([i] for i in range(3))], [1.0] * 4)
     stages = split(net.graph, net.weights, stages=4).stages
-    free = Route(bytes_per_s=1e30, latency_s=0.0)
+    free = RankLink(bytes_per_s=1e30, latency_s=0.0)
     for pipeline in (
         Pipeline("model_parallel", 1, 3),
         Pipeline("gpipe", 6),
@@ -140,7 +140,7 @@ def test_frozen_parameters_and_buffers_take_memory_but_have_no_gradient() -> Non
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8, bias=False))
     model[0].requires_grad_(False)
     graph = outcore.capture(model, torch.randn(4, 8))
-    accounted = Weights.of(graph, account(graph, "cpu"))
+    accounted = CallWeights.of(graph, account(graph, "cpu"))
     for weights in (accounted, weights_from_shapes(graph)):
         stages = split(graph, weights, stages=3).stages.stages
         assert [(s.parameter_bytes, s.gradient_bytes) for s in stages] == [(288, 0), (64 + 64 + 8, 64), (256, 256)]

@@ -9,15 +9,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from outcore.machine.link import Link
-from outcore.planner import Pipeline, Route
-from outcore.planner.partition.strategies import Task
+from outcore.planner import Pipeline, RankLink
+from outcore.planner.partition.strategies import PartitionTask
 from outcore.planner.pipeline.simulate_candidate import SCHEDULE_NAMES, judge
 from outcore.program import Links, Stages, compile_program, simulate
 from tests.planner.nets import Net, nets, valid_cuts
 from tests.planner.partition.test_partition import PIPELINES, ROUTE
 
 relaxed = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-FREE = Route(bytes_per_s=1e30, latency_s=0.0)
+FREE = RankLink(bytes_per_s=1e30, latency_s=0.0)
 
 
 def some_cut(net: Net, count: int, draw: st.DataObject) -> Stages | None:
@@ -69,9 +69,9 @@ def test_one_replica_stands_for_all(
 )
 def test_a_long_program_is_counted_on_from_short_ones(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     stages = Stages.uniform(4, saved_bytes=3, edge_bytes=1, gradient_bytes=2)
-    whole = judge(stages, pipeline, 1, Route(4.0, 0.25))
+    whole = judge(stages, pipeline, 1, RankLink(4.0, 0.25))
     monkeypatch.setattr("outcore.planner.pipeline.simulate_candidate._LARGEST", 120)
-    short = judge(stages, pipeline, 1, Route(4.0, 0.25))
+    short = judge(stages, pipeline, 1, RankLink(4.0, 0.25))
     assert short.judge != whole.judge == "simulated"
     assert short.time_s == pytest.approx(whole.time_s, rel=0.02) and short.bubble == pytest.approx(
         whole.bubble, abs=0.02
@@ -95,7 +95,7 @@ def test_the_integer_program_finds_the_best_partition(
         return
     peaks = [max(pipeline.peak_bytes(pieces.cut(cut, count))) for cut in cuts]
     cap = draw.draw(st.none() | st.integers(min(peaks), max(peaks)))
-    task = Task(pieces, count, balance, pipeline, cap, ROUTE)  # type: ignore[arg-type]
+    task = PartitionTask(pieces, count, balance, pipeline, cap, ROUTE)  # type: ignore[arg-type]
     best = min(task.score(task.stages(cut)) for cut in cuts)
     exact = solve_integer(pieces, count, pipeline, _aim(task))
     assert exact is not None

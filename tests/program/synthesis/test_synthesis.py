@@ -7,7 +7,7 @@ import pytest
 
 from outcore.errors import ProgramError
 from outcore.machine import Link
-from outcore.program import Candidate, Edge, Links, Stage, Stages, check, simulate, synthesise
+from outcore.program import Edge, Links, Stage, Stages, SynthesisCandidate, check, simulate, synthesise
 from outcore.program.synthesis.synthesis import named_programs
 from tests.program.networks import random_stages
 from tests.program.toy import Toy
@@ -37,7 +37,7 @@ def test_it_is_never_worse_and_how_often_it_is_better_is_printed() -> None:
     assert len(gains[NAMED]) < total
 
 
-def kind_of(candidate: Candidate) -> str:
+def kind_of(candidate: SynthesisCandidate) -> str:
     if candidate.named:
         return NAMED
     return TWO if len(candidate.program.holders()[0]) > 1 else ONE

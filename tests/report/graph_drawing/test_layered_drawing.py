@@ -4,11 +4,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outcore.report.graph_drawing.layered_drawing import Scheme, arrange
-from outcore.report.graph_drawing.routes import Route
+from outcore.report.graph_drawing.routes import WireRoute
 
 
 @st.composite
-def networks(draw: st.DrawFn) -> tuple[int, tuple[Route, ...]]:
+def networks(draw: st.DrawFn) -> tuple[int, tuple[WireRoute, ...]]:
     boxes = draw(st.integers(1, 14))
     routes = []
     for source in [None, None, *range(boxes)]:
@@ -16,7 +16,7 @@ def networks(draw: st.DrawFn) -> tuple[int, tuple[Route, ...]]:
         later = st.lists(st.integers(first, boxes - 1), max_size=3, unique=True) if first < boxes else st.just([])
         targets, leaves = tuple(draw(later)), draw(st.booleans())
         if targets or leaves:
-            routes.append(Route(source, targets, leaves))
+            routes.append(WireRoute(source, targets, leaves))
     return boxes, tuple(routes)
 
 
@@ -27,7 +27,7 @@ def rows_of(scheme: Scheme) -> dict[int, int]:
 @given(networks())
 @settings(deadline=None)
 def test_every_route_leads_down_row_by_row_to_each_of_its_readers(
-    network: tuple[int, tuple[Route, ...]],
+    network: tuple[int, tuple[WireRoute, ...]],
 ) -> None:
     boxes, routes = network
     scheme = arrange(boxes, routes)
@@ -49,7 +49,7 @@ def test_every_route_leads_down_row_by_row_to_each_of_its_readers(
 @given(networks())
 @settings(deadline=None)
 def test_columns_hold_every_knot_once_and_come_after_those_left_of_them(
-    network: tuple[int, tuple[Route, ...]],
+    network: tuple[int, tuple[WireRoute, ...]],
 ) -> None:
     scheme = arrange(*network)
     number = {knot: i for i, column in enumerate(scheme.columns) for knot in column}
@@ -61,15 +61,15 @@ def test_columns_hold_every_knot_once_and_come_after_those_left_of_them(
 
 @given(networks())
 @settings(deadline=None)
-def test_the_same_network_is_arranged_the_same_way(network: tuple[int, tuple[Route, ...]]) -> None:
+def test_the_same_network_is_arranged_the_same_way(network: tuple[int, tuple[WireRoute, ...]]) -> None:
     again = arrange.__wrapped__(*network)
     assert again == arrange.__wrapped__(*network)
 
 
 def test_nested_skips_do_not_cross_and_run_right_of_the_straight_main_line() -> None:
     # encoders 0, 1, 2, bottom 3, decoders 4, 5, 6
-    routes = [Route(None, (0,)), *(Route(i, (i + 1, 6 - i)) for i in range(3))]
-    routes += [*(Route(i, (i + 1,)) for i in (3, 4, 5)), Route(6, (), leaves=True)]
+    routes = [WireRoute(None, (0,)), *(WireRoute(i, (i + 1, 6 - i)) for i in range(3))]
+    routes += [*(WireRoute(i, (i + 1,)) for i in (3, 4, 5)), WireRoute(6, (), leaves=True)]
     scheme = arrange(7, tuple(routes))
     assert scheme.crossings == 0
     main = next(column for column in scheme.columns if 0 in column)
@@ -80,20 +80,20 @@ def test_nested_skips_do_not_cross_and_run_right_of_the_straight_main_line() -> 
 
 
 def test_readers_of_one_value_share_its_lane() -> None:
-    dense = tuple(Route(i, tuple(range(i + 1, 9))) for i in range(8))
+    dense = tuple(WireRoute(i, tuple(range(i + 1, 9))) for i in range(8))
     lanes = [knot for knot in arrange(9, dense).knots if knot.role == "lane"]
     assert len(lanes) == sum(8 - i - 1 for i in range(8))
 
 
 def test_where_many_branches_meet_none_is_straight() -> None:
-    routes = [Route(0, (1, 2, 3)), *(Route(i, (4,)) for i in (1, 2, 3))]
+    routes = [WireRoute(0, (1, 2, 3)), *(WireRoute(i, (4,)) for i in (1, 2, 3))]
     columns = arrange(5, tuple(routes)).columns
     assert (0,) in columns
     assert (4,) in columns
 
 
 def test_a_given_order_at_the_top_is_kept() -> None:
-    routes = (Route(None, (0,)), Route(None, (1,)))
+    routes = (WireRoute(None, (0,)), WireRoute(None, (1,)))
     scheme = arrange(2, routes, top=(1, 0))
     assert [scheme.knots[k].index for k in scheme.rows[0]] == [1, 0]
 
@@ -101,11 +101,11 @@ def test_a_given_order_at_the_top_is_kept() -> None:
 def test_what_needs_no_input_stands_where_it_is_used() -> None:
     # a chain 0..4, and a constant made by 5 and 6 that 7 adds to its end
     routes = [
-        Route(None, (0,)),
-        *(Route(i, (i + 1,)) for i in range(4)),
-        Route(4, (7,)),
-        Route(5, (6,)),
-        Route(6, (7,)),
+        WireRoute(None, (0,)),
+        *(WireRoute(i, (i + 1,)) for i in range(4)),
+        WireRoute(4, (7,)),
+        WireRoute(5, (6,)),
+        WireRoute(6, (7,)),
     ]
     rows = rows_of(arrange(8, tuple(routes)))
     assert rows[6] == rows[7] - 1

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from outcore.graph.graph import Graph
 from outcore.report.bundle import sketch_json
-from outcore.report.graph_drawing.drawing import GEOMETRY, Drawing, Line, Placed
+from outcore.report.graph_drawing.drawing import GEOMETRY, Drawing, Placed, WireSegment
 from outcore.report.graph_drawing.layout import lay_out
 from outcore.report.graph_drawing.measured_boxes import SMALL, Sketch
 from tests.report.graphs import Maker, branches, random_graphs, stack, unet
@@ -29,7 +29,7 @@ def rectangle(placed: Placed) -> Rectangle:
     return placed.x, placed.y, placed.x + placed.width, placed.y + placed.height
 
 
-def pieces(line: Line) -> list[Rectangle]:
+def pieces(line: WireSegment) -> list[Rectangle]:
     """The rectangles in which a line runs: down, sideways, down."""
     left, right = sorted((line.x1, line.x2))
     return [

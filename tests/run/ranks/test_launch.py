@@ -15,7 +15,7 @@ from outcore.run.engine.batch import cut, describe, fingerprint, parts, rows, st
 from outcore.run.engine.loader import Loader, cut_epoch
 from outcore.run.ranks.launch import launch
 from outcore.run.ranks.world import identify
-from outcore.run.transport.p2p import Arena, Layout
+from outcore.run.transport.p2p import HostRows, TensorLayout
 from tests.run.launched import once_more, train_two
 from tests.run.pool import Pool
 from tests.run.training import plain, train
@@ -112,7 +112,7 @@ def test_an_epoch_has_every_sample_once(samples: int, batch_size: int, replicas:
 
 
 def test_a_row_of_the_arena_is_free_when_nobody_holds_it() -> None:
-    arena = Arena()
+    arena = HostRows()
     first = arena.take(64)
     tensor = first.view(torch.float32)[:4]
     place = first.data_ptr()
@@ -133,7 +133,7 @@ def test_tensors_travel_in_their_own_layout() -> None:
 
     image = torch.randn(2, 3, 4, 5)
     for tensor in (image, image.contiguous(memory_format=torch.channels_last), image.transpose(1, 3), image[:, :1]):
-        layout = Layout.of(value(tensor))
+        layout = TensorLayout.of(value(tensor))
         row = torch.empty(layout.nbytes, dtype=torch.uint8)
         row.copy_(layout.flat(tensor).view(torch.uint8))
         arrived = layout.view(row)
@@ -141,7 +141,7 @@ def test_tensors_travel_in_their_own_layout() -> None:
         dense = tensor.numel() == tensor.untyped_storage().nbytes() // 4
         assert not dense or arrived.stride() == tensor.stride()
     channels_last = image.contiguous(memory_format=torch.channels_last)
-    layout = Layout.of(value(channels_last))
+    layout = TensorLayout.of(value(channels_last))
     assert torch.equal(layout.view(layout.flat(image).view(torch.uint8)), image)
 
 

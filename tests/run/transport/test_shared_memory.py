@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from outcore.run.ranks.world import World
 from outcore.run.transport import shared_memory as shelves
-from outcore.run.transport.shared_memory import Shelf
+from outcore.run.transport.shared_memory import SharedRows
 from tests.run.pool import Pool
 from tests.run.training import train
 
@@ -21,7 +21,7 @@ BYTES = 1 << 16
 def _exchange() -> dict[str, Any]:
     """Rank 0 sends three rows, the second while the first is still held; rank 1 says what it saw."""
     world = World.join(timeout_s=20.0)
-    shelf = Shelf(world, torch.device("cpu"))
+    shelf = SharedRows(world, torch.device("cpu"))
     places, sums = [], []
     held: Any = None
     for turn in range(3):
@@ -60,13 +60,13 @@ def test_a_row_is_used_again_when_its_reader_has_let_go(ranks: Pool) -> None:
 
 def _train(case: str, plan: dict[str, Any], least: int, apart: bool = False) -> Any:
     shelves.LEAST_BYTES, before = least, shelves.LEAST_BYTES
-    meet = Shelf._meet
+    meet = SharedRows._meet
     if apart:
-        Shelf._meet = lambda self, world: (meet(self, world)[0], frozenset())  # type: ignore[method-assign]
+        SharedRows._meet = lambda self, world: (meet(self, world)[0], frozenset())  # type: ignore[method-assign]
     try:
         return train(case, plan)
     finally:
-        shelves.LEAST_BYTES, Shelf._meet = before, meet  # type: ignore[method-assign]
+        shelves.LEAST_BYTES, SharedRows._meet = before, meet  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("plan", [{"schedule": "1f1b", "micro_batches": 4}, {"schedule": "gems", "batches": 4}])

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from outcore.run.ranks import faults
-from outcore.run.ranks.current_work import Place
-from outcore.run.ranks.faults import Watch
+from outcore.run.ranks.current_work import CurrentWork
+from outcore.run.ranks.faults import FaultMonitor
 from outcore.run.ranks.store import StoreServer
 from outcore.run.ranks.store_client import StoreClient
 from outcore.run.transport import watched_wait
-from outcore.run.transport.watched_wait import Patience
+from outcore.run.transport.watched_wait import WatchedWait
 from tests.run.failing import fail
 from tests.run.pool import Pool
 
@@ -49,9 +49,9 @@ class OverError(ConnectionError):
     pass
 
 
-def looking(times: int) -> tuple[Patience, list[int]]:
+def looking(times: int) -> tuple[WatchedWait, list[int]]:
     """One who finds the run over at some look."""
-    found, looks = Patience(Place()), list[int]()
+    found, looks = WatchedWait(CurrentWork()), list[int]()
 
     def look() -> None:
         looks.append(len(looks))
@@ -111,7 +111,7 @@ def beat(store: StoreClient, rank: int, **more: Any) -> None:
     store.set(f"engine1/beat/{rank}", json.dumps({"beat": 1, **more}))
 
 
-def watched_until(watch: Watch, said: str) -> None:
+def watched_until(watch: FaultMonitor, said: str) -> None:
     """Look as a wait does, until there is nothing to wait for any more."""
     with pytest.raises(ConnectionError, match=said):
         while True:
@@ -121,7 +121,7 @@ def watched_until(watch: Watch, said: str) -> None:
 
 def test_a_heart_that_stopped_is_reported_to_all(store: StoreClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(faults, "SILENT_AFTER_S", 1.0)
-    watches = [Watch(store, rank, 3, Place(), 1, grace_s=1e9) for rank in (0, 2)]
+    watches = [FaultMonitor(store, rank, 3, CurrentWork(), 1, grace_s=1e9) for rank in (0, 2)]
     try:
         beat(store, 1, stage=1)
         for watch in watches:
@@ -134,7 +134,7 @@ def test_a_heart_that_stopped_is_reported_to_all(store: StoreClient, monkeypatch
 
 
 def test_a_rank_that_left_in_good_order_is_no_reason_to_wait(store: StoreClient) -> None:
-    watch = Watch(store, 0, 3, Place(), 1, grace_s=1e9)
+    watch = FaultMonitor(store, 0, 3, CurrentWork(), 1, grace_s=1e9)
     try:
         watch.look()
         beat(store, 2, left=True)
@@ -146,7 +146,7 @@ def test_a_rank_that_left_in_good_order_is_no_reason_to_wait(store: StoreClient)
 
 
 def test_what_is_no_report_is_not_taken_for_one(store: StoreClient) -> None:
-    watch = Watch(store, 0, 2, Place(), 1, grace_s=1e9)
+    watch = FaultMonitor(store, 0, 2, CurrentWork(), 1, grace_s=1e9)
     try:
         for text in ("not json", "[]", '{"rank": "x"}'):
             store.set("engine1/fault", text)

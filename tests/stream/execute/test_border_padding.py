@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import outcore
-from outcore.ops.region import Window, clip, elements
+from outcore.ops.region import SlidingWindow, clip, elements
 from outcore.stream import stream
 from outcore.stream.execute.border_padding import window_overhang
 from outcore.stream.plan.tiles import plan_tile
@@ -34,7 +34,7 @@ def test_what_is_wanted_lies_where_it_is_said(data) -> None:
     whole = F.conv1d(image, weight, stride=stride, padding=low, dilation=dilation)
     lo = data.draw(st.integers(0, whole.shape[2] - 1))
     hi = data.draw(st.integers(lo + 1, whole.shape[2]))
-    window = Window(size, kernel, stride, dilation, low)
+    window = SlidingWindow(size, kernel, stride, dilation, low)
     a, b = clip(window.reach((lo, hi)), size)
     held = (max(a - data.draw(st.integers(0, 3)), 0), min(b + data.draw(st.integers(0, 3)), size))
     crop = image[..., held[0] : held[1]].clone()

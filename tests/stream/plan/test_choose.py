@@ -9,19 +9,19 @@ from torch import nn
 
 from outcore.errors import PlanError
 from outcore.graph import capture
-from outcore.stream.plan.candidates import Allowed, Ways
-from outcore.stream.plan.choose import Candidate, Ordered, Outline, choose, worth
+from outcore.stream.plan.candidates import StreamCandidates, StreamLimits
+from outcore.stream.plan.choose import CandidateOutline, OrderedCandidates, TileCandidate, choose, worth
 from outcore.stream.plan.prepared import bound
 
 WAYS = [
-    Candidate(boundary, (tile,), time_s=1 / tile + cost, rough_bytes=10 * tile + rest)
+    TileCandidate(boundary, (tile,), time_s=1 / tile + cost, rough_bytes=10 * tile + rest)
     for boundary, cost, rest in ((("early",), 0.0, 900), (("late",), 0.1, 100), (None, 0.2, 0))
     for tile in (1, 2, 4, 8, 16, 32)
 ]
 
 
 def test_the_fastest_that_fits_is_taken() -> None:
-    def exact(candidate: Candidate) -> int:
+    def exact(candidate: TileCandidate) -> int:
         return candidate.rough_bytes
 
     for budget in (20, 60, 150, 400, 1000, 5000):
@@ -36,12 +36,12 @@ def test_the_fastest_that_fits_is_taken() -> None:
 def test_rough_bytes_that_are_wrong_for_one_boundary_do_not_lead_astray() -> None:
     asked = []
 
-    def exact(candidate: Candidate) -> int:
+    def exact(candidate: TileCandidate) -> int:
         asked.append(candidate)
         return candidate.rough_bytes * (5 if candidate.boundary == ("early",) else 2)
 
     chosen, size = choose(WAYS, 1000, exact)
-    assert chosen == Candidate(("late",), (32,), 1 / 32 + 0.1, 420) and size == 840
+    assert chosen == TileCandidate(("late",), (32,), 1 / 32 + 0.1, 420) and size == 840
     assert len(asked) <= 4
 
 
@@ -54,24 +54,24 @@ def test_none_that_fits_names_the_least() -> None:
 
 def test_working_out_few_chooses_as_working_out_all_does() -> None:
     for budget in (None, 5, 20, 60, 150, 400, 1000, 5000):
-        made: list[Candidate] = []
+        made: list[TileCandidate] = []
 
-        def made_of(candidate: Candidate, made: list[Candidate] = made) -> list[Candidate]:
+        def made_of(candidate: TileCandidate, made: list[TileCandidate] = made) -> list[TileCandidate]:
             made.append(candidate)
             return [candidate]
 
-        outlines = [Outline(c.time_s * 0.9, int(c.rough_bytes * 0.8), partial(made_of, c)) for c in WAYS]
+        outlines = [CandidateOutline(c.time_s * 0.9, int(c.rough_bytes * 0.8), partial(made_of, c)) for c in WAYS]
         for factor in (0.8, 1.0, 1.3):
             exact = {c: int(c.rough_bytes * factor) for c in WAYS}
             try:
                 expected = choose(WAYS, budget, exact.__getitem__)
             except PlanError as refused:
                 with pytest.raises(PlanError) as also:
-                    choose(Ordered(worth(outlines, budget)), budget, exact.__getitem__)
+                    choose(OrderedCandidates(worth(outlines, budget)), budget, exact.__getitem__)
                 assert also.value.least_bytes == refused.least_bytes
             else:
                 made.clear()
-                assert choose(Ordered(worth(outlines, budget)), budget, exact.__getitem__) == expected
+                assert choose(OrderedCandidates(worth(outlines, budget)), budget, exact.__getitem__) == expected
                 assert all(0.9 * c.time_s <= expected[0].time_s for c in made)
 
 
@@ -86,14 +86,17 @@ def _deep(norm: type[nn.Module]) -> nn.Module:
 @pytest.mark.parametrize(
     ("net", "allowed"),
     [
-        (_deep(nn.BatchNorm2d).eval(), Allowed()),
-        (_deep(nn.BatchNorm2d).train(), Allowed(statistics=True, policies=True)),
-        (_deep(nn.Identity), Allowed(training=False)),
-        (nn.Sequential(nn.Conv2d(3, 4, 5, padding=2), nn.ReLU(), nn.Conv2d(4, 2, 3, padding=1)), Allowed(dense=True)),
+        (_deep(nn.BatchNorm2d).eval(), StreamLimits()),
+        (_deep(nn.BatchNorm2d).train(), StreamLimits(statistics=True, policies=True)),
+        (_deep(nn.Identity), StreamLimits(training=False)),
+        (
+            nn.Sequential(nn.Conv2d(3, 4, 5, padding=2), nn.ReLU(), nn.Conv2d(4, 2, 3, padding=1)),
+            StreamLimits(dense=True),
+        ),
     ],
 )
-def test_the_least_that_is_said_of_ways_is_less_than_they_take(net: nn.Module, allowed: Allowed) -> None:
-    ways = Ways(bound(capture(net, [(1, 3, 700, 500)]), folded=True), None, allowed, 2**22)
+def test_the_least_that_is_said_of_ways_is_less_than_they_take(net: nn.Module, allowed: StreamLimits) -> None:
+    ways = StreamCandidates(bound(capture(net, [(1, 3, 700, 500)]), folded=True), None, allowed, 2**22)
     outlines = list(ways.outlines())
     every = [list(outline.candidates()) for outline in outlines]
     assert sum(map(len, every)) == len(list(ways.candidates())) > 10
@@ -104,4 +107,7 @@ def test_the_least_that_is_said_of_ways_is_less_than_they_take(net: nn.Module, a
     sizes = sorted(c.rough_bytes for c in flat)
     for budget in (None, sizes[0], sizes[len(sizes) // 8], sizes[len(sizes) // 3], sizes[-1]):
         expected = choose(flat, budget, lambda c: c.rough_bytes)
-        assert choose(Ordered(worth(outlines, budget)), budget, lambda c: c.rough_bytes)[0].time_s == expected[0].time_s
+        assert (
+            choose(OrderedCandidates(worth(outlines, budget)), budget, lambda c: c.rough_bytes)[0].time_s
+            == expected[0].time_s
+        )

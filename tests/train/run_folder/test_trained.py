@@ -13,7 +13,7 @@ from torch import nn
 from outcore.data import open_slide, write_slides
 from outcore.errors import CheckpointError
 from outcore.run.checkpoint.restore import read_weights
-from outcore.train.run_folder.trained import Trained, read_image
+from outcore.train.run_folder.trained import TrainedNetwork, read_image
 from outcore.train.settings.config import DataConfig
 from tests.cli.command import outcore_command
 
@@ -82,4 +82,4 @@ def test_what_holds_no_weights_of_the_model_is_refused(tmp_path: Path, given: st
     save_file({"other": torch.zeros(1)}, tmp_path / "other.safetensors")
     save_file(nn.Linear(5, 2).state_dict(), tmp_path / "wide.safetensors")
     with pytest.raises(CheckpointError, match=said):
-        Trained.read(tmp_path / given).load_into(nn.Linear(3, 2))
+        TrainedNetwork.read(tmp_path / given).load_into(nn.Linear(3, 2))

@@ -21,21 +21,21 @@ from pathlib import Path
 import torch
 
 from outcore.cost.costs import CallCost, Costs, Source
-from outcore.cost.measured.cache_state import Surroundings
-from outcore.cost.measured.host_speed import Beats, beat_s
-from outcore.cost.measured.isolated_call import Alone
+from outcore.cost.measured.cache_state import CacheState
+from outcore.cost.measured.host_speed import HostSpeed, beat_s
+from outcore.cost.measured.isolated_call import IsolatedCall
 from outcore.cost.measured.saved_bytes import account, recording_of, signature
 from outcore.cost.measured.shrink_call import smaller
 from outcore.graph import Graph
 from outcore.graph.record.recording import Recording, Step
-from outcore.machine.clock import Timing, clock_for, time_calls
+from outcore.machine.clock import TimedRuns, clock_for, time_calls
 
-__all__ = ["Bench", "in_this_thread"]
+__all__ = ["CallBench", "in_this_thread"]
 
 _CPU_LIMIT = 2**30
 
 
-class Bench:
+class CallBench:
     """What all measurements of one graph share."""
 
     def __init__(
@@ -50,9 +50,9 @@ class Bench:
         self.costs = accounted if accounted is not None else account(graph, device)
         self.recording: Recording = recording_of(graph)
         self.steps: Mapping[str, Step] = {s.name: s for s in self.recording.steps if s.kind != "guard"}
-        self.beats = Beats()
-        self.engines: list[Timing] = []
-        self.surroundings = Surroundings(device)
+        self.beats = HostSpeed()
+        self.engines: list[TimedRuns] = []
+        self.surroundings = CacheState(device)
         self.before = 0
         if device.type == "cuda":
             torch._C._cuda_clearCublasWorkspaces()  # so that they are counted when they come back
@@ -119,7 +119,7 @@ class Bench:
         if self.device.type != "cuda" or self.need(name) > self.limit:
             return cost
         try:
-            alone = Alone(self.graph, self.steps[name], self.recording, self.device, arriving=cost.arriving)
+            alone = IsolatedCall(self.graph, self.steps[name], self.recording, self.device, arriving=cost.arriving)
             return self._weigh(alone, cost)
         except Exception:  # as it was counted, then
             torch.cuda.empty_cache()
@@ -133,18 +133,18 @@ class Bench:
         return replace(cost, forward=self.beats.in_seconds(cost.forward), backward=self.beats.in_seconds(backward))
 
     @functools.cached_property
-    def engine(self) -> Timing:
+    def engine(self) -> TimedRuns:
         """What it takes to start the engine: the median of all that was seen beside the backward passes."""
         middle = statistics.median([e.median_s for e in self.engines])
         return replace(
-            Timing.of([middle]), dispatch_s=statistics.median([engine.dispatch_s for engine in self.engines])
+            TimedRuns.of([middle]), dispatch_s=statistics.median([engine.dispatch_s for engine in self.engines])
         )
 
     def start_s(self) -> float:
         """Host time of starting backward in a thread of its own; on a CPU there is none."""
         return self._engine().dispatch_s * self.beats.pace_s if self.device.type == "cuda" else 0.0
 
-    def _engine(self) -> Timing:
+    def _engine(self) -> TimedRuns:
         """What it takes to start the autograd engine for a graph that does nothing, counted in beats."""
         x = torch.ones(1, device=self.device, requires_grad=True)
         empty = _gradients([x.view(1)], [x], [torch.ones(1, device=self.device)])
@@ -174,7 +174,7 @@ class Bench:
         turned: bool = True,
     ) -> CallCost:
         cost = self.costs.calls[name]
-        alone = Alone(
+        alone = IsolatedCall(
             self.graph,
             self.steps[name],
             self.recording,
@@ -202,12 +202,12 @@ class Bench:
 
     def _time_backward(
         self,
-        alone: Alone,
+        alone: IsolatedCall,
         roots: list[torch.Tensor],
         gradients: list[torch.Tensor],
-        forward: Timing,
+        forward: TimedRuns,
         seconds: float,
-    ) -> Timing:
+    ) -> TimedRuns:
         """Backward and the start of the engine, which is timed beside it."""
         with in_this_thread(self.device):
             self.engines.append(self._engine())
@@ -220,7 +220,7 @@ class Bench:
 
                 return self._clocked(both, seconds, gradients).less(forward)
 
-    def _clocked(self, call: Callable[[], object], seconds: float, warm: list[torch.Tensor]) -> Timing:
+    def _clocked(self, call: Callable[[], object], seconds: float, warm: list[torch.Tensor]) -> TimedRuns:
         """Time a call as in a step: only what the call before made is in the cache."""
         between = self.surroundings.before(warm)
         if self.device.type != "cpu":
@@ -237,9 +237,9 @@ class Bench:
             start = clock()
             call()
             samples.append(clock() - start)
-        return Timing.of(samples)
+        return TimedRuns.of(samples)
 
-    def _weigh(self, alone: Alone, cost: CallCost) -> CallCost:
+    def _weigh(self, alone: IsolatedCall, cost: CallCost) -> CallCost:
         """The workspace as the GPU's allocator saw it, with what libraries take inside of an operation."""
         alone.backward(*alone.gradients_for(alone.forward())) if cost.has_backward else alone.forward()
         torch.cuda.reset_peak_memory_stats(self.device)

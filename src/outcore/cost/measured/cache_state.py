@@ -15,13 +15,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-__all__ = ["Surroundings"]
+__all__ = ["CacheState"]
 
 _CPU_CACHE_BYTES = 4 * 2**20
 """More than a core's own cache, less than what cores share: in a step the calls before leave about that much behind."""
 
 
-class Surroundings:
+class CacheState:
     """The caches of a device, as a step leaves them for a call."""
 
     def __init__(self, device: torch.device) -> None:

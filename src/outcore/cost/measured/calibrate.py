@@ -20,7 +20,7 @@ from outcore.cost.measured.samples import Progress, Sample, measure_samples
 from outcore.cost.predicted.calibration import Calibration, file_name, fit_calibration
 from outcore.cost.predicted.operation import Kind, Operation
 from outcore.errors import MachineError
-from outcore.machine.clock import Timing
+from outcore.machine.clock import TimedRuns
 from outcore.machine.device import Device
 from outcore.machine.probe import cache_directory
 
@@ -117,7 +117,7 @@ def collect_listed(
     }
     budget = each_s if each_s is not None else 0.02 if where.type == "cuda" else 0.05
 
-    def timer(operation: Operation) -> Timing:
+    def timer(operation: Operation) -> TimedRuns:
         return time_operation(operation, where, seconds=budget)
 
     return measure_samples(operations, timer, path, about=about, seconds=seconds, most=most, progress=progress)

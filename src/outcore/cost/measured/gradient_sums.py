@@ -11,15 +11,15 @@ from dataclasses import dataclass
 
 import torch
 
-from outcore.cost.measured.cache_state import Surroundings
+from outcore.cost.measured.cache_state import CacheState
 from outcore.cost.measured.host_speed import beat_s
 from outcore.machine.clock import clock_for, time_calls
 
-__all__ = ["Adding"]
+__all__ = ["GradientSumCost"]
 
 
 @dataclass(frozen=True, slots=True)
-class Adding:
+class GradientSumCost:
     """What it takes to add one gradient to another."""
 
     bytes_per_s: float
@@ -30,14 +30,14 @@ class Adding:
 
     @staticmethod
     @functools.cache
-    def on(device: torch.device) -> Adding:
+    def on(device: torch.device) -> GradientSumCost:
         """Measured on a device."""
         count = 2**24 if device.type == "cuda" else 2**20
         a, b = torch.ones(count, device=device), torch.ones(count, device=device)
-        between = Surroundings(device).before([a])
+        between = CacheState(device).before([a])
         before = beat_s()
         timing = time_calls(lambda: a.add_(b), device, seconds=0.02, clock=clock_for(device), between=between)
-        return Adding(12.0 * count / timing.median_s, timing.dispatch_s, (before + beat_s()) / 2)
+        return GradientSumCost(12.0 * count / timing.median_s, timing.dispatch_s, (before + beat_s()) / 2)
 
     def issued_s(self, beat: float) -> float:
         """The host's time to issue a sum at a pace."""

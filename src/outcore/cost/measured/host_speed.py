@@ -16,9 +16,9 @@ from dataclasses import replace
 
 import torch
 
-from outcore.machine.clock import Timing
+from outcore.machine.clock import TimedRuns
 
-__all__ = ["Beats", "beat_s"]
+__all__ = ["HostSpeed", "beat_s"]
 
 _VIEWS = 40
 _TRIES = 3
@@ -36,7 +36,7 @@ def beat_s() -> float:
     return min(times)
 
 
-class Beats:
+class HostSpeed:
     """The beats of one measurement, beside which times were taken."""
 
     def __init__(self) -> None:
@@ -49,12 +49,12 @@ class Beats:
             return sum(self.seen)
         return statistics.quantiles(self.seen, n=10, method="inclusive")[0]
 
-    def counted(self, timing: Timing, before_s: float) -> Timing:
+    def counted(self, timing: TimedRuns, before_s: float) -> TimedRuns:
         """A timing that was just taken, its issuing in beats; `before_s` is the beat before it."""
         beat = (before_s + beat_s()) / 2
         self.seen.append(beat)
         return replace(timing, dispatch_s=timing.dispatch_s / beat)
 
-    def in_seconds(self, timing: Timing | None) -> Timing | None:
+    def in_seconds(self, timing: TimedRuns | None) -> TimedRuns | None:
         """A counted timing with its issuing at the undisturbed pace."""
         return replace(timing, dispatch_s=timing.dispatch_s * self.pace_s) if timing is not None else None

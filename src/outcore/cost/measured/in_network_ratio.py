@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from outcore.cost.predicted.features import NAMES, Matrix, features
-from outcore.cost.predicted.gaussian_process import Gaussian, Lengths, gaussian_process
+from outcore.cost.predicted.gaussian_process import GaussianProcess, LengthScales, gaussian_process
 from outcore.cost.predicted.operation import Operation
 from outcore.machine.device import Device
 
 if TYPE_CHECKING:
     from outcore.cost.predicted.calibration import Calibration, Prediction
 
-__all__ = ["STREAMED", "Usage", "Used", "fit_usage", "inside_a_network", "predicted_alone"]
+__all__ = ["STREAMED", "InNetworkRatio", "OperationUse", "fit_usage", "inside_a_network", "predicted_alone"]
 
 STREAMED = 0.85
 """Share of the memory's rate that long element-wise kernels reach."""
@@ -54,7 +54,7 @@ _COLUMNS = np.flatnonzero(
 
 
 @dataclass(frozen=True, slots=True)
-class Used:
+class OperationUse:
     """An operation as a network ran it."""
 
     operation: Operation
@@ -66,10 +66,10 @@ class Used:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Usage:
+class InNetworkRatio:
     """The factor for one kind of operation in one direction."""
 
-    regression: Gaussian
+    regression: GaussianProcess
     samples: int
     errors: Mapping[str, float]
     """Median error on networks that were left out: "alone" without the factor, "inside" with it."""
@@ -83,9 +83,9 @@ class Usage:
         return {"regression": self.regression.to_json(), "samples": self.samples, "errors": dict(self.errors)}
 
     @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Usage:
+    def from_json(cls, document: Mapping[str, Any]) -> InNetworkRatio:
         """The usage that `to_json` described."""
-        return cls(Gaussian.from_json(document["regression"]), document["samples"], document["errors"])
+        return cls(GaussianProcess.from_json(document["regression"]), document["samples"], document["errors"])
 
 
 def inside_a_network(calibration: Calibration, operations: Sequence[Operation], device: Device) -> list[Prediction]:
@@ -102,31 +102,31 @@ def inside_a_network(calibration: Calibration, operations: Sequence[Operation], 
     return cold
 
 
-def predicted_alone(used: Sequence[Used], calibration: Calibration, device: Device) -> list[Used]:
+def predicted_alone(used: Sequence[OperationUse], calibration: Calibration, device: Device) -> list[OperationUse]:
     """Those of the calibration's precision that are long enough to learn from, with what it says of them."""
     chosen = [call for call in used if call.time_s > _LEAST_S and call.operation.dtype == calibration.dtype]
     predicted = _cold(calibration, [call.operation for call in chosen], device)
     return [replace(call, alone_s=p.time_s) for call, p in zip(chosen, predicted, strict=True)]
 
 
-def fit_usage(used: Sequence[Used], calibration: Calibration) -> dict[str, Usage]:
+def fit_usage(used: Sequence[OperationUse], calibration: Calibration) -> dict[str, InNetworkRatio]:
     """Factors for every kind and direction that networks ran often enough, where they help with networks left out.
 
     `used` comes from `predicted_alone`.
     """
-    groups: dict[str, list[Used]] = {}
+    groups: dict[str, list[OperationUse]] = {}
     for call in used:
         groups.setdefault(_name(call.operation), []).append(call)
     fitted = {name: _fit(calls, calibration) for name, calls in groups.items() if len(calls) >= _LEAST_SAMPLES}
     return {name: usage for name, usage in fitted.items() if usage.errors["inside"] < usage.errors["alone"]}
 
 
-def _fit(calls: Sequence[Used], calibration: Calibration) -> Usage:
+def _fit(calls: Sequence[OperationUse], calibration: Calibration) -> InNetworkRatio:
     rows = features([call.operation for call in calls], calibration.base)
     targets = np.log(np.array([call.time_s / call.alone_s for call in calls]))
     lengths = np.full(rows.shape[1], np.inf)
     lengths[_COLUMNS] = _LENGTH * np.maximum(rows[:, _COLUMNS].std(0), _LEAST_SPREAD)
-    shape = Lengths(lengths, _NOISE)
+    shape = LengthScales(lengths, _NOISE)
     networks = np.array([call.network for call in calls])
     residuals = targets.copy()
     for name in set(networks):
@@ -135,7 +135,7 @@ def _fit(calls: Sequence[Used], calibration: Calibration) -> Usage:
             fitted = gaussian_process(rows[others], targets[others], shape, centre=0.0)
             residuals[~others] -= fitted.predict(rows[~others])
     errors = {"alone": _median(targets), "inside": _median(residuals)}
-    return Usage(gaussian_process(rows, targets, shape, centre=0.0), len(calls), errors)
+    return InNetworkRatio(gaussian_process(rows, targets, shape, centre=0.0), len(calls), errors)
 
 
 def _cold(calibration: Calibration, operations: Sequence[Operation], device: Device) -> list[Prediction]:

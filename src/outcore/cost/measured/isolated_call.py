@@ -23,7 +23,7 @@ from outcore.graph import Graph, Value
 from outcore.graph.record.recording import Context, Recording, Ref, Step, fill
 from outcore.graph.structure import leaves
 
-__all__ = ["Alone", "Stride"]
+__all__ = ["IsolatedCall", "Stride"]
 
 Stride = tuple[int, ...]
 
@@ -43,7 +43,7 @@ class _Enter(torch.autograd.Function):
         return gradient
 
 
-class Alone:
+class IsolatedCall:
     """One call, ready to run on a device.
 
     Args:

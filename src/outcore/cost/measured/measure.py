@@ -19,8 +19,8 @@ from dataclasses import replace
 import torch
 
 from outcore.cost.costs import CallCost, Costs
-from outcore.cost.measured.bench import Bench
-from outcore.cost.measured.gradient_sums import Adding
+from outcore.cost.measured.bench import CallBench
+from outcore.cost.measured.gradient_sums import GradientSumCost
 from outcore.cost.measured.host_time import between_calls
 from outcore.cost.measured.saved_bytes import device_of, quietly
 from outcore.errors import MachineError
@@ -73,7 +73,7 @@ def measure(
     def alone(small: Graph) -> Costs:
         return _measure(small, target, 5.0, None, 10, None, None)
 
-    adding = Adding.on(target)
+    adding = GradientSumCost.on(target)
     return replace(
         costs,
         between_s=between_calls(target, alone, clock_for(target), costs.beat_s),
@@ -92,7 +92,7 @@ def _measure(
     progress: Progress | None,
 ) -> Costs:
     """Every call alone, without what is between them."""
-    bench = Bench(graph, target, memory_limit_bytes, runs, accounted)
+    bench = CallBench(graph, target, memory_limit_bytes, runs, accounted)
     groups: dict[Hashable, list[str]] = {}
     for name in graph.calls:
         groups.setdefault(bench.likeness(name), []).append(name)

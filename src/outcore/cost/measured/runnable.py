@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outcore.cost.predicted.operation import Operation
-from outcore.machine.clock import Timing, tf32, time_calls
+from outcore.machine.clock import TimedRuns, tf32, time_calls
 
 __all__ = ["precision_context", "prepare", "time_operation"]
 
@@ -66,7 +66,7 @@ def prepare(operation: Operation, device: torch.device | str) -> tuple[Call, lis
 
 def time_operation(
     operation: Operation, device: torch.device | str, *, seconds: float = 0.05, most: int = 30
-) -> Timing:
+) -> TimedRuns:
     """Times one operation in its direction on `device`.
 
     >>> time_operation(Operation("softmax", batch=4, in_channels=10), "cpu", seconds=0.001).min_s > 0

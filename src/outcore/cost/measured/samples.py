@@ -18,7 +18,7 @@ from typing import Any
 
 from outcore.cost.predicted.operation import Operation
 from outcore.errors import MachineError
-from outcore.machine.clock import Timing
+from outcore.machine.clock import TimedRuns
 
 __all__ = ["Progress", "Sample", "measure_samples", "read_samples"]
 
@@ -27,7 +27,7 @@ VERSION = 1
 Progress = Callable[[float, float, str], None]
 """Called as (seconds used, seconds allowed, the operation that comes next)."""
 
-Timer = Callable[[Operation], Timing]
+Timer = Callable[[Operation], TimedRuns]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Sample:
     """One operation and how long it took."""
 
     operation: Operation
-    timing: Timing
+    timing: TimedRuns
 
 
 def measure_samples(
@@ -85,7 +85,7 @@ def read_samples(path: Path) -> list[Sample]:
     for line in _lines(path)[1:]:
         if "error" not in line:
             operation = Operation.from_json(line.pop("operation"))
-            samples.append(Sample(operation, Timing(**line)))
+            samples.append(Sample(operation, TimedRuns(**line)))
     return samples
 
 

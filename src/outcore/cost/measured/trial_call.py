@@ -17,7 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from outcore.cost.costs import CallCost, Gradient, Saved, Source
-from outcore.cost.measured.isolated_call import Alone, Stride
+from outcore.cost.measured.isolated_call import IsolatedCall, Stride
 from outcore.cost.measured.live_bytes import LiveBytes, storage_key
 from outcore.graph import Graph
 from outcore.graph.record.preserve import ModelState, state_tensors
@@ -66,7 +66,7 @@ def try_call(
         mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
         try:
             with _restored(graph.module.model) if not fake or whole else contextlib.nullcontext():
-                alone = Alone(graph, step, recording, device, fake=mode, integers=integers, arriving=arriving)
+                alone = IsolatedCall(graph, step, recording, device, fake=mode, integers=integers, arriving=arriving)
                 return _weigh(alone, blank, "analytic" if fake else "measured"), ""
         except Exception as error:
             first = str(error).strip().splitlines()[0] if str(error).strip() else ""
@@ -84,7 +84,7 @@ def _restored(model: torch.nn.Module) -> Iterator[None]:
         state.restore()
 
 
-def _weigh(alone: Alone, blank: CallCost, source: Source) -> CallCost:
+def _weigh(alone: IsolatedCall, blank: CallCost, source: Source) -> CallCost:
     """Run forward and backward once and write down what was kept and needed."""
     names = _Names(alone)
     kept: dict[int, torch.Tensor] = {}
@@ -140,7 +140,7 @@ def _weigh(alone: Alone, blank: CallCost, source: Source) -> CallCost:
 class _Names:
     """Recognises tensors of one call by their memory."""
 
-    def __init__(self, alone: Alone) -> None:
+    def __init__(self, alone: IsolatedCall) -> None:
         self._alone = alone
         self._of: dict[int | None, tuple[str, str]] = {}
         for name, tensor in alone.state.items():

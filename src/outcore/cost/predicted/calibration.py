@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from outcore.cost.measured.in_network_ratio import Usage
+from outcore.cost.measured.in_network_ratio import InNetworkRatio
 from outcore.cost.measured.samples import Sample
 from outcore.cost.predicted.efficiency import Efficiency, fit_efficiency
 from outcore.cost.predicted.features import NAMES
@@ -33,7 +33,7 @@ from outcore.cost.predicted.operation import KINDS, Operation
 from outcore.cost.predicted.regression import METHODS
 from outcore.cost.predicted.roofline import Ceiling
 from outcore.errors import MachineError
-from outcore.machine.clock import Timing
+from outcore.machine.clock import TimedRuns
 from outcore.machine.device import ELEMENT_BYTES, Device, precision_of
 from outcore.machine.probe import cache_directory
 
@@ -75,7 +75,7 @@ class Calibration:
     about: Mapping[str, Any]
     """Where it was measured: torch, date, threads."""
     scaled_to: str = ""
-    usage: Mapping[str, Usage] = field(default_factory=dict)
+    usage: Mapping[str, InNetworkRatio] = field(default_factory=dict)
     """By kind and direction: what calls of networks take over what was learned from the sweep."""
 
     def predict(self, operations: Sequence[Operation]) -> list[Prediction]:
@@ -185,7 +185,7 @@ class Calibration:
             raise MachineError("a calibration with other features was given; calibrate the device again")
         try:
             models = {name: Efficiency.from_json(model) for name, model in document["models"].items()}
-            usage = {name: Usage.from_json(one) for name, one in document.get("usage", {}).items()}
+            usage = {name: InNetworkRatio.from_json(one) for name, one in document.get("usage", {}).items()}
             base = Ceiling(*document["base"])
             return cls(document["device"], document["dtype"], base, models, document["about"], usage=usage)
         except (KeyError, TypeError, IndexError) as error:
@@ -288,8 +288,8 @@ def _joined(samples: Sequence[Sample]) -> list[Sample]:
     return found
 
 
-def _summed(first: Timing, second: Timing) -> Timing:
-    return Timing(
+def _summed(first: TimedRuns, second: TimedRuns) -> TimedRuns:
+    return TimedRuns(
         first.min_s + second.min_s,
         first.median_s + second.median_s,
         first.max_s + second.max_s,

@@ -26,7 +26,7 @@ import numpy as np
 
 from outcore.cost.measured.samples import Sample
 from outcore.cost.predicted.features import NAMES, Matrix, features
-from outcore.cost.predicted.gaussian_process import Lengths, find_lengths
+from outcore.cost.predicted.gaussian_process import LengthScales, find_lengths
 from outcore.cost.predicted.operation import Operation
 from outcore.cost.predicted.regression import METHODS, Regression, fit_regression, regression_from_json
 from outcore.cost.predicted.roofline import Ceiling
@@ -178,7 +178,7 @@ def fit_efficiency(
 
 
 def _held_out_residuals(
-    methods: Sequence[str], rows: Matrix, targets: Matrix, lengths: Lengths | None, seed: int
+    methods: Sequence[str], rows: Matrix, targets: Matrix, lengths: LengthScales | None, seed: int
 ) -> dict[str, Matrix]:
     """What each method misses on samples that its fit had not seen.
 

@@ -21,13 +21,13 @@ from outcore.cost.measured.saved_bytes import account, recording_of
 from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.cost.predicted.calibration import Calibration, Prediction
 from outcore.cost.predicted.describe import describe, is_idle
-from outcore.cost.predicted.memory_traffic import Movement
+from outcore.cost.predicted.memory_traffic import MemoryTraffic
 from outcore.cost.predicted.operation import Operation
 from outcore.cost.predicted.roofline import Ceiling
 from outcore.errors import MachineError
 from outcore.graph import Graph
 from outcore.machine import Device, Machine
-from outcore.machine.clock import Timing
+from outcore.machine.clock import TimedRuns
 
 __all__ = ["estimate", "estimate_optimizer"]
 
@@ -77,7 +77,7 @@ def estimate(
     def precision(dtype: str) -> str:
         return "tf32" if has_tf32 and dtype in ("float32", "int64", "bool") else _PRECISIONS.get(dtype, "fp32")
 
-    moves = Movement(graph, costs, steps) if device.kind == "cuda" else None
+    moves = MemoryTraffic(graph, costs, steps) if device.kind == "cuda" else None
     wanted: list[tuple[str, Operation]] = []
     idle: set[str] = set()
     for name, step in steps.items():
@@ -114,7 +114,7 @@ def _predicted(
 def _issued(costs: Costs, device: Device) -> Costs:
     """Costs with the host's time to issue each call, from the operations that were counted in it."""
 
-    def issued(timing: Timing | None, work: float) -> Timing | None:
+    def issued(timing: TimedRuns | None, work: float) -> TimedRuns | None:
         return replace(timing, dispatch_s=work * device.dispatch_s) if timing is not None else None
 
     calls = {
@@ -136,13 +136,13 @@ def _issued(costs: Costs, device: Device) -> Costs:
 
 def estimate_optimizer(
     costs: Costs, device: Device, optimizer: OptimizerCost | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-) -> Timing:
+) -> TimedRuns:
     """The time of an optimizer's step on a device: its memory traffic at the rate of adding tensors of that size."""
     cost = optimizer if isinstance(optimizer, OptimizerCost) else OptimizerCost.of(optimizer, costs.device_kind)
     sizes = [sum(costs.parameters.values())] if cost.together else list(costs.parameters.values())
     sizes = [size for size in sizes if size >= 4]
     if not sizes:
-        return Timing.of([0.0])
+        return TimedRuns.of([0.0])
     adds = [_sheet(size // 4) for size in sizes]
     dtype = "tf32" if device.kind == "cuda" and "tf32" in device.rates else "fp32"
     answers = inside_a_network(_calibration(device, dtype), [replace(add, dtype=dtype) for add in adds], device)
@@ -151,9 +151,9 @@ def estimate_optimizer(
     on_host = device.dispatch_s * (issued + cost.operations * len(costs.parameters) * _PER_TENSOR * cost.together)
     if device.kind == "cpu":
         fresh = sum(size for size in sizes if size >= _FRESH_FROM) * cost.workspace_per_largest
-        return Timing.of([max(moved_s, on_host) + fresh / _FRESH_BYTES_PER_S])
+        return TimedRuns.of([max(moved_s, on_host) + fresh / _FRESH_BYTES_PER_S])
     lead_s = _LEAD * on_host if cost.together else 0.0
-    return replace(Timing.of([max(moved_s, issued * device.launch_s)], dispatch_s=on_host), lead_s=lead_s)
+    return replace(TimedRuns.of([max(moved_s, issued * device.launch_s)], dispatch_s=on_host), lead_s=lead_s)
 
 
 def _sheet(elements: int) -> Operation:
@@ -172,7 +172,7 @@ def _fresh_bytes(cost: CallCost) -> tuple[int, int]:
 def _moving(cost: CallCost, moved: tuple[int, int], rate: float, device: Device) -> CallCost:
     """A cost with what must be moved beside the operation itself: casts, gradients of views."""
 
-    def more(timing: Timing | None, nbytes: int) -> Timing | None:
+    def more(timing: TimedRuns | None, nbytes: int) -> TimedRuns | None:
         if timing is None or not nbytes:
             return timing
         longer = timing.longer(nbytes / rate + device.launch_s)
@@ -200,7 +200,7 @@ def _calibration(device: Device, dtype: str) -> Calibration:
 def _timed(cost: CallCost, device: Device, predicted: dict[tuple[str, str], Prediction], idle: bool) -> CallCost:
     """A call's cost with its predicted times, and how far they can be trusted."""
     if idle:
-        nothing = Timing(0.0, 0.0, 0.0, 0.0, 0, _VIEW * device.dispatch_s)
+        nothing = TimedRuns(0.0, 0.0, 0.0, 0.0, 0, _VIEW * device.dispatch_s)
         backward = nothing if cost.has_backward else None
         return replace(cost, forward=nothing, backward=backward, time_source="analytic")
     forward = predicted.get((cost.call, "forward"))
@@ -217,17 +217,17 @@ def _timed(cost: CallCost, device: Device, predicted: dict[tuple[str, str], Pred
     )
 
 
-def _timing(p: Prediction, device: Device) -> Timing:
-    return Timing(p.low_s, p.time_s, p.high_s, p.time_s, 0, p.dispatch_s or device.dispatch_s)
+def _timing(p: Prediction, device: Device) -> TimedRuns:
+    return TimedRuns(p.low_s, p.time_s, p.high_s, p.time_s, 0, p.dispatch_s or device.dispatch_s)
 
 
 def _by_bytes(cost: CallCost, device: Device) -> CallCost:
     """An operation nobody described: its FLOPs and bytes at half the device's rates."""
     rate, bandwidth = device.rate("fp32"), device.bandwidth_bytes_per_s
 
-    def timing(flops: int, nbytes: int) -> Timing:
+    def timing(flops: int, nbytes: int) -> TimedRuns:
         roofline = max(flops / rate, nbytes / bandwidth, device.launch_s)
-        return Timing(
+        return TimedRuns(
             roofline,
             roofline / _UNFITTED_EFFICIENCY,
             10 * roofline,

@@ -25,7 +25,15 @@ import numpy as np
 
 from outcore.cost.predicted.features import Matrix
 
-__all__ = ["Gaussian", "Lengths", "find_lengths", "fit_gaussian", "gaussian_process", "negative_likelihood", "rounded"]
+__all__ = [
+    "GaussianProcess",
+    "LengthScales",
+    "find_lengths",
+    "fit_gaussian",
+    "gaussian_process",
+    "negative_likelihood",
+    "rounded",
+]
 
 _MOST_POINTS = 3000
 _LENGTH_POINTS = 800
@@ -45,7 +53,7 @@ _LONG = 30.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Gaussian:
+class GaussianProcess:
     """The mean of a Gaussian process: weights on points."""
 
     columns: Matrix
@@ -66,14 +74,14 @@ class Gaussian:
         return {"method": "gaussian", "centre": self.centre, **arrays}
 
     @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Gaussian:
+    def from_json(cls, document: Mapping[str, Any]) -> GaussianProcess:
         """The process that `to_json` described."""
         arrays = {k: np.array(v, dtype=np.float64) for k, v in document.items() if isinstance(v, list)}
         return cls(centre=float(document["centre"]), **arrays)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Lengths:
+class LengthScales:
     """What a Gaussian process assumes: over which distance each feature matters, and how noisy the targets are."""
 
     lengths: Matrix
@@ -81,7 +89,7 @@ class Lengths:
     """Variance of the noise over that of the function."""
 
 
-def find_lengths(rows: Matrix, targets: Matrix, *, seed: int = 0) -> Lengths:
+def find_lengths(rows: Matrix, targets: Matrix, *, seed: int = 0) -> LengthScales:
     """The most likely lengths and noise; a feature that never varies gets none.
 
     They are found twice: samples that their neighbours contradict say nothing about how far a feature reaches, and are
@@ -97,15 +105,15 @@ def find_lengths(rows: Matrix, targets: Matrix, *, seed: int = 0) -> Lengths:
     return _likely(rows[~apart], targets[~apart], seed) if apart.any() else first
 
 
-def fit_gaussian(rows: Matrix, targets: Matrix, lengths: Lengths, seed: int) -> Gaussian:
+def fit_gaussian(rows: Matrix, targets: Matrix, lengths: LengthScales, seed: int) -> GaussianProcess:
     """The process through so many samples as are stored, doubting those that the others contradict."""
     kept = np.sort(np.random.default_rng(seed).permutation(len(rows))[:_MOST_POINTS])
     return gaussian_process(rows[kept], targets[kept], lengths, centre=float(np.median(targets)), doubted=_DOUBTED)
 
 
 def gaussian_process(
-    rows: Matrix, targets: Matrix, lengths: Lengths, *, centre: float, doubted: float | None = None
-) -> Gaussian:
+    rows: Matrix, targets: Matrix, lengths: LengthScales, *, centre: float, doubted: float | None = None
+) -> GaussianProcess:
     """The process through all rows, which is `centre` far from them; with `doubted`, not through those that the others
     contradict by so many standard deviations."""
     columns = np.flatnonzero(np.isfinite(lengths.lengths))
@@ -116,7 +124,7 @@ def gaussian_process(
     if doubted is not None:
         noises = _noises(gram, targets - centre, lengths.noise, doubted)
     weights = rounded(np.linalg.solve(gram + np.diag(noises), targets - centre))
-    return Gaussian(columns.astype(np.float64), mean, scale, points, weights, centre)
+    return GaussianProcess(columns.astype(np.float64), mean, scale, points, weights, centre)
 
 
 def negative_likelihood(parameters: Matrix, points: Matrix, targets: Matrix) -> tuple[float, Matrix]:
@@ -140,7 +148,7 @@ def negative_likelihood(parameters: Matrix, points: Matrix, targets: Matrix) -> 
     return float(value), -np.array(gradient)
 
 
-def _likely(rows: Matrix, targets: Matrix, seed: int) -> Lengths:
+def _likely(rows: Matrix, targets: Matrix, seed: int) -> LengthScales:
     """The most likely lengths and noise for a random part of the samples."""
     from scipy.optimize import minimize
     from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
@@ -166,7 +174,7 @@ def _likely(rows: Matrix, targets: Matrix, seed: int) -> Lengths:
     variance, relevant, noise = np.exp(found.x[0]), np.exp(found.x[1:-1]), np.exp(found.x[-1])
     lengths = np.full(rows.shape[1], np.inf)
     lengths[varying] = np.where(relevant < _LONG, relevant * spread[varying], np.inf)
-    return Lengths(lengths, float(noise / variance))
+    return LengthScales(lengths, float(noise / variance))
 
 
 def _noises(gram: Matrix, targets: Matrix, noise: float, apart: float) -> Matrix:

@@ -27,7 +27,7 @@ from outcore.graph import Graph, Value
 from outcore.graph.record.recording import Step
 from outcore.ops.views import WITHOUT_WORK
 
-__all__ = ["Movement"]
+__all__ = ["MemoryTraffic"]
 
 _HALVES = ("bfloat16", "float16")
 _UP = frozenset(
@@ -56,7 +56,7 @@ _SPREAD = {**dict.fromkeys("add add_ radd iadd sub rsub".split(), 1), **dict.fro
 written and read again."""
 
 
-class Movement:
+class MemoryTraffic:
     """What the calls of one graph move on a GPU beside their own work."""
 
     def __init__(self, graph: Graph, costs: Costs, steps: Mapping[str, Step]) -> None:

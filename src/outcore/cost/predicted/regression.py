@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from outcore.cost.predicted.features import Matrix
-from outcore.cost.predicted.gaussian_process import Gaussian, Lengths, find_lengths, fit_gaussian, rounded
+from outcore.cost.predicted.gaussian_process import GaussianProcess, LengthScales, find_lengths, fit_gaussian, rounded
 
 __all__ = ["METHODS", "Regression", "fit_regression", "regression_from_json"]
 
@@ -113,7 +113,7 @@ class Blend:
 
 
 def fit_regression(
-    method: str, rows: Matrix, targets: Matrix, *, lengths: Lengths | None = None, seed: int = 0
+    method: str, rows: Matrix, targets: Matrix, *, lengths: LengthScales | None = None, seed: int = 0
 ) -> Regression:
     """Fit one of `METHODS`; the result predicts from rounded numbers, as it will after loading."""
     if method == "polynomial":
@@ -134,7 +134,7 @@ def regression_from_json(document: Mapping[str, Any]) -> Regression:
     if document["method"] == "trees":
         return Trees(start=float(document["start"]), **arrays)
     if document["method"] == "gaussian":
-        return Gaussian.from_json(document)
+        return GaussianProcess.from_json(document)
     return Blend(tuple(regression_from_json(part) for part in document["parts"]))
 
 

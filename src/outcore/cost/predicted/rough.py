@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from outcore.cost.costs import CallCost, Costs
 from outcore.graph import Graph
-from outcore.machine.clock import Timing
+from outcore.machine.clock import TimedRuns
 
 __all__ = ["belong", "by_bytes", "scaled", "without_gaps"]
 
@@ -32,10 +32,10 @@ def scaled(costs: Costs, like: Costs) -> Costs:
         if model is None or model.forward is None:
             return cost
         ratio = max(cost.output_bytes, 1) / max(model.output_bytes, 1)
-        backward = Timing.of([model.backward.median_s * ratio]) if model.backward is not None else None
+        backward = TimedRuns.of([model.backward.median_s * ratio]) if model.backward is not None else None
         return replace(
             cost,
-            forward=Timing.of([model.forward.median_s * ratio]),
+            forward=TimedRuns.of([model.forward.median_s * ratio]),
             backward=backward,
             workspace_forward_bytes=max(cost.workspace_forward_bytes, int(ratio * model.workspace_forward_bytes)),
             workspace_backward_bytes=max(cost.workspace_backward_bytes, int(ratio * model.workspace_backward_bytes)),
@@ -56,8 +56,8 @@ def by_bytes(costs: Costs, rate: float) -> Costs:
         backward = max(2 * moved / rate, cost.flops_backward / flops_rate) if cost.has_backward else None
         return replace(
             cost,
-            forward=Timing.of([forward]),
-            backward=Timing.of([backward]) if backward is not None else None,
+            forward=TimedRuns.of([forward]),
+            backward=TimedRuns.of([backward]) if backward is not None else None,
             time_source="analytic",
         )
 
@@ -75,7 +75,7 @@ def without_gaps(costs: Costs) -> Costs:
         name: c
         if c.forward is not None
         else replace(
-            c, forward=Timing.of([rate * c.output_bytes / 3]), backward=Timing.of([rate * c.output_bytes / 1.5])
+            c, forward=TimedRuns.of([rate * c.output_bytes / 3]), backward=TimedRuns.of([rate * c.output_bytes / 1.5])
         )
         for name, c in costs.calls.items()
     }

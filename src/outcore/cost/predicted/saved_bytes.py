@@ -7,17 +7,17 @@ from dataclasses import replace
 
 from outcore.cost.costs import CallCost, Saved
 from outcore.graph import Graph
-from outcore.ops import Facts, find
+from outcore.ops import CallFacts, find
 
 __all__ = ["facts_of", "keep_on", "kept"]
 
 
-def facts_of(graph: Graph, name: str) -> Facts:
+def facts_of(graph: Graph, name: str) -> CallFacts:
     """One call as the table's rules see it."""
     call = graph.calls[name]
     block = graph.blocks[call.block]
     is_module = block.kind == "module"
-    return Facts(
+    return CallFacts(
         is_module=is_module,
         settings=block.detail if is_module else call.detail,
         inputs=tuple(graph.values[v] for v in call.inputs),

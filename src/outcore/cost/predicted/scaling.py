@@ -15,13 +15,13 @@ from typing import Any, Literal
 
 from outcore.errors import OutcoreError
 
-__all__ = ["Point", "Scaling", "ladder"]
+__all__ = ["Scaling", "SizePoint", "ladder"]
 
 _CHANGE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class SizePoint:
     """One size: what a step takes."""
 
     size: int
@@ -44,14 +44,14 @@ class Scaling:
     """Predicted steps over sizes, ascending."""
 
     along: Literal["batch", "image"]
-    points: tuple[Point, ...]
+    points: tuple[SizePoint, ...]
     capacity_bytes: int
     largest: int
     """The largest size whose step fits; 0 if none does."""
     failures: dict[int, str]
     """Sizes that the model does not take, each with the reason."""
 
-    def at(self, size: int) -> Point:
+    def at(self, size: int) -> SizePoint:
         """What a size takes, on the line between its neighbours."""
         if not self.points or not self.points[0].size <= size <= self.points[-1].size:
             known = f"{self.points[0].size} to {self.points[-1].size}" if self.points else "none"
@@ -77,15 +77,15 @@ class Scaling:
                 found.append(point.size)
         return found
 
-    def _apart(self) -> list[Point]:
+    def _apart(self) -> list[SizePoint]:
         """Sizes far enough apart that the slope between them means something."""
-        found: list[Point] = []
+        found: list[SizePoint] = []
         for point in self.points:
             if not found or point.size >= 1.25 * found[-1].size:
                 found.append(point)
         return found
 
-    def best(self) -> Point | None:
+    def best(self) -> SizePoint | None:
         """The predicted size with the most samples per second among those that fit."""
         fitting = [p for p in self.points if p.peak_bytes <= self.capacity_bytes]
         return max(fitting, key=lambda p: p.per_second, default=None)
@@ -105,7 +105,7 @@ class Scaling:
 def ladder(
     along: Literal["batch", "image"],
     sizes: Sequence[int],
-    predict: Callable[[int], Point],
+    predict: Callable[[int], SizePoint],
     capacity_bytes: int,
     *,
     most: int = 1 << 16,
@@ -119,7 +119,7 @@ def ladder(
         capacity_bytes: of the device.
         most: no size beyond this one is tried.
     """
-    points: dict[int, Point] = {}
+    points: dict[int, SizePoint] = {}
     failures: dict[int, str] = {}
 
     def fits(size: int) -> bool:
@@ -144,7 +144,7 @@ def ladder(
     return Scaling(along, ordered, capacity_bytes, low, failures)
 
 
-def _guess(points: dict[int, Point], low: int, high: int, capacity: int) -> int:
+def _guess(points: dict[int, SizePoint], low: int, high: int, capacity: int) -> int:
     """Where the line between two sizes meets the capacity, not too close to either."""
     if low in points and high in points:
         a, b = points[low].peak_bytes, points[high].peak_bytes
@@ -155,9 +155,9 @@ def _guess(points: dict[int, Point], low: int, high: int, capacity: int) -> int:
     return min(high - margin, max(low + margin, middle))
 
 
-def _between(a: Point, b: Point, share: float, size: int) -> Point:
+def _between(a: SizePoint, b: SizePoint, share: float, size: int) -> SizePoint:
     def mix(name: str) -> float:
         return float((1 - share) * getattr(a, name) + share * getattr(b, name))
 
     samples = size if a.samples == a.size and b.samples == b.size else a.samples
-    return Point(size, mix("step_s"), mix("low_s"), mix("high_s"), round(mix("peak_bytes")), samples)
+    return SizePoint(size, mix("step_s"), mix("low_s"), mix("high_s"), round(mix("peak_bytes")), samples)

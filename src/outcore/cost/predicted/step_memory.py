@@ -29,7 +29,7 @@ from outcore.errors import OutcoreError
 from outcore.graph import Call, Graph
 from outcore.graph.parts import ROOT, ancestors
 
-__all__ = ["Bytes", "Held", "MemoryCurve", "Moment", "calls_with_backward", "memory_curve"]
+__all__ = ["BytesByUse", "HeldMemory", "MemoryCurve", "MemoryMoment", "calls_with_backward", "memory_curve"]
 
 _GRANULARITY = {"cuda": 512}
 """What the device's allocator rounds up to."""
@@ -38,7 +38,7 @@ Category = Literal["weights", "gradients", "state", "inputs", "feature_maps", "f
 
 
 @dataclass(frozen=True, slots=True)
-class Bytes:
+class BytesByUse:
     """Memory by what it is for."""
 
     weights: int = 0
@@ -64,17 +64,17 @@ class Bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class MemoryMoment:
     """What is held while one call runs."""
 
     phase: Literal["forward", "backward", "optimizer"]
     call: str
     """Empty for the optimizer."""
-    bytes: Bytes
+    bytes: BytesByUse
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldMemory:
     """One piece of memory at the peak."""
 
     name: str
@@ -87,12 +87,12 @@ class Held:
 class MemoryCurve:
     """The memory of one training step over time."""
 
-    moments: tuple[Moment, ...]
-    composition: tuple[Held, ...]
+    moments: tuple[MemoryMoment, ...]
+    composition: tuple[HeldMemory, ...]
     """What is held at the peak, the largest first."""
 
     @cached_property
-    def peak(self) -> Moment:
+    def peak(self) -> MemoryMoment:
         """The moment of the peak."""
         return max(self.moments, key=lambda m: m.bytes.total)
 
@@ -102,7 +102,7 @@ class MemoryCurve:
         return self.peak.bytes.total
 
     @property
-    def at_peak(self) -> Bytes:
+    def at_peak(self) -> BytesByUse:
         """The peak by category."""
         return self.peak.bytes
 
@@ -117,7 +117,7 @@ class MemoryCurve:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values: the peak, and one row of numbers per moment."""
-        names = [f.name for f in fields(Bytes)]
+        names = [f.name for f in fields(BytesByUse)]
         return {
             "peak_bytes": self.peak_bytes,
             "peak": {"phase": self.peak.phase, "call": self.peak.call},
@@ -177,10 +177,10 @@ class _Play:
         self.stepped = {name: size for name, size in costs.parameters.items() if name in reached}
         """The parameters that get a gradient; the optimizer passes over the others."""
         self.grain = _GRANULARITY.get(costs.device_kind, 1)
-        self.held: dict[str, Held] = {}
-        self.sums = dict.fromkeys((f.name for f in fields(Bytes)), 0)
-        self.moments: list[Moment] = []
-        self.at_stop: list[Held] = []
+        self.held: dict[str, HeldMemory] = {}
+        self.sums = dict.fromkeys((f.name for f in fields(BytesByUse)), 0)
+        self.moments: list[MemoryMoment] = []
+        self.at_stop: list[HeldMemory] = []
         self.uses: dict[str, int] = {}
         self.savers: dict[str, set[str]] = {}
         for i, call in enumerate(self.order):
@@ -195,7 +195,7 @@ class _Play:
         self.gradient: dict[str, str] = {}
         self.sharing: dict[str, int] = {}
 
-    def run(self) -> list[Moment]:
+    def run(self) -> list[MemoryMoment]:
         """Play forward, backward and the optimizer's step."""
         for name, size in self.costs.parameters.items():
             self.take(f"weight {name}", name.rpartition(".")[0], "weights", size)
@@ -311,7 +311,7 @@ class _Play:
         self.take("workspace", block, "workspace", workspace)
         if len(self.moments) == self.stop:
             self.at_stop = list(self.held.values())
-        self.moments.append(Moment(phase, call, Bytes(**self.sums)))
+        self.moments.append(MemoryMoment(phase, call, BytesByUse(**self.sums)))
         self.give("workspace")
 
     def take(self, name: str, block: str, category: Category, size: int) -> None:
@@ -319,7 +319,7 @@ class _Play:
         if name in self.held or not size:
             return
         size = -(-size // self.grain) * self.grain
-        self.held[name] = Held(name, block, category, size)
+        self.held[name] = HeldMemory(name, block, category, size)
         self.sums[category] += size
 
     def give(self, name: str) -> None:

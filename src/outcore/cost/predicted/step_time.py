@@ -31,7 +31,7 @@ from torch import nn
 from outcore.cost.costs import Costs, Source
 from outcore.cost.measured.host_speed import beat_s
 from outcore.graph import Graph
-from outcore.machine.clock import Timing, clock_for, time_calls
+from outcore.machine.clock import TimedRuns, clock_for, time_calls
 
 __all__ = ["StepTime", "measure_optimizer", "predict_step"]
 
@@ -79,7 +79,7 @@ def predict_step(
     graph: Graph,
     costs: Costs,
     *,
-    optimizer: Timing | None = None,
+    optimizer: TimedRuns | None = None,
     input_bytes_per_s: float | None = None,
 ) -> StepTime:
     """The time of a training step from the times of its calls.
@@ -121,12 +121,12 @@ def _spread_s(costs: Costs, side: Literal[-1, 1]) -> float:
     return math.sqrt(sum(width**2 for width in alike.values()))
 
 
-def _with_sums(graph: Graph, costs: Costs) -> list[Timing]:
+def _with_sums(graph: Graph, costs: Costs) -> list[TimedRuns]:
     """Backward in its order; a call that makes a further gradient of a value has the adding up in its time.
 
     Two are read and one is written for each gradient beyond the first of a value.
     """
-    found, received = list[Timing](), set[str]()
+    found, received = list[TimedRuns](), set[str]()
     for name in reversed(list(graph.calls)):
         cost = costs.calls[name]
         reached = [g.of for g in cost.gradients if g.of in graph.values]
@@ -143,7 +143,7 @@ def _with_sums(graph: Graph, costs: Costs) -> list[Timing]:
     return found
 
 
-def _wait_s(forward: list[Timing], backward: list[Timing], optimizer: Timing | None, costs: Costs) -> float:
+def _wait_s(forward: list[TimedRuns], backward: list[TimedRuns], optimizer: TimedRuns | None, costs: Costs) -> float:
     """The time in which the device has nothing to do because the host is not there yet."""
     if not any(timing.dispatch_s for timing in (*forward, *backward)):  # a CPU, where issuing is part of doing
         return costs.between_s * (len(forward) + len(backward))
@@ -168,7 +168,7 @@ def measure_optimizer(
     *,
     runs: int = 10,
     beat: float = 0.0,
-) -> Timing:
+) -> TimedRuns:
     """Time an optimizer's step on parameters of the model's sizes, made up so that the model does not change.
 
     Takes the memory of the weights, their gradients and the optimizer's state. With `beat` the time to issue is given
@@ -178,7 +178,7 @@ def measure_optimizer(
     where = torch.device(device) if device is not None else (sizes[0].device if sizes else torch.device("cpu"))
     made = [nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=where).uniform_(-1, 1)) for p in sizes]
     if not made:
-        return Timing.of([0.0])
+        return TimedRuns.of([0.0])
     for param in made:
         param.grad = torch.full_like(param, 1e-3)
     optimizer = make(made)

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-__all__ = ["LossScale"]
+__all__ = ["MemberLossScale"]
 
 
 @dataclass
-class LossScale:
+class MemberLossScale:
     """Scales of all members."""
 
     initial: float = 2.0**16
@@ -27,13 +27,13 @@ class LossScale:
     scales: list[float] = field(default_factory=list)
     _good: list[int] = field(default_factory=list)
 
-    def fill(self, members: int) -> LossScale:
+    def fill(self, members: int) -> MemberLossScale:
         """Start with the same scale for all."""
         self.scales = self.scales or [self.initial] * members
         self._good = [0] * members
         return self
 
-    def only(self, members: Sequence[int]) -> LossScale:
+    def only(self, members: Sequence[int]) -> MemberLossScale:
         """For some of the members, as they are now."""
         kept = replace(self, scales=[self.scales[i] for i in members])
         kept._good = [self._good[i] for i in members]

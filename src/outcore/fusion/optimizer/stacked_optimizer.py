@@ -21,10 +21,10 @@ from torch import Tensor
 
 from outcore.errors import FuseError
 from outcore.fusion.optimizer.fused_optimizer import FlatUpdate
-from outcore.fusion.optimizer.updates import UPDATES, Numbers, Update
+from outcore.fusion.optimizer.updates import UPDATES, Numbers, OptimizerUpdate
 from outcore.fusion.stack import Stack
 
-__all__ = ["Stepper"]
+__all__ = ["StackedOptimizer"]
 
 
 @dataclass(eq=False)
@@ -63,7 +63,7 @@ class _Bundle:
     """One kernel for all of it; false where there is none, none where nobody has looked."""
 
 
-class Stepper:
+class StackedOptimizer:
     """The optimizers of the members of a stack."""
 
     def __init__(self, stack: Stack, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -84,7 +84,7 @@ class Stepper:
                 self._gather()
 
     @property
-    def update(self) -> Update:
+    def update(self) -> OptimizerUpdate:
         """The common formula."""
         return UPDATES[type(self.optimizers[0])]
 

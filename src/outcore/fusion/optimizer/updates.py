@@ -1,7 +1,7 @@
 """The updates of torch's optimizers, each member with its own numbers.
 
-An `Update` says of one optimizer: which settings must agree between members because they change the formula, which
-tensors it keeps, which numbers a step needs (computed on the host in double precision, as torch does), and the
+An `OptimizerUpdate` says of one optimizer: which settings must agree between members because they change the formula,
+which tensors it keeps, which numbers a step needs (computed on the host in double precision, as torch does), and the
 formula itself on stacked tensors, where every number is a tensor that broadcasts over its member. The formulas are
 those of torch's single-tensor implementations.
 """
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["UPDATES", "Update"]
+__all__ = ["UPDATES", "OptimizerUpdate"]
 
 Group = Mapping[str, Any]
 Numbers = dict[str, float]
@@ -24,7 +24,7 @@ State = dict[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
+class OptimizerUpdate:
     """How one optimizer steps."""
 
     flags: tuple[str, ...]
@@ -274,9 +274,9 @@ def _first_step_size(name: str, group: Group) -> float:
     return _number(group["lr"]) if name == "step_size" else 0.0
 
 
-_ADAM = Update(("amsgrad", "maximize", "decoupled_weight_decay"), _adam_state, _adam_numbers, _adam)
-UPDATES: dict[type[torch.optim.Optimizer], Update] = {
-    torch.optim.SGD: Update(
+_ADAM = OptimizerUpdate(("amsgrad", "maximize", "decoupled_weight_decay"), _adam_state, _adam_numbers, _adam)
+UPDATES: dict[type[torch.optim.Optimizer], OptimizerUpdate] = {
+    torch.optim.SGD: OptimizerUpdate(
         ("nesterov", "maximize"),
         lambda group: ("momentum_buffer",) if _number(group["momentum"]) else (),
         _sgd_numbers,
@@ -284,38 +284,38 @@ UPDATES: dict[type[torch.optim.Optimizer], Update] = {
     ),
     torch.optim.Adam: _ADAM,
     torch.optim.AdamW: _ADAM,
-    torch.optim.NAdam: Update(
+    torch.optim.NAdam: OptimizerUpdate(
         ("maximize", "decoupled_weight_decay"),
         _plain("exp_avg", "exp_avg_sq"),
         _nadam_numbers,
         _nadam,
         {"mu_product": lambda group: 1.0},
     ),
-    torch.optim.RAdam: Update(
+    torch.optim.RAdam: OptimizerUpdate(
         ("maximize", "decoupled_weight_decay"), _plain("exp_avg", "exp_avg_sq"), _radam_numbers, _radam
     ),
-    torch.optim.Adamax: Update(("maximize",), _plain("exp_avg", "exp_inf"), _adamax_numbers, _adamax),
-    torch.optim.RMSprop: Update(
+    torch.optim.Adamax: OptimizerUpdate(("maximize",), _plain("exp_avg", "exp_inf"), _adamax_numbers, _adamax),
+    torch.optim.RMSprop: OptimizerUpdate(
         ("centered", "maximize"), _rmsprop_state, _named("lr", "alpha", "eps", "weight_decay", "momentum"), _rmsprop
     ),
-    torch.optim.Adadelta: Update(
+    torch.optim.Adadelta: OptimizerUpdate(
         ("maximize",), _plain("square_avg", "acc_delta"), _named("lr", "rho", "eps", "weight_decay"), _adadelta
     ),
-    torch.optim.Adagrad: Update(
+    torch.optim.Adagrad: OptimizerUpdate(
         ("maximize",),
         _plain("sum"),
         _adagrad_numbers,
         _adagrad,
         first=lambda name, group: _number(group["initial_accumulator_value"]),
     ),
-    torch.optim.ASGD: Update(
+    torch.optim.ASGD: OptimizerUpdate(
         ("maximize",),
         _plain("ax"),
         _asgd_numbers,
         _asgd,
         {"eta": lambda group: _number(group["lr"]), "mu": lambda group: 1.0},
     ),
-    torch.optim.Rprop: Update(
+    torch.optim.Rprop: OptimizerUpdate(
         ("maximize",), _plain("prev", "step_size"), _rprop_numbers, _rprop, first=_first_step_size
     ),
 }

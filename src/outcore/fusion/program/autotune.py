@@ -24,12 +24,12 @@ from outcore.errors import FuseError
 from outcore.fusion.member import twin
 from outcore.fusion.memory_forecast import Forecast, forecast
 from outcore.fusion.program.layerwise import measure_convolutions
-from outcore.fusion.runner import Way
+from outcore.fusion.runner import RunMode
 
 if TYPE_CHECKING:
     from outcore.fusion.array import FusedArray
 
-__all__ = ["Choice", "Trial", "choose", "lane_width"]
+__all__ = ["AutotuneResult", "TimedWay", "choose", "lane_width"]
 
 _PROBES = (2, 4)
 _WIDEST = 16
@@ -41,10 +41,10 @@ _CLOSE = 1.5
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class TimedWay:
     """One way, tried."""
 
-    way: Way
+    way: RunMode
     times_s: dict[int, float]
     """Seconds per step by how many members were tried."""
     predicted_s: float
@@ -52,24 +52,24 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Choice:
+class AutotuneResult:
     """What was tried and what was chosen."""
 
     members: int
     serial_s: float
     """A step of one member in plain PyTorch."""
-    trials: tuple[Trial, ...]
+    trials: tuple[TimedWay, ...]
     memory: Forecast | None
 
     @property
-    def best(self) -> Trial:
+    def best(self) -> TimedWay:
         """The fastest."""
         return min(self.trials, key=lambda t: t.predicted_s)
 
     @property
-    def way(self) -> Way:
+    def way(self) -> RunMode:
         """The fastest, or one after the other where nothing is faster than that."""
-        return self.best.way if self.speedup > 1 else Way(1, channels_last=self.best.way.channels_last)
+        return self.best.way if self.speedup > 1 else RunMode(1, channels_last=self.best.way.channels_last)
 
     @property
     def speedup(self) -> float:
@@ -92,9 +92,9 @@ def choose(
     *batch: Any,
     each: Sequence[tuple[Any, ...]] | None = None,
     memory_bytes: int | None = None,
-    ways: Sequence[Way] | None = None,
+    ways: Sequence[RunMode] | None = None,
     seconds: float = 0.2,
-) -> Choice:
+) -> AutotuneResult:
     """Try the ways to run an array on copies of some members, and let it run by the fastest.
 
     Args:
@@ -114,11 +114,11 @@ def choose(
     lane, streams = (_affordable(count, predicted, limit) for count in (lane, streams))
     again = _tries_again(array.device) and min(lane, streams) > _PROBES[-1]
 
-    def tried(way: Way, counts: Iterable[int], before: Trial | None = None) -> Trial:
+    def tried(way: RunMode, counts: Iterable[int], before: TimedWay | None = None) -> TimedWay:
         times = dict(before.times_s) if before is not None else {}
         for n in counts:
             times[n] = _time(array, n, way, batch, each, seconds, before is not None)
-        return Trial(way, times, _extrapolated(times, len(array), way, at_once))
+        return TimedWay(way, times, _extrapolated(times, len(array), way, at_once))
 
     few = sorted({min(n, len(array)) for n in (_PROBES[-1:] if again else _PROBES)})
     trials = [tried(way, few) for way in candidates]
@@ -129,7 +129,7 @@ def choose(
         ]
     # Plain steps are bound by the host, which is slower in a process that has only begun.
     serial_s = min(serial_s, _time_serially(array, batch, each, seconds))
-    made = Choice(len(array), serial_s, tuple(trials), predicted)
+    made = AutotuneResult(len(array), serial_s, tuple(trials), predicted)
     array.arrange(made.way)
     if made.way.width < len(array):
         made = replace(made, memory=_forecast(array, batch, each))
@@ -162,7 +162,7 @@ def _free(device: torch.device) -> int | None:
     return int(torch.cuda.mem_get_info(device)[0] * 0.9) if device.type == "cuda" else None
 
 
-def _candidates(array: FusedArray, at_once: int) -> list[Way]:
+def _candidates(array: FusedArray, at_once: int) -> list[RunMode]:
     on_gpu = array.device.type == "cuda"
     formats = {array.way.channels_last}
     if on_gpu and any(p.dim() == 4 and max(p.shape[2:]) > 1 for p in array.models[0].parameters()):
@@ -170,9 +170,9 @@ def _candidates(array: FusedArray, at_once: int) -> list[Way]:
     found = []
     width = lane_width(len(array), min(_WIDEST, at_once)) if on_gpu else at_once
     for channels_last in sorted(formats):
-        found.append(Way(width, on_gpu, channels_last=channels_last))
+        found.append(RunMode(width, on_gpu, channels_last=channels_last))
         together = on_gpu and at_once == len(array)
-        found.append(Way(1, on_gpu, together, channels_last=channels_last))
+        found.append(RunMode(1, on_gpu, together, channels_last=channels_last))
     return found
 
 
@@ -182,7 +182,7 @@ def lane_width(members: int, most: int = _WIDEST) -> int:
     return -(-members // lanes)
 
 
-def _extrapolated(times: dict[int, float], members: int, way: Way, at_once: int) -> float:
+def _extrapolated(times: dict[int, float], members: int, way: RunMode, at_once: int) -> float:
     """A line through the two largest counts that were tried, or through none; lanes one after the other add up."""
     if members in times and at_once >= members:
         return times[members]
@@ -201,7 +201,7 @@ def _extrapolated(times: dict[int, float], members: int, way: Way, at_once: int)
     return line(members)
 
 
-def _copy(array: FusedArray, count: int, way: Way) -> FusedArray:
+def _copy(array: FusedArray, count: int, way: RunMode) -> FusedArray:
     from outcore.fusion.array import FusedArray
 
     models = [twin(model) for model in array.models[:count]]
@@ -216,7 +216,7 @@ def _copy(array: FusedArray, count: int, way: Way) -> FusedArray:
 def _time(
     array: FusedArray,
     count: int,
-    way: Way,
+    way: RunMode,
     batch: tuple[Any, ...],
     each: Any,
     seconds: float,

@@ -27,13 +27,13 @@ from outcore.graph.naming import function_name
 from outcore.graph.record.recording import Ref, Step
 from outcore.memory.op_fusion.batch_norm_relu import norms_of
 
-__all__ = ["Chain", "chains_of", "pays"]
+__all__ = ["BatchNormChain", "chains_of", "pays"]
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class BatchNormChain:
     """The calls of one norm."""
 
     norm: str
@@ -52,7 +52,7 @@ class Chain:
         return tuple(name for name in (self.convolution, self.norm, self.relu, self.largest) if name is not None)
 
 
-def chains_of(graph: Graph, steps: Sequence[Step], model: nn.Module) -> dict[str, Chain]:
+def chains_of(graph: Graph, steps: Sequence[Step], model: nn.Module) -> dict[str, BatchNormChain]:
     """The chains of a recording, by each of their calls."""
     made = {step.outputs[0]: step for step in steps if step.kind == "module" and len(step.outputs) == 1}
     by_name = {step.name: step for step in steps}
@@ -65,11 +65,11 @@ def chains_of(graph: Graph, steps: Sequence[Step], model: nn.Module) -> dict[str
         names = readers.get(value, [])
         return names[0] if len(names) == 1 and value not in graph.outputs else None
 
-    found: dict[str, Chain] = {}
+    found: dict[str, BatchNormChain] = {}
     for norm, relu in norms_of(graph, model).items():
         given = by_name[norm].args[0]
         assert isinstance(given, Ref)
-        chain = Chain(norm, by_name[norm].target, relu)
+        chain = BatchNormChain(norm, by_name[norm].target, relu)
         before = made.get(given.name) if only_reader(given.name) == norm else None
         if before is not None and _has_bias(model.get_submodule(before.target)):
             chain = replace(chain, convolution=before.name, bias=f"{before.target}.bias")

@@ -21,10 +21,10 @@ from torch.func import functional_call, vmap
 from outcore.fusion.program.values import Stacked, is_stacked, member_of, stack_results
 from outcore.graph.structure import leaves, substitute
 
-__all__ = ["FusedCall", "Randomness", "has_hooks", "rnn_weights_anywhere", "settings"]
+__all__ = ["FusedCall", "MemberRandomness", "has_hooks", "rnn_weights_anywhere", "settings"]
 
 
-class Randomness:
+class MemberRandomness:
     """Where random numbers come from: one stream for all, or a stream per member that repeats a serial run's.
 
     With seeds, what a member draws on a CPU is bitwise what its serial twin draws after ``torch.manual_seed(seed)``.
@@ -40,16 +40,16 @@ class Randomness:
                 made = [[torch.Generator(f"cuda:{d}").manual_seed(s).get_state() for d in devices] for s in seeds]
                 self.cuda_states = made
 
-    def only(self, slots: Sequence[int]) -> Randomness:
+    def only(self, slots: Sequence[int]) -> MemberRandomness:
         """For some of the members, each where it is in its stream."""
-        made = Randomness(None)
+        made = MemberRandomness(None)
         made.states = None if self.states is None else [self.states[slot] for slot in slots]
         made.cuda_states = None if self.cuda_states is None else [self.cuda_states[slot] for slot in slots]
         return made
 
     def reseed(self, slot: int, seed: int) -> None:
         """Begin a member's stream anew."""
-        fresh = Randomness([seed])
+        fresh = MemberRandomness([seed])
         if self.states is not None and fresh.states is not None:
             self.states[slot] = fresh.states[0]
         if self.cuda_states is not None and fresh.cuda_states is not None:
@@ -99,7 +99,7 @@ class FusedCall:
     """The module's parameters and buffers by their names in it; none where it is to run without."""
     per_member_args: tuple[tuple[tuple[Any, ...], dict[str, Any]], ...] | None = None
     """Arguments of each member where numbers in them differ; stacked values in all of them."""
-    randomness: Randomness = field(default_factory=lambda: Randomness(None))
+    randomness: MemberRandomness = field(default_factory=lambda: MemberRandomness(None))
     ways: dict[str, str] = field(default_factory=dict)
     """How each step was run; what failed under vmap once is not tried again."""
     kept: dict[str, torch.Tensor] = field(default_factory=dict)

@@ -17,20 +17,20 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.func import functional_call
 
-from outcore.allocator.caching_allocator import Reserved
-from outcore.fusion.program.call import Randomness
+from outcore.allocator.caching_allocator import ReservedBytes
+from outcore.fusion.program.call import MemberRandomness
 from outcore.fusion.program.values import Stacked, member_of
 from outcore.graph.structure import leaves, substitute
 
 if TYPE_CHECKING:
-    from outcore.fusion.group import Lane
-    from outcore.fusion.program.program import Program
+    from outcore.fusion.group import Group
+    from outcore.fusion.program.program import StackedProgram
 
-__all__ = ["Rehearsed", "rehearse"]
+__all__ = ["DryRunBytes", "rehearse"]
 
 
 @dataclass(frozen=True, slots=True)
-class Rehearsed:
+class DryRunBytes:
     """Bytes of forward and backward of a lane, without its weights, with their gradients."""
 
     peak: int
@@ -39,7 +39,9 @@ class Rehearsed:
     """Of the allocator's segments, if it starts with none."""
 
 
-def rehearse(lane: Lane, objective: str, program: Program, args: tuple[Any, ...], *, alone: bool) -> Rehearsed:
+def rehearse(
+    lane: Group, objective: str, program: StackedProgram, args: tuple[Any, ...], *, alone: bool
+) -> DryRunBytes:
     """Count a step of a lane; of one member that runs `alone`, of its own model."""
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
 
@@ -60,16 +62,16 @@ def rehearse(lane: Lane, objective: str, program: Program, args: tuple[Any, ...]
         trained = [n for n in lane.steppers[objective].names if stack.parameters[n].requires_grad]
         wanted = [own[f"model.{n}"] if alone else stack.parameters[n] for n in trained]
         apart = replace(program, ways={}, kept={})  # what is tried on fake tensors must not be remembered
-        with Reserved([*there, *own.values()]) as live, lane.autocast():
+        with ReservedBytes([*there, *own.values()]) as live, lane.autocast():
             if alone:
                 loss = functional_call(lane.trainings[objective][0], own, member_of(given, 0))[0]
             else:
-                made = apart.replay(lane.trainings[objective], stack, tensors, Randomness(None), lane.first)
+                made = apart.replay(lane.trainings[objective], stack, tensors, MemberRandomness(None), lane.first)
                 loss = made[0].tensor.sum()
                 del made
             found = torch.autograd.grad(loss, wanted, allow_unused=True)
             del loss, found
-        return Rehearsed(live.peak, live.allocator.reserved)
+        return DryRunBytes(live.peak, live.allocator.reserved)
 
 
 def _tensor(value: Tensor | Stacked) -> Tensor:

@@ -26,7 +26,7 @@ def measure_convolutions(array: FusedArray, *batch: Any, seconds: float = 0.01) 
     """Decide for each convolution of an array; returns how many shapes run which way."""
     lane = array.lanes[0]
     args = array.arguments(batch, None)
-    seen: dict[Any, tuple[convolution.Convolution, Tensor, Tensor]] = {}
+    seen: dict[Any, tuple[convolution.MemberConvolution, Tensor, Tensor]] = {}
     with torch.no_grad(), convolution.collecting(seen):
         for name in array.slots[0].trainings:
             _, program = array.program(name, args)
@@ -44,7 +44,7 @@ def measure_convolutions(array: FusedArray, *batch: Any, seconds: float = 0.01) 
 
 
 def _time(
-    conv: convolution.Convolution, x: Tensor, weight: Tensor, way: str, device: torch.device, seconds: float
+    conv: convolution.MemberConvolution, x: Tensor, weight: Tensor, way: str, device: torch.device, seconds: float
 ) -> float:
     given = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).normal_().requires_grad_()
     own = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device=device).normal_()

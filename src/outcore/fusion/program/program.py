@@ -21,14 +21,14 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from outcore.errors import FuseError
 from outcore.fusion.program.aliasing import state_in_place, unsafe_write, written_values
-from outcore.fusion.program.batch_norm_chain import Chain, chains_of
-from outcore.fusion.program.call import Randomness, rnn_weights_anywhere, settings
+from outcore.fusion.program.batch_norm_chain import BatchNormChain, chains_of
+from outcore.fusion.program.call import MemberRandomness, rnn_weights_anywhere, settings
 from outcore.fusion.program.concat_conv import joins_of
-from outcore.fusion.program.replay import FusedTape
+from outcore.fusion.program.replay import StackedTape
 from outcore.fusion.program.values import Stacked
 from outcore.fusion.rules import RANDOM, is_random
 from outcore.fusion.stack import Stack
-from outcore.fusion.training import Training
+from outcore.fusion.training import MemberTraining
 from outcore.graph import Graph, capture
 from outcore.graph.naming import function_name
 from outcore.graph.reads.snapshot import Snapshot
@@ -36,7 +36,7 @@ from outcore.graph.record.keys import hooks_of
 from outcore.graph.record.recording import Recording, Ref, Step, fill, schedule_drops
 from outcore.graph.structure import leaves
 
-__all__ = ["Program"]
+__all__ = ["StackedProgram"]
 
 _PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.memory_format)
 
@@ -45,7 +45,7 @@ _Attribute = tuple[dict[str, Any], str, Any]
 
 
 @dataclass
-class Program:
+class StackedProgram:
     """The recording of a step, side by side for all members."""
 
     graph: Graph
@@ -56,7 +56,7 @@ class Program:
     """Why it cannot run for many members at once; none if it can."""
     varying: bool = False
     """Whether something that its models read changes in every call."""
-    members: tuple[Training, ...] = ()
+    members: tuple[MemberTraining, ...] = ()
     unfused: tuple[str, ...] = ()
     """Blocks whose calls run member by member all the same."""
     ways: dict[str, str] = field(default_factory=dict)
@@ -71,13 +71,15 @@ class Program:
     written: frozenset[str] = frozenset()
     state_values: frozenset[str] = frozenset()
     """Values that are parameters or buffers themselves, and are written as such."""
-    chains: dict[str, Chain] = field(default_factory=dict)
+    chains: dict[str, BatchNormChain] = field(default_factory=dict)
     """Norms that take what stands around them along, by each call in them."""
     joins: dict[str, str] = field(default_factory=dict)
     """Calls that join maps for a 1x1 convolution alone, and that."""
 
     @classmethod
-    def record(cls, members: Sequence[Training], args: tuple[Any, ...], unfused: Sequence[str] = ()) -> Program:
+    def record(
+        cls, members: Sequence[MemberTraining], args: tuple[Any, ...], unfused: Sequence[str] = ()
+    ) -> StackedProgram:
         """Record a step of the members on a batch."""
         with rnn_weights_anywhere():
             graph = capture(members[0], args)
@@ -127,7 +129,7 @@ class Program:
         for snapshot in self.reads:
             yield from snapshot.changed()
 
-    def rebound(self, members: Sequence[Training]) -> Program:
+    def rebound(self, members: Sequence[MemberTraining]) -> StackedProgram:
         """The same for other members of the very same settings, or for the first of them.
 
         What is watched is the new members', beside the values of the recording: one of evaluation stays one.
@@ -157,15 +159,15 @@ class Program:
 
     def replay(
         self,
-        members: Sequence[Training],
+        members: Sequence[MemberTraining],
         stack: Stack,
         tensors: Sequence[torch.Tensor | Stacked],
-        randomness: Randomness,
+        randomness: MemberRandomness,
         first: int = 0,
     ) -> Any:
         """Run the step for consecutive members; returns what one returns, with stacked values in it."""
         given = dict(zip(self.recording.inputs, tensors, strict=True))
-        tape = FusedTape(self, members, stack, given, randomness, first)
+        tape = StackedTape(self, members, stack, given, randomness, first)
         tape.run(self.recording.steps, self.recording.ambient)
         return fill(self.recording.result, tape.get)
 
@@ -173,14 +175,16 @@ class Program:
 _GONE = object()
 
 
-def _reads(members: Sequence[Training], slot: int, recording: Recording, others: dict[int, Recording]) -> Snapshot:
+def _reads(
+    members: Sequence[MemberTraining], slot: int, recording: Recording, others: dict[int, Recording]
+) -> Snapshot:
     """What was read of a member: by its own recording, or by that which stands for it."""
     own = others.get(slot, recording).reads
     assert own is not None
     return own if slot == 0 or slot in others else own.moved(members[0], members[slot])
 
 
-def _watched(member: Training) -> Iterator[_Attribute]:
+def _watched(member: MemberTraining) -> Iterator[_Attribute]:
     """What users change between steps: numbers on modules of their own, modes, rates of dropout."""
     for module in member.modules():
         own = not type(module).__module__.startswith("torch.nn.")
@@ -190,12 +194,12 @@ def _watched(member: Training) -> Iterator[_Attribute]:
                 yield module.__dict__, name, value
 
 
-def _seen_on(member: Training, before: Sequence[_Attribute]) -> tuple[_Attribute, ...]:
+def _seen_on(member: MemberTraining, before: Sequence[_Attribute]) -> tuple[_Attribute, ...]:
     """The attributes of another member, with the values that were seen."""
     return tuple((now[0], now[1], seen[2]) for now, seen in zip(_watched(member), before, strict=False))
 
 
-def _signature(member: Training) -> list[Any]:
+def _signature(member: MemberTraining) -> list[Any]:
     """All that a member's forward can look at beside tensors."""
     found: list[Any] = []
     for path, module in member.named_modules():

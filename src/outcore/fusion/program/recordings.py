@@ -15,31 +15,31 @@ import torch
 from torch import Tensor, nn
 
 from outcore.fusion.program.call import settings
-from outcore.fusion.program.program import Program
-from outcore.fusion.training import Training
+from outcore.fusion.program.program import StackedProgram
+from outcore.fusion.training import MemberTraining
 from outcore.graph.record.keys import key_of
 
-__all__ = ["Key", "Recordings", "same_settings"]
+__all__ = ["Key", "ProgramCache", "same_settings"]
 
 Key = tuple[str, torch.dtype | None, tuple[Any, ...]]
 """Of a recording: the objective, the precision, and what the model was given."""
-Members = Mapping[str, Sequence[Training]]
+Members = Mapping[str, Sequence[MemberTraining]]
 """Of an array, by objective."""
 
 
-class Recordings:
+class ProgramCache:
     """Programs by key."""
 
     def __init__(self) -> None:
-        self.programs: dict[Key, Program] = {}
+        self.programs: dict[Key, StackedProgram] = {}
 
     @staticmethod
-    def key(objective: str, low: torch.dtype | None, member: Training, shown: tuple[Any, ...]) -> Key:
+    def key(objective: str, low: torch.dtype | None, member: MemberTraining, shown: tuple[Any, ...]) -> Key:
         """What a recording of a batch is found by."""
         return objective, low, key_of(member, shown, {})  # type: ignore[return-value]
 
     @property
-    def last(self) -> Program | None:
+    def last(self) -> StackedProgram | None:
         """The one that was made last."""
         return next(reversed(self.programs.values()), None)
 
@@ -49,15 +49,15 @@ class Recordings:
         self.programs = {names[key]: p.rebound(members[key[0]]) for key, p in self.programs.items()}
         return names
 
-    def copied(self, members: Members) -> Recordings:
+    def copied(self, members: Members) -> ProgramCache:
         """The same for copies of the first members."""
-        made = Recordings()
+        made = ProgramCache()
         made.programs = {key: replace(p, ways=dict(p.ways), kept={}) for key, p in self.programs.items()}
         made.rebind(members)
         return made
 
 
-def _rekeyed(key: Key, member: Training) -> Key:
+def _rekeyed(key: Key, member: MemberTraining) -> Key:
     """The key of a recording for another first member: it tells modules by their identity."""
     objective, low, (seen, flags, *rest) = key
     own = tuple((id(module), mode) for module, (_, mode) in zip(member.modules(), flags, strict=True))

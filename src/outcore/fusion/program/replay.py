@@ -15,31 +15,31 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from outcore.fusion.program.batch_norm_chain import Chain, pays
-from outcore.fusion.program.call import FusedCall, Randomness
-from outcore.fusion.program.values import Joined, Stacked, is_repeated
+from outcore.fusion.program.batch_norm_chain import BatchNormChain, pays
+from outcore.fusion.program.call import FusedCall, MemberRandomness
+from outcore.fusion.program.values import Stacked, UnjoinedConcat, is_repeated
 from outcore.fusion.rules import norm_in_one_pass, out_of_place, run, writes_nothing
 from outcore.fusion.stack import Stack
-from outcore.fusion.training import Training
+from outcore.fusion.training import MemberTraining
 from outcore.graph.record.recording import Recording, Ref, Step, Tape, fill
 from outcore.graph.structure import leaves
 
 if TYPE_CHECKING:
-    from outcore.fusion.program.program import Program
+    from outcore.fusion.program.program import StackedProgram
 
-__all__ = ["FusedTape"]
+__all__ = ["StackedTape"]
 
 
-class FusedTape(Tape):
+class StackedTape(Tape):
     """The values of a replay for several members, and how each step makes them."""
 
     def __init__(
         self,
-        program: Program,
-        members: Sequence[Training],
+        program: StackedProgram,
+        members: Sequence[MemberTraining],
         stack: Stack,
         values: dict[str, Any],
-        randomness: Randomness,
+        randomness: MemberRandomness,
         first: int,
     ) -> None:
         super().__init__(members[0], program.recording.constants, values)
@@ -47,9 +47,9 @@ class FusedTape(Tape):
         self.randomness, self.first = randomness, first
         self.count = len(members)
         self.unfused = program.unfused
-        self.chained: dict[Chain, bool] = {}
+        self.chained: dict[BatchNormChain, bool] = {}
         """Whether the calls of a chain run as one."""
-        self.largest: dict[Chain, Any] = {}
+        self.largest: dict[BatchNormChain, Any] = {}
         """Of chains that end in a maximum: it, and where."""
         self.device = next((t.device for t in stack.parameters.values()), torch.device("cpu"))
 
@@ -85,14 +85,14 @@ class FusedTape(Tape):
             result = call.one_by_one()
         else:
             result = run(call)
-        for name, (_, value) in zip(step.outputs, leaves(result, (torch.Tensor, Stacked, Joined)), strict=True):
+        for name, (_, value) in zip(step.outputs, leaves(result, (torch.Tensor, Stacked, UnjoinedConcat)), strict=True):
             self.values[name] = value
         for new, old in step.rebinds:
             self.values[new] = self.values[old]
         for name in step.drop:
             self.values.pop(name, None)
 
-    def _left_apart(self, step: Step, call: FusedCall) -> Joined | None:
+    def _left_apart(self, step: Step, call: FusedCall) -> UnjoinedConcat | None:
         """The parts of a value that only a 1x1 convolution reads, where joining them would repeat one of them."""
         reader = self.program.joins.get(step.name)
         if reader is None or any(name in self.program.differing or self._unfused(name) for name in (step.name, reader)):
@@ -101,13 +101,13 @@ class FusedTape(Tape):
         if not all(isinstance(part, Stacked) for part in parts) or len({is_repeated(part) for part in parts}) == 1:
             return None
         call.note("fused")
-        return Joined(parts)
+        return UnjoinedConcat(parts)
 
     def _unfused(self, name: str) -> bool:
         block = name.removeprefix("model.")
         return any(block.startswith((f"{path}.", f"{path}#")) for path in self.unfused)
 
-    def _chain(self, step: Step) -> Chain | None:
+    def _chain(self, step: Step) -> BatchNormChain | None:
         """The chain a step runs in, if its calls run as one."""
         chain = self.program.chains.get(step.name)
         if chain is None:
@@ -120,7 +120,7 @@ class FusedTape(Tape):
             self.chained[chain] = not apart and pays(modules, state, self.device)
         return chain if self.chained[chain] else None
 
-    def _in_chain(self, step: Step, chain: Chain, call: FusedCall) -> Any:
+    def _in_chain(self, step: Step, chain: BatchNormChain, call: FusedCall) -> Any:
         """A convolution without its bias, the norm, or what the norm was asked for besides."""
         if step.name == chain.convolution:
             call.state = {**call.state, "bias": None}

@@ -18,8 +18,8 @@ import torch
 from outcore.graph.structure import leaves, substitute
 
 __all__ = [
-    "Joined",
     "Stacked",
+    "UnjoinedConcat",
     "fold_batch",
     "fold_channels",
     "is_repeated",
@@ -48,7 +48,7 @@ class Stacked:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Joined:
+class UnjoinedConcat:
     """Parts of one value along its channels, left apart (`outcore.fusion.program.concat_conv`)."""
 
     parts: tuple[Stacked, ...]

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from outcore.fusion.program.values import Joined, Stacked, fold_channels, unfold_channels
+from outcore.fusion.program.values import Stacked, UnjoinedConcat, fold_channels, unfold_channels
 from outcore.fusion.rules.depthwise import depthwise, is_depthwise
 from outcore.fusion.rules.im2col import can_unfold, unfolded
 from outcore.fusion.rules.matmul import pointwise, pointwise_joined, pointwise_shared
 
-__all__ = ["Convolution", "collecting", "decide", "way"]
+__all__ = ["MemberConvolution", "collecting", "decide", "way"]
 
 _FUNCTIONS: dict[tuple[int, bool], Callable[..., torch.Tensor]] = {
     (1, False): F.conv1d,
@@ -37,7 +37,7 @@ _FUNCTIONS: dict[tuple[int, bool], Callable[..., torch.Tensor]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Convolution:
+class MemberConvolution:
     """The settings of one convolution of one member."""
 
     dims: int
@@ -51,7 +51,7 @@ class Convolution:
     @classmethod
     def of(
         cls, dims: int, stride: Any, padding: Any, dilation: Any, groups: int, output_padding: Any = None
-    ) -> Convolution:
+    ) -> MemberConvolution:
         """Settings as torch takes them: one number stands for all dimensions."""
 
         def wide(value: Any) -> Any:
@@ -83,7 +83,7 @@ class Convolution:
 
     def fused(self, x: Any, weight: Any, bias: Any) -> Any:
         """For all members; NotImplemented where there is nothing to fuse."""
-        if isinstance(x, Joined):
+        if isinstance(x, UnjoinedConcat):
             return pointwise_joined(x, weight.tensor.flatten(2), None if bias is None else bias.tensor)
         value = x.rank if isinstance(x, Stacked) else x.dim()
         if value != self.dims + 2 or (isinstance(weight, Stacked) and not isinstance(bias, Stacked | None)):
@@ -112,7 +112,7 @@ class Convolution:
         depthwise = ("depthwise",) if self.groups > 1 and weight.shape[2] == 1 else ()
         return ("grouped", "members", *depthwise, *(("unfolded",) if can_unfold(self, x, weight) else ()))
 
-    def cropped(self, size: Sequence[int], weight: torch.Tensor) -> tuple[Convolution, torch.Tensor]:
+    def cropped(self, size: Sequence[int], weight: torch.Tensor) -> tuple[MemberConvolution, torch.Tensor]:
         """Without the taps that on a map of this size only ever see padding: of 3x3 on 1x1 the middle is left."""
         if self.transposed or isinstance(self.padding, str):
             return self, weight
@@ -177,17 +177,17 @@ def _span(found: Sequence[int]) -> tuple[int, int]:
 
 _WAYS: dict[Any, str] = {}
 """Measured, per shape."""
-_SEEN: list[dict[Any, tuple[Convolution, torch.Tensor, torch.Tensor]]] = []
+_SEEN: list[dict[Any, tuple[MemberConvolution, torch.Tensor, torch.Tensor]]] = []
 
 
-def signature(convolution: Convolution, x: Stacked, weight: torch.Tensor) -> Any:
+def signature(convolution: MemberConvolution, x: Stacked, weight: torch.Tensor) -> Any:
     """What the time of a fused convolution depends on."""
     device = x.tensor.device.type
     low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.tensor.dtype
     return convolution, tuple(x.tensor.shape), x.tensor.stride()[-1] == 1, tuple(weight.shape), low, device
 
 
-def way(convolution: Convolution, x: Stacked, weight: torch.Tensor) -> str:
+def way(convolution: MemberConvolution, x: Stacked, weight: torch.Tensor) -> str:
     """How to run it: grouped, unless it was measured."""
     if _SEEN:
         low = signature(convolution, x, weight)[4]
@@ -205,7 +205,7 @@ def decide(shape: Any, chosen: str) -> None:
 
 
 @contextlib.contextmanager
-def collecting(seen: dict[Any, tuple[Convolution, torch.Tensor, torch.Tensor]]) -> Iterator[None]:
+def collecting(seen: dict[Any, tuple[MemberConvolution, torch.Tensor, torch.Tensor]]) -> Iterator[None]:
     """Note every convolution that runs inside."""
     _SEEN.append(seen)
     try:

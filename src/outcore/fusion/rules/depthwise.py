@@ -16,14 +16,14 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 if TYPE_CHECKING:
-    from outcore.fusion.rules.convolution import Convolution
+    from outcore.fusion.rules.convolution import MemberConvolution
 
 __all__ = ["depthwise", "is_depthwise"]
 
 _KINDS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def is_depthwise(conv: Convolution, x: Tensor, weight: Tensor) -> bool:
+def is_depthwise(conv: MemberConvolution, x: Tensor, weight: Tensor) -> bool:
     """Whether the kernels can do it: of ``[N, C, H, W]`` with channels last, by ``[C, 1, h, w]``."""
     return (
         x.is_cuda
@@ -38,7 +38,7 @@ def is_depthwise(conv: Convolution, x: Tensor, weight: Tensor) -> bool:
     )
 
 
-def depthwise(conv: Convolution, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def depthwise(conv: MemberConvolution, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The convolution, in autocast's precision."""
     low = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
     made: Tensor = _Depthwise.apply(x.to(low), weight.to(low), conv)  # type: ignore[no-untyped-call]
@@ -47,7 +47,7 @@ def depthwise(conv: Convolution, x: Tensor, weight: Tensor, bias: Tensor | None)
 
 class _Depthwise(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, conv: Convolution) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, conv: MemberConvolution) -> Tensor:
         assert not isinstance(conv.padding, str)
         ctx.conv = conv
         ctx.save_for_backward(x, weight)

@@ -16,7 +16,7 @@ from outcore.fusion.program.call import FusedCall
 from outcore.fusion.program.values import Stacked
 from outcore.fusion.rules import attention as attend
 from outcore.fusion.rules import elementwise
-from outcore.fusion.rules.convolution import Convolution
+from outcore.fusion.rules.convolution import MemberConvolution
 from outcore.fusion.rules.loss import cross_entropy
 from outcore.fusion.rules.matmul import linear
 from outcore.fusion.rules.max_min import extreme
@@ -72,7 +72,7 @@ def _conv(dims: int) -> Callable[..., Any]:
     def function(
         input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
     ) -> Any:
-        return Convolution.of(dims, stride, padding, dilation, groups).fused(input, weight, bias)
+        return MemberConvolution.of(dims, stride, padding, dilation, groups).fused(input, weight, bias)
 
     return function
 
@@ -88,7 +88,7 @@ def _conv_transpose(dims: int) -> Callable[..., Any]:
         groups: int = 1,
         dilation: Any = 1,
     ) -> Any:
-        return Convolution.of(dims, stride, padding, dilation, groups, output_padding).fused(input, weight, bias)
+        return MemberConvolution.of(dims, stride, padding, dilation, groups, output_padding).fused(input, weight, bias)
 
     return function
 

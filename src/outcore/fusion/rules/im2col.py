@@ -17,7 +17,7 @@ from outcore.fusion.program.values import Stacked
 from outcore.fusion.rules.matmul import lowered, product
 
 if TYPE_CHECKING:
-    from outcore.fusion.rules.convolution import Convolution
+    from outcore.fusion.rules.convolution import MemberConvolution
 
 __all__ = ["can_unfold", "unfolded"]
 
@@ -25,13 +25,13 @@ _MOST = 2**24
 """Elements of the rows of all members: beyond, writing them takes longer than it saves."""
 
 
-def can_unfold(conv: Convolution, x: Tensor, weight: Tensor) -> bool:
+def can_unfold(conv: MemberConvolution, x: Tensor, weight: Tensor) -> bool:
     """Whether ``[B, N, C, *space]`` by ``[B, out, C, *kernel]`` can be, and is small enough."""
     plain = not conv.transposed and conv.groups == 1 and set(conv.dilation) == {1} and not isinstance(conv.padding, str)
     return plain and x.numel() * weight[0, 0, 0].numel() <= _MOST
 
 
-def unfolded(conv: Convolution, x: Stacked, weight: Tensor, bias: Tensor | None) -> Stacked:
+def unfolded(conv: MemberConvolution, x: Stacked, weight: Tensor, bias: Tensor | None) -> Stacked:
     """The convolution, in autocast's precision."""
     value, own, added = lowered(x.tensor, weight.movedim(2, -1).flatten(2), bias)
     made: Tensor = _Unfolded.apply(value, own, conv, tuple(weight.shape[3:]))  # type: ignore[no-untyped-call]
@@ -39,7 +39,7 @@ def unfolded(conv: Convolution, x: Stacked, weight: Tensor, bias: Tensor | None)
     return Stacked(y if added is None else y + added.view(y.shape[0], 1, -1, *[1] * conv.dims))
 
 
-def _rows(conv: Convolution, x: Tensor, kernel: tuple[int, ...]) -> Tensor:
+def _rows(conv: MemberConvolution, x: Tensor, kernel: tuple[int, ...]) -> Tensor:
     """Every window of ``[B, N, C, *space]`` as a row: ``[B, N, *out, window * C]``."""
     assert not isinstance(conv.padding, str)
     windows = F.pad(x, [p for pad in reversed(conv.padding) for p in (pad, pad)])
@@ -52,7 +52,7 @@ class _Unfolded(torch.autograd.Function):
     """``rows(x) @ weight [B, out, window * C]^T``, laid out as ``[N, *out, B, channels]``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, conv: Convolution, kernel: tuple[int, ...]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, conv: MemberConvolution, kernel: tuple[int, ...]) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.conv, ctx.kernel = conv, kernel
         rows = _rows(conv, x, kernel)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from outcore.fusion.program.values import Joined, Stacked, is_repeated
+from outcore.fusion.program.values import Stacked, UnjoinedConcat, is_repeated
 
 __all__ = ["linear", "lowered", "pointwise", "pointwise_joined", "pointwise_shared", "product"]
 
@@ -59,7 +59,7 @@ def lowered(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
     return [t.to(low) if t is not None else None for t in tensors]
 
 
-def pointwise_joined(joined: Joined, weight: torch.Tensor, bias: torch.Tensor | None) -> Stacked:
+def pointwise_joined(joined: UnjoinedConcat, weight: torch.Tensor, bias: torch.Tensor | None) -> Stacked:
     """Of parts along the channels, at least one of them repeated: that one once, then added everywhere."""
     sizes = [part.tensor.shape[2] for part in joined.parts]
     repeated: torch.Tensor | None = None

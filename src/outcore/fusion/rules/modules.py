@@ -16,7 +16,7 @@ from torch import nn
 from outcore.fusion.program.call import FusedCall, has_hooks
 from outcore.fusion.program.values import Stacked
 from outcore.fusion.rules import elementwise, recurrent
-from outcore.fusion.rules.convolution import Convolution
+from outcore.fusion.rules.convolution import MemberConvolution
 from outcore.fusion.rules.functions import embedding
 from outcore.fusion.rules.loss import cross_entropy
 from outcore.fusion.rules.matmul import linear
@@ -56,7 +56,7 @@ def _conv_module(dims: int, transposed: bool) -> Callable[[FusedCall], Any]:
                 x = F.pad(x, pad, mode=m.padding_mode)
             padding = 0
         extra = m.output_padding if transposed else None
-        convolution = Convolution.of(dims, m.stride, padding, m.dilation, m.groups, extra)
+        convolution = MemberConvolution.of(dims, m.stride, padding, m.dilation, m.groups, extra)
         return convolution.fused(x, *_of(call, "weight", "bias"))
 
     return rule

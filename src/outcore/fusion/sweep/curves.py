@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from outcore.figure import Axes, Span, document, legend, text
-from outcore.fusion.sweep.trials import Result
+from outcore.fusion.sweep.trials import TrialResult
 
 __all__ = ["draw_curves"]
 
@@ -19,7 +19,7 @@ _EACH = ("blue", "orange", "green", "vermillion", "purple", "sky")
 _COLOURS = {"complete": "sky", "running": "green", "pruned": "grey", "diverged": "vermillion"}
 
 
-def draw_curves(results: Sequence[Result]) -> str:
+def draw_curves(results: Sequence[TrialResult]) -> str:
     """An SVG."""
     shown = [r for r in results if r.curve]
     if not shown:
@@ -56,5 +56,5 @@ def draw_curves(results: Sequence[Result]) -> str:
     return document(_WIDTH, end + 6, [*out, *drawn])
 
 
-def _settings(one: Result) -> str:
+def _settings(one: TrialResult) -> str:
     return ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in one.settings.items())

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from outcore.errors import FuseError
-from outcore.fusion.sweep.space import Setting
-from outcore.fusion.sweep.trials import Outcome, Result, Trial
+from outcore.fusion.sweep.space import SearchDimension
+from outcore.fusion.sweep.trials import Outcome, Trial, TrialResult
 
 __all__ = ["PRUNERS", "SEARCHES", "Rungs", "Tuner"]
 
@@ -29,7 +29,7 @@ class Tuner:
 
     def __init__(
         self,
-        settings: Sequence[Setting],
+        settings: Sequence[SearchDimension],
         directory: Path,
         *,
         trials: int,
@@ -82,11 +82,11 @@ class Tuner:
         values = value if state == "complete" else None
         self.study.tell(trial, values, state=self._optuna.trial.TrialState[names[state]])
 
-    def finished(self) -> list[Result]:
+    def finished(self) -> list[TrialResult]:
         """From the study, as it was when this run began."""
         return self._before
 
-    def _recover(self) -> list[Result]:
+    def _recover(self) -> list[TrialResult]:
         found, again = [], []
         states = self._optuna.trial.TrialState
         for trial in self.study.get_trials(deepcopy=False):
@@ -97,7 +97,7 @@ class Tuner:
             elif trial.state in (states.COMPLETE, states.PRUNED) or "diverged" in trial.user_attrs:
                 name = {"COMPLETE": "complete", "PRUNED": "pruned"}.get(trial.state.name, "diverged")
                 steps = curve[-1][0] if curve else 0
-                found.append(Result(trial.number, dict(trial.params), name, value, steps, curve))
+                found.append(TrialResult(trial.number, dict(trial.params), name, value, steps, curve))
         for trial in again:
             self.study.tell(trial.number, state=states.FAIL)
             self.study.enqueue_trial(trial.params)
@@ -131,7 +131,7 @@ class Rungs:
         return rung == step
 
 
-def _suggest(trial: Any, setting: Setting) -> Any:
+def _suggest(trial: Any, setting: SearchDimension) -> Any:
     if setting.values:
         return trial.suggest_categorical(setting.name, list(setting.values))
     if setting.whole:

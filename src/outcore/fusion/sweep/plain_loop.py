@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from outcore.fusion.training import Training
+from outcore.fusion.training import MemberTraining
 from outcore.graph.record.preserve import evaluating
 from outcore.graph.structure import substitute
 
@@ -116,7 +116,7 @@ class PlainLoop:
 
     def _compute(self, member: PlainMember, inputs: Any, targets: Any) -> Tensor:
         with torch.autocast(self.device.type, self._autocast, enabled=self._autocast is not None):
-            loss: Tensor = Training(member.model, self._loss).forward(inputs, targets)[0]
+            loss: Tensor = MemberTraining(member.model, self._loss).forward(inputs, targets)[0]
         return loss
 
     @contextlib.contextmanager

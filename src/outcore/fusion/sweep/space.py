@@ -22,13 +22,13 @@ from typing import Any
 
 from outcore.errors import FuseError
 
-__all__ = ["Setting", "grid", "parse_settings"]
+__all__ = ["SearchDimension", "grid", "parse_settings"]
 
 Settings = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class SearchDimension:
     """One thing that varies: a list of values, or a range."""
 
     name: str
@@ -44,7 +44,7 @@ class Setting:
         return not self.values
 
     @classmethod
-    def parse(cls, text: str) -> Setting:
+    def parse(cls, text: str) -> SearchDimension:
         """Read one ``--set``."""
         name, equals, right = text.partition("=")
         if not equals or not name.strip().isidentifier() or not right.strip():
@@ -73,9 +73,9 @@ class Setting:
         return generator.uniform(self.low, self.high)
 
 
-def parse_settings(texts: Sequence[str]) -> list[Setting]:
+def parse_settings(texts: Sequence[str]) -> list[SearchDimension]:
     """Read all of them; each name once."""
-    found = [Setting.parse(text) for text in texts]
+    found = [SearchDimension.parse(text) for text in texts]
     names = [s.name for s in found]
     if twice := next((n for n in names if names.count(n) > 1), None):
         raise FuseError(f"--set {twice} is given twice; write its values once, with commas")
@@ -84,7 +84,7 @@ def parse_settings(texts: Sequence[str]) -> list[Setting]:
     return found
 
 
-def grid(settings: Sequence[Setting]) -> list[Settings]:
+def grid(settings: Sequence[SearchDimension]) -> list[Settings]:
     """Every combination."""
     if open_ended := next((s.name for s in settings if s.is_range), None):
         raise FuseError(f"{open_ended} is a range; say how many to try: --trials 32 [--search tpe]")

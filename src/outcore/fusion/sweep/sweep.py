@@ -26,14 +26,14 @@ from torch import nn
 from outcore.fusion.array import FusedArray
 from outcore.fusion.fuse import fuse
 from outcore.fusion.member import twin
-from outcore.fusion.program.autotune import Choice, lane_width
-from outcore.fusion.runner import Way
+from outcore.fusion.program.autotune import AutotuneResult, lane_width
+from outcore.fusion.runner import RunMode
 from outcore.fusion.sweep.curves import draw_curves
 from outcore.fusion.sweep.plain_loop import PlainLoop
 from outcore.fusion.sweep.recipe import Recipe
-from outcore.fusion.sweep.trials import Outcome, Result, Source, Trial
+from outcore.fusion.sweep.trials import Outcome, Trial, TrialResult, TrialSource
 
-__all__ = ["Options", "Sweep"]
+__all__ = ["Sweep", "SweepOptions"]
 
 _MEASURED = 120
 """Steps of single members that measuring takes, about: two serial ones, two ways with two and with four members."""
@@ -44,7 +44,7 @@ _LONG_STEP_S = 0.05
 
 
 @dataclass(frozen=True)
-class Options:
+class SweepOptions:
     """How to sweep."""
 
     job: str
@@ -85,14 +85,14 @@ class _Group:
 class Sweep:
     """A sweep in progress."""
 
-    options: Options
-    source: Source
-    results: dict[int, Result] = field(default_factory=dict)
+    options: SweepOptions
+    source: TrialSource
+    results: dict[int, TrialResult] = field(default_factory=dict)
     on_change: Callable[[Sweep], None] = lambda sweep: None
     on_progress: Callable[[Sweep], None] = lambda sweep: None
     """Called often: with every step, and with whatever takes its time before the first."""
-    best: Result | None = None
-    choices: list[Choice] = field(default_factory=list)
+    best: TrialResult | None = None
+    choices: list[AutotuneResult] = field(default_factory=list)
     member_steps: int = 0
     activity: str = "starting"
     """What is being done now."""
@@ -109,7 +109,7 @@ class Sweep:
         o = self.options
         return Recipe(o.job, o.inputs, o.arguments, o.batch, o.device, o.seed)
 
-    def run(self) -> list[Result]:
+    def run(self) -> list[TrialResult]:
         """Train everything the source has; returns a result per configuration."""
         self.options.directory.mkdir(parents=True, exist_ok=True)
         self.results = {r.number: r for r in self.source.finished()}
@@ -169,7 +169,7 @@ class Sweep:
             if trial is None:
                 self._exhausted = True
                 return
-            self.results[trial.number] = Result(trial.number, trial.settings)
+            self.results[trial.number] = TrialResult(trial.number, trial.settings)
             self._say(f"building trial {trial.number}")
             model = self.recipe.model(trial)
             waiting.setdefault(self.recipe.key(trial, model), []).append((trial, model))
@@ -298,13 +298,13 @@ class Sweep:
             elif self.source.hopeless(result.number):
                 self._finish(group, slot, result, "pruned", result.value)
 
-    def _finish(self, group: _Group, slot: int, result: Result, state: Outcome, value: float | None) -> None:
+    def _finish(self, group: _Group, slot: int, result: TrialResult, state: Outcome, value: float | None) -> None:
         result.state = state
         self.source.tell(result.number, state, value)
         group.slots[slot] = None
         group.array.stop(slot)
 
-    def _keep_best(self, group: _Group, slot: int, result: Result) -> None:
+    def _keep_best(self, group: _Group, slot: int, result: TrialResult) -> None:
         if self.best is None or _value(result) < _value(self.best):
             self.best = result
             aside = self.options.directory / "best.safetensors.part"
@@ -312,12 +312,12 @@ class Sweep:
             aside.replace(self.options.directory / "best.safetensors")
 
 
-def _usual_way(model: nn.Module, members: int) -> Way:
+def _usual_way(model: nn.Module, members: int) -> RunMode:
     """All fused; on a GPU as a CUDA graph, and in the order of memory that its convolutions prefer."""
     on_gpu = any(p.is_cuda for p in model.parameters())
     convolves = any(p.dim() == 4 for p in model.parameters())
-    return Way(lane_width(members) if on_gpu else members, graphed=on_gpu, channels_last=on_gpu and convolves)
+    return RunMode(lane_width(members) if on_gpu else members, graphed=on_gpu, channels_last=on_gpu and convolves)
 
 
-def _value(result: Result) -> float:
+def _value(result: TrialResult) -> float:
     return math.inf if result.value is None else result.value

@@ -1,7 +1,7 @@
 """Where the configurations of a sweep come from, and where their results go.
 
 A source hands out trials, hears of their progress, says which to give up, and keeps all of it on disk, so that a
-sweep that was killed goes on: what was finished stays, what was running begins again. `Listed` is for given
+sweep that was killed goes on: what was finished stays, what was running begins again. `ListedTrials` is for given
 configurations, with a journal of one JSON line per result; `outcore.fusion.sweep.optuna_tuner` is Optuna behind the
 same five methods.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-__all__ = ["Listed", "Outcome", "Result", "Source", "Trial"]
+__all__ = ["ListedTrials", "Outcome", "Trial", "TrialResult", "TrialSource"]
 
 Outcome = Literal["complete", "pruned", "diverged"]
 
@@ -28,7 +28,7 @@ class Trial:
 
 
 @dataclass
-class Result:
+class TrialResult:
     """What became of a trial."""
 
     number: int
@@ -41,7 +41,7 @@ class Result:
     curve: list[tuple[int, float]] = field(default_factory=list)
 
 
-class Source(Protocol):
+class TrialSource(Protocol):
     """What a sweep asks."""
 
     def ask(self) -> Trial | None:
@@ -56,11 +56,11 @@ class Source(Protocol):
     def tell(self, number: int, state: Outcome, value: float | None) -> None:
         """A trial is over."""
 
-    def finished(self) -> list[Result]:
+    def finished(self) -> list[TrialResult]:
         """What was over before this run began."""
 
 
-class Listed:
+class ListedTrials:
     """Given configurations, one after the other, with a journal."""
 
     def __init__(self, configurations: Sequence[dict[str, Any]], journal: Path) -> None:
@@ -98,11 +98,11 @@ class Listed:
         with self.journal.open("a") as file:
             file.write(json.dumps(row) + "\n")
 
-    def finished(self) -> list[Result]:
+    def finished(self) -> list[TrialResult]:
         """From the journal."""
         return list(self._done.values())
 
-    def _read(self) -> list[Result]:
+    def _read(self) -> list[TrialResult]:
         if not self.journal.is_file():
             return []
         found = []
@@ -117,5 +117,5 @@ class Listed:
             ):
                 curve = [(int(s), float(v)) for s, v in row["curve"]]
                 steps = curve[-1][0] if curve else 0
-                found.append(Result(number, row["settings"], row["state"], row["value"], steps, curve))
+                found.append(TrialResult(number, row["settings"], row["state"], row["value"], steps, curve))
         return found

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from outcore.graph.reads.frozen import GONE, Same, frozen
+from outcore.graph.reads.frozen import GONE, SameObject, frozen
 
 __all__ = ["BOOKKEEPING", "AttributeReads", "copy_attributes"]
 
@@ -111,12 +111,16 @@ def copy_attributes(model: nn.Module, other: nn.Module) -> None:
             if name in BOOKKEEPING or name.startswith("_flat_weight"):
                 continue
             copy = frozen(value)
-            if not isinstance(copy, Same) and copy != frozen(theirs.__dict__.get(name)) and not _holds_identity(copy):
+            if (
+                not isinstance(copy, SameObject)
+                and copy != frozen(theirs.__dict__.get(name))
+                and not _holds_identity(copy)
+            ):
                 theirs.__dict__[name] = value
 
 
 def _holds_identity(copy: Any) -> bool:
     """Whether a frozen value has tensors, modules or other objects in it that belong to one model."""
-    if isinstance(copy, Same):
+    if isinstance(copy, SameObject):
         return True
     return isinstance(copy, tuple | frozenset) and any(map(_holds_identity, copy))

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["GONE", "Same", "attributes_of", "frozen", "is_foreign", "needs_look", "relaxed", "seen_of"]
+__all__ = ["GONE", "SameObject", "attributes_of", "frozen", "is_foreign", "needs_look", "relaxed", "seen_of"]
 
 _DEPTH = 6
 _ATOMS = (str, bytes, int, complex, bool, type(None), type(Ellipsis), range, torch.dtype, torch.device, enum.Enum)
@@ -44,7 +44,7 @@ GONE = _Gone()
 """The value of a name that is not there."""
 
 
-class Same:
+class SameObject:
     """Equal to itself alone; holds its object, so that no other gets its identity."""
 
     __slots__ = ("value",)
@@ -53,7 +53,7 @@ class Same:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is Same and self.value is other.value
+        return type(other) is SameObject and self.value is other.value
 
     def __hash__(self) -> int:
         return id(self.value)
@@ -69,7 +69,7 @@ def frozen(value: Any, depth: int = _DEPTH) -> Any:
     if isinstance(value, np.generic):
         return kind, value.tobytes()
     if depth == 0 or isinstance(value, torch.Tensor | torch.nn.Module | type):
-        return Same(value)
+        return SameObject(value)
     if isinstance(value, _SEQUENCES):
         return kind, tuple([frozen(v, depth - 1) for v in value])
     if isinstance(value, dict):
@@ -83,11 +83,11 @@ def frozen(value: Any, depth: int = _DEPTH) -> Any:
     if isinstance(value, _GENERATORS):
         return kind, repr(_state(value))
     if isinstance(value, MethodType):
-        return kind, Same(value.__func__), Same(value.__self__)
+        return kind, SameObject(value.__func__), SameObject(value.__self__)
     if isinstance(value, functools.partial):
         return kind, tuple(frozen(v, depth - 1) for v in (value.func, value.args, value.keywords))
     inside = attributes_of(value)
-    return Same(value) if inside is None else (kind, frozen(inside, depth - 1))
+    return SameObject(value) if inside is None else (kind, frozen(inside, depth - 1))
 
 
 def relaxed(copy: Any, used: Collection[int] | None) -> Any:
@@ -99,7 +99,7 @@ def relaxed(copy: Any, used: Collection[int] | None) -> Any:
     """
     if used is None:
         return copy
-    if isinstance(copy, Same):
+    if isinstance(copy, SameObject):
         unused = isinstance(copy.value, torch.Tensor) and id(copy.value) not in used
         return seen_of(copy.value) if unused else copy
     if isinstance(copy, tuple | frozenset) and not isinstance(copy, torch.Size):

@@ -6,7 +6,7 @@ they are found without running anything: from the forward of each module to what
 (functions, methods, classes, modules, objects, containers of those), and no further than the user's own packages.
 
 What is found is more than one run reads, never less than what can be reached by name. What comes from outside of the
-program (the clock, files) is not seen; environment variables are. A `Place` says where a value is: an entry of a
+program (the clock, files) is not seen; environment variables are. A `LookupPlace` says where a value is: an entry of a
 dictionary (of globals, of a class), a cell of a closure, or an attribute of a function.
 """
 
@@ -24,7 +24,7 @@ from torch import nn
 
 from outcore.graph.reads.frozen import GONE, attributes_of, is_foreign
 
-__all__ = ["Place", "places_of"]
+__all__ = ["LookupPlace", "places_of"]
 
 _DUNDER = frozenset({"__init__", "__call__", "__enter__", "__exit__", "__getitem__", "__iter__", "__len__"})
 _DEPTH = 3
@@ -34,7 +34,7 @@ _HELD = frozenset(nn.Module().__dict__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Place:
+class LookupPlace:
     """Where a value is looked up."""
 
     owner: Any
@@ -55,7 +55,7 @@ class Place:
             return GONE
 
 
-def places_of(modules: Iterable[nn.Module]) -> list[Place]:
+def places_of(modules: Iterable[nn.Module]) -> list[LookupPlace]:
     """What the forwards of modules, and the user's functions they lead to, may look up outside of the modules."""
     walk, modules = _Walk(), list(modules)
     for module in modules:
@@ -75,7 +75,7 @@ def places_of(modules: Iterable[nn.Module]) -> list[Place]:
 
 class _Walk:
     def __init__(self) -> None:
-        self.places: dict[tuple[int, str], Place] = {}
+        self.places: dict[tuple[int, str], LookupPlace] = {}
         self.names: set[str] = set()
         """All that some function looks up."""
         self._functions: set[int] = set()
@@ -156,7 +156,7 @@ class _Walk:
         key: Any = None,
     ) -> None:
         """Remember a place, and follow what is there."""
-        place = Place(owner, name, told, item)
+        place = LookupPlace(owner, name, told, item)
         where = (id(owner if key is None else key), name)
         if where in self.places and not names:
             return

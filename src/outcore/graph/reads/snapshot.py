@@ -29,8 +29,8 @@ from torch import nn
 from outcore.errors import VaryingError
 from outcore.graph.naming import kind_of
 from outcore.graph.reads.attributes import BOOKKEEPING, AttributeReads
-from outcore.graph.reads.frozen import GONE, Same, attributes_of, frozen, needs_look, relaxed, seen_of
-from outcore.graph.reads.functions import Place, places_of
+from outcore.graph.reads.frozen import GONE, SameObject, attributes_of, frozen, needs_look, relaxed, seen_of
+from outcore.graph.reads.functions import LookupPlace, places_of
 from outcore.graph.record.keys import hooks_of
 
 __all__ = ["Snapshot", "attribute_places", "outer_places", "read_places"]
@@ -48,7 +48,7 @@ class Snapshot:
     """Places that a recording has read, with what was there."""
 
     def __init__(
-        self, model: nn.Module, values: Iterable[tuple[Place, Any]], used: Collection[int] | None = None
+        self, model: nn.Module, values: Iterable[tuple[LookupPlace, Any]], used: Collection[int] | None = None
     ) -> None:
         self._modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
         self._paths = {id(m): path for path, m in model.named_modules()}
@@ -123,11 +123,11 @@ class Snapshot:
         """The same places of another model of the same architecture, with what is there now."""
         pairs = zip(model.modules(), other.modules(), strict=True)
         there = {id(a.__dict__): b.__dict__ for a, b in pairs}
-        places = [Place(there.get(id(p.owner), p.owner), p.name, p.told, p.item) for p, _ in self._values]
+        places = [LookupPlace(there.get(id(p.owner), p.owner), p.name, p.told, p.item) for p, _ in self._values]
         used = self._used if other is model else None
         return Snapshot(other, [(p, _frozen_at(p)) for p in places], used)
 
-    def _frozen(self, place: Place) -> Any:
+    def _frozen(self, place: LookupPlace) -> Any:
         return relaxed(_frozen_at(place), self._used)
 
     def _told(self, module: nn.Module, name: str) -> str:
@@ -199,7 +199,7 @@ class Snapshot:
 _ATOMS = (str, bytes, int, float, complex, type(None), type, torch.Tensor, nn.Module, torch.dtype, torch.device)
 
 
-def _frozen_at(place: Place) -> Any:
+def _frozen_at(place: LookupPlace) -> Any:
     value = place.read()
     return GONE if value is GONE else frozen(value)
 
@@ -217,7 +217,7 @@ def _state(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _tensor(value: Any) -> Any:
     """What of a parameter or buffer Python can see; another of the same kind is found by its name in a replay."""
-    return seen_of(value) if isinstance(value, torch.Tensor) else Same(value)
+    return seen_of(value) if isinstance(value, torch.Tensor) else SameObject(value)
 
 
 def told(module: nn.Module, path: str, name: str) -> str:
@@ -225,15 +225,15 @@ def told(module: nn.Module, path: str, name: str) -> str:
     return f"self.{name} of {type(module).__name__}" + (f" ({path})" if path else "")
 
 
-def outer_places(model: nn.Module) -> list[Place]:
+def outer_places(model: nn.Module) -> list[LookupPlace]:
     """What the functions of a model may look up outside of it."""
     return places_of(m for m in model.modules() if kind_of(m) == "container")
 
 
-def attribute_places(model: nn.Module) -> list[tuple[nn.Module, Place]]:
+def attribute_places(model: nn.Module) -> list[tuple[nn.Module, LookupPlace]]:
     """All plain attributes of all modules."""
     return [
-        (module, Place(module.__dict__, name, told(module, path, name)))
+        (module, LookupPlace(module.__dict__, name, told(module, path, name)))
         for path, module in model.named_modules()
         if not isinstance(module, torch.jit.ScriptModule)  # runs as it is, in replays too
         for name, value in module.__dict__.items()
@@ -244,8 +244,8 @@ def attribute_places(model: nn.Module) -> list[tuple[nn.Module, Place]]:
 
 
 def read_places(
-    model: nn.Module, reads: AttributeReads, known: Iterable[tuple[nn.Module, Place]]
-) -> tuple[list[Place], list[Place]]:
+    model: nn.Module, reads: AttributeReads, known: Iterable[tuple[nn.Module, LookupPlace]]
+) -> tuple[list[LookupPlace], list[LookupPlace]]:
     """The attributes that a run has read; those that were there, and names that were not.
 
     Args:
@@ -265,10 +265,10 @@ def read_places(
         for name in sorted(reads.read.get(id(module), ())):
             if name in before:
                 if stranger:
-                    found.append(Place(module.__dict__, name, told(module, path, name)))
+                    found.append(LookupPlace(module.__dict__, name, told(module, path, name)))
             elif not any(name in before[store] for store in _STATE if store in before):
                 if not hasattr(type(module), name) or not _is_torch(type(module), name):
-                    missing.append(Place(module.__dict__, name, told(module, path, name)))
+                    missing.append(LookupPlace(module.__dict__, name, told(module, path, name)))
     return found, missing
 
 

@@ -23,13 +23,13 @@ from outcore.errors import VaryingError
 from outcore.graph.record.recording import Ref, fill
 from outcore.graph.structure import leaves
 
-__all__ = ["Effects", "Write", "change_of", "templated"]
+__all__ = ["Effects", "ModuleWrite", "change_of", "templated"]
 
 _SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, Ref)
 
 
 @dataclass(frozen=True, slots=True)
-class Write:
+class ModuleWrite:
     """Something that forward writes to a module."""
 
     path: str
@@ -69,7 +69,7 @@ class Write:
 class Effects:
     """All that a run does to Python."""
 
-    writes: tuple[Write, ...] = ()
+    writes: tuple[ModuleWrite, ...] = ()
     lost: tuple[str, ...] = ()
     """What it changes that cannot be done again, each as it is called in a sentence."""
 

@@ -25,7 +25,7 @@ from outcore.graph.blocks import blocks_of
 from outcore.graph.graph import Graph
 from outcore.graph.record.captured_module import CapturedModule
 from outcore.graph.record.intercept import intercepted
-from outcore.graph.record.preserve import Randomness, preserved
+from outcore.graph.record.preserve import RandomStates, preserved
 from outcore.graph.record.recorder import Recorder
 from outcore.graph.record.recording import Recording, Ref
 from outcore.graph.record.watched_run import WatchedRun
@@ -97,7 +97,7 @@ def _record(
     names = _input_names(model, args, kwargs)
     tensors = [t for _, t in leaves((args, kwargs), torch.Tensor)]
     recorder = Recorder(model, list(zip(names, tensors, strict=True)), fake=fake)
-    watched, randomness = WatchedRun(model), Randomness()
+    watched, randomness = WatchedRun(model), RandomStates()
     try:
         with preserved(model, contents=real):
             with (

@@ -18,7 +18,7 @@ from torch import nn
 from outcore.graph.record.keys import key_of
 from outcore.graph.record.preserve import ModelState, state_tensors
 from outcore.graph.record.recording import Mismatch, Recording
-from outcore.graph.record.versions import Changes
+from outcore.graph.record.versions import ChangeCounter
 from outcore.graph.structure import leaves
 
 __all__ = ["CapturedModule"]
@@ -43,7 +43,7 @@ class CapturedModule(nn.Module):
         self.__dict__["model"] = model  # not a child: it would appear in its own state_dict
         self.recordings: dict[Hashable, list[Recording]] = {}
         self._record = record
-        self._changes = Changes()
+        self._changes = ChangeCounter()
 
     @property
     def training(self) -> bool:

@@ -26,10 +26,10 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.autograd.function import _SingleLevelFunction
 
-__all__ = ["Observer", "intercepted", "is_recording", "opened"]
+__all__ = ["CallObserver", "intercepted", "is_recording", "opened"]
 
 
-class Observer(Protocol):
+class CallObserver(Protocol):
     """Who is told of the calls."""
 
     def on_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -47,7 +47,7 @@ class Observer(Protocol):
 
 
 @contextlib.contextmanager
-def intercepted(observer: Observer) -> Iterator[None]:
+def intercepted(observer: CallObserver) -> Iterator[None]:
     """Tell the observer of calls made on this thread."""
     thread = threading.get_ident()
 
@@ -79,7 +79,7 @@ call_module = nn.Module.__call__
 
 
 @contextlib.contextmanager
-def _module_calls(observer: Observer, here: Callable[[], bool]) -> Iterator[None]:
+def _module_calls(observer: CallObserver, here: Callable[[], bool]) -> Iterator[None]:
     original = nn.Module.__call__
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -93,7 +93,7 @@ def _module_calls(observer: Observer, here: Callable[[], bool]) -> Iterator[None
 
 
 @contextlib.contextmanager
-def _autograd_functions(observer: Observer, here: Callable[[], bool]) -> Iterator[None]:
+def _autograd_functions(observer: CallObserver, here: Callable[[], bool]) -> Iterator[None]:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         def run() -> Any:
             return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
@@ -108,7 +108,7 @@ def _autograd_functions(observer: Observer, here: Callable[[], bool]) -> Iterato
 
 
 @contextlib.contextmanager
-def _checkpoints(observer: Observer, here: Callable[[], bool]) -> Iterator[None]:
+def _checkpoints(observer: CallObserver, here: Callable[[], bool]) -> Iterator[None]:
     public = torch.utils.checkpoint.checkpoint
     inner: Any = inspect.unwrap(public)
     slot = "__dynamo_disable"

@@ -23,7 +23,7 @@ from torch import nn
 
 from outcore.graph.reads.function_caches import function_caches
 
-__all__ = ["ModelState", "Randomness", "evaluating", "preserved", "state_tensors"]
+__all__ = ["ModelState", "RandomStates", "evaluating", "preserved", "state_tensors"]
 
 _CONTAINERS = (list, dict, set, deque)
 _ATOMS = frozenset({int, float, bool, complex, str, bytes, type(None), torch.Tensor, nn.Parameter, torch.Generator})
@@ -64,7 +64,7 @@ class ModelState:
         self._tensors = [(tensor, tensor.detach().clone()) for tensor in tensors]
         own = (value for holder in held for value in _contents(holder) if isinstance(value, torch.Generator))
         self._generators = [(generator, generator.get_state()) for generator in own]
-        self._randomness = Randomness()
+        self._randomness = RandomStates()
 
     def restore(self) -> None:
         """Put it back as it was."""
@@ -79,7 +79,7 @@ class ModelState:
         self._randomness.restore()
 
 
-class Randomness:
+class RandomStates:
     """The states of all generators a model may draw from."""
 
     def __init__(self) -> None:

@@ -28,7 +28,7 @@ from torch.nn.modules import module as torch_module
 from torch.overrides import TorchFunctionMode
 
 from outcore.errors import CaptureError
-from outcore.graph.aliasing import Memories, Versions, written_by_name
+from outcore.graph.aliasing import StorageHistory, VersionCounters, written_by_name
 from outcore.graph.naming import function_name, is_compiled, kind_of, literals, paths
 from outcore.graph.parts import ROOT, BlockKind, Call, Value, ancestors
 from outcore.graph.record.intercept import call_module, opened
@@ -109,7 +109,7 @@ class Recorder(TorchFunctionMode):
         """The innermost container an exception came from."""
         self._names: dict[int, Ref] = {}
         self._alive: list[torch.Tensor] = []  # no other tensor may get the identity of one we know
-        self._memories = Memories()
+        self._memories = StorageHistory()
         self._stack: list[str] = []
         self._quiet = 0
         self._touched: list[torch.Tensor] | None = None
@@ -144,7 +144,7 @@ class Recorder(TorchFunctionMode):
         if func in _COMPOSITES:
             with self, opened():
                 return func(*args, **kwargs)
-        versions = Versions(args, kwargs)
+        versions = VersionCounters(args, kwargs)
         result = self._run(func, args, kwargs)
         name = getattr(func, "__name__", "")
         written = versions.changed() + written_by_name(name, args, kwargs)
@@ -164,7 +164,7 @@ class Recorder(TorchFunctionMode):
         kind = kind_of(module) if path != ROOT else "container"
         if kind == "container":
             return self._inside(module, path, args, kwargs)
-        versions = Versions(args, kwargs)
+        versions = VersionCounters(args, kwargs)
         result = self._silently(lambda: _eager(module)(*args, **kwargs))
         self._emit(kind, path, path, args, kwargs, result, versions.changed(), self._state_of(module))
         return result
@@ -180,7 +180,7 @@ class Recorder(TorchFunctionMode):
         """A part that must stay whole is called."""
         if self._quiet:
             return run()
-        versions = Versions(args, kwargs)
+        versions = VersionCounters(args, kwargs)
         touched: list[torch.Tensor] = []
         result = self._silently(run, touched)
         given = {id(t) for _, t in leaves((args, kwargs), torch.Tensor)}

@@ -1,9 +1,9 @@
 """Recordings of one key, told apart by what they read.
 
 Under one key (shapes, flags, modes) a model may be recorded several times, because an attribute or a global name had
-another value. `Versions` finds the one whose reads hold now. If none does, the model is recorded again; and if that
-happens in call after call because of the same name, recording has no end: at the third value in three successive calls
-that name is told in one sentence, and whoever asked leaves the recordings or refuses.
+another value. `RecordingVersions` finds the one whose reads hold now. If none does, the model is recorded again; and if
+that happens in call after call because of the same name, recording has no end: at the third value in three successive
+calls that name is told in one sentence, and whoever asked leaves the recordings or refuses.
 
 A few versions are kept, so that a value which comes back finds its recording again; the oldest go.
 """
@@ -18,7 +18,7 @@ from outcore.errors import VaryingError
 from outcore.graph.reads.snapshot import Snapshot
 from outcore.graph.record.recording import Recording
 
-__all__ = ["Changes", "Versions", "refuse_volatile"]
+__all__ = ["ChangeCounter", "RecordingVersions", "refuse_volatile"]
 
 _KEPT = 8
 _SUCCESSIVE = 2
@@ -30,7 +30,7 @@ class _Changing(Protocol):
         """What is not as it was, each as it is called in a sentence."""
 
 
-class Changes:
+class ChangeCounter:
     """Counts, by key, in how many successive calls the same names were the reason for another recording."""
 
     def __init__(self) -> None:
@@ -65,12 +65,12 @@ class _Known:
     made: int = 0
 
 
-class Versions:
+class RecordingVersions:
     """The recordings of a model, by key and by what they read."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, _Known] = {}
-        self._changes = Changes()
+        self._changes = ChangeCounter()
 
     def find(self, key: Hashable) -> tuple[Hashable, int]:
         """The key of the recording that is valid now, or of one that is yet to be made.

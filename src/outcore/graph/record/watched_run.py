@@ -21,9 +21,9 @@ from outcore.errors import CaptureError
 from outcore.graph.naming import kind_of
 from outcore.graph.reads.attributes import AttributeReads
 from outcore.graph.reads.frozen import GONE, frozen
-from outcore.graph.reads.functions import Place
+from outcore.graph.reads.functions import LookupPlace
 from outcore.graph.reads.snapshot import Snapshot, attribute_places, outer_places, read_places, told
-from outcore.graph.reads.writes import Effects, Write, change_of, templated
+from outcore.graph.reads.writes import Effects, ModuleWrite, change_of, templated
 
 __all__ = ["WatchedRun"]
 
@@ -68,7 +68,7 @@ class WatchedRun:
         Args:
             ref: stands for a tensor of the run in a template.
         """
-        writes: list[Write] = []
+        writes: list[ModuleWrite] = []
         lost = [place.told for place, then in self._outer if _copied(place) != then]
         places = [*(p for p, _ in self._outer), *(p for _, p, _ in self._attributes)]
         lost += [place.told for place in places if id(place.read()) in self._drawn]
@@ -108,7 +108,7 @@ class WatchedRun:
         used = frozenset(map(id, constants))
         return Snapshot(self.model, [*values, *((p, GONE) for p in missing), *self._outer], used)
 
-    def _write(self, module: nn.Module, name: str, ref: Any, writes: list[Write], lost: list[str]) -> None:
+    def _write(self, module: nn.Module, name: str, ref: Any, writes: list[ModuleWrite], lost: list[str]) -> None:
         key = (id(module), name)
         before, after = self.reads.before[id(module)].get(name, GONE), module.__dict__.get(name, GONE)
         if after is GONE:
@@ -128,11 +128,11 @@ class WatchedRun:
         self._note(module, name, how, value, ref, writes, lost)
 
     def _note(
-        self, module: nn.Module, name: str, how: Any, value: Any, ref: Any, writes: list[Write], lost: list[str]
+        self, module: nn.Module, name: str, how: Any, value: Any, ref: Any, writes: list[ModuleWrite], lost: list[str]
     ) -> None:
         path = self._paths[id(module)]
         try:
-            writes.append(Write(path, name, told(module, path, name), how, templated(value, ref)))
+            writes.append(ModuleWrite(path, name, told(module, path, name), how, templated(value, ref)))
         except (TypeError, CaptureError):
             lost.append(told(module, path, name))
 
@@ -142,7 +142,7 @@ class WatchedRun:
         return list({id(v): v for v in values if isinstance(v, kinds)}.values())
 
 
-def _copied(place: Place) -> Any:
+def _copied(place: LookupPlace) -> Any:
     value = place.read()
     return GONE if value is GONE else frozen(value)
 

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from outcore.machine.units import format_bytes
-from outcore.memory.saved_tensors.settings import Admitted
+from outcore.memory.saved_tensors.settings import PlannedCall
 
 if TYPE_CHECKING:
-    from outcore.memory.saved_tensors.managed_forward import Governor
+    from outcore.memory.saved_tensors.managed_forward import ManagedForward
 
 __all__ = ["planned_again"]
 
@@ -29,9 +29,9 @@ _TRIES = 5
 
 
 def planned_again(
-    governor: Governor,
+    governor: ManagedForward,
     key: Hashable,
-    entry: Admitted,
+    entry: PlannedCall,
     tensors: list[torch.Tensor],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -72,7 +72,9 @@ def planned_again(
     return False
 
 
-def _with_less(governor: Governor, key: Hashable, missed: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _with_less(
+    governor: ManagedForward, key: Hashable, missed: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
     """Plan with so much less, or with as much less as can be; whether there is another plan."""
     before = governor.settings
     assert before.budget_bytes is not None
@@ -90,7 +92,7 @@ def _with_less(governor: Governor, key: Hashable, missed: int, args: tuple[Any, 
     return governor.replanned(key, least, args, kwargs) is None
 
 
-def _beside(governor: Governor, entry: Admitted, tensors: list[torch.Tensor]) -> int:
+def _beside(governor: ManagedForward, entry: PlannedCall, tensors: list[torch.Tensor]) -> int:
     """What the step holds beside its graphs: weights, optimizer state and room for its step, the inputs, the loss."""
     settings, sizes = governor.settings, entry.plan.keeping.costs.parameters
     optimizer = settings.optimizer.state_bytes(sizes) + settings.optimizer.workspace_bytes(sizes)

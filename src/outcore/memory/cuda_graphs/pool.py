@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from outcore.memory.offload.backends import HostTier
+from outcore.memory.offload.backends import HostBackend
 
 __all__ = ["GraphPool", "give_back", "grow_segments_from_now_on", "growing_segments", "without_workspaces"]
 
@@ -29,7 +29,7 @@ class GraphPool:
 
     _streams: dict[torch.device, torch.cuda.Stream] = {}  # noqa: RUF012  # one for the process: each brings workspaces
 
-    def __init__(self, device: torch.device, tier: HostTier | None = None, handle: Any = None) -> None:
+    def __init__(self, device: torch.device, tier: HostBackend | None = None, handle: Any = None) -> None:
         self.device, self.tier = device, tier
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)

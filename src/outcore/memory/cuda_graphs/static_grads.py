@@ -21,12 +21,12 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import nn
 
-__all__ = ["Places", "stand_ins"]
+__all__ = ["StaticGrads", "stand_ins"]
 
 _ALIGN = 512
 
 
-class Places:
+class StaticGrads:
     """One piece of memory with a place for the gradient of every parameter."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:

@@ -25,30 +25,30 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from outcore.allocator.expandable_segments import reserved_by
-from outcore.allocator.padding_search import Spacer, Spacing, best_spacers
+from outcore.allocator.padding_search import PaddingBlock, PaddingSearch, best_spacers
 from outcore.graph.record.preserve import ModelState, state_tensors
 from outcore.graph.record.recording import Ref, Step, Tape
 from outcore.graph.structure import leaves, substitute
 from outcore.memory.cuda_graphs.pool import GraphPool, give_back, growing_segments, without_workspaces
-from outcore.memory.cuda_graphs.static_grads import Places, stand_ins
-from outcore.memory.offload.backends import HostTier
-from outcore.memory.replay.compile_policies import Holding
-from outcore.memory.replay.replay_forward import Pass
+from outcore.memory.cuda_graphs.static_grads import StaticGrads, stand_ins
+from outcore.memory.offload.backends import HostBackend
+from outcore.memory.replay.compile_policies import CompiledRecording
+from outcore.memory.replay.replay_forward import ReplayPass
 
-__all__ = ["Graphed"]
+__all__ = ["StepGraph"]
 
 _WARM_UPS = 2
 _WORTH = 0.99
 """What a second recording must take at most of the first."""
 
 
-class Graphed:
+class StepGraph:
     """A holding, captured when it is first called."""
 
     pool: GraphPool
-    places: Places
+    places: StaticGrads
 
-    def __init__(self, holding: Holding, model: nn.Module, other: Graphed | None = None) -> None:
+    def __init__(self, holding: CompiledRecording, model: nn.Module, other: StepGraph | None = None) -> None:
         self.holding, self.model, self.other = holding, model, other
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.turn: _Turn = other.turn if other is not None else _Turn()
@@ -59,7 +59,7 @@ class Graphed:
         """What the graphs have reserved, once they are captured, with the gradients and copies of the inputs."""
 
     @staticmethod
-    def can(holding: Holding) -> bool:
+    def can(holding: CompiledRecording) -> bool:
         """Whether a step can be captured: nothing is drawn again or read by Python, no size is in the data."""
         return not (holding.random or holding.recording.uses_data or holding.sized_by_data)
 
@@ -86,10 +86,10 @@ class Graphed:
         before = ModelState(self.model, state_tensors(self.model))
         other = self.other if self.other is not None and self.other.graphs is not None else None
         self.inputs = [t.detach().clone() for t in tensors]
-        self.places = other.places if other is not None else Places(self.parameters)
+        self.places = other.places if other is not None else StaticGrads(self.parameters)
         self.places.clear()
         device, size = self.parameters[0].device, self.holding.offloaded_bytes
-        self.tier = HostTier(device, size) if size else None
+        self.tier = HostBackend(device, size) if size else None
         pool = GraphPool(device, self.tier, other.pool.handle if other is not None else None)
         with growing_segments():
             with pool.beside():
@@ -130,15 +130,15 @@ class Graphed:
 
     def record_spaced(self, pool: GraphPool, *, trace: bool) -> None:
         """Record both graphs, again with spacers if these save memory, and without if they did not after all."""
-        spacers = self.record(pool, Spacing(pool.device), trace=trace)
+        spacers = self.record(pool, PaddingSearch(pool.device), trace=trace)
         taken = pool.bytes
         for tried in (spacers, []) if spacers else ():
             self.graphs = None
-            self.record(pool.fresh(), Spacing(pool.device, tried))
+            self.record(pool.fresh(), PaddingSearch(pool.device, tried))
             if self.pool.bytes <= taken:
                 return
 
-    def record(self, pool: GraphPool, spacing: Spacing, *, trace: bool = False) -> list[Spacer]:
+    def record(self, pool: GraphPool, spacing: PaddingSearch, *, trace: bool = False) -> list[PaddingBlock]:
         """Record both graphs; spacers with which they would take less memory, if it is traced."""
         give_back()
         if self.tier is not None:
@@ -168,7 +168,7 @@ class Graphed:
             del self.outputs, self.gradients, self.inputs, self.places, self.pool, self.tier
             give_back()
 
-    def run(self, spacing: Spacing | None = None) -> list[torch.Tensor]:
+    def run(self, spacing: PaddingSearch | None = None) -> list[torch.Tensor]:
         """One pass; its outputs."""
         torch.clear_autocast_cache()  # what autocast makes of weights must be made in the graph, in every step
 
@@ -179,7 +179,7 @@ class Graphed:
             spacing.perform(tape, step)
             without_workspaces()
 
-        result = Pass(self.holding, self.model, self.inputs, self.tier, perform).forward()
+        result = ReplayPass(self.holding, self.model, self.inputs, self.tier, perform).forward()
         torch.clear_autocast_cache()
         self.template = self.holding.recording.result
         return [t for _, t in leaves(result, torch.Tensor)]
@@ -223,7 +223,7 @@ class _Replay(torch.autograd.Function):
     """Launches the graphs."""
 
     @staticmethod
-    def forward(ctx: Any, graphed: Graphed, tensors: list[torch.Tensor], *parameters: torch.Tensor) -> Any:
+    def forward(ctx: Any, graphed: StepGraph, tensors: list[torch.Tensor], *parameters: torch.Tensor) -> Any:
         """Copy the inputs in and launch forward."""
         assert graphed.graphs is not None
         for place, tensor in zip(graphed.inputs, tensors, strict=True):
@@ -240,7 +240,7 @@ class _Replay(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         """Copy the gradients in and launch backward."""
-        graphed: Graphed = ctx.graphed
+        graphed: StepGraph = ctx.graphed
         assert graphed.graphs is not None
         if not graphed.turn.taken(ctx.passage):
             raise RuntimeError(

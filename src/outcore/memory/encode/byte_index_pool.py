@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from outcore.graph.record.recording import Step
-from outcore.memory.encode.pool_positions import Window, indices_of
+from outcore.memory.encode.pool_positions import PoolWindow, indices_of
 from outcore.memory.op_fusion.pattern import hooked
 
 __all__ = ["byte_pools", "pooled_by_bytes"]
@@ -27,7 +27,9 @@ _MOST = 2**31 - 2**11
 """Numbers of an image, with all its channels, that the kernels can count."""
 
 
-def byte_pools(steps: Mapping[str, Step], model: nn.Module, windows: Mapping[str, Window | None]) -> dict[str, Step]:
+def byte_pools(
+    steps: Mapping[str, Step], model: nn.Module, windows: Mapping[str, PoolWindow | None]
+) -> dict[str, Step]:
     """The steps to run instead of the max pools with these windows, where that can be."""
     found = {}
     for call, window in windows.items():
@@ -49,7 +51,7 @@ def _as_called(step: Step, model: nn.Module) -> Callable[..., Any] | None:
 class _Pool:
     """One of the model's pools."""
 
-    def __init__(self, run: Callable[..., Any], window: Window) -> None:
+    def __init__(self, run: Callable[..., Any], window: PoolWindow) -> None:
         self.run, self.window = run, window
         self.made: dict[tuple[torch.Size, tuple[int, ...]], tuple[torch.Size, torch.memory_format]] = {}
         """Shape of the output and how it lies in memory, by those of the input."""
@@ -67,7 +69,7 @@ class _Pool:
         return _MaxPool.apply(x, shape, form, self.window)  # type: ignore[no-untyped-call]
 
 
-def pooled_by_bytes(run: Callable[..., Any], window: Window, *, of_module: bool) -> Callable[..., Any]:
+def pooled_by_bytes(run: Callable[..., Any], window: PoolWindow, *, of_module: bool) -> Callable[..., Any]:
     """What to call instead of a max pool that returns no indices, with the same arguments.
 
     Args:
@@ -87,7 +89,7 @@ def pooled_by_bytes(run: Callable[..., Any], window: Window, *, of_module: bool)
     return pool
 
 
-def _suits(x: torch.Tensor, window: Window) -> bool:
+def _suits(x: torch.Tensor, window: PoolWindow) -> bool:
     """Whether the kernels can do it, and there is something to keep."""
     if not (x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1") or type(x) is not torch.Tensor or x.dim() != 4:
         return False
@@ -104,7 +106,7 @@ def _format(made: torch.Tensor) -> torch.memory_format:
 
 class _MaxPool(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, shape: torch.Size, form: torch.memory_format, window: Window) -> Any:
+    def forward(ctx: Any, x: torch.Tensor, shape: torch.Size, form: torch.memory_format, window: PoolWindow) -> Any:
         """The maxima and their positions in one pass."""
         from outcore.kernels.byte_index_pool import pool
 

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import torch
 
 from outcore.memory.encode.bitmask import pack_bits, unpack_bits
-from outcore.memory.encode.pool_positions import Window, indices_of, positions_of, window_of
-from outcore.memory.encode.sparse_quantize import Survey, grouped, halved, without_zeros
+from outcore.memory.encode.pool_positions import PoolWindow, indices_of, positions_of, window_of
+from outcore.memory.encode.sparse_quantize import NonZeros, grouped, halved, without_zeros
 
-__all__ = ["Coded", "Survey", "Window", "encode", "pack_bits", "unpack_bits", "window_of"]
+__all__ = ["Encoded", "NonZeros", "PoolWindow", "encode", "pack_bits", "unpack_bits", "window_of"]
 
 
 @dataclass(frozen=True, slots=True)
-class Coded:
+class Encoded:
     """The smaller form, and the way back."""
 
     payload: tuple[torch.Tensor, ...]
@@ -36,9 +36,9 @@ def encode(
     flat: torch.Tensor,
     *,
     indices: torch.Tensor | None = None,
-    window: Window | None = None,
-    survey: Survey | None = None,
-) -> Coded:
+    window: PoolWindow | None = None,
+    survey: NonZeros | None = None,
+) -> Encoded:
     """The smaller form of a flat tensor of elements.
 
     Args:
@@ -51,21 +51,23 @@ def encode(
     count, dtype = flat.numel(), flat.dtype
     match codec:
         case "sign":
-            return Coded((pack_bits(flat),), lambda bits: unpack_bits(bits, count, bits.new_ones((), dtype=torch.int8)))
+            return Encoded(
+                (pack_bits(flat),), lambda bits: unpack_bits(bits, count, bits.new_ones((), dtype=torch.int8))
+            )
         case "bits":
             level = flat.max() if count and dtype is not torch.bool else flat.new_ones(())
-            return Coded((pack_bits(flat), level), lambda bits, level: unpack_bits(bits, count, level))
+            return Encoded((pack_bits(flat), level), lambda bits, level: unpack_bits(bits, count, level))
         case "window":
             assert window is not None and indices is not None
-            return Coded((positions_of(indices, window),), lambda positions: indices_of(positions, window))
+            return Encoded((positions_of(indices, window),), lambda positions: indices_of(positions, window))
         case "sparse":
-            return Coded(*without_zeros(flat, survey))
+            return Encoded(*without_zeros(flat, survey))
         case "half":
-            return Coded(*halved(flat, torch.float16))
+            return Encoded(*halved(flat, torch.float16))
         case "bf16":
-            return Coded(*halved(flat, torch.bfloat16))
+            return Encoded(*halved(flat, torch.bfloat16))
         case "int8":
-            return Coded(*grouped(flat))
+            return Encoded(*grouped(flat))
         case "int4":
-            return Coded(*grouped(flat, bits=4))
+            return Encoded(*grouped(flat, bits=4))
     raise ValueError(f"no codec {codec!r}")

@@ -16,7 +16,7 @@ from torch import nn
 
 from outcore.ops.encoding import PIXELS, POOLS
 
-__all__ = ["NOWHERE", "Window", "indices_of", "positions_of", "window_of", "window_of_call"]
+__all__ = ["NOWHERE", "PoolWindow", "indices_of", "positions_of", "window_of", "window_of_call"]
 
 NOWHERE = PIXELS
 """The position of the image's first pixel in windows that it does not lie in; others are smaller."""
@@ -26,7 +26,7 @@ _CHUNK = 2**14
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class PoolWindow:
     """The window of a pool, per dimension of the image."""
 
     kernel: tuple[int, ...]
@@ -42,7 +42,7 @@ class Window:
         return math.prod(self.kernel) <= PIXELS
 
 
-def window_of(call: Any, image: Sequence[int]) -> Window | None:
+def window_of(call: Any, image: Sequence[int]) -> PoolWindow | None:
     """The window of a max pool, from the module or the arguments of the function."""
     dims = len(image)
 
@@ -52,12 +52,12 @@ def window_of(call: Any, image: Sequence[int]) -> Window | None:
 
     kernel = wide(call["kernel_size"])
     stride = wide(call["stride"]) if call.get("stride") not in (None, ()) else kernel
-    return Window(kernel, stride, wide(call.get("padding", 0)), wide(call.get("dilation", 1)), tuple(image))
+    return PoolWindow(kernel, stride, wide(call.get("padding", 0)), wide(call.get("dilation", 1)), tuple(image))
 
 
 def window_of_call(
     name: str, module: nn.Module | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Window | None:
+) -> PoolWindow | None:
     """The window of a max pool that is being called; none if the call is something else, or not one of images.
 
     Args:
@@ -79,7 +79,7 @@ def window_of_call(
     return window if window is not None and window.fits else None
 
 
-def positions_of(indices: torch.Tensor, window: Window) -> torch.Tensor:
+def positions_of(indices: torch.Tensor, window: PoolWindow) -> torch.Tensor:
     """Where in its window each maximum lies."""
     small = torch.empty_like(indices, dtype=torch.uint8)
     if indices.is_cuda:
@@ -101,7 +101,7 @@ def positions_of(indices: torch.Tensor, window: Window) -> torch.Tensor:
     return small
 
 
-def indices_of(positions: torch.Tensor, window: Window) -> torch.Tensor:
+def indices_of(positions: torch.Tensor, window: PoolWindow) -> torch.Tensor:
     """The index in the image of each position in its window."""
     whole = torch.empty_like(positions, dtype=torch.int64)
     if positions.is_cuda:
@@ -121,7 +121,7 @@ def indices_of(positions: torch.Tensor, window: Window) -> torch.Tensor:
     return whole
 
 
-def _rows(a: torch.Tensor, b: torch.Tensor, window: Window) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _rows(a: torch.Tensor, b: torch.Tensor, window: PoolWindow) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Both tensors image by image, a few channels at a time, so that little memory is needed on the way."""
     if a.dim() <= len(window.image) + 1:
         yield a, b
@@ -132,7 +132,7 @@ def _rows(a: torch.Tensor, b: torch.Tensor, window: Window) -> Iterator[tuple[to
             yield a[image, start : start + step], b[image, start : start + step]
 
 
-def _origin(like: torch.Tensor, window: Window, dim: int) -> torch.Tensor:
+def _origin(like: torch.Tensor, window: PoolWindow, dim: int) -> torch.Tensor:
     """Where the window of each output begins, along one dimension, shaped to broadcast."""
     dims = len(window.image)
     size = like.shape[like.dim() - dims + dim]

@@ -22,7 +22,7 @@ import torch
 from outcore.memory.encode.bitmask import pack_bits, unpack_bits
 from outcore.ops.encoding import GROUP
 
-__all__ = ["Survey", "grouped", "halved", "least_step", "without_zeros"]
+__all__ = ["NonZeros", "grouped", "halved", "least_step", "without_zeros"]
 
 _PART = 2**18
 """Numbers that are rounded at a time on a CPU."""
@@ -33,7 +33,7 @@ Packed = tuple[tuple[torch.Tensor, ...], Callable[..., torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class Survey:
+class NonZeros:
     """Which numbers are not zero, and how many, as soon as the device has counted them."""
 
     bits: torch.Tensor
@@ -44,7 +44,7 @@ class Survey:
     counted: torch.cuda.Event | None
 
     @classmethod
-    def of(cls, flat: torch.Tensor) -> Survey:
+    def of(cls, flat: torch.Tensor) -> NonZeros:
         """Start to count; nobody waits."""
         from outcore.kernels.sparse_quantize import survey
 
@@ -66,7 +66,7 @@ class Survey:
         return int(self.total) if self.total.numel() else 0
 
 
-def without_zeros(flat: torch.Tensor, survey: Survey | None = None) -> Packed:
+def without_zeros(flat: torch.Tensor, survey: NonZeros | None = None) -> Packed:
     """Which numbers are not zero, and those (Gist's sparse storage): exact, as small as the data allow.
 
     On a GPU the host must know how many there are; a survey that was made before is known earlier.
@@ -74,7 +74,7 @@ def without_zeros(flat: torch.Tensor, survey: Survey | None = None) -> Packed:
     count, dtype = flat.numel(), flat.dtype
     words = _words(flat)
     if flat.is_cuda:
-        return _gathered(words, dtype, survey or Survey.of(flat))
+        return _gathered(words, dtype, survey or NonZeros.of(flat))
     there = words != 0
     bits, values = pack_bits(there.view(torch.uint8)), words[there]
 
@@ -90,7 +90,7 @@ def _words(flat: torch.Tensor) -> torch.Tensor:
     return flat.view(_WORDS[flat.dtype.itemsize])
 
 
-def _gathered(words: torch.Tensor, dtype: torch.dtype, survey: Survey) -> Packed:
+def _gathered(words: torch.Tensor, dtype: torch.dtype, survey: NonZeros) -> Packed:
     from outcore.kernels.sparse_quantize import gather, scatter
 
     count = words.numel()

@@ -10,13 +10,13 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Arena", "Slot"]
+__all__ = ["Arena", "ArenaBlock"]
 
 _ALIGN = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class ArenaBlock:
     """A part of the arena."""
 
     offset: int
@@ -40,7 +40,7 @@ class Arena:
         self._marks: list[tuple[int, int, Any]] = []
         self._lock = threading.Lock()
 
-    def take(self, size: int) -> Slot | None:
+    def take(self, size: int) -> ArenaBlock | None:
         """A part of at least this size; none if there is no room."""
         size = self.rounded(max(size, 1))
         with self._lock:
@@ -48,10 +48,10 @@ class Arena:
                 if room >= size:
                     rest = [(offset + size, room - size)] if room > size else []
                     self._free[i : i + 1] = rest
-                    return Slot(offset, size)
+                    return ArenaBlock(offset, size)
         return None
 
-    def give(self, slot: Slot, mark: Any = None) -> None:
+    def give(self, slot: ArenaBlock, mark: Any = None) -> None:
         """Give a part back."""
         with self._lock:
             if mark is not None:
@@ -64,7 +64,7 @@ class Arena:
                     merged.append((offset, size))
             self._free = merged
 
-    def marks(self, slot: Slot) -> list[Any]:
+    def marks(self, slot: ArenaBlock) -> list[Any]:
         """The marks of what was in this part before; they are forgotten."""
         end = slot.offset + slot.size
         with self._lock:
@@ -76,7 +76,7 @@ class Arena:
         """Add room at the end."""
         size = self.rounded(size)
         start, self.size = self.size, self.size + size
-        self.give(Slot(start, size))
+        self.give(ArenaBlock(start, size))
 
     @property
     def free_bytes(self) -> int:

@@ -21,16 +21,16 @@ from typing import Protocol
 import torch
 
 from outcore.errors import OutcoreError
-from outcore.memory.offload.arena import Arena, Slot
-from outcore.memory.offload.copy_threads import Couriers, Errand
-from outcore.memory.offload.disk_spill import SpillTier
+from outcore.memory.offload.arena import Arena, ArenaBlock
+from outcore.memory.offload.copy_threads import CopyTask, CopyThreads
+from outcore.memory.offload.disk_spill import SpillBackend
 from outcore.memory.offload.host_limit import host_room
-from outcore.memory.offload.scratch_file import Scratch
+from outcore.memory.offload.scratch_file import ScratchFile
 
-__all__ = ["DiskTier", "HostTier", "Tier", "Trip", "tier_for"]
+__all__ = ["Backend", "DiskBackend", "HostBackend", "OffloadedBuffer", "tier_for"]
 
 
-class Trip(Protocol):
+class OffloadedBuffer(Protocol):
     """One buffer on its way out and back."""
 
     def wait_out(self) -> None:
@@ -43,32 +43,32 @@ class Trip(Protocol):
         """Its bytes, when they are here."""
 
 
-class Tier(Protocol):
+class Backend(Protocol):
     """Where buffers go."""
 
     device: torch.device
     """Which they leave."""
 
-    def evict(self, flat: torch.Tensor) -> Trip:
+    def evict(self, flat: torch.Tensor) -> OffloadedBuffer:
         """Start to copy bytes out."""
 
     def close(self) -> None:
         """Give everything back."""
 
 
-def tier_for(device: torch.device, capacity_bytes: int) -> Tier:
+def tier_for(device: torch.device, capacity_bytes: int) -> Backend:
     """The tier below a device, with room for so many bytes."""
     if device.type != "cuda":
-        return DiskTier(capacity_bytes)
+        return DiskBackend(capacity_bytes)
     if capacity_bytes > (room := host_room()):
-        return SpillTier(device, capacity_bytes, room)
-    return HostTier(device, capacity_bytes)
+        return SpillBackend(device, capacity_bytes, room)
+    return HostBackend(device, capacity_bytes)
 
 
 # Below a GPU
 
 
-class HostTier:
+class HostBackend:
     """Pinned host memory."""
 
     def __init__(self, device: torch.device, capacity_bytes: int) -> None:
@@ -86,11 +86,11 @@ class HostTier:
         if int(status) != 0:
             raise OutcoreError(f"{capacity_bytes / 2**30:.2f} GiB of host memory could not be pinned ({status})")
         self.arena = arena
-        self.abroad: weakref.WeakSet[HostTrip] = weakref.WeakSet()
+        self.abroad: weakref.WeakSet[HostBuffer] = weakref.WeakSet()
 
-    def evict(self, flat: torch.Tensor) -> HostTrip:
+    def evict(self, flat: torch.Tensor) -> HostBuffer:
         """Start to copy bytes out, after what the computing stream has done so far."""
-        trip = HostTrip(self, flat)
+        trip = HostBuffer(self, flat)
         self.abroad.add(trip)
         return trip
 
@@ -116,15 +116,15 @@ class HostTier:
             self.close()
 
 
-class HostTrip:
+class HostBuffer:
     """A buffer in pinned host memory."""
 
-    def __init__(self, tier: HostTier, flat: torch.Tensor) -> None:
+    def __init__(self, tier: HostBackend, flat: torch.Tensor) -> None:
         self.tier, self.size = tier, flat.numel()
         self.flat: torch.Tensor | None = None
         self.gone: torch.cuda.Event | None = None
         self.here: torch.cuda.Event | None = None
-        self.slot: Slot | None = tier.arena.take(self.size)
+        self.slot: ArenaBlock | None = tier.arena.take(self.size)
         self.host = (
             tier.memory[self.slot.offset : self.slot.offset + self.size]
             if self.slot is not None
@@ -177,18 +177,18 @@ class HostTrip:
 # Below a CPU
 
 
-class DiskTier:
+class DiskBackend:
     """A file."""
 
     def __init__(self, capacity_bytes: int, directory: str | Path | None = None) -> None:
         self.device = torch.device("cpu")
-        self.workers = Couriers(2, "outcore-disk")
-        self.scratch = Scratch(capacity_bytes, directory)
+        self.workers = CopyThreads(2, "outcore-disk")
+        self.scratch = ScratchFile(capacity_bytes, directory)
         self.arena = self.scratch.arena
 
-    def evict(self, flat: torch.Tensor) -> DiskTrip:
+    def evict(self, flat: torch.Tensor) -> DiskBuffer:
         """Start to write bytes."""
-        return DiskTrip(self, flat)
+        return DiskBuffer(self, flat)
 
     def close(self) -> None:
         """Finish what is being copied and give the disk's room back."""
@@ -200,14 +200,14 @@ class DiskTier:
             self.close()
 
 
-class DiskTrip:
+class DiskBuffer:
     """A buffer in the file."""
 
-    def __init__(self, tier: DiskTier, flat: torch.Tensor) -> None:
+    def __init__(self, tier: DiskBackend, flat: torch.Tensor) -> None:
         self.tier, self.size = tier, flat.numel()
-        self.writing: Errand[None] | None = None  # all there from the start, since Ctrl-C may come at any line
-        self.reading: Errand[torch.Tensor] | None = None
-        self.slot: Slot | None = tier.scratch.take(self.size)
+        self.writing: CopyTask[None] | None = None  # all there from the start, since Ctrl-C may come at any line
+        self.reading: CopyTask[torch.Tensor] | None = None
+        self.slot: ArenaBlock | None = tier.scratch.take(self.size)
         self.writing = tier.workers.submit(tier.scratch.write, flat, self.slot)
 
     def wait_out(self) -> None:

@@ -9,10 +9,10 @@ from functools import cache
 
 import torch
 
-from outcore.memory.offload.backends import DiskTier, HostTier
+from outcore.memory.offload.backends import DiskBackend, HostBackend
 from outcore.memory.offload.host_limit import host_room
-from outcore.memory.offload.scratch_file import Scratch
-from outcore.planner.memory.copy_schedule import Tier
+from outcore.memory.offload.scratch_file import ScratchFile
+from outcore.planner.memory.copy_schedule import OffloadTarget
 
 __all__ = ["measured_disk", "measured_tier", "memory_rate", "tier_below"]
 
@@ -20,18 +20,18 @@ _PROBE_BYTES = {"cuda": 256 * 2**20, "cpu": 16 * 2**20}
 
 
 @cache
-def measured_tier(device: torch.device) -> Tier:
+def measured_tier(device: torch.device) -> OffloadTarget:
     """The tier below a device with its rates."""
     size = _PROBE_BYTES[device.type]
     if device.type == "cuda":
-        below = HostTier(device, size)  # the very kind of memory that buffers will go to
+        below = HostBackend(device, size)  # the very kind of memory that buffers will go to
         host, there = below.memory, torch.empty(size, dtype=torch.uint8, device=device)
         there.copy_(host)
         out, back = _seconds(lambda: host.copy_(there)), _seconds(lambda: there.copy_(host))
         below.close()
         # Both ways at once share the bus a little, and kernels share the memory with the copies.
-        return Tier(0.85 * size / out, 0.85 * size / back)
-    tier, flat = DiskTier(size), torch.ones(size, dtype=torch.uint8)
+        return OffloadTarget(0.85 * size / out, 0.85 * size / back)
+    tier, flat = DiskBackend(size), torch.ones(size, dtype=torch.uint8)
     start = time.perf_counter()
     trip = tier.evict(flat)
     trip.wait_out()
@@ -40,10 +40,10 @@ def measured_tier(device: torch.device) -> Tier:
     end = time.perf_counter()
     del trip
     tier.close()
-    return Tier(size / (middle - start), size / (end - middle), least_bytes=2**16)
+    return OffloadTarget(size / (middle - start), size / (end - middle), least_bytes=2**16)
 
 
-def tier_below(device: torch.device, most_bytes: int, *, spills: bool) -> Tier:
+def tier_below(device: torch.device, most_bytes: int, *, spills: bool) -> OffloadTarget:
     """The tier below a device for a step of which at most so much leaves; whether what has no room may go on."""
     tier = measured_tier(device)
     if device.type != "cuda" or most_bytes <= (room := host_room()):
@@ -52,10 +52,10 @@ def tier_below(device: torch.device, most_bytes: int, *, spills: bool) -> Tier:
 
 
 @cache
-def measured_disk() -> Tier:
+def measured_disk() -> OffloadTarget:
     """The disk behind a full memory: of a file that is written to it, and read when the system has forgotten it."""
     size = 4 * _PROBE_BYTES["cpu"]
-    scratch, flat = Scratch(size), torch.ones(size, dtype=torch.uint8)
+    scratch, flat = ScratchFile(size), torch.ones(size, dtype=torch.uint8)
     place = scratch.take(size)
     start = time.perf_counter()
     scratch.write(flat, place)
@@ -65,7 +65,7 @@ def measured_disk() -> Tier:
     scratch.read(flat, place)
     end = time.perf_counter()
     scratch.close()
-    return Tier(size / (middle - start), size / (end - middle))
+    return OffloadTarget(size / (middle - start), size / (end - middle))
 
 
 @cache

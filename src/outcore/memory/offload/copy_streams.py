@@ -12,21 +12,21 @@ from typing import Protocol
 
 import torch
 
-from outcore.memory.offload.copy_threads import Couriers, Errand
+from outcore.memory.offload.copy_threads import CopyTask, CopyThreads
 
 __all__ = [
     "Copy",
-    "CudaLanes",
+    "CopyEvent",
+    "CopyStreams",
+    "CudaCopyStreams",
     "Ends",
-    "Lanes",
-    "Mark",
-    "ThreadLanes",
-    "Turn",
+    "RoundTripCopy",
+    "ThreadCopyStreams",
     "lanes_for",
 ]
 
 
-class Mark(Protocol):
+class CopyEvent(Protocol):
     """The end of something."""
 
     def wait(self) -> None:
@@ -39,29 +39,29 @@ class Mark(Protocol):
         """Whether it is over."""
 
 
-Copy = tuple[torch.Tensor, torch.Tensor, Sequence[Mark]]
+Copy = tuple[torch.Tensor, torch.Tensor, Sequence[CopyEvent]]
 """Where to, where from, and what comes before."""
 Ends = tuple[torch.Tensor, torch.Tensor]
 """The same piece on the device and at home."""
 
 
-class Turn(Protocol):
+class RoundTripCopy(Protocol):
     """Copies out and back, in parts."""
 
-    def book(self) -> list[Mark]:
+    def book(self) -> list[CopyEvent]:
         """Book them after what was computed so far; gives the mark of each part, when the last of it is back."""
 
 
-class Lanes(Protocol):
+class CopyStreams(Protocol):
     """Books copies."""
 
-    def now(self) -> Mark:
+    def now(self) -> CopyEvent:
         """The end of what was computed so far."""
 
-    def copy(self, copies: Sequence[Copy], *, out: bool, express: bool = False) -> list[Mark]:
+    def copy(self, copies: Sequence[Copy], *, out: bool, express: bool = False) -> list[CopyEvent]:
         """Book copies, out of the device or back to it; gives the mark of each."""
 
-    def turn(self, parts: Sequence[Sequence[Ends]]) -> Turn:
+    def turn(self, parts: Sequence[Sequence[Ends]]) -> RoundTripCopy:
         """Copies out of the device and, each when it has left, straight back, to be booked again and again; one part
         after the other."""
 
@@ -69,9 +69,9 @@ class Lanes(Protocol):
         """Finish everything that was booked."""
 
 
-def lanes_for(device: torch.device) -> Lanes:
+def lanes_for(device: torch.device) -> CopyStreams:
     """The lanes between a device and the tier below it."""
-    return CudaLanes(device) if device.type == "cuda" else ThreadLanes()
+    return CudaCopyStreams(device) if device.type == "cuda" else ThreadCopyStreams()
 
 
 # Below a GPU
@@ -93,22 +93,22 @@ class _Event:
         return bool(self.event.query())
 
 
-class CudaLanes:
+class CudaCopyStreams:
     """Streams: an ordinary and an express one each way."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.streams = {(out, express): torch.cuda.Stream(device) for out in (False, True) for express in (False, True)}
-        self.turns: list[CudaTurn] = []
+        self.turns: list[CudaRoundTripCopy] = []
 
-    def now(self) -> Mark:
+    def now(self) -> CopyEvent:
         """The end of what was given to the computing stream."""
         return _Event(torch.cuda.current_stream(self.device).record_event(), self.device)
 
-    def copy(self, copies: Sequence[Copy], *, out: bool, express: bool = False) -> list[Mark]:
+    def copy(self, copies: Sequence[Copy], *, out: bool, express: bool = False) -> list[CopyEvent]:
         """Book copies on a stream."""
         stream = self.streams[out, express]
-        marks: list[Mark] = []
+        marks: list[CopyEvent] = []
         with torch.cuda.stream(stream):
             for to, source, after in copies:
                 for mark in after:
@@ -118,9 +118,9 @@ class CudaLanes:
                 marks.append(_Event(stream.record_event(), self.device))
         return marks
 
-    def turn(self, parts: Sequence[Sequence[Ends]]) -> Turn:
+    def turn(self, parts: Sequence[Sequence[Ends]]) -> RoundTripCopy:
         """On streams of its own."""
-        self.turns.append(turn := CudaTurn(parts, self.device))
+        self.turns.append(turn := CudaRoundTripCopy(parts, self.device))
         return turn
 
     def close(self) -> None:
@@ -129,7 +129,7 @@ class CudaLanes:
             stream.synchronize()
 
 
-class CudaTurn:
+class CudaRoundTripCopy:
     """Copies out and back as one CUDA graph: the host is what small networks wait for, and copies by the dozen would
     take it as long as as many kernels. Every part but the last ends with an event inside the graph, for others to wait
     for while it goes on. The first time copies are booked one by one, and always where they could not be recorded."""
@@ -141,9 +141,9 @@ class CudaTurn:
         self.booked = 0
         self.ready = torch.cuda.Event()
         self.back = [torch.cuda.Event(external=True) for _ in parts]
-        self.marks: list[Mark] = [_Event(event, device) for event in self.back]
+        self.marks: list[CopyEvent] = [_Event(event, device) for event in self.back]
 
-    def book(self) -> list[Mark]:
+    def book(self) -> list[CopyEvent]:
         """After what was computed so far; whoever waits for a mark waits for the last time it was booked."""
         out, _ = self.streams
         if self.booked == 1:
@@ -194,7 +194,7 @@ class CudaTurn:
 class _Task:
     """A mark of a copying thread."""
 
-    def __init__(self, errand: Errand[None] | None) -> None:
+    def __init__(self, errand: CopyTask[None] | None) -> None:
         self.errand = errand
 
     def wait(self) -> None:
@@ -208,31 +208,31 @@ class _Task:
         return self.errand is None or self.errand.over
 
 
-class ThreadLanes:
+class ThreadCopyStreams:
     """Threads: one each way, started when there is something to copy."""
 
     def __init__(self) -> None:
-        self.threads: dict[bool, Couriers] = {}
+        self.threads: dict[bool, CopyThreads] = {}
 
-    def now(self) -> Mark:
+    def now(self) -> CopyEvent:
         """A CPU has computed what it was told to compute."""
         return _Task(None)
 
-    def copy(self, copies: Sequence[Copy], *, out: bool, express: bool = False) -> list[Mark]:
+    def copy(self, copies: Sequence[Copy], *, out: bool, express: bool = False) -> list[CopyEvent]:
         """Book copies on a thread; what comes before them was booked before them, so nobody waits for ever."""
         if out not in self.threads:
-            self.threads[out] = Couriers(1, "outcore-state")
+            self.threads[out] = CopyThreads(1, "outcore-state")
 
-        def run(to: torch.Tensor, source: torch.Tensor, after: Sequence[Mark]) -> None:
+        def run(to: torch.Tensor, source: torch.Tensor, after: Sequence[CopyEvent]) -> None:
             for mark in after:
                 mark.finish()
             to.copy_(source)
 
         return [_Task(self.threads[out].submit(run, *each)) for each in copies]
 
-    def turn(self, parts: Sequence[Sequence[Ends]]) -> Turn:
+    def turn(self, parts: Sequence[Sequence[Ends]]) -> RoundTripCopy:
         """On both threads."""
-        return ThreadTurn(parts, self)
+        return ThreadRoundTripCopy(parts, self)
 
     def close(self) -> None:
         """Let the threads finish and end."""
@@ -245,13 +245,13 @@ class ThreadLanes:
             self.close()
 
 
-class ThreadTurn:
+class ThreadRoundTripCopy:
     """Copies out on one thread and back on the other."""
 
-    def __init__(self, parts: Sequence[Sequence[Ends]], lanes: ThreadLanes) -> None:
+    def __init__(self, parts: Sequence[Sequence[Ends]], lanes: ThreadCopyStreams) -> None:
         self.parts, self.lanes = parts, lanes
 
-    def book(self) -> list[Mark]:
+    def book(self) -> list[CopyEvent]:
         """Now: a CPU has computed what it was told to compute."""
         marks = []
         for part in self.parts:

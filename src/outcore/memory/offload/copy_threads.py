@@ -15,13 +15,13 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
-__all__ = ["Couriers", "Errand"]
+__all__ = ["CopyTask", "CopyThreads"]
 
 T = TypeVar("T")
 _PATIENCE_S = 10.0
 
 
-class Errand(Generic[T]):
+class CopyTask(Generic[T]):
     """One call on a thread of its own."""
 
     def __init__(self, call: Callable[[], T]) -> None:
@@ -56,18 +56,18 @@ class Errand(Generic[T]):
         return self.found  # type: ignore[return-value]  # over without an error
 
 
-class Couriers:
+class CopyThreads:
     """A few threads, started when there is something to do; they do not keep a process from ending."""
 
     def __init__(self, count: int, name: str) -> None:
         self.count, self.name = count, name
-        self.queue: SimpleQueue[Errand[Any] | None] = SimpleQueue()
+        self.queue: SimpleQueue[CopyTask[Any] | None] = SimpleQueue()
         self.threads: list[threading.Thread] = []
         _WORKING.add(self)
 
-    def submit(self, function: Callable[..., T], *args: Any) -> Errand[T]:
+    def submit(self, function: Callable[..., T], *args: Any) -> CopyTask[T]:
         """Have a call made, after those that were handed over before."""
-        errand = Errand(lambda: function(*args))
+        errand = CopyTask(lambda: function(*args))
         while len(self.threads) < self.count:
             thread = threading.Thread(target=_work, args=(self.queue,), name=self.name, daemon=True)
             thread.start()
@@ -77,14 +77,14 @@ class Couriers:
 
     def close(self, most_s: float | None = None) -> None:
         """Finish what was handed over; wait so long for it, or until it is done."""
-        fresh: SimpleQueue[Errand[Any] | None] = SimpleQueue()
+        fresh: SimpleQueue[CopyTask[Any] | None] = SimpleQueue()
         (queue, threads), (self.queue, self.threads) = (self.queue, self.threads), (fresh, [])
         queue.put(None)
         for thread in threads:
             thread.join(most_s)
 
 
-_WORKING: weakref.WeakSet[Couriers] = weakref.WeakSet()
+_WORKING: weakref.WeakSet[CopyThreads] = weakref.WeakSet()
 
 
 @atexit.register
@@ -94,7 +94,7 @@ def _finish() -> None:
         couriers.close(_PATIENCE_S)
 
 
-def _work(queue: SimpleQueue[Errand[Any] | None]) -> None:
+def _work(queue: SimpleQueue[CopyTask[Any] | None]) -> None:
     while (errand := queue.get()) is not None:
         errand.run()
         del errand  # or its result would be held until the next one comes

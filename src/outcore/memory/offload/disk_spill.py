@@ -21,46 +21,46 @@ from collections.abc import Iterator
 
 import torch
 
-from outcore.memory.offload.arena import Arena, Slot
-from outcore.memory.offload.copy_streams import Mark, lanes_for
-from outcore.memory.offload.copy_threads import Couriers, Errand
-from outcore.memory.offload.host_storage import PinnedHome
-from outcore.memory.offload.scratch_file import Scratch
+from outcore.memory.offload.arena import Arena, ArenaBlock
+from outcore.memory.offload.copy_streams import CopyEvent, lanes_for
+from outcore.memory.offload.copy_threads import CopyTask, CopyThreads
+from outcore.memory.offload.host_storage import PinnedStorage
+from outcore.memory.offload.scratch_file import ScratchFile
 
-__all__ = ["SpillTier", "SpillTrip"]
+__all__ = ["SpillBackend", "SpilledBuffer"]
 
 
-class SpillTier:
+class SpillBackend:
     """Host memory of a fixed size, and a file behind it."""
 
     def __init__(self, device: torch.device, capacity_bytes: int, host_bytes: int) -> None:
         self.device = device
         self.lanes = lanes_for(device)
         self.arena = Arena(host_bytes)
-        self.home = PinnedHome(self.arena.size) if device.type == "cuda" and self.arena.size else None
+        self.home = PinnedStorage(self.arena.size) if device.type == "cuda" and self.arena.size else None
         self.memory = self.home.memory if self.home else torch.empty(self.arena.size, dtype=torch.uint8)
         self.over_bytes = max(0, capacity_bytes - host_bytes)
         """How much of a step goes on to the disk."""
-        self.scratch = Scratch(self.over_bytes)
-        self.writer, self.reader = Couriers(1, "outcore-spill"), Couriers(1, "outcore-fetch")
-        self.trips: list[weakref.ref[SpillTrip]] = []
+        self.scratch = ScratchFile(self.over_bytes)
+        self.writer, self.reader = CopyThreads(1, "outcore-spill"), CopyThreads(1, "outcore-fetch")
+        self.trips: list[weakref.ref[SpilledBuffer]] = []
         """Under way, in the order in which they left."""
         self.spilled_bytes = 0
         """Of this step."""
 
-    def evict(self, flat: torch.Tensor) -> SpillTrip:
+    def evict(self, flat: torch.Tensor) -> SpilledBuffer:
         """Start to copy bytes out, and on if they are among the first."""
         self.trips = [ref for ref in self.trips if ref() is not None]
         if not self.trips:
             self.spilled_bytes = 0
-        trip = SpillTrip(self, flat, self.make_room(flat.numel()))
+        trip = SpilledBuffer(self, flat, self.make_room(flat.numel()))
         self.trips.append(weakref.ref(trip))
         if self.spilled_bytes < self.over_bytes:
             self.spilled_bytes += trip.size
             trip.spill()
         return trip
 
-    def make_room(self, size: int) -> Slot | None:
+    def make_room(self, size: int) -> ArenaBlock | None:
         """A place in the arena, once something there is written; none if it is larger than all that can be had."""
         slot = self.arena.take(size)
         for trip in self.alive() if slot is None else ():
@@ -75,7 +75,7 @@ class SpillTier:
             if trip.on_disk and not trip.stage():
                 return
 
-    def alive(self) -> Iterator[SpillTrip]:
+    def alive(self) -> Iterator[SpilledBuffer]:
         """What is under way, the oldest first."""
         return (trip for ref in self.trips if (trip := ref()) is not None)
 
@@ -94,16 +94,16 @@ class SpillTier:
             self.close()
 
 
-class SpillTrip:
+class SpilledBuffer:
     """A buffer in the arena, in the file, or in both."""
 
-    def __init__(self, tier: SpillTier, flat: torch.Tensor, slot: Slot | None) -> None:
+    def __init__(self, tier: SpillBackend, flat: torch.Tensor, slot: ArenaBlock | None) -> None:
         self.tier, self.size, self.slot = tier, flat.numel(), slot
         self.flat: torch.Tensor | None = None
-        self.here: Mark | None = None
-        self.place: Slot | None = None
-        self.writing: Errand[None] | None = None
-        self.reading: Errand[None] | None = None
+        self.here: CopyEvent | None = None
+        self.place: ArenaBlock | None = None
+        self.writing: CopyTask[None] | None = None
+        self.reading: CopyTask[None] | None = None
         self.host: torch.Tensor | None = self._memory()
         marks = tier.arena.marks(slot) if slot is not None else []
         (self.gone,) = tier.lanes.copy([(self.host, flat, (tier.lanes.now(), *marks))], out=True)
@@ -124,7 +124,7 @@ class SpillTrip:
             self.writing = self.tier.writer.submit(self._write, self.tier.scratch, self.gone, self.host, self.place)
 
     @staticmethod
-    def _write(scratch: Scratch, gone: Mark, host: torch.Tensor, place: Slot) -> None:
+    def _write(scratch: ScratchFile, gone: CopyEvent, host: torch.Tensor, place: ArenaBlock) -> None:
         gone.finish()
         scratch.write(host, place)
 
@@ -158,7 +158,7 @@ class SpillTrip:
         return True
 
     @staticmethod
-    def _read(scratch: Scratch, marks: list[Mark], host: torch.Tensor, place: Slot) -> None:
+    def _read(scratch: ScratchFile, marks: list[CopyEvent], host: torch.Tensor, place: ArenaBlock) -> None:
         for mark in marks:
             mark.finish()
         scratch.read(host, place)
@@ -195,7 +195,7 @@ class SpillTrip:
         self.here = None
         return flat
 
-    used: Mark | None = None
+    used: CopyEvent | None = None
     """The last copy back."""
 
     def __del__(self) -> None:

@@ -10,28 +10,28 @@ from collections.abc import Callable
 
 import torch
 
-from outcore.memory.encode.codecs import Coded
-from outcore.memory.offload.backends import Tier, Trip
+from outcore.memory.encode.codecs import Encoded
+from outcore.memory.offload.backends import Backend, OffloadedBuffer
 
-__all__ = ["CodedTrip"]
+__all__ = ["EncodedBuffer"]
 
 _LEAST_BYTES = 4096
 
 
-class CodedTrip:
+class EncodedBuffer:
     """Several pieces on their way out and back, and how to make one of them."""
 
     def __init__(
         self,
-        coded: Coded,
-        tier: Tier,
+        coded: Encoded,
+        tier: Backend,
         bytes_of: Callable[[torch.Tensor], torch.Tensor],
         over: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> None:
         self.decode, self.over = coded.decode, over
         self.payload: tuple[torch.Tensor, ...] | None = coded.payload
         self.shapes = tuple(torch.empty_like(t, device="meta") for t in coded.payload)
-        self.trips: tuple[Trip | torch.Tensor, ...] = tuple(
+        self.trips: tuple[OffloadedBuffer | torch.Tensor, ...] = tuple(
             tier.evict(bytes_of(t)) if t.nbytes >= _LEAST_BYTES else t for t in coded.payload
         )
 

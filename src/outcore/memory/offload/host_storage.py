@@ -16,10 +16,10 @@ import torch
 
 from outcore.errors import OutcoreError
 
-__all__ = ["FileHome", "Home", "PinnedHome", "home_for"]
+__all__ = ["FileStorage", "OffDeviceStorage", "PinnedStorage", "home_for"]
 
 
-class Home(Protocol):
+class OffDeviceStorage(Protocol):
     """Dense memory below a device."""
 
     memory: torch.Tensor
@@ -28,12 +28,12 @@ class Home(Protocol):
         """Give it back when nothing refers to it any more."""
 
 
-def home_for(device: torch.device, size: int) -> Home:
+def home_for(device: torch.device, size: int) -> OffDeviceStorage:
     """A home of a size below a device."""
-    return PinnedHome(size) if device.type == "cuda" else FileHome(size)
+    return PinnedStorage(size) if device.type == "cuda" else FileStorage(size)
 
 
-class PinnedHome:
+class PinnedStorage:
     """Host memory, pinned as it is (torch's own pinned allocator rounds up to powers of two)."""
 
     def __init__(self, size: int) -> None:
@@ -58,7 +58,7 @@ class PinnedHome:
             self.close()
 
 
-class FileHome:
+class FileStorage:
     """A file without a name, mapped into memory: it goes when the last tensor in it does."""
 
     def __init__(self, size: int, directory: str | Path | None = None) -> None:

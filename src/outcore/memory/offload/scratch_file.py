@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from outcore.errors import OutcoreError
-from outcore.memory.offload.arena import Arena, Slot
+from outcore.memory.offload.arena import Arena, ArenaBlock
 
-__all__ = ["Scratch"]
+__all__ = ["ScratchFile"]
 
 
-class Scratch:
+class ScratchFile:
     """Gives out parts of a file in the folder ``OUTCORE_SCRATCH``, or where temporary files go."""
 
     def __init__(self, capacity_bytes: int, directory: str | Path | None = None) -> None:
@@ -37,7 +37,7 @@ class Scratch:
             ) from None
         self.arena = Arena(capacity_bytes)
 
-    def take(self, size: int) -> Slot:
+    def take(self, size: int) -> ArenaBlock:
         """A part of it; if there is more in flight than planned, the file grows."""
         slot = self.arena.take(size)
         if slot is None:
@@ -46,11 +46,11 @@ class Scratch:
         assert slot is not None
         return slot
 
-    def give(self, slot: Slot) -> None:
+    def give(self, slot: ArenaBlock) -> None:
         """Give a part back."""
         self.arena.give(slot)
 
-    def write(self, flat: torch.Tensor, slot: Slot) -> None:
+    def write(self, flat: torch.Tensor, slot: ArenaBlock) -> None:
         """Put bytes into a part."""
         memory: Any = flat.numpy()
         view, offset = memoryview(memory), slot.offset
@@ -64,7 +64,7 @@ class Scratch:
                 "OUTCORE_SCRATCH to a folder with more room"
             ) from error
 
-    def read(self, flat: torch.Tensor, slot: Slot) -> torch.Tensor:
+    def read(self, flat: torch.Tensor, slot: ArenaBlock) -> torch.Tensor:
         """Fill memory from a part."""
         memory: Any = flat.numpy()
         view, offset = memoryview(memory), slot.offset

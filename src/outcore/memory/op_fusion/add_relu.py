@@ -17,8 +17,8 @@ from outcore.cost.costs import Costs
 from outcore.graph import Graph
 from outcore.graph.parts import Value
 from outcore.graph.record.recording import Ref, Step
-from outcore.machine.clock import Timing
-from outcore.memory.op_fusion.pattern import Followers
+from outcore.machine.clock import TimedRuns
+from outcore.memory.op_fusion.pattern import ReaderPatterns
 from outcore.memory.saved_tensors.recompute_batch_norm import dense
 
 __all__ = ["Sums", "as_summed", "summed", "sums_of"]
@@ -34,7 +34,7 @@ def sums_of(graph: Graph, model: nn.Module, device: torch.device) -> dict[str, s
     """The sums that can be one operation with a ReLU."""
     if device.type not in _DEVICES:
         return {}
-    after = Followers(graph, model)
+    after = ReaderPatterns(graph, model)
     sums = [name for name, call in graph.calls.items() if graph.blocks[call.block].type in _SUMS]
     found = {name: after.relu(name) for name in sums if _alike(after.steps[name], graph)}
     return {name: relu for name, relu in found.items() if relu is not None and _writes_over(graph, name, relu)}
@@ -68,7 +68,7 @@ def as_summed(costs: Costs, sums: Sums) -> Costs:
     """Costs in which ReLUs after sums take no time in forward."""
     calls = dict(costs.calls)
     for relu in sums.values():
-        calls[relu] = replace(calls[relu], forward=Timing.of([0.0]))
+        calls[relu] = replace(calls[relu], forward=TimedRuns.of([0.0]))
     return replace(costs, calls=calls)
 
 

@@ -24,7 +24,7 @@ from torch import nn
 
 from outcore.graph import Graph
 from outcore.graph.record.recording import Ref, Step
-from outcore.memory.op_fusion.pattern import Followers, hooked
+from outcore.memory.op_fusion.pattern import ReaderPatterns, hooked
 from outcore.memory.op_fusion.profitability import Norms
 from outcore.memory.saved_tensors.recompute_batch_norm import NORMS, dense, memory_format, normalised, usual_order
 
@@ -33,7 +33,7 @@ __all__ = ["norms_of", "replacements"]
 
 def norms_of(graph: Graph, model: nn.Module) -> dict[str, str | None]:
     """Call of a norm -> call of the ReLU that is all that happens to its output, if there is one."""
-    after = Followers(graph, model)
+    after = ReaderPatterns(graph, model)
     return {
         name: after.relu(name)
         for name, call in graph.calls.items()

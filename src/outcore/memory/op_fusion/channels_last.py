@@ -23,12 +23,12 @@ from outcore.errors import CaptureError, PlanError
 from outcore.graph import Graph
 from outcore.graph.memory_format import ChannelsLast, channels_last, drawn, recorded
 from outcore.machine.units import format_bytes
-from outcore.memory.saved_tensors.plan_call import Proposal, propose
+from outcore.memory.saved_tensors.plan_call import CallProposal, propose
 from outcore.memory.saved_tensors.settings import Settings
-from outcore.planner.memory.memory_format import MemoryOrder
+from outcore.planner.memory.memory_format import MemoryFormat
 from outcore.planner.memory.plan import plan_memory
 
-__all__ = ["Way", "faster", "other_order"]
+__all__ = ["FormatTrial", "faster", "other_order"]
 
 _DEVICES = {"cuda"}
 """Where the order is a question."""
@@ -37,19 +37,19 @@ _CLEARLY = 0.98
 
 
 @dataclass(frozen=True)
-class Way:
+class FormatTrial:
     """A network in one order."""
 
     graph: Graph
     costs: Costs
     settings: Settings
-    found: Proposal | None = None
+    found: CallProposal | None = None
     """Its plan, if there is one already."""
 
 
 def other_order(
     model: nn.Module, graph: Graph, args: Any, kwargs: Mapping[str, Any] | None, device: torch.device | None
-) -> tuple[Graph | None, MemoryOrder]:
+) -> tuple[Graph | None, MemoryFormat]:
     """A network with its channels last; or none, and why.
 
     Args:
@@ -60,21 +60,21 @@ def other_order(
         device: where it computes, if that is a reason; none where it was decided.
     """
     if device is not None and device.type not in _DEVICES:
-        return None, MemoryOrder()
+        return None, MemoryFormat()
     order = channels_last(graph)
     if not isinstance(order, ChannelsLast):
-        return None, MemoryOrder(why=order)
+        return None, MemoryFormat(why=order)
     try:
         turned = recorded(model, args, kwargs, order)
     except CaptureError as error:
         reason = str(error).partition("; and ")[0]  # why there was no second try does not matter here
-        return None, MemoryOrder(why=f"the network cannot run with its channels last: {reason}")
+        return None, MemoryFormat(why=f"the network cannot run with its channels last: {reason}")
     if (call := drawn(graph, turned)) is not None:
-        return None, MemoryOrder(why=f"{call} could draw other random numbers with channels last")
-    return turned, MemoryOrder(order, "by the plan" if device is None else "")
+        return None, MemoryFormat(why=f"{call} could draw other random numbers with channels last")
+    return turned, MemoryFormat(order, "by the plan" if device is None else "")
 
 
-def faster(given: Way, turned: Graph, costs: Costs, model: nn.Module, device: torch.device) -> Way:
+def faster(given: FormatTrial, turned: Graph, costs: Costs, model: nn.Module, device: torch.device) -> FormatTrial:
     """The order whose plan is the faster one within the budget.
 
     Args:
@@ -97,8 +97,8 @@ def faster(given: Way, turned: Graph, costs: Costs, model: nn.Module, device: to
         policy={},
     )
     order = replace(settings.order, plain_s=plain.keeping.plain_s, plain_bytes=plain.plain_bytes)
-    other = Way(turned, costs, replace(settings, order=order))
-    given = replace(given, settings=replace(settings, order=MemoryOrder()))
+    other = FormatTrial(turned, costs, replace(settings, order=order))
+    given = replace(given, settings=replace(settings, order=MemoryFormat()))
     first, second = _planned(given, model, device), _planned(other, model, device)
     if isinstance(first, PlanError) and isinstance(second, PlanError):
         raise min(first, second, key=lambda refused: refused.least_bytes or 2**62)
@@ -114,26 +114,26 @@ def faster(given: Way, turned: Graph, costs: Costs, model: nn.Module, device: to
     return _told(other, second, f"{ratio:.2f}x of the time as given{less}")
 
 
-def _planned(way: Way, model: nn.Module, device: torch.device) -> Proposal | PlanError:
+def _planned(way: FormatTrial, model: nn.Module, device: torch.device) -> CallProposal | PlanError:
     try:
         return propose(way.graph, model, way.costs, way.settings, device, None)
     except PlanError as refused:
         return refused.with_traceback(None)  # whose frames would keep the model alive
 
 
-def _told(way: Way, found: Proposal | PlanError, why: str) -> Way:
+def _told(way: FormatTrial, found: CallProposal | PlanError, why: str) -> FormatTrial:
     """A way that was chosen, with the reason."""
-    assert isinstance(found, Proposal)
+    assert isinstance(found, CallProposal)
     order = replace(found.plan.order, why=why)
     found = replace(found, plan=replace(found.plan, order=order))
     return replace(way, settings=replace(way.settings, order=order), found=found)
 
 
-def _seconds(found: Proposal) -> float:
+def _seconds(found: CallProposal) -> float:
     return found.plan.outcome.time_s + found.plan.state_s
 
 
-def _workspace(way: Way) -> int:
+def _workspace(way: FormatTrial) -> int:
     """The most that one operation takes beside its inputs and outputs."""
     rows = way.costs.calls.values()
     return max((max(c.workspace_forward_bytes, c.workspace_backward_bytes) for c in rows), default=0)

@@ -25,8 +25,8 @@ from torch import nn
 from outcore.cost.costs import CallCost, Costs
 from outcore.graph import Graph
 from outcore.graph.record.recording import Ref, Step
-from outcore.machine.clock import Timing
-from outcore.memory.op_fusion.pattern import Followers, hooked
+from outcore.machine.clock import TimedRuns
+from outcore.memory.op_fusion.pattern import ReaderPatterns, hooked
 from outcore.memory.op_fusion.profitability import RATE, less, totals
 from outcore.memory.saved_tensors.recompute_batch_norm import dense, memory_format
 
@@ -44,7 +44,7 @@ def biases_of(graph: Graph, model: nn.Module, device: torch.device) -> dict[str,
     """The convolutions whose bias can go with a ReLU."""
     if device.type not in _DEVICES:
         return {}
-    after = Followers(graph, model)
+    after = ReaderPatterns(graph, model)
     found = {name: after.relu(name) for name in graph.calls if _convolves(after.steps[name], model)}
     return {name: relu for name, relu in found.items() if relu is not None}
 
@@ -76,7 +76,7 @@ def as_biased(costs: Costs, biases: Biases, memory_bytes_per_s: float) -> Costs:
     return replace(costs, calls=calls)
 
 
-def _times(cost: CallCost) -> list[Timing]:
+def _times(cost: CallCost) -> list[TimedRuns]:
     return [t for t in (cost.forward, cost.backward) if t is not None]
 
 

@@ -30,16 +30,16 @@ from outcore.cost.costs import Costs, Saved
 from outcore.graph import Graph
 from outcore.graph.record.recording import Ref, Step
 from outcore.kernels.row_blocks import parts_bytes
-from outcore.machine.clock import Timing
-from outcore.memory.op_fusion.pattern import Followers, hooked
+from outcore.machine.clock import TimedRuns
+from outcore.memory.op_fusion.pattern import ReaderPatterns, hooked
 from outcore.memory.op_fusion.profitability import RATE, ahead, less
-from outcore.memory.op_fusion.rewrite import Rewriting, copy_of, written_later
+from outcore.memory.op_fusion.rewrite import Rewrite, copy_of, written_later
 
-__all__ = ["LayerNorms", "Normed", "layer_norms_of", "rewrite", "worth_it"]
+__all__ = ["FusedLayerNorm", "LayerNorms", "layer_norms_of", "rewrite", "worth_it"]
 
 
 @dataclass(frozen=True)
-class Normed:
+class FusedLayerNorm:
     """A layer norm that is one pass."""
 
     call: str
@@ -54,7 +54,7 @@ class Normed:
     """Memory that is not made any more: copies in other types, statistics."""
 
 
-LayerNorms = Mapping[str, Normed]
+LayerNorms = Mapping[str, FusedLayerNorm]
 """By call."""
 _DEVICES = {"cuda"}
 _WIDEST = 8192
@@ -64,11 +64,11 @@ _ISSUE = 3.0
 """Host time over that of torch's layer norm: an estimate."""
 
 
-def layer_norms_of(graph: Graph, model: nn.Module, costs: Costs, device: torch.device) -> dict[str, Normed]:
+def layer_norms_of(graph: Graph, model: nn.Module, costs: Costs, device: torch.device) -> dict[str, FusedLayerNorm]:
     """The layer norms that can be one pass, and the type that each would write."""
     if device.type not in _DEVICES:
         return {}
-    after = Followers(graph, model)
+    after = ReaderPatterns(graph, model)
     found = {}
     for name, call in graph.calls.items():
         if graph.blocks[call.block].type not in ("LayerNorm", "layer_norm") or len(call.outputs) != 1:
@@ -83,7 +83,7 @@ def layer_norms_of(graph: Graph, model: nn.Module, costs: Costs, device: torch.d
             kind, casting = _cast(after, costs, out.name)
             copies = {c.of for reader in casting if (c := copy_of(out.name, costs.calls[reader], graph)) is not None}
             own = {saved.of for saved in costs.calls[name].saved if saved.kind == "derived"}
-            found[name] = Normed(name, x.name, width, kind or out.dtype, casting, frozenset(copies | own))
+            found[name] = FusedLayerNorm(name, x.name, width, kind or out.dtype, casting, frozenset(copies | own))
     return found
 
 
@@ -103,7 +103,7 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     return torch.empty(shape, device="meta").stride()
 
 
-def _cast(after: Followers, costs: Costs, out: str) -> tuple[str, tuple[str, ...]]:
+def _cast(after: ReaderPatterns, costs: Costs, out: str) -> tuple[str, tuple[str, ...]]:
     """The type to which all readers of a value would cast it, and these; empty if there is somebody else."""
     readers = after.behind_views(out)
     copies = [copy_of(out, costs.calls[name], after.graph) for name in readers]
@@ -113,9 +113,9 @@ def _cast(after: Followers, costs: Costs, out: str) -> tuple[str, tuple[str, ...
     return kinds.pop(), tuple(readers)
 
 
-def worth_it(norms: LayerNorms, graph: Graph, costs: Costs, rate: float, *, issued: bool) -> dict[str, Normed]:
+def worth_it(norms: LayerNorms, graph: Graph, costs: Costs, rate: float, *, issued: bool) -> dict[str, FusedLayerNorm]:
     """Those that save the device most, as long as the host keeps ahead."""
-    fused = Rewriting(graph, costs)
+    fused = Rewrite(graph, costs)
     saved, added = {}, {}
     for name, norm in norms.items():
         calls = (name, *norm.casting)
@@ -127,7 +127,7 @@ def worth_it(norms: LayerNorms, graph: Graph, costs: Costs, rate: float, *, issu
     return {name: norm for name, norm in norms.items() if name in taken}
 
 
-def rewrite(to: Rewriting, norms: LayerNorms, model: nn.Module, rate: float) -> None:
+def rewrite(to: Rewrite, norms: LayerNorms, model: nn.Module, rate: float) -> None:
     """Have layer norms as one pass in a network."""
     assert to.graph.executable is not None
     steps = {s.name: s for s in to.graph.executable[1].steps if s.kind != "guard"}
@@ -142,7 +142,7 @@ def rewrite(to: Rewriting, norms: LayerNorms, model: nn.Module, rate: float) -> 
             to.values[value] = replace(known, dtype=norm.kind, bytes=size)
 
 
-def _costs(to: Rewriting, norm: Normed, rate: float) -> None:
+def _costs(to: Rewrite, norm: FusedLayerNorm, rate: float) -> None:
     """What a layer norm and those who read it take then."""
     graph, cost = to.graph, to.rows[norm.call]
     x, out = graph.values[norm.input], graph.calls[norm.call].outputs[0]
@@ -174,11 +174,11 @@ def _costs(to: Rewriting, norm: Normed, rate: float) -> None:
         )
 
 
-def _timed(now: Timing | None, seconds: float) -> Timing | None:
+def _timed(now: TimedRuns | None, seconds: float) -> TimedRuns | None:
     """The time of a pass; on a CPU it is left as it is."""
     if now is None or not now.dispatch_s:
         return now
-    return Timing.of([min(now.median_s, seconds)], dispatch_s=_ISSUE * now.dispatch_s)
+    return TimedRuns.of([min(now.median_s, seconds)], dispatch_s=_ISSUE * now.dispatch_s)
 
 
 class _LayerNorm:

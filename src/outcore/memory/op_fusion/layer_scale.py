@@ -32,38 +32,38 @@ from outcore.cost.costs import CallCost, Costs, Gradient, Saved
 from outcore.graph import Graph
 from outcore.graph.record.recording import Ref, Step
 from outcore.kernels.row_blocks import parts_bytes
-from outcore.machine.clock import Timing
-from outcore.memory.op_fusion.layer_scale_match import Scaled, scaled_branches
+from outcore.machine.clock import TimedRuns
+from outcore.memory.op_fusion.layer_scale_match import ScaledBranch, scaled_branches
 from outcore.memory.op_fusion.layer_scale_sum import ScaledSum
-from outcore.memory.op_fusion.pattern import Followers
+from outcore.memory.op_fusion.pattern import ReaderPatterns
 from outcore.memory.op_fusion.profitability import RATE, ahead, less
-from outcore.memory.op_fusion.rewrite import Rewriting, copy_of, written_later
+from outcore.memory.op_fusion.rewrite import Rewrite, copy_of, written_later
 
 __all__ = ["Scales", "rewrite", "scales_of", "worth_it"]
 
-Scales = Mapping[str, Scaled]
+Scales = Mapping[str, ScaledBranch]
 """By the call of the sum."""
 _DEVICES = {"cuda"}
 _ISSUE = 2.0
 """Host time over that of torch's products and sum: an estimate."""
-_NOTHING = Timing.of([0.0])
+_NOTHING = TimedRuns.of([0.0])
 
 
-def scales_of(graph: Graph, model: nn.Module, costs: Costs, device: torch.device) -> dict[str, Scaled]:
+def scales_of(graph: Graph, model: nn.Module, costs: Costs, device: torch.device) -> dict[str, ScaledBranch]:
     """The sums whose branch is scaled, where that can be one operation."""
     if device.type not in _DEVICES:
         return {}
 
-    def trained(row: Scaled) -> bool:
+    def trained(row: ScaledBranch) -> bool:
         ends = ((row.products[0], row.input), (row.call, row.branch))
         return all(any(g.of == value for g in costs.calls[call].gradients) for call, value in ends)
 
-    after = Followers(graph, model)
+    after = ReaderPatterns(graph, model)
     rows = {name: row for name, row in scaled_branches(graph, model).items() if trained(row)}
     return {name: _with_copy(row, after, costs) for name, row in rows.items()}
 
 
-def _with_copy(row: Scaled, after: Followers, costs: Costs) -> Scaled:
+def _with_copy(row: ScaledBranch, after: ReaderPatterns, costs: Costs) -> ScaledBranch:
     """With the copy that a layer would make of the sum, if one does and it is not written over before."""
     (out,) = after.graph.calls[row.call].outputs
     found = [
@@ -77,9 +77,9 @@ def _with_copy(row: Scaled, after: Followers, costs: Costs) -> Scaled:
     return replace(row, reader=name, copy=copy.of, copy_kind=copy.what.partition(" ")[0])
 
 
-def worth_it(scales: Scales, graph: Graph, costs: Costs, rate: float, *, issued: bool) -> dict[str, Scaled]:
+def worth_it(scales: Scales, graph: Graph, costs: Costs, rate: float, *, issued: bool) -> dict[str, ScaledBranch]:
     """Those that save the device most, as long as the host keeps ahead."""
-    fused = Rewriting(graph, costs)
+    fused = Rewrite(graph, costs)
     saved, added = {}, {}
     for name, row in scales.items():
         calls = (name, *row.products)
@@ -92,7 +92,7 @@ def worth_it(scales: Scales, graph: Graph, costs: Costs, rate: float, *, issued:
     return {name: row for name, row in scales.items() if name in taken}
 
 
-def rewrite(to: Rewriting, scales: Scales, rate: float) -> None:
+def rewrite(to: Rewrite, scales: Scales, rate: float) -> None:
     """Have scaled branches as one operation with their sums in a network."""
     assert to.graph.executable is not None
     steps = {s.name: s for s in to.graph.executable[1].steps if s.kind != "guard"}
@@ -126,7 +126,7 @@ def rewrite(to: Rewriting, scales: Scales, rate: float) -> None:
             to.values[row.noise] = replace(drawn, consumers=consumers)
 
 
-def _hand_copy(to: Rewriting, row: Scaled, reader: Step) -> None:
+def _hand_copy(to: Rewrite, row: ScaledBranch, reader: Step) -> None:
     """Have the copy as another output of the sum, which its reader reads instead of the sum."""
     (out,) = to.calls[row.call].outputs
     value, size = to.values[out], to.rows[row.call].outputs[row.copy]
@@ -144,7 +144,7 @@ def _hand_copy(to: Rewriting, row: Scaled, reader: Step) -> None:
     )
 
 
-def _costs(to: Rewriting, row: Scaled, rate: float) -> None:
+def _costs(to: Rewrite, row: ScaledBranch, rate: float) -> None:
     """What products and sum take then."""
     graph, cost, product = to.graph, to.rows[row.call], to.rows[row.products[0]]
     (out,), x = graph.calls[row.call].outputs, to.values[row.input]
@@ -192,13 +192,13 @@ def _costs(to: Rewriting, row: Scaled, rate: float) -> None:
         )
 
 
-def _timed(before: list[Timing | None], seconds: float) -> Timing | None:
+def _timed(before: list[TimedRuns | None], seconds: float) -> TimedRuns | None:
     """The time of a pass instead of several; on a CPU it is what they took."""
     known = [t for t in before if t is not None]
     if not known:
         return None
     took, issue = sum(t.median_s for t in known), sum(t.dispatch_s for t in known)
-    return Timing.of([min(took, seconds) if issue else took], dispatch_s=_ISSUE * issue)
+    return TimedRuns.of([min(took, seconds) if issue else took], dispatch_s=_ISSUE * issue)
 
 
 def _as_it_is(x: torch.Tensor) -> torch.Tensor:

@@ -18,10 +18,10 @@ from torch import nn
 from outcore.graph import Graph
 from outcore.graph.parts import Value
 from outcore.graph.record.recording import Ref, Step
-from outcore.memory.op_fusion.pattern import Followers
+from outcore.memory.op_fusion.pattern import ReaderPatterns
 from outcore.memory.op_fusion.rewrite import written_later
 
-__all__ = ["Scaled", "scaled_branches"]
+__all__ = ["ScaledBranch", "scaled_branches"]
 
 _SUMS = {"add", "add_", "iadd"}
 _PRODUCTS = {"mul", "rmul"}
@@ -30,7 +30,7 @@ _FLOATS = {"float64", "float32", "float16", "bfloat16"}
 
 
 @dataclass(frozen=True)
-class Scaled:
+class ScaledBranch:
     """A sum with the products before it."""
 
     call: str
@@ -62,7 +62,7 @@ class Scaled:
         return frozenset(self.between)
 
 
-def scaled_branches(graph: Graph, model: nn.Module) -> dict[str, Scaled]:
+def scaled_branches(graph: Graph, model: nn.Module) -> dict[str, ScaledBranch]:
     """By the call of the sum."""
     walk, found = _Walk(graph, model), {}
     for name, call in graph.calls.items():
@@ -77,9 +77,9 @@ class _Walk:
     """Goes back from a sum to the parameter that scales what it adds."""
 
     def __init__(self, graph: Graph, model: nn.Module) -> None:
-        self.graph, self.after = graph, Followers(graph, model)
+        self.graph, self.after = graph, ReaderPatterns(graph, model)
 
-    def back(self, call: str, side: int) -> Scaled | None:
+    def back(self, call: str, side: int) -> ScaledBranch | None:
         """The products before a sum, if its first or second operand is a scaled branch."""
         pair = _operands(self.after.steps[call])
         if pair is None or not self.alike(call, pair[side], pair[1 - side]):
@@ -104,7 +104,7 @@ class _Walk:
             if (scale := self.scale(step, value, branch)) is not None:
                 name, dim, given = scale
                 late = noise is not None and written_later(self.graph, noise, products[-1])
-                row = Scaled(call, branch, residual, name, dim, tuple(products), tuple(between), given, noise)
+                row = ScaledBranch(call, branch, residual, name, dim, tuple(products), tuple(between), given, noise)
                 return None if late or written_later(self.graph, given, maker) else row
             operands = _operands(step)
             if noise is not None or operands is None or not any(drawn := [self.drawn(v, value) for v in operands]):

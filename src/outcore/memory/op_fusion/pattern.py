@@ -12,10 +12,10 @@ from outcore.graph import Graph
 from outcore.graph.record.recording import Step
 from outcore.memory.saved_tensors.recompute_batch_norm import RELUS
 
-__all__ = ["Followers", "hooked"]
+__all__ = ["ReaderPatterns", "hooked"]
 
 
-class Followers:
+class ReaderPatterns:
     """Looks them up in one network."""
 
     def __init__(self, graph: Graph, model: nn.Module) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from outcore.cost.costs import CallCost, Costs
-from outcore.machine.clock import Timing
+from outcore.machine.clock import TimedRuns
 
 __all__ = ["RATE", "Norms", "ahead", "as_fused", "less", "step_s", "totals", "worth_fusing"]
 
@@ -76,16 +76,16 @@ def ahead(saved: Mapping[str, float], added: Mapping[str, float], costs: Costs, 
     return set(rows[:count])
 
 
-def less(timing: Timing | None, seconds: float) -> Timing | None:
+def less(timing: TimedRuns | None, seconds: float) -> TimedRuns | None:
     """A time that is so much shorter, of which at least half is left."""
     if timing is None or not seconds:
         return timing
-    return Timing.of([max(0.5 * timing.median_s, timing.median_s - seconds)], dispatch_s=timing.dispatch_s)
+    return TimedRuns.of([max(0.5 * timing.median_s, timing.median_s - seconds)], dispatch_s=timing.dispatch_s)
 
 
 def as_fused(costs: Costs, norms: Norms, memory_bytes_per_s: float) -> Costs:
     """Costs in which norms are fused: their ReLUs take no time and keep nothing."""
-    nothing = Timing.of([0.0])
+    nothing = TimedRuns.of([0.0])
     calls = dict(costs.calls)
     for name, relu in norms.items():
         calls[name] = _fused(calls[name], memory_bytes_per_s)
@@ -118,7 +118,7 @@ def _issue_s(name: str, relu: str | None, costs: Costs) -> float:
     return sum(t.dispatch_s for t in _times(name, relu, costs))
 
 
-def _times(name: str, relu: str | None, costs: Costs) -> list[Timing]:
+def _times(name: str, relu: str | None, costs: Costs) -> list[TimedRuns]:
     calls = [costs.calls[call] for call in (name, relu) if call is not None]
     return [t for c in calls for t in (c.forward, c.backward) if t is not None]
 
@@ -129,10 +129,10 @@ def _fused(cost: CallCost, rate: float) -> CallCost:
         return cost
     second = cost.output_bytes / (RATE * rate)
 
-    def timing(now: Timing | None, passes: int) -> Timing | None:
+    def timing(now: TimedRuns | None, passes: int) -> TimedRuns | None:
         if now is None:
             return None
         seconds = min(now.median_s, passes * second)
-        return Timing.of([seconds], dispatch_s=_ISSUE * now.dispatch_s)
+        return TimedRuns.of([seconds], dispatch_s=_ISSUE * now.dispatch_s)
 
     return replace(cost, forward=timing(cost.forward, _FORWARD), backward=timing(cost.backward, _BACKWARD))

@@ -16,11 +16,11 @@ from outcore.graph import Call, Graph
 from outcore.graph.parts import Value
 from outcore.graph.record.recording import Step
 
-__all__ = ["Rewriting", "copy_of", "written_later"]
+__all__ = ["Rewrite", "copy_of", "written_later"]
 
 
 @dataclass
-class Rewriting:
+class Rewrite:
     """What becomes of a graph and its costs."""
 
     graph: Graph

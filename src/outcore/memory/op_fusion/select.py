@@ -27,13 +27,13 @@ from outcore.memory.op_fusion.layer_scale import Scales, scales_of
 from outcore.memory.op_fusion.layer_scale import rewrite as rewrite_scales
 from outcore.memory.op_fusion.layer_scale import worth_it as scales_worth_it
 from outcore.memory.op_fusion.profitability import Norms, as_fused, worth_fusing
-from outcore.memory.op_fusion.rewrite import Rewriting
+from outcore.memory.op_fusion.rewrite import Rewrite
 
-__all__ = ["Fusions"]
+__all__ = ["SelectedFusions"]
 
 
 @dataclass(frozen=True)
-class Fusions:
+class SelectedFusions:
     """Pairs of calls that become one operation."""
 
     norms: Norms = field(default_factory=dict)
@@ -45,7 +45,7 @@ class Fusions:
     @classmethod
     def worth_it(
         cls, graph: Graph, model: nn.Module, costs: Costs, rate: float, device: torch.device, *, issued: bool
-    ) -> Fusions:
+    ) -> SelectedFusions:
         """Those that are expected to pay.
 
         Args:
@@ -70,7 +70,7 @@ class Fusions:
             scales = scales_worth_it(scales, graph, found.applied(graph, model, costs, rate)[1], rate, issued=issued)
         return replace(found, scales=scales)
 
-    def sparing(self, named: Collection[str]) -> Fusions:
+    def sparing(self, named: Collection[str]) -> SelectedFusions:
         """Those that leave memory there that has a policy by hand."""
         rows = {name: norm for name, norm in self.layer_norms.items() if not norm.gone.intersection(named)}
         scales = {name: row for name, row in self.scales.items() if not row.gone.intersection(named)}
@@ -83,7 +83,7 @@ class Fusions:
 
     def applied(self, graph: Graph, model: nn.Module, costs: Costs, rate: float) -> tuple[Graph, Costs]:
         """The network and its costs under them."""
-        to = Rewriting(graph, self._expected(costs, rate))
+        to = Rewrite(graph, self._expected(costs, rate))
         rewrite_layer_norms(to, self.layer_norms, model, rate)
         rewrite_scales(to, self.scales, rate)
         return to.result()
@@ -93,7 +93,7 @@ class Fusions:
         costs = as_fused(costs, self.norms, rate) if self.norms else costs
         return as_summed(as_biased(costs, self.biases, rate), self.sums)
 
-    def with_state_elsewhere(self) -> Fusions:
+    def with_state_elsewhere(self) -> SelectedFusions:
         """Those that are left where parameters leave the device: they are back only for the calls that read them."""
         return replace(self, biases={}, scales={})
 

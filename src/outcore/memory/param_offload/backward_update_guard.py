@@ -12,14 +12,14 @@ from collections.abc import Iterable
 
 import torch
 
-from outcore.memory.param_offload.buckets import Lot
+from outcore.memory.param_offload.buckets import Bucket
 
-__all__ = ["Watch"]
+__all__ = ["BackwardUpdateGuard"]
 
 _STEPS = 2
 
 
-class Watch:
+class BackwardUpdateGuard:
     """Looks at the first steps of a loop."""
 
     def __init__(self) -> None:
@@ -32,13 +32,13 @@ class Watch:
         self.homes: dict[int, torch.Tensor] = {}
         """What the homes of lots held after the last step."""
 
-    def gradient(self, lot: Lot, p: torch.Tensor) -> None:
+    def gradient(self, lot: Bucket, p: torch.Tensor) -> None:
         """A gradient arrived."""
         assert p.grad is not None
         self.last[lot.number] = id(p)
         self.seen[id(p)] = (self.seen.get(id(p), (0, 0))[0] + 1, p.grad._version)
 
-    def before_step(self, lots: Iterable[Lot]) -> None:
+    def before_step(self, lots: Iterable[Bucket]) -> None:
         """``optimizer.step()`` is called."""
         for p in (p for lot in lots for p in lot.trained):
             times, version = self.seen.get(id(p), (0, 0))
@@ -50,14 +50,14 @@ class Watch:
         self.steps += 1
         return None
 
-    def after_step(self, lots: Iterable[Lot]) -> None:
+    def after_step(self, lots: Iterable[Bucket]) -> None:
         """The step is over and everything is at home."""
         if self.verdict is None and self.steps >= _STEPS:
             self.verdict, self.homes = True, {}
         elif self.verdict is None:
             self.homes = {lot.number: lot.weights.home.clone() for lot in lots if lot.weights is not None}
 
-    def before_forward(self, lots: Iterable[Lot]) -> None:
+    def before_forward(self, lots: Iterable[Bucket]) -> None:
         """The next pass begins."""
         for lot in lots:
             home = self.homes.pop(lot.number, None)

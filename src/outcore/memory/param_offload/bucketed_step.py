@@ -19,12 +19,12 @@ from torch.optim.optimizer import _global_optimizer_post_hooks as _all_after
 from torch.optim.optimizer import _global_optimizer_pre_hooks as _all_before
 
 from outcore.errors import OutcoreError
-from outcore.memory.offload.copy_streams import Lanes
-from outcore.memory.offload.host_storage import Home, home_for
-from outcore.memory.param_offload.device_window import LooseStage
-from outcore.memory.param_offload.flat_buffer import Parcel, lay_out, movable
+from outcore.memory.offload.copy_streams import CopyStreams
+from outcore.memory.offload.host_storage import OffDeviceStorage, home_for
+from outcore.memory.param_offload.device_window import AllocatorWindow
+from outcore.memory.param_offload.flat_buffer import FlatBuffer, lay_out, movable
 
-__all__ = ["Stepper", "Visits", "can_be_parted", "in_parts", "stepping_for"]
+__all__ = ["PartialOptimizer", "StateCopies", "can_be_parted", "in_parts", "stepping_for"]
 
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -46,16 +46,16 @@ def can_be_parted(optimizer: Any) -> bool:
     return isinstance(optimizer, torch.optim.Optimizer) and not isinstance(optimizer, torch.optim.LBFGS)
 
 
-class Stepping(Protocol):
+class BucketedStep(Protocol):
     """Does an optimizer's step in its place."""
 
-    stepper: Stepper
+    stepper: PartialOptimizer
 
     def step(self) -> None:
         """All that is left to do."""
 
 
-def stepping_for(keeper: Stepping) -> Callable[..., Any]:
+def stepping_for(keeper: BucketedStep) -> Callable[..., Any]:
     """What an optimizer's ``step`` becomes, as long as the keeper lives."""
     reference, own, optimizer = weakref.ref(keeper), keeper.stepper.step, keeper.stepper.optimizer
 
@@ -74,7 +74,7 @@ def stepping_for(keeper: Stepping) -> Callable[..., Any]:
     return MethodType(step, optimizer)  # schedulers expect a method
 
 
-class Stepper:
+class PartialOptimizer:
     """Calls an optimizer for some of its parameters."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> None:
@@ -168,15 +168,15 @@ def _bare(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> Callabl
     return MethodType(inner, optimizer)
 
 
-class Visits:
+class StateCopies:
     """State that lives at home and visits the device for the update."""
 
-    def __init__(self, stepper: Stepper, device: torch.device, lanes: Lanes) -> None:
+    def __init__(self, stepper: PartialOptimizer, device: torch.device, lanes: CopyStreams) -> None:
         self.stepper, self.device, self.lanes = stepper, device, lanes
-        self.parcels: dict[int, Parcel] = {}
+        self.parcels: dict[int, FlatBuffer] = {}
         """By the lot's number."""
-        self.homes: dict[int, Home] = {}
-        self.stage = LooseStage(device, lanes)
+        self.homes: dict[int, OffDeviceStorage] = {}
+        self.stage = AllocatorWindow(device, lanes)
 
     def book(self, number: int) -> None:
         """Start to bring the state of a lot."""
@@ -207,7 +207,7 @@ class Visits:
                 return
             ((members, size),) = lay_out(tensors, 2**62)
             home = self.homes[number] = home_for(self.device, size)
-            parcel = self.parcels[number] = Parcel(f"state {number}", members, home.memory, self.stage, self.lanes)
+            parcel = self.parcels[number] = FlatBuffer(f"state {number}", members, home.memory, self.stage, self.lanes)
             parcel.adopt()
             return
         parcel.send()

@@ -9,27 +9,27 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from outcore.memory.offload.copy_streams import Lanes
-from outcore.memory.offload.host_storage import Home, home_for
-from outcore.memory.param_offload.device_window import FixedStage, LooseStage
-from outcore.memory.param_offload.flat_buffer import Parcel, lay_out, movable
-from outcore.memory.replay.replay_buffer import Geometry, Handle
-from outcore.planner.memory.buckets import Cargo, Item, limits
+from outcore.memory.offload.copy_streams import CopyStreams
+from outcore.memory.offload.host_storage import OffDeviceStorage, home_for
+from outcore.memory.param_offload.device_window import AllocatorWindow, FixedWindow
+from outcore.memory.param_offload.flat_buffer import FlatBuffer, lay_out, movable
+from outcore.memory.replay.replay_buffer import Geometry, SavedHandle
+from outcore.planner.memory.buckets import OffloadableParam, OffloadableParams, limits
 from outcore.planner.memory.state_policy import StatePolicy
 
 if TYPE_CHECKING:
-    from outcore.memory.param_offload.residency import Traffic
+    from outcore.memory.param_offload.residency import ParamResidency
 
-__all__ = ["Borrowed", "Lot", "Use", "cargo_of", "make_lots", "uses_of"]
+__all__ = ["Bucket", "BucketTensor", "Use", "cargo_of", "make_lots", "uses_of"]
 
 Use = tuple[str, nn.Module, Sequence[nn.Parameter]]
 """A call, the module in whose forward it happens, and the parameters it reads."""
 
 
-class Lot:
+class Bucket:
     """Some parameters."""
 
-    def __init__(self, number: int, parameters: Sequence[nn.Parameter], weights: Parcel | None) -> None:
+    def __init__(self, number: int, parameters: Sequence[nn.Parameter], weights: FlatBuffer | None) -> None:
         self.number, self.parameters, self.weights = number, tuple(parameters), weights
         self.trained = tuple(p for p in parameters if p.requires_grad)
         self.arrived: set[int] = set()
@@ -38,12 +38,12 @@ class Lot:
         """In this step, before ``optimizer.step()``."""
 
 
-class Borrowed(Handle):
+class BucketTensor(SavedHandle):
     """A saved tensor that lies in the memory of a lot: when backward asks, the lot is brought here."""
 
     __slots__ = ("keeper", "lot", "member")
 
-    def __init__(self, tensor: torch.Tensor, lot: Lot, keeper: Traffic) -> None:
+    def __init__(self, tensor: torch.Tensor, lot: Bucket, keeper: ParamResidency) -> None:
         assert lot.weights is not None
         self.tensor, self.cell, self.device, self.position = None, None, None, 0
         self.geometry, self.lot, self.keeper = Geometry.of(tensor), lot, keeper
@@ -70,8 +70,8 @@ class Borrowed(Handle):
 
 
 def make_lots(
-    parameters: Iterable[nn.Parameter], policy: StatePolicy, device: torch.device, lanes: Lanes
-) -> tuple[list[Lot], Home | None]:
+    parameters: Iterable[nn.Parameter], policy: StatePolicy, device: torch.device, lanes: CopyStreams
+) -> tuple[list[Bucket], OffDeviceStorage | None]:
     """Pack parameters into lots, those that are trained and those that are not apart; and their home."""
     ordered = list({id(p): p for p in parameters}.values())
     place = {id(p): i for i, p in enumerate(ordered)}
@@ -83,16 +83,16 @@ def make_lots(
     ]
     laid.sort(key=lambda row: min(place[id(m.tensor)] for m in row[0]))
     if policy.parameters == "keep" or not laid:
-        return [Lot(i, _parameters(m.tensor for m in members), None) for i, (members, _) in enumerate(laid)], None
+        return [Bucket(i, _parameters(m.tensor for m in members), None) for i, (members, _) in enumerate(laid)], None
     total = sum(size for _, size in laid)
     home = home_for(device, total)
-    fixed, loose = FixedStage(device, total, lanes), LooseStage(device, lanes)
+    fixed, loose = FixedWindow(device, total, lanes), AllocatorWindow(device, lanes)
     lots, at = [], 0
     for i, (members, size) in enumerate(laid):
         stage = fixed.part(at) if policy.stage_bytes is None else loose
-        parcel = Parcel(f"parameters {i}", members, home.memory[at : at + size], stage, lanes)
+        parcel = FlatBuffer(f"parameters {i}", members, home.memory[at : at + size], stage, lanes)
         parcel.adopt()
-        lots.append(Lot(i, _parameters(m.tensor for m in members), parcel))
+        lots.append(Bucket(i, _parameters(m.tensor for m in members), parcel))
         at += size
     return lots, home
 
@@ -119,7 +119,7 @@ def uses_of(model: nn.Module, calls: Iterable[tuple[str, str, Sequence[str]]]) -
     return found
 
 
-def cargo_of(model: nn.Module, uses: Sequence[Use]) -> Cargo:
+def cargo_of(model: nn.Module, uses: Sequence[Use]) -> OffloadableParams:
     """The same for whoever plans: names and sizes."""
     names: dict[int, str] = {}
     others: dict[str, str] = {}
@@ -130,8 +130,8 @@ def cargo_of(model: nn.Module, uses: Sequence[Use]) -> Cargo:
     for call, _, parameters in uses:
         calls[call] = (*calls.get(call, ()), *(names[id(p)] for p in parameters))
     read = {id(p): p for _, _, parameters in uses for p in parameters}
-    items = (Item(names[i], p.numel() * p.element_size(), p.requires_grad) for i, p in read.items())
-    return Cargo(tuple(items), calls, others)
+    items = (OffloadableParam(names[i], p.numel() * p.element_size(), p.requires_grad) for i, p in read.items())
+    return OffloadableParams(tuple(items), calls, others)
 
 
 def _module(model: nn.Module, block: str) -> nn.Module:

@@ -2,8 +2,8 @@
 
 A parcel takes a place when it starts to come and gives it back when it leaves, piece by piece: a piece of a place may
 be written again as soon as what was copied from there is over. If there is room for all, every parcel has its own place
-for good (`FixedStage`), and waits for nothing but itself. If not, places come from the allocator (`LooseStage`): what a
-running operation or autograd still holds is then never overwritten.
+for good (`FixedWindow`), and waits for nothing but itself. If not, places come from the allocator (`AllocatorWindow`):
+what a running operation or autograd still holds is then never overwritten.
 """
 
 from __future__ import annotations
@@ -15,40 +15,40 @@ from typing import Protocol
 
 import torch
 
-from outcore.memory.offload.copy_streams import Lanes, Mark
+from outcore.memory.offload.copy_streams import CopyEvent, CopyStreams
 
-__all__ = ["FixedStage", "LooseStage", "Part", "Piece", "Place", "Stage"]
+__all__ = ["AllocatorWindow", "DeviceWindow", "FixedPlace", "FixedWindow", "Piece", "WindowPlace"]
 
 Piece = tuple[int, int]
 """Bytes from and to, within a parcel."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class WindowPlace:
     """Where a parcel is on the device."""
 
     memory: torch.Tensor
-    before: Sequence[Sequence[Mark]]
+    before: Sequence[Sequence[CopyEvent]]
     """By piece, what must be over before it may be written."""
     lasting: bool = False
     """Whether the parcel is always put there."""
 
 
-class Stage(Protocol):
+class DeviceWindow(Protocol):
     """Device memory that parcels share."""
 
-    def take(self, pieces: Sequence[Piece]) -> Place:
+    def take(self, pieces: Sequence[Piece]) -> WindowPlace:
         """A place."""
 
-    def give(self, place: Place, pieces: Sequence[Piece], marks: Sequence[Mark]) -> None:
+    def give(self, place: WindowPlace, pieces: Sequence[Piece], marks: Sequence[CopyEvent]) -> None:
         """Give a place back, whose pieces may be written again after these marks, or all of them after one; without
         marks, after what was computed so far."""
 
 
-class FixedStage:
+class FixedWindow:
     """One piece of memory with room for all: what comes waits for nothing but what was in its place."""
 
-    def __init__(self, device: torch.device, size: int, lanes: Lanes) -> None:
+    def __init__(self, device: torch.device, size: int, lanes: CopyStreams) -> None:
         self.device, self.size, self.lanes = device, size, lanes
 
     @cached_property
@@ -59,48 +59,48 @@ class FixedStage:
             torch.cuda.current_stream(self.device).synchronize()
         return found
 
-    def part(self, offset: int) -> Part:
+    def part(self, offset: int) -> FixedPlace:
         """The stage of one parcel."""
-        return Part(self, offset)
+        return FixedPlace(self, offset)
 
 
-class Part:
+class FixedPlace:
     """The place of one parcel on a fixed stage."""
 
-    def __init__(self, stage: FixedStage, offset: int) -> None:
+    def __init__(self, stage: FixedWindow, offset: int) -> None:
         self.stage, self.offset = stage, offset
-        self.before: Sequence[Mark] = ()
+        self.before: Sequence[CopyEvent] = ()
         """By piece, when what was here may be overwritten."""
 
-    def take(self, pieces: Sequence[Piece]) -> Place:
+    def take(self, pieces: Sequence[Piece]) -> WindowPlace:
         """Its place."""
         before = [[mark] for mark in self.before] or [[] for _ in pieces]
-        return Place(self.stage.memory[self.offset : self.offset + pieces[-1][1]], before, lasting=True)
+        return WindowPlace(self.stage.memory[self.offset : self.offset + pieces[-1][1]], before, lasting=True)
 
-    def give(self, place: Place, pieces: Sequence[Piece], marks: Sequence[Mark]) -> None:
+    def give(self, place: WindowPlace, pieces: Sequence[Piece], marks: Sequence[CopyEvent]) -> None:
         """Its pieces are free one by one."""
         several = len(marks) == len(pieces)
         self.before = list(marks) if several else [marks[-1] if marks else self.stage.lanes.now()] * len(pieces)
 
 
-class LooseStage:
+class AllocatorWindow:
     """Memory from the allocator: a place lives as long as anybody holds a view of it, autograd for instance.
 
     Of what leaves, one place at a time is held until its copy is over, so that what is here is known beforehand.
     """
 
-    def __init__(self, device: torch.device, lanes: Lanes) -> None:
+    def __init__(self, device: torch.device, lanes: CopyStreams) -> None:
         self.device, self.lanes = device, lanes
-        self.leaving: tuple[torch.Tensor, Sequence[Mark]] | None = None
+        self.leaving: tuple[torch.Tensor, Sequence[CopyEvent]] | None = None
         """Memory that is still being copied from."""
 
-    def take(self, pieces: Sequence[Piece]) -> Place:
+    def take(self, pieces: Sequence[Piece]) -> WindowPlace:
         """New memory."""
         self.tidy()
         memory = torch.empty(pieces[-1][1], dtype=torch.uint8, device=self.device)
-        return Place(memory, [[self.lanes.now()]] * len(pieces))
+        return WindowPlace(memory, [[self.lanes.now()]] * len(pieces))
 
-    def give(self, place: Place, pieces: Sequence[Piece], marks: Sequence[Mark]) -> None:
+    def give(self, place: WindowPlace, pieces: Sequence[Piece], marks: Sequence[CopyEvent]) -> None:
         """Let go of the memory when the copies are over; what left before is waited for by the computing."""
         if marks:
             for mark in self.leaving[1] if self.leaving is not None else ():

@@ -22,17 +22,17 @@ import torch
 from torch import nn
 
 from outcore.memory.param_offload.buckets import uses_of
-from outcore.memory.param_offload.offloader import StateKeeper
+from outcore.memory.param_offload.offloader import StateOffloader
 from outcore.planner.memory.state_policy import StatePolicy
 
 if TYPE_CHECKING:
-    from outcore.memory.saved_tensors.managed_forward import Governor
+    from outcore.memory.saved_tensors.managed_forward import ManagedForward
 
-__all__ = ["Duty", "follow", "move"]
+__all__ = ["StateDuty", "follow", "move"]
 
 
 @dataclass
-class Duty:
+class StateDuty:
     """What it takes to keep a model's state below the device, and where it is to be."""
 
     optimizer: weakref.ref[torch.optim.Optimizer]
@@ -41,18 +41,18 @@ class Duty:
     where: StatePolicy
     """Where state lives, as soon as it can be moved."""
 
-    def keep(self, governor: Governor) -> None:
+    def keep(self, governor: ManagedForward) -> None:
         """Begin: nothing of the model is under way."""
         if not self.where.idle:
             governor.keeper = self._new(governor.model, governor.device)
 
-    def _new(self, model: nn.Module, device: torch.device) -> StateKeeper:
+    def _new(self, model: nn.Module, device: torch.device) -> StateOffloader:
         optimizer = self.optimizer()
         assert optimizer is not None
-        return StateKeeper(optimizer, uses_of(model, self.calls), self.where, device)
+        return StateOffloader(optimizer, uses_of(model, self.calls), self.where, device)
 
 
-def follow(governor: Governor, where: StatePolicy) -> bool:
+def follow(governor: ManagedForward, where: StatePolicy) -> bool:
     """State is to live where a plan says; returns whether it moved."""
     duty, states = governor.duty, governor.settings.states
     if duty is None or duty.optimizer() is None:
@@ -64,7 +64,7 @@ def follow(governor: Governor, where: StatePolicy) -> bool:
     return move(governor, duty)
 
 
-def move(governor: Governor, duty: Duty) -> bool:
+def move(governor: ManagedForward, duty: StateDuty) -> bool:
     """Let state live where it is to, if it does not and nothing is outstanding; returns whether it moved."""
     before, where = governor.keeper, duty.where
     if before is not None and before.policy is where:
@@ -80,7 +80,7 @@ def move(governor: Governor, duty: Duty) -> bool:
     return True
 
 
-def _successor(before: StateKeeper, policy: StatePolicy) -> StateKeeper:
+def _successor(before: StateOffloader, policy: StatePolicy) -> StateOffloader:
     """Who keeps the same state by another policy from now on."""
     uses, visits = before.uses, None
     if before.policy.parcel_bytes == policy.parcel_bytes and policy.optimizer == "offload":
@@ -90,7 +90,7 @@ def _successor(before: StateKeeper, policy: StatePolicy) -> StateKeeper:
     for _, _, parameters in uses:
         for p in parameters:
             p.grad = None
-    after = StateKeeper(before.optimizer, uses, policy, before.device, visits)
+    after = StateOffloader(before.optimizer, uses, policy, before.device, visits)
     for lot in after.lots:
         if after.gradients is not None and lot.weights is not None:
             after.gradients.hold(lot, waiting)

@@ -23,12 +23,12 @@ from dataclasses import dataclass
 import torch
 
 from outcore.errors import OutcoreError
-from outcore.memory.offload.copy_streams import Ends, Lanes, Mark
-from outcore.memory.param_offload.device_window import Piece, Place, Stage
+from outcore.memory.offload.copy_streams import CopyEvent, CopyStreams, Ends
+from outcore.memory.param_offload.device_window import DeviceWindow, Piece, WindowPlace
 from outcore.memory.replay.replay_buffer import Geometry
 from outcore.planner.memory.buckets import ALIGN, packed, rounded
 
-__all__ = ["Member", "Parcel", "cut", "lay_out", "movable"]
+__all__ = ["FlatBuffer", "FlatBufferTensor", "cut", "lay_out", "movable"]
 
 _EXPRESS_BYTES = 64 * 2**20
 _PIECE_BYTES = 12 * 2**20
@@ -37,7 +37,7 @@ _LEAST_BYTES, _MOST_PIECES = 2 * 2**20, 16
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class FlatBufferTensor:
     """One tensor of a parcel."""
 
     tensor: torch.Tensor
@@ -53,18 +53,25 @@ class Member:
         return empty.set_(memory.untyped_storage(), start // dtype.itemsize, size, stride)
 
 
-class Parcel:
+class FlatBuffer:
     """Tensors that travel together."""
 
-    def __init__(self, name: str, members: Sequence[Member], home: torch.Tensor, stage: Stage, lanes: Lanes) -> None:
+    def __init__(
+        self,
+        name: str,
+        members: Sequence[FlatBufferTensor],
+        home: torch.Tensor,
+        stage: DeviceWindow,
+        lanes: CopyStreams,
+    ) -> None:
         self.name, self.members, self.home, self.stage, self.lanes = name, tuple(members), home, stage, lanes
         self.bytes = home.numel()
         self.pieces = cut(0, self.bytes)
         self.express = self.bytes <= _EXPRESS_BYTES
-        self.place: Place | None = None
+        self.place: WindowPlace | None = None
         """Where it is on the stage, or will be."""
-        self.arriving: list[Mark] = []
-        self.leaving: list[Mark] = []
+        self.arriving: list[CopyEvent] = []
+        self.leaving: list[CopyEvent] = []
         """Copies out, by piece, since it was last brought here."""
         self.here = False
         """Its tensors are views of the stage."""
@@ -95,7 +102,7 @@ class Parcel:
         self.owed, self.leaving = set(starts), []
         self.exposed, self.versions = False, self._versions()
 
-    def _copy_in(self, before: Sequence[Sequence[Mark]]) -> None:
+    def _copy_in(self, before: Sequence[Sequence[CopyEvent]]) -> None:
         leaving = self.leaving
         copies = [
             (here, home, (*before[i], *leaving[i : i + 1])) for i, (here, home) in enumerate(self._ends_of_copies())
@@ -224,13 +231,13 @@ def movable(tensor: torch.Tensor) -> bool:
 
 def lay_out(
     tensors: Sequence[torch.Tensor], most_bytes: int, first_bytes: int | None = None
-) -> list[tuple[list[Member], int]]:
+) -> list[tuple[list[FlatBufferTensor], int]]:
     """Pack tensors, in this order, into parcels of about so many bytes (`outcore.planner.memory.buckets.packed`)."""
     parcels = []
     for positions in packed([t.numel() * t.element_size() for t in tensors], most_bytes, first_bytes):
         members, size = [], 0
         for tensor in (tensors[i] for i in positions):
-            members.append(Member(tensor, size, Geometry.of(tensor)))
+            members.append(FlatBufferTensor(tensor, size, Geometry.of(tensor)))
             size += rounded(tensor.numel() * tensor.element_size())
         parcels.append((members, size))
     return parcels

@@ -11,27 +11,27 @@ from collections.abc import Mapping
 
 import torch
 
-from outcore.memory.offload.copy_streams import Lanes, Mark
-from outcore.memory.offload.host_storage import Home, home_for
-from outcore.memory.param_offload.buckets import Lot
+from outcore.memory.offload.copy_streams import CopyEvent, CopyStreams
+from outcore.memory.offload.host_storage import OffDeviceStorage, home_for
+from outcore.memory.param_offload.buckets import Bucket
 from outcore.memory.param_offload.flat_buffer import movable
 
-__all__ = ["GradientHomes"]
+__all__ = ["GradientStorage"]
 
 
-class GradientHomes:
+class GradientStorage:
     """Where the gradients of lots live between backward and the update."""
 
-    def __init__(self, lots: list[Lot], device: torch.device, lanes: Lanes) -> None:
+    def __init__(self, lots: list[Bucket], device: torch.device, lanes: CopyStreams) -> None:
         self.device, self.lanes = device, lanes
-        self.homes: dict[int, Home] = {}
-        self.leaving: tuple[torch.Tensor, Mark] | None = None
+        self.homes: dict[int, OffDeviceStorage] = {}
+        self.leaving: tuple[torch.Tensor, CopyEvent] | None = None
         """Memory that is still being copied home; who comes next waits for it."""
         for lot in lots:
             if lot.trained and lot.weights is not None:
                 self.homes[lot.number] = home_for(device, lot.weights.bytes)
 
-    def leave(self, lot: Lot) -> torch.Tensor | None:
+    def leave(self, lot: Bucket) -> torch.Tensor | None:
         """Start to copy the gradients of a lot home; returns their home, for `stay`, if they can go there."""
         home = self.homes.get(lot.number)
         assert lot.weights is not None
@@ -51,7 +51,7 @@ class GradientHomes:
         self.leaving = flat, mark
         return home.memory
 
-    def stay(self, lot: Lot, home: torch.Tensor) -> None:
+    def stay(self, lot: Bucket, home: torch.Tensor) -> None:
         """``p.grad`` is at home; the parameters must be there too."""
         assert lot.weights is not None
         for member in lot.weights.members:
@@ -59,7 +59,7 @@ class GradientHomes:
                 member.tensor.grad = None
                 member.tensor.grad = member.over(home)
 
-    def hold(self, lot: Lot, gradients: Mapping[int, torch.Tensor]) -> None:
+    def hold(self, lot: Bucket, gradients: Mapping[int, torch.Tensor]) -> None:
         """Take gradients (by the id of their parameter) home that were there before; the parameters are there."""
         assert lot.weights is not None
         if (home := self.homes.get(lot.number)) is None:
@@ -70,7 +70,7 @@ class GradientHomes:
                 view.copy_(grad)
                 member.tensor.grad = view
 
-    def away(self, lot: Lot) -> bool:
+    def away(self, lot: Bucket) -> bool:
         """Whether some of its gradients are at home."""
         home = self.homes.get(lot.number)
         if home is None:
@@ -78,7 +78,7 @@ class GradientHomes:
         here = home.memory.untyped_storage().data_ptr()
         return any(p.grad is not None and p.grad.untyped_storage().data_ptr() == here for p in lot.trained)
 
-    def come(self, lot: Lot) -> None:
+    def come(self, lot: Bucket) -> None:
         """Bring the gradients of a lot to the device, where its parameters must be."""
         assert lot.weights is not None
         self.settle()
@@ -107,7 +107,7 @@ class GradientHomes:
         self.homes = {}
 
 
-def _as_it_is(lot: Lot) -> torch.Tensor | None:
+def _as_it_is(lot: Bucket) -> torch.Tensor | None:
     """The memory of the only gradient of a lot, where it lies as its home will."""
     (p,) = lot.trained
     grad = p.grad

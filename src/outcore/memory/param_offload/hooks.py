@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from outcore.memory.param_offload.buckets import Lot, Use
+from outcore.memory.param_offload.buckets import Bucket, Use
 
 if TYPE_CHECKING:
-    from outcore.memory.param_offload.offloader import StateKeeper
-    from outcore.memory.param_offload.residency import Traffic
+    from outcore.memory.param_offload.offloader import StateOffloader
+    from outcore.memory.param_offload.residency import ParamResidency
 
 __all__ = ["hook_gradients", "hook_modules", "thin_out"]
 
@@ -26,7 +26,9 @@ __all__ = ["hook_gradients", "hook_modules", "thin_out"]
 class _Arrival:
     """Before a module's forward."""
 
-    def __init__(self, traffic: Traffic | None = None, lots: Sequence[Lot] = (), *, holds: bool = False) -> None:
+    def __init__(
+        self, traffic: ParamResidency | None = None, lots: Sequence[Bucket] = (), *, holds: bool = False
+    ) -> None:
         self.traffic = weakref.ref(traffic) if traffic is not None else None
         self.lots, self.holds = tuple(lots), holds
 
@@ -53,9 +55,9 @@ class _Departure(_Arrival):
                 traffic.held[lot] = max(0, traffic.held[lot] - 1)
 
 
-def hook_modules(traffic: Traffic, uses: Iterable[Use]) -> list[Any]:
+def hook_modules(traffic: ParamResidency, uses: Iterable[Use]) -> list[Any]:
     """Let parameters come before the modules that read them; returns what removes the hooks."""
-    lots: dict[nn.Module, dict[Lot, None]] = {}
+    lots: dict[nn.Module, dict[Bucket, None]] = {}
     for _, module, parameters in uses:
         lots.setdefault(module, {}).update(dict.fromkeys(traffic.of[id(p)] for p in parameters))
     handles: list[Any] = []
@@ -67,16 +69,16 @@ def hook_modules(traffic: Traffic, uses: Iterable[Use]) -> list[Any]:
     return handles
 
 
-def _first_uses(traffic: Traffic, uses: Iterable[Use]) -> list[Use]:
+def _first_uses(traffic: ParamResidency, uses: Iterable[Use]) -> list[Use]:
     """The first use of each lot: whoever comes later finds it here."""
-    found: dict[Lot, Use] = {}
+    found: dict[Bucket, Use] = {}
     for call, module, parameters in uses:
         for p in parameters:
             found.setdefault(traffic.of[id(p)], (call, module, [p]))
     return list(found.values())
 
 
-def hook_gradients(keeper: StateKeeper, *, both: bool) -> tuple[dict[int, Any], list[Any]]:
+def hook_gradients(keeper: StateOffloader, *, both: bool) -> tuple[dict[int, Any], list[Any]]:
     """Tell a keeper of gradients that have arrived, by parameter (id), and on request of those about to."""
     reference = weakref.ref(keeper)
 
@@ -96,7 +98,7 @@ def hook_gradients(keeper: StateKeeper, *, both: bool) -> tuple[dict[int, Any], 
     return after, handles
 
 
-def thin_out(keeper: StateKeeper, last: Iterable[int]) -> None:
+def thin_out(keeper: StateOffloader, last: Iterable[int]) -> None:
     """From now on only the last gradient of each lot (parameters, by id) is of interest, and its first use."""
     for other in keeper.hooks.keys() - set(last):
         keeper.hooks.pop(other).remove()

@@ -25,9 +25,9 @@ import torch
 from torch import nn
 
 from outcore.graph.structure import leaves
-from outcore.memory.param_offload.flat_buffer import Parcel
+from outcore.memory.param_offload.flat_buffer import FlatBuffer
 
-__all__ = ["Latecomers"]
+__all__ = ["InFlightParams"]
 
 _HARMLESS = frozenset(
     getattr(torch.Tensor, name).__get__ for name in ("grad", "requires_grad", "is_leaf", "grad_fn", "shape", "dtype")
@@ -36,14 +36,14 @@ _HARMLESS = frozenset(
 _GRADIENT: Any = torch.Tensor.grad
 
 
-class Latecomers:
+class InFlightParams:
     """The parcels of a model that are still coming."""
 
     def __init__(self) -> None:
-        self.parcels: list[Parcel] = []
+        self.parcels: list[FlatBuffer] = []
         self._late, self._without = _late(self)
 
-    def expect(self, parcels: Iterable[Parcel], *, gradients: bool = False) -> None:
+    def expect(self, parcels: Iterable[FlatBuffer], *, gradients: bool = False) -> None:
         """User code runs, and these are still coming; whoever touches one waits for all. Backward may bring their
         gradients before they are received."""
         late = self._late if gradients else self._without
@@ -69,7 +69,7 @@ class Latecomers:
         for parcel in parcels:
             parcel.arrive()
 
-    def admit(self, parcel: Parcel | None) -> None:
+    def admit(self, parcel: FlatBuffer | None) -> None:
         """One is needed now, if it is late."""
         if parcel is not None and parcel in self.parcels:
             self.parcels.remove(parcel)
@@ -78,7 +78,7 @@ class Latecomers:
             parcel.arrive()
 
 
-def _late(group: Latecomers) -> tuple[type[nn.Parameter], type[nn.Parameter]]:
+def _late(group: InFlightParams) -> tuple[type[nn.Parameter], type[nn.Parameter]]:
     """The class of a parameter that is late, and of one that has no gradient either."""
     reference = weakref.ref(group)  # a class is held by its objects, where no garbage collector looks
 

@@ -27,24 +27,24 @@ from typing import Any
 import torch
 
 from outcore.errors import OutcoreError
-from outcore.memory.param_offload.backward_update_guard import Watch
-from outcore.memory.param_offload.bucketed_step import Stepper, Visits, stepping_for
-from outcore.memory.param_offload.buckets import Lot, Use
-from outcore.memory.param_offload.grad_offload import GradientHomes
+from outcore.memory.param_offload.backward_update_guard import BackwardUpdateGuard
+from outcore.memory.param_offload.bucketed_step import PartialOptimizer, StateCopies, stepping_for
+from outcore.memory.param_offload.buckets import Bucket, Use
+from outcore.memory.param_offload.grad_offload import GradientStorage
 from outcore.memory.param_offload.hooks import hook_gradients, hook_modules, thin_out
-from outcore.memory.param_offload.in_flight_params import Latecomers
-from outcore.memory.param_offload.residency import Traffic
-from outcore.memory.param_offload.writeback import Trips
+from outcore.memory.param_offload.in_flight_params import InFlightParams
+from outcore.memory.param_offload.residency import ParamResidency
+from outcore.memory.param_offload.writeback import Writebacks
 from outcore.planner.memory.state_policy import StatePolicy
 
-__all__ = ["StateKeeper"]
+__all__ = ["StateOffloader"]
 
 
 def _nothing() -> None:
     pass
 
 
-class StateKeeper(Traffic):
+class StateOffloader(ParamResidency):
     """Keeps the state of one model and its optimizer below the device.
 
     Args:
@@ -61,15 +61,15 @@ class StateKeeper(Traffic):
         uses: Sequence[Use],
         policy: StatePolicy,
         device: torch.device,
-        visits: Visits | None = None,
+        visits: StateCopies | None = None,
     ) -> None:
         super().__init__(uses, policy, device)
-        self.optimizer, self.stepper = optimizer, Stepper(optimizer, optimizer.step)
-        self.uses, self.late = tuple(uses), Latecomers()
+        self.optimizer, self.stepper = optimizer, PartialOptimizer(optimizer, optimizer.step)
+        self.uses, self.late = tuple(uses), InFlightParams()
         self.open = False
         """A pass is under way whose backward may need the parameters as they are."""
-        self.watch = Watch() if policy.update == "backward" else None
-        self.trips = Trips(self.lots, self.lanes)
+        self.watch = BackwardUpdateGuard() if policy.update == "backward" else None
+        self.trips = Writebacks(self.lots, self.lanes)
         """Where parameters are updated in backward and have room to stay."""
         self.settings: list[dict[str, Any]] | None = None
         """Of the optimizer when it updated in backward."""
@@ -77,8 +77,8 @@ class StateKeeper(Traffic):
         self.called_back = False
         self.visits = visits
         if visits is None and policy.optimizer == "offload":
-            self.visits = Visits(self.stepper, device, self.lanes)
-        self.gradients: GradientHomes | None = None
+            self.visits = StateCopies(self.stepper, device, self.lanes)
+        self.gradients: GradientStorage | None = None
         self.handles: list[Any] = []
         self.needs: list[Any] = []
         """Hooks before modules."""
@@ -89,7 +89,7 @@ class StateKeeper(Traffic):
         self._own_step = optimizer.__dict__.get("step")
         try:
             if policy.gradients == "offload":
-                self.gradients = GradientHomes(self.lots, device, self.lanes)
+                self.gradients = GradientStorage(self.lots, device, self.lanes)
             self._take_over()
         except BaseException:
             self.close()
@@ -152,7 +152,7 @@ class StateKeeper(Traffic):
         if self.thin and not all(parcel.here for parcel in self.parcels):  # hooks are too few to bring them one by one
             self.need(*self.lots)
 
-    def need(self, *lots: Lot, backward: bool = False) -> None:
+    def need(self, *lots: Bucket, backward: bool = False) -> None:
         """The parameters of some lots are about to be used; what forward needs no more may leave."""
         super().need(*lots, backward=backward)
         if self.thin and self.inside and self.trips.last in lots and not (backward or self.asleep):
@@ -168,7 +168,7 @@ class StateKeeper(Traffic):
 
     # Backward
 
-    def arriving(self, lot: Lot) -> None:
+    def arriving(self, lot: Bucket) -> None:
         """A gradient of a lot is about to be added to what is there."""
         if self.gradients is not None and self.gradients.away(lot):
             self.need(lot, backward=True)
@@ -181,7 +181,7 @@ class StateKeeper(Traffic):
         self._count(lot, p)
         self.late.admit(self.trips.before.get(lot))
 
-    def _count(self, lot: Lot, p: torch.Tensor) -> None:
+    def _count(self, lot: Bucket, p: torch.Tensor) -> None:
         """Do what is to be done when the gradients of a lot are complete, if they are."""
         if lot.updated:
             raise OutcoreError(
@@ -208,7 +208,7 @@ class StateKeeper(Traffic):
         elif self.windowed:
             self._leave_gradients(lot)
 
-    def _leave_gradients(self, lot: Lot) -> None:
+    def _leave_gradients(self, lot: Bucket) -> None:
         """A lot is not needed any more in this pass, and its gradients may go home."""
         assert lot.weights is not None
         home = self.gradients.leave(lot) if self.gradients is not None else None
@@ -224,7 +224,7 @@ class StateKeeper(Traffic):
         self.called_back = False
         self.settle()
 
-    def update(self, lot: Lot, then: Lot | None) -> None:
+    def update(self, lot: Bucket, then: Bucket | None) -> None:
         """Update a lot and send it home; the state of the next one may start to come."""
         self.need(lot, backward=True)
         home = None
@@ -308,4 +308,4 @@ class StateKeeper(Traffic):
         if self.home is not None:
             self.home.close()
         self.lots, self.uses, self.handles, self.calls, self.of = [], (), [], {}, {}
-        self.trips = Trips((), self.lanes)
+        self.trips = Writebacks((), self.lanes)

@@ -19,18 +19,18 @@ from torch import nn
 
 from outcore.graph.record.recording import Step, Tape
 from outcore.memory.offload.copy_streams import lanes_for
-from outcore.memory.param_offload.buckets import Borrowed, Lot, Use, make_lots
-from outcore.memory.param_offload.device_window import LooseStage
-from outcore.memory.param_offload.flat_buffer import Parcel
-from outcore.memory.replay.replay_buffer import Handle
+from outcore.memory.param_offload.buckets import Bucket, BucketTensor, Use, make_lots
+from outcore.memory.param_offload.device_window import AllocatorWindow
+from outcore.memory.param_offload.flat_buffer import FlatBuffer
+from outcore.memory.replay.replay_buffer import SavedHandle
 from outcore.planner.memory.buckets import that_follows, that_leave
 from outcore.planner.memory.state_policy import StatePolicy
 
-__all__ = ["Stats", "Traffic"]
+__all__ = ["ParamResidency", "ResidencyStats"]
 
 
 @dataclass
-class Stats:
+class ResidencyStats:
     """How many bytes of parameters are on the device, where they pass through it."""
 
     here_bytes: int = 0
@@ -42,7 +42,7 @@ class Stats:
         self.peak_bytes = max(self.peak_bytes, self.here_bytes)
 
 
-class Traffic:
+class ParamResidency:
     """The parameters of a model on their way between the device and their home.
 
     Args:
@@ -57,22 +57,22 @@ class Traffic:
         self.lots, self.home = make_lots((p for _, _, ps in uses for p in ps), policy, device, self.lanes)
         self.sizes = [lot.weights.bytes if lot.weights is not None else 0 for lot in self.lots]
         self.of = {id(p): lot for lot in self.lots for p in lot.parameters}
-        self.calls: dict[str, list[Lot]] = {}
+        self.calls: dict[str, list[Bucket]] = {}
         """Lots that a call of the model reads."""
         for call, _, parameters in uses:
             self.calls.setdefault(call, []).extend(dict.fromkeys(self.of[id(p)] for p in parameters))
-        self.at: dict[int, Lot] = {}
+        self.at: dict[int, Bucket] = {}
         """Address of memory -> the lot that is there, where parameters pass through."""
-        self.held: Counter[Lot] = Counter()
+        self.held: Counter[Bucket] = Counter()
         """Lots that a module needs until its forward is over."""
         self.replaying = False
         """Calls bring what they read one by one, so modules need hold nothing."""
-        self.stats = Stats()
+        self.stats = ResidencyStats()
         self.asleep = False
         """The model is looked at, not run: hooks do nothing."""
 
     @property
-    def parcels(self) -> list[Parcel]:
+    def parcels(self) -> list[FlatBuffer]:
         """The parameters, as far as they are not on the device for good."""
         return [lot.weights for lot in self.lots if lot.weights is not None]
 
@@ -85,7 +85,7 @@ class Traffic:
         for parcel in self.parcels if not self.windowed else ():
             self._book(parcel)
 
-    def need(self, *lots: Lot, backward: bool = False) -> None:
+    def need(self, *lots: Bucket, backward: bool = False) -> None:
         """The parameters of some lots are about to be used, all at once."""
         for lot in lots:
             parcel = lot.weights
@@ -101,12 +101,12 @@ class Traffic:
         if self.windowed and lots:
             self._look_ahead(lots, backward)
 
-    def _book(self, parcel: Parcel) -> None:
+    def _book(self, parcel: FlatBuffer) -> None:
         if parcel.place is None:
             self.stats.change(parcel.bytes)
         parcel.book()
 
-    def _look_ahead(self, lots: Sequence[Lot], backward: bool) -> None:
+    def _look_ahead(self, lots: Sequence[Bucket], backward: bool) -> None:
         """Start to bring the lot that comes next, if there is room for it beside these."""
         assert self.policy.stage_bytes is not None
         number = that_follows([lot.number for lot in lots], self.sizes, self.policy.stage_bytes, backward=backward)
@@ -115,7 +115,7 @@ class Traffic:
         self._make_room(parcel.bytes, lots, backward)
         self._book(parcel)
 
-    def _make_room(self, size: int, kept: Sequence[Lot], backward: bool) -> None:
+    def _make_room(self, size: int, kept: Sequence[Bucket], backward: bool) -> None:
         """Send away what will not be needed for longest, until there is room for so many bytes more."""
         if self.policy.stage_bytes is None:
             return
@@ -129,13 +129,13 @@ class Traffic:
 
     # Leaving
 
-    def release(self, parcel: Parcel) -> None:
+    def release(self, parcel: FlatBuffer) -> None:
         """A parcel leaves; what it holds is at home, or on its way."""
         if parcel.here and (parcel.exposed or parcel.touched or parcel.adopt()):
             parcel.send()
         self.depart(parcel)
 
-    def depart(self, parcel: Parcel) -> None:
+    def depart(self, parcel: FlatBuffer) -> None:
         """A parcel leaves; its home holds all of it, or will."""
         if parcel.place is None:
             return
@@ -146,7 +146,7 @@ class Traffic:
             torch.autograd.graph.increment_version([m.tensor for m in parcel.members])
         parcel.depart()
 
-    def pause(self, but: Sequence[Parcel] = ()) -> None:
+    def pause(self, but: Sequence[FlatBuffer] = ()) -> None:
         """A pass is over, and user code runs: what is here may be read and written, what is not is at home; but some
         that somebody else looks after."""
         for parcel in self.parcels:
@@ -166,7 +166,7 @@ class Traffic:
         for parcel in self.parcels:
             parcel.settle()
         for stage in {id(parcel.stage): parcel.stage for parcel in self.parcels}.values():
-            if isinstance(stage, LooseStage):
+            if isinstance(stage, AllocatorWindow):
                 stage.tidy()  # copied from by now, and not to be held until somebody else comes
 
     @contextlib.contextmanager
@@ -211,14 +211,14 @@ class Traffic:
         def pack(tensor: torch.Tensor) -> Any:
             if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
                 return tensor.detach()
-            return self.claim(tensor) or Handle(tensor)
+            return self.claim(tensor) or SavedHandle(tensor)
 
         def unpack(packed: Any) -> torch.Tensor:
-            return packed.unpack() if isinstance(packed, Handle) else packed
+            return packed.unpack() if isinstance(packed, SavedHandle) else packed
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
-    def claim(self, tensor: torch.Tensor) -> Handle | None:
+    def claim(self, tensor: torch.Tensor) -> SavedHandle | None:
         """What autograd is to hold instead of a tensor that lies in the memory of a lot."""
         lot = self.at.get(tensor.untyped_storage().data_ptr()) if self.at else None
-        return Borrowed(tensor, lot, self) if lot is not None else None
+        return BucketTensor(tensor, lot, self) if lot is not None else None

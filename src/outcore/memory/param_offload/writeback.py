@@ -23,12 +23,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from outcore.memory.offload.copy_streams import Ends, Lanes, Turn
-from outcore.memory.param_offload.buckets import Lot
-from outcore.memory.param_offload.flat_buffer import Parcel, cut
+from outcore.memory.offload.copy_streams import CopyStreams, Ends, RoundTripCopy
+from outcore.memory.param_offload.buckets import Bucket
+from outcore.memory.param_offload.flat_buffer import FlatBuffer, cut
 from outcore.planner.memory.buckets import ALIGN
 
-__all__ = ["Trips"]
+__all__ = ["Writebacks"]
 
 _PIECE_BYTES, _MOST_PIECES = 16 * 2**20, 48
 """The way back is behind by a piece, but each costs the link 8 us, and the host some."""
@@ -41,10 +41,10 @@ _BESIDE_PIECE_BYTES = 6 * 2**20
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Part:
+class WritebackPart:
     """Bytes of a parcel that leave together."""
 
-    parcel: Parcel
+    parcel: FlatBuffer
     start: int
     end: int
 
@@ -53,20 +53,20 @@ class Part:
         """Whether it was updated and has not left yet."""
         return self.start in self.parcel.owed
 
-    def split(self, size: int, *, least: int) -> tuple[Part, ...]:
+    def split(self, size: int, *, least: int) -> tuple[WritebackPart, ...]:
         """The first bytes and the others, if it is larger than that; else itself."""
         if self.end - self.start <= least:
             return (self,)
         border = self.start + size // ALIGN * ALIGN
-        return Part(self.parcel, self.start, border), Part(self.parcel, border, self.end)
+        return WritebackPart(self.parcel, self.start, border), WritebackPart(self.parcel, border, self.end)
 
 
-class Trip:
+class Writeback:
     """Parts that leave one after the other and come straight back."""
 
-    def __init__(self, parts: Sequence[Part], lanes: Lanes, piece_bytes: int) -> None:
+    def __init__(self, parts: Sequence[WritebackPart], lanes: CopyStreams, piece_bytes: int) -> None:
         self.parts, self.lanes, self.piece_bytes = tuple(parts), lanes, piece_bytes
-        self.turn: Turn | None = None
+        self.turn: RoundTripCopy | None = None
 
     def book(self) -> None:
         """After what was computed so far."""
@@ -76,7 +76,7 @@ class Trip:
             part.parcel.arriving.append(mark)
             part.parcel.owed.discard(part.start)
 
-    def _ends(self, part: Part) -> list[Ends]:
+    def _ends(self, part: WritebackPart) -> list[Ends]:
         parcel = part.parcel
         assert parcel.place is not None and parcel.place.lasting
         here, home = parcel.place.memory, parcel.home
@@ -84,7 +84,7 @@ class Trip:
         return [(here[a:b], home[a:b]) for a, b in pieces]
 
 
-class Trips:
+class Writebacks:
     """The trips of a model's lots.
 
     Args:
@@ -92,40 +92,40 @@ class Trips:
         lanes: what copies.
     """
 
-    def __init__(self, lots: Iterable[Lot], lanes: Lanes) -> None:
+    def __init__(self, lots: Iterable[Bucket], lanes: CopyStreams) -> None:
         self.lanes = lanes
-        rows = [(lot, Part(lot.weights, 0, lot.weights.bytes)) for lot in lots if lot.trained and lot.weights]
+        rows = [(lot, WritebackPart(lot.weights, 0, lot.weights.bytes)) for lot in lots if lot.trained and lot.weights]
         self.before = {lot: rows[i - 1][1].parcel for i, (lot, _) in enumerate(rows) if i}
         """Lot -> the parcel that backward comes to next."""
         self.last = rows[-1][0] if len(rows) > 1 else None
         """The one that forward needs last, if there are several."""
-        parts: dict[Lot, tuple[Part, ...]] = {lot: (whole,) for lot, whole in rows}
+        parts: dict[Bucket, tuple[WritebackPart, ...]] = {lot: (whole,) for lot, whole in rows}
         for i, (lot, whole) in enumerate(rows):
             if i > 1:
                 parts[lot] = whole.split(int(_AT_ONCE * whole.end), least=_HALVED_BYTES)
             elif i == 1 and len(rows) > 2:
                 parts[lot] = whole.split(_BESIDE_BYTES, least=2 * _BESIDE_BYTES)
         self.parts = parts
-        self.updates = {lot: Trip(parts[lot][:1], lanes, _PIECE_BYTES) for lot, _ in rows}
+        self.updates = {lot: Writeback(parts[lot][:1], lanes, _PIECE_BYTES) for lot, _ in rows}
         """What leaves when a lot was updated."""
-        self.stays: Trip | None = None
+        self.stays: Writeback | None = None
         """What stays until forward has come to the last lot, in the order in which backward needs it."""
         if len(rows) > 1:
             (first, _), (second, _) = rows[:2]
             later = [part for lot, _ in rows[2:] for part in parts[lot][1:]]
             del self.updates[first]
-            self.updates[second] = Trip([parts[second][-1], *later], lanes, _PIECE_BYTES)
-            self.stays = Trip([*parts[second][:-1], *parts[first]], lanes, _BESIDE_PIECE_BYTES)
-        self.alone: dict[Part, Trip] = {}
+            self.updates[second] = Writeback([parts[second][-1], *later], lanes, _PIECE_BYTES)
+            self.stays = Writeback([*parts[second][:-1], *parts[first]], lanes, _BESIDE_PIECE_BYTES)
+        self.alone: dict[WritebackPart, Writeback] = {}
 
-    def updated(self, lot: Lot) -> None:
+    def updated(self, lot: Bucket) -> None:
         """A lot was updated, where it is."""
         assert lot.weights is not None
         lot.weights.owe(part.start for part in self.parts[lot])
         if (trip := self.updates.get(lot)) is not None:
             self._book(trip)
 
-    def leave(self) -> list[Parcel]:
+    def leave(self) -> list[FlatBuffer]:
         """Forward has come to the last lot; returns the parcels of which something leaves now, until backward."""
         return self._book(self.stays) if self.stays is not None else []
 
@@ -134,7 +134,7 @@ class Trips:
         for trip in self.updates.values():
             self._book(trip)
 
-    def _book(self, trip: Trip) -> list[Parcel]:
+    def _book(self, trip: Writeback) -> list[FlatBuffer]:
         """What is owed leaves and nothing else, which may have left for good and been written at home since."""
         owed = [part for part in trip.parts if part.owed]
         if len(owed) == len(trip.parts):
@@ -142,6 +142,6 @@ class Trips:
         else:
             for part in owed:
                 if part not in self.alone:
-                    self.alone[part] = Trip([part], self.lanes, trip.piece_bytes)
+                    self.alone[part] = Writeback([part], self.lanes, trip.piece_bytes)
                 self.alone[part].book()
         return list(dict.fromkeys(part.parcel for part in owed))

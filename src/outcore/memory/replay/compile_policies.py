@@ -21,45 +21,45 @@ from outcore.graph.record.recording import Recording, Ref, Step, schedule_drops
 from outcore.graph.structure import leaves
 from outcore.memory.encode.bitmask_relu import bit_relus
 from outcore.memory.encode.byte_index_pool import byte_pools
-from outcore.memory.encode.codecs import Window, window_of
+from outcore.memory.encode.codecs import PoolWindow, window_of
 from outcore.memory.offload.arena import Arena
 from outcore.memory.op_fusion.banded_conv import in_bands
-from outcore.memory.op_fusion.select import Fusions
-from outcore.memory.replay.replay_recompute import Rerun, compile_rerun
-from outcore.memory.saved_tensors.recompute_batch_norm import Norm, Renorm
+from outcore.memory.op_fusion.select import SelectedFusions
+from outcore.memory.replay.replay_recompute import BufferRecompute, compile_rerun
+from outcore.memory.saved_tensors.recompute_batch_norm import BatchNormCall, BatchNormRecompute
 from outcore.ops.encoding import CODECS, PIXELS, codec_for, codec_of, held_bytes, moves
-from outcore.planner.memory.copy_schedule import Transfers
+from outcore.planner.memory.copy_schedule import CopySchedule
 
-__all__ = ["CellPlan", "Holding", "check_policy", "prepare", "room_below"]
+__all__ = ["CompiledRecording", "ReplayBufferPlan", "check_policy", "prepare", "room_below"]
 
 
 @dataclass(frozen=True, slots=True)
-class CellPlan:
+class ReplayBufferPlan:
     """What is to be done with one buffer."""
 
     buffer: str
     policy: str
     dependents: int = 0
     """How often other buffers are made from it."""
-    rerun: Rerun | None = None
+    rerun: BufferRecompute | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
     """Value -> buffer it lies in, for what the rerun reads."""
     inputs: tuple[str, ...] = ()
     """Inputs of the model that the rerun reads."""
-    window: Window | None = None
+    window: PoolWindow | None = None
     bytes: int = 0
 
 
 @dataclass
-class Holding:
+class CompiledRecording:
     """A recording with its policies."""
 
     recording: Recording
     positions: Mapping[str, int]
     """Call -> place in the order of execution."""
-    births: Mapping[str, tuple[tuple[str, CellPlan], ...]]
+    births: Mapping[str, tuple[tuple[str, ReplayBufferPlan], ...]]
     """Call -> values that are first in a buffer with a policy."""
-    derived: Mapping[str, Mapping[int, CellPlan]]
+    derived: Mapping[str, Mapping[int, ReplayBufferPlan]]
     """Call -> place among the tensors that autograd keeps -> what to do with it."""
     leaving: Mapping[str, tuple[str, ...]]
     """Call -> buffers whose last use in forward it is."""
@@ -85,9 +85,9 @@ class Holding:
     """Value -> input it is a view of, for what is needed of an input under another name."""
     busy: frozenset[str]
     """Calls that there is something to do for; the others run as they are."""
-    norms: Mapping[str, Norm]
+    norms: Mapping[str, BatchNormCall]
     """Call -> the batch norm it is, where that is made again."""
-    renorm: Renorm
+    renorm: BatchNormRecompute
     instead: Mapping[str, Step]
     """Call -> the step to run instead of the recorded one."""
     ahead: bool = False
@@ -117,11 +117,11 @@ def prepare(
     model: nn.Module,
     buffers: Mapping[str, Buffer],
     policy: Mapping[str, str],
-    transfers: Transfers | None = None,
+    transfers: CopySchedule | None = None,
     *,
     reassociated: bool = False,
-    fused: Fusions | None = None,
-) -> Holding:
+    fused: SelectedFusions | None = None,
+) -> CompiledRecording:
     """Make policies ready to run.
 
     Args:
@@ -149,7 +149,7 @@ def prepare(
         return tuple(v for v in graph.calls[step.name].inputs if graph.values[v].requires_grad)
 
     reads: dict[str, list[str]] = {}
-    plans: dict[str, CellPlan] = {}
+    plans: dict[str, ReplayBufferPlan] = {}
     for name, how in policy.items():
         buffer = buffers.get(name)
         if buffer is None:
@@ -157,10 +157,12 @@ def prepare(
         check_policy(buffer, how)
         how = "offload" if how == "offload:early" else how
         if how != "recompute":
-            plans[name] = CellPlan(name, how, window=_window(graph, steps, buffer, model) if "window" in how else None)
+            plans[name] = ReplayBufferPlan(
+                name, how, window=_window(graph, steps, buffer, model) if "window" in how else None
+            )
             continue
         if buffer.copy_of:
-            needed, rerun = {buffer.copy_of: None}, Rerun.cast(buffer.copy_of, buffer.dtype)
+            needed, rerun = {buffer.copy_of: None}, BufferRecompute.cast(buffer.copy_of, buffer.dtype)
         else:
             needed = dict.fromkeys(v for w in buffer.writers for v in graph.calls[w].inputs if first(v) != name)
             rerun = compile_rerun([steps[w] for w in buffer.writers], name, model, types, trained)
@@ -168,7 +170,7 @@ def prepare(
         for value, source in sources.items():
             reads.setdefault(source, []).append(value)
         inputs = tuple(v for v in needed if buffers[first(v)].born < 0)
-        plans[name] = CellPlan(name, how, 0, rerun, sources, inputs)
+        plans[name] = ReplayBufferPlan(name, how, 0, rerun, sources, inputs)
     for source in reads:
         if policy.get(source) == "encode:sign":
             raise PlanError(f"{source} cannot be encoded as sign: another value is made from it; keep or offload it")
@@ -176,12 +178,12 @@ def prepare(
     for buffer in buffers.values():
         for i in buffer.shapes if buffer.kind == "value" else ():
             shape_only.setdefault(order[i], set()).add(buffer.name)
-            plans.setdefault(buffer.name, CellPlan(buffer.name, "keep"))
+            plans.setdefault(buffer.name, ReplayBufferPlan(buffer.name, "keep"))
     for source in reads:
-        plans.setdefault(source, CellPlan(source, "keep"))
+        plans.setdefault(source, ReplayBufferPlan(source, "keep"))
     plans = {n: replace(p, dependents=len(reads.get(n, ())), bytes=buffers[n].bytes) for n, p in plans.items()}
-    births: dict[str, list[tuple[str, CellPlan]]] = {}
-    derived: dict[str, dict[int, CellPlan]] = {}
+    births: dict[str, list[tuple[str, ReplayBufferPlan]]] = {}
+    derived: dict[str, dict[int, ReplayBufferPlan]] = {}
     leaving: dict[str, list[str]] = {}
     counted: dict[str, list[str]] = {}
     released: dict[str, list[str]] = {}
@@ -212,7 +214,7 @@ def prepare(
     noted = frozenset({*(v for names in reads.values() for v in names), *views})
     random = frozenset(name for rerun in reruns for name in rerun.random)
     saving = {order[i] for name in plans for i in (*buffers[name].savers, *buffers[name].shapes)}
-    fused = fused or Fusions()
+    fused = fused or SelectedFusions()
     saving |= {total for total, relu in fused.sums.items() if relu in saving}  # which keeps what was its ReLU's
     stops = frozenset(order[place] for place in (*late, *fetched))
     makers = {maker for v in noted if (maker := graph.values[v].producer) is not None}
@@ -220,7 +222,7 @@ def prepare(
     instead = bit_relus(graph, steps, model, buffers, policy) | byte_pools(steps, model, windows) | bands
     merged = fused.instead(graph, model, instead, set(plans))
     instead |= merged
-    return Holding(
+    return CompiledRecording(
         recording=recording,
         positions={name: i for i, name in enumerate(order)},
         births={k: tuple(v) for k, v in births.items()},
@@ -240,7 +242,7 @@ def prepare(
         inputs=frozenset(given.values()),
         views=views,
         norms={rerun.norm.call: rerun.norm for rerun in reruns if rerun.norm is not None},
-        renorm=Renorm(reassociated),
+        renorm=BatchNormRecompute(reassociated),
         instead=instead,
         ahead=bool(merged or bands),
         offloaded_bytes=sum(room_below(buffers[n], p.policy) for n, p in plans.items() if moves(p.policy)),
@@ -276,7 +278,7 @@ def room_below(buffer: Buffer, policy: str) -> int:
     return Arena.rounded(held_bytes(buffer, policy)[0]) + 2 * Arena.rounded(1)
 
 
-def _window(graph: Graph, steps: Mapping[str, Step], buffer: Buffer, model: nn.Module) -> Window | None:
+def _window(graph: Graph, steps: Mapping[str, Step], buffer: Buffer, model: nn.Module) -> PoolWindow | None:
     """The window of the pool that made these indices."""
     call = buffer.name.rpartition("~")[0]
     step = steps[call]

@@ -1,9 +1,10 @@
 """A saved tensor is a handle to a buffer; the buffer's policy says how it comes back.
 
-Autograd holds `Handle`s instead of tensors. A handle of a buffer that is kept holds the tensor. Any other points to the
-buffer's `Cell`, of which there is one per forward pass, and remembers which view of the memory was saved. When backward
-asks, the cell brings the memory back (fetches it, decodes it, or makes it again from other cells), shares it with all
-who ask, and lets go when as many have asked as will.
+Autograd holds `SavedHandle`s instead of tensors. A handle of a buffer that is kept holds the tensor. Any other points
+to the buffer's `ReplayBuffer`, of which there is one per forward pass, and remembers which view of the memory was
+saved. When backward asks, the cell brings the memory back (fetches it, decodes it, or makes it again from other cells),
+shares it
+with all who ask, and lets go when as many have asked as will.
 
 Nobody counts references to find out when a pass is over: autograd lets go of its handles, they of their cells, and
 these of the cells they are made from. A graph that is never differentiated takes its memory with it; one that is kept
@@ -20,16 +21,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from outcore.cost.measured.trial_call import same_layout
-from outcore.memory.encode.codecs import Coded, Survey, Window, encode
-from outcore.memory.offload.backends import Tier, Trip
-from outcore.memory.offload.encoded_offload import CodedTrip
-from outcore.memory.replay.replay_recompute import Rerun
+from outcore.memory.encode.codecs import Encoded, NonZeros, PoolWindow, encode
+from outcore.memory.offload.backends import Backend, OffloadedBuffer
+from outcore.memory.offload.encoded_offload import EncodedBuffer
+from outcore.memory.replay.replay_recompute import BufferRecompute
 from outcore.ops.encoding import codec_of, moves
 
 if TYPE_CHECKING:
-    from outcore.memory.replay.replay_forward import Pass
+    from outcore.memory.replay.replay_forward import ReplayPass
 
-__all__ = ["Cell", "Geometry", "Handle", "as_it_lay", "graph_is_kept", "over", "raw"]
+__all__ = ["Geometry", "ReplayBuffer", "SavedHandle", "as_it_lay", "graph_is_kept", "over", "raw"]
 
 
 class Geometry(NamedTuple):
@@ -80,7 +81,7 @@ def _like(memory: torch.Tensor, shape: torch.Tensor) -> torch.Tensor:
     return over(memory, Geometry.of(shape))
 
 
-class Handle:
+class SavedHandle:
     """What autograd holds instead of a tensor."""
 
     __slots__ = ("cell", "device", "geometry", "like", "position", "tensor", "version")
@@ -88,13 +89,13 @@ class Handle:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor: torch.Tensor | None = tensor.detach()
         self.version = 0 if tensor.is_inference() else tensor._version
-        self.cell: Cell | None = None
+        self.cell: ReplayBuffer | None = None
         self.geometry: Geometry | None = None
         self.device: torch.device | None = None
-        self.like: weakref.ref[Cell] | None = None
+        self.like: weakref.ref[ReplayBuffer] | None = None
         self.position = 0
 
-    def point_to(self, cell: Cell, position: int) -> None:
+    def point_to(self, cell: ReplayBuffer, position: int) -> None:
         """From now on the cell is responsible for the memory."""
         assert self.tensor is not None
         self.cell, self.geometry, self.position = cell, Geometry.of(self.tensor), position
@@ -103,7 +104,7 @@ class Handle:
         cell.uses += 1
         self.tensor = None
 
-    def keep_shape(self, cell: Cell) -> None:
+    def keep_shape(self, cell: ReplayBuffer) -> None:
         """Backward needs to know no more than how the tensor lay in memory: its own if that is there, or any."""
         assert self.tensor is not None
         self.geometry, self.device, self.tensor = Geometry.of(self.tensor), self.tensor.device, None
@@ -131,25 +132,25 @@ class Handle:
         return self.tensor
 
 
-class Cell:
+class ReplayBuffer:
     """One buffer of one forward pass."""
 
     def __init__(
         self,
         name: str,
         policy: str,
-        owner: Pass,
+        owner: ReplayPass,
         *,
         dependents: int = 0,
-        rerun: Rerun | None = None,
-        window: Window | None = None,
+        rerun: BufferRecompute | None = None,
+        window: PoolWindow | None = None,
     ) -> None:
         self.name, self.policy, self.owner, self.rerun, self.window = name, policy, owner, rerun, window
         self.uses = dependents
         """How often backward will ask."""
 
     # Most cells never change these, and there is one cell per buffer and step.
-    sources: Mapping[str, Cell] = MappingProxyType({})
+    sources: Mapping[str, ReplayBuffer] = MappingProxyType({})
     """Value -> cell of the memory it lies in, for what the rerun reads."""
     asked = 0
     memory: torch.Tensor | None = None
@@ -158,10 +159,10 @@ class Cell:
     version = 0
     saved = False
     """Autograd has a handle of it."""
-    coded: Coded | None = None
-    survey: tuple[Survey, int] | None = None
+    coded: Encoded | None = None
+    survey: tuple[NonZeros, int] | None = None
     """What was counted before it leaves, and of which version."""
-    trip: Trip | None = None
+    trip: OffloadedBuffer | None = None
     away = False
     """The memory was given away; what is there now is there for a while."""
     spoiled = False
@@ -176,9 +177,9 @@ class Cell:
     def count(self) -> None:
         """It is written for the last time: on a GPU, what sparse storage must know of it is counted beside its uses."""
         if self.memory is not None and self.memory.is_cuda:
-            self.survey = Survey.of(raw(self.memory, self.memory.dtype)), self.memory._version
+            self.survey = NonZeros.of(raw(self.memory, self.memory.dtype)), self.memory._version
 
-    def leave(self, tier: Tier | None) -> None:
+    def leave(self, tier: Backend | None) -> None:
         """Its last use in forward is over."""
         memory = self.memory
         if memory is not None and not self.saved:
@@ -204,7 +205,7 @@ class Cell:
             self.survey = None
             self.dtype = torch.int8 if codec == "sign" else None
         if self.coded is not None and moves(self.policy) and tier is not None:
-            self.trip = CodedTrip(self.coded, tier, raw, _like)
+            self.trip = EncodedBuffer(self.coded, tier, raw, _like)
             self.coded = None
         self.memory = None
 
@@ -267,7 +268,7 @@ class Cell:
             if cell.memory is None:
                 cell.remake()
 
-    def made_from(self) -> Iterable[Cell]:
+    def made_from(self) -> Iterable[ReplayBuffer]:
         """The cells that making it again reads."""
         return self.sources.values()
 

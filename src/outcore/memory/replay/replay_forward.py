@@ -17,34 +17,34 @@ from torch import nn
 
 from outcore.cost.measured.trial_call import same_layout
 from outcore.graph.record.recording import Step, Tape, fill
-from outcore.memory.offload.backends import Tier
-from outcore.memory.param_offload.buckets import Borrowed
-from outcore.memory.replay.compile_policies import CellPlan, Holding
-from outcore.memory.replay.replay_buffer import Cell, Geometry, Handle, over
+from outcore.memory.offload.backends import Backend
+from outcore.memory.param_offload.buckets import BucketTensor
+from outcore.memory.replay.compile_policies import CompiledRecording, ReplayBufferPlan
+from outcore.memory.replay.replay_buffer import Geometry, ReplayBuffer, SavedHandle, over
 from outcore.memory.replay.replay_recompute import States, generator_states
-from outcore.memory.saved_tensors.recompute_batch_norm import Norm, Statistics
+from outcore.memory.saved_tensors.recompute_batch_norm import BatchNormCall, Statistics
 from outcore.ops.encoding import moves
 
 if TYPE_CHECKING:
-    from outcore.memory.param_offload.offloader import StateKeeper
+    from outcore.memory.param_offload.offloader import StateOffloader
 
-__all__ = ["Pass"]
+__all__ = ["ReplayPass"]
 
 _ORDINARY = (torch.Tensor, nn.Parameter)
 _NOTHING = contextlib.nullcontext()
 
 
-class Pass:
+class ReplayPass:
     """What backward needs to know of one forward pass; lives as long as a cell of it."""
 
     def __init__(
         self,
-        holding: Holding,
+        holding: CompiledRecording,
         model: nn.Module,
         tensors: Iterable[torch.Tensor],
-        tier: Tier | None,
+        tier: Backend | None,
         perform: Callable[[Tape, Step], None] = Tape.step,
-        keeper: StateKeeper | None = None,
+        keeper: StateOffloader | None = None,
     ) -> None:
         recording = holding.recording
         self.holding, self.model, self.tier, self.keeper = holding, model, tier, keeper
@@ -57,7 +57,7 @@ class Pass:
         """Norm -> what it has found, for making it again."""
         self.position = len(holding.positions)
         """How far backward has come."""
-        self.waiting: dict[str, weakref.ref[Cell]] = {}
+        self.waiting: dict[str, weakref.ref[ReplayBuffer]] = {}
         """Buffers that were offloaded."""
         self._tape = _Tape(self, given, perform if keeper is None else keeper.perform)
 
@@ -83,7 +83,7 @@ class Pass:
             name: over(self.inputs[base][0], self.geometry[name]) for name, base in views
         }
 
-    def renormalised(self, norm: Norm | None, values: dict[str, torch.Tensor]) -> torch.Tensor | None:
+    def renormalised(self, norm: BatchNormCall | None, values: dict[str, torch.Tensor]) -> torch.Tensor | None:
         """A batch norm again from its own statistics, where that is known to give the same numbers."""
         if norm is None or (statistics := self.statistics.get(norm.call)) is None:
             return None
@@ -104,7 +104,7 @@ class Pass:
                     cell.fetch()
         self.position = position
 
-    def _cell(self, name: str) -> Cell | None:
+    def _cell(self, name: str) -> ReplayBuffer | None:
         reference = self.waiting.get(name)
         return reference() if reference is not None else None
 
@@ -112,16 +112,18 @@ class Pass:
 class _Tape(Tape):
     """Replays the steps, and does after each what the policies say."""
 
-    def __init__(self, owner: Pass, values: dict[str, torch.Tensor], perform: Callable[[Tape, Step], None]) -> None:
+    def __init__(
+        self, owner: ReplayPass, values: dict[str, torch.Tensor], perform: Callable[[Tape, Step], None]
+    ) -> None:
         super().__init__(owner.model, owner.constants, values)
         self.perform = perform
         """Runs one step; whoever needs more done around it brings its own."""
         self.owner, self.holding = owner, owner.holding
-        self.cells: dict[str, Cell] = {}
-        self.plans: dict[str, CellPlan] = {}
-        self.at: dict[int, Cell] = {}
+        self.cells: dict[str, ReplayBuffer] = {}
+        self.plans: dict[str, ReplayBufferPlan] = {}
+        self.at: dict[int, ReplayBuffer] = {}
         """Address of a storage -> the cell of what is in it."""
-        self.pending: list[Handle] = []
+        self.pending: list[SavedHandle] = []
         self.hooks: contextlib.AbstractContextManager[None] = self.hooked()
         """Around the calls that there is something to do for; what others save stays with autograd, which is faster."""
 
@@ -135,7 +137,7 @@ class _Tape(Tape):
             if keeper is not None and (borrowed := keeper.claim(tensor)) is not None:
                 self.pending.append(borrowed)  # it counts among what the call keeps
                 return borrowed
-            handle = Handle(tensor)
+            handle = SavedHandle(tensor)
             self.pending.append(handle)
             return handle
 
@@ -186,7 +188,7 @@ class _Tape(Tape):
             if (cell := self.cells.get(buffer)) is not None:
                 cell.left()
 
-    def note(self, norm: Norm) -> None:
+    def note(self, norm: BatchNormCall) -> None:
         """A norm has run that will be made again: keep its statistics."""
         saved = [h.tensor for h in self.pending if h.tensor is not None]
         found = self.holding.renorm.statistics(norm, self.values[norm.input], self.values[norm.output], saved)
@@ -205,7 +207,7 @@ class _Tape(Tape):
             if value in self.values and (node := self.values[value].grad_fn) is not None:
                 node.register_prehook(reached)
 
-    def bear(self, value: str, plan: CellPlan) -> None:
+    def bear(self, value: str, plan: ReplayBufferPlan) -> None:
         """A buffer is made: its cell takes responsibility."""
         tensor = self.values[value]
         self.holding.geometry.setdefault(value, Geometry.of(tensor))
@@ -214,9 +216,9 @@ class _Tape(Tape):
         cell.born(tensor)
         self.at[tensor.untyped_storage().data_ptr()] = cell
 
-    def cell(self, plan: CellPlan) -> Cell:
+    def cell(self, plan: ReplayBufferPlan) -> ReplayBuffer:
         """The cell of a plan."""
-        cell = Cell(
+        cell = ReplayBuffer(
             plan.buffer,
             plan.policy,
             self.owner,
@@ -233,10 +235,10 @@ class _Tape(Tape):
         position = self.holding.positions[name]
         plans, shapes = self.holding.derived.get(name), self.holding.shape_only.get(name, ())
         seen: dict[int, int] = {}
-        made: dict[int, Cell] = {}
+        made: dict[int, ReplayBuffer] = {}
         for handle in self.pending:
             tensor = handle.tensor
-            if isinstance(handle, Borrowed):
+            if isinstance(handle, BucketTensor):
                 seen.setdefault(id(handle.member), len(seen))
                 continue
             assert tensor is not None
@@ -264,7 +266,7 @@ class _Tape(Tape):
         for cell in made.values():
             cell.leave(self.owner.tier)
 
-    def as_foretold(self, plan: CellPlan, tensor: torch.Tensor) -> bool:
+    def as_foretold(self, plan: ReplayBufferPlan, tensor: torch.Tensor) -> bool:
         """Whether a derived tensor is the one that the plan means, and can come back as it says."""
         if tensor.untyped_storage().nbytes() != plan.bytes:
             return False
@@ -293,7 +295,7 @@ class _Tape(Tape):
 
 
 def _unpack(packed: Any) -> torch.Tensor:
-    return packed.unpack() if isinstance(packed, Handle) else packed
+    return packed.unpack() if isinstance(packed, SavedHandle) else packed
 
 
 def _without_drops(step: Step) -> Step:

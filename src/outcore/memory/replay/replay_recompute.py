@@ -19,10 +19,10 @@ from torch import nn
 
 from outcore.graph.record.recording import Context, Step, Tape, fill
 from outcore.graph.structure import leaves
-from outcore.memory.saved_tensors.recompute_batch_norm import Norm, norm_of
+from outcore.memory.saved_tensors.recompute_batch_norm import BatchNormCall, norm_of
 from outcore.ops.recomputable import again
 
-__all__ = ["Rerun", "States", "compile_rerun", "generator_states"]
+__all__ = ["BufferRecompute", "States", "compile_rerun", "generator_states"]
 
 States = Mapping[torch.Generator, torch.Tensor]
 
@@ -31,7 +31,7 @@ _FOLDING = {"matmul", "__matmul__", "__rmatmul__", "linear", "Linear"}
 
 
 @dataclass(frozen=True, slots=True)
-class Rerun:
+class BufferRecompute:
     """How one buffer is made again."""
 
     steps: tuple[Step, ...]
@@ -39,7 +39,7 @@ class Rerun:
     """Steps that draw numbers."""
     result: str
     """The value that ends up in the buffer's memory."""
-    norm: Norm | None = None
+    norm: BatchNormCall | None = None
     """The batch norm that the steps are, if they are one."""
     dtype: torch.dtype | None = None
     """Instead of steps: the result is cast to this type."""
@@ -47,7 +47,7 @@ class Rerun:
     """Products of matrices -> the values they read that required a gradient: torch computes them otherwise then."""
 
     @classmethod
-    def cast(cls, value: str, dtype: str) -> Rerun:
+    def cast(cls, value: str, dtype: str) -> BufferRecompute:
         """A copy of a value in another type."""
         return cls((), frozenset(), value, dtype=getattr(torch, dtype))
 
@@ -90,7 +90,7 @@ def compile_rerun(
     model: nn.Module,
     types: Mapping[str, str],
     trained: Callable[[Step], tuple[str, ...]] = lambda _: (),
-) -> Rerun:
+) -> BufferRecompute:
     """Prepare to make a buffer again.
 
     Args:
@@ -106,7 +106,7 @@ def compile_rerun(
     )
     random = frozenset(step.name for step in steps if again(types[step.name]) == "random")
     folding = {step.name: trained(step) for step in steps if types[step.name] in _FOLDING}
-    return Rerun(prepared, random, result, norm_of(steps, model, types), folding=folding)
+    return BufferRecompute(prepared, random, result, norm_of(steps, model, types), folding=folding)
 
 
 def generator_states(step: Step, tape: Tape) -> States:

@@ -36,16 +36,16 @@ from outcore.graph.structure import leaves
 from outcore.memory.encode.bitmask_relu import rectified_by_bits
 from outcore.memory.encode.byte_index_pool import pooled_by_bytes
 from outcore.memory.encode.pool_positions import window_of_call
-from outcore.memory.offload.backends import Tier
+from outcore.memory.offload.backends import Backend
 from outcore.memory.saved_tensors.module_calls import call_module, current_watcher, unwatched, watched
 from outcore.memory.saved_tensors.policy_table import CallPlan, PolicyTable
 from outcore.memory.saved_tensors.recompute import RecordedCall, generators_of, record_function, record_module
 from outcore.memory.saved_tensors.recompute_batch_norm import RELUS
-from outcore.memory.saved_tensors.saved_buffers import LiveBuffers, tensors_in, unpack
+from outcore.memory.saved_tensors.saved_buffers import SavedBuffers, tensors_in, unpack
 from outcore.ops.recomputable import again
 
 if TYPE_CHECKING:
-    from outcore.memory.param_offload.offloader import StateKeeper
+    from outcore.memory.param_offload.offloader import StateOffloader
 
 __all__ = ["LiveForward"]
 
@@ -78,10 +78,10 @@ class _Function:
 class LiveForward(TorchFunctionMode):
     """One forward of the user's model."""
 
-    def __init__(self, table: PolicyTable, tier: Tier | None, keeper: StateKeeper | None = None) -> None:
+    def __init__(self, table: PolicyTable, tier: Backend | None, keeper: StateOffloader | None = None) -> None:
         super().__init__()
         self.table, self.tier, self.keeper = table, tier, keeper
-        self.buffers = LiveBuffers(table, tier, keeper)
+        self.buffers = SavedBuffers(table, tier, keeper)
         self.met = 0
         """Planned calls that came."""
         self._node = table.root

@@ -26,7 +26,7 @@ from outcore.graph import Graph
 from outcore.graph.record.preserve import ModelState, state_tensors
 from outcore.graph.structure import leaves
 from outcore.machine.units import format_bytes
-from outcore.memory.saved_tensors.managed_forward import Governor
+from outcore.memory.saved_tensors.managed_forward import ManagedForward
 from outcore.ops.encoding import LOSSY, codec_of, held_bytes
 from outcore.planner.memory.plan import MemoryPlan
 
@@ -107,7 +107,7 @@ def lossy_buffers(policy: Mapping[str, str]) -> dict[str, str]:
 
 
 def effect_on_gradients(
-    governor: Governor,
+    governor: ManagedForward,
     graph: Graph,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -156,7 +156,7 @@ def _exactly(plan: MemoryPlan) -> dict[str, str]:
 
 
 def _gradients(
-    governor: Governor,
+    governor: ManagedForward,
     graph: Graph,
     policy: Mapping[str, str],
     args: tuple[Any, ...],
@@ -166,7 +166,7 @@ def _gradients(
     """Of every parameter, in a step under a policy."""
     model = governor.model
     settings = replace(governor.settings, budget_bytes=None, policy=dict(policy), graphs=False)
-    other = Governor(model, settings, governor.costs)
+    other = ManagedForward(model, settings, governor.costs)
     parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
     before = ModelState(model, state_tensors(model))
     try:

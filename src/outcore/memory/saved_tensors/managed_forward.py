@@ -41,30 +41,30 @@ from outcore.graph.record.keys import hooks_of, key_of
 from outcore.graph.record.preserve import ModelState, state_tensors
 from outcore.graph.record.recorder import planning
 from outcore.graph.record.recording import Mismatch
-from outcore.graph.record.versions import Versions
+from outcore.graph.record.versions import RecordingVersions
 from outcore.graph.structure import leaves
 from outcore.machine.units import format_bytes
 from outcore.memory.cuda_graphs.budget import planned_again
-from outcore.memory.cuda_graphs.step_graph import Graphed
-from outcore.memory.offload.backends import Tier, tier_for
+from outcore.memory.cuda_graphs.step_graph import StepGraph
+from outcore.memory.offload.backends import Backend, tier_for
 from outcore.memory.offload.bandwidth import memory_rate
-from outcore.memory.op_fusion.ab_test import Contest
-from outcore.memory.param_offload.escalation import Duty, follow, move
-from outcore.memory.param_offload.offloader import StateKeeper
+from outcore.memory.op_fusion.ab_test import AbTest
+from outcore.memory.param_offload.escalation import StateDuty, follow, move
+from outcore.memory.param_offload.offloader import StateOffloader
 from outcore.memory.replay.compile_policies import prepare
-from outcore.memory.replay.replay_forward import Pass
+from outcore.memory.replay.replay_forward import ReplayPass
 from outcore.memory.saved_tensors.call_size import CallSize
 from outcore.memory.saved_tensors.live_forward import LiveForward
-from outcore.memory.saved_tensors.peak_monitor import Measured, Observer, meter_for
-from outcore.memory.saved_tensors.plan_call import Proposal, propose
+from outcore.memory.saved_tensors.peak_monitor import MeasuredStep, PeakMonitor, meter_for
+from outcore.memory.saved_tensors.plan_call import CallProposal, propose
 from outcore.memory.saved_tensors.policy_table import compile_policies
-from outcore.memory.saved_tensors.settings import Admitted, Settings
+from outcore.memory.saved_tensors.settings import PlannedCall, Settings
 from outcore.planner.memory.plan import MemoryPlan
 
-__all__ = ["Governor", "Settings"]
+__all__ = ["ManagedForward", "Settings"]
 
 
-class Governor:
+class ManagedForward:
     """What is called instead of the model's ``forward``."""
 
     def __init__(
@@ -84,20 +84,20 @@ class Governor:
         self.settings = settings
         self.costs = costs
         """Measured for the first key; others are scaled from it."""
-        self.admitted: dict[Hashable, Admitted | None] = {}
+        self.admitted: dict[Hashable, PlannedCall | None] = {}
         """None for a key under which the model runs as it is."""
         self.tried: dict[Hashable, list[int]] = {}
         """What graphs took that were above the budget."""
-        self.versions = Versions()
+        self.versions = RecordingVersions()
         """What the recordings that run in the model's place have read."""
         self.varying: str | None = None
         """What changes in every call, so that none does."""
-        self.contest = Contest()
-        self.tier: Tier | None = None
+        self.contest = AbTest()
+        self.tier: Backend | None = None
         self.tier_bytes = 0
-        self.keeper: StateKeeper | None = None
+        self.keeper: StateOffloader | None = None
         """Keeps parameters and optimizer state below the device, where the plan says so."""
-        self.duty: Duty | None = None
+        self.duty: StateDuty | None = None
         """How that is done, and where they are to be."""
         self.elsewhere: torch.device | None = None
         """Where the model computes, if it is the copy of one whose parameters were not there."""
@@ -167,7 +167,7 @@ class Governor:
             return self.replayed(entry, args, kwargs)
         return self.live(key, entry, args, kwargs)
 
-    def live(self, key: Hashable, entry: Admitted, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def live(self, key: Hashable, entry: PlannedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model's own forward under its policies."""
         order = entry.plan.order.inside
         forward = self.original if order is None else order.turned(self.original)
@@ -176,7 +176,9 @@ class Governor:
         entry.diverged = entry.diverged + 1 if running.diverged else 0
         return result
 
-    def realigned(self, key: Hashable, entry: Admitted, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Admitted:
+    def realigned(
+        self, key: Hashable, entry: PlannedCall, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> PlannedCall:
         """The model has not run as its plan expects for some steps: plan what really runs; less and less often."""
         entry.diverged, patience = 0, 10 * entry.patience
         if self.settings.budget_bytes is not None and self.settings.policy is None:
@@ -191,15 +193,15 @@ class Governor:
         found.patience = patience
         return found
 
-    def replayed(self, entry: Admitted, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def replayed(self, entry: PlannedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the recording, in which calls were merged."""
         assert entry.holding is not None
         tensors = [t for _, t in leaves((args, kwargs), torch.Tensor)]
         if not entry.holding.recording.uses_data:
-            return Pass(entry.holding, self.model, tensors, self.tier, keeper=self.keeper).forward()
+            return ReplayPass(entry.holding, self.model, tensors, self.tier, keeper=self.keeper).forward()
         before = ModelState(self.model, state_tensors(self.model))
         try:
-            return Pass(entry.holding, self.model, tensors, self.tier, keeper=self.keeper).forward()
+            return ReplayPass(entry.holding, self.model, tensors, self.tier, keeper=self.keeper).forward()
         except Mismatch:
             before.restore()
             return self.plainly(*args, **kwargs)
@@ -239,7 +241,7 @@ class Governor:
             self._parameters = [weakref.ref(p) for p in found]
         return found
 
-    def watched(self, key: Hashable, entry: Admitted) -> bool:
+    def watched(self, key: Hashable, entry: PlannedCall) -> bool:
         """Whether steps that run as they are have something to tell."""
         asked = self.settings.budget_bytes is not None or key in self.contest.waiting
         return asked and entry.observer is not None
@@ -279,7 +281,7 @@ class Governor:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         graph: Graph | None = None,
-        found: Proposal | None = None,
+        found: CallProposal | None = None,
     ) -> None:
         """Record and plan a way of calling the model, as far as that is not done yet."""
         if any(hasattr(parameter, "device_mesh") for parameter in self.model.parameters()):
@@ -330,18 +332,18 @@ class Governor:
                 reassociated=self.settings.reassociated,
                 fused=found.fused,
             )
-        entry = self.admitted[key] = Admitted(plan, table, holding)
-        if self.settings.graphs and (self.device.type != "cuda" or holding is None or not Graphed.can(holding)):
+        entry = self.admitted[key] = PlannedCall(plan, table, holding)
+        if self.settings.graphs and (self.device.type != "cuda" or holding is None or not StepGraph.can(holding)):
             warnings.warn("outcore: this step cannot be a CUDA graph; it runs call by call", stacklevel=3)
         elif self.settings.graphs and holding is not None:
             other = next((e.graphed for e in self.admitted.values() if e is not None and e.graphed is not None), None)
-            entry.graphed, entry.idle = Graphed(holding, self.model, other), False
+            entry.graphed, entry.idle = StepGraph(holding, self.model, other), False
         if entry.graphed is None:
             self.make_room(table.offloaded_bytes)
         if not self.settings.graphs:
             costs = plan.keeping.costs
             state = self.settings.optimizer.state_bytes(costs.parameters)
-            entry.observer = Observer(self.model, state, costs.library_bytes, meter_for(self.device))
+            entry.observer = PeakMonitor(self.model, state, costs.library_bytes, meter_for(self.device))
             if found.fused.contested and self.costs is not None:
                 entry.library_s = found.library_s
 
@@ -360,7 +362,7 @@ class Governor:
             return scaled(found, self.costs) if self.costs is not None else by_bytes(found, memory_rate(self.device))
 
     def corrected(
-        self, key: Hashable, entry: Admitted, seen: Measured, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, key: Hashable, entry: PlannedCall, seen: MeasuredStep, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
         """Put what was measured beside the plan; whether that was above the budget and there is a new plan."""
         entry.observer, entry.measured = None, seen
@@ -404,7 +406,7 @@ class Governor:
         return None
 
     def compared(
-        self, key: Hashable, entry: Admitted, seen: Measured, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, key: Hashable, entry: PlannedCall, seen: MeasuredStep, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
         """Where fused norms disappoint, watch the library's for as long and keep what is faster; whether it changes."""
         if key in self.contest.waiting:
@@ -482,7 +484,7 @@ def _is_looked_at() -> bool:
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]
-def _call_by_call(governor: Governor, *args: Any, **kwargs: Any) -> Any:
+def _call_by_call(governor: ManagedForward, *args: Any, **kwargs: Any) -> Any:
     """Training under `torch.compile`: a compiler would keep what it likes, so the budget goes first."""
     warnings.warn(
         "outcore: this model trains within its budget call by call, and torch.compile around it has no effect on that; "

@@ -25,15 +25,15 @@ from outcore.machine.units import format_bytes, format_time
 from outcore.planner.memory.plan import MemoryPlan
 
 if TYPE_CHECKING:
-    from outcore.memory.param_offload.offloader import StateKeeper
+    from outcore.memory.param_offload.offloader import StateOffloader
 
-__all__ = ["Measured", "Meter", "Observer", "homes_of", "meter_for"]
+__all__ = ["MeasuredStep", "MemoryMeter", "PeakMonitor", "homes_of", "meter_for"]
 
 _WARM_UPS, _WATCHED = 1, 2
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredStep:
     """What a step took."""
 
     peak_bytes: int | None
@@ -48,7 +48,7 @@ class Measured:
         return f"measured {peak}{predicted}step {format_time(self.step_s)}"
 
 
-class Meter(Protocol):
+class MemoryMeter(Protocol):
     """Who counts the memory of a device."""
 
     def allocated(self) -> int:
@@ -83,15 +83,15 @@ class _Allocator:
         torch.cuda.synchronize(self.device)
 
 
-def meter_for(device: torch.device) -> Meter | None:
+def meter_for(device: torch.device) -> MemoryMeter | None:
     """Who counts the memory of a device; nobody on a CPU."""
     return _Allocator(device) if device.type == "cuda" else None
 
 
-class Observer:
+class PeakMonitor:
     """Looks at the beginning of every forward."""
 
-    def __init__(self, model: nn.Module, state_bytes: int, library_bytes: int, meter: Meter | None) -> None:
+    def __init__(self, model: nn.Module, state_bytes: int, library_bytes: int, meter: MemoryMeter | None) -> None:
         self.model, self.state_bytes, self.library_bytes = weakref.ref(model), state_bytes, library_bytes
         self.meter = meter
         self.steps = 0
@@ -100,7 +100,7 @@ class Observer:
         self.fastest_s = float("inf")
         self.began = 0.0
 
-    def look(self, tensors: Iterable[torch.Tensor], keeper: StateKeeper | None = None) -> Measured | None:
+    def look(self, tensors: Iterable[torch.Tensor], keeper: StateOffloader | None = None) -> MeasuredStep | None:
         """Forward begins; what was measured, once the last watched step is over."""
         if self.meter is not None:
             self.meter.wait()
@@ -111,7 +111,7 @@ class Observer:
                 self.peak = max(self.peak, self.meter.peak() - self.others)
         self.steps += 1
         if self.steps > _WARM_UPS + _WATCHED:
-            return Measured(self.peak if self.meter is not None else None, self.fastest_s)
+            return MeasuredStep(self.peak if self.meter is not None else None, self.fastest_s)
         if self.meter is not None:
             known = self.library_bytes + self.own(keeper) + sum(t.nbytes for t in tensors)
             self.others = max(0, self.meter.allocated() - known)
@@ -119,7 +119,7 @@ class Observer:
         self.began = time.perf_counter()
         return None
 
-    def own(self, keeper: StateKeeper | None) -> int:
+    def own(self, keeper: StateOffloader | None) -> int:
         """Bytes of weights, gradients and optimizer state that are here."""
         model = self.model()
         assert model is not None
@@ -135,7 +135,7 @@ class Observer:
         return sum(found.values())
 
 
-def homes_of(keeper: StateKeeper) -> list[torch.Tensor]:
+def homes_of(keeper: StateOffloader) -> list[torch.Tensor]:
     """Memory below the device in which state lives."""
     found = [parcel.home for parcel in keeper.parcels]
     if keeper.visits is not None:

@@ -18,23 +18,23 @@ from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.memory.offload.bandwidth import memory_rate, tier_below
 from outcore.memory.op_fusion.profitability import step_s
-from outcore.memory.op_fusion.select import Fusions
+from outcore.memory.op_fusion.select import SelectedFusions
 from outcore.memory.replay.compile_policies import check_policy
 from outcore.memory.saved_tensors.settings import Settings
-from outcore.planner.memory.memory_format import MemoryOrder
+from outcore.planner.memory.memory_format import MemoryFormat
 from outcore.planner.memory.plan import MemoryPlan, plan_memory
 
-__all__ = ["Proposal", "propose"]
+__all__ = ["CallProposal", "propose"]
 
 
 @dataclass(frozen=True)
-class Proposal:
+class CallProposal:
     """A plan, with what it expects to be fused."""
 
     plan: MemoryPlan
     graph: Graph
     """The network as it runs then."""
-    fused: Fusions
+    fused: SelectedFusions
     library_s: float
     """Predicted time of a step in which norms are the library's."""
 
@@ -48,7 +48,7 @@ def propose(
     first: MemoryPlan | None,
     *,
     inherited: bool = False,
-) -> Proposal:
+) -> CallProposal:
     """Plan a way of calling a model.
 
     Args:
@@ -64,9 +64,9 @@ def propose(
         PlanError: the budget is too small, or policies chosen by hand do not meet it.
     """
     rate = memory_rate(device)
-    fused = Fusions()
+    fused = SelectedFusions()
     if settings.reassociated and settings.fuse:
-        fused = Fusions.worth_it(graph, model, costs, rate, device, issued=not settings.graphs)
+        fused = SelectedFusions.worth_it(graph, model, costs, rate, device, issued=not settings.graphs)
         fused = fused.sparing(settings.policy or ())
     written, expected = fused.applied(graph, model, costs, rate)
     plan = _plan(written, expected, settings, device, first, inherited=inherited)
@@ -79,7 +79,7 @@ def propose(
     if written is not graph and order.plain_s is None:  # a plan is held against training as the user wrote it
         order = _against_plain(order, graph, costs, settings)
     plan = replace(plan, reassociated=settings.reassociated, order=order)
-    return Proposal(plan, written, fused, step_s(costs) + plan.outcome.extra_s)
+    return CallProposal(plan, written, fused, step_s(costs) + plan.outcome.extra_s)
 
 
 def _plan(
@@ -127,7 +127,7 @@ def _plan(
     return planned(None)
 
 
-def _against_plain(order: MemoryOrder, graph: Graph, costs: Costs, settings: Settings) -> MemoryOrder:
+def _against_plain(order: MemoryFormat, graph: Graph, costs: Costs, settings: Settings) -> MemoryFormat:
     """With time and peak of plain training."""
     beside = settings.beside_bytes
     plain = plan_memory(graph, costs, budget_bytes=None, optimizer=settings.optimizer, loss_bytes=beside, policy={})

@@ -23,11 +23,11 @@ from outcore.graph.parts import BlockKind
 from outcore.graph.record.recording import Ref
 from outcore.graph.structure import leaves
 from outcore.memory.replay.compile_policies import check_policy, room_below
-from outcore.memory.saved_tensors.recompute_batch_norm import NORMS, Renorm
+from outcore.memory.saved_tensors.recompute_batch_norm import NORMS, BatchNormRecompute
 from outcore.ops.encoding import codec_of, moves
-from outcore.planner.memory.copy_schedule import Transfers
+from outcore.planner.memory.copy_schedule import CopySchedule
 
-__all__ = ["BufferPlan", "CallPlan", "Node", "PolicyTable", "compile_policies"]
+__all__ = ["BufferPlan", "CallPlan", "ModulePlans", "PolicyTable", "compile_policies"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class CallPlan:
     """What autograd keeps of it is looked at."""
 
 
-class Node:
+class ModulePlans:
     """One module of the model, and the plans of the calls that happen in it."""
 
     __slots__ = ("calls", "functions", "kind", "module", "path", "seen", "type")
@@ -96,8 +96,8 @@ class Node:
 class PolicyTable:
     """A plan, call by call."""
 
-    root: Node
-    nodes: dict[int, Node]
+    root: ModulePlans
+    nodes: dict[int, ModulePlans]
     """By module (id)."""
     calls: dict[str, CallPlan]
     length: int
@@ -106,7 +106,7 @@ class PolicyTable:
     """Position -> buffers whose copy out must be over before its backward."""
     fetched: Mapping[int, tuple[str, ...]]
     """Position -> buffers that start to come back before its backward."""
-    renorm: Renorm
+    renorm: BatchNormRecompute
     offloaded_bytes: int = 0
     verified: dict[str, bool] = field(default_factory=dict)
     """Copy in another type -> whether it was seen to be that; filled in by the first run."""
@@ -122,7 +122,7 @@ def compile_policies(
     model: nn.Module,
     buffers: Mapping[str, Buffer],
     policy: Mapping[str, str],
-    transfers: Transfers | None = None,
+    transfers: CopySchedule | None = None,
     *,
     reassociated: bool = False,
 ) -> PolicyTable:
@@ -148,7 +148,7 @@ class _Compiler:
         model: nn.Module,
         buffers: Mapping[str, Buffer],
         policy: Mapping[str, str],
-        transfers: Transfers | None,
+        transfers: CopySchedule | None,
     ) -> None:
         self.graph, self.model, self.buffers = graph, model, buffers
         self.order = list(graph.calls)
@@ -239,7 +239,9 @@ class _Compiler:
     def table(self, reassociated: bool) -> PolicyTable:
         """Everything by the module in which it happens."""
         named = paths(self.model)
-        nodes = {path: Node(module, path, kind_of(module) if path else "container") for module, path in named.items()}
+        nodes = {
+            path: ModulePlans(module, path, kind_of(module) if path else "container") for module, path in named.items()
+        }
         for name, plan in self.calls.items():
             norm = plan.records and plan.type in NORMS  # whose statistics are wanted
             plan.hooked = bool(plan.saves or plan.derived or plan.shape_only or norm)
@@ -257,6 +259,6 @@ class _Compiler:
             length=len(self.order),
             released_late={k: tuple(v) for k, v in self.late.items()},
             fetched={k: tuple(v) for k, v in self.fetched.items()},
-            renorm=Renorm(reassociated),
+            renorm=BatchNormRecompute(reassociated),
             offloaded_bytes=self.bytes,
         )

@@ -38,8 +38,8 @@ from outcore.memory.replay.replay_recompute import (
 from outcore.ops.recomputable import again
 
 if TYPE_CHECKING:
-    from outcore.memory.param_offload.residency import Traffic
-    from outcore.memory.replay.replay_buffer import Cell
+    from outcore.memory.param_offload.residency import ParamResidency
+    from outcore.memory.replay.replay_buffer import ReplayBuffer
 
 __all__ = ["Argument", "RecordedCall", "cast_of", "generators_of", "record_function", "record_module"]
 
@@ -82,7 +82,9 @@ class Argument:
 
     __slots__ = ("address", "cell", "geometry", "own", "parameter", "tensor", "trained", "version")
 
-    def __init__(self, tensor: torch.Tensor, address: int, cell: Cell | None, *, own: bool, moves: bool) -> None:
+    def __init__(
+        self, tensor: torch.Tensor, address: int, cell: ReplayBuffer | None, *, own: bool, moves: bool
+    ) -> None:
         self.address, self.parameter = address, isinstance(tensor, nn.Parameter)
         self.cell, self.own, self.trained = cell, own, tensor.requires_grad
         self.version = 0 if tensor.is_inference() else tensor._version
@@ -136,7 +138,7 @@ class RecordedCall:
         self.folds, self.states = folds, states
         self.autocast = _autocast_modes()
 
-    def run(self, memory: torch.Tensor | None = None, traffic: Traffic | None = None) -> Any:
+    def run(self, memory: torch.Tensor | None = None, traffic: ParamResidency | None = None) -> Any:
         """Run it again; returns what it returns, without autograd.
 
         Args:
@@ -191,7 +193,12 @@ class _Holder:
     """Holds the arguments of one call."""
 
     def __init__(
-        self, at: Mapping[int, Cell], own: Cell | None, *, moves: bool, given: Callable[[], Collection[int]]
+        self,
+        at: Mapping[int, ReplayBuffer],
+        own: ReplayBuffer | None,
+        *,
+        moves: bool,
+        given: Callable[[], Collection[int]],
     ) -> None:
         self.at, self.own, self.moves, self.given = at, own, moves, given
         self.found: list[Argument] = []
@@ -244,9 +251,9 @@ def record_function(
     name: str,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    at: Mapping[int, Cell],
+    at: Mapping[int, ReplayBuffer],
     *,
-    own: Cell | None = None,
+    own: ReplayBuffer | None = None,
     moves: bool = False,
     states: States | None = None,
     given: Callable[[], Collection[int]] = _nothing,
@@ -296,9 +303,9 @@ def record_module(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    at: Mapping[int, Cell],
+    at: Mapping[int, ReplayBuffer],
     *,
-    own: Cell | None = None,
+    own: ReplayBuffer | None = None,
     moves: bool = False,
     states: States | None = None,
     given: Callable[[], Collection[int]] = _nothing,
@@ -348,7 +355,7 @@ def cast_of(
     path: str,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    at: Mapping[int, Cell],
+    at: Mapping[int, ReplayBuffer],
     *,
     moves: bool,
 ) -> RecordedCall | None:

@@ -26,8 +26,8 @@ from outcore.graph.record.recording import Ref, Step
 __all__ = [
     "NORMS",
     "RELUS",
-    "Norm",
-    "Renorm",
+    "BatchNormCall",
+    "BatchNormRecompute",
     "Statistics",
     "dense",
     "memory_format",
@@ -50,7 +50,7 @@ RELUS = {"ReLU", "relu", "relu_"}
 
 
 @dataclass(frozen=True, slots=True)
-class Norm:
+class BatchNormCall:
     """A batch norm in training, maybe with a ReLU that writes into its output."""
 
     call: str
@@ -60,7 +60,7 @@ class Norm:
     relu: bool
 
 
-def norm_of(steps: Sequence[Step], model: nn.Module, types: Mapping[str, str]) -> Norm | None:
+def norm_of(steps: Sequence[Step], model: nn.Module, types: Mapping[str, str]) -> BatchNormCall | None:
     """The norm that a buffer's writers are, if they are one."""
     first, *rest = steps
     if (
@@ -79,11 +79,11 @@ def norm_of(steps: Sequence[Step], model: nn.Module, types: Mapping[str, str]) -
         return None
     if not (module.training or module.running_mean is None) or module.weight is None:
         return None
-    return Norm(first.name, given.name, first.outputs[0], module, bool(rest))
+    return BatchNormCall(first.name, given.name, first.outputs[0], module, bool(rest))
 
 
 @dataclass
-class Renorm:
+class BatchNormRecompute:
     """How each norm of a model is made again."""
 
     reassociated: bool = False
@@ -91,7 +91,7 @@ class Renorm:
     """Call -> order of rounding; none where no order will do."""
 
     def statistics(
-        self, norm: Norm, x: torch.Tensor, out: torch.Tensor, saved: Iterable[torch.Tensor]
+        self, norm: BatchNormCall, x: torch.Tensor, out: torch.Tensor, saved: Iterable[torch.Tensor]
     ) -> Statistics | None:
         """What a norm that has just run has left for making it again.
 
@@ -110,7 +110,7 @@ class Renorm:
             self.orders[norm.call] = self._order(module, x.detach(), out.detach(), found) if found else None
         return found if self.orders[norm.call] is not None else None
 
-    def run(self, norm: Norm, x: torch.Tensor, statistics: Statistics) -> torch.Tensor:
+    def run(self, norm: BatchNormCall, x: torch.Tensor, statistics: Statistics) -> torch.Tensor:
         """The norm again."""
         order = self.orders[norm.call]
         assert order is not None

@@ -19,25 +19,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from outcore.graph.structure import leaves
-from outcore.memory.offload.backends import Tier
-from outcore.memory.replay.replay_buffer import Cell, Geometry, as_it_lay, graph_is_kept
+from outcore.memory.offload.backends import Backend
+from outcore.memory.replay.replay_buffer import Geometry, ReplayBuffer, as_it_lay, graph_is_kept
 from outcore.memory.saved_tensors.recompute import RecordedCall
-from outcore.memory.saved_tensors.recompute_batch_norm import Norm, Statistics
+from outcore.memory.saved_tensors.recompute_batch_norm import BatchNormCall, Statistics
 
 if TYPE_CHECKING:
-    from outcore.memory.encode.codecs import Window
-    from outcore.memory.saved_tensors.saved_buffers import LiveBuffers
+    from outcore.memory.encode.codecs import PoolWindow
+    from outcore.memory.saved_tensors.saved_buffers import SavedBuffers
 
-__all__ = ["LiveCell"]
+__all__ = ["SavedBuffer"]
 
 
-class LiveCell(Cell):
+class SavedBuffer(ReplayBuffer):
     """One buffer of one forward pass, with the calls that wrote it."""
 
-    owner: LiveBuffers  # type: ignore[assignment]
+    owner: SavedBuffers  # type: ignore[assignment]
 
     def __init__(
-        self, name: str, policy: str, owner: LiveBuffers, *, derived: bool = False, window: Window | None = None
+        self, name: str, policy: str, owner: SavedBuffers, *, derived: bool = False, window: PoolWindow | None = None
     ) -> None:
         self.name, self.policy, self.owner, self.window = name, policy, owner, window
         self.uses, self.derived = 0, derived
@@ -48,7 +48,7 @@ class LiveCell(Cell):
     path = ""
     """Where it stands in what its first writer returns."""
     lay: Geometry | None = None
-    norm: tuple[Norm, Statistics] | None = None
+    norm: tuple[BatchNormCall, Statistics] | None = None
     """The batch norm that its first writer is, where that can be made again from its statistics."""
     rectified = False
     """Its second writer is a ReLU."""
@@ -78,7 +78,7 @@ class LiveCell(Cell):
         self.policy = "keep"
         self._forget_writers()
 
-    def leave(self, tier: Tier | None) -> None:
+    def leave(self, tier: Backend | None) -> None:
         """Its last use in forward is over."""
         self.has_left = True
         if self.policy == "recompute" and not self.writers:
@@ -118,7 +118,7 @@ class LiveCell(Cell):
             for a in call.arguments
         )
 
-    def made_from(self) -> Iterable[Cell]:
+    def made_from(self) -> Iterable[ReplayBuffer]:
         """The cells that making it again reads."""
         return (source for call in self.writers for source in self._sources(call))
 
@@ -152,7 +152,7 @@ class LiveCell(Cell):
                     source.memory = None
         self.writers = []
 
-    def _sources(self, call: RecordedCall) -> Iterable[LiveCell]:
+    def _sources(self, call: RecordedCall) -> Iterable[SavedBuffer]:
         return (a.cell for a in call.arguments if a.cell is not None)  # type: ignore[misc]
 
 

@@ -19,43 +19,43 @@ import torch
 from torch import nn
 
 from outcore.graph.structure import leaves
-from outcore.memory.encode.pool_positions import Window
-from outcore.memory.offload.backends import Tier
-from outcore.memory.param_offload.buckets import Borrowed
-from outcore.memory.replay.replay_buffer import Geometry, Handle, over
+from outcore.memory.encode.pool_positions import PoolWindow
+from outcore.memory.offload.backends import Backend
+from outcore.memory.param_offload.buckets import BucketTensor
+from outcore.memory.replay.replay_buffer import Geometry, SavedHandle, over
 from outcore.memory.saved_tensors.policy_table import BufferPlan, CallPlan, PolicyTable
 from outcore.memory.saved_tensors.recompute import RecordedCall, cast_of
-from outcore.memory.saved_tensors.recompute_batch_norm import NORMS, RELUS, Norm
-from outcore.memory.saved_tensors.saved_buffer import LiveCell
+from outcore.memory.saved_tensors.recompute_batch_norm import NORMS, RELUS, BatchNormCall
+from outcore.memory.saved_tensors.saved_buffer import SavedBuffer
 from outcore.ops.encoding import codec_of, moves
 from outcore.ops.recomputable import need
 
 if TYPE_CHECKING:
-    from outcore.memory.param_offload.offloader import StateKeeper
+    from outcore.memory.param_offload.offloader import StateOffloader
 
-__all__ = ["ORDINARY", "LiveBuffers", "tensors_in", "unpack"]
+__all__ = ["ORDINARY", "SavedBuffers", "tensors_in", "unpack"]
 
 ORDINARY = (torch.Tensor, nn.Parameter)
 _FACTORIES = {"zeros", "ones", "full", "arange", "linspace", "eye", "rand", "randn"}
 
 
-class LiveBuffers:
+class SavedBuffers:
     """The buffers of one forward."""
 
-    def __init__(self, table: PolicyTable, tier: Tier | None, keeper: StateKeeper | None) -> None:
+    def __init__(self, table: PolicyTable, tier: Backend | None, keeper: StateOffloader | None) -> None:
         self.table, self.tier, self.keeper = table, tier, keeper
         self.position = table.length
         """How far backward has come."""
-        self.waiting: dict[str, weakref.ref[LiveCell]] = {}
+        self.waiting: dict[str, weakref.ref[SavedBuffer]] = {}
         """Buffers that were offloaded."""
-        self.at: dict[int, LiveCell] = {}
+        self.at: dict[int, SavedBuffer] = {}
         """Address of a storage -> the cell of what is in it."""
-        self.pending: list[Handle] = []
+        self.pending: list[SavedHandle] = []
         """What autograd has saved of the call that is running."""
-        self._cells: dict[str, LiveCell] = {}
-        self._readers: dict[int, list[weakref.ref[LiveCell]]] = {}
+        self._cells: dict[str, SavedBuffer] = {}
+        self._readers: dict[int, list[weakref.ref[SavedBuffer]]] = {}
         """Address of a storage -> cells that are made again from what is in it."""
-        self._copying: dict[int, LiveCell] = {}
+        self._copying: dict[int, SavedBuffer] = {}
         """Address of a storage -> the cell whose copy out may be under way."""
 
     # Forward
@@ -94,7 +94,7 @@ class LiveBuffers:
         if self.keeper is not None and (borrowed := self.keeper.claim(tensor)) is not None:
             self.pending.append(borrowed)  # it counts among what the call keeps
             return borrowed
-        handle = Handle(tensor)
+        handle = SavedHandle(tensor)
         self.pending.append(handle)
         return handle
 
@@ -109,7 +109,7 @@ class LiveBuffers:
         policy = plan.policy
         if policy == "recompute" and (call is None or storage.nbytes() != tensor.numel() * tensor.element_size()):
             policy = "keep"
-        cell = self._cells[plan.name] = LiveCell(plan.name, policy, self)
+        cell = self._cells[plan.name] = SavedBuffer(plan.name, policy, self)
         cell.path, cell.lay = path, Geometry.of(tensor)
         cell.born(tensor)
         self.at[address] = cell
@@ -124,13 +124,13 @@ class LiveBuffers:
         elif moves(policy):
             self.waiting[plan.name] = weakref.ref(cell)
 
-    def note_reader(self, cell: LiveCell, call: RecordedCall) -> None:
+    def note_reader(self, cell: SavedBuffer, call: RecordedCall) -> None:
         reference = weakref.ref(cell)
         for argument in call.arguments:
             if not argument.own:
                 self._readers.setdefault(argument.address, []).append(reference)
 
-    def _note_norm(self, cell: LiveCell, out: torch.Tensor, name: str, call: RecordedCall) -> None:
+    def _note_norm(self, cell: SavedBuffer, out: torch.Tensor, name: str, call: RecordedCall) -> None:
         """A batch norm has run that will be made again: keep its statistics, if they are enough."""
         layer: Any = call.target.module  # type: ignore[attr-defined]
         if not (layer.training or layer.running_mean is None) or layer.weight is None:
@@ -139,7 +139,7 @@ class LiveBuffers:
         if x is None or x.shape != out.shape:
             return
         key = f"{cell.name} {x.dtype} {x.stride()}"
-        norm = Norm(key, "", "", layer, relu=False)
+        norm = BatchNormCall(key, "", "", layer, relu=False)
         saved = [h.tensor for h in self.pending if h.tensor is not None]
         found = self.table.renorm.statistics(norm, x, out, saved)
         if found is not None:
@@ -152,15 +152,15 @@ class LiveBuffers:
         module: nn.Module | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        window: Window | None,
+        window: PoolWindow | None,
     ) -> None:
         """Give the handles of a call to their cells."""
         shapes = plan.shape_only if plan.shape_only and _shape_is_enough(name, module, args, kwargs) else ()
         places: dict[int, int] = {}
-        made: dict[int, LiveCell] = {}
+        made: dict[int, SavedBuffer] = {}
         for handle in self.pending:
             tensor = handle.tensor
-            if isinstance(handle, Borrowed):
+            if isinstance(handle, BucketTensor):
                 places.setdefault(id(handle.member), len(places))
                 continue
             assert tensor is not None
@@ -197,15 +197,15 @@ class LiveBuffers:
         tensor: torch.Tensor,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        window: Window | None,
-    ) -> LiveCell | None:
+        window: PoolWindow | None,
+    ) -> SavedBuffer | None:
         """A cell for what an operation derives for its backward, if that is what the plan means."""
         codec = codec_of(plan.policy)
         if codec == "window" and (window is None or tensor.dtype is not torch.int64):
             return None
         if codec == "bits" and not (tensor.dtype is torch.bool or tensor.is_floating_point()):
             return None
-        cell = LiveCell(plan.name, plan.policy, self, derived=True, window=window if codec == "window" else None)
+        cell = SavedBuffer(plan.name, plan.policy, self, derived=True, window=window if codec == "window" else None)
         if plan.policy == "recompute":
             call = cast_of(plan.copy_of, args, kwargs, self.at, moves=self.keeper is not None)
             if call is None or not self._is_cast(plan.name, call, tensor):
@@ -237,7 +237,7 @@ class LiveBuffers:
             known[key] = fits and bool(torch.equal(cast.reshape(-1), tensor.reshape(-1)))
         return known[key]
 
-    def _leave(self, cell: LiveCell) -> None:
+    def _leave(self, cell: SavedBuffer) -> None:
         """The last use of a buffer in forward is over."""
         address = 0
         if cell.memory is not None:
@@ -260,7 +260,7 @@ class LiveBuffers:
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(reached)
 
-    def about_to_write(self, tensor: Any, by: LiveCell | None = None) -> None:
+    def about_to_write(self, tensor: Any, by: SavedBuffer | None = None) -> None:
         """A tensor is about to be written in place; `by` is the cell that has recorded the call which does it."""
         if type(tensor) is list or type(tensor) is tuple:  # functions on lists of tensors
             for each in tensor:
@@ -299,14 +299,14 @@ class LiveBuffers:
                     cell.fetch()
         self.position = position
 
-    def _cell(self, name: str) -> LiveCell | None:
+    def _cell(self, name: str) -> SavedBuffer | None:
         reference = self.waiting.get(name)
         return reference() if reference is not None else None
 
 
 def unpack(packed: Any) -> torch.Tensor:
     """The saved tensor that autograd holds something for."""
-    return packed.unpack() if isinstance(packed, Handle) else packed
+    return packed.unpack() if isinstance(packed, SavedHandle) else packed
 
 
 def tensors_in(result: Any) -> Iterable[tuple[str, torch.Tensor]]:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from outcore.cost.optimizer_cost import OptimizerCost
-from outcore.memory.cuda_graphs.step_graph import Graphed
-from outcore.memory.replay.compile_policies import Holding
-from outcore.memory.saved_tensors.peak_monitor import Measured, Observer
+from outcore.memory.cuda_graphs.step_graph import StepGraph
+from outcore.memory.replay.compile_policies import CompiledRecording
+from outcore.memory.saved_tensors.peak_monitor import MeasuredStep, PeakMonitor
 from outcore.memory.saved_tensors.policy_table import PolicyTable
-from outcore.planner.memory.buckets import Cargo
-from outcore.planner.memory.memory_format import MemoryOrder
+from outcore.planner.memory.buckets import OffloadableParams
+from outcore.planner.memory.memory_format import MemoryFormat
 from outcore.planner.memory.plan import MemoryPlan
 from outcore.planner.memory.state_policy import StatePolicy
 
-__all__ = ["Admitted", "Settings"]
+__all__ = ["PlannedCall", "Settings"]
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,13 @@ class Settings:
     """Run forward and backward as CUDA graphs."""
     states: tuple[StatePolicy, ...] = (StatePolicy(),)
     """Where parameters, gradients and optimizer state may live, the first that meets the budget."""
-    cargo: Cargo | None = None
+    cargo: OffloadableParams | None = None
     """What of the parameters can leave the device."""
     reassociated: bool = False
     """Results may differ from plain training by rounding."""
     fuse: bool = True
     """Then, norms may become one operation with their ReLU."""
-    order: MemoryOrder = field(default_factory=MemoryOrder)
+    order: MemoryFormat = field(default_factory=MemoryFormat)
     """Of images inside the network."""
     quiet: bool = True
     """Do not say what was measured."""
@@ -61,22 +61,22 @@ class Settings:
 
 
 @dataclass
-class Admitted:
+class PlannedCall:
     """One way of calling the model, ready to run."""
 
     plan: MemoryPlan
     table: PolicyTable
-    holding: Holding | None = None
+    holding: CompiledRecording | None = None
     """The recording with its policies, where it may run in the place of the model's own code."""
     diverged: int = 0
     """Forwards in a row that were not as the plan expects."""
     patience: int = 3
     """So many of them, and what really runs is planned."""
-    graphed: Graphed | None = None
+    graphed: StepGraph | None = None
     """Forward and backward as CUDA graphs, where that was asked for and can be."""
-    observer: Observer | None = None
+    observer: PeakMonitor | None = None
     """Looks at the first steps."""
-    measured: Measured | None = None
+    measured: MeasuredStep | None = None
     """What it has seen."""
     library_s: float = float("inf")
     """Predicted time of a step in which norms are the library's, where times were measured."""

@@ -26,8 +26,8 @@ from outcore.graph import Graph
 from outcore.graph.record.preserve import ModelState, state_tensors
 from outcore.graph.structure import leaves
 from outcore.machine.units import format_bytes
-from outcore.memory.saved_tensors.managed_forward import Governor
-from outcore.memory.saved_tensors.settings import Admitted
+from outcore.memory.saved_tensors.managed_forward import ManagedForward
+from outcore.memory.saved_tensors.settings import PlannedCall
 
 __all__ = ["rehearse"]
 
@@ -37,7 +37,7 @@ _STEP = 0.05
 
 
 def rehearse(
-    governor: Governor,
+    governor: ManagedForward,
     key: Hashable,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -80,8 +80,8 @@ def rehearse(
 
 
 def _reserved(
-    governor: Governor,
-    entry: Admitted,
+    governor: ManagedForward,
+    entry: PlannedCall,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     loss: Callable[[Any], torch.Tensor] | None,

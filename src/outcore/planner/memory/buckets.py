@@ -17,7 +17,16 @@ from outcore.graph import Graph
 if TYPE_CHECKING:
     from outcore.planner.memory.state_policy import StatePolicy
 
-__all__ = ["ALIGN", "Cargo", "Item", "limits", "packed", "rounded", "that_follows", "that_leave"]
+__all__ = [
+    "ALIGN",
+    "OffloadableParam",
+    "OffloadableParams",
+    "limits",
+    "packed",
+    "rounded",
+    "that_follows",
+    "that_leave",
+]
 
 ALIGN = 512
 """As allocators align: kernels choose by alignment, and must choose what they choose in plain training."""
@@ -27,7 +36,7 @@ better part of a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class OffloadableParam:
     """A parameter that can leave."""
 
     name: str
@@ -36,27 +45,27 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Cargo:
+class OffloadableParams:
     """Parameters that can leave, in the order in which a step first uses them."""
 
-    items: tuple[Item, ...]
+    items: tuple[OffloadableParam, ...]
     calls: Mapping[str, tuple[str, ...]]
     """Call -> what it reads of them."""
     other_names: Mapping[str, str]
     """Of a parameter that has several: each -> the one it has here."""
 
     @classmethod
-    def of(cls, graph: Graph, parameters: Mapping[str, int]) -> Cargo:
+    def of(cls, graph: Graph, parameters: Mapping[str, int]) -> OffloadableParams:
         """All trained parameters that a graph reads."""
         calls = {name: tuple(p for p in call.parameters if p in parameters) for name, call in graph.calls.items()}
         names = dict.fromkeys(p for read in calls.values() for p in read)
-        return cls(tuple(Item(name, parameters[name]) for name in names), calls, {})
+        return cls(tuple(OffloadableParam(name, parameters[name]) for name in names), calls, {})
 
     def name(self, given: str) -> str:
         """The name that a parameter has here."""
         return self.other_names.get(given, given)
 
-    def lots(self, policy: StatePolicy) -> list[list[Item]]:
+    def lots(self, policy: StatePolicy) -> list[list[OffloadableParam]]:
         """What travels together, those that are trained and those that are not apart, in the order of use."""
         most, first = limits(policy, sum(item.bytes for item in self.items))
         place = {item.name: i for i, item in enumerate(self.items)}

@@ -19,19 +19,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from outcore.cost.buffers import Buffer
-from outcore.planner.memory.disk_overflow import Overflow
+from outcore.planner.memory.disk_overflow import DiskOverflow
 
 if TYPE_CHECKING:
-    from outcore.planner.memory.evaluate import Keeping
+    from outcore.planner.memory.evaluate import StepModel
 
-__all__ = ["Tier", "Transfer", "Transfers", "schedule_transfers"]
+__all__ = ["BufferCopies", "CopySchedule", "OffloadTarget", "schedule_transfers"]
 
 _AHEAD = 1.5
 """A fetch starts this much earlier than its time on the link, because predictions are not exact."""
 
 
 @dataclass(frozen=True, slots=True)
-class Tier:
+class OffloadTarget:
     """The slower memory below a device: the host's below a GPU, the disk below a CPU."""
 
     out_bytes_per_s: float
@@ -40,12 +40,12 @@ class Tier:
     """Its room; none where that is not known."""
     least_bytes: int = 2**20
     """Smaller buffers are not worth a copy."""
-    beyond: Tier | None = None
+    beyond: OffloadTarget | None = None
     """Where goes what has no room."""
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class BufferCopies:
     """One buffer's way out and back."""
 
     buffer: str
@@ -62,10 +62,10 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
-class Transfers:
+class CopySchedule:
     """All copies of a step."""
 
-    moved: tuple[Transfer, ...]
+    moved: tuple[BufferCopies, ...]
     stall_s: float
     """How long the computing waits; for ever, where there is no room for all."""
     bytes: int
@@ -74,12 +74,12 @@ class Transfers:
 
 
 def schedule_transfers(
-    keeping: Keeping,
+    keeping: StepModel,
     moved: Sequence[tuple[Buffer, int]],
     recomputed: Mapping[str, tuple[int, int]],
-    tier: Tier,
+    tier: OffloadTarget,
     early: Collection[str] = (),
-) -> Transfers:
+) -> CopySchedule:
     """Place the copies.
 
     Args:
@@ -92,10 +92,10 @@ def schedule_transfers(
     size = sum(buffer.bytes for buffer, _ in moved)
     full = tier.capacity_bytes is not None and size > tier.capacity_bytes
     if full and tier.beyond is None:
-        return Transfers((), float("inf"), size)
+        return CopySchedule((), float("inf"), size)
     clock = _Clock(keeping, recomputed)
     leaving = [buffer for buffer, _ in sorted(moved, key=lambda row: row[0].last)]
-    overflow = Overflow(leaving, tier.capacity_bytes or 0, tier.beyond) if full and tier.beyond else None
+    overflow = DiskOverflow(leaving, tier.capacity_bytes or 0, tier.beyond) if full and tier.beyond else None
     ends: dict[str, float] = {}
     free_s = 0.0
     for buffer in leaving:
@@ -129,10 +129,10 @@ def schedule_transfers(
         out_s = min(ends[buffer.name], clock.forward_end[-1]) if buffer.name in early else ends[buffer.name]
         found.append(_transfer(keeping, clock, buffer, out_s, fetch))
     further = sum(b.bytes for b in leaving if b.name in overflow.further) if overflow is not None else 0
-    return Transfers(tuple(found), stall_s + turn_s, size, further)
+    return CopySchedule(tuple(found), stall_s + turn_s, size, further)
 
 
-def _transfer(keeping: Keeping, clock: _Clock, buffer: Buffer, out_s: float, fetch: int) -> Transfer:
+def _transfer(keeping: StepModel, clock: _Clock, buffer: Buffer, out_s: float, fetch: int) -> BufferCopies:
     position = bisect_left(clock.forward_end, out_s)
     wait: tuple[str, int]
     if position < len(clock.forward_end):
@@ -142,16 +142,16 @@ def _transfer(keeping: Keeping, clock: _Clock, buffer: Buffer, out_s: float, fet
         position = max(_no_earlier(keeping, clock.after_backward(out_s)), fetch)
         wait, gone = ("backward", position), keeping.backward_at[position]
     back = keeping.backward_at[fetch]
-    return Transfer(buffer.name, buffer.last, wait, fetch, min(gone, back), back)
+    return BufferCopies(buffer.name, buffer.last, wait, fetch, min(gone, back), back)
 
 
-def _no_later(keeping: Keeping, position: int) -> int:
+def _no_later(keeping: StepModel, position: int) -> int:
     """The call at a position, or the one before it in backward: copies start and end only where backward comes by."""
     there = keeping.differentiated
     return there[min(bisect_left(there, position), len(there) - 1)]
 
 
-def _no_earlier(keeping: Keeping, position: int) -> int:
+def _no_earlier(keeping: StepModel, position: int) -> int:
     """The call at a position, or the one after it in backward."""
     there = keeping.differentiated
     return there[max(bisect_right(there, position) - 1, 0)]
@@ -160,7 +160,7 @@ def _no_earlier(keeping: Keeping, position: int) -> int:
 class _Clock:
     """When each call's forward ends and its backward starts, if the computing never waits."""
 
-    def __init__(self, keeping: Keeping, recomputed: Mapping[str, tuple[int, int]]) -> None:
+    def __init__(self, keeping: StepModel, recomputed: Mapping[str, tuple[int, int]]) -> None:
         self.forward_end: list[float] = []
         now = 0.0
         for seconds in keeping.forward_s:

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 from outcore.cost.buffers import Buffer
 
 if TYPE_CHECKING:
-    from outcore.planner.memory.copy_schedule import Tier
+    from outcore.planner.memory.copy_schedule import OffloadTarget
 
-__all__ = ["Overflow", "spilled"]
+__all__ = ["DiskOverflow", "spilled"]
 
 
 def spilled(sizes: Sequence[int], room_bytes: int) -> int:
@@ -37,10 +37,10 @@ def spilled(sizes: Sequence[int], room_bytes: int) -> int:
     return count
 
 
-class Overflow:
+class DiskOverflow:
     """The host's memory and the disk in one step, call after call in the order of time."""
 
-    def __init__(self, leaving: Sequence[Buffer], room_bytes: int, disk: Tier) -> None:
+    def __init__(self, leaving: Sequence[Buffer], room_bytes: int, disk: OffloadTarget) -> None:
         self.room_bytes, self.disk = room_bytes, disk
         self.further = {b.name for b in leaving[: spilled([b.bytes for b in leaving], room_bytes)]}
         self.waited_s = 0.0

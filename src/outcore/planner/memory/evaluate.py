@@ -32,15 +32,15 @@ from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.cost.predicted.step_memory import MemoryCurve, memory_curve
 from outcore.graph import Graph
 from outcore.ops.encoding import codec_for, held_bytes, moves
-from outcore.planner.memory.copy_schedule import Tier, Transfers, schedule_transfers
+from outcore.planner.memory.copy_schedule import CopySchedule, OffloadTarget, schedule_transfers
 
-__all__ = ["Keeping", "Outcome"]
+__all__ = ["StepModel", "StepUnderPolicies"]
 
 Curve = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StepUnderPolicies:
     """A step under one assignment of policies."""
 
     time_s: float
@@ -51,10 +51,10 @@ class Outcome:
     """Above the plain step."""
     recomputed: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Buffer -> positions of the calls before whose backward it comes back and after whose backward it goes."""
-    transfers: Transfers | None = None
+    transfers: CopySchedule | None = None
 
 
-class Keeping:
+class StepModel:
     """A network's step, ready to be evaluated under any assignment of policies."""
 
     draws: bool = True
@@ -65,7 +65,7 @@ class Keeping:
         graph: Graph,
         costs: Costs,
         optimizer: OptimizerCost | float,
-        tier: Tier | None,
+        tier: OffloadTarget | None,
         memory_bytes_per_s: float = 10e9,
         *,
         draws: bool = True,
@@ -162,11 +162,11 @@ class Keeping:
             found += ["offload", "offload:early"]
         return found if buffer.kind != "given" and not buffer.opaque else []
 
-    def evaluate(self, policy: Mapping[str, str]) -> Outcome:
+    def evaluate(self, policy: Mapping[str, str]) -> StepUnderPolicies:
         """The step under an assignment; buffers that are not in it are kept."""
         first, last = self._needs(policy)
         if self._torn(policy, first):
-            return Outcome(float("inf"), 2**62, self.base, float("inf"))
+            return StepUnderPolicies(float("inf"), 2**62, self.base, float("inf"))
         moment = self.emptied[:]
         entry = [0] * len(self.base)
         room = [0] * len(self.base)
@@ -213,7 +213,7 @@ class Keeping:
             early = {b.name for b, _ in moved if policy[b.name] == "offload:early"}
             transfers = schedule_transfers(self, moved, recomputed, self.tier, early)
             if transfers.stall_s == float("inf"):  # more than there is room for below the device
-                return Outcome(float("inf"), 2**62, self.base, float("inf"))
+                return StepUnderPolicies(float("inf"), 2**62, self.base, float("inf"))
             sizes = {b.name: b.bytes for b, _ in moved}
             for transfer in transfers.moved:
                 gone = max(transfer.gone_at, self.turn) if transfer.buffer in self.cached else transfer.gone_at
@@ -222,7 +222,7 @@ class Keeping:
         curve = self.base + np.cumsum(moment[:-1])
         curve = np.maximum(curve, curve - self.made + np.array(entry) + np.array(room))
         peak = int(curve.max())
-        return Outcome(self.plain_s + extra_s, peak, curve, extra_s, recomputed, transfers)
+        return StepUnderPolicies(self.plain_s + extra_s, peak, curve, extra_s, recomputed, transfers)
 
     def resolved(self, policy: Mapping[str, str]) -> dict[str, str]:
         """The assignment without what has no effect: only buffers that are needed, and only what is not kept."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from outcore.machine.units import format_bytes, format_time
-from outcore.planner.memory.evaluate import Keeping
+from outcore.planner.memory.evaluate import StepModel
 
 if TYPE_CHECKING:
     from outcore.planner.memory.plan import MemoryPlan
@@ -45,7 +45,7 @@ def explain(plan: MemoryPlan, depth: int = 1) -> str:
     return "\n".join(lines)
 
 
-def place(keeping: Keeping, moment: int) -> str:
+def place(keeping: StepModel, moment: int) -> str:
     """A moment of the step in words."""
     at = keeping.plain.moments[moment]
     return f"{at.phase} of {at.call}" if at.call else "the optimizer's step"

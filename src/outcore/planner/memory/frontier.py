@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from outcore.planner.memory.evaluate import Keeping
+from outcore.planner.memory.evaluate import StepModel
 from outcore.planner.memory.search import Assignment, fit, smallest
 
 __all__ = ["frontier"]
 
 
 def frontier(
-    keeping: Keeping, *, points: int = 8, search_s: float = 1.0, known: Iterable[Assignment] = ()
+    keeping: StepModel, *, points: int = 8, search_s: float = 1.0, known: Iterable[Assignment] = ()
 ) -> list[Assignment]:
     """Assignments from the fastest to the smallest, none slower and larger than another.
 

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from outcore.planner.memory.evaluate import Outcome
-    from outcore.planner.memory.search import Assignment, Search
+    from outcore.planner.memory.evaluate import StepUnderPolicies
+    from outcore.planner.memory.search import Assignment, PolicySearch
 
 __all__ = ["drifted", "squeezed", "stirred"]
 
@@ -34,7 +34,7 @@ _NEAR = 0.9
 """Moments above this share of the peak count."""
 
 
-def stirred(search: Search, current: Assignment) -> Assignment:
+def stirred(search: PolicySearch, current: Assignment) -> Assignment:
     """An assignment within the search's budget that is no slower than one that is."""
     draw, failed = random.Random(0), 0
     while current.outcome.extra_s > 0 and failed < _PATIENCE and time.monotonic() < search.end:
@@ -50,7 +50,7 @@ def stirred(search: Search, current: Assignment) -> Assignment:
     return current
 
 
-def _thrown_over(search: Search, current: Assignment, draw: random.Random) -> dict[str, str]:
+def _thrown_over(search: PolicySearch, current: Assignment, draw: random.Random) -> dict[str, str]:
     """The policies with one to three of them changed, mostly expensive ones that are now kept."""
     policy, buffers = dict(current.policy), search.keeping.buffers
     paid = [n for n in search.keeping.resolved(policy) if policy.get(n, "keep") != "keep"]
@@ -66,7 +66,7 @@ def _thrown_over(search: Search, current: Assignment, draw: random.Random) -> di
     return policy
 
 
-def squeezed(search: Search, current: Assignment) -> Assignment:
+def squeezed(search: PolicySearch, current: Assignment) -> Assignment:
     """An assignment whose peak is no higher."""
     better = True
     while better and time.monotonic() < search.end:
@@ -87,7 +87,7 @@ def squeezed(search: Search, current: Assignment) -> Assignment:
     return current
 
 
-def drifted(search: Search, current: Assignment) -> Assignment:
+def drifted(search: PolicySearch, current: Assignment) -> Assignment:
     """An assignment whose peak is no higher or within the budget; within it, no slower."""
     draw, failed, slowest = random.Random(0), 0, _SLOWER * current.outcome.time_s
     little = _LITTLE * current.outcome.peak_bytes
@@ -106,7 +106,7 @@ def drifted(search: Search, current: Assignment) -> Assignment:
     return current
 
 
-def _above(outcome: Outcome, near: float) -> float:
+def _above(outcome: StepUnderPolicies, near: float) -> float:
     """How far the moments near the peak are above a height; squares, so that the highest count most."""
     over = np.maximum(outcome.curve / near - 1, 0)
     return float(over @ over) if outcome.time_s < float("inf") else float("inf")

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 from outcore.graph.memory_format import ChannelsLast
 
-__all__ = ["CHANNELS_LAST", "MemoryOrder"]
+__all__ = ["CHANNELS_LAST", "MemoryFormat"]
 
 CHANNELS_LAST = "channels_last"
 """What it is called in a plan."""
 
 
 @dataclass(frozen=True)
-class MemoryOrder:
+class MemoryFormat:
     """The order of images inside a network."""
 
     inside: ChannelsLast | None = None

@@ -20,15 +20,15 @@ from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.machine.units import format_bytes
 from outcore.ops.encoding import LOSSY
-from outcore.plan_document import Exactness, Plan, Predicted
-from outcore.planner.memory.buckets import Cargo
-from outcore.planner.memory.copy_schedule import Tier
-from outcore.planner.memory.evaluate import Keeping, Outcome
+from outcore.plan_document import Exactness, Plan, PredictedStep
+from outcore.planner.memory.buckets import OffloadableParams
+from outcore.planner.memory.copy_schedule import OffloadTarget
+from outcore.planner.memory.evaluate import StepModel, StepUnderPolicies
 from outcore.planner.memory.explain import explain, place
-from outcore.planner.memory.memory_format import MemoryOrder
+from outcore.planner.memory.memory_format import MemoryFormat
 from outcore.planner.memory.search import Assignment, fit
 from outcore.planner.memory.state_policy import StatePolicy
-from outcore.planner.memory.state_savings import Relief
+from outcore.planner.memory.state_savings import StateSavings
 from outcore.stage_names import name_stages
 
 __all__ = ["MemoryPlan", "plan_memory"]
@@ -41,7 +41,7 @@ _FASTER = 0.97
 class MemoryPlan:
     """Policies, what they were chosen from, and what a step takes under them."""
 
-    keeping: Keeping
+    keeping: StepModel
     assignment: Assignment
     budget_bytes: int | None
     reserved_bytes: int
@@ -54,7 +54,7 @@ class MemoryPlan:
     """Norms may round in another order."""
     loss_bytes: int = 0
     """What the loss adds to the last moment of forward."""
-    order: MemoryOrder = field(default_factory=MemoryOrder)
+    order: MemoryFormat = field(default_factory=MemoryFormat)
     """Of images inside the network."""
 
     @cached_property
@@ -63,7 +63,7 @@ class MemoryPlan:
         return self.keeping.resolved(self.assignment.policy)
 
     @property
-    def outcome(self) -> Outcome:
+    def outcome(self) -> StepUnderPolicies:
         """What a step takes."""
         return self.assignment.outcome
 
@@ -110,7 +110,7 @@ class MemoryPlan:
             state=self.state.to_json(),
             memory_order=self.order.name,
             memory_bytes=self.budget_bytes,
-            predicted=Predicted(self.outcome.time_s + self.state_s, (self.peak_bytes,), 0.0, "memory curve"),
+            predicted=PredictedStep(self.outcome.time_s + self.state_s, (self.peak_bytes,), 0.0, "memory curve"),
             why=tuple(self.explain().splitlines()),
         )
 
@@ -125,7 +125,7 @@ def plan_memory(
     *,
     budget_bytes: int | None,
     optimizer: OptimizerCost | float = 2.0,
-    tier: Tier | None = None,
+    tier: OffloadTarget | None = None,
     memory_bytes_per_s: float = 10e9,
     reserved_bytes: int = 0,
     margin: float = 0.0,
@@ -134,7 +134,7 @@ def plan_memory(
     policy: Mapping[str, str] | None = None,
     time_limit_s: float = 4.0,
     states: Sequence[StatePolicy] = (StatePolicy(),),
-    cargo: Cargo | None = None,
+    cargo: OffloadableParams | None = None,
     draws: bool = True,
     standing: bool = False,
 ) -> MemoryPlan:
@@ -162,7 +162,7 @@ def plan_memory(
     Raises:
         PlanError: nothing fits; names the smallest budget that does.
     """
-    keeping = Keeping(graph, costs, optimizer, tier, memory_bytes_per_s, draws=draws)
+    keeping = StepModel(graph, costs, optimizer, tier, memory_bytes_per_s, draws=draws)
     if standing:
         there = np.array([moment.bytes.gradients for moment in keeping.plain.moments])
         keeping.base = keeping.base + there.max() - there + np.maximum(np.diff(there, prepend=0), 0)
@@ -222,7 +222,7 @@ def _least(refused: PlanError) -> int:
     return refused.least_bytes
 
 
-def _at_turn(keeping: Keeping, graph: Graph, loss_bytes: int) -> int:
+def _at_turn(keeping: StepModel, graph: Graph, loss_bytes: int) -> int:
     """What the loss adds to the last moment of forward: it comes when that operation's workspace is free again, and
     holds the gradients of the outputs too."""
     last = keeping.plain.moments[keeping.turn - 1].bytes
@@ -230,7 +230,9 @@ def _at_turn(keeping: Keeping, graph: Graph, loss_bytes: int) -> int:
     return max(0, loss_bytes + gradients - (last.workspace - keeping.costs.library_bytes))
 
 
-def _refusal(keeping: Keeping, least: Outcome, budget_bytes: int, reserved_bytes: int, margin: float) -> PlanError:
+def _refusal(
+    keeping: StepModel, least: StepUnderPolicies, budget_bytes: int, reserved_bytes: int, margin: float
+) -> PlanError:
     """Why there is no plan, with the smallest budget that would do, its own margin in it."""
     floor, at = keeping.floor
     smallest, alone = (math.ceil((size + reserved_bytes) / (1 - margin)) for size in (least.peak_bytes, floor))
@@ -245,8 +247,8 @@ def _refusal(keeping: Keeping, least: Outcome, budget_bytes: int, reserved_bytes
 
 
 def _relief(
-    keeping: Keeping, where: StatePolicy, optimizer: OptimizerCost | float, cargo: Cargo | None
-) -> Relief | None:
+    keeping: StepModel, where: StatePolicy, optimizer: OptimizerCost | float, cargo: OffloadableParams | None
+) -> StateSavings | None:
     """What a policy for state does to a step."""
     if where.idle:
         return None
@@ -254,6 +256,6 @@ def _relief(
         raise PlanError("state cannot leave the device: there is no tier below it in this plan")
     costs = keeping.costs
     cost = optimizer if isinstance(optimizer, OptimizerCost) else OptimizerCost.of(optimizer, costs.device_kind)
-    cargo = cargo or Cargo.of(keeping.graph, costs.parameters)
+    cargo = cargo or OffloadableParams.of(keeping.graph, costs.parameters)
     seconds = sum(keeping.forward_s), sum(keeping.backward_s)
-    return Relief.of(where, cargo, keeping.plain, costs, cost, keeping.tier, seconds)
+    return StateSavings.of(where, cargo, keeping.plain, costs, cost, keeping.tier, seconds)

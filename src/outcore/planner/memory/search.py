@@ -27,10 +27,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from outcore.cost.buffers import Buffer
-from outcore.planner.memory.evaluate import Keeping, Outcome
+from outcore.planner.memory.evaluate import StepModel, StepUnderPolicies
 from outcore.planner.memory.local_search import drifted, squeezed, stirred
 
-__all__ = ["Assignment", "Search", "fit", "smallest"]
+__all__ = ["Assignment", "PolicySearch", "fit", "smallest"]
 
 _TRIED, _MOST = 10, 60
 """Choices that are evaluated at every step; at most, if none of the first helps."""
@@ -46,23 +46,23 @@ class Assignment:
     """Policies and what a step takes under them."""
 
     policy: Mapping[str, str]
-    outcome: Outcome
+    outcome: StepUnderPolicies
 
     def fits(self, budget_bytes: int) -> bool:
         """Whether it stays within a budget."""
         return self.outcome.peak_bytes <= budget_bytes
 
 
-def fit(keeping: Keeping, budget_bytes: int, *, time_limit_s: float = 4.0) -> Assignment:
+def fit(keeping: StepModel, budget_bytes: int, *, time_limit_s: float = 4.0) -> Assignment:
     """The fastest assignment within a budget; if there is none, the one with the smallest peak.
 
     A search that may move things can end where it has moved the wrong ones, so where it moves any, or finds nothing,
     one that may not has its turn.
     """
-    search = Search(keeping, budget_bytes, time_limit_s)
+    search = PolicySearch(keeping, budget_bytes, time_limit_s)
     found = [search.run()]
     if keeping.tier is not None and not (found[0].fits(budget_bytes) and found[0].outcome.transfers is None):
-        found.append(Search(keeping, budget_bytes, time_limit_s, moving=False).run())
+        found.append(PolicySearch(keeping, budget_bytes, time_limit_s, moving=False).run())
     search.begin()
     if not any(a.fits(budget_bytes) for a in found):
         least = min((squeezed(search, a) for a in found), key=_peak)
@@ -71,14 +71,14 @@ def fit(keeping: Keeping, budget_bytes: int, *, time_limit_s: float = 4.0) -> As
         if not found[0].fits(budget_bytes):
             return found[0]
     if min(a.outcome.extra_s for a in found) > 0:  # from below, too
-        lowest = Search(keeping, 0, time_limit_s).run()
+        lowest = PolicySearch(keeping, 0, time_limit_s).run()
         search.begin()
         found += [search.polish(search.take_back(a)) for a in (lowest,) if a.fits(budget_bytes)]
     fitting = [a for a in found if a.fits(budget_bytes)]
     return stirred(search, min(fitting, key=lambda a: a.outcome.time_s))
 
 
-def smallest(keeping: Keeping, *, time_limit_s: float = 4.0) -> Assignment:
+def smallest(keeping: StepModel, *, time_limit_s: float = 4.0) -> Assignment:
     """The assignment with the smallest peak."""
     return fit(keeping, 0, time_limit_s=time_limit_s)
 
@@ -87,10 +87,10 @@ def _peak(assignment: Assignment) -> int:
     return assignment.outcome.peak_bytes
 
 
-class Search:
+class PolicySearch:
     """One search."""
 
-    def __init__(self, keeping: Keeping, budget_bytes: int, time_limit_s: float, *, moving: bool = True) -> None:
+    def __init__(self, keeping: StepModel, budget_bytes: int, time_limit_s: float, *, moving: bool = True) -> None:
         self.keeping, self.budget, self.time_limit_s, self.moving = keeping, budget_bytes, time_limit_s, moving
         self.begin()
         known = {b.name: keeping.choices(b) for b in keeping.buffers.values()}
@@ -133,7 +133,7 @@ class Search:
         found.append(self.descend(plain))
         done = [self.take_back(a) for a in found if a.fits(self.budget)]
         if not done and self.budget:  # what goes far below the budget may lead to what is just below it
-            lowest = Search(self.keeping, 0, self.time_limit_s, moving=self.moving).run()
+            lowest = PolicySearch(self.keeping, 0, self.time_limit_s, moving=self.moving).run()
             self.begin()
             done = [self.take_back(lowest)] if lowest.fits(self.budget) else []
             found.append(lowest)
@@ -198,7 +198,7 @@ class Search:
         gain = self.excess(before.outcome) - self.excess(after.outcome)
         return gain / (max(0.0, after.outcome.time_s - before.outcome.time_s) + self.epsilon_s)
 
-    def excess(self, outcome: Outcome) -> float:
+    def excess(self, outcome: StepUnderPolicies) -> float:
         """By how much the step is above the budget, summed over its moments."""
         over = np.maximum(outcome.curve - self.budget, 0)
         return float(over.sum()) + max(0, outcome.peak_bytes - self.budget)

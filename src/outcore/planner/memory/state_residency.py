@@ -23,14 +23,14 @@ import numpy.typing as npt
 from outcore.cost.costs import Costs
 from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.cost.predicted.step_memory import MemoryCurve
-from outcore.planner.memory.buckets import Cargo, Item, rounded, that_follows, that_leave
+from outcore.planner.memory.buckets import OffloadableParam, OffloadableParams, rounded, that_follows, that_leave
 from outcore.planner.memory.state_policy import StatePolicy
 
 __all__ = ["change_by_moment"]
 
 
 def change_by_moment(
-    policy: StatePolicy, cargo: Cargo, plain: MemoryCurve, costs: Costs, optimizer: OptimizerCost
+    policy: StatePolicy, cargo: OffloadableParams, plain: MemoryCurve, costs: Costs, optimizer: OptimizerCost
 ) -> npt.NDArray[np.int64]:
     """Bytes more (less, if negative) at every moment of the plain step."""
     return _Play(policy, cargo, plain, costs, optimizer).run()
@@ -40,7 +40,7 @@ class _Play:
     """One step, played through."""
 
     def __init__(
-        self, policy: StatePolicy, cargo: Cargo, plain: MemoryCurve, costs: Costs, optimizer: OptimizerCost
+        self, policy: StatePolicy, cargo: OffloadableParams, plain: MemoryCurve, costs: Costs, optimizer: OptimizerCost
     ) -> None:
         self.policy, self.cargo, self.plain, self.costs, self.optimizer = policy, cargo, plain, costs, optimizer
         self.lots = cargo.lots(policy)
@@ -263,5 +263,5 @@ class _Window:
         self.exposed = set(self.here)
 
 
-def _size(lot: Sequence[Item]) -> int:
+def _size(lot: Sequence[OffloadableParam]) -> int:
     return sum(rounded(item.bytes) for item in lot)

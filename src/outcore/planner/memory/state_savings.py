@@ -10,16 +10,16 @@ import numpy.typing as npt
 from outcore.cost.costs import Costs
 from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.cost.predicted.step_memory import MemoryCurve
-from outcore.planner.memory.buckets import Cargo
-from outcore.planner.memory.copy_schedule import Tier
+from outcore.planner.memory.buckets import OffloadableParams
+from outcore.planner.memory.copy_schedule import OffloadTarget
 from outcore.planner.memory.state_policy import StatePolicy
 from outcore.planner.memory.state_residency import change_by_moment
 
-__all__ = ["Relief"]
+__all__ = ["StateSavings"]
 
 
 @dataclass(frozen=True)
-class Relief:
+class StateSavings:
     """What a policy for state changes in a step."""
 
     policy: StatePolicy
@@ -31,13 +31,13 @@ class Relief:
     def of(
         cls,
         policy: StatePolicy,
-        cargo: Cargo,
+        cargo: OffloadableParams,
         plain: MemoryCurve,
         costs: Costs,
         optimizer: OptimizerCost,
-        tier: Tier,
+        tier: OffloadTarget,
         seconds: tuple[float, float],
-    ) -> Relief:
+    ) -> StateSavings:
         """The effect of a policy on what can leave.
 
         Args:
@@ -54,7 +54,12 @@ class Relief:
 
 
 def _time_s(
-    policy: StatePolicy, cargo: Cargo, optimizer: OptimizerCost, tier: Tier, forward_s: float, backward_s: float
+    policy: StatePolicy,
+    cargo: OffloadableParams,
+    optimizer: OptimizerCost,
+    tier: OffloadTarget,
+    forward_s: float,
+    backward_s: float,
 ) -> float:
     """What the step takes longer: of what passes while something is computed, only what is left."""
     total = sum(item.bytes for item in cargo.items)

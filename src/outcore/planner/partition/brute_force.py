@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from math import comb
 
-from outcore.planner.partition.weighted_units import Pieces
+from outcore.planner.partition.weighted_units import WeightedUnits
 
 __all__ = ["all_partitions"]
 
@@ -17,7 +17,7 @@ _STEPS = 40
 """Steps for each partition that may be found, after which the search is given up: most ways may lead nowhere."""
 
 
-def all_partitions(pieces: Pieces, count: int, most: int) -> list[list[int]] | None:
+def all_partitions(pieces: WeightedUnits, count: int, most: int) -> list[list[int]] | None:
     """Every valid way to put units into `count` stages, none empty; None if there are more than `most`."""
     before, size = pieces.units.before, len(pieces)
     if comb(size - 1, count - 1) > most:  # so many there are of the recorded order alone

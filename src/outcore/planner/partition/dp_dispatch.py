@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outcore.planner.partition.chain_dp import cheapest, fastest, smallest_maximum
-from outcore.planner.partition.interval_tables import Line, Table
-from outcore.planner.partition.paired_dp import Ranks, cheapest_pairs, smallest_pair
-from outcore.planner.pipeline.schedule_model import Pipeline, Route
+from outcore.planner.partition.interval_tables import IntervalTables, Table
+from outcore.planner.partition.paired_dp import PairedLoads, cheapest_pairs, smallest_pair
+from outcore.planner.pipeline.schedule_model import Pipeline, RankLink
 
 __all__ = ["cut_line"]
 
@@ -26,7 +26,7 @@ _PAIR_STATES = 10_000
 
 
 def cut_line(
-    line: Line, count: int, balance: str, pipeline: Pipeline, cap: float | None, route: Route
+    line: IntervalTables, count: int, balance: str, pipeline: Pipeline, cap: float | None, route: RankLink
 ) -> list[list[int]]:
     """Places where stages end, for each of the few cuts that may be best; none if the cap cannot be met."""
     limit = np.inf if cap is None else cap
@@ -48,10 +48,12 @@ def cut_line(
     return _listed(fastest(busy, extra, repeats) if repeats else cheapest(extra))
 
 
-def _paired(line: Line, count: int, balance: str, pipeline: Pipeline, limit: float, route: Route) -> list[list[int]]:
+def _paired(
+    line: IntervalTables, count: int, balance: str, pipeline: Pipeline, limit: float, route: RankLink
+) -> list[list[int]]:
     few = count * line.size**2 <= 4 * _PAIR_STATES
     if balance == "compute" and limit == np.inf:
-        times = Ranks(line.time_s, [line.time_s] * count, middle_twice=True)
+        times = PairedLoads(line.time_s, [line.time_s] * count, middle_twice=True)
         return _listed(smallest_pair(times, count) if few else smallest_maximum([line.time_s] * count))
     found: list[list[int]] = []
     messages = line.message_s(route)
@@ -67,7 +69,7 @@ def _paired(line: Line, count: int, balance: str, pipeline: Pipeline, limit: flo
         always = line.always_bytes()
         alone = [2 * always + line.moving_bytes(pipeline, k, count) for k in range(count)]
         return [*found, *_listed(smallest_maximum(alone))]
-    ranks = Ranks.of(line, pipeline, count)
+    ranks = PairedLoads.of(line, pipeline, count)
     if balance == "search" and limit < np.inf:
         for slowest in _limits(line.forward_s, count):
             costs = [np.where(line.forward_s <= slowest, messages, np.inf)] * count

@@ -14,19 +14,19 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from outcore.planner.partition.weighted_units import INPUT, Parameter, Pieces
-from outcore.planner.pipeline.schedule_model import Pipeline, Route
+from outcore.planner.partition.weighted_units import INPUT, Parameter, WeightedUnits
+from outcore.planner.pipeline.schedule_model import Pipeline, RankLink
 
-__all__ = ["Line", "Table"]
+__all__ = ["IntervalTables", "Table"]
 
 Table = NDArray[np.float64]
 """Entry [i, j]: a figure of the stage made of positions i to j - 1; infinite where j is not after i."""
 
 
-class Line:
+class IntervalTables:
     """The tables of one linear order, optionally cut at some places only."""
 
-    def __init__(self, pieces: Pieces, order: Sequence[int], places: Sequence[int] | None = None) -> None:
+    def __init__(self, pieces: WeightedUnits, order: Sequence[int], places: Sequence[int] | None = None) -> None:
         self.pieces, self.order = pieces, tuple(order)
         n = len(pieces)
         self.places = np.arange(n + 1) if places is None else np.array(sorted({0, n, *places}))
@@ -46,7 +46,7 @@ class Line:
         self.held_bytes = self._held()
         self._flows()
 
-    def message_s(self, route: Route) -> Table:
+    def message_s(self, route: RankLink) -> Table:
         """Seconds for what a stage receives, values and their gradients going back."""
         return self.messages * route.latency_s + self.message_bytes / route.bytes_per_s
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from outcore.planner.partition.weighted_units import Pieces
+from outcore.planner.partition.weighted_units import WeightedUnits
 from outcore.program.stages import Stages
 
 __all__ = ["improve"]
@@ -18,7 +18,7 @@ Score = Callable[[Stages], tuple[float, ...]]
 """Smaller is better."""
 
 
-def improve(pieces: Pieces, stage_of: list[int], count: int, score: Score, *, tries: int = 400) -> list[int]:
+def improve(pieces: WeightedUnits, stage_of: list[int], count: int, score: Score, *, tries: int = 400) -> list[int]:
     """The partition after all moves that help, found in at most so many tries."""
     if count == 1:
         return stage_of

@@ -14,17 +14,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from outcore.planner.partition.quiet_solver import quiet
-from outcore.planner.partition.weighted_units import INPUT, Pieces
-from outcore.planner.pipeline.schedule_model import Pipeline, Route
+from outcore.planner.partition.weighted_units import INPUT, WeightedUnits
+from outcore.planner.pipeline.schedule_model import Pipeline, RankLink
 
-__all__ = ["Aim", "solve_integer"]
+__all__ = ["MilpObjective", "solve_integer"]
 
 Terms = dict[int, float]
 """A linear expression: variable -> coefficient, the constant under -1."""
 
 
 @dataclass(frozen=True, slots=True)
-class Aim:
+class MilpObjective:
     """What to make small: weights of several figures."""
 
     busiest: float = 0.0
@@ -42,11 +42,11 @@ class Aim:
     memory: float = 0.0
     """The largest memory of a rank."""
     cap_bytes: float = float("inf")
-    route: Route | None = None
+    route: RankLink | None = None
     """If given, messages count into the busy time of the stage that receives them."""
 
     @classmethod
-    def step(cls, pieces: Pieces, pipeline: Pipeline, route: Route, cap_bytes: float) -> Aim:
+    def step(cls, pieces: WeightedUnits, pipeline: Pipeline, route: RankLink, cap_bytes: float) -> MilpObjective:
         """The closed form of a step, as `Pipeline.step_s` has it."""
         m, batches, update = pipeline.micro_batches, pipeline.batches, pieces.update_bytes_per_s
         weights = (3 + 2 * pieces.state_per_parameter) / update
@@ -69,7 +69,7 @@ class Aim:
 
 
 def solve_integer(
-    pieces: Pieces, count: int, pipeline: Pipeline, aim: Aim, *, limit_s: float = 5.0
+    pieces: WeightedUnits, count: int, pipeline: Pipeline, aim: MilpObjective, *, limit_s: float = 5.0
 ) -> list[int] | None:
     """The stage of every unit, or None if there is no solution or it was not found in time."""
     from scipy.optimize import LinearConstraint, milp
@@ -118,7 +118,7 @@ class _Memory:
 class _Program:
     """Variables and rows ``terms >= least``."""
 
-    def __init__(self, pieces: Pieces, count: int, pipeline: Pipeline, aim: Aim) -> None:
+    def __init__(self, pieces: WeightedUnits, count: int, pipeline: Pipeline, aim: MilpObjective) -> None:
         self.pieces, self.count, self.pipeline, self.aim = pieces, count, pipeline, aim
         n = len(pieces)
         self.integral = [True] * (n * (count - 1))

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from outcore.planner.partition.interval_tables import Line, Table
+from outcore.planner.partition.interval_tables import IntervalTables, Table
 from outcore.planner.pipeline.schedule_model import Pipeline
 
-__all__ = ["Ranks", "cheapest_pairs", "smallest_pair"]
+__all__ = ["PairedLoads", "cheapest_pairs", "smallest_pair"]
 
 
 @dataclass(frozen=True)
-class Ranks:
+class PairedLoads:
     """Tables from which the load of a rank follows: what its stages always take, and the larger of what they move."""
 
     always: Table
@@ -37,7 +37,7 @@ class Ranks:
     """Whether the middle rank of an odd number counts its stage for both replicas."""
 
     @classmethod
-    def of(cls, line: Line, pipeline: Pipeline, count: int) -> Ranks:
+    def of(cls, line: IntervalTables, pipeline: Pipeline, count: int) -> PairedLoads:
         """The memory of ranks."""
         moving = [line.moving_bytes(pipeline, k, count) for k in range(count)]
         if pipeline.batches == 1:
@@ -64,19 +64,19 @@ class Ranks:
         return self.always * (2 if self.middle_twice else 1) + moving
 
 
-def smallest_pair(ranks: Ranks, count: int, cap: float = np.inf) -> tuple[list[int], float] | None:
+def smallest_pair(ranks: PairedLoads, count: int, cap: float = np.inf) -> tuple[list[int], float] | None:
     """Ends of stages that make the largest load of a rank smallest, and that load; nothing above `cap` is looked at."""
     return _grow(ranks, None, count, cap)
 
 
 def cheapest_pairs(
-    ranks: Ranks, costs: Sequence[Table], count: int, cap: float = np.inf
+    ranks: PairedLoads, costs: Sequence[Table], count: int, cap: float = np.inf
 ) -> tuple[list[int], float] | None:
     """Ends of stages whose costs have the smallest sum while no rank has a load above `cap`."""
     return _grow(ranks, costs, count, cap)
 
 
-def _grow(ranks: Ranks, costs: Sequence[Table] | None, count: int, cap: float) -> tuple[list[int], float] | None:
+def _grow(ranks: PairedLoads, costs: Sequence[Table] | None, count: int, cap: float) -> tuple[list[int], float] | None:
     size = ranks.always.shape[0] - 1
     reach = np.full((size + 1, size + 1), np.inf)
     reach[0, size] = 0.0

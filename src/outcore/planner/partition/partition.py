@@ -24,9 +24,9 @@ from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.planner.partition.strategies import Balance, cut_pieces
 from outcore.planner.partition.units import Granularity, Unit, Units, find_units
-from outcore.planner.partition.weighted_units import Pieces, weigh
-from outcore.planner.pipeline.call_weights import Weights
-from outcore.planner.pipeline.schedule_model import Pipeline, Route
+from outcore.planner.partition.weighted_units import WeightedUnits, weigh
+from outcore.planner.pipeline.call_weights import CallWeights
+from outcore.planner.pipeline.schedule_model import Pipeline, RankLink
 from outcore.program.stages import Stages
 from outcore.stage_names import name_stages, place_calls
 
@@ -75,14 +75,14 @@ class Partition:
 
 def split(
     graph: Graph,
-    weights: Weights,
+    weights: CallWeights,
     *,
     stages: int,
     balance: Balance = "compute",
     granularity: Granularity = "layer",
     pipeline: Pipeline | None = None,
     memory_bytes: int | None = None,
-    route: Route | None = None,
+    route: RankLink | None = None,
     tied: Literal["together", "copies"] = "together",
     fraction: float = 1.0,
 ) -> Partition:
@@ -109,13 +109,13 @@ def split(
     _refuse_too_few(units, stages, granularity, weights, tied)
     pieces = weigh(graph, weights, units).scaled(fraction)
     pipeline = pipeline or Pipeline("model_parallel")
-    stage_of, how = cut_pieces(pieces, stages, balance, pipeline, memory_bytes, route or Route())
+    stage_of, how = cut_pieces(pieces, stages, balance, pipeline, memory_bytes, route or RankLink())
     return _partition(graph, pieces, stage_of, stages, pipeline, how)
 
 
 def split_by_hand(
     graph: Graph,
-    weights: Weights,
+    weights: CallWeights,
     stages: Sequence[Sequence[str]],
     *,
     pipeline: Pipeline | None = None,
@@ -142,7 +142,7 @@ def split_by_hand(
     )
 
 
-def _refuse_too_few(units: Units, count: int, granularity: Granularity, weights: Weights, tied: str) -> None:
+def _refuse_too_few(units: Units, count: int, granularity: Granularity, weights: CallWeights, tied: str) -> None:
     if count < 1:
         raise PlanError(f"a network has at least 1 stage, not {count}")
     if len(units) >= count:
@@ -155,7 +155,7 @@ def _refuse_too_few(units: Units, count: int, granularity: Granularity, weights:
 
 
 def _partition(
-    graph: Graph, pieces: Pieces, stage_of: Sequence[int], count: int, pipeline: Pipeline, how: str
+    graph: Graph, pieces: WeightedUnits, stage_of: Sequence[int], count: int, pipeline: Pipeline, how: str
 ) -> Partition:
     stages = pieces.cut(stage_of, count)
     copies = {}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["INPUT", "Family", "Holding", "Parameter", "merged"]
+__all__ = ["INPUT", "Parameter", "SharedMemoryUse", "StageMemory", "merged"]
 
 INPUT = -1
 """The producer of what the model is given."""
@@ -25,7 +25,7 @@ Numbers = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class SharedMemoryUse:
     """Memory that several units may touch."""
 
     name: str
@@ -48,10 +48,12 @@ def merged(parameters: Iterable[Parameter]) -> tuple[Parameter, ...]:
     return tuple((name, nbytes, users) for users, (name, nbytes) in found.items())
 
 
-class Holding:
+class StageMemory:
     """Who touches what."""
 
-    def __init__(self, families: Sequence[Family], parameters: Sequence[Parameter], fixed: Sequence[Parameter]) -> None:
+    def __init__(
+        self, families: Sequence[SharedMemoryUse], parameters: Sequence[Parameter], fixed: Sequence[Parameter]
+    ) -> None:
         self._sizes = np.array([f.bytes for f in families], dtype=np.int64)
         self._producer = np.array([f.producer for f in families], dtype=np.int64)
         self._to_loss = np.array([i for i, f in enumerate(families) if f.to_loss], dtype=np.int64)

@@ -24,15 +24,15 @@ import numpy as np
 from outcore.errors import PlanError
 from outcore.planner.partition.brute_force import all_partitions
 from outcore.planner.partition.dp_dispatch import cut_line
-from outcore.planner.partition.interval_tables import Line
+from outcore.planner.partition.interval_tables import IntervalTables
 from outcore.planner.partition.local_moves import improve
-from outcore.planner.partition.milp import Aim, solve_integer
+from outcore.planner.partition.milp import MilpObjective, solve_integer
 from outcore.planner.partition.topological_orders import coarse_places, is_row, linear_orders
-from outcore.planner.partition.weighted_units import Pieces
-from outcore.planner.pipeline.schedule_model import Pipeline, Route
+from outcore.planner.partition.weighted_units import WeightedUnits
+from outcore.planner.pipeline.schedule_model import Pipeline, RankLink
 from outcore.program.stages import Stages
 
-__all__ = ["Balance", "Task", "cut_pieces"]
+__all__ = ["Balance", "PartitionTask", "cut_pieces"]
 
 Balance = Literal["compute", "memory", "search"]
 """What to make small: the slowest stage, the largest peak of a rank, or the step."""
@@ -51,15 +51,15 @@ Found = tuple[tuple[float, ...], list[int], str]
 
 
 @dataclass(frozen=True)
-class Task:
+class PartitionTask:
     """What is to be cut, into how many stages, and what counts."""
 
-    pieces: Pieces
+    pieces: WeightedUnits
     count: int
     balance: Balance
     pipeline: Pipeline
     cap: float | None
-    route: Route
+    route: RankLink
 
     def stages(self, stage_of: Sequence[int]) -> Stages:
         """The stages of an assignment."""
@@ -90,10 +90,10 @@ class Task:
 
 
 def cut_pieces(
-    pieces: Pieces, count: int, balance: Balance, pipeline: Pipeline, cap: float | None, route: Route
+    pieces: WeightedUnits, count: int, balance: Balance, pipeline: Pipeline, cap: float | None, route: RankLink
 ) -> tuple[list[int], str]:
     """The stage of every unit, and how it was found; raises `PlanError` with the smallest cap that can be met."""
-    task = Task(pieces, count, balance, pipeline, cap, route)
+    task = PartitionTask(pieces, count, balance, pipeline, cap, route)
     every = all_partitions(pieces, count, _PARTITIONS) if len(pieces) <= _SMALL else None
     if every is not None:
         found = [task.found(stage_of, "best of all partitions") for stage_of in every]
@@ -107,7 +107,7 @@ def cut_pieces(
     return stage_of, how
 
 
-def _smallest(task: Task, every: list[list[int]] | None) -> tuple[list[int], str]:
+def _smallest(task: PartitionTask, every: list[list[int]] | None) -> tuple[list[int], str]:
     """The smallest peak there is, made faster as far as the cap allows; refuses if that is above the cap."""
     assert task.cap is not None
     if every is None:
@@ -122,7 +122,7 @@ def _smallest(task: Task, every: list[list[int]] | None) -> tuple[list[int], str
     return improve(task.pieces, smallest, task.count, task.score), f"{how} by memory, then moves"
 
 
-def _candidates(task: Task) -> Iterator[Found]:
+def _candidates(task: PartitionTask) -> Iterator[Found]:
     pieces, count = task.pieces, task.count
     rows: list[Found] = []
     left = _WORK
@@ -149,16 +149,16 @@ def _candidates(task: Task) -> Iterator[Found]:
             yield task.found(exact, "integer program")
 
 
-def _row_cuts(task: Task, order: tuple[int, ...]) -> Iterator[tuple[list[int], int]]:
+def _row_cuts(task: PartitionTask, order: tuple[int, ...]) -> Iterator[tuple[list[int], int]]:
     """Cuts of one order with the work they took: at all places if these are few, otherwise at some, and then again
     close to what was found."""
     pieces, count = task.pieces, task.count
     most = places_for(count, task.balance, task.pipeline, _WORK)
     places = coarse_places(pieces, order, most)
-    lines = [Line(pieces, order, places)]
+    lines = [IntervalTables(pieces, order, places)]
     whole = len(pieces) <= _PLACES["memory"] and count * len(pieces) ** 2 <= _WORK
     if task.pipeline.paired and places is not None and whole:
-        lines.append(Line(pieces, order))  # too many for pairs: cut as single stages, then paired close by
+        lines.append(IntervalTables(pieces, order))  # too many for pairs: cut as single stages, then paired close by
     for line in lines:
         for _ in range(3):
             ends = (
@@ -170,7 +170,7 @@ def _row_cuts(task: Task, order: tuple[int, ...]) -> Iterator[tuple[list[int], i
             if places is None or not found:
                 break
             best = min(range(len(found)), key=lambda i: task.score(task.stages(found[i])))
-            line = Line(pieces, order, _near(line, ends[best], most))
+            line = IntervalTables(pieces, order, _near(line, ends[best], most))
 
 
 def places_for(count: int, balance: Balance, pipeline: Pipeline, work: int) -> int:
@@ -181,7 +181,7 @@ def places_for(count: int, balance: Balance, pipeline: Pipeline, work: int) -> i
     return max(2 * count, min(_PLACES[balance], isqrt(share)))
 
 
-def _near(line: Line, ends: Sequence[int], most: int) -> list[int]:
+def _near(line: IntervalTables, ends: Sequence[int], most: int) -> list[int]:
     """Places around the ends of stages."""
     width = max(1, most // (2 * max(1, len(ends) - 1)))
     bounds = [int(line.places[e]) for e in ends[:-1]]
@@ -189,17 +189,17 @@ def _near(line: Line, ends: Sequence[int], most: int) -> list[int]:
     return sorted({p for b in bounds for p in range(b - width, b + width) if 0 < p < last})
 
 
-def _aim(task: Task) -> Aim:
+def _aim(task: PartitionTask) -> MilpObjective:
     limit = np.inf if task.cap is None else task.cap
     if task.balance == "memory":
-        return Aim(memory=1.0, cap_bytes=limit)
+        return MilpObjective(memory=1.0, cap_bytes=limit)
     if task.balance == "search":
-        return Aim.step(task.pieces, task.pipeline, task.route, limit)
-    aim = Aim(pairs=1.0) if task.pipeline.paired and task.count > 1 else Aim(busiest=1.0)
+        return MilpObjective.step(task.pieces, task.pipeline, task.route, limit)
+    aim = MilpObjective(pairs=1.0) if task.pipeline.paired and task.count > 1 else MilpObjective(busiest=1.0)
     return replace(aim, cap_bytes=limit)
 
 
-def _is_ideal(task: Task, found: list[Found]) -> bool:
+def _is_ideal(task: PartitionTask, found: list[Found]) -> bool:
     """Whether no cut can be better: the slowest stage is the slowest unit, or all are equal."""
     if task.balance != "compute" or not found:
         return False

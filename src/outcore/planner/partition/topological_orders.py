@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from outcore.planner.partition.weighted_units import Pieces
+from outcore.planner.partition.weighted_units import WeightedUnits
 
 __all__ = ["coarse_places", "is_row", "linear_orders"]
 
 
-def linear_orders(pieces: Pieces) -> list[tuple[int, ...]]:
+def linear_orders(pieces: WeightedUnits) -> list[tuple[int, ...]]:
     """The recorded order, and others where branches allow them; each once."""
     n = len(pieces)
     before, after = [set(b) for b in pieces.units.before], pieces.after
@@ -38,12 +38,12 @@ def linear_orders(pieces: Pieces) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(orders))
 
 
-def is_row(pieces: Pieces) -> bool:
+def is_row(pieces: WeightedUnits) -> bool:
     """Whether the recorded order is the only one: every unit needs the one before it."""
     return all(i in sources for i, sources in enumerate(pieces.units.before[1:]))
 
 
-def coarse_places(pieces: Pieces, order: Sequence[int], most: int) -> list[int] | None:
+def coarse_places(pieces: WeightedUnits, order: Sequence[int], most: int) -> list[int] | None:
     """At most so many places to cut at, spread evenly over the time, each where little crosses; None for all."""
     n = len(order)
     if n <= most:

@@ -17,7 +17,7 @@ from typing import Literal
 
 from outcore.errors import PlanError
 from outcore.graph import Graph
-from outcore.planner.pipeline.call_weights import Weights
+from outcore.planner.pipeline.call_weights import CallWeights
 
 __all__ = ["Granularity", "Unit", "Units", "find_units"]
 
@@ -54,7 +54,10 @@ class Units:
 
 
 def find_units(
-    graph: Graph, weights: Weights, granularity: Granularity = "layer", tied: Literal["together", "copies"] = "together"
+    graph: Graph,
+    weights: CallWeights,
+    granularity: Granularity = "layer",
+    tied: Literal["together", "copies"] = "together",
 ) -> Units:
     """The units of a graph.
 
@@ -103,7 +106,7 @@ def find_units(
     return Units(tuple(units), tuple(frozenset(number[p] for p in before[c]) for c in order))
 
 
-def _inseparable(graph: Graph, weights: Weights, tied: str) -> Iterable[tuple[str, ...]]:
+def _inseparable(graph: Graph, weights: CallWeights, tied: str) -> Iterable[tuple[str, ...]]:
     """Groups of calls that must be on one rank."""
     if tied == "together":
         yield from weights.tied.values()
@@ -125,7 +128,7 @@ def _inseparable(graph: Graph, weights: Weights, tied: str) -> Iterable[tuple[st
                 yield (name, *sorted(late))
 
 
-def _idle(graph: Graph, weights: Weights) -> Iterable[tuple[str, str]]:
+def _idle(graph: Graph, weights: CallWeights) -> Iterable[tuple[str, str]]:
     """Calls that take no time, each with the call before it, or the first one after it where nothing is before."""
     if not any(weight.time_s for weight in weights.calls.values()):
         return

@@ -18,16 +18,16 @@ from functools import cached_property
 import numpy as np
 
 from outcore.graph import Graph
-from outcore.planner.partition.stage_memory import INPUT, Family, Holding, Parameter, merged
+from outcore.planner.partition.stage_memory import INPUT, Parameter, SharedMemoryUse, StageMemory, merged
 from outcore.planner.partition.units import Units
-from outcore.planner.pipeline.call_weights import Weights
+from outcore.planner.pipeline.call_weights import CallWeights
 from outcore.program.stages import Edge, Stage, Stages, Tie
 
-__all__ = ["INPUT", "Family", "Flow", "Parameter", "Pieces", "weigh"]
+__all__ = ["INPUT", "Parameter", "SharedMemoryUse", "ValueFlow", "WeightedUnits", "weigh"]
 
 
 @dataclass(frozen=True, slots=True)
-class Flow:
+class ValueFlow:
     """A value that goes from one unit to others."""
 
     value: str
@@ -40,7 +40,7 @@ class Flow:
 
 
 @dataclass(frozen=True)
-class Pieces:
+class WeightedUnits:
     """Units, what they take and what flows between them."""
 
     units: Units
@@ -49,8 +49,8 @@ class Pieces:
     workspace_bytes: tuple[int, ...]
     fixed: tuple[Parameter, ...]
     """Buffers and frozen parameters."""
-    families: tuple[Family, ...]
-    flows: tuple[Flow, ...]
+    families: tuple[SharedMemoryUse, ...]
+    flows: tuple[ValueFlow, ...]
     parameters: tuple[Parameter, ...]
     """The trained ones."""
     state_per_parameter: float = 2.0
@@ -75,7 +75,7 @@ class Pieces:
                 found[source].add(i)
         return found
 
-    def scaled(self, fraction: float) -> Pieces:
+    def scaled(self, fraction: float) -> WeightedUnits:
         """The same for a part of the batch: time and activations shrink with it, parameters do not."""
         if fraction == 1:
             return self
@@ -92,8 +92,8 @@ class Pieces:
         )
 
     @cached_property
-    def _holding(self) -> Holding:
-        return Holding(self.families, self.parameters, self.fixed)
+    def _holding(self) -> StageMemory:
+        return StageMemory(self.families, self.parameters, self.fixed)
 
     def held_bytes(self, stage_of: Sequence[int], count: int) -> list[int]:
         """What every stage holds of one micro-batch, from its forward to its backward."""
@@ -148,12 +148,12 @@ class Pieces:
         return tuple(Tie(places, nbytes) for places, nbytes in sorted(found.items()))
 
 
-def weigh(graph: Graph, weights: Weights, units: Units) -> Pieces:
+def weigh(graph: Graph, weights: CallWeights, units: Units) -> WeightedUnits:
     """Put weights on units."""
     unit_of = units.of_call
     calls = [[weights.calls[c] for c in unit.calls] for unit in units.units]
     outputs = {graph.values[v].alias_of or v for v in graph.outputs}
-    flows: list[Flow] = []
+    flows: list[ValueFlow] = []
     sharing: dict[str, tuple[int, set[int]]] = {}
     for name, value in graph.values.items():
         base = value.alias_of or name
@@ -164,7 +164,7 @@ def weigh(graph: Graph, weights: Weights, units: Units) -> Pieces:
         found.update(users, {producer} - {first})
         if producer != INPUT and (to_loss or users - {producer}):
             rest = tuple(sorted(users - {producer}))
-            flows.append(Flow(name, value.bytes, producer, rest, to_loss, value.requires_grad))
+            flows.append(ValueFlow(name, value.bytes, producer, rest, to_loss, value.requires_grad))
     keepers: dict[str, set[int]] = {}
     sizes: dict[str, int] = {}
     for i, rows in enumerate(calls):
@@ -172,7 +172,7 @@ def weigh(graph: Graph, weights: Weights, units: Units) -> Pieces:
             for name, nbytes in row.saved.items():
                 keepers.setdefault(name, set()).add(i)
                 sizes[name] = max(nbytes, sizes.get(name, 0))
-    alike: dict[tuple[int, tuple[int, ...], tuple[int, ...], bool], Family] = {}
+    alike: dict[tuple[int, tuple[int, ...], tuple[int, ...], bool], SharedMemoryUse] = {}
     for name in dict.fromkeys((*sharing, *keepers)):
         producer, found = sharing.get(name, (INPUT, set()))
         keeping = keepers.get(name, set())
@@ -182,7 +182,7 @@ def weigh(graph: Graph, weights: Weights, units: Units) -> Pieces:
             key = (producer, tuple(sorted(found - {producer})), tuple(sorted(keeping)), to_loss)
             # What the same units touch is held by the same stages, however they are cut.
             before = alike[key].bytes if key in alike else 0
-            alike[key] = Family(name if not before else alike[key].name, before + size, *key)
+            alike[key] = SharedMemoryUse(name if not before else alike[key].name, before + size, *key)
     reading: dict[str, set[int]] = {}
     fixed: dict[str, int] = {}
     for i, rows in enumerate(calls):
@@ -190,7 +190,7 @@ def weigh(graph: Graph, weights: Weights, units: Units) -> Pieces:
             fixed.update(row.fixed)
             for parameter in (*row.parameters, *row.fixed):
                 reading.setdefault(parameter, set()).add(i)
-    return Pieces(
+    return WeightedUnits(
         units,
         tuple(sum(r.forward_s for r in rows) for rows in calls),
         tuple(sum(r.backward_s for r in rows) for rows in calls),

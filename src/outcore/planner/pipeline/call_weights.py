@@ -1,8 +1,8 @@
 """What the planner knows of every call: seconds, bytes, and which memory and parameters they are in.
 
-Measured costs and estimates from shapes both become `Weights`, so partitioning does not care where a number came from.
-Memory kept for backward is listed by name: the same memory kept by two calls of one stage is held once, but if a cut
-separates the two, both sides hold it. Parameters are listed by name too: one that several calls use is *tied*.
+Measured costs and estimates from shapes both become `CallWeights`, so partitioning does not care where a number came
+from. Memory kept for backward is listed by name: the same memory kept by two calls of one stage is held once, but if a
+cut separates the two, both sides hold it. Parameters are listed by name too: one that several calls use is *tied*.
 
 `Weights.of` takes any costs that list calls, be it the package's own or a handful of numbers;
 `outcore.planner.weights_from_shapes` makes weights from shapes alone.
@@ -17,11 +17,11 @@ from typing import Any
 from outcore.errors import PlanError
 from outcore.graph import Graph
 
-__all__ = ["Weight", "Weights", "fixed_tensors"]
+__all__ = ["CallWeight", "CallWeights", "fixed_tensors"]
 
 
 @dataclass(frozen=True, slots=True)
-class Weight:
+class CallWeight:
     """What one call takes, for the batch the graph was recorded with."""
 
     forward_s: float = 0.0
@@ -47,10 +47,10 @@ class Weight:
 
 
 @dataclass(frozen=True)
-class Weights:
+class CallWeights:
     """The weights of every call of a graph."""
 
-    calls: Mapping[str, Weight]
+    calls: Mapping[str, CallWeight]
     parameters: Mapping[str, int]
     """Bytes of every trained parameter, by name."""
     state_per_parameter: float = 2.0
@@ -77,7 +77,7 @@ class Weights:
         return sum(self.parameters.get(p, 0) for p in owned)
 
     @classmethod
-    def of(cls, graph: Graph, costs: Any, *, state_per_parameter: float = 2.0, overhead_s: float = 0.0) -> Weights:
+    def of(cls, graph: Graph, costs: Any, *, state_per_parameter: float = 2.0, overhead_s: float = 0.0) -> CallWeights:
         """Weights from costs: measured ones, or any object whose ``calls`` maps names to objects with fields.
 
         A call's cost may give ``forward_s`` and ``backward_s`` or timings ``forward`` and ``backward`` with a
@@ -104,7 +104,7 @@ class Weights:
             if graph.executable is None and known:
                 rest = int(getattr(row, "parameter_bytes", 0)) - sum(sizes[p] for p in trained)
                 fixed = {f"{call.block} fixed": rest} if rest > 0 else {}
-            calls[name] = Weight(
+            calls[name] = CallWeight(
                 _seconds(row, "forward"), _seconds(row, "backward"), _saved(name, row), _workspace(row), trained, fixed
             )
         return cls(calls, sizes, state_per_parameter, overhead_s=overhead_s, source="costs")

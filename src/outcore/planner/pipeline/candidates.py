@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from outcore.planner.partition.weighted_units import Pieces
-from outcore.planner.pipeline.schedule_model import SCHEDULES, Pipeline, Route, Schedule
+from outcore.planner.partition.weighted_units import WeightedUnits
+from outcore.planner.pipeline.schedule_model import SCHEDULES, Pipeline, RankLink, Schedule
 
-__all__ = ["Candidate", "Ideal", "candidates_for"]
+__all__ = ["Candidate", "EvenCut", "candidates_for"]
 
 MOST_PIECES = 1024
 
@@ -96,7 +96,7 @@ def _divisors(number: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Ideal:
+class EvenCut:
     """What pieces of one size would take if they could be cut evenly: nothing is faster or smaller."""
 
     forward_s: float
@@ -106,14 +106,14 @@ class Ideal:
     weight_bytes: int
 
     @classmethod
-    def of(cls, pieces: Pieces) -> Ideal:
+    def of(cls, pieces: WeightedUnits) -> EvenCut:
         """The figures of pieces."""
         weights = sum(nbytes for _, nbytes, _ in pieces.parameters)
         always = (2 + pieces.state_per_parameter) * weights + sum(nbytes for _, nbytes, _ in pieces.fixed)
         held = sum(f.bytes for f in pieces.families if f.keepers)
         return cls(sum(pieces.forward_s), sum(pieces.backward_s), held, always, weights)
 
-    def time_s(self, candidate: Candidate, route: Route) -> float:
+    def time_s(self, candidate: Candidate, route: RankLink) -> float:
         """A step without messages, cut evenly."""
         count, pipeline = candidate.stages, candidate.pipeline
         even = [self.forward_s / count] * count, [self.backward_s / count] * count, [0.0] * count

@@ -21,11 +21,11 @@ from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.machine.link import Link
 from outcore.machine.units import format_bytes
-from outcore.plan_document import Plan, Predicted
+from outcore.plan_document import Plan, PredictedStep
 from outcore.planner.partition.partition import Partition, split_by_hand
 from outcore.planner.partition.units import find_units
-from outcore.planner.partition.weighted_units import Pieces, weigh
-from outcore.planner.pipeline.call_weights import Weights
+from outcore.planner.partition.weighted_units import WeightedUnits, weigh
+from outcore.planner.pipeline.call_weights import CallWeights
 from outcore.planner.pipeline.schedule_model import Pipeline, Schedule
 from outcore.planner.pipeline.simulate_candidate import SCHEDULE_NAMES
 from outcore.program import Links, Stages, Timeline, compile_program, simulate
@@ -53,7 +53,7 @@ class Fold:
 
 def split_vertically(
     graph: Graph,
-    weights: Weights,
+    weights: CallWeights,
     *,
     ranks: int | None = None,
     pipeline: Pipeline | None = None,
@@ -95,7 +95,7 @@ def split_vertically(
 
 def plan_vertically(
     graph: Graph,
-    weights: Weights,
+    weights: CallWeights,
     *,
     ranks: int | None = None,
     memory_bytes: int | None = None,
@@ -109,7 +109,7 @@ def plan_vertically(
         PlanError: the network has no nested skips, or the memory cannot be met; says the smallest that can.
     """
     samples = max((graph.values[v].shape[0] for v in graph.inputs[:1] if graph.values[v].shape), default=1)
-    found: list[tuple[Predicted, Pipeline, Fold]] = []
+    found: list[tuple[PredictedStep, Pipeline, Fold]] = []
     for pieces in (p for p in range(1, min(samples, _MOST_PIECES) + 1) if samples % p == 0):
         for name in ("model_parallel", "gpipe", "1f1b") if schedule is None else (schedule,):
             one = name == "model_parallel"
@@ -117,7 +117,7 @@ def plan_vertically(
             fold = split_vertically(graph, weights, ranks=ranks, pipeline=pipeline, fraction=1 / pieces)
             timeline = _simulated(fold.partition.stages, pipeline, fold.placement, Links(link))
             found.append(
-                (Predicted(timeline.step_s, timeline.peak_bytes, timeline.bubble, "simulated"), pipeline, fold)
+                (PredictedStep(timeline.step_s, timeline.peak_bytes, timeline.bubble, "simulated"), pipeline, fold)
             )
     fits = [row for row in found if memory_bytes is None or max(row[0].peak_bytes) <= memory_bytes]
     if not fits:
@@ -152,7 +152,7 @@ def _simulated(stages: Stages, pipeline: Pipeline, placement: Sequence[int], lin
     return simulate(program, stages, links)
 
 
-def _levels(pieces: Pieces) -> list[tuple[int, int]]:
+def _levels(pieces: WeightedUnits) -> list[tuple[int, int]]:
     """Nested skips, outermost first: unit that makes each, and the first unit that reads it across."""
     levels: list[tuple[int, int]] = []
     inside = (-1, len(pieces))
@@ -164,7 +164,7 @@ def _levels(pieces: Pieces) -> list[tuple[int, int]]:
     return levels
 
 
-def _peaks(pieces: Pieces, rank_of: list[int], ranks: int, pipeline: Pipeline) -> tuple[int, ...]:
+def _peaks(pieces: WeightedUnits, rank_of: list[int], ranks: int, pipeline: Pipeline) -> tuple[int, ...]:
     held, weights = pieces.held_bytes(rank_of, ranks), pieces.weight_bytes(rank_of, ranks)
     fixed = pieces.fixed_bytes(rank_of, ranks)
     gradients = [0] * ranks
@@ -182,7 +182,7 @@ def _peaks(pieces: Pieces, rank_of: list[int], ranks: int, pipeline: Pipeline) -
     return tuple(found)
 
 
-def _rank_of(pieces: Pieces, levels: list[tuple[int, int]], kept: tuple[int, ...]) -> list[int]:
+def _rank_of(pieces: WeightedUnits, levels: list[tuple[int, int]], kept: tuple[int, ...]) -> list[int]:
     """The rank of every unit if folds are made at the levels kept."""
     found = []
     for unit in range(len(pieces)):

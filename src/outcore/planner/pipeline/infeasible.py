@@ -8,7 +8,7 @@ and of at most a few careful ones.
 from __future__ import annotations
 
 from outcore.machine.units import format_bytes
-from outcore.planner.pipeline.search import Search, fewest_in_flight
+from outcore.planner.pipeline.search import PlanSearch, fewest_in_flight
 
 __all__ = ["refusal"]
 
@@ -16,7 +16,7 @@ _RANKS = (*range(2, 9), 10, 12, 16, 24, 32, 48, 64)
 _CAREFUL = 3
 
 
-def refusal(search: Search, devices: int, cap: int | None) -> str:
+def refusal(search: PlanSearch, devices: int, cap: int | None) -> str:
     """Why there is no plan, and what to ask for instead."""
     smallest = [max(predicted.peak_bytes) for predicted, _, _ in search.smallest(devices)]
     if cap is None or not smallest:

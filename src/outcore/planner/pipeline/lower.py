@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from outcore.graph import Graph
-from outcore.plan_document import Plan, Predicted
+from outcore.plan_document import Plan, PredictedStep
 from outcore.planner.partition.partition import split_by_hand
-from outcore.planner.pipeline.call_weights import Weights
+from outcore.planner.pipeline.call_weights import CallWeights
 from outcore.planner.pipeline.schedule_model import Pipeline
 from outcore.planner.pipeline.simulate_candidate import SCHEDULE_NAMES
 from outcore.program import Links, Program, Stages, Timeline, check, compile_program, simulate
@@ -15,7 +15,7 @@ from outcore.program import Links, Program, Stages, Timeline, check, compile_pro
 __all__ = ["lower", "predict_timeline", "predicted_by"]
 
 
-def lower(plan: Plan, graph: Graph, weights: Weights) -> tuple[Program, Stages]:
+def lower(plan: Plan, graph: Graph, weights: CallWeights) -> tuple[Program, Stages]:
     """The program of a plan, checked, and the stages it runs."""
     plan.validate(graph)
     pipeline = Pipeline(plan.schedule, plan.micro_batches, plan.batches)
@@ -33,7 +33,7 @@ def lower(plan: Plan, graph: Graph, weights: Weights) -> tuple[Program, Stages]:
     return program, stages
 
 
-def predict_timeline(plan: Plan, graph: Graph, weights: Weights, links: Links) -> Timeline:
+def predict_timeline(plan: Plan, graph: Graph, weights: CallWeights, links: Links) -> Timeline:
     """What a step of the plan is expected to look like."""
     program, stages = lower(plan, graph, weights)
     return replace(simulate(program, stages, links), name=plan.arrangement)
@@ -42,4 +42,4 @@ def predict_timeline(plan: Plan, graph: Graph, weights: Weights, links: Links) -
 def predicted_by(timeline: Timeline, plan: Plan) -> Plan:
     """The plan with the figures of its timeline, so that both say the same."""
     peaks = timeline.peak_bytes[: plan.ranks_per_replica]
-    return replace(plan, predicted=Predicted(timeline.step_s, peaks, timeline.bubble, "simulated"))
+    return replace(plan, predicted=PredictedStep(timeline.step_s, peaks, timeline.bubble, "simulated"))

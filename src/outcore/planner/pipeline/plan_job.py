@@ -30,7 +30,7 @@ from outcore.plan_document import BatchNorm, Plan
 from outcore.planner.memory.plan import plan_memory
 from outcore.planner.partition.strategies import Balance
 from outcore.planner.partition.units import Granularity
-from outcore.planner.pipeline.call_weights import Weights
+from outcore.planner.pipeline.call_weights import CallWeights
 from outcore.planner.pipeline.lower import predict_timeline, predicted_by
 from outcore.planner.pipeline.schedule_model import Schedule
 from outcore.planner.pipeline.search import plan as search_plan
@@ -93,7 +93,7 @@ def plan(
         optimizer = OptimizerCost.of(_optimizer(source), where.devices[0].kind)
         rate = where.devices[0].bandwidth_bytes_per_s
         return plan_memory(graph, costs, budget_bytes=limit, optimizer=optimizer, memory_bytes_per_s=rate).document()
-    weights = Weights.of(graph, costs)
+    weights = CallWeights.of(graph, costs)
     made = search_plan(
         graph,
         weights,
@@ -128,7 +128,7 @@ def links_of(machine: Machine) -> Links:
     return found if found.between_devices else Links(UNKNOWN_LINK)
 
 
-def _as_shown(made: Plan, graph: Graph, weights: Weights, where: Machine, limit: int) -> Plan:
+def _as_shown(made: Plan, graph: Graph, weights: CallWeights, where: Machine, limit: int) -> Plan:
     """The plan with the figures of the timeline over the machine's own links, unless those break the budget."""
     if made.ranks * made.micro_batches * made.batches > _LONG:
         return made

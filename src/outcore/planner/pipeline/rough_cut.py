@@ -5,24 +5,24 @@ from __future__ import annotations
 import numpy as np
 
 from outcore.planner.partition.dp_dispatch import cut_line
-from outcore.planner.partition.interval_tables import Line
+from outcore.planner.partition.interval_tables import IntervalTables
 from outcore.planner.partition.strategies import Balance
 from outcore.planner.partition.topological_orders import coarse_places
-from outcore.planner.partition.weighted_units import Pieces
-from outcore.planner.pipeline.schedule_model import Pipeline, Route
+from outcore.planner.partition.weighted_units import WeightedUnits
+from outcore.planner.pipeline.schedule_model import Pipeline, RankLink
 
-__all__ = ["QuickCut"]
+__all__ = ["RoughCut"]
 
 
-class QuickCut:
+class RoughCut:
     """Rough cuts of the same pieces; tables are kept between them."""
 
-    def __init__(self, pieces: Pieces) -> None:
+    def __init__(self, pieces: WeightedUnits) -> None:
         self.pieces = pieces
-        self._lines: dict[int, Line] = {}
+        self._lines: dict[int, IntervalTables] = {}
 
     def cut(
-        self, count: int, balance: Balance, pipeline: Pipeline, cap: float | None, route: Route, replicas: int
+        self, count: int, balance: Balance, pipeline: Pipeline, cap: float | None, route: RankLink, replicas: int
     ) -> tuple[float, int] | None:
         """Seconds of a step and peak of the largest rank, or None if these places do not do."""
         line = self._line(max(2 * count, 24 if pipeline.paired else 64))
@@ -31,14 +31,14 @@ class QuickCut:
         cuts = cut_line(line, count, balance, pipeline, cap, route)
         return min((self._figures(line, ends, pipeline, route, replicas) for ends in cuts), default=None)
 
-    def _line(self, most: int) -> Line:
+    def _line(self, most: int) -> IntervalTables:
         if most not in self._lines:
             order = tuple(range(len(self.pieces)))
-            self._lines[most] = Line(self.pieces, order, coarse_places(self.pieces, order, most))
+            self._lines[most] = IntervalTables(self.pieces, order, coarse_places(self.pieces, order, most))
         return self._lines[most]
 
     def _figures(
-        self, line: Line, ends: list[int], pipeline: Pipeline, route: Route, replicas: int
+        self, line: IntervalTables, ends: list[int], pipeline: Pipeline, route: RankLink, replicas: int
     ) -> tuple[float, int]:
         count, at = len(ends), ([0, *ends[:-1]], ends)
         forward, messages = line.forward_s[at].tolist(), line.message_s(route)[at].tolist()

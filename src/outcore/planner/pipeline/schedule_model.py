@@ -23,14 +23,14 @@ from typing import Literal, get_args
 from outcore.errors import PlanError
 from outcore.program.stages import Stages
 
-__all__ = ["SCHEDULES", "Load", "Pipeline", "Route", "Schedule"]
+__all__ = ["SCHEDULES", "Pipeline", "RankLink", "Schedule", "StageLoad"]
 
 Schedule = Literal["model_parallel", "gpipe", "1f1b", "gems"]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class RankLink:
     """The link between two ranks, as the planner counts it."""
 
     bytes_per_s: float = 12e9
@@ -42,7 +42,7 @@ class Route:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class StageLoad:
     """What a stage holds, in bytes."""
 
     always: int
@@ -100,7 +100,7 @@ class Pipeline:
         all_then_back = self.schedule == "gpipe" and full > 1
         return full > 1, not self.paired and not all_then_back and self.pieces > full
 
-    def loads(self, stages: Stages) -> list[Load]:
+    def loads(self, stages: Stages) -> list[StageLoad]:
         """What every stage holds."""
         count = len(stages)
         arriving, leaving, incoming = [0] * count, [0] * count, [0] * count
@@ -116,7 +116,7 @@ class Pipeline:
             gradient, value = self.waits_for(k, count)
             waiting = max(leaving[k] * gradient, incoming[k] * value)
             moving = self.in_flight(k, count) * stage.saved_bytes + alone + waiting
-            found.append(Load(always, moving, stage.saved_bytes + alone, incoming[k]))
+            found.append(StageLoad(always, moving, stage.saved_bytes + alone, incoming[k]))
         return found
 
     def peak_bytes(self, stages: Stages) -> tuple[int, ...]:
@@ -136,7 +136,7 @@ class Pipeline:
             found.append(always + max(moving))
         return tuple(found)
 
-    def message_s(self, stages: Stages, route: Route) -> list[float]:
+    def message_s(self, stages: Stages, route: RankLink) -> list[float]:
         """For every stage, seconds per micro-batch for what it receives, values and their gradients going back."""
         found = [0.0] * len(stages)
         for edge in stages.edges:
@@ -144,7 +144,7 @@ class Pipeline:
                 found[target] += route.time_s(edge.bytes) * (2 if edge.has_gradient else 1)
         return found
 
-    def step_s(self, stages: Stages, route: Route, replicas: int = 1) -> float:
+    def step_s(self, stages: Stages, route: RankLink, replicas: int = 1) -> float:
         """Seconds of a step, by closed forms that are exact for equal stages."""
         rows = stages.stages
         forward, backward = [s.forward_s for s in rows], [s.backward_s for s in rows]
@@ -167,7 +167,7 @@ class Pipeline:
         one = there + self.batches * back + (self.batches - 1) * max(forward)
         return one + (self.micro_batches - 1) * max(busy) * self.batches
 
-    def update_s(self, gradients: Sequence[float], optimizer_s: float, route: Route, replicas: int) -> float:
+    def update_s(self, gradients: Sequence[float], optimizer_s: float, route: RankLink, replicas: int) -> float:
         """Seconds to add gradients up, a ring over all copies of a stage, and to step."""
         copies = replicas * (2 if self.paired else 1)
         if copies == 1:

@@ -26,20 +26,20 @@ from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.machine.link import Link
 from outcore.machine.units import format_bytes, format_time
-from outcore.plan_document import BatchNorm, Plan, Predicted
+from outcore.plan_document import BatchNorm, Plan, PredictedStep
 from outcore.planner.partition.strategies import Balance, cut_pieces
 from outcore.planner.partition.units import Granularity, find_units
-from outcore.planner.partition.weighted_units import Pieces, weigh
+from outcore.planner.partition.weighted_units import WeightedUnits, weigh
 from outcore.planner.pipeline.batch_norm_images import batch_norms, batch_size, norms_see
-from outcore.planner.pipeline.call_weights import Weights
-from outcore.planner.pipeline.candidates import Candidate, Ideal, candidates_for
-from outcore.planner.pipeline.rough_cut import QuickCut
-from outcore.planner.pipeline.schedule_model import Route, Schedule
+from outcore.planner.pipeline.call_weights import CallWeights
+from outcore.planner.pipeline.candidates import Candidate, EvenCut, candidates_for
+from outcore.planner.pipeline.rough_cut import RoughCut
+from outcore.planner.pipeline.schedule_model import RankLink, Schedule
 from outcore.planner.pipeline.simulate_candidate import judge
 from outcore.program.stages import Stages
 from outcore.stage_names import name_stages
 
-__all__ = ["Judged", "Search", "plan"]
+__all__ = ["Judged", "PlanSearch", "plan"]
 
 _SIMULATED = 4
 _FINALISTS = 7
@@ -50,18 +50,18 @@ _TIE = 1.01
 _EVEN = 1.25
 """How much longer a step of even stages may take where stages wait for each other in any case."""
 
-Judged = tuple[Predicted, Candidate, Stages]
+Judged = tuple[PredictedStep, Candidate, Stages]
 
 
 def plan(
     graph: Graph,
-    weights: Weights,
+    weights: CallWeights,
     *,
     devices: int,
     memory_bytes: int | None = None,
     balance: Balance | None = None,
     schedule: Schedule | None = None,
-    link: Link | Route | None = None,
+    link: Link | RankLink | None = None,
     granularity: Granularity = "layer",
     tied: Literal["together", "copies"] = "together",
     machine: str | None = None,
@@ -89,12 +89,12 @@ def plan(
     """
     if devices < 1:
         raise PlanError(f"a plan needs at least 1 device, not {devices}")
-    route = Route(link.away_bytes_per_s, link.latency_s) if isinstance(link, Link) else link or Route()
+    route = RankLink(link.away_bytes_per_s, link.latency_s) if isinstance(link, Link) else link or RankLink()
     samples = batch_size(graph)
     normed = bool(batch_norms(graph))
     levels = _levels(graph, weights, granularity, tied)
     whole = normed and batch_norm == "synchronised"
-    search = Search(levels, samples, schedule, balance or "search", route, normed and not whole, whole, shared)
+    search = PlanSearch(levels, samples, schedule, balance or "search", route, normed and not whole, whole, shared)
     candidates = search.candidates(devices)
     if not candidates:
         norms = " and batch norms that see all of it" if whole else ""
@@ -131,15 +131,15 @@ def plan(
 
 
 @dataclass
-class Search:
+class PlanSearch:
     """One network, at several levels of detail, and what is asked of its plan."""
 
-    levels: Sequence[Pieces]
+    levels: Sequence[WeightedUnits]
     """The finest first."""
     samples: int
     schedule: Schedule | None
     balance: Balance
-    route: Route
+    route: RankLink
     normed: bool = False
     """Whether it has norms that see only the piece they are given."""
     whole: bool = False
@@ -148,13 +148,13 @@ class Search:
     """Whether replicas divide the batch among them."""
 
     def __post_init__(self) -> None:
-        self._parts: dict[tuple[int, float], Pieces] = {}
-        self._quick: dict[float, QuickCut] = {}
-        self._ideals: dict[float, Ideal] = {}
+        self._parts: dict[tuple[int, float], WeightedUnits] = {}
+        self._quick: dict[float, RoughCut] = {}
+        self._ideals: dict[float, EvenCut] = {}
         self._smallest: dict[int, list[Judged]] = {}
 
     @property
-    def finest(self) -> Pieces:
+    def finest(self) -> WeightedUnits:
         """The smallest units."""
         return self.levels[0]
 
@@ -179,16 +179,16 @@ class Search:
         tied = sorted((j for j in found if pace_s(j) <= _TIE * best), key=lambda j: (self.change(j[1]), pace_s(j)))
         return tied + sorted((j for j in found if pace_s(j) > _TIE * best), key=pace_s)
 
-    def part(self, level: int, fraction: float) -> Pieces:
+    def part(self, level: int, fraction: float) -> WeightedUnits:
         """The pieces of a level for a part of the batch."""
         if (key := (level, fraction)) not in self._parts:
             self._parts[key] = self.levels[level].scaled(fraction)
         return self._parts[key]
 
-    def ideal(self, candidate: Candidate) -> Ideal:
+    def ideal(self, candidate: Candidate) -> EvenCut:
         """What even cuts would take."""
         if candidate.fraction not in self._ideals:
-            self._ideals[candidate.fraction] = Ideal.of(self.part(0, candidate.fraction))
+            self._ideals[candidate.fraction] = EvenCut.of(self.part(0, candidate.fraction))
         return self._ideals[candidate.fraction]
 
     def ranked(self, candidates: Sequence[Candidate], balance: Balance, cap: float | None) -> list[Candidate]:
@@ -217,7 +217,7 @@ class Search:
     def rough(self, candidate: Candidate, balance: Balance, cap: float | None) -> Candidate | None:
         """The candidate with what a quick cut takes."""
         if candidate.fraction not in self._quick:
-            self._quick[candidate.fraction] = QuickCut(self.part(0, candidate.fraction))
+            self._quick[candidate.fraction] = RoughCut(self.part(0, candidate.fraction))
         quick = self._quick[candidate.fraction]
         figures = quick.cut(candidate.stages, balance, candidate.pipeline, cap, self.route, candidate.replicas)
         return None if figures is None else replace(candidate, time_s=figures[0], peak_bytes=figures[1])
@@ -289,8 +289,8 @@ def fewest_in_flight(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _levels(
-    graph: Graph, weights: Weights, granularity: Granularity, tied: Literal["together", "copies"]
-) -> list[Pieces]:
+    graph: Graph, weights: CallWeights, granularity: Granularity, tied: Literal["together", "copies"]
+) -> list[WeightedUnits]:
     """The network at the granularity asked for, and at the finest coarser one that is much smaller."""
     finest = find_units(graph, weights, granularity, tied)
     levels = [finest]
@@ -323,7 +323,7 @@ def _finalists(ranked: Sequence[Candidate]) -> list[Candidate]:
     return list(chosen)
 
 
-def _copies(weights: Weights, stages: Stages) -> dict[str, tuple[int, ...]]:
+def _copies(weights: CallWeights, stages: Stages) -> dict[str, tuple[int, ...]]:
     placed = {call: k for k, stage in enumerate(stages.stages) for call in stage.calls}
     places = {name: tuple(sorted({placed[c] for c in users})) for name, users in weights.tied.items()}
     return {name: found for name, found in places.items() if len(found) > 1}

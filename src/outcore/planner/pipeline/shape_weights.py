@@ -14,7 +14,7 @@ from math import prod
 
 from outcore.graph import Call, Graph, Value
 from outcore.ops.views import WITHOUT_WORK
-from outcore.planner.pipeline.call_weights import Weight, Weights, fixed_tensors
+from outcore.planner.pipeline.call_weights import CallWeight, CallWeights, fixed_tensors
 
 __all__ = ["weights_from_shapes"]
 
@@ -35,7 +35,7 @@ def weights_from_shapes(
     bytes_per_s: float = 900e9,
     launch_s: float = 5e-6,
     state_per_parameter: float = 2.0,
-) -> Weights:
+) -> CallWeights:
     """Weights of a recorded network on a device of these rates (a V100 in float32, unless told otherwise).
 
     >>> import torch, outcore
@@ -46,7 +46,7 @@ def weights_from_shapes(
     """
     sizes = _trained(graph)
     fixed = fixed_tensors(graph, sizes)
-    calls: dict[str, Weight] = {}
+    calls: dict[str, CallWeight] = {}
     for name, call in graph.calls.items():
         parameters = tuple(p for p in call.parameters if p in sizes)
         weights = [nbytes for p, nbytes in sizes.items() if p in parameters]
@@ -62,7 +62,7 @@ def weights_from_shapes(
             passes = int(through) + int(bool(parameters)) if flops else 1
             backward = max(passes * flops / flops_per_s, 1.5 * moved / bytes_per_s) + launch_s
         gradients = sum(graph.values[v].bytes for v in (*call.inputs, *call.outputs) if graph.values[v].requires_grad)
-        calls[name] = Weight(
+        calls[name] = CallWeight(
             forward,
             backward,
             _saved(graph, call) if trains else {},
@@ -70,7 +70,7 @@ def weights_from_shapes(
             parameters,
             {p: fixed[p] for p in call.parameters if p in fixed},
         )
-    return Weights(calls, sizes, state_per_parameter, bytes_per_s, launch_s, source="shapes")
+    return CallWeights(calls, sizes, state_per_parameter, bytes_per_s, launch_s, source="shapes")
 
 
 def _trained(graph: Graph) -> dict[str, int]:

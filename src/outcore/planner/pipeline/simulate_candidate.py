@@ -12,8 +12,8 @@ from dataclasses import replace
 from math import ceil
 
 from outcore.machine.link import Link
-from outcore.plan_document import Predicted
-from outcore.planner.pipeline.schedule_model import Pipeline, Route
+from outcore.plan_document import PredictedStep
+from outcore.planner.pipeline.schedule_model import Pipeline, RankLink
 from outcore.program import Links, Stages, Timeline, compile_program, simulate
 
 __all__ = ["SCHEDULE_NAMES", "judge"]
@@ -23,11 +23,11 @@ _LARGEST = 3_000
 """Forwards in a program beyond which a shorter one stands for it."""
 
 
-def judge(stages: Stages, pipeline: Pipeline, replicas: int, route: Route) -> Predicted:
+def judge(stages: Stages, pipeline: Pipeline, replicas: int, route: RankLink) -> PredictedStep:
     """Time, peak per rank of a replica, and bubble."""
     if replicas * len(stages) * pipeline.pieces <= _LARGEST:
         timeline = _timeline(stages, pipeline, route, replicas)
-        return Predicted(timeline.step_s, timeline.peak_bytes[: len(stages)], timeline.bubble, "simulated")
+        return PredictedStep(timeline.step_s, timeline.peak_bytes[: len(stages)], timeline.bubble, "simulated")
     stages = _with_rings(stages, pipeline, replicas, route)
     number = pipeline.batches if pipeline.batches > 1 else pipeline.micro_batches
     # Batches in turn repeat at once, micro-batches when the pipeline has filled.
@@ -36,7 +36,7 @@ def judge(stages: Stages, pipeline: Pipeline, replicas: int, route: Route) -> Pr
     enough -= (number - enough) % 2  # under GEMS, an odd number ends on the other replica
     if enough >= number or len(stages) * pipeline.pieces <= _LARGEST:
         timeline = _timeline(stages, pipeline, route)
-        return Predicted(timeline.step_s, timeline.peak_bytes, timeline.bubble, "simulated")
+        return PredictedStep(timeline.step_s, timeline.peak_bytes, timeline.bubble, "simulated")
     span = 2 * max(1, enough // 8)
     one = _timeline(stages, _shortened(pipeline, enough - span), route)
     two = _timeline(stages, _shortened(pipeline, enough), route)
@@ -47,14 +47,14 @@ def judge(stages: Stages, pipeline: Pipeline, replicas: int, route: Route) -> Pr
     time_s = counted_on(one.step_s, two.step_s)
     busy_s = counted_on(one.step_s * (1 - one.bubble), two.step_s * (1 - two.bubble))
     peaks = tuple(ceil(counted_on(a, b)) for a, b in zip(one.peak_bytes, two.peak_bytes, strict=True))
-    return Predicted(time_s, peaks, 1 - busy_s / time_s, f"simulated for {enough} of {number} passes")
+    return PredictedStep(time_s, peaks, 1 - busy_s / time_s, f"simulated for {enough} of {number} passes")
 
 
 def _shortened(pipeline: Pipeline, number: int) -> Pipeline:
     return replace(pipeline, batches=number) if pipeline.batches > 1 else replace(pipeline, micro_batches=number)
 
 
-def _timeline(stages: Stages, pipeline: Pipeline, route: Route, replicas: int = 1) -> Timeline:
+def _timeline(stages: Stages, pipeline: Pipeline, route: RankLink, replicas: int = 1) -> Timeline:
     program = compile_program(
         stages,
         SCHEDULE_NAMES[pipeline.schedule],
@@ -66,7 +66,7 @@ def _timeline(stages: Stages, pipeline: Pipeline, route: Route, replicas: int = 
     return simulate(program, stages, Links(link))
 
 
-def _with_rings(stages: Stages, pipeline: Pipeline, replicas: int, route: Route) -> Stages:
+def _with_rings(stages: Stages, pipeline: Pipeline, replicas: int, route: RankLink) -> Stages:
     """The stages of one replica, whose steps take as long as the rings over all of them take longer than its own."""
     if replicas == 1:
         return stages
@@ -78,5 +78,5 @@ def _with_rings(stages: Stages, pipeline: Pipeline, replicas: int, route: Route)
     return Stages(tuple(rows), stages.edges, stages.ties)
 
 
-def _ring_s(nbytes: int, size: int, route: Route) -> float:
+def _ring_s(nbytes: int, size: int, route: RankLink) -> float:
     return 2 * (size - 1) * route.time_s(nbytes / size)

@@ -25,7 +25,7 @@ from outcore.machine.units import format_bytes
 from outcore.program.checker.deadlock import check_end
 from outcore.program.checker.rules import check_channels, check_computes, check_copies, check_inputs, check_updates
 from outcore.program.checker.script_rules import check_scripts
-from outcore.program.index import Index
+from outcore.program.index import ProgramIndex
 from outcore.program.program import Program
 from outcore.program.simulator.links import Links
 from outcore.program.simulator.simulate import simulate
@@ -48,7 +48,7 @@ def check(
     Traceback (most recent call last):
     outcore.errors.ProgramError: rank 0, instruction 5 (B0): its forward is missing
     """
-    index = Index.of(program, stages)
+    index = ProgramIndex.of(program, stages)
     check_computes(index)
     check_inputs(index)
     check_channels(index)

@@ -9,13 +9,13 @@ library.
 from __future__ import annotations
 
 from outcore.program.compile import keys_needed
-from outcore.program.index import Index, Spot, refuse
+from outcore.program.index import InstructionAt, ProgramIndex, refuse
 from outcore.program.instructions import Backward, Forward, Key, Reduce, Send
 
 __all__ = ["check_end"]
 
 
-def check_end(index: Index) -> None:
+def check_end(index: ProgramIndex) -> None:
     """Raise `ProgramError` if not all ranks reach their end; the other rules must hold already."""
     incoming, outgoing = index.stages.incoming(), index.stages.outgoing()
     ranks = index.program.ranks
@@ -50,6 +50,6 @@ def check_end(index: Index) -> None:
                         ready.append(member)
     for rank, stopped in enumerate(position):
         if stopped < len(ranks[rank]):
-            spot = Spot(rank, stopped, ranks[rank][stopped])
+            spot = InstructionAt(rank, stopped, ranks[rank][stopped])
             cause = next((index.sends[key] for key, waiter in waiting.items() if waiter == rank), None)
             refuse(spot, f"deadlock: it waits for {cause or 'the rest of its group'}, which is never reached")

@@ -9,16 +9,16 @@ from itertools import pairwise
 
 from outcore.errors import ProgramError
 from outcore.program.compile import keys_needed
-from outcore.program.index import Index, Spot, refuse
+from outcore.program.index import InstructionAt, ProgramIndex, refuse
 from outcore.program.instructions import Backward, Forward, Key, Receive, Reduce, Send
 from outcore.program.program import holders
 
 __all__ = ["check_channels", "check_computes", "check_copies", "check_inputs", "check_updates"]
 
 
-def check_computes(index: Index) -> None:
+def check_computes(index: ProgramIndex) -> None:
     """Every stage of every replica computes every micro-batch, forward and then backward."""
-    batches: dict[int, dict[int, Spot]] = {}
+    batches: dict[int, dict[int, InstructionAt]] = {}
     for (_, micro_batch, replica), spot in index.forwards.items():
         batches.setdefault(replica, {}).setdefault(micro_batch, spot)
     for of, backward in index.backwards.items():
@@ -39,7 +39,7 @@ def check_computes(index: Index) -> None:
         raise ProgramError(f"program {index.program.name!r} computes nothing; needed at least one forward")
 
 
-def check_inputs(index: Index) -> None:
+def check_inputs(index: ProgramIndex) -> None:
     """Every value and gradient is there before it is used, and comes from the rank that makes it."""
     incoming, outgoing = index.stages.incoming(), index.stages.outgoing()
     used: set[Key] = set()
@@ -63,7 +63,7 @@ def check_inputs(index: Index) -> None:
             refuse(spot, "nobody needs this transfer: maker and user are on one rank, or there is no such micro-batch")
 
 
-def _check_transfer(index: Index, user: Spot, maker: Spot, key: Key, what: str) -> None:
+def _check_transfer(index: ProgramIndex, user: InstructionAt, maker: InstructionAt, key: Key, what: str) -> None:
     receive, send = index.receives.get(key), index.sends.get(key)
     if receive is None:
         refuse(user, f"it needs {what} from rank {maker.rank}, and no receive brings it")
@@ -79,10 +79,10 @@ def _check_transfer(index: Index, user: Spot, maker: Spot, key: Key, what: str) 
             refuse(end, f"{what} goes from rank {maker.rank} to rank {user.rank}")
 
 
-def check_channels(index: Index) -> None:
+def check_channels(index: ProgramIndex) -> None:
     """What is sent on a channel is received in the same order."""
-    sent: dict[tuple[int, int, int], list[Spot]] = {}
-    received: dict[tuple[int, int, int], list[Spot]] = {}
+    sent: dict[tuple[int, int, int], list[InstructionAt]] = {}
+    received: dict[tuple[int, int, int], list[InstructionAt]] = {}
     for queues, spots in ((sent, index.sends), (received, index.receives)):
         for spot in spots.values():
             transfer = spot.instruction
@@ -95,7 +95,7 @@ def check_channels(index: Index) -> None:
                 refuse(receive, f"transfers arrive in the order they are sent, and the next one sent here is {send}")
 
 
-def check_copies(index: Index) -> None:
+def check_copies(index: ProgramIndex) -> None:
     """What is copied out comes back before its backward."""
     for (of, _), out in index.copies_out.items():
         forward, backward = index.forwards.get(of), index.backwards.get(of)
@@ -109,15 +109,15 @@ def check_copies(index: Index) -> None:
             refuse(out, f"it is never copied back for {index.backwards[key[0]]}")
 
 
-def _follow(*spots: Spot) -> bool:
+def _follow(*spots: InstructionAt) -> bool:
     in_order = all(a.position < b.position for a, b in pairwise(spots))
     return in_order and len({spot.rank for spot in spots}) == 1
 
 
-def check_updates(index: Index) -> None:
+def check_updates(index: ProgramIndex) -> None:
     """Each parameter is reduced over the ranks that hold it, after all its backwards, and stepped once."""
     held = holders(index.placement)
-    last: dict[tuple[int, int], Spot] = {}
+    last: dict[tuple[int, int], InstructionAt] = {}
     for (stage, _, _), spot in index.backwards.items():
         if (key := (spot.rank, stage)) not in last or last[key].position < spot.position:
             last[key] = spot

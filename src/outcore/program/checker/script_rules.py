@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from outcore.program.index import Spot, refuse
+from outcore.program.index import InstructionAt, refuse
 from outcore.program.instructions import Backward, Forward
 from outcore.program.script import Decode, Encode, Evict, Fetch, Script, Tile, Wait
 
 __all__ = ["check_scripts"]
 
 
-def check_scripts(forward: Spot, backward: Spot) -> None:
+def check_scripts(forward: InstructionAt, backward: InstructionAt) -> None:
     """Raise `ProgramError` if the scripts of a micro-batch use what is not there."""
     assert isinstance(forward.instruction, Forward) and isinstance(backward.instruction, Backward)
     gone: set[str] = set()
@@ -38,7 +38,7 @@ def check_scripts(forward: Spot, backward: Spot) -> None:
         refuse(backward, f"{min(gone)!r} was evicted and is never fetched")
 
 
-def _check_tiles(spot: Spot, script: Script) -> None:
+def _check_tiles(spot: InstructionAt, script: Script) -> None:
     tiles: dict[str, list[Tile]] = {}
     for action in script:
         if isinstance(action, Tile):

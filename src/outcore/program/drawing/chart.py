@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from outcore.figure import COLOURS, Axes, Span, document, legend, line, rectangle, text, time_unit
 from outcore.machine.units import format_bytes, format_time
-from outcore.program.simulator.memory_curve import Curve
+from outcore.program.simulator.memory_curve import RankMemory
 from outcore.program.timeline import COMPUTE, Event, Timeline
 
 __all__ = ["chart"]
@@ -110,7 +110,7 @@ def _bar(event: Event, kind: str, axes: Axes, unit: float) -> Iterator[str]:
         yield text(x + wide / 2, top + 13, str(event.micro_batch), "small middle")
 
 
-def _memory(curve: Curve, axes: Axes, unit: float, floor: float, step_s: float, highest: int) -> str:
+def _memory(curve: RankMemory, axes: Axes, unit: float, floor: float, step_s: float, highest: int) -> str:
     """The memory of a rank, as high as its share of the highest peak of all."""
     points, level = [f"{axes.left},{floor}"], floor
     for time_s, held in zip(curve.times_s, curve.bytes, strict=True):

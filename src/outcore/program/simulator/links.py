@@ -17,7 +17,7 @@ from outcore.errors import ProgramError
 from outcore.machine.link import Link
 from outcore.machine.machine import Machine
 
-__all__ = ["Links", "Traffic"]
+__all__ = ["LinkSchedule", "Links"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Links:
         return (0.0, 0.0) if link is None else (1 / link.away_bytes_per_s, link.latency_s)
 
 
-class Traffic:
+class LinkSchedule:
     """When each way is free, in the course of one simulated step; asked in the order of time."""
 
     def __init__(self, links: Links) -> None:

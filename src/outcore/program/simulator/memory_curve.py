@@ -9,14 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["PARTS", "Curve", "Ledger"]
+__all__ = ["PARTS", "MemoryLedger", "RankMemory"]
 
 PARTS = ("parameters", "gradients", "state", "saved", "buffers", "workspace")
 """What memory is held for: `saved` for backward, `buffers` for values on their way between stages."""
 
 
 @dataclass(frozen=True, slots=True)
-class Curve:
+class RankMemory:
     """The memory of one rank over a step.
 
     >>> ledger = Ledger()
@@ -43,12 +43,12 @@ class Curve:
         return [list(self.times_s), list(self.bytes), self.peak_bytes, self.peak_s, list(self.peak_parts)]
 
     @classmethod
-    def from_json(cls, row: list[Any]) -> Curve:
+    def from_json(cls, row: list[Any]) -> RankMemory:
         """The curve that `to_json` wrote."""
         return cls(tuple(row[0]), tuple(row[1]), row[2], row[3], tuple(row[4]))
 
 
-class Ledger:
+class MemoryLedger:
     """The entries of one rank."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class Ledger:
         if nbytes:
             self._entries.append((time_s, 0 if first else 1, len(self._entries), PARTS.index(part), nbytes))
 
-    def curve(self) -> Curve:
+    def curve(self) -> RankMemory:
         """All entries as a curve."""
         times: list[float] = []
         held: list[int] = []
@@ -75,4 +75,4 @@ class Ledger:
             else:
                 times.append(time_s)
                 held.append(total)
-        return Curve(tuple(times), tuple(held), peak, peak_s, peak_parts)
+        return RankMemory(tuple(times), tuple(held), peak, peak_s, peak_parts)

@@ -11,18 +11,18 @@ from dataclasses import dataclass
 
 from outcore.program.instructions import Compute, Forward
 from outcore.program.script import Action, Decode, Encode, Evict, Fetch, Recompute, Run, Tile, Wait
-from outcore.program.simulator.links import Traffic
+from outcore.program.simulator.links import LinkSchedule
 from outcore.program.stages import Stage
 from outcore.program.timeline import COMPUTE, Event
 
-__all__ = ["Performance", "perform"]
+__all__ = ["ScriptTiming", "perform"]
 
 Hold = Callable[[float, int], None]
 """Keep so many bytes more from that time on."""
 
 
 @dataclass(frozen=True, slots=True)
-class Performance:
+class ScriptTiming:
     """One compute, about to begin."""
 
     rank: int
@@ -38,7 +38,7 @@ class Performance:
         return Event(self.rank, stream, kind, name, start_s, end_s, c.stage, c.micro_batch, c.replica, nbytes)
 
 
-def perform(performance: Performance, traffic: Traffic, events: list[Event], hold: Hold) -> float:
+def perform(performance: ScriptTiming, traffic: LinkSchedule, events: list[Event], hold: Hold) -> float:
     """Add the events of a compute, and return when it ends."""
     instruction, costs = performance.instruction, performance.costs
     forward = isinstance(instruction, Forward)

@@ -35,9 +35,9 @@ from outcore.program.instructions import (
     Send,
 )
 from outcore.program.program import Program
-from outcore.program.simulator.links import Links, Traffic
-from outcore.program.simulator.memory_curve import Ledger
-from outcore.program.simulator.script_time import Performance, perform
+from outcore.program.simulator.links import Links, LinkSchedule
+from outcore.program.simulator.memory_curve import MemoryLedger
+from outcore.program.simulator.script_time import ScriptTiming, perform
 from outcore.program.stages import Stages
 from outcore.program.timeline import COMPUTE, Event, Timeline
 
@@ -64,9 +64,9 @@ class _Simulation:
         self.incoming, self.outgoing = stages.incoming(), stages.outgoing()
         self.sizes = {edge.value: edge.bytes for edge in stages.edges}
         self.placement, self.trains = program.placement(), program.trains()
-        self.traffic = Traffic(links)
+        self.traffic = LinkSchedule(links)
         self.events: list[Event] = []
-        self.ledgers = [Ledger() for _ in program.ranks]
+        self.ledgers = [MemoryLedger() for _ in program.ranks]
         self.queue: list[tuple[float, int, int, Hashable]] = []
         self.sequence = 0
         self.position = [0] * len(program)
@@ -240,7 +240,7 @@ class _Simulation:
         ledger.add(now, "workspace", costs.workspace_bytes)
         self.make(rank, instruction, now)
         hold = partial(self.hold, rank, of)
-        end = perform(Performance(rank, instruction, costs, now, self.evicted[of]), self.traffic, self.events, hold)
+        end = perform(ScriptTiming(rank, instruction, costs, now, self.evicted[of]), self.traffic, self.events, hold)
         self.use(rank, instruction, now, end)
         if isinstance(instruction, Backward):
             ledger.add(end, "saved", -self.held.pop(of, 0))

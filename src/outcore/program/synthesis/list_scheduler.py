@@ -20,7 +20,7 @@ from outcore.program.instructions import Backward, Compute, Forward
 from outcore.program.simulator.links import Links
 from outcore.program.stages import Stages
 
-__all__ = ["RULES", "Rule", "Setting", "list_schedule"]
+__all__ = ["RULES", "Rule", "SchedulerSettings", "list_schedule"]
 
 Rule = Callable[[bool, float, int, float], tuple[float, ...]]
 """From whether it is a backward, the longest way from it to the end, its micro-batch and the time of the busiest rank
@@ -43,7 +43,7 @@ RULES: Mapping[str, Rule] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class SchedulerSettings:
     """What one try of the list scheduler is told."""
 
     rule: str
@@ -57,13 +57,15 @@ class Setting:
         return f"synthesised ({replicas}{self.rule}, {self.window} under way)"
 
 
-def list_schedule(stages: Stages, micro_batches: int, setting: Setting, links: Links) -> list[list[Compute]] | None:
+def list_schedule(
+    stages: Stages, micro_batches: int, setting: SchedulerSettings, links: Links
+) -> list[list[Compute]] | None:
     """The order of each rank of one pipeline, or None when the setting leaves no way to the end."""
     return _Listing(stages, micro_batches, setting, links).run()
 
 
 class _Listing:
-    def __init__(self, stages: Stages, micro_batches: int, setting: Setting, links: Links) -> None:
+    def __init__(self, stages: Stages, micro_batches: int, setting: SchedulerSettings, links: Links) -> None:
         self.stages, self.setting, self.links = stages, setting, links
         self.incoming, self.outgoing = stages.incoming(), stages.outgoing()
         self.depth, self.count = len(stages), micro_batches

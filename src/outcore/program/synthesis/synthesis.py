@@ -18,14 +18,14 @@ from outcore.program.program import Program
 from outcore.program.simulator.links import Links
 from outcore.program.simulator.simulate import simulate
 from outcore.program.stages import Stages
-from outcore.program.synthesis.list_scheduler import RULES, Setting, list_schedule
+from outcore.program.synthesis.list_scheduler import RULES, SchedulerSettings, list_schedule
 from outcore.program.timeline import Timeline
 
-__all__ = ["Candidate", "Choice", "named_programs", "synthesise"]
+__all__ = ["SynthesisCandidate", "SynthesisResult", "named_programs", "synthesise"]
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class SynthesisCandidate:
     """A program, what it takes, and whether it is within the cap."""
 
     program: Program
@@ -45,18 +45,18 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class SynthesisResult:
     """The best candidate and all others, fastest first among those that fit, then the rest."""
 
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[SynthesisCandidate, ...]
 
     @property
-    def best(self) -> Candidate:
+    def best(self) -> SynthesisCandidate:
         """The fastest that fits."""
         return self.candidates[0]
 
     @property
-    def best_named(self) -> Candidate | None:
+    def best_named(self) -> SynthesisCandidate | None:
         """The fastest named schedule that fits."""
         return next((c for c in self.candidates if c.named and c.fits), None)
 
@@ -80,7 +80,7 @@ def synthesise(
     memory_bytes: int | Sequence[int] | None = None,
     links: Links | None = None,
     replicas: int = 1,
-) -> Choice:
+) -> SynthesisResult:
     """The best program for `micro_batches` in one step, one stage to a rank, within `memory_bytes` on each rank.
 
     >>> choice = synthesise(Stages.uniform(4), micro_batches=8)
@@ -114,7 +114,7 @@ def synthesise(
             f"no order of {micro_batches} micro-batches over {depth} ranks fits the memory cap; "
             f"the smallest that works is {format_bytes(least.peak_bytes)} ({least.program.name})"
         )
-    return Choice(tuple(found))
+    return SynthesisResult(tuple(found))
 
 
 def named_programs(stages: Stages, micro_batches: int, replicas: int = 1) -> Iterator[Program]:
@@ -136,7 +136,7 @@ def _synthesised(
     for inverted in (False, True) if micro_batches > 1 and len(stages) > 1 else (False,):
         for window in _windows(micro_batches, len(stages)):
             for rule in RULES:
-                setting = Setting(rule, window, inverted, caps)
+                setting = SchedulerSettings(rule, window, inverted, caps)
                 orders = list_schedule(stages, micro_batches, setting, links)
                 if orders is None or (order := tuple(map(tuple, orders))) in seen:
                     continue
@@ -158,8 +158,8 @@ def _windows(micro_batches: int, depth: int) -> list[int]:
 
 def _candidate(
     program: Program, stages: Stages, links: Links, caps: tuple[int, ...] | None, *, named: bool
-) -> Candidate:
+) -> SynthesisCandidate:
     timeline = simulate(program, stages, links)
     peaks = timeline.peak_bytes
     fits = caps is None or all(peak <= caps[rank % len(caps)] for rank, peak in enumerate(peaks))
-    return Candidate(program, timeline, fits, named)
+    return SynthesisCandidate(program, timeline, fits, named)

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from outcore.report.graph_drawing.crossing_reduction import Order
 from outcore.report.graph_drawing.layer_assignment import Rows
-from outcore.report.graph_drawing.routes import Step
+from outcore.report.graph_drawing.routes import RouteSegment
 
 __all__ = ["columns"]
 
@@ -46,10 +46,10 @@ def _links(rows: Rows, order: Order) -> dict[int, int]:
     lengths = _lengths(rows)
     parting, joining = _crowds(rows)
 
-    def lanes(step: Step) -> int:
+    def lanes(step: RouteSegment) -> int:
         return (rows.knots[step.upper].role == "lane") + (rows.knots[step.lower].role == "lane")
 
-    def rank(step: Step) -> tuple[int, int]:
+    def rank(step: RouteSegment) -> tuple[int, int]:
         return (-2, 0) if lanes(step) == 2 else (lanes(step), -lengths[step])
 
     down: dict[int, int] = {}
@@ -68,7 +68,7 @@ def _links(rows: Rows, order: Order) -> dict[int, int]:
     return down
 
 
-def _lengths(rows: Rows) -> dict[Step, int]:
+def _lengths(rows: Rows) -> dict[RouteSegment, int]:
     """The length of the longest way through each step, in boxes."""
     before, behind = [0] * len(rows.knots), [0] * len(rows.knots)
     for knot in rows.forward:

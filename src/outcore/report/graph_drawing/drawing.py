@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["GEOMETRY", "Drawing", "End", "Label", "Line", "Placed"]
+__all__ = ["GEOMETRY", "Drawing", "End", "Label", "Placed", "WireSegment"]
 
 GEOMETRY = {
     "row_gap": 22.0,  # between rows
@@ -43,7 +43,7 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class WireSegment:
     """A piece of wire: from y1 down to y2, sideways from x1 to x2 on the way to y3, down to y4."""
 
     wire: int
@@ -91,5 +91,5 @@ class Drawing:
     height: float
     placed: list[Placed] = field(default_factory=list)
     ends: list[End] = field(default_factory=list)
-    lines: list[Line] = field(default_factory=list)
+    lines: list[WireSegment] = field(default_factory=list)
     labels: list[Label] = field(default_factory=list)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from outcore.report.graph_drawing.routes import Knot, Role, Route, Step
+from outcore.report.graph_drawing.routes import Knot, Role, RouteSegment, WireRoute
 
 __all__ = ["Rows"]
 
@@ -27,7 +27,7 @@ class Rows:
     its own.
     """
 
-    def __init__(self, boxes: int, routes: Sequence[Route]) -> None:
+    def __init__(self, boxes: int, routes: Sequence[WireRoute]) -> None:
         self.boxes = boxes
         self.knots = [Knot("box", i) for i in range(boxes)]
         entries = {i: self._knot("in", i) for i, route in enumerate(routes) if route.source is None}
@@ -45,7 +45,7 @@ class Rows:
         self.below = self._reach()
         self.skips = self._skips()
         self.row = self._rows()
-        self.steps: list[Step] = []
+        self.steps: list[RouteSegment] = []
         self.lanes = [self._lay(i) for i in range(len(self.routes))]
         """The lane of each route, from the top."""
 
@@ -122,10 +122,10 @@ class Rows:
         last = max(self.row[t] for t in targets)
         for row in range(self.row[source] + 1, last + 1):
             for target in (t for t in targets if self.row[t] == row):
-                self.steps.append(Step(knot, target, index, (source, target) in self.skips))
+                self.steps.append(RouteSegment(knot, target, index, (source, target) in self.skips))
             if row < last:
                 lane.append(self._knot("lane", index))
                 self.row.append(row)
-                self.steps.append(Step(knot, lane[-1], index, skip))
+                self.steps.append(RouteSegment(knot, lane[-1], index, skip))
                 knot = lane[-1]
         return lane

@@ -22,7 +22,7 @@ from functools import lru_cache
 from outcore.report.graph_drawing.columns import columns
 from outcore.report.graph_drawing.crossing_reduction import Order
 from outcore.report.graph_drawing.layer_assignment import Rows
-from outcore.report.graph_drawing.routes import Knot, Route, Step
+from outcore.report.graph_drawing.routes import Knot, RouteSegment, WireRoute
 
 __all__ = ["Scheme", "arrange"]
 
@@ -35,7 +35,7 @@ class Scheme:
     """Boxes first, by number."""
     rows: tuple[tuple[int, ...], ...]
     """Knots from left to right."""
-    steps: tuple[Step, ...]
+    steps: tuple[RouteSegment, ...]
     columns: tuple[tuple[int, ...], ...]
     """Knots straight above each other, from the top; listed after those that have to be left of them."""
     crossings: int
@@ -44,7 +44,7 @@ class Scheme:
 @lru_cache(maxsize=4096)
 def arrange(
     boxes: int,
-    routes: tuple[Route, ...],
+    routes: tuple[WireRoute, ...],
     top: tuple[int, ...] | None = None,
     bottom: tuple[int, ...] | None = None,
 ) -> Scheme:

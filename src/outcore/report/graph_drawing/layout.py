@@ -21,7 +21,7 @@ from math import ceil
 
 from outcore.graph.parts import ROOT
 from outcore.report.graph_drawing.coordinate_assignment import Pull, settle
-from outcore.report.graph_drawing.drawing import GEOMETRY, Drawing, End, Label, Line, Placed
+from outcore.report.graph_drawing.drawing import GEOMETRY, Drawing, End, Label, Placed, WireSegment
 from outcore.report.graph_drawing.layered_drawing import Scheme
 from outcore.report.graph_drawing.measured_boxes import Plane, Ports, Sketch, times_width
 
@@ -198,7 +198,7 @@ class _Layout:
         for step in scheme.steps:
             link, upper, lower = links[step.route], body.extents[step.upper], body.extents[step.lower]
             drawing.lines.append(
-                Line(
+                WireSegment(
                     link.wire,
                     link.port,
                     x0 + body.x[step.upper] + upper.outs.get(link.port, 0.0),

@@ -17,7 +17,7 @@ from outcore.report.graph_drawing.labels import count, kind_of, shape_label, sho
 from outcore.report.graph_drawing.layered_drawing import Scheme, arrange
 from outcore.report.graph_drawing.nested_boxes import Nest
 from outcore.report.graph_drawing.repeated_blocks import Inside, inside, signatures
-from outcore.report.graph_drawing.routes import Route
+from outcore.report.graph_drawing.routes import WireRoute
 
 __all__ = ["BATCH_NOTE", "SMALL", "TITLE", "Face", "Plane", "Ports", "Sketch", "times_width"]
 
@@ -107,7 +107,7 @@ class Sketch:
         return text_width(self.end_name(wire), SMALL)
 
     def _plane(self, container: str, shown: Inside, entering: dict[str, tuple[list[int], list[int]]]) -> Plane:
-        routes = tuple(Route(link.source, link.targets, link.leaves) for link in shown.links)
+        routes = tuple(WireRoute(link.source, link.targets, link.leaves) for link in shown.links)
         top: tuple[int, ...] | None = None
         bottom: tuple[int, ...] | None = None
         if container != ROOT:

@@ -20,14 +20,14 @@ from itertools import takewhile
 from outcore.graph.graph import Graph
 from outcore.graph.parts import ROOT, Block
 
-__all__ = ["OUTSIDE", "Nest", "Part", "Wire"]
+__all__ = ["OUTSIDE", "Nest", "NestedCall", "NestedWire"]
 
 OUTSIDE = "(outside)"
 """Stands for the reader of a wire that leaves the model."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wire:
+class NestedWire:
     """A value on its way from the leaf that makes it to the leaves that read it."""
 
     source: str | None
@@ -39,7 +39,7 @@ class Wire:
 
 
 @dataclass(slots=True)
-class Part:
+class NestedCall:
     """One call of a container or of a leaf."""
 
     name: str
@@ -59,7 +59,7 @@ class Nest:
     def __init__(self, graph: Graph, *, functions: bool = True) -> None:
         """Build the nest; without `functions`, leave out those that only pass one thing on."""
         self.graph = graph
-        self.parts: dict[str, Part] = {ROOT: Part(ROOT, ROOT, ())}
+        self.parts: dict[str, NestedCall] = {ROOT: NestedCall(ROOT, ROOT, ())}
         found = _connections(graph, functions)
         shown = {end for (origin, _), targets in found.items() for end in (origin, *targets)}
         names = {OUTSIDE: OUTSIDE}
@@ -75,7 +75,7 @@ class Nest:
                 opened.append(self._add(container, opened))
             names[box.name] = self._add(box.name, opened)
         self.wires = [
-            Wire(names.get(origin), value, tuple(names[target] for target in targets), origin)
+            NestedWire(names.get(origin), value, tuple(names[target] for target in targets), origin)
             for (origin, value), targets in found.items()
         ]
         for index, wire in enumerate(self.wires):
@@ -85,7 +85,7 @@ class Nest:
         """The block that a part is a call of."""
         return self.graph.blocks[self.parts[part].block]
 
-    def containers(self) -> Iterator[Part]:
+    def containers(self) -> Iterator[NestedCall]:
         """All parts with something inside, outer ones first."""
         return (part for part in self.parts.values() if part.children)
 
@@ -113,11 +113,11 @@ class Nest:
         while own in self.parts:
             visit += 1
             own = f"{name}~{visit}"
-        self.parts[own] = Part(own, name.rpartition("#")[0], tuple(opened))
+        self.parts[own] = NestedCall(own, name.rpartition("#")[0], tuple(opened))
         self.parts[opened[-1]].children.append(own)
         return own
 
-    def _connect(self, index: int, wire: Wire) -> None:
+    def _connect(self, index: int, wire: NestedWire) -> None:
         """Enter a wire where it crosses borders: all parts around one end that are not around the other."""
         source = () if wire.source is None else (*self.parts[wire.source].around, wire.source)
         if wire.source is None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from outcore.graph.graph import Graph
 from outcore.report.graph_drawing.nested_boxes import OUTSIDE, Nest
 
-__all__ = ["Inside", "Link", "inside", "runs", "signatures"]
+__all__ = ["InnerWire", "Inside", "inside", "runs", "signatures"]
 
 
 def signatures(graph: Graph) -> dict[str, int]:
@@ -34,7 +34,7 @@ def signatures(graph: Graph) -> dict[str, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class InnerWire:
     """A wire inside a container."""
 
     wire: int
@@ -54,7 +54,7 @@ class Inside:
     children: tuple[str, ...]
     repeats: tuple[int, ...]
     """How many identical parts each child stands for."""
-    links: tuple[Link, ...]
+    links: tuple[InnerWire, ...]
 
 
 def runs(nest: Nest, container: str, identical: dict[str, int]) -> list[list[str]]:
@@ -116,5 +116,5 @@ def inside(nest: Nest, container: str, identical: dict[str, int] | None) -> Insi
         port = wire
         if start is not None and source is not None:
             port = parts[groups[start][0]].sends[parts[source].sends.index(wire)]
-        links.append(Link(wire, start, port, ends, leaves))
+        links.append(InnerWire(wire, start, port, ends, leaves))
     return Inside(tuple(g[0] for g in groups), tuple(map(len, groups)), tuple(links))

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Knot", "Role", "Route", "Step"]
+__all__ = ["Knot", "Role", "RouteSegment", "WireRoute"]
 
 Role = Literal["box", "in", "out", "lane"]
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class WireRoute:
     """A wire by numbers: from a box (none: from outside) to boxes, and perhaps to the outside."""
 
     source: int | None
@@ -29,7 +29,7 @@ class Knot:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class RouteSegment:
     """A piece of a route, from a knot to one in the next row."""
 
     upper: int

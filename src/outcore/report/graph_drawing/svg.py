@@ -11,7 +11,7 @@ from xml.sax.saxutils import escape, quoteattr
 
 from outcore.graph.graph import Graph
 from outcore.graph.parts import ancestors
-from outcore.report.graph_drawing.drawing import Drawing, Line, Placed
+from outcore.report.graph_drawing.drawing import Drawing, Placed, WireSegment
 from outcore.report.graph_drawing.labels import KINDS, OTHER, count, text_width
 from outcore.report.graph_drawing.layout import STRAIGHT, lay_out
 from outcore.report.graph_drawing.measured_boxes import BATCH_NOTE, SMALL, TITLE, Sketch, times_width
@@ -160,7 +160,7 @@ class _Picture:
             self.out.append(f'<text class="small" x="{middle}" y="{_n(base + 14)}">{escape(face.note)}</text>')
         self.out.append("</g>")
 
-    def _wire(self, line: Line) -> None:
+    def _wire(self, line: WireSegment) -> None:
         css = " skip" if line.skip else ""
         self.out.append(f'<path class="wire{css}" d="{path(line)}"/>')
         if line.arrow:
@@ -195,7 +195,7 @@ class _Picture:
             x += text_width(text, SMALL) + 15
 
 
-def path(line: Line) -> str:
+def path(line: WireSegment) -> str:
     """The outline of a piece of wire."""
     if abs(line.x1 - line.x2) < STRAIGHT:
         return f"M{_n(line.x1)} {_n(line.y1)}V{_n(line.y4)}"

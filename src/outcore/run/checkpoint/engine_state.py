@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from outcore.errors import CheckpointError
-from outcore.run.checkpoint.files import Files, Writing, commit, write
+from outcore.run.checkpoint.files import CheckpointWriter, RankFiles, commit, write
 from outcore.run.checkpoint.restore import find_checkpoint
 from outcore.run.checkpoint.training_state import (
     generators,
@@ -24,17 +24,17 @@ from outcore.run.checkpoint.training_state import (
 if TYPE_CHECKING:
     from outcore.run.engine.engine import Engine
 
-__all__ = ["Keeper"]
+__all__ = ["EngineState"]
 
 _GENERATORS = ".generators"
 
 
-class Keeper:
+class EngineState:
     """Saves and loads the state of an engine."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._writing: Writing | None = None
+        self._writing: CheckpointWriter | None = None
 
     @property
     def is_writing(self) -> bool:
@@ -99,7 +99,7 @@ class Keeper:
                 owners.setdefault(name, rank)
         return owners
 
-    def _files(self) -> Files:
+    def _files(self) -> RankFiles:
         engine = self.engine
         owners = self._owners()
         depth, ranks = len(engine.plan.stages), engine.world.size
@@ -116,7 +116,7 @@ class Keeper:
         mine = [name for name in engine.parameters if owner[name] == engine.rank]
         state = optimizer_tensors(engine.optimizer, engine.parameters, mine)
         state |= {f"{_GENERATORS}/{engine.rank}/{name}": t for name, t in generators().items()}
-        return Files(weights, {f"state-{engine.rank + 1:05d}-of-{ranks:05d}.safetensors": state})
+        return RankFiles(weights, {f"state-{engine.rank + 1:05d}-of-{ranks:05d}.safetensors": state})
 
     def _document(self, extra: Any) -> dict[str, Any]:
         engine = self.engine

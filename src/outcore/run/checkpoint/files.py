@@ -40,7 +40,7 @@ from safetensors.torch import save_file
 from outcore.errors import CheckpointError
 from outcore.run.ranks.world import World
 
-__all__ = ["FORMAT", "Files", "Writing", "checksum", "commit", "complete_ones", "latest_name", "write"]
+__all__ = ["FORMAT", "CheckpointWriter", "RankFiles", "checksum", "commit", "complete_ones", "latest_name", "write"]
 
 FORMAT = 2
 """Of `checkpoint.json`; format 1 had no checksums of the documents themselves, and is still read."""
@@ -55,23 +55,23 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Files:
+class RankFiles:
     """What one rank writes: tensors by the name of the file they go to."""
 
     weights: Mapping[str, Tensors]
     state: Mapping[str, Tensors]
 
-    def snapshot(self) -> Files:
+    def snapshot(self) -> RankFiles:
         """The same as copies on the host, so that training can go on."""
 
         def copied(files: Mapping[str, Tensors]) -> dict[str, Tensors]:
             return {file: {n: t.detach().to("cpu", copy=True) for n, t in rows.items()} for file, rows in files.items()}
 
-        return Files(copied(self.weights), copied(self.state))
+        return RankFiles(copied(self.weights), copied(self.state))
 
 
 @dataclass
-class Writing:
+class CheckpointWriter:
     """A checkpoint that is being written by this rank."""
 
     root: Path
@@ -102,10 +102,10 @@ class Writing:
 
 
 def write(
-    world: World, root: Path, step: int, files: Files, document: dict[str, Any], *, keep: int, wait: bool
-) -> Writing:
+    world: World, root: Path, step: int, files: RankFiles, document: dict[str, Any], *, keep: int, wait: bool
+) -> CheckpointWriter:
     """Begin to write a checkpoint; collective. `commit` ends it."""
-    writing = Writing(root, step, document, keep)
+    writing = CheckpointWriter(root, step, document, keep)
     trouble = None
     if world.rank == 0:
         try:
@@ -125,7 +125,7 @@ def write(
     return writing
 
 
-def _write_files(writing: Writing, files: Files) -> None:
+def _write_files(writing: CheckpointWriter, files: RankFiles) -> None:
     try:
         for kind, rows in (("weights", files.weights), ("state", files.state)):
             for file, tensors in rows.items():
@@ -138,7 +138,7 @@ def _write_files(writing: Writing, files: Files) -> None:
         writing.error = str(error).strip().splitlines()[0]
 
 
-def commit(world: World, writing: Writing) -> Path:
+def commit(world: World, writing: CheckpointWriter) -> Path:
     """Make a checkpoint valid when all ranks have written their part; collective."""
     if writing.thread is not None:
         writing.thread.join()
@@ -160,7 +160,7 @@ def commit(world: World, writing: Writing) -> Path:
     return writing.root / writing.name
 
 
-def _finish(writing: Writing, told: list[dict[str, Any]]) -> None:
+def _finish(writing: CheckpointWriter, told: list[dict[str, Any]]) -> None:
     rows = {file: row for one in told for file, row in one["rows"].items()}
     names: dict[str, dict[str, str]] = {"weights": {}, "state": {}}
     for one in told:

@@ -31,9 +31,9 @@ from outcore.run.checkpoint.files import (
     replaced_ones,
 )
 from outcore.run.ranks.world import World
-from outcore.schema import Anything, Choice, ListOf, MapOf, Maybe, Number, Record, Schema, Text, Whole
+from outcore.schema import Anything, ListOf, MapOf, Maybe, Number, OneOf, Record, Schema, Text, Whole
 
-__all__ = ["Stored", "find_checkpoint", "has_checkpoint", "read_weights"]
+__all__ = ["StoredCheckpoint", "find_checkpoint", "has_checkpoint", "read_weights"]
 
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
 
@@ -51,7 +51,7 @@ class _FileName(Schema):
 _INDEX = Record({"weight_map": MapOf(_FileName())}, {"metadata": Anything()})
 _DOCUMENT = Record(
     {
-        "format": Choice((1, FORMAT)),
+        "format": OneOf((1, FORMAT)),
         "step": Whole(least=0),
         "files": MapOf(ListOf(Anything(), 2, 2)),
         "state_map": MapOf(_FileName()),
@@ -70,7 +70,7 @@ _DOCUMENT = Record(
 )
 
 
-class Stored:
+class StoredCheckpoint:
     """A verified checkpoint, read tensor by tensor."""
 
     def __init__(self, path: Path) -> None:
@@ -116,14 +116,14 @@ class Stored:
                 targets[name].copy_(tensor)
 
 
-def find_checkpoint(world: World, path: str | Path) -> Stored:
+def find_checkpoint(world: World, path: str | Path) -> StoredCheckpoint:
     """The checkpoint at a path, or the newest good one under it; collective."""
     root = Path(path)
     tried = []
     for candidate in world.share([str(c) for c in _candidates(root)])[0]:
         trouble = next((t for t in world.share(_verify(world, Path(candidate))) if t), None)
         if trouble is None:
-            return Stored(Path(candidate))
+            return StoredCheckpoint(Path(candidate))
         tried.append(trouble)
         if world.rank == 0:
             warnings.warn(f"checkpoint passed over: {trouble}", stacklevel=2)
@@ -149,7 +149,7 @@ def _verify(world: World, path: Path) -> str | None:
     """Check the documents, and this rank's share of the files; what is wrong, if something is."""
     try:
         sums = _sums(path)
-        stored = Stored(path)
+        stored = StoredCheckpoint(path)
         files = stored.document["files"]
         if sums and sums.keys() != {*files, INDEX, DOCUMENT}:
             return f"{path / SUMS} lists other files than {DOCUMENT}"

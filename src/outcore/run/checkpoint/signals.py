@@ -13,12 +13,12 @@ import threading
 from types import FrameType
 from typing import Any
 
-__all__ = ["SAVE", "STOP", "Signals"]
+__all__ = ["SAVE", "STOP", "SaveSignals"]
 
 SAVE, STOP = 1, 2
 
 
-class Signals:
+class SaveSignals:
     """Notes signals until it is closed; does nothing outside the main thread, where Python allows no handlers."""
 
     def __init__(self) -> None:

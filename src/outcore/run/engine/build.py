@@ -20,16 +20,16 @@ from outcore.plan_document import Plan
 from outcore.program import Program
 from outcore.run.checkpoint.restore import find_checkpoint
 from outcore.run.engine.setup import agree, build, example_of, first_graph, materialise, strip
-from outcore.run.engine.step_programs import Blueprint
+from outcore.run.engine.step_programs import StepPrograms
 from outcore.run.ranks.world import World
-from outcore.run.stage.batch_norm_statistics import Statistics, make_equal
-from outcore.run.stage.parameter_owners import Holdings
-from outcore.run.stage.recorded_stages import Form, Forms
+from outcore.run.stage.batch_norm_statistics import RunningStatistics, make_equal
+from outcore.run.stage.parameter_owners import ParameterOwners
+from outcore.run.stage.recorded_stages import RecordedStages, RecordedStagesByShape
 
-__all__ = ["Assembly"]
+__all__ = ["EngineParts"]
 
 
-class Assembly:
+class EngineParts:
     """What an engine runs, on one rank."""
 
     def __init__(
@@ -57,11 +57,11 @@ class Assembly:
             plan = Plan(graph.fingerprint, (("",),))
         self.plan = self.forms.plan = plan
         agree(world, plan, graph)
-        self.blueprint = Blueprint(plan, self.forms.first(graph), program)
+        self.blueprint = StepPrograms(plan, self.forms.first(graph), program)
         placement = self.blueprint.training.placement()
         self.stages = self.forms.own = tuple(sorted({s for (s, _), rank in placement.items() if rank == self.rank}))
         """The stages this rank holds."""
-        self.holdings = Holdings.of(self.model, graph, self.forms.stage_of, self.blueprint.training)
+        self.holdings = ParameterOwners.of(self.model, graph, self.forms.stage_of, self.blueprint.training)
         self.home = self._take_home(graph, bare=weights is not None)
         """The first form; its parts hold this rank's weights."""
         self.forms.keep(self.home, inputs)
@@ -77,7 +77,7 @@ class Assembly:
     ) -> Graph:
         """The first recording: of the skeleton if that can be run with real weights, else of the model."""
         for recorded in (skeleton, self.model):
-            forms = self.forms = Forms(self.model, recorded, plan, self.device, autocast)  # type: ignore[arg-type]
+            forms = self.forms = RecordedStagesByShape(self.model, recorded, plan, self.device, autocast)  # type: ignore[arg-type]
             graph = first_graph(recorded, self.model, lambda forms=forms: forms.record(inputs))  # type: ignore[misc]
             if graph is not None:
                 return graph
@@ -85,13 +85,13 @@ class Assembly:
                 raise EngineError("this model makes tensors that no checkpoint holds; leave weights= out, and load")
         raise EngineError("this model cannot be recorded")
 
-    def _take_home(self, graph: Graph, *, bare: bool) -> Form:
+    def _take_home(self, graph: Graph, *, bare: bool) -> RecordedStages:
         """Keep this rank's stages, on its device, and drop the others where they are ours to drop."""
         state = self.model.state_dict(keep_vars=True)
         used = {id(state[n]) for call in graph.calls.values() for n in call.parameters if n in state}
         self.unclaimed = {n for n, t in state.items() if id(t) not in used}
         """Weights that no call reads; rank 0 keeps them."""
-        form = Form(graph, self.model, self.forms.stage_of, self.stages, self.device, len(self.plan.stages))
+        form = RecordedStages(graph, self.model, self.forms.stage_of, self.stages, self.device, len(self.plan.stages))
         if bare:
             materialise(form.parts.values(), self.device)
         for part in form.parts.values():
@@ -115,7 +115,7 @@ class Assembly:
         """By stages, the ranks that hold a copy of them, or of what ties them."""
         self.first_holders = {stage: ranks[0] for stage, ranks in holders.items()}
         copies = {stage: len(ranks) for stage, ranks in holders.items()}
-        self.statistics = Statistics(self.plan, copies, self.groups, self.world.patience)
+        self.statistics = RunningStatistics(self.plan, copies, self.groups, self.world.patience)
         for key, ranks in shared:
             if self.rank in ranks:
                 names = sorted({n for share in self.holdings.shares if share.stages == key for n in share.names})

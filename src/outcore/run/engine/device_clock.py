@@ -15,13 +15,13 @@ import torch
 
 from outcore.run.ranks.world import World
 
-__all__ = ["Clock", "Moment", "clock_offset"]
+__all__ = ["DeviceClock", "Moment", "clock_offset"]
 
 Moment: TypeAlias = Any
 """Seconds of `time.perf_counter`, or an event in a stream of a GPU."""
 
 
-class Clock:
+class DeviceClock:
     """Moments of one rank."""
 
     def __init__(self, device: torch.device) -> None:

@@ -29,27 +29,27 @@ from outcore.graph.record.preserve import evaluating
 from outcore.job import Job
 from outcore.plan_document import Plan
 from outcore.program import Program, Timeline
-from outcore.run.checkpoint.engine_state import Keeper
-from outcore.run.checkpoint.signals import STOP, Signals
+from outcore.run.checkpoint.engine_state import EngineState
+from outcore.run.checkpoint.signals import STOP, SaveSignals
 from outcore.run.engine import batch as batches
-from outcore.run.engine.build import Assembly
+from outcore.run.engine.build import EngineParts
 from outcore.run.engine.default_plan import own_plan
 from outcore.run.engine.loader import Loader
 from outcore.run.engine.measured import Comparison, gather
 from outcore.run.engine.setup import Groups, MakeOptimizer, choose_device, make_optimizer
-from outcore.run.engine.split_batch import Intake
-from outcore.run.engine.step_programs import Script
+from outcore.run.engine.split_batch import BatchSplitter
+from outcore.run.engine.step_programs import TaggedProgram
 from outcore.run.engine.training_checks import check_optimizer
-from outcore.run.engine.update import LossScale, Update
-from outcore.run.engine.worker import Pass, Worker
-from outcore.run.ranks.faults import Watch
+from outcore.run.engine.update import GradientUpdate, LossScale
+from outcore.run.engine.worker import ProgramRun, Worker
+from outcore.run.ranks.faults import FaultMonitor
 from outcore.run.ranks.world import World
-from outcore.run.stage.idle_state_offload import Parking
-from outcore.run.stage.policies import UnderPolicies
+from outcore.run.stage.idle_state_offload import IdleStateOffload
+from outcore.run.stage.policies import StagePolicies
 from outcore.run.stage.stage_module import Execute, Part
-from outcore.run.transport.p2p import HostWire, Wire
-from outcore.run.transport.p2p_via_host import StagedWire
-from outcore.run.transport.shared_memory import Shelf
+from outcore.run.transport.p2p import HostPointToPoint, PointToPoint
+from outcore.run.transport.p2p_via_host import StagedPointToPoint
+from outcore.run.transport.shared_memory import SharedRows
 
 __all__ = ["Engine"]
 
@@ -136,7 +136,7 @@ class Engine:
         self.checkpoints = Path(checkpoints) if checkpoints is not None else None
         self.world = World.join(timeout_s=timeout_s)
         self.rank, self.place = self.world.rank, self.world.place
-        self.signals = Signals() if checkpoints is not None else None
+        self.signals = SaveSignals() if checkpoints is not None else None
         self.watch = self._start_watch(grace_s)
         with self._guarded():
             self.device = choose_device(device, self.world.local_rank)
@@ -145,7 +145,7 @@ class Engine:
             given = Plan.load(plan) if isinstance(plan, str | Path) else plan
             if given is None and self.world.size > 1:
                 given = own_plan(self.world, source, example)
-            self.assembly = Assembly(
+            self.assembly = EngineParts(
                 self.world,
                 self.device,
                 source,
@@ -164,7 +164,7 @@ class Engine:
             if autocast is torch.float16 and loss_scale is None:
                 loss_scale = LossScale()
             if execute is Part.run and self.plan.policy:
-                execute = UnderPolicies(self.plan.policy, self.device)
+                execute = StagePolicies(self.plan.policy, self.device)
             self._prepare(loss, execute, reduction, clip_norm, loss_scale)
             if offload_idle and len(self.stages) > 1:
                 self._park()
@@ -173,16 +173,16 @@ class Engine:
                 self.update.optimizer = make_optimizer(optimizer, groups, every, self.parameters)
                 check_optimizer(self.update.optimizer, self.parameters.values(), EngineError)
             self.scheduler = scheduler(self.optimizer) if scheduler is not None and self.optimizer is not None else None
-            self.keeper = Keeper(self)
+            self.keeper = EngineState(self)
 
-    def _start_watch(self, grace_s: float) -> Watch | None:
+    def _start_watch(self, grace_s: float) -> FaultMonitor | None:
         if self.world.size == 1:
             return None
         Engine._made += 1
         number = self.world.numbers([Engine._made])[0][0]
         meeting = self.world.meeting
         assert meeting is not None
-        watch = Watch(
+        watch = FaultMonitor(
             meeting.store, self.rank, self.world.size, self.place, number, grace_s=grace_s, keeper=meeting.keeper
         )
         self.world.patience.look = watch.look
@@ -193,8 +193,8 @@ class Engine:
     ) -> None:
         made = self.assembly
         every = dict(self.model.named_parameters())
-        shelf = Shelf(self.world, self.device) if self.world.size > 1 else None
-        self.update = Update(
+        shelf = SharedRows(self.world, self.device) if self.world.size > 1 else None
+        self.update = GradientUpdate(
             self.world,
             made.holdings,
             made.parameters,
@@ -205,7 +205,7 @@ class Engine:
             dtypes={p.dtype for p in every.values()},
             shelf=shelf,
         )
-        self.intake = Intake(
+        self.intake = BatchSplitter(
             self.world,
             made.plan,
             made.forms,
@@ -214,17 +214,21 @@ class Engine:
             accumulate=self.accumulate,
             seed=self.seed,
         )
-        wire: Wire | None = None
+        wire: PointToPoint | None = None
         if shelf is not None:
             group, patience, on_gpu = self.world.mail, self.world.patience, self.device.type == "cuda"
-            wire = StagedWire(group, shelf, self.device, patience) if on_gpu else HostWire(group, shelf, patience)
+            wire = (
+                StagedPointToPoint(group, shelf, self.device, patience)
+                if on_gpu
+                else HostPointToPoint(group, shelf, patience)
+            )
         self.worker = Worker(made, wire, loss, execute, self.update)
         self.worker.gauge.holding = self._held
 
     def _park(self) -> None:
         """Of this rank's stages, have one at a time on the device."""
         parts = self.assembly.home.parts
-        parking = Parking({stage: list(parts[stage].parameters()) for stage in self.stages}, self.device)
+        parking = IdleStateOffload({stage: list(parts[stage].parameters()) for stage in self.stages}, self.device)
         self.worker.parking = parking
         self.update.take_step, self.update.make_row = parking.step, parking.make_row
 
@@ -238,7 +242,7 @@ class Engine:
             for row in self.optimizer.state.values():
                 found += [value for value in row.values() if isinstance(value, torch.Tensor)]
         yield from (tensor for tensor in found if tensor.data_ptr() not in away)
-        if isinstance(self.worker.wire, HostWire):
+        if isinstance(self.worker.wire, HostPointToPoint):
             yield from self.worker.wire.arena.rows()
 
     # Facts
@@ -408,7 +412,7 @@ class Engine:
         """Count live bytes of tensors in the following steps, on a CPU; slower, but `timeline` then shows memory."""
         self.worker.gauge.counting = on
 
-    def _run(self, run: Pass, script: Script, *, update: bool) -> float:
+    def _run(self, run: ProgramRun, script: TaggedProgram, *, update: bool) -> float:
         """Execute a program; returns the loss: that of every micro-batch by its share, in their order."""
         losses = torch.zeros(len(run.weights), dtype=torch.float64)
         exchange: list[Any] = []

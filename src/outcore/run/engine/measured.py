@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from outcore.machine.units import format_bytes, format_time
 from outcore.program import Event, Program, Stages, Timeline, simulate
-from outcore.program.simulator.memory_curve import Curve
+from outcore.program.simulator.memory_curve import RankMemory
 from outcore.program.timeline import COMPUTE
 from outcore.run.engine.device_clock import clock_offset
 from outcore.run.engine.worker import Worker
@@ -31,7 +31,7 @@ def gather(world: World, worker: Worker, name: str) -> Timeline:
         for event in (Event(*fields) for fields in row["events"]):
             events.append(event._replace(start_s=event.start_s + late, end_s=event.end_s + late))
     events.sort(key=lambda event: event.start_s)
-    return Timeline(name, tuple(events), tuple(Curve.from_json(row["memory"]) for row in told))
+    return Timeline(name, tuple(events), tuple(RankMemory.from_json(row["memory"]) for row in told))
 
 
 def with_measured_times(stages: Stages, timeline: Timeline) -> Stages:

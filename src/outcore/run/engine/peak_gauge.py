@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable
 import torch
 
 from outcore.cost.measured.live_bytes import LiveBytes, storage_key
-from outcore.program.simulator.memory_curve import Curve
+from outcore.program.simulator.memory_curve import RankMemory
 
-__all__ = ["Gauge"]
+__all__ = ["PeakGauge"]
 
 
-class Gauge:
+class PeakGauge:
     """Samples of memory over a step."""
 
     def __init__(self, device: torch.device) -> None:
@@ -60,9 +60,9 @@ class Gauge:
             live.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self.peak_bytes = self._base + live.peak
 
-    def curve(self, start_s: float) -> Curve:
+    def curve(self, start_s: float) -> RankMemory:
         """The samples as a curve from the beginning of the step on."""
         times = tuple(time_s - start_s for time_s, _ in self.samples)
         held = tuple(nbytes for _, nbytes in self.samples)
         at = times[held.index(max(held))] if held else 0.0
-        return Curve(times, held, self.peak_bytes, at, (0,) * 6)
+        return RankMemory(times, held, self.peak_bytes, at, (0,) * 6)

@@ -16,23 +16,23 @@ from outcore.errors import EngineError
 from outcore.plan_document import Plan
 from outcore.run.engine import batch as batches
 from outcore.run.engine.setup import tensors_of
-from outcore.run.engine.step_programs import Blueprint, Script
-from outcore.run.engine.worker import Pass, Piece
+from outcore.run.engine.step_programs import StepPrograms, TaggedProgram
+from outcore.run.engine.worker import ProgramRun, RankMicroBatch
 from outcore.run.ranks.world import World
-from outcore.run.stage.recorded_stages import Form, Forms
+from outcore.run.stage.recorded_stages import RecordedStages, RecordedStagesByShape
 
-__all__ = ["Intake"]
+__all__ = ["BatchSplitter"]
 
 
-class Intake:
+class BatchSplitter:
     """Takes in batches on one rank."""
 
     def __init__(
         self,
         world: World,
         plan: Plan,
-        forms: Forms,
-        blueprint: Blueprint,
+        forms: RecordedStagesByShape,
+        blueprint: StepPrograms,
         *,
         reduction: Literal["mean", "sum"],
         accumulate: int,
@@ -48,7 +48,7 @@ class Intake:
 
     def take(
         self, inputs: Any, targets: Any, *, training: bool, step: int, scale: float = 1.0, wish: int = 0
-    ) -> tuple[Pass, Script]:
+    ) -> tuple[ProgramRun, TaggedProgram]:
         """Agree on a batch with all ranks; returns what is to be run, and the program."""
         description = batches.describe(inputs) if inputs is not None else None
         count = batches.rows(inputs) if inputs is not None else -1
@@ -65,21 +65,21 @@ class Intake:
         whole = inputs if has_data else batches.stand_in(description)
         cut_inputs = batches.cut(whole, mine, sizes)
         cut_targets = batches.cut(targets, mine, sizes)
-        found: list[Piece] = []
-        flags, by_size = self.forms.flags(), dict[int, Form]()
+        found: list[RankMicroBatch] = []
+        flags, by_size = self.forms.flags(), dict[int, RecordedStages]()
         for i, (part, target) in enumerate(zip(cut_inputs, cut_targets, strict=True)):
             if sizes[i] not in by_size:
                 by_size[sizes[i]] = self.forms.find(part, flags, training=training)
             form = by_size[sizes[i]]
             tensors = dict(zip(form.graph.inputs, tensors_of(part), strict=True)) if has_data else {}
             weight = sizes[i] / sum(counts) if self.reduction == "mean" else 1.0
-            found.append(Piece(form, tensors, target, weight / self.accumulate, self.replica * pieces + i))
+            found.append(RankMicroBatch(form, tensors, target, weight / self.accumulate, self.replica * pieces + i))
         if any(piece.form.edges != found[0].form.edges for piece in found):
             raise EngineError("micro-batches of this batch lead through the network in different ways; use equal sizes")
         self._refuse_missing(found[0].form, has_data, targets)
         script = self.blueprint.script(found[0].form.edges, pieces, training=training)
         every = [n / sum(counts) if self.reduction == "mean" else 1.0 for c in counts for n in batches.parts(c, pieces)]
-        run = Pass(found, training, self.seed, step, scale, every, sum(counts))
+        run = ProgramRun(found, training, self.seed, step, scale, every, sum(counts))
         run.agree = (lambda: self._agree(answers(), step, description)) if later else None
         return run, script
 
@@ -120,7 +120,7 @@ class Intake:
                     self._described[row[1]] = told
         return self._described[marks[self.replica]]
 
-    def _refuse_missing(self, form: Form, has_data: bool, targets: Any) -> None:
+    def _refuse_missing(self, form: RecordedStages, has_data: bool, targets: Any) -> None:
         for stage in form.parts:
             if not has_data and form.needs_inputs(stage):
                 raise EngineError(

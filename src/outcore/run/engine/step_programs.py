@@ -15,11 +15,11 @@ from outcore.planner.pipeline.simulate_candidate import SCHEDULE_NAMES
 from outcore.program import Edge, OptimizerStep, Program, Reduce, Send, Stages, check, compile_program
 from outcore.program.instructions import Key
 
-__all__ = ["Blueprint", "Script"]
+__all__ = ["StepPrograms", "TaggedProgram"]
 
 
 @dataclass(frozen=True, slots=True)
-class Script:
+class TaggedProgram:
     """A program with the tags of its transfers."""
 
     program: Program
@@ -27,7 +27,7 @@ class Script:
 
 
 @dataclass
-class Blueprint:
+class StepPrograms:
     """Makes programs of a plan."""
 
     plan: Plan
@@ -35,7 +35,7 @@ class Blueprint:
     """As recorded in training."""
     given: Program | None = None
     """A program to run in place of the plan's own schedule."""
-    _known: dict[tuple[object, ...], Script] = field(default_factory=dict)
+    _known: dict[tuple[object, ...], TaggedProgram] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.given is not None:
@@ -59,14 +59,14 @@ class Blueprint:
     def _edges(self) -> tuple[Edge, ...]:
         return tuple(replace(edge, bytes=0) for edge in self.stages.edges)
 
-    def script(self, edges: tuple[Edge, ...], pieces: int, *, training: bool) -> Script:
+    def script(self, edges: tuple[Edge, ...], pieces: int, *, training: bool) -> TaggedProgram:
         """The program of so many micro-batches over these values."""
         key = (edges, pieces, training)
         if key not in self._known:
             stages = Stages(self.stages.stages, edges, self.stages.ties)
             program = self._train(stages, pieces) if training else self._evaluate(stages, pieces)
             sends = [i.key for rank in program.ranks for i in rank if isinstance(i, Send)]
-            self._known[key] = Script(program, {k: tag for tag, k in enumerate(sorted(sends), start=1)})
+            self._known[key] = TaggedProgram(program, {k: tag for tag, k in enumerate(sorted(sends), start=1)})
         return self._known[key]
 
     def _train(self, stages: Stages, pieces: int) -> Program:

@@ -24,11 +24,11 @@ from outcore.errors import EngineError
 from outcore.program import Reduce
 from outcore.run.engine.training_checks import check_gradients
 from outcore.run.ranks.world import World
-from outcore.run.stage.parameter_owners import Holdings, Share
-from outcore.run.transport.all_reduce import GlooSum, SharedSum, Sum
-from outcore.run.transport.shared_memory import Shelf
+from outcore.run.stage.parameter_owners import ParameterOwners, SharedParameters
+from outcore.run.transport.all_reduce import AllReduce, GlooAllReduce, SharedMemoryAllReduce
+from outcore.run.transport.shared_memory import SharedRows
 
-__all__ = ["LossScale", "Update"]
+__all__ = ["GradientUpdate", "LossScale"]
 
 _TAGS = 1 << 20
 """Above the tags of a program's transfers."""
@@ -57,19 +57,19 @@ class LossScale:
 
 @dataclass(slots=True)
 class _Started:
-    share: Share
-    rows: list[tuple[torch.Tensor, list[str], Sum]]
+    share: SharedParameters
+    rows: list[tuple[torch.Tensor, list[str], AllReduce]]
     """Row on its device, names of parameters, the sum under way."""
     began: float
 
 
-class Update:
+class GradientUpdate:
     """What happens to gradients on one rank."""
 
     def __init__(
         self,
         world: World,
-        holdings: Holdings,
+        holdings: ParameterOwners,
         parameters: Mapping[str, nn.Parameter],
         names: Sequence[str],
         groups: Mapping[tuple[int, ...], Any],
@@ -77,7 +77,7 @@ class Update:
         clip_norm: float | None,
         scale: LossScale | None,
         dtypes: set[torch.dtype],
-        shelf: Shelf | None,
+        shelf: SharedRows | None,
     ) -> None:
         self.world, self.holdings, self.parameters, self.names = world, holdings, parameters, names
         self.clip_norm, self.scale = clip_norm, scale
@@ -86,7 +86,7 @@ class Update:
         """Of all gradients in the last step, before clipping; known where clipping is on."""
         self.skipped = 0
         """Steps left out because of an overflow."""
-        self.on_reduced: Callable[[Share, float, float, int], None] = lambda *_: None
+        self.on_reduced: Callable[[SharedParameters, float, float, int], None] = lambda *_: None
         """Told of every reduction: begin, end, bytes."""
         self.before_step: Callable[[], None] = lambda: None
         """Called when all gradients are there, unscaled and clipped."""
@@ -150,7 +150,7 @@ class Update:
 
     # Reduction
 
-    def _start(self, share: Share) -> None:
+    def _start(self, share: SharedParameters) -> None:
         wanted = [n for n in share.names if self.parameters[n].requires_grad]
         by_dtype: dict[torch.dtype, list[str]] = {}
         for name in wanted:
@@ -164,12 +164,12 @@ class Update:
                 rows.append((row, names, self._add_up(row, share, tag)))
         self._started.append(_Started(share, rows, began))
 
-    def _add_up(self, row: torch.Tensor, share: Share, tag: int) -> Sum:
+    def _add_up(self, row: torch.Tensor, share: SharedParameters, tag: int) -> AllReduce:
         others = [rank for rank in share.ranks if rank != self.world.rank]
         nbytes = row.numel() * row.element_size()
         if len(others) == 1 and self._shelf is not None and self._shelf.reaches(others[0], nbytes):
-            return SharedSum(row, others[0], tag, self._shelf, self.world.mail)
-        return GlooSum(row, self._groups[share.stages], self.world.patience)
+            return SharedMemoryAllReduce(row, others[0], tag, self._shelf, self.world.mail)
+        return GlooAllReduce(row, self._groups[share.stages], self.world.patience)
 
     def _row(self, names: Sequence[str], dtype: torch.dtype) -> torch.Tensor:
         """Gradients one after the other, then a mark for each: 1 where there is one."""

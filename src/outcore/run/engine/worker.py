@@ -22,30 +22,30 @@ from outcore.graph.structure import leaves, substitute
 from outcore.program import Backward, Edge, Event, Forward, OptimizerStep, Receive, Reduce, Send
 from outcore.program.instructions import Instruction, Key
 from outcore.program.timeline import COMPUTE
-from outcore.run.engine.build import Assembly
-from outcore.run.engine.device_clock import Clock, Moment
-from outcore.run.engine.peak_gauge import Gauge
+from outcore.run.engine.build import EngineParts
+from outcore.run.engine.device_clock import DeviceClock, Moment
+from outcore.run.engine.peak_gauge import PeakGauge
 from outcore.run.engine.training_checks import check_loss
-from outcore.run.engine.update import Update
-from outcore.run.stage.idle_state_offload import Parking
-from outcore.run.stage.parameter_owners import Share
-from outcore.run.stage.policies import UnderPolicies
-from outcore.run.stage.random_draws import Draws
-from outcore.run.stage.recorded_stages import Form
-from outcore.run.stage.stage_module import Execute, Slot, arrive
-from outcore.run.transport.p2p import Incoming, Layout, Outgoing, Wire
+from outcore.run.engine.update import GradientUpdate
+from outcore.run.stage.idle_state_offload import IdleStateOffload
+from outcore.run.stage.parameter_owners import SharedParameters
+from outcore.run.stage.policies import StagePolicies
+from outcore.run.stage.random_draws import RandomDraws
+from outcore.run.stage.recorded_stages import RecordedStages
+from outcore.run.stage.stage_module import Execute, GradientSlot, arrive
+from outcore.run.transport.p2p import IncomingTensor, OutgoingTensor, PointToPoint, TensorLayout
 
-__all__ = ["Pass", "Piece", "Worker"]
+__all__ = ["ProgramRun", "RankMicroBatch", "Worker"]
 
 Of = tuple[int, int, int]
 """Stage, micro-batch, replica."""
 
 
 @dataclass(slots=True)
-class Piece:
+class RankMicroBatch:
     """A micro-batch as this rank knows it."""
 
-    form: Form
+    form: RecordedStages
     inputs: Mapping[str, torch.Tensor]
     """Tensors the model is given, by name; empty where the rank has no data."""
     targets: Any
@@ -56,10 +56,10 @@ class Piece:
 
 
 @dataclass(slots=True)
-class Pass:
+class ProgramRun:
     """What one run through a program is given, and what it leaves."""
 
-    pieces: Sequence[Piece]
+    pieces: Sequence[RankMicroBatch]
     training: bool
     seed: int
     step: int
@@ -83,11 +83,11 @@ class _Flight:
     """What a forward left for its backward."""
 
     roots: dict[str, GradientEdge | None]
-    slots: dict[str, Slot]
+    slots: dict[str, GradientSlot]
     loss: torch.Tensor | None
 
 
-_IDLE = Pass((), False, 0, 0, 1.0, (), 0)
+_IDLE = ProgramRun((), False, 0, 0, 1.0, (), 0)
 
 
 class Worker:
@@ -95,30 +95,32 @@ class Worker:
 
     def __init__(
         self,
-        made: Assembly,
-        wire: Wire | None,
+        made: EngineParts,
+        wire: PointToPoint | None,
         loss: Callable[[Any, Any], torch.Tensor] | None,
         execute: Execute,
-        update: Update,
+        update: GradientUpdate,
     ) -> None:
         self.forms, self.statistics, self.first_holders = made.forms, made.statistics, made.first_holders
         self.rank, self.place = made.rank, made.world.place
         self.wire, self.loss, self.execute, self.update = wire, loss, execute, update
         update.on_reduced = self._reduced
-        self.clock, self.gauge = Clock(made.device), Gauge(made.device)
+        self.clock, self.gauge = DeviceClock(made.device), PeakGauge(made.device)
         self.started_s = 0.0
         self._noted: list[tuple[str, str, str, Moment, Moment, tuple[int, ...]]] = []
         self.keep_outputs = False
-        self.parking: Parking | None = None
+        self.parking: IdleStateOffload | None = None
         """Where the stages that do not compute are, if not on the device."""
         self._run = _IDLE
         self._flights: dict[Of, _Flight] = {}
         self._made: dict[Key, torch.Tensor] = {}
-        self._coming: dict[Key, Incoming] = {}
-        self._going: list[Outgoing] = []
+        self._coming: dict[Key, IncomingTensor] = {}
+        self._going: list[OutgoingTensor] = []
         self._leftovers = made.world.leftovers
 
-    def run(self, instructions: Sequence[Instruction], tags: Mapping[Key, int], run: Pass, *, update: bool) -> None:
+    def run(
+        self, instructions: Sequence[Instruction], tags: Mapping[Key, int], run: ProgramRun, *, update: bool
+    ) -> None:
         """Execute a program's instructions for this rank; with `update` also reductions and the optimizer."""
         self._begin(run, tags)
         incoming, outgoing = self._edges(run.pieces[0].form)
@@ -157,7 +159,7 @@ class Worker:
             self.update.step()  # nothing to train here, but norms and overflows concern all ranks
         self._end(run)
 
-    def _begin(self, run: Pass, tags: Mapping[Key, int]) -> None:
+    def _begin(self, run: ProgramRun, tags: Mapping[Key, int]) -> None:
         self._noted.clear()
         given: list[Any] = [(piece.inputs, piece.targets) for piece in run.pieces]
         if self.parking is not None:
@@ -177,7 +179,7 @@ class Worker:
         self.record(COMPUTE, "step", str(last), began, self.clock.now(), last.stage)
         self.gauge.sample()
 
-    def _end(self, run: Pass) -> None:
+    def _end(self, run: ProgramRun) -> None:
         if self.parking is not None:
             self.parking.leave()
         self.place.doing = "end of step"
@@ -205,7 +207,7 @@ class Worker:
         """Let go of all connections."""
         self.abandon()
         self.update.close()
-        if isinstance(self.execute, UnderPolicies):
+        if isinstance(self.execute, StagePolicies):
             self.execute.close()
         if self.wire is not None:
             self.wire.close()
@@ -229,7 +231,7 @@ class Worker:
         run, piece = self._run, self._run.pieces[of.micro_batch]
         form, part = piece.form, piece.form.parts[of.stage]
         values: dict[str, torch.Tensor] = {}
-        slots: dict[str, Slot] = {}
+        slots: dict[str, GradientSlot] = {}
         for edge in incoming[of.stage]:
             tensor = self._take((edge.value, of.stage, of.micro_batch, of.replica, False))
             if edge.has_gradient and run.training:
@@ -241,7 +243,7 @@ class Worker:
         values.clear()
         began = self.clock.now()
         part.place = self.place
-        draws = Draws(run.seed, run.step, piece.number, self.forms.device)
+        draws = RandomDraws(run.seed, run.step, piece.number, self.forms.device)
         with torch.set_grad_enabled(run.training), self.forms.modes():
             if run.training:
                 with self.statistics.collecting(form, of.stage, piece.number, len(run.weights)):
@@ -260,7 +262,7 @@ class Worker:
             self._flights[of.stage, of.micro_batch, of.replica] = _Flight(roots, slots, loss)
         self._ended("forward", of, began)
 
-    def _loss(self, of: Forward, piece: Piece, made: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    def _loss(self, of: Forward, piece: RankMicroBatch, made: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """The weighted loss of a micro-batch, from what the model returns."""
         recording, part = piece.form.recording, piece.form.parts[of.stage]
 
@@ -336,7 +338,7 @@ class Worker:
         with self.place.talking():
             return self._coming.pop(key).wait()
 
-    def _layout(self, transfer: Send | Receive) -> Layout:
+    def _layout(self, transfer: Send | Receive) -> TensorLayout:
         return self._run.pieces[transfer.micro_batch].form.layouts[transfer.value]
 
     def _receive(self, to: Receive) -> None:
@@ -372,14 +374,14 @@ class Worker:
         place = self.place
         place.stage, place.doing, place.micro_batch, place.call = of.stage, doing, of.micro_batch, ""
 
-    def _reduced(self, share: Share, start: float, end: float, nbytes: int) -> None:
+    def _reduced(self, share: SharedParameters, start: float, end: float, nbytes: int) -> None:
         self.record("reduce", "reduce", f"R{share.stages[0]}", start, end, share.stages[0], -1, 0, nbytes)
 
     def _ended(self, kind: str, of: Forward | Backward, began: Moment) -> None:
         self.record(COMPUTE, kind, str(of), began, self.clock.now(), of.stage, of.micro_batch, of.replica)
         self.gauge.sample()
 
-    def _edges(self, form: Form) -> tuple[list[list[Edge]], list[list[Edge]]]:
+    def _edges(self, form: RecordedStages) -> tuple[list[list[Edge]], list[list[Edge]]]:
         depth = form.last + 1
         incoming: list[list[Edge]] = [[] for _ in range(depth)]
         outgoing: list[list[Edge]] = [[] for _ in range(depth)]

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["Place"]
+__all__ = ["CurrentWork"]
 
 
 @dataclass(slots=True)
-class Place:
+class CurrentWork:
     """What a rank is doing."""
 
     stage: int = -1

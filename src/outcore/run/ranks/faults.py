@@ -3,13 +3,14 @@
 Three things can happen. A rank raises: it posts its report before it leaves. A rank is killed: its connections break,
 which the others notice at once, but not whose it was. A rank is stuck: nothing breaks, and waits run into the timeout.
 
-A thread on each rank (`Watch`) writes a heartbeat with what the rank is doing into the store where ranks meet, twice a
-second, and reads reports and the hearts of the others. Whoever fails in talking to others looks there first: is there a
-report? Else, who has left, whose heart has stopped? Else, who is still computing while all wait? The answer becomes the
-report for everybody. A rank that is stopped (SIGSTOP, a machine that freezes) is reported by whoever sees first that
-its heart has not beaten for `SILENT_AFTER_S`. A rank that cannot raise (it hangs in a computation or in a wait) is
-ended by its watch a grace period after a report appeared, with that report on its standard error. Who waits for another
-rank looks for a report once a second (`Patience`): that a broken connection is not always told to all who wait for it.
+A thread on each rank (`FaultMonitor`) writes a heartbeat with what the rank is doing into the store where ranks meet,
+twice a second, and reads reports and the hearts of the others. Whoever fails in talking to others looks there first: is
+there a report? Else, who has left, whose heart has stopped? Else, who is still computing while all wait? The answer
+becomes the report for everybody. A rank that is stopped (SIGSTOP, a machine that freezes) is reported by whoever sees
+first that its heart has not beaten for `SILENT_AFTER_S`. A rank that cannot raise (it hangs in a computation or in a
+wait) is ended by its watch a grace period after a report appeared, with that report on its standard error. Who waits
+for another rank looks for a report once a second (`Patience`): that a broken connection is not always told to all who
+wait for it.
 
 The store itself may go. Where rank 0 keeps it, a store that does not answer is rank 0's failure. Where outcore's
 launcher keeps it, the launcher is gone or stopped: the ranks ask themselves to save and stop, as a signal would, and
@@ -30,10 +31,10 @@ from typing import Any
 
 from outcore.errors import EngineError, OutcoreError
 from outcore.graph.source import blame
-from outcore.run.ranks.current_work import Place
+from outcore.run.ranks.current_work import CurrentWork
 from outcore.run.ranks.store_client import StoreClient
 
-__all__ = ["Report", "Watch", "report_of"]
+__all__ = ["FaultMonitor", "FaultReport", "report_of"]
 
 BEAT_S = 0.5
 DEAD_AFTER_S = 4 * BEAT_S
@@ -46,7 +47,7 @@ ORPHANED_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class FaultReport:
     """What went wrong, as all ranks tell it."""
 
     rank: int
@@ -67,16 +68,16 @@ class Report:
         return f"{where} ({doing}, step {self.step}): {self.cause}"
 
 
-def report_of(error: BaseException, rank: int, place: Place) -> Report:
+def report_of(error: BaseException, rank: int, place: CurrentWork) -> FaultReport:
     """The report of an exception on this rank."""
     lines = str(error).strip().splitlines()
     cause = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     if line := blame(error):
         cause += f" (at {line})"
-    return Report(rank, place.stage, place.doing, place.call, place.micro_batch, cause, place.step)
+    return FaultReport(rank, place.stage, place.doing, place.call, place.micro_batch, cause, place.step)
 
 
-class Watch:
+class FaultMonitor:
     """Watches over this rank and the others.
 
     Args:
@@ -89,7 +90,7 @@ class Watch:
         store: StoreClient,
         rank: int,
         size: int,
-        place: Place,
+        place: CurrentWork,
         number: int,
         *,
         grace_s: float,
@@ -99,7 +100,7 @@ class Watch:
         self._store, self._keeper = store.another(f"engine{number}/"), keeper
         self._ended = threading.Event()
         self._handled = False
-        self._report: Report | None = None
+        self._report: FaultReport | None = None
         self._hearts: dict[int, tuple[float, dict[str, Any]]] = {}
         """By rank: seconds since its last beat, and what it was doing."""
         self._suspects: dict[int, int] = {}
@@ -151,13 +152,13 @@ class Watch:
     def _keeper_is_lost(self, after_s: float) -> bool:
         return self._keeper != self.rank and time.monotonic() - self._answered > after_s
 
-    def _post(self, report: Report) -> Report:
+    def _post(self, report: FaultReport) -> FaultReport:
         """Post a report unless there is one; the first counts."""
         there = self._store.compare_set("fault", "", json.dumps(asdict(report)))
         self._report = _read_report(there.decode()) or report
         return self._report
 
-    def _find_culprit(self, error: BaseException, place: Place) -> Report:
+    def _find_culprit(self, error: BaseException, place: CurrentWork) -> FaultReport:
         """Whose fault a broken or silent connection is."""
         was, before = dict(self._hearts), dict(self._hearts)
         began = time.monotonic()
@@ -248,17 +249,17 @@ class Watch:
         os._exit(1)
 
 
-def _read_report(text: str) -> Report | None:
+def _read_report(text: str) -> FaultReport | None:
     """A report, if it is one."""
     try:
-        found = Report(**json.loads(text))
+        found = FaultReport(**json.loads(text))
     except (ValueError, TypeError):
         return None
     return found if isinstance(found.rank, int) and isinstance(found.cause, str) else None
 
 
-def _about(rank: int, row: dict[str, Any], cause: str) -> Report:
-    return Report(
+def _about(rank: int, row: dict[str, Any], cause: str) -> FaultReport:
+    return FaultReport(
         rank,
         row.get("stage", -1),
         row.get("doing", "unknown"),

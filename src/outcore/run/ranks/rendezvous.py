@@ -32,7 +32,7 @@ from outcore.run.ranks.store_client import StoreClient
 if TYPE_CHECKING:
     from outcore.run.ranks.world import World
 
-__all__ = ["ADDRESS", "Identity", "Meeting", "meet", "meet_over"]
+__all__ = ["ADDRESS", "LauncherEnvironment", "Rendezvous", "meet", "meet_over"]
 
 ADDRESS = "OUTCORE_STORE"
 """The variable in which outcore's launcher tells its ranks where the store is."""
@@ -44,7 +44,7 @@ _joined = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class LauncherEnvironment:
     """What a launcher told this process."""
 
     launcher: str
@@ -56,7 +56,7 @@ class Identity:
 
 
 @dataclass(slots=True, eq=False)
-class Meeting:
+class Rendezvous:
     """A rank's way into the store, and the store where it keeps it."""
 
     store: StoreClient
@@ -67,10 +67,10 @@ class Meeting:
     worlds: int = 0
     """Further worlds that met through this one."""
 
-    def beside(self) -> Meeting:
+    def beside(self) -> Rendezvous:
         """A connection of its own for another world of the same ranks; they make them in one order."""
         self.worlds += 1
-        return Meeting(self.store.another(f"world{self.worlds}/"), keeper=self.keeper)
+        return Rendezvous(self.store.another(f"world{self.worlds}/"), keeper=self.keeper)
 
     def leave(self, *, failed: bool = False) -> None:
         """Hang up. A failed rank waits until the others know; one that is done does not keep its caller."""
@@ -84,7 +84,7 @@ class Meeting:
             threading.Thread(target=server.close, args=(_LINGER_S,), name="outcore store", daemon=True).start()
 
 
-def meet(identity: Identity, timeout_s: float) -> Meeting:
+def meet(identity: LauncherEnvironment, timeout_s: float) -> Rendezvous:
     """Meet the other ranks that a launcher started."""
     global _joined
     _joined += 1  # all ranks join as often, so a second world does not find the addresses of the first
@@ -93,7 +93,7 @@ def meet(identity: Identity, timeout_s: float) -> Meeting:
     if told := os.environ.get(ADDRESS):
         address, _, port = told.rpartition(":")
         there = _enter(identity, secret, address, int(port), timeout_s, prefix, is_there=True)
-        return Meeting(there, keeper=None)
+        return Rendezvous(there, keeper=None)
     server = None
     address, number = identity.address, identity.port
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -101,10 +101,10 @@ def meet(identity: Identity, timeout_s: float) -> Meeting:
         server, address, number = _through_agent(identity, secret, _LOOPBACK if alone else address, timeout_s, prefix)
     elif identity.rank == 0:
         server = _serve(secret, address, number)
-    return Meeting(_enter(identity, secret, address, number, timeout_s, prefix), server)
+    return Rendezvous(_enter(identity, secret, address, number, timeout_s, prefix), server)
 
 
-def _wait_for_all(identity: Identity, store: StoreClient, timeout_s: float) -> None:
+def _wait_for_all(identity: LauncherEnvironment, store: StoreClient, timeout_s: float) -> None:
     """Until every rank is here; names one that is not."""
     store.set(f"here/{identity.rank}", "")
     deadline = time.monotonic() + timeout_s
@@ -118,7 +118,7 @@ def _wait_for_all(identity: Identity, store: StoreClient, timeout_s: float) -> N
             ) from None
 
 
-def meet_over(world: World, timeout_s: float) -> Meeting:
+def meet_over(world: World, timeout_s: float) -> Rendezvous:
     """Meet over a process group that is there already; collective."""
     hosts = world.share(_network())
     server, told = None, None
@@ -128,11 +128,11 @@ def meet_over(world: World, timeout_s: float) -> Meeting:
         server = _serve(secret, address, 0)
         told = [server.address, server.port, secret]
     address, port, secret = world.share(told)[0]
-    return Meeting(StoreClient(secret, address, port, timeout_s=timeout_s), server)
+    return Rendezvous(StoreClient(secret, address, port, timeout_s=timeout_s), server)
 
 
 def _through_agent(
-    identity: Identity, secret: str, address: str, timeout_s: float, prefix: str
+    identity: LauncherEnvironment, secret: str, address: str, timeout_s: float, prefix: str
 ) -> tuple[StoreServer | None, str, int]:
     """Rank 0 keeps the store at a free port and tells the others through the store of torchrun's agent."""
     key = f"outcore/{prefix}address"
@@ -161,7 +161,13 @@ def _serve(secret: str, address: str, port: int) -> StoreServer:
 
 
 def _enter(
-    identity: Identity, secret: str, address: str, port: int, timeout_s: float, prefix: str, is_there: bool = False
+    identity: LauncherEnvironment,
+    secret: str,
+    address: str,
+    port: int,
+    timeout_s: float,
+    prefix: str,
+    is_there: bool = False,
 ) -> StoreClient:
     try:
         store = StoreClient(secret, address, port, timeout_s=timeout_s, is_there=is_there, prefix=prefix)
@@ -171,7 +177,7 @@ def _enter(
         raise _unreachable(identity, address, port, error) from error
 
 
-def _unreachable(identity: Identity, address: str, port: int, error: Exception) -> EngineError:
+def _unreachable(identity: LauncherEnvironment, address: str, port: int, error: Exception) -> EngineError:
     return EngineError(
         f"rank {identity.rank} of {identity.size} ({identity.launcher}) could not reach the store at {address}:{port}: "
         f"{str(error).splitlines()[0]}; set MASTER_ADDR and MASTER_PORT to the host of rank 0"

@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 
 from outcore.errors import EngineError
-from outcore.run.ranks.current_work import Place
-from outcore.run.ranks.rendezvous import Identity, Meeting, meet, meet_over
-from outcore.run.transport.socket_shutdown import Lines
-from outcore.run.transport.watched_wait import Patience
+from outcore.run.ranks.current_work import CurrentWork
+from outcore.run.ranks.rendezvous import LauncherEnvironment, Rendezvous, meet, meet_over
+from outcore.run.transport.socket_shutdown import GroupSockets
+from outcore.run.transport.watched_wait import WatchedWait
 
-__all__ = ["Identity", "World", "identify"]
+__all__ = ["LauncherEnvironment", "World", "identify"]
 
 _LAUNCHERS = (
     ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
@@ -33,11 +33,11 @@ _LAUNCHERS = (
     ("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
 )
 _PORT = 29500
-_met: list[Meeting] = []
+_met: list[Rendezvous] = []
 """How this process met the others that its launcher started, as long as it is with them."""
 
 
-def identify(variables: Mapping[str, str]) -> Identity | None:
+def identify(variables: Mapping[str, str]) -> LauncherEnvironment | None:
     """Read the variables of torchrun, SLURM or mpirun; None where nobody launched several ranks.
 
     >>> identify({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}).rank
@@ -53,7 +53,7 @@ def identify(variables: Mapping[str, str]) -> Identity | None:
                     f"{launcher} says rank {mine} of {count} and port {port}; ranks go from 0 to {count - 1}, ports "
                     "up to 65535"
                 )
-            return Identity(launcher, mine, count, here, address, port)
+            return LauncherEnvironment(launcher, mine, count, here, address, port)
     return None
 
 
@@ -83,9 +83,9 @@ class World:
     """All ranks of a run; the process group, if there is one, is torch's."""
 
     def __init__(
-        self, rank: int, size: int, local_rank: int, group: Any, meeting: Meeting | None, *, owned: bool
+        self, rank: int, size: int, local_rank: int, group: Any, meeting: Rendezvous | None, *, owned: bool
     ) -> None:
-        self.place = Place()
+        self.place = CurrentWork()
         self.rank, self.size, self.local_rank = rank, size, local_rank
         self.group, self.meeting = group, meeting
         self.mail: Any = None
@@ -93,8 +93,8 @@ class World:
         clogged by messages that nobody takes any more, and what comes behind them would never arrive."""
         self._owned = owned
         self._groups: list[Any] = []
-        self._lines = Lines()
-        self.patience = Patience(self.place)
+        self._lines = GroupSockets()
+        self.patience = WatchedWait(self.place)
         self.leftovers: list[Any] = []
         """What was under way when this rank failed: gloo may still write into it."""
 

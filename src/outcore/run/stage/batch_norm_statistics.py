@@ -30,11 +30,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from outcore.errors import PlanError
 from outcore.plan_document import Plan
-from outcore.run.stage.recorded_stages import Form
+from outcore.run.stage.recorded_stages import RecordedStages
 from outcore.run.stage.sync_batch_norm import synchronised_norm
-from outcore.run.transport.watched_wait import Patience
+from outcore.run.transport.watched_wait import WatchedWait
 
-__all__ = ["Statistics", "make_equal"]
+__all__ = ["RunningStatistics", "make_equal"]
 
 
 @dataclass(slots=True)
@@ -49,11 +49,11 @@ class _Layer:
     """Under `deferred`, rows that were normalised; under `micro_batch`, calls."""
 
 
-class Statistics:
+class RunningStatistics:
     """The running statistics of one rank's stages."""
 
     def __init__(
-        self, plan: Plan, copies: Mapping[int, int], groups: Mapping[tuple[int, ...], Any], patience: Patience
+        self, plan: Plan, copies: Mapping[int, int], groups: Mapping[tuple[int, ...], Any], patience: WatchedWait
     ) -> None:
         self.mode, self._patience = plan.batch_norm, patience
         self._copies, self._groups = copies, groups
@@ -67,7 +67,7 @@ class Statistics:
             )
 
     @contextlib.contextmanager
-    def collecting(self, form: Form, stage: int, number: int, total: int) -> Iterator[None]:
+    def collecting(self, form: RecordedStages, stage: int, number: int, total: int) -> Iterator[None]:
         """Around the forward of micro-batch `number` of `total` in a stage."""
         if self.mode == "synchronised":
             self._synchronise(form, stage)
@@ -95,7 +95,7 @@ class Statistics:
                 module.running_mean, module.running_var, module.num_batches_tracked = mean, var, tracked
                 module.momentum = momentum
 
-    def _collected(self, form: Form, stage: int) -> dict[str, _Layer]:
+    def _collected(self, form: RecordedStages, stage: int) -> dict[str, _Layer]:
         """The layers whose statistics are not torch's business alone."""
         if self.mode == "synchronised" or (self.mode == "micro_batch" and self._copies[stage] == 1):
             return {}
@@ -109,7 +109,7 @@ class Statistics:
                 found[name] = layers[name]
         return found
 
-    def _add(self, layer: _Layer, momentum: float | None, form: Form, number: int, total: int) -> None:
+    def _add(self, layer: _Layer, momentum: float | None, form: RecordedStages, number: int, total: int) -> None:
         module = layer.module
         assert module.running_mean is not None and module.running_var is not None
         mean, var = module.running_mean.double(), module.running_var.double()
@@ -130,7 +130,7 @@ class Statistics:
         layer.mean += rows * mean
         layer.var += (rows - 1) * var + rows * mean * mean
 
-    def settle(self, form: Form) -> None:
+    def settle(self, form: RecordedStages) -> None:
         """Let the running statistics move, on all copies alike; collective over the copies of each stage."""
         for stage in sorted(form.parts):
             # Also those that collected nothing here: another copy may have.
@@ -169,7 +169,7 @@ class Statistics:
         """Let go of all connections."""
         self._groups = {}
 
-    def _synchronise(self, form: Form, stage: int) -> None:
+    def _synchronise(self, form: RecordedStages, stage: int) -> None:
         """Let the layers of a stage that has copies be normalised over all of them."""
         part = form.parts[stage]
         if self._copies[stage] == 1 or part.instead:
@@ -182,7 +182,7 @@ class Statistics:
         """A row added up over the copies of a stage."""
         return self._patience.sum_(row.cpu(), self._groups[stage,]).to(row.device)
 
-    def share_buffers(self, form: Form, first: Mapping[int, int]) -> None:
+    def share_buffers(self, form: RecordedStages, first: Mapping[int, int]) -> None:
         """Other buffers that a step wrote become those of the first copy."""
         for stage, part in form.parts.items():
             if self._copies[stage] == 1:
@@ -194,7 +194,7 @@ class Statistics:
                 self._versions[stage] = [b._version for b in buffers]
 
 
-def make_equal(tensors: Sequence[torch.Tensor], source: int, group: Any, patience: Patience) -> None:
+def make_equal(tensors: Sequence[torch.Tensor], source: int, group: Any, patience: WatchedWait) -> None:
     """Give the numbers of one rank to all of a group, in place."""
     with torch.no_grad():
         for tensor in tensors:
@@ -203,7 +203,7 @@ def make_equal(tensors: Sequence[torch.Tensor], source: int, group: Any, patienc
                 tensor.copy_(host)
 
 
-def _rows(form: Form, name: str) -> int:
+def _rows(form: RecordedStages, name: str) -> int:
     """Over how many elements a channel was averaged."""
     call = next(c for c in form.graph.calls.values() if c.block == name)
     shape = form.graph.values[call.inputs[0]].shape

@@ -23,10 +23,10 @@ import numpy as np
 import torch
 from torch import nn
 
-__all__ = ["Parking"]
+__all__ = ["IdleStateOffload"]
 
 
-class Parking:
+class IdleStateOffload:
     """The state of several stages on one rank, of which one at a time is on the device."""
 
     def __init__(self, stages: Mapping[int, Sequence[nn.Parameter]], device: torch.device) -> None:

@@ -3,7 +3,7 @@
 A parameter belongs to the stages whose calls read it, and its gradient is added over every rank that holds one of them.
 Usually that is one stage, on the ranks of its replicas. A *tied* parameter belongs to several stages: each of their
 ranks holds a copy (one copy, where a rank holds two of the stages), and the gradients of all copies are added up, so
-the copies stay equal. Parameters with the same stages form one `Share`, which is reduced in one go.
+the copies stay equal. Parameters with the same stages form one `SharedParameters`, which is reduced in one go.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import nn
 from outcore.graph import Graph
 from outcore.program import Program
 
-__all__ = ["Holdings", "Share"]
+__all__ = ["ParameterOwners", "SharedParameters"]
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class SharedParameters:
     """Parameters that the same stages read."""
 
     stages: tuple[int, ...]
@@ -36,16 +36,16 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class Holdings:
+class ParameterOwners:
     """The parameters of a model, by who holds them."""
 
-    shares: tuple[Share, ...]
+    shares: tuple[SharedParameters, ...]
     """In ascending order of stages."""
     unused: tuple[str, ...]
     """Parameters that no call reads."""
 
     @classmethod
-    def of(cls, model: nn.Module, graph: Graph, stage_of: Mapping[str, int], program: Program) -> Holdings:
+    def of(cls, model: nn.Module, graph: Graph, stage_of: Mapping[str, int], program: Program) -> ParameterOwners:
         """Find out from the calls of a graph."""
         name_of = {id(p): name for name, p in model.named_parameters()}
         every = dict(model.named_parameters(remove_duplicate=False))
@@ -60,7 +60,7 @@ class Holdings:
             if name in stages:
                 groups.setdefault(tuple(sorted(stages[name])), []).append(name)
         shares = [
-            Share(key, tuple(sorted({rank for stage in key for rank in holders[stage]})), tuple(names))
+            SharedParameters(key, tuple(sorted({rank for stage in key for rank in holders[stage]})), tuple(names))
             for key, names in sorted(groups.items())
         ]
         return cls(tuple(shares), tuple(name for name in name_of.values() if name not in stages))

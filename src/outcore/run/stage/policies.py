@@ -18,26 +18,26 @@ from outcore.cost.buffers import buffers_of
 from outcore.cost.measured.saved_bytes import account
 from outcore.graph import CapturedModule, Graph, Value
 from outcore.graph.record.recording import Recording, Step, Tape
-from outcore.memory import Holding, Pass, prepare
-from outcore.memory.offload.backends import Tier, tier_for
-from outcore.planner.memory.evaluate import Keeping
-from outcore.run.stage.random_draws import Draws
+from outcore.memory import CompiledRecording, ReplayPass, prepare
+from outcore.memory.offload.backends import Backend, tier_for
+from outcore.planner.memory.evaluate import StepModel
+from outcore.run.stage.random_draws import RandomDraws
 from outcore.run.stage.stage_module import Part, Values
 
-__all__ = ["UnderPolicies"]
+__all__ = ["StagePolicies"]
 
 _ROOM = 8
 """Micro-batches whose values may be away at one time."""
 
 
-class UnderPolicies:
+class StagePolicies:
     """Runs parts under policies; an `Execute`."""
 
     def __init__(self, policy: Mapping[str, str], device: torch.device) -> None:
         self._policy, self._device = policy, device
-        self._known: dict[int, tuple[Part, Holding | None, Tier | None]] = {}
+        self._known: dict[int, tuple[Part, CompiledRecording | None, Backend | None]] = {}
 
-    def __call__(self, part: Part, inputs: Values, draws: Draws) -> Values:
+    def __call__(self, part: Part, inputs: Values, draws: RandomDraws) -> Values:
         """Run a part; what autograd would keep is treated by its policy."""
         if not torch.is_grad_enabled():
             return part.run(inputs, draws)
@@ -50,12 +50,12 @@ class UnderPolicies:
             return part.run(inputs, draws)
         with draws.aside():
             values = part.received(inputs)
-            passing = Pass(holding, part, [values[n] for n in part.inputs], tier, partial(_perform, part, draws))
+            passing = ReplayPass(holding, part, [values[n] for n in part.inputs], tier, partial(_perform, part, draws))
             del values
             made: Values = passing.forward()
             return made
 
-    def _prepare(self, part: Part) -> Holding | None:
+    def _prepare(self, part: Part) -> CompiledRecording | None:
         graph, recording = _as_graph(part)
         policy = {n: how for n, how in self._policy.items() if n in graph.values or n.partition("~")[0] in graph.calls}
         if not policy:
@@ -64,7 +64,7 @@ class UnderPolicies:
         buffers = buffers_of(graph, costs)
         bound = {n for n, b in buffers.items() if part.draws_in(b.writers) or _replaced(part, b.writers)}
         policy = {n: how for n, how in policy.items() if n not in bound or how != "recompute"}
-        wanted = Keeping(graph, costs, 0.0, None).resolved(policy)
+        wanted = StepModel(graph, costs, 0.0, None).resolved(policy)
         holding = prepare(graph, recording, part, buffers, wanted)
         return None if holding.idle else holding
 
@@ -81,7 +81,7 @@ def _replaced(part: Part, calls: Iterable[str]) -> bool:
     return any(part.graph.calls[name].block in part.instead for name in calls)
 
 
-def _perform(part: Part, draws: Draws, tape: Tape, step: Step) -> None:
+def _perform(part: Part, draws: RandomDraws, tape: Tape, step: Step) -> None:
     part.perform(tape, step, draws)
 
 

@@ -17,7 +17,7 @@ import torch
 
 from outcore.graph import Graph
 
-__all__ = ["Draws", "random_calls"]
+__all__ = ["RandomDraws", "random_calls"]
 
 _RANDOM = re.compile(
     r"dropout|rand|bernoulli|multinomial|normal_|uniform_|exponential|poisson|geometric_|cauchy_|rrelu|gumbel|"
@@ -37,7 +37,7 @@ def random_calls(graph: Graph) -> frozenset[str]:
     )
 
 
-class Draws:
+class RandomDraws:
     """The random numbers of one micro-batch of one step."""
 
     def __init__(self, seed: int, step: int, micro_batch: int, device: torch.device) -> None:

@@ -23,20 +23,20 @@ from outcore.graph.parts import ancestors
 from outcore.graph.reads.attributes import copy_attributes
 from outcore.graph.reads.snapshot import Snapshot
 from outcore.graph.record.recording import Recording
-from outcore.graph.record.versions import Versions, refuse_volatile
+from outcore.graph.record.versions import RecordingVersions, refuse_volatile
 from outcore.graph.structure import substitute
 from outcore.plan_document import Plan
 from outcore.program import Edge, Stage, Stages, Tie
 from outcore.run.engine.batch import arguments, describe, fingerprint
 from outcore.run.stage.random_draws import random_calls
 from outcore.run.stage.stage_module import Part
-from outcore.run.transport.p2p import Layout
+from outcore.run.transport.p2p import TensorLayout
 from outcore.stage_names import place_calls
 
-__all__ = ["Form", "Forms", "edges_of", "place_like"]
+__all__ = ["RecordedStages", "RecordedStagesByShape", "edges_of", "place_like"]
 
 
-class Form:
+class RecordedStages:
     """The network for one key."""
 
     def __init__(
@@ -59,7 +59,7 @@ class Form:
             part = self.parts[stage] = Part(graph, model, self.recording, calls, random)
             if device.type != "cpu" or recorded is not model:
                 part.relocate(device)
-        self.layouts = {name: Layout.of(value) for name, value in graph.values.items()}
+        self.layouts = {name: TensorLayout.of(value) for name, value in graph.values.items()}
         self.last = depth - 1
         self.edges = tuple(replace(edge, bytes=0) for edge in edges_of(graph, stage_of, depth))
         """What crosses between stages; sizes are in the layouts."""
@@ -72,7 +72,7 @@ class Form:
         )
 
 
-class Forms:
+class RecordedStagesByShape:
     """All forms of a model that were needed so far.
 
     `model` holds the weights of this rank's stages; `skeleton` is what is recorded: the model itself, or the same model
@@ -90,8 +90,8 @@ class Forms:
         self.model, self.skeleton = model, skeleton
         self.plan, self.device, self.autocast = plan, device, autocast
         self.own: tuple[int, ...] = ()
-        self._known: dict[tuple[Any, ...], Form] = {}
-        self._versions = Versions()
+        self._known: dict[tuple[Any, ...], RecordedStages] = {}
+        self._versions = RecordingVersions()
         self._reads: Snapshot | None = None
         self._modules: list[nn.Module] | None = None  # in order; none is added while an engine runs
         self._stage_of: dict[str, int] = {}
@@ -140,11 +140,11 @@ class Forms:
             return contextlib.nullcontext()
         return torch.autocast(device or self.device.type, dtype=self.autocast)
 
-    def keep(self, form: Form, inputs: Any) -> None:
+    def keep(self, form: RecordedStages, inputs: Any) -> None:
         """Use a form for micro-batches like these, in the modes the model is in."""
         self._keep(form, self._versions.find((fingerprint(describe(inputs)), True, self.flags())))
 
-    def _keep(self, form: Form, key: tuple[Any, ...]) -> None:
+    def _keep(self, form: RecordedStages, key: tuple[Any, ...]) -> None:
         refuse_volatile(form.recording, "an Engine")
         self._known[key] = form
         assert form.recording.reads is not None
@@ -160,7 +160,7 @@ class Forms:
         trained = (p.requires_grad for m in self._modules for p in m._parameters.values() if p is not None)
         return tuple(module.training for module in self._modules), tuple(trained)
 
-    def find(self, inputs: Any, flags: tuple[Any, ...], *, training: bool) -> Form:
+    def find(self, inputs: Any, flags: tuple[Any, ...], *, training: bool) -> RecordedStages:
         """The form for a micro-batch in the modes the model is in (`flags`); recorded now if it is new."""
         key = self._versions.find((fingerprint(describe(inputs)), training, flags))
         form = self._known.get(key)
@@ -175,7 +175,7 @@ class Forms:
                     "be cut; use a plan of one stage"
                 )
             stage_of = place_like(graph, self._graph, self._stage_of)
-            form = Form(graph, self.model, stage_of, self.own, self.device, len(self.plan.stages))
+            form = RecordedStages(graph, self.model, stage_of, self.own, self.device, len(self.plan.stages))
             self._keep(form, key)
         if form.recording.effects is not None:
             form.recording.effects.apply_plain(self.model, "an Engine")

@@ -23,10 +23,10 @@ from outcore.graph import Graph
 from outcore.graph.record.recording import Context, Mismatch, Recording, Ref, Step, Tape
 from outcore.graph.structure import leaves, substitute
 from outcore.graph.subgraph import Subgraph
-from outcore.run.ranks.current_work import Place
-from outcore.run.stage.random_draws import Draws
+from outcore.run.ranks.current_work import CurrentWork
+from outcore.run.stage.random_draws import RandomDraws
 
-__all__ = ["Execute", "Part", "Slot", "Values", "arrive", "relocate"]
+__all__ = ["Execute", "GradientSlot", "Part", "Values", "arrive", "relocate"]
 
 Values: TypeAlias = dict[str, torch.Tensor]
 
@@ -43,11 +43,11 @@ class Part(Subgraph):
         written = {base[v] for name in calls for v in graph.calls[name].mutates}
         self._copied |= {name for name in self.inputs if base[name] in written}  # also through another name
         self._random = frozenset(calls & random)
-        self.place = Place()
+        self.place = CurrentWork()
         self.instead: dict[str, Callable[..., Any]] = {}
         """By path, what is called in place of a module."""
 
-    def run(self, inputs: Values, draws: Draws) -> Values:
+    def run(self, inputs: Values, draws: RandomDraws) -> Values:
         """Run the calls with the random numbers of a micro-batch."""
         if not self._random:
             return self._run(inputs, None)
@@ -69,7 +69,7 @@ class Part(Subgraph):
         results = {name: Ref("value", name) for name in self.outputs}
         return Recording(self.inputs, self._steps, results, self._constants, self._ambient, False, False)
 
-    def perform(self, tape: Tape, step: Step, draws: Draws | None) -> None:
+    def perform(self, tape: Tape, step: Step, draws: RandomDraws | None) -> None:
         """Run one step, noted and seeded."""
         self.place.call = step.name
         if self.instead and step.kind == "module" and step.target in self.instead:
@@ -84,7 +84,7 @@ class Part(Subgraph):
                 "Engine cannot follow; train this model with outcore.within, or decide with torch.where"
             ) from None
 
-    def _run(self, inputs: Values, draws: Draws | None) -> Values:
+    def _run(self, inputs: Values, draws: RandomDraws | None) -> Values:
         tape = _Tape(self, self.received(inputs), draws)
         tape.run(self._steps, self._ambient)
         return {name: tape.values[name] for name in self.outputs}
@@ -96,12 +96,12 @@ class Part(Subgraph):
         self._constants = {name: self._constants[name].to(device) for name in used}
 
 
-Execute: TypeAlias = Callable[[Part, Values, Draws], Values]
+Execute: TypeAlias = Callable[[Part, Values, RandomDraws], Values]
 """Runs a part on its inputs: `Part.run`, or something that keeps less for backward."""
 
 
 class _Tape(Tape):
-    def __init__(self, part: Part, values: Values, draws: Draws | None) -> None:
+    def __init__(self, part: Part, values: Values, draws: RandomDraws | None) -> None:
         super().__init__(part, part._constants, values)
         self._part, self._draws = part, draws
 
@@ -130,7 +130,7 @@ def relocate(step: Step, device: torch.device, ambient: Context) -> Step:
 
 
 @dataclass(slots=True)
-class Slot:
+class GradientSlot:
     """Where the gradient of an arrived tensor is put."""
 
     shape: torch.Size
@@ -139,7 +139,7 @@ class Slot:
 
 class _Arrive(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, trigger: torch.Tensor, tensor: torch.Tensor, slot: Slot) -> torch.Tensor:
+    def forward(ctx: Any, trigger: torch.Tensor, tensor: torch.Tensor, slot: GradientSlot) -> torch.Tensor:
         ctx.slot = slot
         ctx.set_materialize_grads(False)
         return tensor.view_as(tensor)
@@ -153,11 +153,11 @@ class _Arrive(torch.autograd.Function):
 _TRIGGERS: dict[torch.device, torch.Tensor] = {}
 
 
-def arrive(tensor: torch.Tensor) -> tuple[torch.Tensor, Slot]:
+def arrive(tensor: torch.Tensor) -> tuple[torch.Tensor, GradientSlot]:
     """The tensor as an input whose gradient is wanted, and where that will be."""
     trigger = _TRIGGERS.get(tensor.device)
     if trigger is None:
         trigger = _TRIGGERS[tensor.device] = torch.zeros((), device=tensor.device, requires_grad=True)
-    slot = Slot(tensor.shape)
+    slot = GradientSlot(tensor.shape)
     made: torch.Tensor = _Arrive.apply(trigger, tensor, slot)  # type: ignore[no-untyped-call]
     return made, slot

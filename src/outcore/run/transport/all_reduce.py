@@ -11,23 +11,23 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from outcore.run.transport.shared_memory import Shelf
-from outcore.run.transport.watched_wait import Patience
+from outcore.run.transport.shared_memory import SharedRows
+from outcore.run.transport.watched_wait import WatchedWait
 
-__all__ = ["GlooSum", "SharedSum", "Sum"]
+__all__ = ["AllReduce", "GlooAllReduce", "SharedMemoryAllReduce"]
 
 
-class Sum(Protocol):
+class AllReduce(Protocol):
     """A sum under way."""
 
     def wait(self) -> None:
         """The row holds the sum when this returns."""
 
 
-class GlooSum:
+class GlooAllReduce:
     """Over a process group, through the host."""
 
-    def __init__(self, row: torch.Tensor, group: Any, patience: Patience) -> None:
+    def __init__(self, row: torch.Tensor, group: Any, patience: WatchedWait) -> None:
         self._row, self._host, self._patience = row, row.cpu(), patience
         self._work: Any = dist.all_reduce(self._host, group=group, async_op=True)
 
@@ -38,10 +38,10 @@ class GlooSum:
             self._row.copy_(self._host)
 
 
-class SharedSum:
+class SharedMemoryAllReduce:
     """With one other rank, through shared memory."""
 
-    def __init__(self, row: torch.Tensor, other: int, tag: int, shelf: Shelf, group: Any) -> None:
+    def __init__(self, row: torch.Tensor, other: int, tag: int, shelf: SharedRows, group: Any) -> None:
         self._row, self._other, self._shelf = row, other, shelf
         mine = shelf.take(row.numel() * row.element_size())
         mine.tensor.copy_(row.view(torch.uint8))

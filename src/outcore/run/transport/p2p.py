@@ -3,7 +3,7 @@
 A transfer is known by a tag that both ends derive from the program, so any order of posting meets; gloo moves the bytes
 on its own thread as soon as both ends are posted. A tensor travels as its dense memory, in the layout the graph has for
 the value, so a channels-last activation arrives channels-last. Between ranks of one host it is written into shared
-memory (`Shelf`), and gloo carries only where.
+memory (`SharedRows`), and gloo carries only where.
 
 Receive buffers come from an arena. A buffer is free when nobody else holds its storage (autograd keeps a received
 activation exactly as long as backward needs it), so the arena never grows beyond what is in flight at once, for both
@@ -25,15 +25,24 @@ import torch.distributed as dist
 
 from outcore.graph import Value
 from outcore.run.engine.device_clock import Moment
-from outcore.run.transport.shared_memory import Shelf
-from outcore.run.transport.waiting_threads import Errands
-from outcore.run.transport.watched_wait import Patience
+from outcore.run.transport.shared_memory import SharedRows
+from outcore.run.transport.waiting_threads import WaitingThreads
+from outcore.run.transport.watched_wait import WatchedWait
 
-__all__ = ["Arena", "HostWire", "Incoming", "Layout", "Outgoing", "Sent", "Told", "Wire"]
+__all__ = [
+    "AnnouncedRow",
+    "HostPointToPoint",
+    "HostRows",
+    "IncomingTensor",
+    "OutgoingTensor",
+    "PointToPoint",
+    "SentTensor",
+    "TensorLayout",
+]
 
 
 @dataclass(frozen=True)
-class Layout:
+class TensorLayout:
     """How a value lies in memory, at both ends of a transfer."""
 
     shape: tuple[int, ...]
@@ -41,7 +50,7 @@ class Layout:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, value: Value) -> Layout:
+    def of(cls, value: Value) -> TensorLayout:
         """The layout of a graph's value; one with gaps or overlaps travels contiguously."""
         stride = value.stride if _is_dense(value.shape, value.stride) else _contiguous(value.shape)
         return cls(value.shape, stride, getattr(torch, value.dtype.removeprefix("torch.")))
@@ -80,7 +89,7 @@ def _same_stride(shape: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...])
     return all(size == 1 or x == y for size, x, y in zip(shape, a, b, strict=True))
 
 
-class Arena:
+class HostRows:
     """Rows of bytes on the host that are used again when nobody holds them."""
 
     def __init__(self, *, pinned: bool = False) -> None:
@@ -116,14 +125,14 @@ class Arena:
         self._used.clear()
 
 
-class Incoming(Protocol):
+class IncomingTensor(Protocol):
     """A tensor on its way to here."""
 
     def wait(self) -> torch.Tensor:
         """The tensor, when it is there."""
 
 
-class Outgoing(Protocol):
+class OutgoingTensor(Protocol):
     """A tensor on its way from here."""
 
     def ended(self) -> bool:
@@ -133,15 +142,15 @@ class Outgoing(Protocol):
         """Wait until its memory is free again."""
 
 
-class Wire(Protocol):
+class PointToPoint(Protocol):
     """Moves tensors between ranks."""
 
-    shelf: Shelf
+    shelf: SharedRows
 
-    def send(self, tensor: torch.Tensor, layout: Layout, target: int, tag: int, done: Moved) -> Outgoing:
+    def send(self, tensor: torch.Tensor, layout: TensorLayout, target: int, tag: int, done: Moved) -> OutgoingTensor:
         """Offer a tensor."""
 
-    def receive(self, layout: Layout, source: int, tag: int, done: Moved) -> Incoming:
+    def receive(self, layout: TensorLayout, source: int, tag: int, done: Moved) -> IncomingTensor:
         """Provide for a tensor."""
 
     def end_step(self) -> None:
@@ -158,7 +167,7 @@ Moved = Callable[[str, Moment, Moment], None]
 class _Received:
     """Bytes on their way into a buffer of this rank."""
 
-    def __init__(self, work: Any, flat: torch.Tensor, layout: Layout, done: Moved) -> None:
+    def __init__(self, work: Any, flat: torch.Tensor, layout: TensorLayout, done: Moved) -> None:
         self._work, self._flat, self._layout, self._done = work, flat, layout, done
         self._posted = time.perf_counter()
 
@@ -171,7 +180,9 @@ class _Received:
 class _Named:
     """The name of a shared row on its way to this rank."""
 
-    def __init__(self, work: Any, name: torch.Tensor, source: int, layout: Layout, shelf: Shelf, done: Moved) -> None:
+    def __init__(
+        self, work: Any, name: torch.Tensor, source: int, layout: TensorLayout, shelf: SharedRows, done: Moved
+    ) -> None:
         self._work, self._name, self._source = work, name, source
         self._layout, self._shelf, self._done = layout, shelf, done
         self._posted = time.perf_counter()
@@ -182,7 +193,7 @@ class _Named:
         return self._layout.view(self._shelf.open(self._source, self._name, self._layout.nbytes))
 
 
-class Told:
+class AnnouncedRow:
     """The name of a shared row on its way from here; what was sent is free already."""
 
     def __init__(self, finish: Callable[[], None]) -> None:
@@ -193,10 +204,10 @@ class Told:
         return False
 
 
-class Sent:
+class SentTensor:
     """A tensor on its way, of which another thread sees the end."""
 
-    def __init__(self, future: Future[Any], patience: Patience) -> None:
+    def __init__(self, future: Future[Any], patience: WatchedWait) -> None:
         self._future, self._patience = future, patience
 
     def ended(self) -> bool:
@@ -208,16 +219,16 @@ class Sent:
         self._patience.result(self._future)
 
 
-class HostWire:
+class HostPointToPoint:
     """Between tensors in host memory, by shared memory or gloo."""
 
-    def __init__(self, group: Any, shelf: Shelf, patience: Patience) -> None:
+    def __init__(self, group: Any, shelf: SharedRows, patience: WatchedWait) -> None:
         self._group, self.shelf, self._patience = group, shelf, patience
-        self.arena = Arena()
+        self.arena = HostRows()
         self._told: list[Any] = []
-        self._waiting = Errands("send")
+        self._waiting = WaitingThreads("send")
 
-    def send(self, tensor: torch.Tensor, layout: Layout, target: int, tag: int, done: Moved) -> Outgoing:
+    def send(self, tensor: torch.Tensor, layout: TensorLayout, target: int, tag: int, done: Moved) -> OutgoingTensor:
         """Offer a tensor."""
         flat = layout.flat(tensor).view(torch.uint8)
         posted = time.perf_counter()
@@ -226,14 +237,14 @@ class HostWire:
             row.tensor.copy_(flat)
             self._told.append(dist.isend(row.name, dst=target, group=self._group, tag=tag))
             done("send", posted, time.perf_counter())
-            return Told(self._finish_told)
+            return AnnouncedRow(self._finish_told)
         work: Any = dist.isend(flat, dst=target, group=self._group, tag=tag)
 
         def finish() -> None:
             work.wait()
             done("send", posted, time.perf_counter())
 
-        return Sent(self._waiting.do(finish), self._patience)
+        return SentTensor(self._waiting.do(finish), self._patience)
 
     def _finish_told(self) -> None:
         """Wait until all names have left, with one change of threads."""
@@ -241,7 +252,7 @@ class HostWire:
         if works:
             self._patience.result(self._waiting.do(lambda: [work.wait() for work in works]))
 
-    def receive(self, layout: Layout, source: int, tag: int, done: Moved) -> Incoming:
+    def receive(self, layout: TensorLayout, source: int, tag: int, done: Moved) -> IncomingTensor:
         """Provide for a tensor."""
         if self.shelf.reaches(source, layout.nbytes):
             name = torch.empty(2, dtype=torch.int64)

@@ -2,9 +2,9 @@
 
 NCCL refuses two ranks on one device and gloo does not move device memory, so a tensor is copied to pinned memory on one
 copy stream, sent from there, and copied to the other device on another stream. Between ranks of one host the pinned
-memory is shared (`Shelf`): what one copied out the other copies in, and gloo carries only where; between hosts gloo
-carries the bytes. Copies run beside kernels. A thread waits for the copy out before it tells the other rank, others
-wait to be told before they copy in, so the thread that issues kernels waits only for what a kernel needs.
+memory is shared (`SharedRows`): what one copied out the other copies in, and gloo carries only where; between hosts
+gloo carries the bytes. Copies run beside kernels. A thread waits for the copy out before it tells the other rank,
+others wait to be told before they copy in, so the thread that issues kernels waits only for what a kernel needs.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import torch
 import torch.distributed as dist
 
 from outcore.run.engine.device_clock import Moment
-from outcore.run.transport.p2p import Arena, Incoming, Layout, Moved, Outgoing, Sent
-from outcore.run.transport.shared_memory import Shelf
-from outcore.run.transport.waiting_threads import Errands
-from outcore.run.transport.watched_wait import Patience
+from outcore.run.transport.p2p import HostRows, IncomingTensor, Moved, OutgoingTensor, SentTensor, TensorLayout
+from outcore.run.transport.shared_memory import SharedRows
+from outcore.run.transport.waiting_threads import WaitingThreads
+from outcore.run.transport.watched_wait import WatchedWait
 
-__all__ = ["StagedWire"]
+__all__ = ["StagedPointToPoint"]
 
 
 class _Landing:
-    def __init__(self, future: Future[Any], layout: Layout, patience: Patience) -> None:
+    def __init__(self, future: Future[Any], layout: TensorLayout, patience: WatchedWait) -> None:
         self._future, self._layout, self._patience = future, layout, patience
 
     def wait(self) -> torch.Tensor:
@@ -37,17 +37,17 @@ class _Landing:
         return self._layout.view(flat)
 
 
-class StagedWire:
+class StagedPointToPoint:
     """Between tensors in device memory, through pinned host memory and gloo."""
 
-    def __init__(self, group: Any, shelf: Shelf, device: torch.device, patience: Patience) -> None:
+    def __init__(self, group: Any, shelf: SharedRows, device: torch.device, patience: WatchedWait) -> None:
         self._group, self.shelf, self._device, self._patience = group, shelf, device, patience
-        self.arena = Arena(pinned=True)
+        self.arena = HostRows(pinned=True)
         self._out, self._in = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._senders, self._sent = Errands("send"), Errands("sent")
-        self._receivers, self._landed = Errands("receive", threads=4), Errands("landed")
+        self._senders, self._sent = WaitingThreads("send"), WaitingThreads("sent")
+        self._receivers, self._landed = WaitingThreads("receive", threads=4), WaitingThreads("landed")
 
-    def send(self, tensor: torch.Tensor, layout: Layout, target: int, tag: int, done: Moved) -> Outgoing:
+    def send(self, tensor: torch.Tensor, layout: TensorLayout, target: int, tag: int, done: Moved) -> OutgoingTensor:
         """Offer a tensor."""
         flat = layout.flat(tensor).view(torch.uint8)
         if self.shelf.reaches(target, layout.nbytes):
@@ -74,9 +74,9 @@ class StagedWire:
             work.wait()
             done("send", since, time.perf_counter())
 
-        return Sent(self._sent.do(finish), self._patience)
+        return SentTensor(self._sent.do(finish), self._patience)
 
-    def receive(self, layout: Layout, source: int, tag: int, done: Moved) -> Incoming:
+    def receive(self, layout: TensorLayout, source: int, tag: int, done: Moved) -> IncomingTensor:
         """Provide for a tensor."""
         shared = self.shelf.reaches(source, layout.nbytes)
         message = torch.empty(2, dtype=torch.int64) if shared else self.arena.take(layout.nbytes)

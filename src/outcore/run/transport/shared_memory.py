@@ -30,7 +30,7 @@ import torch
 
 from outcore.run.ranks.world import World
 
-__all__ = ["LEAST_BYTES", "Row", "Shelf"]
+__all__ = ["LEAST_BYTES", "SharedRow", "SharedRows"]
 
 LEAST_BYTES = 16 * 1024
 """Smaller tensors go through sockets: a name is not much shorter."""
@@ -70,7 +70,7 @@ class _Mapping:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SharedRow:
     """A row that a sender may fill."""
 
     tensor: torch.Tensor
@@ -85,7 +85,7 @@ class _Own:
     name: torch.Tensor
 
 
-class Shelf:
+class SharedRows:
     """The shared rows of one rank: those it sends from, and those of others that it reads."""
 
     def __init__(self, world: World, device: torch.device) -> None:
@@ -102,7 +102,7 @@ class Shelf:
         """Whether a tensor of this size goes to and comes from a rank this way."""
         return nbytes >= LEAST_BYTES and rank in self.near
 
-    def take(self, nbytes: int) -> Row:
+    def take(self, nbytes: int) -> SharedRow:
         """A row to fill and send; it is free again when the receiver has let go of it."""
         self._used.add(nbytes)
         rows = self._rows.setdefault(nbytes, [])
@@ -111,7 +111,7 @@ class Shelf:
             own = self._make(nbytes)
             rows.append(own)
         own.mapping.mark(True)
-        return Row(own.mapping.tensor, own.name)
+        return SharedRow(own.mapping.tensor, own.name)
 
     def open(self, source: int, name: torch.Tensor, nbytes: int) -> torch.Tensor:
         """What a rank has sent; its row is free when the last tensor over it is gone."""

@@ -19,14 +19,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Lines"]
+__all__ = ["GroupSockets"]
 
 _PATIENCE_S = 5.0
 _NOTICE_S = 0.2
 """Until the others have noticed a cut."""
 
 
-class Lines:
+class GroupSockets:
     """Sockets of this process that belong to process groups."""
 
     def __init__(self) -> None:

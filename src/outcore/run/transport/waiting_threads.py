@@ -12,10 +12,10 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any
 
-__all__ = ["Errands"]
+__all__ = ["WaitingThreads"]
 
 
-class Errands:
+class WaitingThreads:
     """Does things in the order given, on one thread or several."""
 
     def __init__(self, name: str, threads: int = 1) -> None:

@@ -20,18 +20,18 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from outcore.run.ranks.current_work import Place
+from outcore.run.ranks.current_work import CurrentWork
 
-__all__ = ["Patience"]
+__all__ = ["WatchedWait"]
 
 LOOK_S = 1.0
 T = TypeVar("T")
 
 
-class Patience:
+class WatchedWait:
     """How a rank waits."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: CurrentWork) -> None:
         self.place = place
         self.look: Callable[[], None] | None = None
         """Raises if there is nothing to wait for any more."""

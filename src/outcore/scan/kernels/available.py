@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from outcore.scan.cells import Cell
+    from outcore.scan.cells import CellShape
 
 __all__ = ["KIND", "available", "dot_precision", "fits", "interpreted", "or_none", "power_of_two", "register_warps"]
 
@@ -46,7 +46,7 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def fits(cell: Cell, dtype: torch.dtype) -> bool:
+def fits(cell: CellShape, dtype: torch.dtype) -> bool:
     """Whether a cell's recurrent weights can be held in the registers of one program."""
     size = power_of_two(cell.hidden)
     registers = cell.gates * size * size * max(1, dtype.itemsize // 4)

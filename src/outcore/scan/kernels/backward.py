@@ -32,19 +32,19 @@ from outcore.scan.kernels.backward_sizes import (
     warm_ups,
 )
 from outcore.scan.kernels.weight_gradients import Summed, added_up, columns
-from outcore.scan.report import Outcome
+from outcore.scan.report import SolveOutcome
 
 if TYPE_CHECKING:
-    from outcore.scan.backward import Adjoint
-    from outcore.scan.cells import Cell
+    from outcore.scan.backward import AdjointRecurrence
+    from outcore.scan.cells import CellShape
     from outcore.scan.options import Precision, Solver
 
 __all__ = ["compare", "device_waits", "open_guard", "products", "solve"]
 
 
 def solve(
-    adjoint: Adjoint, chunk: int, solver: Solver | None, precision: Precision
-) -> tuple[Tensor | None, Tensor, Outcome, Summed | None] | None:
+    adjoint: AdjointRecurrence, chunk: int, solver: Solver | None, precision: Precision
+) -> tuple[Tensor | None, Tensor, SolveOutcome, Summed | None] | None:
     """Gradients of all states and of the initial ones, how they were found, and the gradients of the weights where
     they came with them; see `outcore.scan.backward`."""
     x = adjoint.values
@@ -55,13 +55,13 @@ def solve(
 
 @or_none("the backward pass")
 def _solve(
-    adjoint: Adjoint, chunk: int, solver: Solver | None, precision: Precision
-) -> tuple[Tensor | None, Tensor, Outcome, Summed | None]:
+    adjoint: AdjointRecurrence, chunk: int, solver: Solver | None, precision: Precision
+) -> tuple[Tensor | None, Tensor, SolveOutcome, Summed | None]:
     steps = adjoint.values.shape[1]
     sweeps = _Sweeps.of(adjoint, chunk)
     if chunk >= steps:
         sweeps.run(steps, open_guard(adjoint.values.device))
-        return sweeps.found(Outcome("sequential", 1))
+        return sweeps.found(SolveOutcome("sequential", 1))
     looking = device_waits(adjoint.values)
     cells = torch.zeros(4, dtype=torch.int32, device=adjoint.values.device)
     tried = 0
@@ -71,14 +71,14 @@ def _solve(
             sweeps.overlapped(chunk, warm, guard, cells[tried])
             tried += 1
             if looking and not int(cells[tried - 1]):
-                return sweeps.found(Outcome("relaxation", tried))
+                return sweeps.found(SolveOutcome("relaxation", tried))
             guard = always if looking else cells[tried - 1]
     rows = _multiply(adjoint, chunk, precision, guard)
     carries = _pass(adjoint, rows, guard, cells[-1])
     sweeps.run(chunk, guard, carries=carries)
     # The product of a chunk may overflow although the gradients do not; one chunk has no products.
     sweeps.run(steps, cells[-1])
-    return sweeps.found(Outcome.on_device(cells, tried, looked=looking))
+    return sweeps.found(SolveOutcome.on_device(cells, tried, looked=looking))
 
 
 _open: dict[torch.device, Tensor] = {}
@@ -103,7 +103,7 @@ def device_waits(x: Tensor) -> bool:
     return torch.cuda.current_stream(x.device).query()
 
 
-def products(adjoint: Adjoint, chunk: int, precision: Precision) -> Tensor | None:
+def products(adjoint: AdjointRecurrence, chunk: int, precision: Precision) -> Tensor | None:
     """The products of the chunks' Jacobians; see `outcore.scan.backward`."""
     x = adjoint.values
     if not available(x) or not fits(adjoint.cell, x.dtype):
@@ -112,7 +112,7 @@ def products(adjoint: Adjoint, chunk: int, precision: Precision) -> Tensor | Non
 
 
 @or_none("products")
-def _products(adjoint: Adjoint, chunk: int, precision: Precision) -> Tensor:
+def _products(adjoint: AdjointRecurrence, chunk: int, precision: Precision) -> Tensor:
     return _multiply(adjoint, chunk, precision, open_guard(adjoint.values.device))
 
 
@@ -154,14 +154,14 @@ def compare(
 class _Sweeps:
     """Sweeps of one backward pass; a later one overwrites what the one before it found."""
 
-    adjoint: Adjoint
+    adjoint: AdjointRecurrence
     totals: Tensor | None
     start: Tensor
     parts: Tensor | None
     """Shares of the sums that the weights' gradients are."""
 
     @classmethod
-    def of(cls, adjoint: Adjoint, chunk: int) -> _Sweeps:
+    def of(cls, adjoint: AdjointRecurrence, chunk: int) -> _Sweeps:
         """Sweeps over chunks of at most so many steps."""
         cell, x = adjoint.cell, adjoint.values
         D, T, N = x.shape[:3]
@@ -175,7 +175,7 @@ class _Sweeps:
             x.new_empty((D, shares, cell.hidden, columns(cell))) if summed else None,
         )
 
-    def found(self, outcome: Outcome) -> tuple[Tensor | None, Tensor, Outcome, Summed | None]:
+    def found(self, outcome: SolveOutcome) -> tuple[Tensor | None, Tensor, SolveOutcome, Summed | None]:
         """What `solve` returns."""
         inputs, parts = self.adjoint.inputs, self.parts
         summed = None if inputs is None or parts is None else added_up(self.adjoint.cell, parts, inputs.bias)
@@ -226,7 +226,7 @@ class _Sweeps:
         )  # fmt: skip
 
 
-def _sizes(cell: Cell) -> dict[str, Any]:
+def _sizes(cell: CellShape) -> dict[str, Any]:
     return {
         "H": cell.hidden,
         "KIND": KIND[cell.kind],
@@ -242,7 +242,7 @@ def _precision(asked: Precision, x: Tensor) -> str:
     return asked if asked != "full" and x.dtype == torch.float32 else dot_precision(x.dtype)
 
 
-def _multiply(adjoint: Adjoint, chunk: int, precision: Precision, guard: Tensor) -> Tensor:
+def _multiply(adjoint: AdjointRecurrence, chunk: int, precision: Precision, guard: Tensor) -> Tensor:
     from outcore.kernels.recurrent import backward
 
     cell, x = adjoint.cell, adjoint.values
@@ -259,7 +259,7 @@ def _multiply(adjoint: Adjoint, chunk: int, precision: Precision, guard: Tensor)
     return out
 
 
-def _pass(adjoint: Adjoint, rows: Tensor, guard: Tensor, overflow: Tensor) -> Tensor:
+def _pass(adjoint: AdjointRecurrence, rows: Tensor, guard: Tensor, overflow: Tensor) -> Tensor:
     """What is carried into the end of every chunk, given the products."""
     from outcore.kernels.recurrent import backward
 

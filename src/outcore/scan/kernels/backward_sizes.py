@@ -10,7 +10,7 @@ from outcore.scan.kernels.available import power_of_two
 from outcore.scan.kernels.weight_gradients import columns
 
 if TYPE_CHECKING:
-    from outcore.scan.cells import Cell
+    from outcore.scan.cells import CellShape
 
 __all__ = [
     "FORWARD_PROGRAMS",
@@ -51,25 +51,27 @@ _WIDEST_SUM = 64
 _SHORTEST = 16
 
 
-def warm_ups(cell: Cell, steps: int, looking: bool) -> tuple[int, ...]:
+def warm_ups(cell: CellShape, steps: int, looking: bool) -> tuple[int, ...]:
     """Warm-ups worth a try: the first, and of the others those much shorter than the sequence."""
     first, *more = WARM_UPS[cell.kind] if looking else WARM_UPS[cell.kind][:WARM_UPS_UNSEEN]
     return first, *(warm for warm in more if warm < steps // 4)
 
 
-def sweep_chunk(cell: Cell, directions: int, steps: int, batch: int, longest: int, *, forward: bool = False) -> int:
+def sweep_chunk(
+    cell: CellShape, directions: int, steps: int, batch: int, longest: int, *, forward: bool = False
+) -> int:
     """Steps per chunk: sweeps want more chunks than products do, which have to be passed through one by one."""
     programs = (FORWARD_PROGRAMS if forward else PROGRAMS)[cell.kind]
     count = max(1, programs // (directions * -(-batch // ROWS)))
     return min(longest, max(_SHORTEST, -(-steps // count)))
 
 
-def sums(cell: Cell) -> bool:
+def sums(cell: CellShape) -> bool:
     """Whether sweeps sum up the weights' gradients."""
     return cell.gates == 1 and columns(cell) <= _WIDEST_SUM
 
 
-def sweep_warps(cell: Cell, dtype: torch.dtype, *, forward: bool = False) -> int:
+def sweep_warps(cell: CellShape, dtype: torch.dtype, *, forward: bool = False) -> int:
     """Warps of a program: few, so that they wait for each other little, but enough to hold the weights."""
     size = power_of_two(cell.hidden)
     if size <= 32:
@@ -77,13 +79,13 @@ def sweep_warps(cell: Cell, dtype: torch.dtype, *, forward: bool = False) -> int
     return 4 if cell.gates * size * size * dtype.itemsize <= 2**14 else 8
 
 
-def sweep_stages(cell: Cell, dtype: torch.dtype) -> int:
+def sweep_stages(cell: CellShape, dtype: torch.dtype) -> int:
     """How far numbers are copied ahead; see `STAGES`."""
     step = (1 + cell.coefficients) * ROWS * power_of_two(cell.hidden) * dtype.itemsize
     return 1 + max(1, min(STAGES[cell.kind] - 1, _STAGED_BYTES // step))
 
 
-def product_tile(cell: Cell, dtype: torch.dtype) -> tuple[int, int]:
+def product_tile(cell: CellShape, dtype: torch.dtype) -> tuple[int, int]:
     """Rows of a product per program, and its warps."""
     size = power_of_two(cell.hidden)
     if size <= 32:

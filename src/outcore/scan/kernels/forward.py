@@ -16,16 +16,16 @@ from torch import Tensor
 from outcore.scan.kernels.available import KIND, available, dot_precision, fits, interpreted, or_none, power_of_two
 from outcore.scan.kernels.backward import compare, device_waits, open_guard
 from outcore.scan.kernels.backward_sizes import ROWS, sweep_chunk, sweep_stages, sweep_warps, warm_ups
-from outcore.scan.report import Outcome
+from outcore.scan.report import SolveOutcome
 
 if TYPE_CHECKING:
-    from outcore.scan.cells import Cell, Weights
+    from outcore.scan.cells import CellShape, LayerWeights
 
 __all__ = ["advance", "forward"]
 
 
 def advance(
-    cell: Cell, inputs: Tensor, weights: Weights, starts: Tensor, lengths: Tensor | None, chunk: int
+    cell: CellShape, inputs: Tensor, weights: LayerWeights, starts: Tensor, lengths: Tensor | None, chunk: int
 ) -> tuple[Tensor, Tensor] | None:
     """All chunks forward from given states ``[D, K, N, S]``: every state, and the last of each chunk."""
     if not available(starts) or not fits(cell, starts.dtype):
@@ -35,7 +35,7 @@ def advance(
 
 @or_none("the cell itself")
 def _advance(
-    cell: Cell, inputs: Tensor, weights: Weights, starts: Tensor, lengths: Tensor | None, chunk: int
+    cell: CellShape, inputs: Tensor, weights: LayerWeights, starts: Tensor, lengths: Tensor | None, chunk: int
 ) -> tuple[Tensor, Tensor]:
     D, T, N = inputs.shape[:3]
     states = starts.new_empty((D, T, N, cell.state))
@@ -47,8 +47,14 @@ def _advance(
 
 
 def forward(
-    cell: Cell, inputs: Tensor, weights: Weights, start: Tensor, lengths: Tensor | None, chunk: int, tolerance: float
-) -> tuple[Tensor, Tensor, Outcome] | None:
+    cell: CellShape,
+    inputs: Tensor,
+    weights: LayerWeights,
+    start: Tensor,
+    lengths: Tensor | None,
+    chunk: int,
+    tolerance: float,
+) -> tuple[Tensor, Tensor, SolveOutcome] | None:
     """All hidden states ``[D, T, N, H]``, the last states ``[D, N, S]``, and how they were found; none where
     something else is to be tried.
 
@@ -68,8 +74,14 @@ def forward(
 
 @or_none("the parallel forward pass")
 def _forward(
-    cell: Cell, inputs: Tensor, weights: Weights, start: Tensor, lengths: Tensor | None, chunk: int, tolerance: float
-) -> tuple[Tensor, Tensor, Outcome] | None:
+    cell: CellShape,
+    inputs: Tensor,
+    weights: LayerWeights,
+    start: Tensor,
+    lengths: Tensor | None,
+    chunk: int,
+    tolerance: float,
+) -> tuple[Tensor, Tensor, SolveOutcome] | None:
     D, T, N = inputs.shape[:3]
     S = cell.state
     states, final = start.new_empty((D, T, N, cell.hidden)), start.new_empty((D, N, S))
@@ -85,18 +97,18 @@ def _forward(
         changes = compare(ends, guesses, one, guard, cells[tried], near=0.0, far=tolerance, changes=changes)
         tried += 1
         if looking and not int(cells[tried - 1]):
-            return states, final, Outcome("relaxation", tried, _changes=changes)
+            return states, final, SolveOutcome("relaxation", tried, _changes=changes)
         guard = always if looking else cells[tried - 1]
     if looking:
         return None
     _run(cell, inputs, weights, start, lengths, states, final, T, 0, guard, None)
-    return states, final, Outcome.on_device(cells, tried, looked=False, otherwise="sequential", changes=changes)
+    return states, final, SolveOutcome.on_device(cells, tried, looked=False, otherwise="sequential", changes=changes)
 
 
 def _run(
-    cell: Cell,
+    cell: CellShape,
     inputs: Tensor,
-    weights: Weights,
+    weights: LayerWeights,
     starts: Tensor,
     lengths: Tensor | None,
     states: Tensor,

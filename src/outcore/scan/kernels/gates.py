@@ -10,7 +10,7 @@ from torch import Tensor
 from outcore.scan.kernels.available import available, dot_precision, fits, interpreted, or_none, power_of_two
 
 if TYPE_CHECKING:
-    from outcore.scan.cells import Cell, Weights
+    from outcore.scan.cells import CellShape, LayerWeights
 
 __all__ = ["gru_coefficients", "lstm_coefficients", "lstm_gates", "narrow", "takes"]
 
@@ -23,17 +23,17 @@ _WORKING = (torch.float32, torch.float64)
 _WIDEST = 32
 
 
-def takes(cell: Cell, x: Tensor) -> bool:
+def takes(cell: CellShape, x: Tensor) -> bool:
     """Whether gates are found by a kernel."""
     return available(x) and x.dtype in _WORKING and narrow(cell) and fits(cell, x.dtype)
 
 
-def narrow(cell: Cell) -> bool:
+def narrow(cell: CellShape) -> bool:
     """Whether all weights of a cell stay in one program's registers."""
     return cell.hidden <= _WIDEST and cell.input <= _WIDEST and not cell.projection
 
 
-def gru_coefficients(cell: Cell, x: Tensor, before: Tensor, after: Tensor, weights: Weights) -> Tensor | None:
+def gru_coefficients(cell: CellShape, x: Tensor, before: Tensor, after: Tensor, weights: LayerWeights) -> Tensor | None:
     """The coefficients of a GRU ``[D, T, N, 5, H]`` in one pass; see `outcore.scan.cells`.
 
     Args:
@@ -47,7 +47,7 @@ def gru_coefficients(cell: Cell, x: Tensor, before: Tensor, after: Tensor, weigh
 
 
 @or_none("the gates of a GRU")
-def _gru_coefficients(cell: Cell, x: Tensor, before: Tensor, after: Tensor, weights: Weights) -> Tensor:
+def _gru_coefficients(cell: CellShape, x: Tensor, before: Tensor, after: Tensor, weights: LayerWeights) -> Tensor:
     from outcore.kernels.recurrent import gates as gates_triton_kernels
 
     out = x.new_empty((*x.shape[:3], 5, cell.hidden))
@@ -56,7 +56,7 @@ def _gru_coefficients(cell: Cell, x: Tensor, before: Tensor, after: Tensor, weig
 
 
 def lstm_gates(
-    cell: Cell, x: Tensor, before: Tensor, after: Tensor, weights: Weights
+    cell: CellShape, x: Tensor, before: Tensor, after: Tensor, weights: LayerWeights
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """The gates of an LSTM ``[D, T, N, 4, H]``, and factors and additions of the recurrence that its memories
     follow; arguments as above."""
@@ -65,7 +65,7 @@ def lstm_gates(
 
 @or_none("the gates of an LSTM")
 def _lstm_gates(
-    cell: Cell, x: Tensor, before: Tensor, after: Tensor, weights: Weights
+    cell: CellShape, x: Tensor, before: Tensor, after: Tensor, weights: LayerWeights
 ) -> tuple[Tensor, Tensor, Tensor]:
     from outcore.kernels.recurrent import gates as gates_triton_kernels
 
@@ -76,7 +76,7 @@ def _lstm_gates(
 
 
 def _over_rows(
-    kernel: Any, cell: Cell, x: Tensor, before: Tensor, after: Tensor, weights: Weights, *out: Tensor
+    kernel: Any, cell: CellShape, x: Tensor, before: Tensor, after: Tensor, weights: LayerWeights, *out: Tensor
 ) -> None:
     D, T, N, size = x.shape
     rows, (block, warps) = T * N, _TILES[cell.kind]

@@ -10,7 +10,7 @@ from torch import Tensor
 from outcore.scan.kernels.available import KIND, available, dot_precision, or_none, power_of_two
 
 if TYPE_CHECKING:
-    from outcore.scan.cells import Cell
+    from outcore.scan.cells import CellShape
 
 __all__ = ["Summed", "added_up", "columns", "partial_sums", "weight_sums"]
 
@@ -22,17 +22,17 @@ _SHARES = 132 * 4
 _TILES = {32: (32, 2), 64: (32, 2), 128: (32, 4)}
 """Rows summed over at a time, and warps, by the columns of the product; as measured on an H200."""
 Summed = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
-"""Gradients of input weights, recurrent weights and their biases, as in `outcore.scan.cells.Weights`."""
+"""Gradients of input weights, recurrent weights and their biases, as in `outcore.scan.cells.LayerWeights`."""
 
 
 def weight_sums(
-    cell: Cell, totals: Tensor, values: Tensor, x: Tensor, before: Tensor, after: Tensor, bias: bool
+    cell: CellShape, totals: Tensor, values: Tensor, x: Tensor, before: Tensor, after: Tensor, bias: bool
 ) -> Summed | None:
     """Gradients of the weights.
 
     Args:
         cell: the cell.
-        totals: gradients of the states ``[D, T, N, S]``, as `outcore.scan.backward.Solution` has them.
+        totals: gradients of the states ``[D, T, N, S]``, as `outcore.scan.backward.StateGradients` has them.
         values: coefficients.
         x: inputs ``[D, T, N, I]``.
         before: hidden states before the first step ``[D, N, H]``.
@@ -44,7 +44,7 @@ def weight_sums(
     return _weight_sums(cell, totals, values, x, before, after, bias)
 
 
-def partial_sums(cell: Cell, directions: int, rows: int) -> int:
+def partial_sums(cell: CellShape, directions: int, rows: int) -> int:
     """Numbers that the programs' sums take before they are added up."""
     if not _takes(cell):
         return 0
@@ -52,11 +52,11 @@ def partial_sums(cell: Cell, directions: int, rows: int) -> int:
     return directions * -(-rows // share) * left * right
 
 
-def _takes(cell: Cell) -> bool:
+def _takes(cell: CellShape) -> bool:
     return not cell.projection and cell.hidden + cell.input + 1 <= _MOST_COLUMNS
 
 
-def _tiles(cell: Cell, directions: int, rows: int) -> tuple[int, int, int]:
+def _tiles(cell: CellShape, directions: int, rows: int) -> tuple[int, int, int]:
     """Rows and columns of the product, and how many of the rows summed over a program takes."""
     left, right = cell.hidden * (1 if cell.gates == 1 else 4), columns(cell)
     programs, block = max(1, _SHARES // (directions * -(-left // _COLUMNS))), _TILES[right][0]
@@ -65,7 +65,7 @@ def _tiles(cell: Cell, directions: int, rows: int) -> tuple[int, int, int]:
 
 @or_none("the gradients of weights")
 def _weight_sums(
-    cell: Cell, totals: Tensor, values: Tensor, x: Tensor, before: Tensor, after: Tensor, bias: bool
+    cell: CellShape, totals: Tensor, values: Tensor, x: Tensor, before: Tensor, after: Tensor, bias: bool
 ) -> Summed:
     from outcore.kernels.recurrent import weight_gradients
 
@@ -85,12 +85,12 @@ def _weight_sums(
     return added_up(cell, parts, bias)
 
 
-def columns(cell: Cell) -> int:
+def columns(cell: CellShape) -> int:
     """Columns of the product: states, inputs and one, padded."""
     return power_of_two(cell.hidden + cell.input + 1, 32)
 
 
-def added_up(cell: Cell, parts: Tensor, bias: bool) -> Summed:
+def added_up(cell: CellShape, parts: Tensor, bias: bool) -> Summed:
     """The gradients from the shares of the product ``[D, shares, rows, columns]``."""
     from outcore.kernels.recurrent import weight_gradients
 

@@ -18,16 +18,16 @@ from dataclasses import dataclass
 from outcore.errors import ScanError
 from outcore.graph import Graph
 from outcore.graph.parts import Call
-from outcore.scan.study.sparsity import RESHAPES, Pattern, dense, identity, of_layer
+from outcore.scan.study.sparsity import RESHAPES, JacobianPattern, dense, identity, of_layer
 
-__all__ = ["Analysis", "Level", "Link", "analyse"]
+__all__ = ["Analysis", "ChainLink", "ScanLevel", "analyse"]
 
 _BYTES_PER_NONZERO = 8
 """A float32 and a 32-bit column."""
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class ChainLink:
     """One step of the chain: a layer, or a part that branches and meets again."""
 
     name: str
@@ -43,7 +43,7 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
+class ScanLevel:
     """One level of the scan."""
 
     phase: str
@@ -63,8 +63,8 @@ class Analysis:
 
     model: str
     batch: int
-    links: tuple[Link, ...]
-    levels: tuple[Level, ...]
+    links: tuple[ChainLink, ...]
+    levels: tuple[ScanLevel, ...]
     """Of the whole tree."""
     alternatives: tuple[float, ...]
     """FLOPs per sample along the critical path with 0, 1, 2, … levels of products; with 0, plain
@@ -179,15 +179,15 @@ def _halvings(n: int) -> int:
     return 0 if n < 3 else 1 + _halvings((n - 1) // 2)
 
 
-def _critical(levels: list[Level]) -> float:
+def _critical(levels: list[ScanLevel]) -> float:
     return sum(level.critical_flops for level in levels)
 
 
-def _links(graph: Graph, density: float | Mapping[str, float]) -> list[tuple[Pattern, Link]]:
+def _links(graph: Graph, density: float | Mapping[str, float]) -> list[tuple[JacobianPattern, ChainLink]]:
     """The chain: patterns between places where a single value crosses."""
     entry = graph.inputs[0]
     shapes = {entry: tuple(graph.values[entry].shape[1:])}
-    reach: dict[str, Pattern] = {entry: identity(shapes[entry])}
+    reach: dict[str, JacobianPattern] = {entry: identity(shapes[entry])}
     pending: list[Call] = []
     flops, known, found = 0.0, True, []
     alive = {entry}
@@ -213,7 +213,7 @@ def _links(graph: Graph, density: float | Mapping[str, float]) -> list[tuple[Pat
             rows, columns = total.shape
             name = pending[0].block if len(pending) == 1 else f"{pending[0].block} … {call.block}"
             kind = block.type if len(pending) == 1 else f"{len(pending)} layers"
-            found.append((total, Link(name, kind, rows, columns, total.nonzeros, total.sparsity, flops, known)))
+            found.append((total, ChainLink(name, kind, rows, columns, total.nonzeros, total.sparsity, flops, known)))
             reach, pending, flops, known = {out: identity(shapes[out])}, [], 0.0, True
     return found
 
@@ -229,7 +229,7 @@ def _pattern(
     out: str,
     shapes: dict[str, tuple[int, ...]],
     density: float | Mapping[str, float],
-) -> tuple[Pattern, bool]:
+) -> tuple[JacobianPattern, bool]:
     """The pattern of one call with respect to one of its inputs, and whether its layer is known."""
     block, given = graph.blocks[call.block], shapes[value]
     shape = tuple(graph.values[out].shape[1:])
@@ -250,7 +250,7 @@ def _pattern(
     return dense(shapes[out], given), False
 
 
-def _scan(patterns: list[Pattern], tree_levels: int, batch: int) -> list[Level]:
+def _scan(patterns: list[JacobianPattern], tree_levels: int, batch: int) -> list[ScanLevel]:
     """Levels of the scan from the last link to the first, with `tree_levels` halvings."""
     elements = list(reversed(patterns))
     ups, downs = [], []
@@ -267,15 +267,15 @@ def _scan(patterns: list[Pattern], tree_levels: int, batch: int) -> list[Level]:
         downs.append(_level("down", applied, [2 * p.nonzeros for p in applied], 0.0))
         elements = made
     steps = [2 * p.nonzeros for p in elements]
-    middle = Level("middle", len(elements), sum(steps), sum(steps), _fullest(elements), 0.0)
+    middle = ScanLevel("middle", len(elements), sum(steps), sum(steps), _fullest(elements), 0.0)
     return [*ups, *([middle] if elements else []), *reversed(downs)]
 
 
-def _level(phase: str, patterns: list[Pattern], flops: list[float], size: float) -> Level:
-    return Level(phase, len(patterns), max(flops), sum(flops), _fullest(patterns), size)
+def _level(phase: str, patterns: list[JacobianPattern], flops: list[float], size: float) -> ScanLevel:
+    return ScanLevel(phase, len(patterns), max(flops), sum(flops), _fullest(patterns), size)
 
 
-def _fullest(patterns: list[Pattern]) -> float:
+def _fullest(patterns: list[JacobianPattern]) -> float:
     return min((p.sparsity for p in patterns), default=1.0)
 
 

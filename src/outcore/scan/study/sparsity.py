@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import sparse
 
-__all__ = ["Pattern", "dense", "identity", "of_layer"]
+__all__ = ["JacobianPattern", "dense", "identity", "of_layer"]
 
 ELEMENTWISE = frozenset(
     [
@@ -63,7 +63,7 @@ RESHAPES = frozenset(["flatten", "view", "reshape", "squeeze", "unsqueeze"])
 
 
 @dataclass(frozen=True, slots=True)
-class Pattern:
+class JacobianPattern:
     """Non-zeros of a Jacobian: one boolean matrix (output places by input places) per dimension."""
 
     dims: tuple[sparse.csr_matrix, ...]
@@ -90,7 +90,7 @@ class Pattern:
         rows, columns = self.shape
         return 1 - self.nonzeros / (rows * columns)
 
-    def after(self, other: Pattern) -> tuple[Pattern, float]:
+    def after(self, other: JacobianPattern) -> tuple[JacobianPattern, float]:
         """The pattern of this Jacobian times that of an earlier layer, and the FLOPs of the sparse
         product."""
         pairs = math.prod(_multiplications(a, b) for a, b in zip(self.dims, other.dims, strict=True))
@@ -98,12 +98,12 @@ class Pattern:
         hit = self.fill * other.fill
         paths = pairs / max(1, math.prod(d.nnz for d in dims))
         fill = 1.0 if hit == 1 else 1 - (1 - hit) ** paths
-        return Pattern(dims, fill), 2.0 * pairs * hit
+        return JacobianPattern(dims, fill), 2.0 * pairs * hit
 
-    def joined(self, other: Pattern) -> Pattern:
+    def joined(self, other: JacobianPattern) -> JacobianPattern:
         """The pattern of the sum of two Jacobians."""
         dims = tuple(_boolean(a + b) for a, b in zip(self.dims, other.dims, strict=True))
-        return Pattern(dims, max(self.fill, other.fill))
+        return JacobianPattern(dims, max(self.fill, other.fill))
 
 
 def _boolean(matrix: sparse.spmatrix) -> sparse.csr_matrix:
@@ -117,14 +117,14 @@ def _multiplications(left: sparse.csr_matrix, right: sparse.csr_matrix) -> int:
     return int(np.diff(right.indptr)[left.indices].sum())
 
 
-def identity(shape: Sequence[int]) -> Pattern:
+def identity(shape: Sequence[int]) -> JacobianPattern:
     """Each output depends on the same place of the input."""
-    return Pattern(tuple(sparse.identity(n, dtype=np.int64, format="csr") for n in shape))
+    return JacobianPattern(tuple(sparse.identity(n, dtype=np.int64, format="csr") for n in shape))
 
 
-def dense(out: Sequence[int], given: Sequence[int]) -> Pattern:
+def dense(out: Sequence[int], given: Sequence[int]) -> JacobianPattern:
     """Each output depends on each input."""
-    return Pattern(tuple(_full(a, b) for a, b in zip(out, given, strict=True)))
+    return JacobianPattern(tuple(_full(a, b) for a, b in zip(out, given, strict=True)))
 
 
 def _full(rows: int, columns: int) -> sparse.csr_matrix:
@@ -142,7 +142,7 @@ def _window(rows: int, columns: int, size: int, stride: int, padding: int, dilat
 
 def of_layer(
     kind: str, detail: str, given: Sequence[int], out: Sequence[int], *, training: bool, density: float = 1.0
-) -> Pattern | None:
+) -> JacobianPattern | None:
     """The pattern of a layer from its description, or none for one that is not known.
 
     Args:
@@ -159,18 +159,18 @@ def of_layer(
     if name.startswith("batchnorm"):
         if not training:
             return identity(out)
-        return Pattern((identity(out[:1]).dims[0], *(_full(n, n) for n in out[1:])))
+        return JacobianPattern((identity(out[:1]).dims[0], *(_full(n, n) for n in out[1:])))
     if name.startswith("adaptive"):
         spans = (_spans(a, b) for a, b in zip(out[1:], given[1:], strict=True))
-        return Pattern((identity(out[:1]).dims[0], *spans), _picked(name, given, out))
+        return JacobianPattern((identity(out[:1]).dims[0], *spans), _picked(name, given, out))
     if re.fullmatch(r"(conv|maxpool|avgpool)[123]d", name):
         return _windowed(name, detail, given, out, density)
     if name == "linear":
-        return Pattern(dense(out, given).dims, density)
+        return JacobianPattern(dense(out, given).dims, density)
     return None
 
 
-def _windowed(name: str, detail: str, given: Sequence[int], out: Sequence[int], density: float) -> Pattern:
+def _windowed(name: str, detail: str, given: Sequence[int], out: Sequence[int], density: float) -> JacobianPattern:
     dims = len(out) - 1
     first = detail.split(",")[0] if "kernel_size" not in detail and not name.startswith("conv") else ""
     window = _numbers(detail, "kernel_size", first or "1", dims)
@@ -184,10 +184,10 @@ def _windowed(name: str, detail: str, given: Sequence[int], out: Sequence[int], 
     spatial = tuple(_window(*size) for size in sizes)
     if not name.startswith("conv"):
         fill = 1 / math.prod(window) if name.startswith("max") else 1.0
-        return Pattern((identity(out[:1]).dims[0], *spatial), fill)
+        return JacobianPattern((identity(out[:1]).dims[0], *spatial), fill)
     groups = _numbers(detail, "groups", "1", 1)[0]
     block = np.ones((out[0] // groups, given[0] // groups), dtype=np.int64)
-    return Pattern((sparse.block_diag([block] * groups, format="csr"), *spatial), density)
+    return JacobianPattern((sparse.block_diag([block] * groups, format="csr"), *spatial), density)
 
 
 def _numbers(detail: str, name: str, default: str, dims: int) -> tuple[int, ...]:

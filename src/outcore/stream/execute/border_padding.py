@@ -18,16 +18,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outcore.ops.region import Interval, Region, Window, elements
+from outcore.ops.region import Interval, Region, SlidingWindow, elements
 
-__all__ = ["Widened", "contains", "window_overhang", "windows_overhang", "worthwhile"]
+__all__ = ["WidenedInput", "contains", "window_overhang", "windows_overhang", "worthwhile"]
 
 _MOST = 1.06
 """Numbers computed for each wanted one, at most: a copy costs about as much as this share of a convolution."""
 
 
 @dataclass(frozen=True)
-class Widened:
+class WidenedInput:
     """How an operation is run on all that is held of its first operand."""
 
     padding: tuple[int, ...]
@@ -36,7 +36,7 @@ class Widened:
     """What comes out, wanted and overhang; may lie outside of the image."""
 
 
-def window_overhang(window: Window, held: Interval, wanted: Interval) -> tuple[int, Interval] | None:
+def window_overhang(window: SlidingWindow, held: Interval, wanted: Interval) -> tuple[int, Interval] | None:
     """The padding on both sides with which a window gives what is wanted from what is held, and all that it gives.
 
     >>> window_overhang(Window(size=100, kernel=3, stride=1, dilation=1, low=1), held=(0, 41), wanted=(0, 40))
@@ -68,12 +68,12 @@ def contains(held: Region, region: Region) -> bool:
     return all(a <= lo and hi <= b for (a, b), (lo, hi) in zip(held, region, strict=True))
 
 
-def windows_overhang(windows: Sequence[Window], held: Region, out: Region) -> Widened | None:
+def windows_overhang(windows: Sequence[SlidingWindow], held: Region, out: Region) -> WidenedInput | None:
     """The same for one window per dimension of pixels, which are the last ones."""
     count = len(windows)
     found = [window_overhang(w, h, o) for w, h, o in zip(windows, held[-count:], out[-count:], strict=True)]
     sides = [side for side in found if side is not None]
     if len(sides) < count:
         return None
-    widened = Widened(tuple(p for p, _ in sides), (*out[:-count], *(o for _, o in sides)))
+    widened = WidenedInput(tuple(p for p, _ in sides), (*out[:-count], *(o for _, o in sides)))
     return widened if worthwhile(widened.out, out) else None

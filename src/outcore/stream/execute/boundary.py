@@ -10,7 +10,7 @@ import torch
 from outcore.graph.record.recording import Ref
 from outcore.stream.execute.execution import Execution
 from outcore.stream.execute.pixel_loss import PixelLoss, one_pass
-from outcore.stream.source import Image
+from outcore.stream.source import StreamedImage
 
 __all__ = ["run", "run_loss"]
 
@@ -41,7 +41,9 @@ class _Loss(torch.autograd.Function):
     """The loss over pixels; its gradients are there when it is."""
 
     @staticmethod
-    def forward(ctx: Any, execution: Execution, loss: PixelLoss, target: Image, *tensors: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, execution: Execution, loss: PixelLoss, target: StreamedImage, *tensors: torch.Tensor
+    ) -> torch.Tensor:
         with torch.enable_grad():
             total, sums, inputs = one_pass(execution, loss, target, gradients=True)
         names = [name for name in execution.network.graph.inputs if name in execution.wants]
@@ -54,7 +56,7 @@ class _Loss(torch.autograd.Function):
         return None, None, None, *(None if g is None else g * gradient.to(g.dtype) for g in ctx.found)
 
 
-def run_loss(execution: Execution, given: Mapping[str, Any], loss: PixelLoss, target: Image) -> torch.Tensor:
+def run_loss(execution: Execution, given: Mapping[str, Any], loss: PixelLoss, target: StreamedImage) -> torch.Tensor:
     """The loss over all pixels, in one pass."""
     inputs, parameters = _tracked(execution, given)
     if torch.is_grad_enabled() and (inputs or parameters):

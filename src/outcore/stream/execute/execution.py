@@ -17,25 +17,25 @@ from typing import Any
 import torch
 
 from outcore.ops.region import Region
-from outcore.stream.execute.global_nodes import Globals
-from outcore.stream.execute.gradient_sums import Sums
+from outcore.stream.execute.global_nodes import GlobalNodes
+from outcore.stream.execute.gradient_sums import GradientSums
 from outcore.stream.execute.running_statistics import update_statistics
-from outcore.stream.execute.step_context import Work
-from outcore.stream.execute.tile_dedup import Family, Twins
-from outcore.stream.plan.passes import Stage
+from outcore.stream.execute.step_context import StepContext
+from outcore.stream.execute.tile_dedup import IdenticalTiles, TileDedup
+from outcore.stream.plan.passes import TilePass
 
 __all__ = ["Execution"]
 
 
 @dataclass
-class Execution(Work):
+class Execution(StepContext):
     """The streamed part of one step."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.states: dict[str, Any] = {}
-        self.globals: list[Globals] = []
-        self.twins = [Twins() for _ in self.streaming.stages]
+        self.globals: list[GlobalNodes] = []
+        self.twins = [TileDedup() for _ in self.streaming.stages]
 
     # Forward
 
@@ -75,7 +75,7 @@ class Execution(Work):
 
     def run_globals(self, index: int) -> None:
         """The small nodes before a pass."""
-        done = Globals.run(self.network, self.streaming.stages[index].globals, self.store.values, self.wants)
+        done = GlobalNodes.run(self.network, self.streaming.stages[index].globals, self.store.values, self.wants)
         self.globals.append(done)
         self.store.values.update({name: t.detach() for name, t in done.outputs.items()})
 
@@ -85,7 +85,7 @@ class Execution(Work):
         with torch.no_grad():
             self._pass(index, self.streaming.stages[index])
 
-    def _pass(self, index: int, stage: Stage) -> None:
+    def _pass(self, index: int, stage: TilePass) -> None:
         state = self.state_of(stage)
         twins = self.twins[index]
         sums = {r.output: r.reduction.start() for r in stage.reductions if r.reduction is not None}
@@ -117,13 +117,13 @@ class Execution(Work):
 
     # Backward
 
-    def backward(self, gradients: Mapping[str, torch.Tensor | None]) -> tuple[Sums, dict[str, torch.Tensor]]:
+    def backward(self, gradients: Mapping[str, torch.Tensor | None]) -> tuple[GradientSums, dict[str, torch.Tensor]]:
         """Sums of the parameters' gradients, and the gradients of the inputs that want one.
 
         Args:
             gradients: of the boundary values.
         """
-        sums = Sums()
+        sums = GradientSums()
         read = {v for stage in self.streaming.stages for v in (*stage.sources, *stage.smalls)}
         read |= {v for done in self.globals for v in done.inputs}
         self.store.gradients = {  # what is added to must be ours
@@ -132,14 +132,14 @@ class Execution(Work):
         self.backward_stages(len(self.streaming.stages), sums)
         return sums, {name: self.store.gradients[name] for name in self.wants if name in self.store.gradients}
 
-    def backward_stages(self, count: int, sums: Sums) -> None:
+    def backward_stages(self, count: int, sums: GradientSums) -> None:
         """Send back through the first stages what has arrived at what they made."""
         with self.context.entered():
             for index in reversed(range(count)):
                 self._backward_stage(index, self.streaming.stages[index], sums)
                 self.globals[index].backward(self.store, sums)
 
-    def _backward_stage(self, index: int, stage: Stage, sums: Sums) -> None:
+    def _backward_stage(self, index: int, stage: TilePass, sums: GradientSums) -> None:
         if not any(t in self.store.gradients for t in stage.targets):
             return
         state = self.state_of(stage)
@@ -167,7 +167,7 @@ class Execution(Work):
             torch.clear_autocast_cache()  # else it keeps what every tile's global weights were cast to
 
     def _received(
-        self, stage: Stage, family: Family, made: Mapping[str, torch.Tensor]
+        self, stage: TilePass, family: IdenticalTiles, made: Mapping[str, torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """What a tile gives, and the gradient of it; of twins, the sum of their gradients."""
         outputs: list[torch.Tensor] = []

@@ -21,7 +21,7 @@ from dataclasses import fields, replace
 import torch
 
 from outcore.graph.record.recording import Ref
-from outcore.stream.network import Network, Node
+from outcore.stream.network import RegionNetwork, RegionNode
 from outcore.stream.rules.convolve import Convolution, Finished
 from outcore.stream.rules.normalise import Affine, Frozen
 from outcore.stream.rules.pointwise import Pointwise
@@ -29,11 +29,11 @@ from outcore.stream.rules.pointwise import Pointwise
 __all__ = ["finish", "fold"]
 
 
-def fold(network: Network) -> None:
+def fold(network: RegionNetwork) -> None:
     """Replace the frozen batch norms of a network, in place."""
     uses = Counter(v for n in network.nodes.values() for v in n.values)
     uses.update(network.graph.outputs)
-    nodes: dict[str, Node] = {}
+    nodes: dict[str, RegionNode] = {}
     gone: set[str] = set()
     for node in network.nodes.values():
         frozen = node.rule
@@ -56,7 +56,7 @@ def fold(network: Network) -> None:
     network.nodes = {name: n for name, n in nodes.items() if name not in gone}
 
 
-def finish(network: Network) -> None:
+def finish(network: RegionNetwork) -> None:
     """Join folded convolutions with the sums and ReLUs that follow them, in place."""
     uses = Counter(v for n in network.nodes.values() for v in n.values)
     uses.update(network.graph.outputs)
@@ -94,7 +94,7 @@ def finish(network: Network) -> None:
 _RELU = ("ReLU", "relu", "relu_")
 
 
-def _adds(node: Node, type_: str) -> bool:
+def _adds(node: RegionNode, type_: str) -> bool:
     """Whether a node is the sum of two images of one shape."""
     rule = node.rule
     return (
@@ -106,7 +106,7 @@ def _adds(node: Node, type_: str) -> bool:
     )
 
 
-def _folded(network: Network, conv: Node, norm: Node, frozen: Frozen) -> list[Node]:
+def _folded(network: RegionNetwork, conv: RegionNode, norm: RegionNode, frozen: Frozen) -> list[RegionNode]:
     assert isinstance(conv.rule, Convolution)
     statistics = norm.operands[1:]
     count = len(statistics)
@@ -130,7 +130,7 @@ def _folded(network: Network, conv: Node, norm: Node, frozen: Frozen) -> list[No
     return [new_weight, new_bias, replace(norm, operands=operands, rule=rule, absorbed=(conv.call,))]
 
 
-def _affine(network: Network, norm: Node, frozen: Frozen) -> list[Node]:
+def _affine(network: RegionNetwork, norm: RegionNode, frozen: Frozen) -> list[RegionNode]:
     statistics = norm.operands[1:]
     channels = (norm.shape[1],)
     scale = _global(network, norm, "scale", statistics, lambda *t: frozen.scale_and_shift(*t)[0], channels)
@@ -141,14 +141,14 @@ def _affine(network: Network, norm: Node, frozen: Frozen) -> list[Node]:
 
 
 def _global(
-    network: Network,
-    norm: Node,
+    network: RegionNetwork,
+    norm: RegionNode,
     what: str,
     operands: tuple[Ref, ...],
     function: Callable[..., torch.Tensor],
     shape: tuple[int, ...],
-) -> Node:
+) -> RegionNode:
     name = f"{norm.call}:{what}"
     network.shapes[name], network.axes[name] = shape, (None,) * len(shape)
     network.dtypes[name] = norm.dtype
-    return Node(name, norm.call, "global", operands, shape, norm.dtype, function=function)
+    return RegionNode(name, norm.call, "global", operands, shape, norm.dtype, function=function)

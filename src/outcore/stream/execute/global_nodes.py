@@ -13,15 +13,15 @@ import torch
 
 from outcore.graph.record.recording import Tape
 from outcore.ops.region import whole
-from outcore.stream.execute.gradient_sums import Sums
-from outcore.stream.execute.map_store import Store
-from outcore.stream.network import Network, Node
+from outcore.stream.execute.gradient_sums import GradientSums
+from outcore.stream.execute.map_store import MapStore
+from outcore.stream.network import RegionNetwork, RegionNode
 
-__all__ = ["Globals"]
+__all__ = ["GlobalNodes"]
 
 
 @dataclass
-class Globals:
+class GlobalNodes:
     """What ran between two passes."""
 
     inputs: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -31,11 +31,11 @@ class Globals:
     @classmethod
     def run(
         cls,
-        network: Network,
-        nodes: Sequence[Node],
+        network: RegionNetwork,
+        nodes: Sequence[RegionNode],
         values: Mapping[str, torch.Tensor],
         wants: Collection[str],
-    ) -> Globals:
+    ) -> GlobalNodes:
         """Run some nodes on finished values, gradients on where the caller has them on."""
         made = {n.output for n in nodes}
         done = cls()
@@ -64,7 +64,7 @@ class Globals:
         done.parameters = list({id(p): p for p in found if p.requires_grad}.values())
         return done
 
-    def backward(self, store: Store, sums: Sums) -> None:
+    def backward(self, store: MapStore, sums: GradientSums) -> None:
         """Send what arrived at the outputs to the inputs and parameters."""
         outputs = [(t, store.gradients[n]) for n, t in self.outputs.items() if n in store.gradients and t.requires_grad]
         leaves = {n: t for n, t in self.inputs.items() if t.requires_grad}
@@ -84,6 +84,6 @@ class Globals:
         sums.add(self.parameters, found[len(leaves) :])
 
 
-def _is_parameter(network: Network, name: str) -> bool:
+def _is_parameter(network: RegionNetwork, name: str) -> bool:
     holder, _, last = name.rpartition(".")
     return last in network.model.get_submodule(holder)._parameters

@@ -8,10 +8,10 @@ import torch
 
 from outcore.stream.rules.reduce import wide
 
-__all__ = ["Sums"]
+__all__ = ["GradientSums"]
 
 
-class Sums:
+class GradientSums:
     """One running sum per parameter, in float32 or better."""
 
     def __init__(self) -> None:

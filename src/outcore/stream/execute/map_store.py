@@ -9,7 +9,7 @@ import torch
 
 from outcore.ops.region import Region
 
-__all__ = ["Store", "cut", "memory_format"]
+__all__ = ["MapStore", "cut", "memory_format"]
 
 
 def cut(tensor: torch.Tensor, region: Region) -> torch.Tensor:
@@ -18,7 +18,7 @@ def cut(tensor: torch.Tensor, region: Region) -> torch.Tensor:
 
 
 @dataclass
-class Store:
+class MapStore:
     """Tensors by the name of their value."""
 
     device: torch.device

@@ -18,10 +18,10 @@ import torch
 from outcore.errors import StreamError
 from outcore.ops.region import Region, elements
 from outcore.stream.execute.execution import Execution
-from outcore.stream.execute.gradient_sums import Sums
-from outcore.stream.execute.step_context import Pixels
-from outcore.stream.execute.tile_classes import Tile
-from outcore.stream.source import Image
+from outcore.stream.execute.gradient_sums import GradientSums
+from outcore.stream.execute.step_context import PrefetchedPixels
+from outcore.stream.execute.tile_classes import StreamTile
+from outcore.stream.source import StreamedImage
 
 __all__ = ["PixelLoss", "one_pass"]
 
@@ -50,11 +50,11 @@ class PixelLoss:
 class _Pass:
     execution: Execution
     loss: PixelLoss
-    target: Image
+    target: StreamedImage
     gradients: bool
 
     def __post_init__(self) -> None:
-        self.sums = Sums()
+        self.sums = GradientSums()
         self.total: torch.Tensor | None = None
         self.dtype = torch.float32
         """Of the loss."""
@@ -64,7 +64,7 @@ class _Pass:
         run, stage = self.execution, self.execution.streaming.stages[index]
         (name,) = run.streaming.boundary
         state = run.state_of(stage)
-        waiting: dict[Hashable, tuple[Tile, Pixels, int]] = {}
+        waiting: dict[Hashable, tuple[StreamTile, PrefetchedPixels, int]] = {}
         for plan, pixels in run.read(
             stage, run.plans(index), lambda p: self.target.read(self._region(p.targets[name]))
         ):
@@ -81,8 +81,8 @@ class _Pass:
     def _tile(
         self,
         index: int,
-        plan: Tile,
-        pixels: Pixels,
+        plan: StreamTile,
+        pixels: PrefetchedPixels,
         state: Mapping[Any, torch.Tensor],
         times: int,
     ) -> None:
@@ -118,7 +118,7 @@ class _Pass:
         middle = [(0, n) for n in shape[1 : len(shape) - pixels]]
         return (out[0], *middle, *out[2:])
 
-    def _key(self, index: int, plan: Tile, pixels: Pixels) -> Any:
+    def _key(self, index: int, plan: StreamTile, pixels: PrefetchedPixels) -> Any:
         run = self.execution
         key = run.twin_key(run.streaming.stages[index], plan, pixels)
         if key is None or pixels.beside is None:
@@ -128,8 +128,8 @@ class _Pass:
 
 
 def one_pass(
-    execution: Execution, loss: PixelLoss, target: Image, *, gradients: bool
-) -> tuple[torch.Tensor, Sums, dict[str, torch.Tensor]]:
+    execution: Execution, loss: PixelLoss, target: StreamedImage, *, gradients: bool
+) -> tuple[torch.Tensor, GradientSums, dict[str, torch.Tensor]]:
     """The loss, the sums of the parameters' gradients and the gradients of the inputs that want one."""
     (name,) = execution.streaming.boundary
     shape = execution.network.shapes[name]

@@ -12,22 +12,22 @@ import torch
 
 from outcore.graph.record.recording import Context, Ref
 from outcore.ops.region import Region, sizes
-from outcore.stream.call import Given
-from outcore.stream.execute.map_store import Store
+from outcore.stream.call import RuleContext
+from outcore.stream.execute.map_store import MapStore
 from outcore.stream.execute.prefetch import read_ahead
-from outcore.stream.execute.tile_classes import Kinds, Tile
+from outcore.stream.execute.tile_classes import StreamTile, TileClasses
 from outcore.stream.execute.tile_dedup import colour
 from outcore.stream.execute.tile_run import run_tile
-from outcore.stream.network import Network
-from outcore.stream.plan.passes import Stage, Streaming
+from outcore.stream.network import RegionNetwork
+from outcore.stream.plan.passes import TilePass, TilePasses
 from outcore.stream.rules.border import sliced
-from outcore.stream.source import Image
+from outcore.stream.source import StreamedImage
 
-__all__ = ["Counts", "Options", "Pixels", "Work"]
+__all__ = ["PrefetchedPixels", "StepContext", "TileCounts", "TileOptions"]
 
 
 @dataclass(frozen=True)
-class Pixels:
+class PrefetchedPixels:
     """What was read for a tile, by a thread that reads ahead."""
 
     crops: Mapping[str, torch.Tensor]
@@ -45,7 +45,7 @@ class Pixels:
 
 
 @dataclass(frozen=True)
-class Options:
+class TileOptions:
     """How tiles are run."""
 
     workers: int = 0
@@ -59,7 +59,7 @@ class Options:
 
 
 @dataclass
-class Counts:
+class TileCounts:
     """What was run."""
 
     forward: int = 0
@@ -75,14 +75,14 @@ class Counts:
 
 
 @dataclass
-class Work:
+class StepContext:
     """The tiles of one step."""
 
-    network: Network
-    streaming: Streaming
-    kinds: Sequence[Kinds]
+    network: RegionNetwork
+    streaming: TilePasses
+    kinds: Sequence[TileClasses]
     """The tiles of every stage."""
-    images: Mapping[str, Image]
+    images: Mapping[str, StreamedImage]
     """Streamed inputs."""
     others: Mapping[str, torch.Tensor]
     """Inputs that every tile gets whole."""
@@ -91,26 +91,26 @@ class Work:
     device: torch.device
     context: Context
     seed: int
-    options: Options = field(default_factory=Options)
-    counts: Counts = field(default_factory=Counts)
+    options: TileOptions = field(default_factory=TileOptions)
+    counts: TileCounts = field(default_factory=TileCounts)
 
     def __post_init__(self) -> None:
         homes = {}
         if self.options.maps_on_host:
             homes = {m: torch.device("cpu") for m in self.streaming.kept}
-        self.store = Store(self.device, homes, dict(self.others))
-        self.given = Given(self.seed)
-        self.cached: dict[Hashable, Pixels] = {}
+        self.store = MapStore(self.device, homes, dict(self.others))
+        self.given = RuleContext(self.seed)
+        self.cached: dict[Hashable, PrefetchedPixels] = {}
         self.cached_bytes = 0
         self.lock = threading.Lock()
 
-    def plans(self, index: int) -> Iterator[Tile]:
+    def plans(self, index: int) -> Iterator[StreamTile]:
         """The tiles of a stage."""
         return iter(self.kinds[index])
 
     def read(
-        self, stage: Stage, plans: Iterator[Tile], beside: Callable[[Tile], torch.Tensor] | None = None
-    ) -> Iterator[tuple[Tile, Pixels]]:
+        self, stage: TilePass, plans: Iterator[StreamTile], beside: Callable[[StreamTile], torch.Tensor] | None = None
+    ) -> Iterator[tuple[StreamTile, PrefetchedPixels]]:
         """Each tile with what its images hold there, read ahead; the waiting is counted.
 
         Args:
@@ -120,20 +120,20 @@ class Work:
         """
         images = [name for name in stage.sources if name in self.images]
 
-        def read(plan: Tile) -> Pixels:
+        def read(plan: StreamTile) -> PrefetchedPixels:
             return pixels(plan) if beside is None else replace(pixels(plan), beside=self._ready(beside(plan)))
 
-        def pixels(plan: Tile) -> Pixels:
+        def pixels(plan: StreamTile) -> PrefetchedPixels:
             place = tuple((name, plan.regions[name]) for name in images if name in plan.regions)
             if (held := self.cached.get(place)) is not None:
                 return held
             if self._alike and None not in (known := {n: self.images[n].colour(r) for n, r in place}).values():
-                return Pixels({}, tuple(known.items()))
+                return PrefetchedPixels({}, tuple(known.items()))
             start = time.perf_counter()
             crops = {name: self.images[name].read(region) for name, region in place}
             if (colours := self._colours(crops)) is None:
                 crops = {name: self._ready(crop) for name, crop in crops.items()}
-            found = Pixels(crops, colours)
+            found = PrefetchedPixels(crops, colours)
             self.counts.reads.append((threading.current_thread().name, start, time.perf_counter()))
             with self.lock:
                 if self.cached_bytes + found.bytes <= self.options.cache_bytes:
@@ -169,13 +169,13 @@ class Work:
         found = {name: colour(crop) for name, crop in crops.items()}
         return None if None in found.values() else tuple(found.items())
 
-    def twin_key(self, stage: Stage, plan: Tile, pixels: Pixels) -> Any:
+    def twin_key(self, stage: TilePass, plan: StreamTile, pixels: PrefetchedPixels) -> Any:
         """What tiles must have in common to be twins; none for a tile that has no twin."""
         if pixels.colours is None or set(stage.sources) - set(self.images):
             return None
         return pixels.colours, plan.kind
 
-    def load(self, stage: Stage, plan: Tile, pixels: Pixels) -> dict[str, torch.Tensor]:
+    def load(self, stage: TilePass, plan: StreamTile, pixels: PrefetchedPixels) -> dict[str, torch.Tensor]:
         """All that a tile takes, on the device: images prepared, regions of maps, global values."""
         found = {}
         for name in (*stage.sources, *stage.smalls):
@@ -196,8 +196,8 @@ class Work:
 
     def compute(
         self,
-        stage: Stage,
-        tile: Tile,
+        stage: TilePass,
+        tile: StreamTile,
         loaded: Mapping[str, torch.Tensor],
         state: Mapping[Ref, torch.Tensor],
     ) -> dict[str, torch.Tensor]:
@@ -209,7 +209,7 @@ class Work:
             for name, region in plan.targets.items()
         }
 
-    def state_of(self, stage: Stage) -> dict[Ref, torch.Tensor]:
+    def state_of(self, stage: TilePass) -> dict[Ref, torch.Tensor]:
         """The parameters, buffers and constants of a stage."""
         return {ref: self.network.state(ref) for n in stage.nodes for ref in n.operands if ref.kind != "value"}
 

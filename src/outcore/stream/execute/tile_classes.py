@@ -24,18 +24,18 @@ from functools import cached_property
 
 from outcore.ops.region import Region
 from outcore.stream.execute.tile_dedup import signature
-from outcore.stream.network import Network
-from outcore.stream.plan.passes import Stage
+from outcore.stream.network import RegionNetwork
+from outcore.stream.plan.passes import TilePass
 from outcore.stream.plan.tiles import Grid, TilePlan, plan_tile
 
-__all__ = ["Kinds", "Tile"]
+__all__ = ["StreamTile", "TileClasses"]
 
 _PLANS = 64
 """Plans that are remembered for a stage."""
 
 
 @dataclass(frozen=True, eq=False)
-class Tile:
+class StreamTile:
     """One tile: where it lies, and how it is computed."""
 
     number: tuple[int, ...]
@@ -45,7 +45,7 @@ class Tile:
     """By source and by small global value: what it reads."""
     kind: Hashable
     """Equal for tiles that do the same with equal pixels."""
-    of: Kinds = field(repr=False)
+    of: TileClasses = field(repr=False)
 
     @property
     def plan(self) -> TilePlan:
@@ -62,20 +62,20 @@ class _Place:
     """Of what is read, by the tile there in the middle of the other axes."""
 
 
-class Kinds:
+class TileClasses:
     """The tiles of one stage, by kind."""
 
-    def __init__(self, network: Network, stage: Stage, cut: Grid) -> None:
+    def __init__(self, network: RegionNetwork, stage: TilePass, cut: Grid) -> None:
         self.network, self.stage, self.cut = network, stage, cut
         self._plans: dict[Hashable, TilePlan] = {}
 
-    def __iter__(self) -> Iterator[Tile]:
+    def __iter__(self) -> Iterator[StreamTile]:
         """All tiles, row by row; those without a part in any target are left out."""
         for number in self.cut.tiles():
             if (tile := self.tile(number)) is not None:
                 yield tile
 
-    def tile(self, number: tuple[int, ...]) -> Tile | None:
+    def tile(self, number: tuple[int, ...]) -> StreamTile | None:
         """One tile; none if it has no part in any target."""
         if self._lines is None:
             return self._alone(number)
@@ -83,11 +83,11 @@ class Kinds:
         targets = {t: self.cut.region(self.network, value, number) for t, value in self.stage.targets.items()}
         moved = {name: self._region(name, places) for name in self.stage.sources if name in places[0].regions}
         kind = tuple(place.letter for place in places)
-        return Tile(
+        return StreamTile(
             number, {t: r for t, r in targets.items() if r is not None}, {**places[0].regions, **moved}, kind, self
         )
 
-    def plan(self, tile: Tile) -> TilePlan:
+    def plan(self, tile: StreamTile) -> TilePlan:
         """How a tile is computed."""
         key = tile.number if self._lines is None else tile.kind
         if key not in self._plans:
@@ -101,12 +101,12 @@ class Kinds:
             del self._plans[next(iter(self._plans))]
         self._plans[key] = plan
 
-    def _alone(self, number: tuple[int, ...]) -> Tile | None:
+    def _alone(self, number: tuple[int, ...]) -> StreamTile | None:
         plan = plan_tile(self.network, self.stage, self.cut, number)
         if plan is None:
             return None
         self._remember(number, plan)
-        return Tile(number, plan.targets, self._read(plan), signature(self.stage, plan), self)
+        return StreamTile(number, plan.targets, self._read(plan), signature(self.stage, plan), self)
 
     def _region(self, name: str, places: list[_Place]) -> Region:
         """Each side from the place along its axis."""

@@ -16,40 +16,40 @@ from typing import TYPE_CHECKING
 import torch
 
 from outcore.ops.region import Region, sizes
-from outcore.stream.plan.passes import Stage
+from outcore.stream.plan.passes import TilePass
 from outcore.stream.plan.tiles import TilePlan
 
 if TYPE_CHECKING:
-    from outcore.stream.execute.tile_classes import Tile
+    from outcore.stream.execute.tile_classes import StreamTile
 
-__all__ = ["Family", "Twins", "colour", "signature"]
+__all__ = ["IdenticalTiles", "TileDedup", "colour", "signature"]
 
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
 @dataclass
-class Family:
+class IdenticalTiles:
     """Tiles that are the same."""
 
-    plans: list[Tile]
+    plans: list[StreamTile]
     made: Mapping[str, torch.Tensor] | None
     """What the first of them gave; dropped after the pass."""
 
 
 @dataclass
-class Twins:
+class TileDedup:
     """The families of one stage, in the order of their first tiles."""
 
-    families: list[Family] = field(default_factory=list)
-    by_key: dict[Hashable, Family] = field(default_factory=dict)
+    families: list[IdenticalTiles] = field(default_factory=list)
+    by_key: dict[Hashable, IdenticalTiles] = field(default_factory=dict)
 
-    def find(self, key: Hashable | None) -> Family | None:
+    def find(self, key: Hashable | None) -> IdenticalTiles | None:
         """The family of a key, if there is one."""
         return None if key is None else self.by_key.get(key)
 
-    def found(self, key: Hashable | None, plan: Tile, made: Mapping[str, torch.Tensor]) -> None:
+    def found(self, key: Hashable | None, plan: StreamTile, made: Mapping[str, torch.Tensor]) -> None:
         """The first of its kind."""
-        family = Family([plan], made if key is not None else None)
+        family = IdenticalTiles([plan], made if key is not None else None)
         self.families.append(family)
         if key is not None:
             self.by_key[key] = family
@@ -76,7 +76,7 @@ def colour(crop: torch.Tensor) -> Hashable | None:
     return tuple(first.flatten().tolist())
 
 
-def signature(stage: Stage, plan: TilePlan) -> Hashable:
+def signature(stage: TilePass, plan: TilePlan) -> Hashable:
     """Everything a tile's arithmetic depends on beside the numbers it reads."""
     shapes = tuple(
         (v, sizes(r), None if v in stage.sources else _offset(plan, stage, v)) for v, r in plan.regions.items()
@@ -85,12 +85,12 @@ def signature(stage: Stage, plan: TilePlan) -> Hashable:
     return shapes, inside, tuple(plan.targets), repr(plan.place), _cuts(stage, plan)
 
 
-def _offset(plan: TilePlan, stage: Stage, value: str) -> Region | None:
+def _offset(plan: TilePlan, stage: TilePass, value: str) -> Region | None:
     """Global values are read at absolute places."""
     return plan.regions[value] if value in stage.smalls else None
 
 
-def _cuts(stage: Stage, plan: TilePlan) -> Hashable:
+def _cuts(stage: TilePass, plan: TilePlan) -> Hashable:
     """Where in what is held each node reads; of parameters, where it is."""
     return tuple(
         _relative(plan.regions[ref.name], region) if ref.kind == "value" else region

@@ -9,10 +9,10 @@ import torch
 
 from outcore.graph.record.recording import Context, Ref
 from outcore.ops.region import Region
-from outcore.stream.call import Given, overhanging
+from outcore.stream.call import RuleContext, overhanging
 from outcore.stream.execute.fork import fork
-from outcore.stream.network import Network, Node
-from outcore.stream.plan.passes import Stage
+from outcore.stream.network import RegionNetwork, RegionNode
+from outcore.stream.plan.passes import TilePass
 from outcore.stream.plan.tiles import TilePlan
 from outcore.stream.rules.border import sliced
 from outcore.stream.rules.convolve import Convolution
@@ -22,12 +22,12 @@ __all__ = ["run_tile"]
 
 
 def run_tile(
-    network: Network,
-    stage: Stage,
+    network: RegionNetwork,
+    stage: TilePass,
     plan: TilePlan,
     crops: Mapping[str, torch.Tensor],
     state: Mapping[Ref, torch.Tensor],
-    given: Given,
+    given: RuleContext,
 ) -> dict[str, torch.Tensor]:
     """The values of a tile's targets.
 
@@ -76,7 +76,7 @@ _Reader = tuple[str, int, Region, bool]
 """Node, number of the operand, region, and whether its gradient is fresh."""
 
 
-def _readers(stage: Stage, plan: TilePlan) -> dict[str, list[_Reader]]:
+def _readers(stage: TilePass, plan: TilePlan) -> dict[str, list[_Reader]]:
     """Who reads each value, in order."""
     found: dict[str, list[_Reader]] = {}
     for node in stage.nodes:
@@ -94,7 +94,7 @@ def _hand_out(
     return {(output, i): part for (output, i, _, _), part in zip(readers, parts, strict=True)}
 
 
-def _modes(network: Network, node: Node) -> contextlib.AbstractContextManager[object]:
+def _modes(network: RegionNetwork, node: RegionNode) -> contextlib.AbstractContextManager[object]:
     """The modes that the model itself put this call under, if any."""
     context: Context | None = network.contexts.get(node.call)
     if context is None:

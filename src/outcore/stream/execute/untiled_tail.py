@@ -23,26 +23,26 @@ from outcore.graph import capture
 from outcore.graph.record.recording import Ref, Tape, fill
 from outcore.graph.structure import leaves
 from outcore.memory.offload.bandwidth import memory_rate
-from outcore.memory.saved_tensors.managed_forward import Governor, Settings
+from outcore.memory.saved_tensors.managed_forward import ManagedForward, Settings
 from outcore.planner.memory.plan import MemoryPlan
 from outcore.stream.arguments import device_of
-from outcore.stream.plan.prepared import Prepared
+from outcore.stream.plan.prepared import PreparedStream
 
-__all__ = ["Rest"]
+__all__ = ["UntiledTail"]
 
 _SEARCH_S = 1.0
 """For policies at one boundary; several are tried."""
 
 
-class Rest(nn.Module):
+class UntiledTail(nn.Module):
     """The untiled end of a streamed model, a module whose inputs are what it needs of what came before."""
 
-    prepared: Prepared
+    prepared: PreparedStream
     inputs: tuple[str, ...]
     """Names of the values it takes."""
-    governor: Governor | None
+    governor: ManagedForward | None
 
-    def __init__(self, prepared: Prepared) -> None:
+    def __init__(self, prepared: PreparedStream) -> None:
         super().__init__()
         model = prepared.network.model
         for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
@@ -98,7 +98,7 @@ class Rest(nn.Module):
             for most in (budget_bytes, None):
                 chosen = None if policy is None else dict(policy)
                 settings = Settings(most, OptimizerCost.of(0.0), policy=chosen, search_s=_SEARCH_S)
-                governor = Governor(self, settings, timed)
+                governor = ManagedForward(self, settings, timed)
                 try:
                     governor.admit(governor.key(stand_ins, {}), stand_ins, {}, graph=graph)
                 except PlanError:

@@ -21,16 +21,16 @@ from outcore.errors import StreamError
 from outcore.graph.parts import ancestors
 from outcore.ops.region import elements
 from outcore.stream.arguments import device_of
-from outcore.stream.execute.untiled_tail import Rest
-from outcore.stream.network import Network
-from outcore.stream.plan.choose import Candidate, Outline
-from outcore.stream.plan.passes import Streaming, divide
-from outcore.stream.plan.prepared import Prepared, cut_up, divided
+from outcore.stream.execute.untiled_tail import UntiledTail
+from outcore.stream.network import RegionNetwork
+from outcore.stream.plan.choose import CandidateOutline, TileCandidate
+from outcore.stream.plan.passes import TilePasses, divide
+from outcore.stream.plan.prepared import PreparedStream, cut_up, divided
 from outcore.stream.plan.tile_memory import StreamBytes, largest_tile, predict_bytes, tile_bytes
 from outcore.stream.plan.tiles import Grid
-from outcore.stream.plan.time_model import Pace
+from outcore.stream.plan.time_model import TileTimes
 
-__all__ = ["Allowed", "Ways"]
+__all__ = ["StreamCandidates", "StreamLimits"]
 
 _SMALLEST_TILE = 32
 _STRIPS = 8
@@ -45,7 +45,7 @@ _MANAGED = 1.25
 
 
 @dataclass(frozen=True)
-class Allowed:
+class StreamLimits:
     """What may be planned."""
 
     statistics: bool = False
@@ -57,22 +57,24 @@ class Allowed:
     """Maps kept between passes, on the device or the host, and policies for the untiled rest."""
 
 
-class Ways:
+class StreamCandidates:
     """The ways to stream one network."""
 
-    def __init__(self, network: Network, costs: Costs | None, allowed: Allowed, budget_bytes: int | None) -> None:
+    def __init__(
+        self, network: RegionNetwork, costs: Costs | None, allowed: StreamLimits, budget_bytes: int | None
+    ) -> None:
         self.network, self.costs, self.allowed, self.budget_bytes = network, costs, allowed, budget_bytes
-        self._bytes: dict[Candidate, StreamBytes] = {}
-        self._rests: dict[tuple[str, ...] | None, Rest] = {}
-        self._divided: dict[tuple[tuple[str, ...] | None, tuple[str, ...]], Streaming] = {}
-        self.pace = Pace(network, costs, training=allowed.training, dense=allowed.dense)
+        self._bytes: dict[TileCandidate, StreamBytes] = {}
+        self._rests: dict[tuple[str, ...] | None, UntiledTail] = {}
+        self._divided: dict[tuple[tuple[str, ...] | None, tuple[str, ...]], TilePasses] = {}
+        self.pace = TileTimes(network, costs, training=allowed.training, dense=allowed.dense)
 
-    def candidates(self) -> Iterator[Candidate]:
+    def candidates(self) -> Iterator[TileCandidate]:
         """Each boundary with each choice of kept maps and each tile size."""
         for outline in self.outlines():
             yield from outline.candidates()
 
-    def outlines(self) -> Iterator[Outline]:
+    def outlines(self) -> Iterator[CandidateOutline]:
         """The same, before times are found, with the least they can be."""
         for boundary in self._boundaries():
             for keep in self._keeps(boundary):
@@ -83,9 +85,9 @@ class Ways:
                     if (shape := tuple(g.counts for g in grids)) not in seen:
                         seen.add(shape)
                         variants = partial(self._variants, boundary, keep, tile, streaming, grids)
-                        yield Outline(*least(grids), variants)
+                        yield CandidateOutline(*least(grids), variants)
 
-    def by_hand(self, how: Mapping[str, Any]) -> Candidate:
+    def by_hand(self, how: Mapping[str, Any]) -> TileCandidate:
         """One way, as `stream` takes it."""
         tile, boundary, keep = how["tile"], how["boundary"], tuple(how["keep"])
         tile = (tile,) * self.network.rank if isinstance(tile, int) else tile
@@ -93,13 +95,13 @@ class Ways:
         streaming = self.streaming(boundary, keep)
         seconds, _ = self.pace.streamed(streaming, cut_up(self.network, streaming, tile))
         seconds += self.pace.tail_s(streaming)
-        made = Candidate(boundary, tile, seconds, 0, keep, how["maps_on_host"], managed=bool(how["rest"]))
+        made = TileCandidate(boundary, tile, seconds, 0, keep, how["maps_on_host"], managed=bool(how["rest"]))
         if how["rest"]:
-            self._rests[boundary] = rest = Rest(self.prepared(made))
+            self._rests[boundary] = rest = UntiledTail(self.prepared(made))
             rest.plan(None, self.costs, how["rest"])
         return made
 
-    def prepared(self, candidate: Candidate) -> Prepared:
+    def prepared(self, candidate: TileCandidate) -> PreparedStream:
         """The network by one way."""
         return divided(
             self.network,
@@ -109,7 +111,7 @@ class Ways:
             keep=candidate.keep,
         )
 
-    def bytes(self, candidate: Candidate) -> StreamBytes:
+    def bytes(self, candidate: TileCandidate) -> StreamBytes:
         """The peak of a way, found by running its largest tiles without memory."""
         if candidate not in self._bytes:
             prepared = self.prepared(candidate)
@@ -123,17 +125,17 @@ class Ways:
             self._bytes[candidate] = replace(predicted, workspace=self._workspace(prepared))
         return self._bytes[candidate]
 
-    def rest(self, candidate: Candidate) -> Rest | None:
+    def rest(self, candidate: TileCandidate) -> UntiledTail | None:
         """What follows the boundary, with policies as the budget needs them."""
         if not candidate.managed:
             return None
         if candidate.boundary not in self._rests:
-            rest = Rest(self.prepared(candidate))
+            rest = UntiledTail(self.prepared(candidate))
             rest.plan((self.budget_bytes or 2**62) - self._outside(candidate), self.costs)
             self._rests[candidate.boundary] = rest
         return self._rests[candidate.boundary]
 
-    def streaming(self, boundary: tuple[str, ...] | None, keep: tuple[str, ...] = ()) -> Streaming:
+    def streaming(self, boundary: tuple[str, ...] | None, keep: tuple[str, ...] = ()) -> TilePasses:
         """What is streamed up to a boundary."""
         if (boundary, keep) not in self._divided:
             self._divided[boundary, keep] = divide(
@@ -194,27 +196,27 @@ class Ways:
         boundary: tuple[str, ...] | None,
         keep: tuple[str, ...],
         tile: tuple[int, ...],
-        streaming: Streaming,
+        streaming: TilePasses,
         grids: tuple[Grid, ...],
-    ) -> Iterator[Candidate]:
+    ) -> Iterator[TileCandidate]:
         time_s, numbers = self.pace.streamed(streaming, grids)
         tail_s, tail = self.pace.tail_s(streaming), self._tail_bytes(streaming)
         tile_bytes = int(self._bytes_per_number * numbers)
         kept = sum(map(self._map_bytes, streaming.kept))
         most = self._rough(streaming, tile_bytes, kept, tail)
-        yield Candidate(boundary, tile, time_s + tail_s, most, keep)
+        yield TileCandidate(boundary, tile, time_s + tail_s, most, keep)
         if not self.allowed.policies or not self.allowed.training or self.budget_bytes is None:
             return
         device = device_of(self.network.model).type
         if keep and device == "cuda":
             moved_s = _CROSSINGS * kept / _HOST_BYTES_PER_S
             most = self._rough(streaming, tile_bytes, 0, tail)
-            yield Candidate(boundary, tile, time_s + tail_s + moved_s, most, keep, on_host=True)
+            yield TileCandidate(boundary, tile, time_s + tail_s + moved_s, most, keep, on_host=True)
         if tail > 0.5 * self.budget_bytes and device != "meta":  # policies are weighed by rates measured there
             most = self._rough(streaming, tile_bytes, kept, tail // 4)
-            yield Candidate(boundary, tile, time_s + _MANAGED * tail_s, most, keep, managed=True)
+            yield TileCandidate(boundary, tile, time_s + _MANAGED * tail_s, most, keep, managed=True)
 
-    def _least(self, streaming: Streaming) -> Callable[[tuple[Grid, ...]], tuple[float, int]]:
+    def _least(self, streaming: TilePasses) -> Callable[[tuple[Grid, ...]], tuple[float, int]]:
         """The least seconds and rough bytes of all variants, by their grids: without halos, and with equal tiles."""
         wholes = [
             self.pace.streamed_stage(streaming, stage, cut)
@@ -236,7 +238,7 @@ class Ways:
 
     # Bytes, roughly
 
-    def _rough(self, streaming: Streaming, tile_bytes: int, kept: int, tail: int) -> int:
+    def _rough(self, streaming: TilePasses, tile_bytes: int, kept: int, tail: int) -> int:
         boundary = 0 if self.allowed.dense else sum(map(self._map_bytes, streaming.passing))
         if self.allowed.training:
             held = max(kept + boundary + tail, 2 * kept + boundary + tile_bytes)
@@ -244,7 +246,7 @@ class Ways:
             held = kept + boundary + max(tile_bytes, tail)
         return held + self._weights
 
-    def _tail_bytes(self, streaming: Streaming) -> int:
+    def _tail_bytes(self, streaming: TilePasses) -> int:
         calls, values = self.network.graph.calls, self.network.graph.values
         outputs = [v for c in calls.values() if c.name not in streaming.calls for v in c.outputs]
         return sum(values[v].bytes for v in outputs if values[v].alias_of is None)
@@ -264,7 +266,7 @@ class Ways:
     def _weights(self) -> int:
         return 2 * sum(p.numel() * p.element_size() for p in self.network.model.parameters())
 
-    def _workspace(self, prepared: Prepared) -> int:
+    def _workspace(self, prepared: PreparedStream) -> int:
         """What an operation takes for itself, by what was measured for the whole image and the share of a tile."""
         if self.costs is None:
             return 0
@@ -278,7 +280,7 @@ class Ways:
                     most = max(most, taken * elements(region) // max(1, math.prod(node.shape)))
         return most
 
-    def _outside(self, candidate: Candidate) -> int:
+    def _outside(self, candidate: TileCandidate) -> int:
         """What is held beside the rest while it runs, its own weights and the boundary not counted."""
         streaming = self.streaming(candidate.boundary, candidate.keep)
         kept = 0 if candidate.on_host else sum(map(self._map_bytes, streaming.kept))

@@ -7,7 +7,8 @@ on halos and hold more. A kept map saves running what is before it in every late
 fastest on; exact bytes, which take a second each to find, are asked for only where rough ones, corrected by what was
 found for the same kind, promise to fit.
 
-Finding a candidate's time walks the network, too; what it takes *at least* is known at once. `Ordered` gives candidates
+Finding a candidate's time walks the network, too; what it takes *at least* is known at once. `OrderedCandidates` gives
+candidates
 from the fastest on and works out only those whose least time has come up, so most never are.
 """
 
@@ -22,14 +23,14 @@ from dataclasses import dataclass
 from outcore.errors import PlanError
 from outcore.machine.units import format_bytes
 
-__all__ = ["Candidate", "Ordered", "Outline", "choose", "worth"]
+__all__ = ["CandidateOutline", "OrderedCandidates", "TileCandidate", "choose", "worth"]
 
 _HOPE = 1.05
 """Rough bytes may be so many times the budget for a candidate to be tried."""
 
 
 @dataclass(frozen=True)
-class Candidate:
+class TileCandidate:
     """One way to stream."""
 
     boundary: tuple[str, ...] | None
@@ -60,17 +61,17 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Outline:
+class CandidateOutline:
     """Candidates that are not worked out yet."""
 
     least_s: float
     """None of them takes less time,"""
     least_bytes: int
     """nor fewer bytes, roughly."""
-    candidates: Callable[[], Iterable[Candidate]]
+    candidates: Callable[[], Iterable[TileCandidate]]
 
 
-class Ordered:
+class OrderedCandidates:
     """Candidates from the fastest on, worked out as late as can be.
 
     >>> slow = Outline(3.0, 0, lambda: [Candidate(None, (8,), 4.0, 9)])
@@ -79,20 +80,20 @@ class Ordered:
     (16,)
     """
 
-    def __init__(self, outlines: Iterable[Outline]) -> None:
+    def __init__(self, outlines: Iterable[CandidateOutline]) -> None:
         self._order = itertools.count()  # of equal ones, the first
-        self._waiting: list[tuple[float, int, Outline | Candidate]] = []
-        self._found: list[Candidate] = []
+        self._waiting: list[tuple[float, int, CandidateOutline | TileCandidate]] = []
+        self._found: list[TileCandidate] = []
         for outline in outlines:
             self._push(outline.least_s, outline)
 
-    def __iter__(self) -> Iterator[Candidate]:
+    def __iter__(self) -> Iterator[TileCandidate]:
         for number in itertools.count():
             while number >= len(self._found):
                 if not self._waiting:
                     return
                 _, _, first = heapq.heappop(self._waiting)
-                if isinstance(first, Candidate):
+                if isinstance(first, TileCandidate):
                     self._found.append(first)
                 else:
                     for candidate in first.candidates():
@@ -102,11 +103,11 @@ class Ordered:
     def __bool__(self) -> bool:
         return bool(self._waiting or self._found)
 
-    def _push(self, time_s: float, what: Outline | Candidate) -> None:
+    def _push(self, time_s: float, what: CandidateOutline | TileCandidate) -> None:
         heapq.heappush(self._waiting, (time_s, next(self._order), what))
 
 
-def worth(outlines: Sequence[Outline], budget_bytes: int | None) -> list[Outline]:
+def worth(outlines: Sequence[CandidateOutline], budget_bytes: int | None) -> list[CandidateOutline]:
     """Those that `choose` may try for a budget; all if there is none.
 
     It tries rough bytes of up to `_HOPE` budgets, times a factor of candidates that did not fit, which is no less than
@@ -118,13 +119,13 @@ def worth(outlines: Sequence[Outline], budget_bytes: int | None) -> list[Outline
 
 
 def choose(
-    candidates: Sequence[Candidate] | Ordered,
+    candidates: Sequence[TileCandidate] | OrderedCandidates,
     budget_bytes: int | None,
-    exact_bytes: Callable[[Candidate], int],
+    exact_bytes: Callable[[TileCandidate], int],
     *,
     margin: float = 0.0,
     tries: int = 10,
-) -> tuple[Candidate, int]:
+) -> tuple[TileCandidate, int]:
     """The fastest candidate whose exact bytes are within the budget, and those bytes.
 
     Args:
@@ -139,12 +140,12 @@ def choose(
     """
     if not candidates:
         raise PlanError("there is no way to stream this network; its first operation needs the whole image")
-    order = candidates if isinstance(candidates, Ordered) else sorted(candidates, key=lambda c: c.time_s)
+    order = candidates if isinstance(candidates, OrderedCandidates) else sorted(candidates, key=lambda c: c.time_s)
     if budget_bytes is None:
         first = next(iter(order))
         return first, exact_bytes(first)
     usable = int(budget_bytes * (1 - margin))
-    found: dict[Candidate, int] = {}
+    found: dict[TileCandidate, int] = {}
     factors: dict[Hashable, float] = {}
     """By kind, how far the rough bytes were off when last asked."""
     for unknown in ("hope", "fear"):

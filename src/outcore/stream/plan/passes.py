@@ -25,19 +25,19 @@ from dataclasses import dataclass
 
 from outcore.errors import StreamError
 from outcore.graph.parts import ancestors
-from outcore.stream.network import Network, Node
+from outcore.stream.network import RegionNetwork, RegionNode
 
-__all__ = ["Stage", "Streaming", "divide", "reach"]
+__all__ = ["TilePass", "TilePasses", "divide", "reach"]
 
 
 @dataclass(frozen=True)
-class Stage:
+class TilePass:
     """One pass over the tiles, and the global nodes that run before it."""
 
-    globals: tuple[Node, ...]
-    nodes: tuple[Node, ...]
+    globals: tuple[RegionNode, ...]
+    nodes: tuple[RegionNode, ...]
     """Local ones, in order."""
-    reductions: tuple[Node, ...]
+    reductions: tuple[RegionNode, ...]
     maps: tuple[str, ...]
     """Values put together from tiles."""
     sources: tuple[str, ...]
@@ -52,10 +52,10 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Streaming:
+class TilePasses:
     """The stages, and what leaves them."""
 
-    stages: tuple[Stage, ...]
+    stages: tuple[TilePass, ...]
     boundary: tuple[str, ...]
     """Values that the rest of the network, or the user, gets."""
     calls: frozenset[str]
@@ -76,7 +76,7 @@ class Streaming:
         return tuple(m for stage in self.stages for m in stage.maps if m not in kept)
 
 
-def reach(network: Network, *, statistics: bool) -> tuple[set[str], dict[str, str]]:
+def reach(network: RegionNetwork, *, statistics: bool) -> tuple[set[str], dict[str, str]]:
     """The values that can be streamed, and why others next to them cannot.
 
     Args:
@@ -102,7 +102,7 @@ def reach(network: Network, *, statistics: bool) -> tuple[set[str], dict[str, st
     return fine, why
 
 
-def _why_not(node: Node, fine: set[str], behind: set[str], statistics: bool) -> str | None:
+def _why_not(node: RegionNode, fine: set[str], behind: set[str], statistics: bool) -> str | None:
     """Why a node cannot be streamed: empty if something before it cannot, none if it can."""
     if any(v not in fine for v in node.values):
         return ""
@@ -114,12 +114,12 @@ def _why_not(node: Node, fine: set[str], behind: set[str], statistics: bool) -> 
 
 
 def divide(
-    network: Network,
+    network: RegionNetwork,
     *,
     boundary: Iterable[str] | None = None,
     statistics: bool = False,
     keep: Collection[str] = (),
-) -> Streaming:
+) -> TilePasses:
     """Decide what is streamed and put it into stages.
 
     Args:
@@ -144,16 +144,18 @@ def divide(
     result = tuple(v for v in network.nodes if v in chosen and v in leaving)
     stages = _stages(network, [n for n in network.nodes.values() if n.output in chosen], result, set(keep))
     stopped = tuple((network.block_of(v), reason) for v, reason in why.items())
-    return Streaming(stages, result, calls, stopped if boundary is None else ())
+    return TilePasses(stages, result, calls, stopped if boundary is None else ())
 
 
-def _is_barrier(network: Network, node: Node) -> bool:
+def _is_barrier(network: RegionNetwork, node: RegionNode) -> bool:
     """Whether a streamed operand becomes a global value."""
     streamed = any(network.is_streamed(v) for v in node.values)
     return streamed and not network.is_streamed(node.output)
 
 
-def _stages(network: Network, nodes: list[Node], boundary: tuple[str, ...], keep: set[str]) -> tuple[Stage, ...]:
+def _stages(
+    network: RegionNetwork, nodes: list[RegionNode], boundary: tuple[str, ...], keep: set[str]
+) -> tuple[TilePass, ...]:
     level = dict.fromkeys(network.graph.inputs, 0)
     ready = dict(level)
     """The stage from which on a value may be used without computing it again."""
@@ -184,7 +186,7 @@ def _stages(network: Network, nodes: list[Node], boundary: tuple[str, ...], keep
         inner = [n for n in network.closure([*maps, *(r.values[0] for r in reductions)], known) if n.kind == "local"]
         read = dict.fromkeys(v for n in (*inner, *reductions) for v in n.values if v in known)
         stages.append(
-            Stage(
+            TilePass(
                 small,
                 tuple(inner),
                 reductions,
@@ -197,7 +199,7 @@ def _stages(network: Network, nodes: list[Node], boundary: tuple[str, ...], keep
     return tuple(stages)
 
 
-def _asked(network: Network, boundary: Iterable[str], fine: set[str], why: dict[str, str]) -> set[str]:
+def _asked(network: RegionNetwork, boundary: Iterable[str], fine: set[str], why: dict[str, str]) -> set[str]:
     wanted: set[str] = set()
     for name in boundary:
         found = [v for v in network.nodes if v == name or network.nodes[v].call == name]
@@ -214,7 +216,7 @@ def _asked(network: Network, boundary: Iterable[str], fine: set[str], why: dict[
     return wanted
 
 
-def _leaving(network: Network, block: str) -> list[str]:
+def _leaving(network: RegionNetwork, block: str) -> list[str]:
     """The values of a block that are used outside of it; of a folded part, those of what it was folded into."""
     network.graph[block]  # raises if there is no such block
     inside = {c.name for c in network.graph.calls.values() if block in (c.block, *ancestors(c.block))}
@@ -223,7 +225,7 @@ def _leaving(network: Network, block: str) -> list[str]:
     return [v for v in nodes if v in used or v in network.graph.outputs]
 
 
-def _nothing(network: Network, why: dict[str, str]) -> StreamError:
+def _nothing(network: RegionNetwork, why: dict[str, str]) -> StreamError:
     if not network.inputs:
         return StreamError("no input is an image: (batch, channels, pixels...) is what can be streamed")
     first = next(iter(why.items()), None)

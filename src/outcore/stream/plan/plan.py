@@ -27,8 +27,8 @@ from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.machine.units import format_bytes, parse_bytes
 from outcore.stream.arguments import device_of
-from outcore.stream.plan.candidates import Allowed, Ways
-from outcore.stream.plan.choose import Candidate, Ordered, choose, worth
+from outcore.stream.plan.candidates import StreamCandidates, StreamLimits
+from outcore.stream.plan.choose import OrderedCandidates, TileCandidate, choose, worth
 from outcore.stream.plan.prepared import bound
 from outcore.stream.plan.tile_memory import StreamBytes
 
@@ -59,7 +59,7 @@ class StreamPlan:
     """Numbers computed by all tiles of the last pass over those of the whole."""
     passes: int
     """Forward passes over the image."""
-    rivals: tuple[Candidate, ...] = ()
+    rivals: tuple[TileCandidate, ...] = ()
     """The next best that may fit."""
     keep: tuple[str, ...] = ()
     """Maps between passes that later ones start from."""
@@ -173,8 +173,8 @@ def plan_tiles(
     budget = None if memory is None else parse_bytes(memory) if isinstance(memory, str) else memory
     margin = _MARGIN.get(device_of(network.model).type, 0.0)
     usable = None if budget is None else int(budget * (1 - margin))
-    ways = Ways(network, costs, Allowed(statistics, training, dense, policies), usable)
-    candidates = Ordered(worth(list(ways.outlines()), usable))
+    ways = StreamCandidates(network, costs, StreamLimits(statistics, training, dense, policies), usable)
+    candidates = OrderedCandidates(worth(list(ways.outlines()), usable))
     best, _ = choose(candidates, budget, lambda c: ways.bytes(c).peak, margin=margin)
     rivals = itertools.islice((c for c in candidates if c != best and c.time_s >= best.time_s), 3)
     return _described(ways, best, tuple(rivals), usable)
@@ -185,11 +185,15 @@ def plan_by_hand(
 ) -> StreamPlan:
     """What a plan says under ``stream``, with its predicted time and bytes."""
     how = how_of(document)
-    ways = Ways(bound(graph, folded=True), costs, Allowed(how["statistics"], dense=dense, policies=True), None)
+    ways = StreamCandidates(
+        bound(graph, folded=True), costs, StreamLimits(how["statistics"], dense=dense, policies=True), None
+    )
     return _described(ways, ways.by_hand(how), (), None)
 
 
-def _described(ways: Ways, best: Candidate, rivals: tuple[Candidate, ...], usable: int | None) -> StreamPlan:
+def _described(
+    ways: StreamCandidates, best: TileCandidate, rivals: tuple[TileCandidate, ...], usable: int | None
+) -> StreamPlan:
     prepared, rest = ways.prepared(best), ways.rest(best)
     stage, cut = prepared.streaming.stages[-1], prepared.grids[-1]
     whole = sum(math.prod(n.shape) for n in stage.nodes)

@@ -11,29 +11,29 @@ from outcore.graph import Graph
 from outcore.graph.record.recording import Ref, Step, schedule_drops
 from outcore.graph.structure import leaves
 from outcore.stream.execute.fold_batch_norm import finish, fold
-from outcore.stream.execute.tile_classes import Kinds
-from outcore.stream.network import Network
-from outcore.stream.plan.passes import Streaming, divide
+from outcore.stream.execute.tile_classes import TileClasses
+from outcore.stream.network import RegionNetwork
+from outcore.stream.plan.passes import TilePasses, divide
 from outcore.stream.plan.tiles import Grid, grid
 
-__all__ = ["Prepared", "bound", "cut_up", "divided"]
+__all__ = ["PreparedStream", "bound", "cut_up", "divided"]
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedStream:
     """A model ready to be streamed at one size."""
 
     graph: Graph
-    network: Network
-    streaming: Streaming
+    network: RegionNetwork
+    streaming: TilePasses
     grids: tuple[Grid, ...]
     tail: tuple[Step, ...]
     """What runs untiled."""
 
     @cached_property
-    def kinds(self) -> tuple[Kinds, ...]:
+    def kinds(self) -> tuple[TileClasses, ...]:
         """The tiles of every pass, planned when they are first asked for."""
-        return tuple(Kinds(self.network, s, g) for s, g in zip(self.streaming.stages, self.grids, strict=True))
+        return tuple(TileClasses(self.network, s, g) for s, g in zip(self.streaming.stages, self.grids, strict=True))
 
     @property
     def tiles(self) -> int:
@@ -47,16 +47,16 @@ class Prepared:
         return not self.tail and names == self.graph.outputs == last.maps and not last.reductions
 
 
-def bound(graph: Graph, *, folded: bool) -> Network:
+def bound(graph: Graph, *, folded: bool) -> RegionNetwork:
     """The nodes of a graph, frozen batch norms folded if wanted."""
-    network = Network(graph)
+    network = RegionNetwork(graph)
     if folded:
         fold(network)
         finish(network)
     return network
 
 
-def cut_up(network: Network, streaming: Streaming, tile: int | Sequence[int]) -> tuple[Grid, ...]:
+def cut_up(network: RegionNetwork, streaming: TilePasses, tile: int | Sequence[int]) -> tuple[Grid, ...]:
     """The tiles of every pass."""
     rank = network.rank
     pixels = (tile,) * rank if isinstance(tile, int) else tuple(tile)
@@ -66,16 +66,16 @@ def cut_up(network: Network, streaming: Streaming, tile: int | Sequence[int]) ->
 
 
 def divided(
-    network: Network,
+    network: RegionNetwork,
     *,
     tile: int | Sequence[int],
     boundary: Iterable[str] | None = None,
     statistics: bool = False,
     keep: Collection[str] = (),
-) -> Prepared:
+) -> PreparedStream:
     """Put a network into stages and tiles."""
     streaming = divide(network, boundary=boundary, statistics=statistics, keep=keep)
     grids = cut_up(network, streaming, tile)
     tail = [replace(s) for s in network.recording.steps if s.name not in streaming.calls]
     schedule_drops(tail, [r.name for _, r in leaves(network.recording.result, Ref)])
-    return Prepared(network.graph, network, streaming, grids, tuple(tail))
+    return PreparedStream(network.graph, network, streaming, grids, tuple(tail))

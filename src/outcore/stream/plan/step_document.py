@@ -15,7 +15,7 @@ from outcore.cost.predicted.step_memory import memory_curve
 from outcore.errors import OutcoreError
 from outcore.graph import Graph
 from outcore.machine.units import format_bytes
-from outcore.plan_document import Plan, Predicted
+from outcore.plan_document import Plan, PredictedStep
 from outcore.stage_names import name_stages
 from outcore.stream.plan.plan import StreamPlan
 
@@ -70,7 +70,7 @@ class StreamedStep:
             exactness="reassociated",
             stream=self.plan.document(),
             memory_bytes=self.budget_bytes,
-            predicted=Predicted(self.plan.time_s, (self.peak_bytes,), 0.0, "tiles"),
+            predicted=PredictedStep(self.plan.time_s, (self.peak_bytes,), 0.0, "tiles"),
             why=tuple(self.explain().splitlines()),
         )
 

@@ -26,12 +26,12 @@ from outcore.graph.record.recording import Ref, Tape
 from outcore.graph.structure import leaves
 from outcore.ops.region import elements, sizes
 from outcore.stream.arguments import device_of
-from outcore.stream.call import Given
+from outcore.stream.call import RuleContext
 from outcore.stream.execute.tile_run import run_tile
-from outcore.stream.execute.untiled_tail import Rest
-from outcore.stream.network import Network
-from outcore.stream.plan.passes import Stage
-from outcore.stream.plan.prepared import Prepared
+from outcore.stream.execute.untiled_tail import UntiledTail
+from outcore.stream.network import RegionNetwork
+from outcore.stream.plan.passes import TilePass
+from outcore.stream.plan.prepared import PreparedStream
 from outcore.stream.plan.tiles import Grid, TilePlan, plan_tile
 from outcore.stream.rules.border import sliced
 from outcore.stream.rules.convolve import Convolution
@@ -91,18 +91,18 @@ class StreamBytes:
         return self.parameters + self.small + self.workspace + max(first, rest, second)
 
 
-def largest_tile(network: Network, stage: Stage, cut: Grid) -> TilePlan:
+def largest_tile(network: RegionNetwork, stage: TilePass, cut: Grid) -> TilePlan:
     """The tile with the most numbers: one in the middle, or the first where there is no middle."""
     return max(_kinds(network, stage, cut), key=lambda p: p.elements())
 
 
-def _kinds(network: Network, stage: Stage, cut: Grid) -> list[TilePlan]:
+def _kinds(network: RegionNetwork, stage: TilePass, cut: Grid) -> list[TilePlan]:
     """Tiles of every kind: corners, edges, the middle."""
     places = (sorted({0, c // 2, c - 1}) for c in cut.counts)
     return [p for n in itertools.product(*places) if (p := plan_tile(network, stage, cut, n)) is not None]
 
 
-def _extremes(network: Network, stage: Stage, cut: Grid) -> list[TilePlan]:
+def _extremes(network: RegionNetwork, stage: TilePass, cut: Grid) -> list[TilePlan]:
     """The tiles that may take the most: those with the most numbers, copies that padding makes among them."""
 
     def numbers(plan: TilePlan) -> int:
@@ -119,7 +119,7 @@ def _extremes(network: Network, stage: Stage, cut: Grid) -> list[TilePlan]:
     return [p for p in tried if numbers(p) >= _CLOSE * numbers(most[0])]
 
 
-def tile_bytes(network: Network, stage: Stage, plan: TilePlan, *, training: bool = True) -> TileBytes:
+def tile_bytes(network: RegionNetwork, stage: TilePass, plan: TilePlan, *, training: bool = True) -> TileBytes:
     """Run one tile on fake tensors and count."""
     device = device_of(network.model)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
@@ -138,13 +138,13 @@ def tile_bytes(network: Network, stage: Stage, plan: TilePlan, *, training: bool
             with LiveBytes(list(state.values())) as live, torch.enable_grad():
                 return TileBytes(0, _backward(network, stage, plan, crops(), state, live))
         with LiveBytes(list(state.values())) as live, torch.no_grad():
-            run_tile(network, stage, plan, crops(), state, Given())
+            run_tile(network, stage, plan, crops(), state, RuleContext())
             return TileBytes(live.peak, live.peak)
 
 
 def _backward(
-    network: Network,
-    stage: Stage,
+    network: RegionNetwork,
+    stage: TilePass,
     plan: TilePlan,
     given: dict[str, torch.Tensor],
     state: Mapping[Ref, torch.Tensor],
@@ -152,7 +152,7 @@ def _backward(
 ) -> int:
     leaves_ = [t.requires_grad_() for n, t in given.items() if n in stage.smalls and t.is_floating_point()]
     wanted = [*leaves_, *{id(t): t for t in state.values() if t.requires_grad}.values()]
-    made = run_tile(network, stage, plan, given, state, Given())
+    made = run_tile(network, stage, plan, given, state, RuleContext())
     outputs = []
     for name, region in plan.targets.items():
         value = stage.targets[name]
@@ -168,7 +168,7 @@ def _backward(
     return live.peak
 
 
-def _tail_bytes(prepared: Prepared, *, training: bool) -> int:
+def _tail_bytes(prepared: PreparedStream, *, training: bool) -> int:
     """Peak of the untiled rest, forward and backward, above the maps it starts from."""
     network = prepared.network
     if not prepared.tail:
@@ -198,13 +198,13 @@ def _tail_bytes(prepared: Prepared, *, training: bool) -> int:
 
 
 def predict_bytes(
-    prepared: Prepared,
+    prepared: PreparedStream,
     *,
     training: bool = True,
     dense: bool = False,
     workers: int = 0,
     on_host: bool = False,
-    rest: Rest | None = None,
+    rest: UntiledTail | None = None,
 ) -> StreamBytes:
     """The bytes of a step, before anything is run.
 

@@ -15,9 +15,9 @@ from typing import Any
 
 from outcore.ops.region import Region, cover, elements
 from outcore.stream.call import overhanging
-from outcore.stream.execute.border_padding import Widened, contains
-from outcore.stream.network import Network, Node
-from outcore.stream.plan.passes import Stage
+from outcore.stream.execute.border_padding import WidenedInput, contains
+from outcore.stream.network import RegionNetwork, RegionNode
+from outcore.stream.plan.passes import TilePass
 
 __all__ = ["Grid", "TilePlan", "grid", "plan_tile", "trace"]
 
@@ -42,7 +42,7 @@ class Grid:
         at = min(k * -(-n // count), n)
         return at if size == n else (2 * at * size + n) // (2 * n)
 
-    def region(self, network: Network, value: str, tile: tuple[int, ...]) -> Region | None:
+    def region(self, network: RegionNetwork, value: str, tile: tuple[int, ...]) -> Region | None:
         """The part of a value that a tile covers; none if it is empty."""
         found = []
         for n, axis in zip(network.shapes[value], network.axes[value], strict=True):
@@ -56,7 +56,7 @@ class Grid:
         return tuple(found)
 
 
-def grid(network: Network, stage: Stage, tile: Sequence[int]) -> Grid:
+def grid(network: RegionNetwork, stage: TilePass, tile: Sequence[int]) -> Grid:
     """As many tiles as give each at most `tile` input pixels along each axis, halo not counted."""
     values = list(stage.targets.values())
     axes = sorted({a for v in values for a in network.axes[v] if a is not None})
@@ -89,7 +89,7 @@ class TilePlan:
     """By node: what of its operands it takes."""
     place: Any = None
     """Equal for tiles that do the same with equal pixels."""
-    widened: Mapping[str, Widened] = field(default_factory=dict)
+    widened: Mapping[str, WidenedInput] = field(default_factory=dict)
     """By node: how it runs on all that is held of its first operand."""
 
     def elements(self) -> int:
@@ -98,7 +98,7 @@ class TilePlan:
 
 
 def plan_tile(
-    network: Network, stage: Stage, cut: Grid, number: tuple[int, ...], *, overhang: bool = True
+    network: RegionNetwork, stage: TilePass, cut: Grid, number: tuple[int, ...], *, overhang: bool = True
 ) -> TilePlan | None:
     """What a tile takes, found backwards from its targets; none if it has no part in any of them."""
     targets: dict[str, Region] = {}
@@ -113,7 +113,7 @@ def plan_tile(
 
 
 def trace(
-    nodes: Sequence[Node],
+    nodes: Sequence[RegionNode],
     targets: Mapping[str, Region],
     wanted: Mapping[str, Region],
     number: tuple[int, ...] = (),
@@ -137,10 +137,10 @@ def trace(
 
 
 def _widen(
-    nodes: Sequence[Node], regions: dict[str, Region], needs: dict[str, tuple[Region, ...]]
-) -> dict[str, Widened]:
+    nodes: Sequence[RegionNode], regions: dict[str, Region], needs: dict[str, tuple[Region, ...]]
+) -> dict[str, WidenedInput]:
     """Let nodes run on all that is held where that saves copies; what they need and give is changed in place."""
-    found: dict[str, Widened] = {}
+    found: dict[str, WidenedInput] = {}
     for node in nodes:
         rule, wanted = overhanging(node.rule), needs.get(node.output)
         if wanted is None or rule is None or node.operands[0].kind != "value":

@@ -11,17 +11,17 @@ import math
 from torch import nn
 
 from outcore.cost.costs import Costs
-from outcore.stream.network import Network, Node
-from outcore.stream.plan.passes import Stage, Streaming
+from outcore.stream.network import RegionNetwork, RegionNode
+from outcore.stream.plan.passes import TilePass, TilePasses
 from outcore.stream.plan.tiles import Grid, plan_tile
 
-__all__ = ["Pace"]
+__all__ = ["TileTimes"]
 
 _CALL_S = 4e-5
 """What the interpreter takes for one operation of one tile."""
 
 
-class Pace:
+class TileTimes:
     """Times of one network, streamed in any way.
 
     Args:
@@ -31,11 +31,11 @@ class Pace:
         dense: whether the last stage runs once, its output leaving tile by tile.
     """
 
-    def __init__(self, network: Network, costs: Costs | None, *, training: bool, dense: bool) -> None:
+    def __init__(self, network: RegionNetwork, costs: Costs | None, *, training: bool, dense: bool) -> None:
         self.network, self.costs, self.training, self.dense = network, costs, training, dense
         self._costs: dict[str, tuple[float, float]] = {}
 
-    def streamed(self, streaming: Streaming, grids: tuple[Grid, ...]) -> tuple[float, int]:
+    def streamed(self, streaming: TilePasses, grids: tuple[Grid, ...]) -> tuple[float, int]:
         """Seconds of all passes, and the numbers in the largest tile."""
         total, largest = 0.0, 0
         for stage, cut in zip(streaming.stages, grids, strict=True):
@@ -44,7 +44,7 @@ class Pace:
             largest = max(largest, most)
         return total, largest
 
-    def streamed_stage(self, streaming: Streaming, stage: Stage, cut: Grid) -> tuple[float, float, int]:
+    def streamed_stage(self, streaming: TilePasses, stage: TilePass, cut: Grid) -> tuple[float, float, int]:
         """Seconds of a pass, those to issue one of its tiles, and the numbers in the largest."""
         once = self.dense and stage is streaming.stages[-1]
         forwards = 1 if once or not self.training else 2
@@ -56,7 +56,7 @@ class Pace:
             total += share * (forwards * forward + (backward if self.training else 0.0))
         return total, _CALL_S * len(stage.nodes) * (forwards + self.training), largest
 
-    def computed(self, stage: Stage, cut: Grid) -> tuple[dict[str, float], int]:
+    def computed(self, stage: TilePass, cut: Grid) -> tuple[dict[str, float], int]:
         """How many numbers of each node all tiles compute, and how many numbers the largest tile has."""
         along = [[(k, 1) for k in range(c)] if c <= 3 else [(0, 1), (c // 2, c - 2), (c - 1, 1)] for c in cut.counts]
         sums: dict[str, list[float]] = {}
@@ -78,7 +78,7 @@ class Pace:
                         found[dim] += along[axis][i][1] * (hi - lo)
         return {name: math.prod(found) for name, found in sums.items()}, largest
 
-    def _cost(self, node: Node) -> tuple[float, float]:
+    def _cost(self, node: RegionNode) -> tuple[float, float]:
         if node.absorbed:  # a folded norm costs nothing of its own
             costs = [self._call_cost(c) for c in node.absorbed]
             return sum(f for f, _ in costs), sum(b for _, b in costs)
@@ -106,7 +106,7 @@ class Pace:
         forward = moved / 1e12 + 2 * weights * pixels / 1e14
         return forward, 2 * forward
 
-    def tail_s(self, streaming: Streaming) -> float:
+    def tail_s(self, streaming: TilePasses) -> float:
         """Seconds of what follows the boundary."""
         total = 0.0
         for call in self.network.graph.calls:

@@ -10,7 +10,7 @@ import torch
 
 from outcore.graph.record.recording import Ref
 from outcore.ops.region import Region, whole
-from outcore.stream.call import Call, Given, Opaque, rule
+from outcore.stream.call import NotStreamable, RuleContext, StreamCall, rule
 
 __all__ = ["Along"]
 
@@ -36,7 +36,7 @@ class Along:
         region = tuple((0, n) if d in self.dims else next(left) for d, n in enumerate(self.shape))
         return (region, *(whole(s) for s in self.others))
 
-    def run(self, crops: Sequence[torch.Tensor], out: Region, given: Given) -> torch.Tensor:
+    def run(self, crops: Sequence[torch.Tensor], out: Region, given: RuleContext) -> torch.Tensor:
         """The call itself, then what is wanted of the dimensions it makes."""
         made: torch.Tensor = self.again(crops)
         if self.keepdim:
@@ -57,7 +57,7 @@ class Along:
 
 
 @rule("Softmax", "LogSoftmax", "Softmin", "GLU", "softmax", "log_softmax", "glu", "normalize", "cumsum", "cumprod")
-def _along_dim(call: Call) -> Along:
+def _along_dim(call: StreamCall) -> Along:
     source = call.input()
     shape = call.shapes(source)
     given: Any = getattr(call.module, "dim", None) if call.module is not None else None
@@ -65,19 +65,19 @@ def _along_dim(call: Call) -> Along:
         names = "input p dim" if call.type == "normalize" else "input dim"
         given = call.bound(names, dim=1 if call.type == "normalize" else -1, dtype=None).get("dim")
     if not isinstance(given, int):
-        raise Opaque("it does not say along which dimension")
+        raise NotStreamable("it does not say along which dimension")
     return Along((source,), shape, (given % len(shape),), True, call.recall())
 
 
 @rule("Softmax2d", "LocalResponseNorm", "ChannelShuffle", "Softmax2d", "local_response_norm")
-def _along_channels(call: Call) -> Along:
+def _along_channels(call: StreamCall) -> Along:
     source = call.input()
     shape = call.shapes(source)
     return Along((source,), shape, (len(shape) - 3 if call.type == "Softmax2d" else 1,), True, call.recall())
 
 
 @rule("Linear", "linear")
-def _linear(call: Call) -> Along:
+def _linear(call: StreamCall) -> Along:
     if call.module is not None:
         refs = [call.input(), call.state("weight"), call.state("bias")]
     else:
@@ -93,7 +93,7 @@ def _linear(call: Call) -> Along:
 
 
 @rule("LayerNorm", "layer_norm", "RMSNorm", "rms_norm")
-def _layer_norm(call: Call) -> Along:
+def _layer_norm(call: StreamCall) -> Along:
     if call.module is not None:
         m: Any = call.module
         normalised, eps = m.normalized_shape, m.eps
@@ -117,9 +117,9 @@ def _layer_norm(call: Call) -> Along:
 
 
 @rule("matmul")
-def _matmul(call: Call) -> Along:
+def _matmul(call: StreamCall) -> Along:
     operands = call.tensors()
     shapes = [call.shapes(r) for r in operands]
     if len(operands) != 2 or len(shapes[1]) != 2 or call.streamed(operands[1]):
-        raise Opaque("a product of two images needs all of both")
+        raise NotStreamable("a product of two images needs all of both")
     return Along(operands, shapes[0], (len(shapes[0]) - 1,), True, call.recall(), (shapes[1],))

@@ -11,7 +11,7 @@ import torch
 
 from outcore.graph.record.recording import Ref
 from outcore.ops.region import Border, Interval, Region, sizes
-from outcore.stream.call import Call, Given, Opaque, rule
+from outcore.stream.call import NotStreamable, RuleContext, StreamCall, rule
 from outcore.stream.rules.border import Reading
 from outcore.stream.rules.pointwise import Pointwise
 from outcore.stream.rules.reshape import Reshape
@@ -36,7 +36,7 @@ class Permute:
                 found[source] = out[to]
         return (tuple(found),)
 
-    def run(self, crops: Sequence[torch.Tensor], out: Region, given: Given) -> torch.Tensor:
+    def run(self, crops: Sequence[torch.Tensor], out: Region, given: RuleContext) -> torch.Tensor:
         """Drop, permute, add."""
         kept = [d for d in self.order if d is not None]
         gone = [d for d in range(len(self.shape)) if d not in kept]
@@ -71,7 +71,7 @@ class Padding:
         n = len(self.low)
         return ((*out[: len(out) - n], *self.reading.needs(self._reach(out))),)
 
-    def run(self, crops: Sequence[torch.Tensor], out: Region, given: Given) -> torch.Tensor:
+    def run(self, crops: Sequence[torch.Tensor], out: Region, given: RuleContext) -> torch.Tensor:
         """Pad what lies outside."""
         return self.reading.read(crops[0], self._reach(out))
 
@@ -102,7 +102,7 @@ class Shuffle:
         pixels = [(a // r, -(-b // r)) if self.up else (a * r, b * r) for a, b in out[-2:]]
         return ((*out[:-3], (0, self.shape[-3]), *pixels),)
 
-    def run(self, crops: Sequence[torch.Tensor], out: Region, given: Given) -> torch.Tensor:
+    def run(self, crops: Sequence[torch.Tensor], out: Region, given: RuleContext) -> torch.Tensor:
         """Shuffle the crop and cut it."""
         if not self.up:
             return torch.nn.functional.pixel_unshuffle(crops[0], self.factor)
@@ -121,7 +121,7 @@ class Shuffle:
 
 
 @rule("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "unsqueeze", "squeeze", "T", "mT", "t")
-def _permute(call: Call) -> Permute:
+def _permute(call: StreamCall) -> Permute:
     source = call.input()
     shape = call.shapes(source)
     rest = [*call.args[1:], *call.kwargs.values()]
@@ -145,9 +145,9 @@ def _permute(call: Call) -> Permute:
 
 
 @rule("view", "reshape", "flatten", "unflatten", "Flatten", "Unflatten", "view_as", "reshape_as")
-def _reshape(call: Call) -> Reshape:
+def _reshape(call: StreamCall) -> Reshape:
     if call.type == "view" and any(isinstance(a, torch.dtype) for a in call.args):
-        raise Opaque("it reads the bytes as another dtype")
+        raise NotStreamable("it reads the bytes as another dtype")
     return Reshape((call.input(),), call.shapes(call.input()), call.shape)
 
 
@@ -155,13 +155,13 @@ def _reshape(call: Call) -> Reshape:
 class _Stretch(Pointwise):
     """Dimensions of size one stretched to what is wanted."""
 
-    def run(self, crops: Sequence[torch.Tensor], out: Region, given: Given) -> torch.Tensor:
+    def run(self, crops: Sequence[torch.Tensor], out: Region, given: RuleContext) -> torch.Tensor:
         """As large as wanted."""
         return crops[0].expand(sizes(out))
 
 
 @rule("expand", "expand_as", "broadcast_to")
-def _expand(call: Call) -> Pointwise:
+def _expand(call: StreamCall) -> Pointwise:
     source = call.input()
     return _Stretch((source,), (call.shapes(source),), len(call.shape), call.recall())
 
@@ -170,7 +170,7 @@ def _expand(call: Call) -> Pointwise:
     "pad",
     *(f"{kind}Pad{n}d" for kind in ("Zero", "Constant", "Reflection", "Replication", "Circular") for n in (1, 2, 3)),
 )
-def _pad(call: Call) -> Padding:
+def _pad(call: StreamCall) -> Padding:
     source = call.input()
     if call.module is not None:
         m: Any = call.module
@@ -184,12 +184,12 @@ def _pad(call: Call) -> Padding:
     low = tuple(reversed(amounts[0::2]))
     shape = call.shapes(source)
     if math.prod(call.shape) == 0:
-        raise Opaque("nothing is left")
+        raise NotStreamable("nothing is left")
     return Padding((source,), low, Reading(shape[len(shape) - len(low) :], border, value))
 
 
 @rule("PixelShuffle", "pixel_shuffle", "PixelUnshuffle", "pixel_unshuffle")
-def _shuffle(call: Call) -> Shuffle:
+def _shuffle(call: StreamCall) -> Shuffle:
     up = call.type in ("PixelShuffle", "pixel_shuffle")
     m: Any = call.module
     if m is not None:

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from outcore.graph.record.recording import Ref
-from outcore.ops.region import Region, Spread, Window, whole
-from outcore.stream.call import Call, Given, Opaque, rule
-from outcore.stream.execute.border_padding import Widened, windows_overhang, worthwhile
+from outcore.ops.region import Region, SlidingWindow, TransposedWindow, whole
+from outcore.stream.call import NotStreamable, RuleContext, StreamCall, rule
+from outcore.stream.execute.border_padding import WidenedInput, windows_overhang, worthwhile
 from outcore.stream.execute.conv_epilogue import finish
 from outcore.stream.rules.border import Reading, sliced
 
@@ -61,7 +61,7 @@ class Kernel:
 class Convolution(Kernel):
     """A sliding window with a weight; the crop is padded only where the image ends."""
 
-    windows: tuple[Window, ...]
+    windows: tuple[SlidingWindow, ...]
     reading: Reading
     stride: tuple[int, ...]
     dilation: tuple[int, ...]
@@ -71,16 +71,16 @@ class Convolution(Kernel):
         """The pixels under the windows, of all channels; weight and bias whole."""
         return self.beside(out, self.reading.needs(self._reach(out)))
 
-    def run(self, crops: Sequence[torch.Tensor], out: Region, given: Given) -> torch.Tensor:
+    def run(self, crops: Sequence[torch.Tensor], out: Region, given: RuleContext) -> torch.Tensor:
         """Convolve the crop, copied into one with the padding of this border."""
         return self._convolve(self.reading.read(crops[0], self._reach(out)), *crops[1:], padding=(0,) * self.dims)
 
-    def widened(self, held: Region, out: Region) -> Widened | None:
+    def widened(self, held: Region, out: Region) -> WidenedInput | None:
         """How to run on all that is held, if zeros on both sides do."""
         found = windows_overhang(self.windows, held, out) if self.holds(held, out) else None
         return found if found is not None and (self.reading.border == "zeros" or not any(found.padding)) else None
 
-    def run_widened(self, crops: Sequence[torch.Tensor], widened: Widened) -> torch.Tensor:
+    def run_widened(self, crops: Sequence[torch.Tensor], widened: WidenedInput) -> torch.Tensor:
         """Convolve all of the crop, padded on both sides."""
         return self._convolve(*crops, padding=widened.padding)
 
@@ -116,12 +116,12 @@ class Finished(Convolution):
             return super().needs(out)
         return (*replace(self, residual=False, shapes=self.shapes[:-1]).needs(out), out)
 
-    def run(self, crops: Sequence[torch.Tensor], out: Region, given: Given) -> torch.Tensor:
+    def run(self, crops: Sequence[torch.Tensor], out: Region, given: RuleContext) -> torch.Tensor:
         """Convolve, then finish in one pass."""
         x, weight, shift, *residual = crops
         return finish(super().run((x, weight), out, given), shift, residual[0] if residual else None, self.relu)
 
-    def run_widened(self, crops: Sequence[torch.Tensor], widened: Widened) -> torch.Tensor:
+    def run_widened(self, crops: Sequence[torch.Tensor], widened: WidenedInput) -> torch.Tensor:
         """The same, padded on both sides."""
         x, weight, shift, *residual = crops
         made = super().run_widened((x, weight), widened)
@@ -136,14 +136,14 @@ class Finished(Convolution):
 class TransposedConvolution(Kernel):
     """Each input pixel adds to a window of the output."""
 
-    spreads: tuple[Spread, ...]
+    spreads: tuple[TransposedWindow, ...]
     groups: int
 
     def needs(self, out: Region) -> tuple[Region, ...]:
         """The pixels that add to the wanted ones."""
         return self.beside(out, tuple(s.needs(i) for s, i in zip(self.spreads, self.pixels(out), strict=True)))
 
-    def run(self, crops: Sequence[torch.Tensor], out: Region, given: Given) -> torch.Tensor:
+    def run(self, crops: Sequence[torch.Tensor], out: Region, given: RuleContext) -> torch.Tensor:
         """Spread the crop without cutting, then cut out what is wanted; a missing end is bias alone."""
         x, weight, *bias = crops
         wanted = self.pixels(out)
@@ -157,7 +157,7 @@ class TransposedConvolution(Kernel):
         held = zip(starts, spread.shape[-self.dims :], strict=True)
         return sliced(spread, (*whole, *((a, a + n) for a, n in held)), (*whole, *wanted))
 
-    def widened(self, held: Region, out: Region) -> Widened | None:
+    def widened(self, held: Region, out: Region) -> WidenedInput | None:
         """All that is held, spread without cutting."""
         sides = []
         if not self.holds(held, out):
@@ -169,9 +169,9 @@ class TransposedConvolution(Kernel):
                 return None
             sides.append((start, stop))
         made = (*out[: -self.dims], *sides)
-        return Widened((0,) * self.dims, made) if worthwhile(made, out) else None
+        return WidenedInput((0,) * self.dims, made) if worthwhile(made, out) else None
 
-    def run_widened(self, crops: Sequence[torch.Tensor], widened: Widened) -> torch.Tensor:
+    def run_widened(self, crops: Sequence[torch.Tensor], widened: WidenedInput) -> torch.Tensor:
         """Spread all of the crop."""
         return self._spread(*crops, more=(0,) * self.dims)
 
@@ -189,7 +189,7 @@ class TransposedConvolution(Kernel):
 
 
 @rule("Conv1d", "Conv2d", "Conv3d", "conv1d", "conv2d", "conv3d")
-def _convolution(call: Call) -> Convolution:
+def _convolution(call: StreamCall) -> Convolution:
     if call.module is not None:
         m: Any = call.module
         given = {"stride": m.stride, "padding": m.padding, "dilation": m.dilation, "groups": m.groups}
@@ -219,7 +219,7 @@ def _convolution(call: Call) -> Convolution:
     else:
         low = each(padding, count)
     pixels = shapes[0][-count:]
-    windows = tuple(Window(*w) for w in zip(pixels, kernel, stride, dilation, low, strict=True))
+    windows = tuple(SlidingWindow(*w) for w in zip(pixels, kernel, stride, dilation, low, strict=True))
     return Convolution(operands, shapes, windows, Reading(pixels, border), stride, dilation, given["groups"])
 
 
@@ -231,11 +231,11 @@ def _convolution(call: Call) -> Convolution:
     "conv_transpose2d",
     "conv_transpose3d",
 )
-def _transposed(call: Call) -> TransposedConvolution:
+def _transposed(call: StreamCall) -> TransposedConvolution:
     if call.module is not None:
         m: Any = call.module
         if len(call.args) > 1 or "output_size" in call.kwargs:
-            raise Opaque("it is told its output size")
+            raise NotStreamable("it is told its output size")
         given = {"stride": m.stride, "padding": m.padding, "dilation": m.dilation, "groups": m.groups}
         refs = [call.input(), call.state("weight"), call.state("bias")]
     else:
@@ -254,5 +254,5 @@ def _transposed(call: Call) -> TransposedConvolution:
     count = len(kernel)
     stride, dilation = each(given["stride"], count), each(given["dilation"], count)
     low = each(given["padding"], count)
-    spreads = tuple(Spread(*w) for w in zip(shapes[0][-count:], kernel, stride, dilation, low, strict=True))
+    spreads = tuple(TransposedWindow(*w) for w in zip(shapes[0][-count:], kernel, stride, dilation, low, strict=True))
     return TransposedConvolution(operands, shapes, spreads, given["groups"])

@@ -16,7 +16,7 @@ from torch import nn
 
 from outcore.graph.record.recording import Ref
 from outcore.ops.region import Region, whole
-from outcore.stream.call import Call, Given, Opaque, rule
+from outcore.stream.call import NotStreamable, RuleContext, StreamCall, rule
 from outcore.stream.rules.reduce import Moments
 
 __all__ = ["Affine", "Apply", "Frozen", "Norm"]
@@ -75,7 +75,7 @@ class Frozen(_PerChannel):
     torch's own backward for this case is slow on a GPU; the affine form is not, and differs by rounding alone.
     """
 
-    def run(self, crops: Sequence[torch.Tensor], out: Region, given: Given) -> torch.Tensor:
+    def run(self, crops: Sequence[torch.Tensor], out: Region, given: RuleContext) -> torch.Tensor:
         """x * scale + shift."""
         return _scaled(crops[0], *self.scale_and_shift(*crops[1:]))
 
@@ -103,7 +103,7 @@ class Affine:
         """The same pixels of all channels."""
         return ((out[0], (0, self.shapes[0][1]), *out[2:]), *(whole(s) for s in self.shapes[1:]))
 
-    def run(self, crops: Sequence[torch.Tensor], out: Region, given: Given) -> torch.Tensor:
+    def run(self, crops: Sequence[torch.Tensor], out: Region, given: RuleContext) -> torch.Tensor:
         """x * scale + shift."""
         return _scaled(*crops)
 
@@ -127,7 +127,7 @@ class Apply(_PerChannel):
 
     groups: int
 
-    def run(self, crops: Sequence[torch.Tensor], out: Region, given: Given) -> torch.Tensor:
+    def run(self, crops: Sequence[torch.Tensor], out: Region, given: RuleContext) -> torch.Tensor:
         """(x - mean) / deviation, then the affine part."""
         x, moments, *affine = crops
         weight, bias = self._affine(affine)
@@ -150,7 +150,7 @@ class Apply(_PerChannel):
 
 @rule("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "batch_norm", "InstanceNorm1d", "InstanceNorm2d", "InstanceNorm3d")
 @rule("GroupNorm", "group_norm", "instance_norm", "SyncBatchNorm")
-def _norm(call: Call) -> Frozen | Norm:
+def _norm(call: StreamCall) -> Frozen | Norm:
     if call.module is None:
         return _functional(call)
     m: Any = call.module
@@ -160,19 +160,19 @@ def _norm(call: Call) -> Frozen | Norm:
     if not is_group and not m.training and m.running_mean is not None:
         return _frozen(call, source, call.state("running_mean"), call.state("running_var"), weight, bias, m.eps)
     if not is_batch and not is_group and m.track_running_stats:
-        raise Opaque("an instance norm that keeps running statistics has no rule; build it without them")
+        raise NotStreamable("an instance norm that keeps running statistics has no rule; build it without them")
     groups = m.num_groups if is_group else call.shapes(source)[1]
     return _by_barrier(call, source, weight, bias, m.eps, groups, is_batch, m if is_batch else None)
 
 
-def _functional(call: Call) -> Frozen | Norm:
+def _functional(call: StreamCall) -> Frozen | Norm:
     if call.type == "batch_norm":
         names = "input running_mean running_var weight bias training momentum eps"
         given = call.bound(names, weight=None, bias=None, training=False, eps=1e-5)
         if not given["training"]:
             mean, var = given["running_mean"], given["running_var"]
             return _frozen(call, given["input"], mean, var, given["weight"], given["bias"], given["eps"])
-        raise Opaque("a functional batch norm in train mode has no rule; use torch.nn.BatchNorm2d")
+        raise NotStreamable("a functional batch norm in train mode has no rule; use torch.nn.BatchNorm2d")
     if call.type == "group_norm":
         given = call.bound("input num_groups weight bias eps", weight=None, bias=None, eps=1e-5)
         groups = given["num_groups"]
@@ -181,12 +181,12 @@ def _functional(call: Call) -> Frozen | Norm:
         given = call.bound(names, running_mean=None, weight=None, bias=None, eps=1e-5)
         groups = call.shapes(given["input"])[1]
         if given["running_mean"] is not None:
-            raise Opaque("an instance norm that keeps running statistics has no rule; build it without them")
+            raise NotStreamable("an instance norm that keeps running statistics has no rule; build it without them")
     return _by_barrier(call, given["input"], given["weight"], given["bias"], given["eps"], groups, False, None)
 
 
 def _frozen(
-    call: Call, source: Ref, mean: Ref | None, var: Ref | None, weight: Ref | None, bias: Ref | None, eps: float
+    call: StreamCall, source: Ref, mean: Ref | None, var: Ref | None, weight: Ref | None, bias: Ref | None, eps: float
 ) -> Frozen:
     operands = tuple(r for r in (source, mean, var, weight, bias) if r is not None)
     shapes = tuple(call.shapes(r) for r in operands)
@@ -194,7 +194,7 @@ def _frozen(
 
 
 def _by_barrier(
-    call: Call,
+    call: StreamCall,
     source: Ref,
     weight: Ref | None,
     bias: Ref | None,

@@ -10,7 +10,7 @@ import torch
 
 from outcore.graph.record.recording import Ref
 from outcore.ops.region import Region, clip
-from outcore.stream.call import Call, Given, Opaque, rule
+from outcore.stream.call import NotStreamable, RuleContext, StreamCall, rule
 
 __all__ = ["Join", "Slice"]
 
@@ -32,7 +32,7 @@ class Join:
             start += n
         return tuple(found)
 
-    def run(self, crops: Sequence[torch.Tensor], out: Region, given: Given) -> torch.Tensor:
+    def run(self, crops: Sequence[torch.Tensor], out: Region, given: RuleContext) -> torch.Tensor:
         """Join the parts that are wanted."""
         wanted, start = [], 0
         lo, hi = out[self.dim]
@@ -69,7 +69,7 @@ class Slice:
             found.append((start + lo * step, start + (hi - 1) * step + 1))
         return (tuple(found),)
 
-    def run(self, crops: Sequence[torch.Tensor], out: Region, given: Given) -> torch.Tensor:
+    def run(self, crops: Sequence[torch.Tensor], out: Region, given: RuleContext) -> torch.Tensor:
         """Take every step-th element."""
         taken = crops[0][tuple(slice(None, None, step) if to is not None else 0 for _, step, to in self.parts)]
         kept = {to for _, _, to in self.parts}
@@ -88,25 +88,25 @@ class Slice:
 
 
 @rule("cat", "concat", "concatenate")
-def _join(call: Call) -> Join:
+def _join(call: StreamCall) -> Join:
     given = call.bound("tensors dim", dim=0)
     parts = given["tensors"]
     if not all(isinstance(p, Ref) for p in parts):
-        raise Opaque("it joins something else than tensors")
+        raise NotStreamable("it joins something else than tensors")
     dim = given["dim"] % len(call.shape)
     for part in parts:
         if dim in call.streamed(part):
-            raise Opaque("it joins images along a streamed dimension")
+            raise NotStreamable("it joins images along a streamed dimension")
     return Join(tuple(parts), tuple(call.shapes(p)[dim] for p in parts), dim)
 
 
 @rule("getitem")
-def _getitem(call: Call) -> Slice:
+def _getitem(call: StreamCall) -> Slice:
     source, index = call.input(), call.args[1]
     shape = call.shapes(source)
     index = index if isinstance(index, tuple) else (index,)
     if not all(i is None or i is Ellipsis or (isinstance(i, (int, slice)) and not isinstance(i, bool)) for i in index):
-        raise Opaque("it takes elements by a list or a mask")
+        raise NotStreamable("it takes elements by a list or a mask")
     used = sum(i is not None and i is not Ellipsis for i in index)
     if Ellipsis not in index:
         index = (*index, Ellipsis)
@@ -127,13 +127,13 @@ def _getitem(call: Call) -> Slice:
 
 
 @rule("narrow")
-def _narrow(call: Call) -> Slice:
+def _narrow(call: StreamCall) -> Slice:
     given = call.bound("input dim start length")
     return _piece(call, given["input"], given["dim"], given["start"])
 
 
 @rule("chunk", "split", "split_with_sizes", "tensor_split", "unbind")
-def _pieces(call: Call) -> Slice:
+def _pieces(call: StreamCall) -> Slice:
     given = call.bound("input count dim", dim=0)
     source, dim = given["input"], given["dim"]
     if call.type == "unbind":
@@ -146,7 +146,7 @@ def _pieces(call: Call) -> Slice:
     return _piece(call, source, dim, sum(call.lengths[: call.index]))
 
 
-def _piece(call: Call, source: Ref, dim: int, start: int) -> Slice:
+def _piece(call: StreamCall, source: Ref, dim: int, start: int) -> Slice:
     shape = call.shapes(source)
     dim %= len(shape)
     return Slice((source,), shape, tuple((start if d == dim else 0, 1, d) for d in range(len(shape))), len(shape))

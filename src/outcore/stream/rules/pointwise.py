@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from outcore.graph.record.recording import Ref
 from outcore.ops.region import Region
-from outcore.stream.call import Call, Given, Opaque, Rule, rule
+from outcore.stream.call import NotStreamable, RegionRule, RuleContext, StreamCall, rule
 from outcore.stream.rules.random import keep_mask
 
 __all__ = ["Dropout", "Pointwise"]
@@ -43,7 +43,7 @@ class Pointwise:
             for shape in self.shapes
         )
 
-    def run(self, crops: Sequence[torch.Tensor], out: Region, given: Given) -> torch.Tensor:
+    def run(self, crops: Sequence[torch.Tensor], out: Region, given: RuleContext) -> torch.Tensor:
         """The call itself."""
         made: torch.Tensor = self.again(crops)
         return made
@@ -71,7 +71,7 @@ class Dropout:
         """The same place."""
         return (out,)
 
-    def run(self, crops: Sequence[torch.Tensor], out: Region, given: Given) -> torch.Tensor:
+    def run(self, crops: Sequence[torch.Tensor], out: Region, given: RuleContext) -> torch.Tensor:
         """Keep an element, or a channel of a sample, with the chance that it is kept."""
         x = crops[0]
         region = (*out[:2], *((0, 1) for _ in out[2:])) if self.whole_channels else out
@@ -89,26 +89,26 @@ class Dropout:
 
 
 def pointwise(
-    call: Call, operands: tuple[Ref, ...], again: Callable[[Sequence[torch.Tensor]], Any] | None = None
+    call: StreamCall, operands: tuple[Ref, ...], again: Callable[[Sequence[torch.Tensor]], Any] | None = None
 ) -> Pointwise:
     """An element-wise call of these operands."""
     if not operands:
-        raise Opaque("it is called without a tensor")
+        raise NotStreamable("it is called without a tensor")
     return Pointwise(operands, tuple(call.shapes(r) for r in operands), len(call.shape), again or call.recall())
 
 
 @rule(*_MODULES.split(), *_FUNCTIONS.split())
-def _elementwise(call: Call) -> Pointwise:
+def _elementwise(call: StreamCall) -> Pointwise:
     return pointwise(call, call.tensors())
 
 
 @rule("PReLU", "prelu")
-def _prelu(call: Call) -> Pointwise:
+def _prelu(call: StreamCall) -> Pointwise:
     weight: Any = call.state("weight") if call.module is not None else call.bound("input weight")["weight"]
     source = call.input()
     rank = len(call.shape)
     if call.shapes(weight) != (1,) and rank > 1 and call.streamed(source) & {1}:
-        raise Opaque("its weight runs along a streamed dimension")
+        raise NotStreamable("its weight runs along a streamed dimension")
 
     def again(crops: Sequence[torch.Tensor]) -> torch.Tensor:
         return F.prelu(crops[0], crops[1].reshape(-1))
@@ -134,7 +134,7 @@ class _Weighted(Pointwise):
     *(f"{name}" for name in ("Dropout", "Dropout1d", "Dropout2d", "Dropout3d")),
     *(f"{name}" for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "AlphaDropout", "FeatureAlphaDropout")),
 )
-def _dropout(call: Call) -> Rule:
+def _dropout(call: StreamCall) -> RegionRule:
     source = call.input()
     if call.module is not None:
         rate, active = float(call.module.p), call.module.training  # type: ignore[arg-type]
@@ -144,5 +144,5 @@ def _dropout(call: Call) -> Rule:
     if not active or rate == 0:
         return pointwise(call, (source,), lambda crops: crops[0])
     if "Alpha" in call.type:
-        raise Opaque("alpha dropout has no rule")
+        raise NotStreamable("alpha dropout has no rule")
     return Dropout((source,), call.name, call.shape, rate, call.type[-2:] in ("1d", "2d", "3d"))

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from outcore.graph.record.recording import Ref
-from outcore.ops.region import Bins, Interval, Region, Window
-from outcore.stream.call import Call, Given, Opaque, Reduction, Rule, rule
-from outcore.stream.execute.border_padding import Widened, windows_overhang
+from outcore.ops.region import AdaptiveWindow, Interval, Region, SlidingWindow
+from outcore.stream.call import NotStreamable, Reduction, RegionRule, RuleContext, StreamCall, rule
+from outcore.stream.execute.border_padding import WidenedInput, windows_overhang
 from outcore.stream.rules.border import Reading
 from outcore.stream.rules.convolve import each
 from outcore.stream.rules.reduce import Largest, Mean
@@ -27,7 +27,7 @@ _AVERAGE = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 @dataclass(frozen=True)
 class _Sliding:
     operands: tuple[Ref, ...]
-    windows: tuple[Window, ...]
+    windows: tuple[SlidingWindow, ...]
     reading: Reading
 
     def needs(self, out: Region) -> tuple[Region, ...]:
@@ -54,18 +54,18 @@ class _Sliding:
 class MaxPool(_Sliding):
     """The largest under each window; nothing beyond the border counts."""
 
-    def run(self, crops: Sequence[torch.Tensor], out: Region, given: Given) -> torch.Tensor:
+    def run(self, crops: Sequence[torch.Tensor], out: Region, given: RuleContext) -> torch.Tensor:
         """Pool the crop, padded with minus infinity where the image ends."""
         return self._pool(self.reading.read(crops[0], self._reach(out)), (0,) * len(self.windows))
 
-    def widened(self, held: Region, out: Region) -> Widened | None:
+    def widened(self, held: Region, out: Region) -> WidenedInput | None:
         """How to run on all that is held, if the pool's own padding does."""
         count = len(self.windows)
         found = windows_overhang(self.windows, held, out) if held[:-count] == out[:-count] else None
         fits = found is not None and all(2 * p <= w.kernel for p, w in zip(found.padding, self.windows, strict=True))
         return found if fits else None
 
-    def run_widened(self, crops: Sequence[torch.Tensor], widened: Widened) -> torch.Tensor:
+    def run_widened(self, crops: Sequence[torch.Tensor], widened: WidenedInput) -> torch.Tensor:
         """Pool all of the crop, padded on both sides."""
         return self._pool(crops[0], widened.padding)
 
@@ -84,7 +84,7 @@ class AveragePool(_Sliding):
     counts_padding: bool
     divisor: int | None
 
-    def run(self, crops: Sequence[torch.Tensor], out: Region, given: Given) -> torch.Tensor:
+    def run(self, crops: Sequence[torch.Tensor], out: Region, given: RuleContext) -> torch.Tensor:
         """Pool the crop; at a border, the sum by the number of elements that count there."""
         x = self.reading.read(crops[0], self._reach(out))
         kernel, stride = [w.kernel for w in self.windows], [w.stride for w in self.windows]
@@ -102,7 +102,7 @@ class AveragePool(_Sliding):
             mean = mean * factor.view(shape)
         return mean
 
-    def _counts(self, window: Window, wanted: Interval, high: int) -> list[int]:
+    def _counts(self, window: SlidingWindow, wanted: Interval, high: int) -> list[int]:
         """How many elements count under each window."""
         found = []
         for i in range(*wanted):
@@ -124,14 +124,14 @@ class AdaptiveAverage:
     """Means over bins whose sizes differ by one."""
 
     operands: tuple[Ref, ...]
-    bins: tuple[Bins, ...]
+    bins: tuple[AdaptiveWindow, ...]
 
     def needs(self, out: Region) -> tuple[Region, ...]:
         """The elements of the bins."""
         n = len(self.bins)
         return ((*out[:-n], *(b.needs(i) for b, i in zip(self.bins, out[-n:], strict=True))),)
 
-    def run(self, crops: Sequence[torch.Tensor], out: Region, given: Given) -> torch.Tensor:
+    def run(self, crops: Sequence[torch.Tensor], out: Region, given: RuleContext) -> torch.Tensor:
         """Average along one dimension after the other."""
         x = crops[0]
         first = x.dim() - len(self.bins)
@@ -152,7 +152,7 @@ class AdaptiveAverage:
         return out
 
 
-def _windows(call: Call, count: int) -> tuple[Ref, tuple[Window, ...], dict[str, Any]]:
+def _windows(call: StreamCall, count: int) -> tuple[Ref, tuple[SlidingWindow, ...], dict[str, Any]]:
     if call.module is not None:
         m: Any = call.module
         given = {
@@ -162,7 +162,7 @@ def _windows(call: Call, count: int) -> tuple[Ref, tuple[Window, ...], dict[str,
         }
         source = call.input()
         if getattr(m, "return_indices", False):
-            raise Opaque("it returns indices")
+            raise NotStreamable("it returns indices")
     else:
         names = "input kernel_size stride padding dilation ceil_mode return_indices"
         if "avg" in call.type:
@@ -170,23 +170,23 @@ def _windows(call: Call, count: int) -> tuple[Ref, tuple[Window, ...], dict[str,
         given = call.bound(names)
         source = given["input"]
         if given.get("return_indices"):
-            raise Opaque("it returns indices")
+            raise NotStreamable("it returns indices")
     kernel = each(given["kernel_size"], count)
     stride = each(given["stride"], count) if given.get("stride") not in (None, [], ()) else kernel
     low = each(given.get("padding", 0), count)
     dilation = each(given.get("dilation", 1), count)
     pixels = call.shapes(source)[-count:]
-    return source, tuple(Window(*w) for w in zip(pixels, kernel, stride, dilation, low, strict=True)), given
+    return source, tuple(SlidingWindow(*w) for w in zip(pixels, kernel, stride, dilation, low, strict=True)), given
 
 
 @rule(*(f"{name}{n}d" for n in (1, 2, 3) for name in ("MaxPool", "max_pool")))
-def _max_pool(call: Call) -> MaxPool:
+def _max_pool(call: StreamCall) -> MaxPool:
     source, windows, _ = _windows(call, int(call.type[-2]))
     return MaxPool((source,), windows, Reading(tuple(w.size for w in windows), "constant", float("-inf")))
 
 
 @rule(*(f"{name}{n}d" for n in (1, 2, 3) for name in ("AvgPool", "avg_pool")))
-def _average_pool(call: Call) -> AveragePool:
+def _average_pool(call: StreamCall) -> AveragePool:
     source, windows, given = _windows(call, int(call.type[-2]))
     return AveragePool(
         (source,),
@@ -202,17 +202,17 @@ def _average_pool(call: Call) -> AveragePool:
     *(f"{name}{n}d" for n in (1, 2, 3) for name in ("AdaptiveAvgPool", "adaptive_avg_pool")),
     *(f"{name}{n}d" for n in (1, 2, 3) for name in ("AdaptiveMaxPool", "adaptive_max_pool")),
 )
-def _adaptive(call: Call) -> Rule | Reduction:
+def _adaptive(call: StreamCall) -> RegionRule | Reduction:
     source = call.input()
     count = int(call.type[-2])
     shape = call.shapes(source)
     dims = tuple(range(len(shape) - count, len(shape)))
-    bins = tuple(Bins(n, m) for n, m in zip(shape[-count:], call.shape[-count:], strict=True))
+    bins = tuple(AdaptiveWindow(n, m) for n, m in zip(shape[-count:], call.shape[-count:], strict=True))
     maximum = "max" in call.type.lower()
     if getattr(call.module, "return_indices", False) or "return_indices" in call.kwargs:
-        raise Opaque("it returns indices")
+        raise NotStreamable("it returns indices")
     if all(b.bins == 1 for b in bins):
         return (Largest if maximum else Mean)((source,), shape, dims, True, call.dtype)
     if maximum:
-        raise Opaque("an adaptive maximum with several bins has no rule; use MaxPool with a kernel")
+        raise NotStreamable("an adaptive maximum with several bins has no rule; use MaxPool with a kernel")
     return AdaptiveAverage((source,), bins)

@@ -17,7 +17,7 @@ import torch
 
 from outcore.graph.record.recording import Ref
 from outcore.ops.region import Region
-from outcore.stream.call import Call, Opaque, Rule, rule
+from outcore.stream.call import NotStreamable, RegionRule, StreamCall, rule
 from outcore.stream.rules.along_dims import Along
 
 __all__ = ["Largest", "Mean", "Moments"]
@@ -169,7 +169,7 @@ class Moments:
 
 
 @rule("mean", "sum")
-def _reduction(call: Call) -> Rule | Mean:
+def _reduction(call: StreamCall) -> RegionRule | Mean:
     given = call.bound("input dim keepdim", dim=None, keepdim=False)
     source, dims = given["input"], given["dim"]
     shape = call.shapes(source)
@@ -179,5 +179,5 @@ def _reduction(call: Call) -> Rule | Mean:
     if not call.streamed(source) & set(dims):
         return Along((source,), shape, dims, given["keepdim"], call.recall())
     if given.get("dtype") is not None:
-        raise Opaque(f"{call.type} into another dtype has no rule")
+        raise NotStreamable(f"{call.type} into another dtype has no rule")
     return Mean((source,), shape, dims, given["keepdim"], call.dtype, total=call.type == "sum")

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from outcore.graph.record.recording import Ref
-from outcore.ops.region import Bins, Interval, Region, Resample
-from outcore.stream.call import Call, Given, Opaque, Rule, rule
+from outcore.ops.region import AdaptiveWindow, InterpolationWindow, Interval, Region
+from outcore.stream.call import NotStreamable, RegionRule, RuleContext, StreamCall, rule
 from outcore.stream.rules.pool import AdaptiveAverage
 
 __all__ = ["Interpolation"]
@@ -24,7 +24,7 @@ class Interpolation:
     """Weighted sums of a few neighbours, at positions that follow from the size of the whole image."""
 
     operands: tuple[Ref, ...]
-    along: tuple[Resample, ...]
+    along: tuple[InterpolationWindow, ...]
     mode: str
 
     def needs(self, out: Region) -> tuple[Region, ...]:
@@ -32,7 +32,7 @@ class Interpolation:
         n = len(self.along)
         return ((*out[:-n], *(r.needs(i) for r, i in zip(self.along, out[-n:], strict=True))),)
 
-    def run(self, crops: Sequence[torch.Tensor], out: Region, given: Given) -> torch.Tensor:
+    def run(self, crops: Sequence[torch.Tensor], out: Region, given: RuleContext) -> torch.Tensor:
         """torch's own where positions repeat with the factor; else sums along one dimension after the other."""
         n = len(self.along)
         factors = [r.factor for r in self.along]
@@ -63,7 +63,7 @@ class Interpolation:
         return tuple(found)
 
 
-def _along(x: torch.Tensor, dim: int, resample: Resample, start: int, wanted: Interval) -> torch.Tensor:
+def _along(x: torch.Tensor, dim: int, resample: InterpolationWindow, start: int, wanted: Interval) -> torch.Tensor:
     taps = [resample.taps(i) for i in range(*wanted)]
     shape = [1] * x.dim()
     shape[dim] = -1
@@ -80,7 +80,7 @@ def _along(x: torch.Tensor, dim: int, resample: Resample, start: int, wanted: In
 
 
 @rule("interpolate", "upsample", "Upsample", "UpsamplingNearest2d", "UpsamplingBilinear2d")
-def _interpolation(call: Call) -> Rule:
+def _interpolation(call: StreamCall) -> RegionRule:
     source = call.input()
     if call.module is not None:
         m: Any = call.module
@@ -102,17 +102,17 @@ def _interpolation(call: Call) -> Rule:
             antialias=False,
         )
     if given.get("antialias"):
-        raise Opaque("antialiased interpolation has no rule; leave out antialias=True")
+        raise NotStreamable("antialiased interpolation has no rule; leave out antialias=True")
     shape = call.shapes(source)
     count = len(shape) - 2
     pairs = list(zip(shape[2:], call.shape[2:], strict=True))
     if given["mode"] == "area":
-        return AdaptiveAverage((source,), tuple(Bins(n, m) for n, m in pairs))
+        return AdaptiveAverage((source,), tuple(AdaptiveWindow(n, m) for n, m in pairs))
     scales = given["scale_factor"]
     if scales is None or given["recompute_scale_factor"] or given["size"] is not None:
         scales = (None,) * count
     scales = tuple(scales) if isinstance(scales, (tuple, list)) else (float(scales),) * count
     kind = _KINDS.get(given["mode"], given["mode"])
     align = bool(given["align_corners"])
-    along = tuple(Resample(n, m, kind, align, s) for (n, m), s in zip(pairs, scales, strict=True))
+    along = tuple(InterpolationWindow(n, m, kind, align, s) for (n, m), s in zip(pairs, scales, strict=True))
     return Interpolation((source,), along, given["mode"])

@@ -19,7 +19,7 @@ import torch
 
 from outcore.graph.record.recording import Ref
 from outcore.ops.region import Interval, Region, sizes
-from outcore.stream.call import Given, Opaque
+from outcore.stream.call import NotStreamable, RuleContext
 
 __all__ = ["Reshape"]
 
@@ -50,7 +50,7 @@ class Reshape:
                 found[dim] = interval
         return (tuple(found),)
 
-    def run(self, crops: Sequence[torch.Tensor], out: Region, given: Given) -> torch.Tensor:
+    def run(self, crops: Sequence[torch.Tensor], out: Region, given: RuleContext) -> torch.Tensor:
         """Each group flat, cut to the run, in its new shape, cut to what is wanted."""
         (held,) = self.needs(out)
         flat = crops[0].reshape([math.prod(sizes(tuple(held[d] for d in old))) for old, _ in self.groups])
@@ -102,7 +102,7 @@ def _groups(shape: tuple[int, ...], new_shape: tuple[int, ...]) -> list[Group]:
                 new.append(j)
                 b, j = b * new_shape[j], j + 1
             else:
-                raise Opaque(f"no way from shape {shape} to {new_shape}")
+                raise NotStreamable(f"no way from shape {shape} to {new_shape}")
         found.append((tuple(old), tuple(new)))
     return found
 

@@ -21,7 +21,7 @@ from outcore.errors import ConfigError, DataError
 from outcore.train.settings.config import DataConfig
 
 __all__ = [
-    "Cropped",
+    "CroppedSource",
     "Examples",
     "OwnExamples",
     "SlideExamples",
@@ -48,7 +48,7 @@ class Examples(Protocol):
 
 
 @dataclass(frozen=True)
-class Cropped:
+class CroppedSource:
     """A window of a source."""
 
     source: Source
@@ -108,7 +108,7 @@ class SlideExamples:
         mask: Any = None if example.mask is None else at_scale(example.mask, self.config)
         if self.config.crop is not None:
             box = self._window(image.shape[1:], row, epoch if training else None)
-            image, mask = Cropped(image, box), None if mask is None else Cropped(mask, box)
+            image, mask = CroppedSource(image, box), None if mask is None else CroppedSource(mask, box)
         if self.config.resize is not None:
             image = resized(image, self.config.resize)
         if mask is not None:

@@ -15,11 +15,11 @@ from outcore.train.examples.feed import Feed, JobFeed, MicroBatch
 from outcore.train.run_folder.folder import RunFolder
 from outcore.train.settings.config import Config
 
-__all__ = ["Supply", "find_supply", "with_batch"]
+__all__ = ["ExampleSupply", "find_supply", "with_batch"]
 
 
 @dataclass(frozen=True)
-class Supply:
+class ExampleSupply:
     """Where examples come from, before it is known who will run them."""
 
     train: Any
@@ -120,19 +120,19 @@ def with_batch(config: Config, job: Job, folder: RunFolder, ranks: int) -> Confi
     return replace(config, train=replace(config.train, batch=ranks)) if own < ranks else config
 
 
-def find_supply(config: Config, job: Job) -> Supply:
+def find_supply(config: Config, job: Job) -> ExampleSupply:
     """Examples as the settings and the job name them."""
     batch = config.train.batch or job.size
     if config.data.train is not None:
         train_examples, validation = find_tables(config.data, config.train.seed)
-        return Supply(train_examples, validation, len(train_examples), config.train.batch or 1)
+        return ExampleSupply(train_examples, validation, len(train_examples), config.train.batch or 1)
     if job.dataset is not None:
         own = OwnExamples(job.dataset("train"), "dataset('train')")
         held = job.dataset("validation")
         checked = None if held is None else OwnExamples(held, "dataset('validation')")
-        return Supply(own, checked, len(own), batch)
+        return ExampleSupply(own, checked, len(own), batch)
     if config.train.steps is None:
         raise ConfigError(
             f"{job.name} makes its own batches; say how many steps an epoch has: train.steps=100, or --data"
         )
-    return Supply(None, None, 0, batch)
+    return ExampleSupply(None, None, 0, batch)

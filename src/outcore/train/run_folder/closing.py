@@ -19,16 +19,16 @@ from outcore.machine.units import counted
 from outcore.program import chart, save_trace
 from outcore.report import page, run_bundle
 from outcore.run.ranks.world import identify
-from outcore.train.examples.supply import Supply
+from outcore.train.examples.supply import ExampleSupply
 from outcore.train.launch import COMMAND
-from outcore.train.loop import Ending, Loop
+from outcore.train.loop import Loop, RunEnd
 from outcore.train.run_folder.folder import RunFolder, replace
-from outcore.train.start import Forecast
+from outcore.train.start import RunForecast
 
 __all__ = ["environment", "say_ending", "typed_command", "write_beginning", "write_ending", "write_report"]
 
 
-def write_beginning(loop: Loop, expected: Forecast) -> None:
+def write_beginning(loop: Loop, expected: RunForecast) -> None:
     """Put down what was decided and expected, before the first step."""
     folder = loop.folder
     folder.note(
@@ -62,7 +62,7 @@ def _class_counts(loop: Loop) -> dict[str, int]:
     return {str(label): labels.count(label) for label in sorted(set(labels))}
 
 
-def write_ending(loop: Loop, supply: Supply, ended: str, time_s: float) -> None:
+def write_ending(loop: Loop, supply: ExampleSupply, ended: str, time_s: float) -> None:
     """Put down how it ended, and list the bad slides."""
     folder, where = loop.folder, loop.position
     folder.note(
@@ -92,7 +92,7 @@ def write_report(folder: RunFolder) -> Path:
     return folder.report
 
 
-def say_ending(loop: Loop, supply: Supply, ending: Ending, console: Console) -> None:
+def say_ending(loop: Loop, supply: ExampleSupply, ending: RunEnd, console: Console) -> None:
     """Tell what happened, trouble first."""
     where = loop.position
     for bad in supply.bad:

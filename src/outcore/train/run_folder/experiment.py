@@ -27,7 +27,7 @@ from torch import nn
 
 from outcore.graph import Graph
 from outcore.train.examples.examples import OwnExamples, SlideExamples
-from outcore.train.examples.supply import Supply
+from outcore.train.examples.supply import ExampleSupply
 
 __all__ = ["changes", "describe"]
 
@@ -36,7 +36,7 @@ _MOST_NUMBERS = 1 << 22
 
 
 def describe(
-    graph: Graph | None, model: nn.Module | None, loss: Callable[[Any, Any], Any], targets: Any, supply: Supply
+    graph: Graph | None, model: nn.Module | None, loss: Callable[[Any, Any], Any], targets: Any, supply: ExampleSupply
 ) -> dict[str, Any]:
     """The fingerprints of a run; a part that cannot be known is None, and not compared."""
     network = None if graph is None or model is None else [graph.fingerprint, _digest(_options(model))]

@@ -20,12 +20,12 @@ from outcore.errors import ConfigError
 from outcore.train.run_folder.folder import RunFolder, replace
 from outcore.train.settings.config import Config
 
-__all__ = ["Journal", "Table"]
+__all__ = ["CsvTable", "Journal"]
 
 STEPS = ("step", "epoch", "loss", "learning_rate", "gradient_norm", "time_s", "examples_per_s", "memory_bytes")
 
 
-class Sink(Protocol):
+class JournalSink(Protocol):
     """Another place for figures."""
 
     name: str
@@ -37,7 +37,7 @@ class Sink(Protocol):
         """The run has ended."""
 
 
-class Table:
+class CsvTable:
     """A CSV file that grows by rows."""
 
     def __init__(self, path: Path, columns: Sequence[str]) -> None:
@@ -77,8 +77,8 @@ class Journal:
     """All places where the figures of a run go."""
 
     def __init__(self, folder: RunFolder, config: Config, figures: Sequence[str]) -> None:
-        self.steps = Table(folder.steps, STEPS)
-        self.epochs = Table(folder.epochs, ("epoch", "step", "loss", *figures, "learning_rate", "time_s"))
+        self.steps = CsvTable(folder.steps, STEPS)
+        self.epochs = CsvTable(folder.epochs, ("epoch", "step", "loss", *figures, "learning_rate", "time_s"))
         self._every = config.log.every_steps
         self._sinks = _sinks(folder, config)
 
@@ -179,12 +179,12 @@ class _Mlflow:
         self._mlflow.end_run()
 
 
-def _sinks(folder: RunFolder, config: Config) -> list[Sink]:
+def _sinks(folder: RunFolder, config: Config) -> list[JournalSink]:
     wanted = {"tensorboard": config.log.tensorboard, "wandb": config.log.wandb, "mlflow": config.log.mlflow}
     for name, asked in wanted.items():
         if asked and importlib.util.find_spec(name) is None:
             raise ConfigError(f"log.{name} was asked for and {name} is not installed; type: pip install {name}")
-    made: dict[str, Callable[[], Sink]] = {
+    made: dict[str, Callable[[], JournalSink]] = {
         "tensorboard": lambda: _TensorBoard(folder.path / "tensorboard"),
         "wandb": lambda: _Wandb(str(config.log.wandb), folder, config),
         "mlflow": lambda: _Mlflow(str(config.log.mlflow), folder),
@@ -192,7 +192,7 @@ def _sinks(folder: RunFolder, config: Config) -> list[Sink]:
     return [_started(name, made[name]) for name, asked in wanted.items() if asked]
 
 
-def _started(name: str, make: Callable[[], Sink]) -> Sink:
+def _started(name: str, make: Callable[[], JournalSink]) -> JournalSink:
     try:
         return make()
     except Exception as error:

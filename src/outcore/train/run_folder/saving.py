@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outcore.run.checkpoint.files import Files, commit, write
+from outcore.run.checkpoint.files import RankFiles, commit, write
 from outcore.run.checkpoint.restore import find_checkpoint
 from outcore.run.checkpoint.training_state import (
     generators,
@@ -60,7 +60,9 @@ def save_state(
         "loader": None,
         "extra": plain(extra, "the state of the run"),
     }
-    files = Files({"weights-00001-of-00001.safetensors": _weights(model)}, {"state-00001-of-00001.safetensors": state})
+    files = RankFiles(
+        {"weights-00001-of-00001.safetensors": _weights(model)}, {"state-00001-of-00001.safetensors": state}
+    )
     world = _alone()
     commit(world, write(world, path, step, files, document, keep=keep, wait=True))
 

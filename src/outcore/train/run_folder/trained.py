@@ -21,11 +21,11 @@ from outcore.train.examples.examples import at_scale, resized
 from outcore.train.run_folder.folder import RunFolder
 from outcore.train.settings.config import Config, DataConfig
 
-__all__ = ["Trained", "read_image"]
+__all__ = ["TrainedNetwork", "read_image"]
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedNetwork:
     """Weights by the model's own names, and the settings they were trained under."""
 
     source: Path
@@ -37,7 +37,7 @@ class Trained:
     """Names of the classes, where the run knew them."""
 
     @classmethod
-    def read(cls, path: Path) -> Trained:
+    def read(cls, path: Path) -> TrainedNetwork:
         """From a file of safetensors, a checkpoint, or the folder of a run, whose best weights are taken.
 
         >>> Trained.read(Path("/nowhere"))

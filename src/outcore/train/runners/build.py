@@ -26,7 +26,7 @@ from outcore.train.runners.runner import PlainRunner, default_loss
 from outcore.train.settings.config import Config
 from outcore.train.settings.precision import PRECISIONS
 from outcore.train.settings.schedules import make_optimizer
-from outcore.train.start import Forecast, device_here, forecast
+from outcore.train.start import RunForecast, device_here, forecast
 
 __all__ = ["build_runner"]
 
@@ -35,8 +35,8 @@ _TIMEOUT_S = 300.0
 
 
 def build_runner(
-    config: Config, job: Job, expected: Forecast, first: MicroBatch, folder: RunFolder, *, apart: bool = False
-) -> tuple[PlainRunner | EngineRunner, Forecast]:
+    config: Config, job: Job, expected: RunForecast, first: MicroBatch, folder: RunFolder, *, apart: bool = False
+) -> tuple[PlainRunner | EngineRunner, RunForecast]:
     """What will make the steps, and the forecast with what was decided.
 
     Args:
@@ -56,8 +56,8 @@ def build_runner(
 
 
 def _plain(
-    config: Config, job: Job, expected: Forecast, first: MicroBatch, folder: RunFolder
-) -> tuple[PlainRunner, Forecast]:
+    config: Config, job: Job, expected: RunForecast, first: MicroBatch, folder: RunFolder
+) -> tuple[PlainRunner, RunForecast]:
     torch.manual_seed(config.train.seed)
     device = device_here(config.train.device)[0]
     model = job.build().to(device).train()
@@ -78,8 +78,8 @@ def _plain(
 
 
 def _engine(
-    config: Config, job: Job, expected: Forecast, first: MicroBatch, folder: RunFolder
-) -> tuple[PlainRunner | EngineRunner, Forecast]:
+    config: Config, job: Job, expected: RunForecast, first: MicroBatch, folder: RunFolder
+) -> tuple[PlainRunner | EngineRunner, RunForecast]:
     from outcore.run import Engine
 
     world = World.join(timeout_s=_TIMEOUT_S)
@@ -116,8 +116,8 @@ def _engine(
 
 
 def _replicas(
-    config: Config, job: Job, expected: Forecast, first: MicroBatch, folder: RunFolder, world: World
-) -> tuple[PlainRunner, Forecast]:
+    config: Config, job: Job, expected: RunForecast, first: MicroBatch, folder: RunFolder, world: World
+) -> tuple[PlainRunner, RunForecast]:
     """The whole network on every rank, each on its own share, within the budget or in tiles as it would be alone."""
     if config.data.on_bad == "skip":
         raise TrainError("data.on_bad=skip cannot be had where every rank reads its own slides; use data.on_bad=raise")
@@ -162,7 +162,7 @@ def _one_share(first: MicroBatch, ranks: int) -> MicroBatch:
     return replace(first, inputs=cut(first.inputs), names=first.names[:share], rows=first.rows[:share])
 
 
-def _agreed(config: Config, expected: Forecast, world: World) -> Plan | None:
+def _agreed(config: Config, expected: RunForecast, world: World) -> Plan | None:
     """The plan of the first rank, on all; None where every rank is to run the whole network within the budget.
 
     Where there is neither the others leave silently: one message is enough.
@@ -185,14 +185,14 @@ def _agreed(config: Config, expected: Forecast, world: World) -> Plan | None:
     return None if found == "apart" else Plan.from_json(found)
 
 
-def _may_run_apart(config: Config, expected: Forecast, ranks: int) -> bool:
+def _may_run_apart(config: Config, expected: RunForecast, ranks: int) -> bool:
     """Whether each rank can have examples of its own, and nobody asked for stages."""
     asked = config.plan.file is not None or config.plan.schedule is not None
     samples = expected.shapes[0][0] if expected.shapes and expected.shapes[0] else 0
     return not asked and config.plan.memory is not None and samples >= ranks and samples % ranks == 0
 
 
-def _plan(config: Config, expected: Forecast, ranks: int) -> Plan:
+def _plan(config: Config, expected: RunForecast, ranks: int) -> Plan:
     """The plan that was given, or one made here."""
     if config.plan.file is not None:
         return Plan.load(config.plan.file)

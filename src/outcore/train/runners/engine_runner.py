@@ -15,7 +15,7 @@ from outcore.run import Engine
 from outcore.run.engine.update import LossScale
 from outcore.run.ranks.world import World
 from outcore.train.examples.feed import MicroBatch
-from outcore.train.runners.runner import Outcome
+from outcore.train.runners.runner import StepOutcome
 
 __all__ = ["EngineRunner", "finite_only"]
 
@@ -44,7 +44,7 @@ class EngineRunner:
         self._peak: int | None = None
         self._steps = 0
 
-    def step(self, micro_batches: Sequence[MicroBatch]) -> Outcome:
+    def step(self, micro_batches: Sequence[MicroBatch]) -> StepOutcome:
         """As many steps of the engine as it accumulates; the update comes with the last."""
         engine = self.engine
         self._steps += 1
@@ -61,7 +61,7 @@ class EngineRunner:
             self._peak = max(engine.timeline().peak_bytes)
             engine.count_memory(False)
         updated = engine.update.skipped == skipped
-        return Outcome(sum(losses) / len(losses), engine.update.norm, updated)
+        return StepOutcome(sum(losses) / len(losses), engine.update.norm, updated)
 
     def evaluate(self, micro_batch: MicroBatch) -> tuple[float, Any]:
         """The loss, and the output on the first rank, where it is small enough to be sent there."""

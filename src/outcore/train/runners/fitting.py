@@ -21,16 +21,16 @@ from outcore.planner.memory.plan import MemoryPlan
 from outcore.train.run_folder.folder import RunFolder
 from outcore.train.settings.config import Config
 from outcore.train.settings.precision import computing
-from outcore.train.start import Forecast, device_here
+from outcore.train.start import RunForecast, device_here
 
-__all__ = ["Fit", "fit", "refit"]
+__all__ = ["FittedModel", "fit", "refit"]
 
 _MORE_ROOM = 0.85
 """Share of a budget that a second plan may use, after the first ran out of memory."""
 
 
 @dataclass(frozen=True)
-class Fit:
+class FittedModel:
     """A model that fits, and what was decided for it."""
 
     model: nn.Module
@@ -42,14 +42,16 @@ class Fit:
     plan: Plan | None = None
     """The tiles, where there are any: a run that goes on takes them again."""
 
-    def added(self, expected: Forecast) -> Forecast:
+    def added(self, expected: RunForecast) -> RunForecast:
         """The forecast with what was decided."""
         return replace(
             expected, decisions=self.decisions, planned_step_s=self.step_s, planned_peak_bytes=self.peak_bytes
         )
 
 
-def fit(model: nn.Module, job: Job, config: Config, expected: Forecast, inputs: Any, folder: RunFolder) -> Fit:
+def fit(
+    model: nn.Module, job: Job, config: Config, expected: RunForecast, inputs: Any, folder: RunFolder
+) -> FittedModel:
     """Fit a model on its device into the budget; without one, into the device as it is."""
     budget = parse_bytes(config.plan.memory) if config.plan.memory else None
     if config.plan.file is not None:
@@ -57,10 +59,10 @@ def fit(model: nn.Module, job: Job, config: Config, expected: Forecast, inputs: 
     if config.plan.tile is not None:
         return _tiled(model, config.plan.tile)
     if budget is None:
-        return Fit(model)
+        return FittedModel(model)
     if expected.peak_bytes is not None and expected.peak_bytes <= budget:
         said = f"a plain step needs {format_bytes(expected.peak_bytes)} of the {format_bytes(budget)} allowed"
-        return Fit(model, decisions=(("budget", said),), step_s=expected.step_s, peak_bytes=expected.peak_bytes)
+        return FittedModel(model, decisions=(("budget", said),), step_s=expected.step_s, peak_bytes=expected.peak_bytes)
     before = Plan.load(folder.plan) if folder.plan.exists() else None
     if before is not None and before.stream is not None and before.memory_bytes == budget:
         if expected.graph is not None and before.graph == expected.graph.fingerprint:
@@ -72,11 +74,11 @@ def fit(model: nn.Module, job: Job, config: Config, expected: Forecast, inputs: 
 
 
 def refit(
-    model: nn.Module, job: Job, config: Config, expected: Forecast, inputs: Any
-) -> Callable[[], tuple[Fit, str] | None]:
+    model: nn.Module, job: Job, config: Config, expected: RunForecast, inputs: Any
+) -> Callable[[], tuple[FittedModel, str] | None]:
     """What to do when memory runs out: plan again for a smaller budget."""
 
-    def again() -> tuple[Fit, str] | None:
+    def again() -> tuple[FittedModel, str] | None:
         allowed = parse_bytes(config.plan.memory) if config.plan.memory else expected.capacity_bytes
         if allowed is None:
             return None
@@ -93,8 +95,8 @@ def refit(
 
 
 def _within_or_streamed(
-    model: nn.Module, job: Job, config: Config, expected: Forecast, inputs: Any, budget: int
-) -> Fit:
+    model: nn.Module, job: Job, config: Config, expected: RunForecast, inputs: Any, budget: int
+) -> FittedModel:
     shape = expected.shapes[0] if expected.shapes else ()
     image_bytes = 4 * int(torch.Size(shape).numel())
     refused = []
@@ -111,7 +113,7 @@ def _within_or_streamed(
     raise TrainError(f"a plain step needs {needs}, the budget is {format_bytes(budget)}; {'; '.join(refused)}")
 
 
-def _within(model: nn.Module, job: Job, config: Config, expected: Forecast, budget: int) -> Fit:
+def _within(model: nn.Module, job: Job, config: Config, expected: RunForecast, budget: int) -> FittedModel:
     from outcore.train.settings.schedules import make_optimizer
     from outcore.within import memory_plan, within
 
@@ -130,28 +132,30 @@ def _within(model: nn.Module, job: Job, config: Config, expected: Forecast, budg
     peak = plan.peak_bytes + beside
     said = f"{format_bytes(peak)} at {plan.slowdown:.2f}x the time of a plain step; saved values: {shown}"
     step_s = None if expected.step_s is None else expected.step_s * plan.slowdown
-    return Fit(model, False, (("within", said),), step_s, peak)
+    return FittedModel(model, False, (("within", said),), step_s, peak)
 
 
-def _loss_bytes(expected: Forecast) -> int:
+def _loss_bytes(expected: RunForecast) -> int:
     """What a loss holds beside the model's output: about one number for each of it, as cross-entropy does."""
     graph = expected.graph
     return 0 if graph is None else sum(4 * torch.Size(graph.values[v].shape).numel() for v in graph.outputs)
 
 
-def _streamed(model: nn.Module, job: Job, config: Config, expected: Forecast, inputs: Any, budget: int) -> Fit:
+def _streamed(
+    model: nn.Module, job: Job, config: Config, expected: RunForecast, inputs: Any, budget: int
+) -> FittedModel:
     from outcore.train.runners.tiling import plan_stream
 
     return _by_plan(model, plan_stream(model, job, config, expected, inputs, budget))
 
 
-def _by_plan(model: nn.Module, plan: Plan) -> Fit:
+def _by_plan(model: nn.Module, plan: Plan) -> FittedModel:
     """Tiles as a plan says them."""
     from outcore.train.runners.tiling import apply_tiles
 
     expected = plan.predicted
     said = plan.why[0] if plan.why else "by the plan that was given"
-    return Fit(
+    return FittedModel(
         apply_tiles(model, plan),
         True,
         (("streamed", said),),
@@ -161,12 +165,12 @@ def _by_plan(model: nn.Module, plan: Plan) -> Fit:
     )
 
 
-def _tiled(model: nn.Module, tile: int) -> Fit:
+def _tiled(model: nn.Module, tile: int) -> FittedModel:
     from outcore.stream import stream
     from outcore.train.runners.tiling import arranged, readers
 
     said = f"the early part of the network in tiles of {tile} pixels"
-    return Fit(stream(arranged(model), tile=tile, workers=readers(model)), True, (("streamed", said),))
+    return FittedModel(stream(arranged(model), tile=tile, workers=readers(model)), True, (("streamed", said),))
 
 
 def _released(model: nn.Module) -> nn.Module:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from outcore.run.ranks.world import World
 from outcore.train.examples.feed import MicroBatch
-from outcore.train.runners.runner import Outcome, PlainRunner
+from outcore.train.runners.runner import PlainRunner, StepOutcome
 
 __all__ = ["ReplicaRunner"]
 
@@ -40,7 +40,7 @@ class ReplicaRunner(PlainRunner):
                 tensor.copy_(world.broadcast_(tensor.detach().cpu().contiguous(), 0))
         self._draw(0)
 
-    def step(self, micro_batches: Sequence[MicroBatch]) -> Outcome:
+    def step(self, micro_batches: Sequence[MicroBatch]) -> StepOutcome:
         """A step over the shares of all ranks; every rank returns the same."""
         outcome = super().step(micro_batches)
         return replace(outcome, loss=self._loss_of_all)

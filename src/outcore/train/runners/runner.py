@@ -25,16 +25,16 @@ from outcore.program import Timeline
 from outcore.run.engine.training_checks import check_gradients, check_loss, check_optimizer
 from outcore.train.examples.feed import MicroBatch
 from outcore.train.run_folder.saving import load_state, save_state
-from outcore.train.runners.fitting import Fit
+from outcore.train.runners.fitting import FittedModel
 from outcore.train.settings.precision import computing
 
-__all__ = ["Outcome", "PlainRunner", "Runner", "default_loss"]
+__all__ = ["PlainRunner", "Runner", "StepOutcome", "default_loss"]
 
 Loss = Callable[[Any, Any], Tensor]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StepOutcome:
     """What came of a step."""
 
     loss: float
@@ -55,7 +55,7 @@ class Runner(Protocol):
     whole_steps: bool
     """Whether a last step that is not full must be left out."""
 
-    def step(self, micro_batches: Sequence[MicroBatch]) -> Outcome:
+    def step(self, micro_batches: Sequence[MicroBatch]) -> StepOutcome:
         """Train on all of them, then update the weights once."""
 
     def evaluate(self, micro_batch: MicroBatch) -> tuple[float, Any]:
@@ -105,7 +105,7 @@ class PlainRunner:
         skip_nan: bool = False,
         lazy: bool = False,
         accumulate: int = 1,
-        refit: Callable[[], tuple[Fit, str] | None] = lambda: None,
+        refit: Callable[[], tuple[FittedModel, str] | None] = lambda: None,
     ) -> None:
         self.model, self.loss, self.device = model.to(device), loss, torch.device(device)
         self.optimizer: torch.optim.Optimizer | None = optimizer([p for p in model.parameters() if p.requires_grad])
@@ -118,7 +118,7 @@ class PlainRunner:
         self._steps = 0
         self._peak: int | None = None
 
-    def step(self, micro_batches: Sequence[MicroBatch]) -> Outcome:
+    def step(self, micro_batches: Sequence[MicroBatch]) -> StepOutcome:
         """Accumulate the gradients of all micro-batches, weighted by their examples, and update."""
         assert self.optimizer is not None
         if not self.model.training:  # thousands of modules take a while to be told what they know
@@ -140,7 +140,7 @@ class PlainRunner:
             norm, updated = self._update(total)
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)  # a step that is timed is a step that is done
-        return Outcome(total, norm, updated)
+        return StepOutcome(total, norm, updated)
 
     def evaluate(self, micro_batch: MicroBatch) -> tuple[float, Any]:
         """The loss in eval mode, and what the model returns."""

@@ -26,7 +26,7 @@ from outcore.errors import PlanError
 from outcore.graph import Graph, capture
 from outcore.job import Job
 from outcore.machine.units import format_bytes
-from outcore.plan_document import Plan, Predicted
+from outcore.plan_document import Plan, PredictedStep
 from outcore.stream import plan_tiles, stream
 from outcore.stream.execute.tile_dedup import colour
 from outcore.stream.plan.plan import StreamPlan
@@ -35,7 +35,7 @@ from outcore.stream.streamed import Streamed
 from outcore.train.settings.config import Config
 from outcore.train.settings.precision import computing
 from outcore.train.settings.schedules import make_optimizer
-from outcore.train.start import Forecast, device_here, duration
+from outcore.train.start import RunForecast, device_here, duration
 
 __all__ = ["apply_tiles", "arranged", "computed_share", "plan_stream", "readers"]
 
@@ -45,7 +45,7 @@ _LOOKED_THROUGH = 2**23
 """Pixels."""
 
 
-def plan_stream(model: nn.Module, job: Job, config: Config, expected: Forecast, inputs: Any, budget: int) -> Plan:
+def plan_stream(model: nn.Module, job: Job, config: Config, expected: RunForecast, inputs: Any, budget: int) -> Plan:
     """Boundary and tiles for a budget; the optimizer's state is counted too.
 
     Raises:
@@ -80,7 +80,7 @@ def plan_stream(model: nn.Module, job: Job, config: Config, expected: Forecast, 
         exactness="reassociated",
         stream=found.document(),
         memory_bytes=budget,
-        predicted=Predicted(step_s, (found.peak_bytes + state,), 0.0, "estimate"),
+        predicted=PredictedStep(step_s, (found.peak_bytes + state,), 0.0, "estimate"),
         why=(f"{said}, {duration(step_s)} a step",),
     )
 
