@@ -23,7 +23,7 @@ from tests.fusion.workloads import Workload
 import outcore
 from outcore.fusion import RunMode, choose, forecast
 from outcore.fusion.program import autotune
-from outcore.fusion.program.autotune import lane_width
+from outcore.fusion.program.autotune import group_width
 from outcore.fusion.program.layerwise import measure_convolutions
 from outcore.fusion.rules.convolution import MemberConvolution
 from outcore.fusion.verify import disagreement
@@ -241,8 +241,8 @@ def checked(array: outcore.fusion.FusedArray, batch: tuple[torch.Tensor, ...]) -
         _, program = array.program(name, args)
         if program.obstacle is not None:
             return program.obstacle
-        with program.without_chance() as certain, array.runner.beside(array.lanes[0]):
-            wrong = disagreement(array.lanes[0], name, program, args) if certain else "nothing: it draws numbers"
+        with program.without_chance() as certain, array.runner.beside(array.groups[0]):
+            wrong = disagreement(array.groups[0], name, program, args) if certain else "nothing: it draws numbers"
         if wrong is not None:
             return wrong
     return "equal"
@@ -307,7 +307,7 @@ def prediction(bench: Bench, workload: Workload, amp: bool, members: int) -> Mea
     for name in array.slots[0].trainings:
         array.program(name, array.arguments(batch, None))
     last = workload.images
-    ways = [RunMode(lane_width(members), True, channels_last=last), RunMode(1, True, True, channels_last=last)]
+    ways = [RunMode(group_width(members), True, channels_last=last), RunMode(1, True, True, channels_last=last)]
     bench.wait()
     with clocks_alone(bench):
         made = choose(array, *batch, ways=ways, seconds=bench.seconds)

@@ -56,7 +56,7 @@ def rows_of(name: str, precision: str, kind: str, given: argparse.Namespace) -> 
     from tests.fusion.workloads import TINY, USUAL
 
     from outcore.fusion import RunMode
-    from outcore.fusion.program.autotune import lane_width
+    from outcore.fusion.program.autotune import group_width
 
     workload = (TINY if given.tiny else USUAL)[name]
     amp, members, last = precision == "amp", given.members, workload.images
@@ -90,7 +90,7 @@ def rows_of(name: str, precision: str, kind: str, given: argparse.Namespace) -> 
         yield from rows_of(name, precision, "counts", given)
     elif kind in ("counts", "counts-fused", "counts-streams"):
         for count in map(int, given.counts.split(",")):
-            way = RunMode(lane_width(count), True, channels_last=last)
+            way = RunMode(group_width(count), True, channels_last=last)
             if kind != "counts-streams":
                 yield facts | {"what": "fused", "members": count}, ours(count, way)
             if kind != "counts-fused":
@@ -146,7 +146,7 @@ def packed(jobs: list[Job], count: int, limit_gib: float = LARGE_GIB) -> Iterato
         yield some
 
 
-def work(index: int, lane: tuple[str, ...], gate: Any, given: argparse.Namespace, begun: float, rows: Any) -> None:
+def work(index: int, group: tuple[str, ...], gate: Any, given: argparse.Namespace, begun: float, rows: Any) -> None:
     """One process: prepare beside others, measure alone."""
     import warnings
 
@@ -158,7 +158,7 @@ def work(index: int, lane: tuple[str, ...], gate: Any, given: argparse.Namespace
     torch.set_num_threads(1)
     bench = measures.Bench(torch.device(given.device), given.seconds, gate.alone)
     with gate.inside(index):
-        for task in lane:
+        for task in group:
             which, _, kinds = task.partition(":")
             asked = (kinds or "base").split("+")
             bench.tuned = "untuned" not in asked
@@ -230,12 +230,14 @@ def main() -> None:
     from gate import Gate
 
     begun = time.time()
-    lanes = [tuple(lane.split()) for lane in given.tasks.split(";") if lane.split()]
+    groups = [tuple(group.split()) for group in given.tasks.split(";") if group.split()]
     preload(given.device)
     print(f"imported {time.time() - begun:.1f}", flush=True)
     context = multiprocessing.get_context("fork")
-    gate, rows = Gate(context, len(lanes), given.small_gib, LARGE_GIB), context.Queue()
-    workers = [context.Process(target=work, args=(i, lane, gate, given, begun, rows)) for i, lane in enumerate(lanes)]
+    gate, rows = Gate(context, len(groups), given.small_gib, LARGE_GIB), context.Queue()
+    workers = [
+        context.Process(target=work, args=(i, group, gate, given, begun, rows)) for i, group in enumerate(groups)
+    ]
     for worker in workers:
         worker.start()
     facts, found, running = environment(given.device), [], len(workers)

@@ -1,4 +1,4 @@
-"""In which order should lots leave? Plain training and several orders of AlexNet's trips, in turn, in one process.
+"""In which order should buckets leave? Plain training and several orders of AlexNet's trips, in turn, in one process.
 
     python benchmarks/offload-parameters/orders.py --out results/
 
@@ -28,17 +28,17 @@ MIB = 2**20
 
 
 class Following(Writebacks):
-    """The first lot leaves when it was updated, and what others owe follows it in one graph."""
+    """The first bucket leaves when it was updated, and what others owe follows it in one graph."""
 
-    def __init__(self, lots: Any, lanes: CopyStreams) -> None:
-        super().__init__(lots, lanes)
+    def __init__(self, buckets: Any, copy_streams: CopyStreams) -> None:
+        super().__init__(buckets, copy_streams)
         (first, *others), size = list(self.parts), writeback._PIECE_BYTES
-        for lot in others:
-            whole = writeback.WritebackPart(lot.weights, 0, lot.weights.bytes)
-            self.parts[lot] = whole.split(int(0.55 * whole.end), least=writeback._HALVED_BYTES)
-        self.updates = {lot: Writeback(self.parts[lot][:1], lanes, size) for lot in others}
-        rest = [part for lot in others for part in self.parts[lot][1:]]
-        self.updates[first], self.stays = Writeback([*self.parts[first], *rest], lanes, size), None
+        for bucket in others:
+            whole = writeback.WritebackPart(bucket.weights, 0, bucket.weights.bytes)
+            self.parts[bucket] = whole.split(int(0.55 * whole.end), least=writeback._HALVED_BYTES)
+        self.updates = {bucket: Writeback(self.parts[bucket][:1], copy_streams, size) for bucket in others}
+        rest = [part for bucket in others for part in self.parts[bucket][1:]]
+        self.updates[first], self.stays = Writeback([*self.parts[first], *rest], copy_streams, size), None
 
 
 class Apart(Writebacks):
@@ -48,21 +48,21 @@ class Apart(Writebacks):
         owed = [part for part in trip.parts if part.owed]
         for part in owed:
             if part not in self.alone:
-                self.alone[part] = Writeback([part], self.lanes, trip.piece_bytes)
+                self.alone[part] = Writeback([part], self.copy_streams, trip.piece_bytes)
             self.alone[part].book()
-        return list(dict.fromkeys(part.parcel for part in owed))
+        return list(dict.fromkeys(part.flat_buffer for part in owed))
 
 
 ORDERS: dict[str, tuple[Callable[..., Writebacks], dict[str, float]]] = {
     "as it is": (Writebacks, {}),
-    "nothing beside the first lot": (Writebacks, {"_BESIDE_BYTES": 2**40}),
-    "20 MiB beside the first lot": (Writebacks, {"_BESIDE_BYTES": 20 * MIB}),
+    "nothing beside the first bucket": (Writebacks, {"_BESIDE_BYTES": 2**40}),
+    "20 MiB beside the first bucket": (Writebacks, {"_BESIDE_BYTES": 20 * MIB}),
     "pieces of 6 MiB": (Writebacks, {"_PIECE_BYTES": 6 * MIB}),
     "pieces of 10 MiB": (Writebacks, {"_PIECE_BYTES": 10 * MIB}),
     "pieces of 24 MiB": (Writebacks, {"_PIECE_BYTES": 24 * MIB}),
     "pieces of 36 MiB": (Writebacks, {"_PIECE_BYTES": 36 * MIB}),
     "every part a graph": (Apart, {}),
-    "the first lot with its update": (Following, {}),
+    "the first bucket with its update": (Following, {}),
 }
 
 
@@ -103,7 +103,7 @@ def main() -> None:
             assert isinstance(governor, ManagedForward) and governor.keeper is not None
             kind, values = ORDERS[name]
             with changed(values):
-                governor.keeper.trips = kind(governor.keeper.lots, governor.keeper.lanes)
+                governor.keeper.trips = kind(governor.keeper.buckets, governor.keeper.copy_streams)
         row.train(8)
     weights = {name: row.weights() for name, row in rows.items()}
     document["link"] = link(4 * sum(p.numel() for p in model.parameters()), device)

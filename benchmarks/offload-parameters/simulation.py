@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 MB_PER_MS, COPY_MS = 50.5, 0.008
 CONVOLUTIONS, FIRST, SECOND = 9.88, 151.0, 67.2
-"""Megabytes: the lots of the network."""
+"""Megabytes: the buckets of the network."""
 HOST_MS = 4.2
 """Spread over a step as its kernels are."""
 
@@ -100,7 +100,8 @@ def step_ms(order: str, piece: float = 16.8, beside: float = 12.6, at_once: floa
     """Milliseconds of a step, when steps follow each other.
 
     Args:
-        order: "first" (every lot when it was updated), "halves" (second halves after the convolutions) or "trips" (the
+        order: "first" (every bucket when it was updated), "halves" (second halves after the convolutions) or "trips"
+        (the
             convolutions between forward and backward).
         piece: megabytes of a copy.
         beside: megabytes of the first linear layer that leave with the convolutions.

@@ -144,35 +144,35 @@ class Way:
         trips = Copies()
         if not isinstance(governor, ManagedForward) or governor.keeper is None or self.device.type != "cuda":
             return trips
-        lanes = TimedLanes(self.device)
-        governor.keeper.trips = Writebacks(governor.keeper.lots, lanes)
+        copy_streams = TimedLanes(self.device)
+        governor.keeper.trips = Writebacks(governor.keeper.buckets, copy_streams)
         for _ in range(steps):
-            lanes.events = []
+            copy_streams.events = []
             run()
             wait(self.device)
             for out, found in ((False, trips.to_device_s), (True, trips.to_host_s)):
-                found.append(sum(a.elapsed_time(b) for o, a, b in lanes.events if o is out) / 1e3)
+                found.append(sum(a.elapsed_time(b) for o, a, b in copy_streams.events if o is out) / 1e3)
         return trips
 
 
 class TimedTurn:
     """Copies out and back, each timed."""
 
-    def __init__(self, lanes: TimedLanes, parts: Any) -> None:
-        self.lanes, self.parts = lanes, parts
+    def __init__(self, copy_streams: TimedLanes, parts: Any) -> None:
+        self.copy_streams, self.parts = copy_streams, parts
 
     def book(self) -> Any:
-        ready, marks = self.lanes.now(), []
+        ready, marks = self.copy_streams.now(), []
         for part in self.parts:
             for here, home in part:
-                left = self.lanes.copy([(home, here, [ready])], out=True)
-                mark = self.lanes.copy([(here, home, left)], out=False)
+                left = self.copy_streams.copy([(home, here, [ready])], out=True)
+                mark = self.copy_streams.copy([(here, home, left)], out=False)
             marks += mark
         return marks
 
 
 class TimedLanes(CudaCopyStreams):
-    """Lanes that time every copy."""
+    """Copy streams that time every copy."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)

@@ -130,17 +130,21 @@ class Prepared:
         training.model = self.graph.module.model  # what was recorded is what runs
         training.optimizer = torch.optim.SGD(training.model.parameters(), lr=1e-6)
         try:
-            governor = self.managed(training, dict(plan["policy"]), way)
+            managed_forward = self.managed(training, dict(plan["policy"]), way)
         except PlanError:  # searched for without a device, where operations derive other things
             there = buffers_of(self.graph, account(self.graph))
-            governor = self.managed(training, {n: how for n, how in plan["policy"].items() if n in there}, way)
-        (entry,) = governor.admitted.values()
+            managed_forward = self.managed(training, {n: how for n, how in plan["policy"].items() if n in there}, way)
+        (entry,) = managed_forward.admitted.values()
         entry.observer = None  # nobody times it while others run
         entry.idle = entry.idle and not turned  # else what was recorded would not run
         kinds: dict[str, int] = {}
-        for policy in governor.plan.policy.values():
+        for policy in managed_forward.plan.policy.values():
             kinds[policy] = kinds.get(policy, 0) + 1
-        facts |= {"policies": kinds, "fused": len(entry.holding.instead), "planned_peak": governor.plan.peak_bytes}
+        facts |= {
+            "policies": kinds,
+            "fused": len(entry.holding.instead),
+            "planned_peak": managed_forward.plan.peak_bytes,
+        }
         try:
             return {**facts, **training.measured(alone, self.warm, most=self.most(way), enter=enter)}
         finally:
@@ -153,13 +157,13 @@ class Prepared:
         keeping = self.turned if self.graph_turned else self.keeping
         assert keeping is not None
         tier, rate = keeping.tier, keeping.memory_bytes_per_s
-        governor = ManagedForward(training.model, settings, keeping.costs)
+        managed_forward = ManagedForward(training.model, settings, keeping.costs)
         known = patch.multiple(plan_call, tier_below=lambda *_, **__: tier, memory_rate=lambda _: rate)
         with known, self.case.precision():  # others use the link now
             call = arguments_as_called(training.model, (training.images,))
-            governor.admit(key_of(training.model, *call), *call, graph=self.graph)
-        training.model.__dict__["forward"] = governor
-        return governor
+            managed_forward.admit(key_of(training.model, *call), *call, graph=self.graph)
+        training.model.__dict__["forward"] = managed_forward
+        return managed_forward
 
 
 def saved_on_cpu(case: Case, alone: Alone, aside: Alone) -> Row:

@@ -230,8 +230,10 @@ def counted(trained: Trained) -> int:
     trained.optimizer.zero_grad()
     state = [t for s in trained.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
     tensors = [*trained.model.parameters(), *trained.model.buffers(), trained.batch, *state]
-    governor = trained.model.__dict__.get("forward")
-    homes = homes_of(governor.keeper) if governor is not None and governor.keeper is not None else []
+    managed_forward = trained.model.__dict__.get("forward")
+    homes = (
+        homes_of(managed_forward.keeper) if managed_forward is not None and managed_forward.keeper is not None else []
+    )
     there = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     for home in homes:
         there.pop(home.untyped_storage().data_ptr(), None)

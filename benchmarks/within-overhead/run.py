@@ -96,12 +96,12 @@ def plans(model: nn.Module, x: torch.Tensor) -> dict[str, Callable[[], tuple[nn.
     ]
 
     def within(share: float) -> tuple[nn.Module, int]:
-        twin = copy.deepcopy(model)
+        duplicate = copy.deepcopy(model)
         chosen = {b.name: "recompute" for i, b in enumerate(light) if int(i * share) != int((i - 1) * share)}
         plan = {**chosen} if share else None
         memory = None if share else "1GiB"
-        outcore.within(twin, (x,), memory=memory, plan=plan, optimizer=0.0, costs=costs, quiet=True, stream=False)
-        return twin, sum(len(keeping.buffers[name].writers) for name in chosen if share)
+        outcore.within(duplicate, (x,), memory=memory, plan=plan, optimizer=0.0, costs=costs, quiet=True, stream=False)
+        return duplicate, sum(len(keeping.buffers[name].writers) for name in chosen if share)
 
     return {"idle": lambda: within(0.0), "third": lambda: within(1 / 3), "all": lambda: within(1.0)}
 

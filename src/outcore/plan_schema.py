@@ -29,7 +29,7 @@ _STATE = Record(
         "optimizer": OneOf(("keep", "offload")),
         "update": OneOf(("step", "backward")),
         "stage_bytes": Maybe(Whole(least=1, most=2**60)),
-        "parcel_bytes": Whole(least=1, most=2**60),
+        "flat_buffer_bytes": Whole(least=1, most=2**60),
     }
 )
 _SIDE = Whole(least=1, most=2**31)

@@ -39,11 +39,11 @@ from outcore.memory.cuda_graphs.pool import grow_segments_from_now_on
 from outcore.memory.cuda_graphs.step_graph import StepGraph
 from outcore.memory.op_fusion.channels_last import FormatTrial, faster, other_order
 from outcore.memory.param_offload.bucketed_step import can_be_parted, in_parts
-from outcore.memory.param_offload.buckets import cargo_of, uses_of
+from outcore.memory.param_offload.buckets import offloadable_of, uses_of
 from outcore.memory.param_offload.escalation import StateDuty
 from outcore.memory.saved_tensors.lossy_error import effect_on_gradients
 from outcore.memory.saved_tensors.managed_forward import ManagedForward, Settings
-from outcore.memory.saved_tensors.trial_steps import rehearse
+from outcore.memory.saved_tensors.trial_steps import run_trial_steps
 from outcore.plan_document import Plan
 from outcore.planner.memory.memory_format import CHANNELS_LAST, MemoryFormat
 from outcore.planner.memory.plan import MemoryPlan, plan_memory
@@ -174,10 +174,10 @@ def within(
     policy = dict(plan.policy if isinstance(plan, Plan) else plan) if plan is not None else None
     movable = state is None and budget is not None and plan is None and can_be_parted(optimizer) and not graphs
     states: tuple[StatePolicy, ...] = (StatePolicy.of(state),)
-    cargo = None
+    offloadable = None
     if movable or not states[0].idle:
-        cargo = cargo_of(model, uses_of(model, _calls(graph)))
-        states = ladder({item.name: item.bytes for item in cargo.items}) if movable else states
+        offloadable = offloadable_of(model, uses_of(model, _calls(graph)))
+        states = ladder({item.name: item.bytes for item in offloadable.items}) if movable else states
     settings = Settings(
         budget,
         cost,
@@ -185,7 +185,7 @@ def within(
         policy,
         graphs=graphs,
         states=states,
-        cargo=cargo,
+        offloadable=offloadable,
         reassociated=reassociated,
         order=order,
         quiet=quiet,
@@ -201,25 +201,25 @@ def within(
             way = faster(way, turned, turned_costs, model, graph_device(graph))
         if budget is not None and graph_device(graph).type == "cuda":
             grow_segments_from_now_on()
-        governor = ManagedForward(model, way.settings, way.costs, inner)
-        key = governor.key(*call)
-        governor.admit(key, *call, graph=way.graph, found=way.found)
-        rehearse(governor, key, *call, on_output, way.graph)
+        managed_forward = ManagedForward(model, way.settings, way.costs, inner)
+        key = managed_forward.key(*call)
+        managed_forward.admit(key, *call, graph=way.graph, found=way.found)
+        run_trial_steps(managed_forward, key, *call, on_output, way.graph)
     except PlanError as refused:
         if stream is False or plan is not None or state is not None:
             raise
         step = conduct(model, graph, wanted, without_gaps(costs), refused)
         return _announced(model, step, budget, assumed=optimizer is None, quiet=quiet)
-    if not any(governor.admitted.values()):
+    if not any(managed_forward.admitted.values()):
         raise OutcoreError(
             "nothing that this model returns leads back to a parameter that requires a gradient; unfreeze some of them"
         )
-    effect = effect_on_gradients(governor, way.graph, *call, loss=on_output)
+    effect = effect_on_gradients(managed_forward, way.graph, *call, loss=on_output)
     if effect is not None and not quiet:
         print(f"outcore: {effect}", file=sys.stderr)
-    _keep_state(governor, way.graph, optimizer)
-    model.__dict__["forward"] = governor
-    return _announced(model, governor.plan, budget, assumed=optimizer is None, quiet=quiet)
+    _keep_state(managed_forward, way.graph, optimizer)
+    model.__dict__["forward"] = managed_forward
+    return _announced(model, managed_forward.plan, budget, assumed=optimizer is None, quiet=quiet)
 
 
 def _check(model: nn.Module, exact: str) -> None:
@@ -245,13 +245,13 @@ def _other_order(
     return turned, order
 
 
-def _keep_state(governor: ManagedForward, graph: Graph, optimizer: Any) -> None:
+def _keep_state(managed_forward: ManagedForward, graph: Graph, optimizer: Any) -> None:
     """Where the plan says that state lives below the device, let it; and further down, should that be needed."""
-    where, states = governor.plan.state, governor.settings.states
+    where, states = managed_forward.plan.state, managed_forward.settings.states
     if len(states) > 1 or not where.idle:
-        governor.duty = StateDuty(weakref.ref(in_parts(optimizer)), tuple(_calls(graph)), where)
-        governor.settings = replace(governor.settings, states=states[states.index(where) :])
-        governor.duty.keep(governor)
+        managed_forward.duty = StateDuty(weakref.ref(in_parts(optimizer)), tuple(_calls(graph)), where)
+        managed_forward.settings = replace(managed_forward.settings, states=states[states.index(where) :])
+        managed_forward.duty.keep(managed_forward)
 
 
 def _calls(graph: Graph) -> list[tuple[str, str, Sequence[str]]]:
@@ -268,29 +268,29 @@ def release(model: nn.Module) -> nn.Module:
     >>> "forward" in net.__dict__
     False
     """
-    governor = model.__dict__.get("forward")
-    if isinstance(governor, ManagedForward):
+    managed_forward = model.__dict__.get("forward")
+    if isinstance(managed_forward, ManagedForward):
         del model.__dict__["forward"]
-        if governor.inner is not None:
-            model.__dict__["forward"] = governor.inner
-        if governor.keeper is not None:
-            governor.keeper.close()
-            governor.keeper = None
-    elif _is_streamed(governor):
+        if managed_forward.inner is not None:
+            model.__dict__["forward"] = managed_forward.inner
+        if managed_forward.keeper is not None:
+            managed_forward.keeper.close()
+            managed_forward.keeper = None
+    elif _is_streamed(managed_forward):
         del model.__dict__["forward"]
-        governor.close()
+        managed_forward.close()
     return model
 
 
 def memory_plan(model: nn.Module) -> MemoryPlan | StreamedStep:
     """What `within` has decided for a model: policies, or tiles."""
-    governor = model.__dict__.get("forward")
-    if _is_streamed(governor):
-        assert governor.step is not None
-        return governor.step
-    if not isinstance(governor, ManagedForward):
+    managed_forward = model.__dict__.get("forward")
+    if _is_streamed(managed_forward):
+        assert managed_forward.step is not None
+        return managed_forward.step
+    if not isinstance(managed_forward, ManagedForward):
         raise OutcoreError("this model is not under outcore.within")
-    return governor.plan
+    return managed_forward.plan
 
 
 def graph_device(graph: Graph) -> torch.device:

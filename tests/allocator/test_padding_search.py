@@ -1,4 +1,4 @@
-"""What the allocator would take, against a slow reading of its rules; and spacers that make it take less."""
+"""What the allocator would take, against a slow reading of its rules; and padding blocks that make it take less."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from outcore.allocator.padding_search import (
     _living,
     _ordered,
     _Search,
-    best_spacers,
+    best_padding_blocks,
 )
 from outcore.graph.record.recording import Tape
 
@@ -89,14 +89,14 @@ def test_what_is_left_of_a_block_is_used_however_little_it_is() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_spacers_take_what_they_are_said_to_and_never_more(seed: int) -> None:
+def test_padding_blocks_take_what_they_are_said_to_and_never_more(seed: int) -> None:
     events = some_events(seed, 200)
     steps = [*range(0, len(events) // 2, 5), len(events) // 2]
-    spacers, least = best_spacers(events, steps, time_limit_s=0.5)
-    beside = _beside(spacers, steps)
+    padding_blocks, least = best_padding_blocks(events, steps, time_limit_s=0.5)
+    beside = _beside(padding_blocks, steps)
     whole = [e for i, event in enumerate(events) for e in (*beside.get(i, ()), event)]
     assert least == slowly(whole) <= slowly(events)
-    assert not spacers or least < slowly(events)
+    assert not padding_blocks or least < slowly(events)
 
 
 def test_a_hole_is_closed() -> None:
@@ -104,12 +104,12 @@ def test_a_hole_is_closed() -> None:
     forward: list[Event] = [(1, 24 * MIB), (2, 60 * MIB), (1, 0)]
     backward: list[Event] = [(3, 30 * MIB), (2, 0)]
     events, steps = [*forward, *backward], [0, 1, 2, 3]
-    spacers, least = best_spacers(events, steps, time_limit_s=1.0)
-    assert spacers and least < reserved_by(events)
+    padding_blocks, least = best_padding_blocks(events, steps, time_limit_s=1.0)
+    assert padding_blocks and least < reserved_by(events)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_spacers_are_judged_by_how_far_the_segment_is_used(seed: int) -> None:
+def test_padding_blocks_are_judged_by_how_far_the_segment_is_used(seed: int) -> None:
     """Twenty MiB at a time, that is what the allocator takes for large tensors; also where backward brings none."""
     events = [(name, size) for name, size in some_events(seed, 200) if not size or size > MIB]
     there = {name for name, size in events if size}
@@ -117,10 +117,10 @@ def test_spacers_are_judged_by_how_far_the_segment_is_used(seed: int) -> None:
     steps = [*range(0, len(events), 5), len(events)]
     search = _Search(*_large(events, steps))
     for _ in range(20):
-        spacers = search.changed([])
-        beside = _beside(spacers, steps)
+        padding_blocks = search.changed([])
+        beside = _beside(padding_blocks, steps)
         whole = [e for i in range(len(events) + 1) for e in (*beside.get(i, ()), *events[i : i + 1])]
-        assert slowly(whole) == -(-search.top(spacers) // (20 * MIB)) * 20 * MIB
+        assert slowly(whole) == -(-search.top(padding_blocks) // (20 * MIB)) * 20 * MIB
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -136,7 +136,7 @@ def test_how_much_of_a_step_fits(seed: int) -> None:
 
 
 def test_a_hole_is_closed_by_what_lets_more_of_the_step_fit() -> None:
-    """Twice forward leaves a hole that is too small; each needs a spacer of its own."""
+    """Twice forward leaves a hole that is too small; each needs a padding block of its own."""
     events: list[Event] = []
     for i in (0, 10):
         events += [(i + 1, 24 * MIB), (i + 2, 60 * MIB), (i + 1, 0), (i + 3, 30 * MIB)]
@@ -147,13 +147,13 @@ def test_a_hole_is_closed_by_what_lets_more_of_the_step_fit() -> None:
 
 
 def test_what_goes_before_a_step_goes_first() -> None:
-    spacers = [PaddingBlock(5, 1, 2), PaddingBlock(7, 2)]
-    assert _beside(spacers, [0, 4, 9, 12]) == {4: [(-1, 5)], 9: [(-1, 0), (-2, 7)], 12: [(-2, 0)]}
+    padding_blocks = [PaddingBlock(5, 1, 2), PaddingBlock(7, 2)]
+    assert _beside(padding_blocks, [0, 4, 9, 12]) == {4: [(-1, 5)], 9: [(-1, 0), (-2, 7)], 12: [(-2, 0)]}
 
 
-def test_spacers_of_one_step_come_as_they_were_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_blocks_of_one_step_come_as_they_were_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the same order, also where two are alike: the allocator puts the first one where the second would lie."""
-    spacers = [PaddingBlock(64, 0), PaddingBlock(32, 0), PaddingBlock(32, 0)]
+    padding_blocks = [PaddingBlock(64, 0), PaddingBlock(32, 0), PaddingBlock(32, 0)]
     asked: list[int] = []
 
     def empty(size: int, **_: Any) -> torch.Tensor:
@@ -161,9 +161,9 @@ def test_spacers_of_one_step_come_as_they_were_tried(monkeypatch: pytest.MonkeyP
         return torch.zeros(size, dtype=torch.uint8)
 
     monkeypatch.setattr(torch, "empty", empty)
-    spacing = PaddingSearch(torch.device("cpu"), spacers)
+    spacing = PaddingSearch(torch.device("cpu"), padding_blocks)
     spacing.reached(0)
-    tried = [size for _, size in _beside(spacers, [0, 4])[0]]
+    tried = [size for _, size in _beside(padding_blocks, [0, 4])[0]]
     assert asked == tried == [64, 32, 32] and len(spacing.held) == 3
 
 
@@ -176,7 +176,7 @@ def test_a_trace_is_put_in_order() -> None:
     assert events == [(0, 8), (0, 0), (3, 4)] and steps == [0, 1, 2, 3]
 
 
-def test_spacers_are_there_between_their_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_blocks_are_there_between_their_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[int]] = []
     spacing = PaddingSearch(torch.device("cpu"), [PaddingBlock(64, 1, 3), PaddingBlock(32, 2)])
     monkeypatch.setattr(Tape, "step", lambda *_: seen.append(sorted(t.nbytes for t in spacing.held.values())))

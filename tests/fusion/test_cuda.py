@@ -184,7 +184,7 @@ def test_groups_of_parameters_are_stepped_by_one_kernel_each_with_state_for_no_o
         array.step(*batch)
     train_serially(twin, batches, F.cross_entropy, optimizer(twin.parameters(), 2))
     assert distance(dict(twin.state_dict()), array[2].state_dict()) < 1e-4
-    bundles = [bundle.fast for lane in array.lanes for bundle in lane.steppers["loss"].bundles]
+    bundles = [bundle.fast for group in array.groups for bundle in group.steppers["loss"].bundles]
     assert len(bundles) == 2 and all(bundles)
     counted = sum(p.numel() for p in twin.parameters()) * 3
     assert all(sum(b.state[k].numel() for b in bundles) == counted for k in range(len(bundles[0].state)))

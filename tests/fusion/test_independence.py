@@ -77,11 +77,11 @@ def test_every_member_may_have_its_own_batch() -> None:
 
 
 @pytest.mark.parametrize("width", [1, 2, 3])
-def test_lanes_of_any_width_give_the_same(width: int) -> None:
+def test_groups_of_any_width_give_the_same(width: int) -> None:
     array = assert_as_if_alone(
         small_net, small_batches(), F.cross_entropy, momentum, way=RunMode(width), tolerance=1e-12
     )
-    assert array.way.width == width and len(array.lanes) == -(-3 // width)
+    assert array.way.width == width and len(array.groups) == -(-3 // width)
 
 
 def test_an_array_rearranged_in_the_middle_goes_on_as_if_not() -> None:

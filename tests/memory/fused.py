@@ -20,11 +20,11 @@ def managed(model: nn.Module, images: torch.Tensor, **options: Any) -> MemoryPla
 
 def replaced(model: nn.Module) -> set[str]:
     """The calls of a managed model that run as something else."""
-    governor = model.__dict__["forward"]
-    assert isinstance(governor, ManagedForward)
+    managed_forward = model.__dict__["forward"]
+    assert isinstance(managed_forward, ManagedForward)
     return {
         name
-        for e in governor.admitted.values()
+        for e in managed_forward.admitted.values()
         if e is not None
-        for name in (e.holding.instead if e.holding is not None else ())
+        for name in (e.compiled.instead if e.compiled is not None else ())
     }

@@ -55,9 +55,9 @@ def test_what_changes_in_every_step_runs_live_and_is_named_once() -> None:
     with pytest.warns(UserWarning, match=r"self\.alpha of Changing changes in every call") as told:
         train_both(step_of(net), [net], lambda _: None, every=True)
     assert len(told) == 1
-    governor = net.__dict__["forward"]
-    assert governor.varying == "self.alpha of Changing" and not replaced(net)
-    assert all(isinstance(key, CallSize) for key in governor.admitted)
+    managed_forward = net.__dict__["forward"]
+    assert managed_forward.varying == "self.alpha of Changing" and not replaced(net)
+    assert all(isinstance(key, CallSize) for key in managed_forward.admitted)
 
 
 def test_a_model_with_hooks_of_its_own_runs_them_once() -> None:

@@ -47,7 +47,7 @@ STATES: tuple[dict[str, Any], ...] = (
     {"parameters": "offload"},
     {"optimizer": "offload"},
     {"parameters": "offload", "optimizer": "offload", "update": "backward"},
-    {"parameters": "offload", "gradients": "offload", "stage_bytes": 2**20, "parcel_bytes": 4096},
+    {"parameters": "offload", "gradients": "offload", "stage_bytes": 2**20, "flat_buffer_bytes": 4096},
 )
 
 

@@ -246,10 +246,10 @@ def test_what_is_not_on_the_device_does_not_leave_it() -> None:
     assert graph.executable is not None
     keeping = StepModel(graph, by_bytes(account(graph), 1e9), 0.0, LINK)
     policy = keeping.resolved({"1#0:out": "offload"})
-    holding = prepare(graph, graph.executable[1], model, keeping.buffers, policy)
-    tier = DiskBackend(holding.offloaded_bytes)
+    compiled = prepare(graph, graph.executable[1], model, keeping.buffers, policy)
+    tier = DiskBackend(compiled.offloaded_bytes)
     free, tier.device = tier.arena.free_bytes, torch.device("cuda")
-    loss = ReplayPass(holding, model, [x], tier).forward().sum()
+    loss = ReplayPass(compiled, model, [x], tier).forward().sum()
     assert tier.arena.free_bytes == free
     loss.backward()
     assert model[0].weight.grad is not None

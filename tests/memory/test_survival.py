@@ -24,7 +24,7 @@ from outcore.cost.measured.saved_bytes import account
 from outcore.cost.predicted.rough import by_bytes
 from outcore.errors import OutcoreError, PlanError
 from outcore.memory.offload import backends
-from outcore.memory.saved_tensors import managed_forward as governors
+from outcore.memory.saved_tensors import managed_forward as managed_forwards
 
 from ..run.pool import pool
 from .test_within import budgeted, gradients, images, managed, network, same, step
@@ -135,7 +135,7 @@ def test_inference_goes_straight_to_the_model(monkeypatch: pytest.MonkeyPatch) -
         raise AssertionError("inference is nobody's business")
 
     for name in ("Pass", "key_of", "recorded"):
-        monkeypatch.setattr(governors, name, never)
+        monkeypatch.setattr(managed_forwards, name, never)
     for net in (model, model.eval()):
         with torch.no_grad():
             net(images())
@@ -231,7 +231,7 @@ def _two_steps(around: Callable[[nn.Module], nn.Module]) -> list[torch.Tensor]:
         step(wrapped, x, seed), step(plain, x, seed)
         pairs = zip(model.parameters(), twin.parameters(), strict=True)
         found.append(torch.stack([(_whole(p.grad) - _whole(q.grad)).abs().max() for p, q in pairs]).max())
-    assert isinstance(managed(model), governors.ManagedForward) and outcore.memory_plan(model).policy
+    assert isinstance(managed(model), managed_forwards.ManagedForward) and outcore.memory_plan(model).policy
     return found
 
 

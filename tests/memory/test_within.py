@@ -69,20 +69,20 @@ def same(a: nn.Module, b: nn.Module) -> bool:
 
 
 def managed(model: nn.Module) -> ManagedForward:
-    governor = model.__dict__["forward"]
-    assert isinstance(governor, ManagedForward)
-    return governor
+    managed_forward = model.__dict__["forward"]
+    assert isinstance(managed_forward, ManagedForward)
+    return managed_forward
 
 
 @pytest.mark.parametrize("share", [1.0, 0.8, 0.6, 0.45])
 def test_gradients_of_plain_training_within_the_budget(share: float) -> None:
     model, x = network(), images()
-    twin = copy.deepcopy(model)
+    duplicate = copy.deepcopy(model)
     budgeted(model, share)
     plan = outcore.memory_plan(model)
     for seed in range(3):
-        assert torch.equal(step(model, x, seed), step(twin, x, seed))
-        assert same(model, twin)
+        assert torch.equal(step(model, x, seed), step(duplicate, x, seed))
+        assert same(model, duplicate)
     model.zero_grad()
     with LiveBytes([*model.parameters(), *model.buffers(), x]) as live:
         model(x).square().sum().backward()
@@ -104,10 +104,10 @@ def test_the_model_stays_what_it_was() -> None:
 
 def test_a_whole_training_is_the_same() -> None:
     model = network()
-    twin = copy.deepcopy(model)
+    duplicate = copy.deepcopy(model)
     budgeted(model, 0.6)
     losses = []
-    for net in (model, twin):
+    for net in (model, duplicate):
         optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
         torch.manual_seed(5)
         history = []
@@ -121,16 +121,16 @@ def test_a_whole_training_is_the_same() -> None:
             optimizer.zero_grad()
         losses.append(history)
     assert losses[0] == losses[1]
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), duplicate.parameters(), strict=True))
 
 
 def test_a_smaller_and_a_larger_batch() -> None:
     model = network()
-    twin = copy.deepcopy(model)
+    duplicate = copy.deepcopy(model)
     budgeted(model, 0.7)
     for x in (images(3), images(1, 40)):
-        step(model, x), step(twin, x)
-        assert same(model, twin)
+        step(model, x), step(duplicate, x)
+        assert same(model, duplicate)
     assert len(managed(model).admitted) == 1  # the plan of a larger batch serves them
     with pytest.raises(PlanError, match="smallest budget"):
         model(images(16))
@@ -171,25 +171,25 @@ def test_forward_without_backward_and_exceptions_leave_nothing() -> None:
     def explode(*_: object) -> None:
         raise KeyboardInterrupt
 
-    twin = copy.deepcopy(outcore.release(copy.deepcopy(model)))
+    duplicate = copy.deepcopy(outcore.release(copy.deepcopy(model)))
     handle = x.clone().requires_grad_()
     output = model(handle)
     output.register_hook(explode)
     with pytest.raises(KeyboardInterrupt):
         output.sum().backward()
     del output
-    twin(x)
-    model.load_state_dict(twin.state_dict())
-    step(model, x), step(twin, x)
-    assert same(model, twin)
+    duplicate(x)
+    model.load_state_dict(duplicate.state_dict())
+    step(model, x), step(duplicate, x)
+    assert same(model, duplicate)
 
 
 def test_keeping_the_graph() -> None:
     model, x = network(), images()
-    twin = copy.deepcopy(model)
+    duplicate = copy.deepcopy(model)
     budgeted(model, 0.5)
     found = []
-    for net in (model, twin):
+    for net in (model, duplicate):
         torch.manual_seed(0)
         loss = net(x).square().sum()
         loss.backward(retain_graph=True)
@@ -208,57 +208,57 @@ def test_second_derivatives() -> None:
 
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(6)))
-    twin = copy.deepcopy(model)
+    duplicate = copy.deepcopy(model)
     x = torch.randn(64, 32)
     budgeted(model, 0.9, x.clone().requires_grad_())
-    want, got = penalty(twin, x), penalty(model, x)
+    want, got = penalty(duplicate, x), penalty(model, x)
     assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
 
 
 def test_two_forwards_before_one_backward() -> None:
     model = network()
-    twin = copy.deepcopy(model)
+    duplicate = copy.deepcopy(model)
     budgeted(model, 0.5)
-    for net in (model, twin):
+    for net in (model, duplicate):
         net.zero_grad()
         torch.manual_seed(0)
         first, second = net(images()), net(images() * 2)
         (first.square().sum() + 3 * second.square().sum()).backward()
-    assert same(model, twin)
+    assert same(model, duplicate)
 
 
 def test_no_grad_and_eval() -> None:
     model = network()
-    twin = copy.deepcopy(model)
+    duplicate = copy.deepcopy(model)
     budgeted(model, 0.6)
     with torch.no_grad():
-        assert torch.equal(model.eval()(images()), twin.eval()(images()))
-    step(model, images()), step(twin, images())
-    assert same(model, twin)
+        assert torch.equal(model.eval()(images()), duplicate.eval()(images()))
+    step(model, images()), step(duplicate, images())
+    assert same(model, duplicate)
 
 
 def test_under_autocast_with_a_scaler() -> None:
     model = network()
-    twin = copy.deepcopy(model)
+    duplicate = copy.deepcopy(model)
     x = images()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         budgeted(model, 0.8)
-    for net in (model, twin):
+    for net in (model, duplicate):
         net.zero_grad()
         scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
         torch.manual_seed(0)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = net(x).float().square().sum()
         scaler.scale(loss).backward()
-    assert same(model, twin)
+    assert same(model, duplicate)
 
 
 def test_copies_and_files() -> None:
     model, x = budgeted(network(), 0.6), images()
-    twin = copy.deepcopy(model)
-    assert managed(twin) is not managed(model) and managed(twin).model is twin
-    step(model, x), step(twin, x)
-    assert same(model, twin)
+    duplicate = copy.deepcopy(model)
+    assert managed(duplicate) is not managed(model) and managed(duplicate).model is duplicate
+    step(model, x), step(duplicate, x)
+    assert same(model, duplicate)
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
@@ -271,18 +271,18 @@ def test_copies_and_files() -> None:
 
 def test_several_models_in_one_process_and_threads() -> None:
     models = [budgeted(network(blocks=4 + i), 0.6) for i in range(2)]
-    twins = [outcore.release(copy.deepcopy(m)) for m in models]
+    duplicates = [outcore.release(copy.deepcopy(m)) for m in models]
     threads = [threading.Thread(target=lambda m=m: m(images()).square().sum().backward()) for m in models]  # type: ignore[misc]
     for model in models:
         model.eval()
-    for twin in twins:
-        twin.eval()
-        twin(images()).square().sum().backward()
+    for duplicate in duplicates:
+        duplicate.eval()
+        duplicate(images()).square().sum().backward()
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert all(same(m, t) for m, t in zip(models, twins, strict=True))
+    assert all(same(m, t) for m, t in zip(models, duplicates, strict=True))
 
 
 def test_hooks_of_the_user_run_once() -> None:
@@ -311,7 +311,7 @@ def test_modified_inputs_are_noticed() -> None:
 
 def test_a_plan_by_hand(tmp_path: Path) -> None:
     model, x = network(), images()
-    twin = copy.deepcopy(model)
+    duplicate = copy.deepcopy(model)
     budgeted(model, 0.6)
     plan = outcore.memory_plan(model).document()
     plan.save(tmp_path / "plan.json")
@@ -320,8 +320,8 @@ def test_a_plan_by_hand(tmp_path: Path) -> None:
     costs = by_bytes(account(outcore.capture(model, (x,))), 1e9)
     outcore.within(model, (x,), memory=None, plan=again, costs=costs, quiet=True)
     assert outcore.memory_plan(model).policy == dict(again.policy)
-    step(model, x), step(twin, x)
-    assert same(model, twin)
+    step(model, x), step(duplicate, x)
+    assert same(model, duplicate)
 
 
 def test_nothing_leaks_over_many_steps() -> None:
@@ -413,12 +413,12 @@ def test_a_model_that_runs_otherwise_than_planned_is_planned_again() -> None:
             return self.second(x) if self.late else self.first(x)
 
     model = Switched()
-    twin = copy.deepcopy(model)
+    duplicate = copy.deepcopy(model)
     budgeted(model, 0.6)
     assert all(name.startswith("first.") for name in outcore.memory_plan(model).policy)
-    model.late = twin.late = True
+    model.late = duplicate.late = True
     for seed in range(6):
-        assert torch.equal(step(model, images(), seed), step(twin, images(), seed))
+        assert torch.equal(step(model, images(), seed), step(duplicate, images(), seed))
     plan = outcore.memory_plan(model)
     assert plan.policy and all(name.startswith("second.") for name in plan.policy)
     with LiveBytes([*model.parameters(), *model.buffers()]) as live:

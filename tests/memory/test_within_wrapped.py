@@ -22,21 +22,21 @@ from .test_within import budgeted, images, managed, network, same, step
 
 def test_compiled_around() -> None:
     model = budgeted(network(), 0.6)
-    twin = outcore.release(copy.deepcopy(model))
+    duplicate = outcore.release(copy.deepcopy(model))
     compiled = torch.compile(model, backend="eager")
     with pytest.warns(UserWarning, match="torch.compile around it has no effect"):
         step(compiled, images())  # type: ignore[arg-type]
-    step(twin, images())
-    assert same(model, twin)
+    step(duplicate, images())
+    assert same(model, duplicate)
     with LiveBytes([*model.parameters(), *model.buffers(), images()]) as live, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         step(compiled, images())  # type: ignore[arg-type]
-    step(twin, images())
+    step(duplicate, images())
     held = managed(model).plan.keeping.plain.moments[0].bytes
     assert live.peak + held.weights + held.inputs <= 1.05 * outcore.memory_plan(model).peak_bytes
     compiled.eval()
     with torch.no_grad():
-        assert torch.equal(compiled(images()), twin.eval()(images()))
+        assert torch.equal(compiled(images()), duplicate.eval()(images()))
 
 
 @pytest.fixture
@@ -48,19 +48,19 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
 
 def test_data_parallel_around(one_rank: None) -> None:
     model = network()
-    twin = copy.deepcopy(model)
+    duplicate = copy.deepcopy(model)
     wrapped = nn.parallel.DistributedDataParallel(budgeted(model, 0.6))
     for seed in range(2):
-        step(wrapped, images(), seed), step(twin, images(), seed)
-        assert same(model, twin)
+        step(wrapped, images(), seed), step(duplicate, images(), seed)
+        assert same(model, duplicate)
 
 
 def test_sharded_around(one_rank: None) -> None:
     model = network()
-    twin = copy.deepcopy(model)
+    duplicate = copy.deepcopy(model)
     fully_shard(budgeted(model, 0.6))
-    step(model, images()), step(twin, images())
-    pairs = zip(model.parameters(), twin.parameters(), strict=True)
+    step(model, images()), step(duplicate, images())
+    pairs = zip(model.parameters(), duplicate.parameters(), strict=True)
     assert all(torch.equal(p.grad.full_tensor(), q.grad) for p, q in pairs)  # type: ignore[union-attr]
     with pytest.raises(OutcoreError, match="before fully_shard"):
         outcore.within(outcore.release(model), (images(),), memory=None)
@@ -79,10 +79,10 @@ def test_checkpoint_inside() -> None:
 
     torch.manual_seed(0)
     model = Checkpointed()
-    twin = copy.deepcopy(model)
+    duplicate = copy.deepcopy(model)
     x = images()
     outcore.within(
         model, (x,), memory=None, optimizer=0.0, costs=by_bytes(account(outcore.capture(model, (x,))), 1e9), quiet=True
     )
-    step(model, x), step(twin, x)
-    assert same(model, twin)
+    step(model, x), step(duplicate, x)
+    assert same(model, duplicate)

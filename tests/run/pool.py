@@ -69,12 +69,12 @@ def _serve(connection: Any, port: int) -> None:
 
 def _left_behind(before: set[str], earlier: set[threading.Thread]) -> list[str]:
     """Threads of the engine's, shared memory and sockets that a world should have taken with it."""
-    patience = time.monotonic() + 10.0
+    watched_wait = time.monotonic() + 10.0
     while True:
         gc.collect()
         found = [t.name for t in set(threading.enumerate()) - earlier if t.name.startswith("outcore")]
         found += sorted(_open_files() - before)
-        if not found or time.monotonic() > patience:
+        if not found or time.monotonic() > watched_wait:
             return found
         time.sleep(0.05)
 
@@ -142,7 +142,7 @@ class Pool:
         for _, connection in self._workers.values():
             with suppress(OSError):
                 connection.send(None)
-        self._end(set(self._workers), patience_s=0.5)
+        self._end(set(self._workers), watched_wait_s=0.5)
         self._store = None
 
     @property
@@ -150,10 +150,10 @@ class Pool:
         """Where ranks meet."""
         return int(self._store.port)
 
-    def _end(self, ranks: set[int], patience_s: float = 0.0) -> None:
+    def _end(self, ranks: set[int], watched_wait_s: float = 0.0) -> None:
         for rank in ranks:
             process, connection = self._workers.pop(rank)
-            process.join(patience_s)
+            process.join(watched_wait_s)
             if process.is_alive():
                 process.kill()
                 process.join(5)

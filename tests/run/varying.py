@@ -78,7 +78,7 @@ def synthesised(inverted: bool) -> dict[str, Any]:
     """A synthesised order in place of a schedule."""
     plan = make_plan("unet", stages=2, schedule="gems" if inverted else "gpipe", batches=4 if inverted else 1)
     engine = Engine(CASES["unet"].job, make_plan("unet", stages=2, micro_batches=4), optimizer=momentum)
-    edges = engine.assembly.blueprint.stages.edges
+    edges = engine.assembly.step_programs.stages.edges
     engine.close()
     base = Stages.uniform(2, gradient_bytes=8)
     choice = synthesise(Stages(base.stages, edges), micro_batches=4)

@@ -241,10 +241,10 @@ def test_segmentation_by_the_plain_loop_and_in_one_pass() -> None:
 def test_slides_of_other_sizes_do_not_wait_for_a_plan() -> None:
     net, x = classifier().eval(), image()
     net = within(net, x, memory=plain_bytes(net, x) // 4, stream=True)
-    conductor = net.__dict__["forward"]
-    assert isinstance(conductor, StreamedForward)
+    streamed_forward = net.__dict__["forward"]
+    assert isinstance(streamed_forward, StreamedForward)
     asked = []
-    streamed, choose = conductor.streamed, conductor.choose
+    streamed, choose = streamed_forward.streamed, streamed_forward.choose
     streamed.planner = lambda *given: asked.append(given) or choose(*given)
     for side in (250, 190, SIDE, 250):
         assert_trains_as_plain(net, image(side), image(side))

@@ -1,15 +1,15 @@
-"""Fewer holes in the memory of CUDA graphs, by spacers.
+"""Fewer holes in the memory of CUDA graphs, by padding blocks.
 
 Where the allocator puts a tensor follows from what is free at that moment, so a piece of memory that is taken for a
-while and never used, a *spacer*, moves what comes after it to other places. It costs no time: a graph records what
-runs, not what is allocated. The first recording tells in which order tensors come and go. The allocator's rules are
-known (`growing`), so any spacer can be tried on that order without recording again; the best one found in a moment is
-put into the second recording, which takes what was foretold. On six networks holes shrank from 3 to 21 % of the memory
-to 1 to 6 %.
+while and never used, a *padding block*, moves what comes after it to other places. It costs no time: a graph records
+what runs, not what is allocated. The first recording tells in which order tensors come and go. The allocator's rules
+are known (`growing`), so any padding block can be tried on that order without recording again; the best one found in a
+moment is put into the second recording, which takes what was foretold. On six networks holes shrank from 3 to 21 % of
+the memory to 1 to 6 %.
 
-A spacer comes before a step of forward, and goes before another or when backward begins. They are searched for in two
-ways: by what the step takes with them, which most changes leave as it is, and by how much of it fits into one piece of
-growth less, which tells sooner whether a change is a good one.
+A padding block comes before a step of forward, and goes before another or when backward begins. They are searched for
+in two ways: by what the step takes with them, which most changes leave as it is, and by how much of it fits into one
+piece of growth less, which tells sooner whether a change is a good one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 from outcore.allocator.expandable_segments import Event, Segment, is_small, reserved_by, rounded
 from outcore.graph.record.recording import Step, Tape
 
-__all__ = ["PaddingBlock", "PaddingSearch", "best_spacers"]
+__all__ = ["PaddingBlock", "PaddingSearch", "best_padding_blocks"]
 
 _MIB = 2**20
 _SEED, _MOST, _MOST_REACHING, _NEAR = 0, 4, 6, 2**20
@@ -34,7 +34,7 @@ _BY_SIZE, _IDLE, _GROWTH = 0.6, 600, 20 * _MIB
 """Share of the time for the first kind of search; changes in vain before the second begins anew; how segments grow."""
 _ROUND = (2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 _OTHERWISE = (AttributeError, KeyError, IndexError, TypeError)
-"""What is raised where a version of torch notes its allocations in another form; then there are no spacers."""
+"""What is raised where a version of torch notes its allocations in another form; then there are no padding blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +50,10 @@ class PaddingBlock:
 
 @dataclass
 class PaddingSearch:
-    """Follows a recording step by step: puts the spacers in, and notes what the allocator is asked for."""
+    """Follows a recording step by step: puts the padding blocks in, and notes what the allocator is asked for."""
 
     device: torch.device
-    spacers: Sequence[PaddingBlock] = ()
+    padding_blocks: Sequence[PaddingBlock] = ()
     steps: list[int] = field(default_factory=list)
     """How many tensors had come and gone before every step, and before backward."""
 
@@ -73,13 +73,13 @@ class PaddingSearch:
 
     def reached(self, at: int | None) -> None:
         """Before a step, or before backward."""
-        for number in [n for n in self.held if self.spacers[n].ends == at]:
+        for number in [n for n in self.held if self.padding_blocks[n].ends == at]:
             del self.held[number]
         if self.tracing:
             self.steps.append(_count(self.device) - self.begun)
-        for number, spacer in enumerate(self.spacers):
-            if spacer.begins == at:
-                self.held[number] = torch.empty(spacer.bytes, dtype=torch.uint8, device=self.device)
+        for number, padding_block in enumerate(self.padding_blocks):
+            if padding_block.begins == at:
+                self.held[number] = torch.empty(padding_block.bytes, dtype=torch.uint8, device=self.device)
 
     def trace(self) -> bool:
         """Begin to note; not if somebody else does."""
@@ -137,10 +137,10 @@ def _ordered(
     return events, [*before, *(len(events) for _ in waiting)]
 
 
-def best_spacers(
+def best_padding_blocks(
     events: Sequence[Event], steps: Sequence[int], *, time_limit_s: float = 3.0
 ) -> tuple[list[PaddingBlock], int]:
-    """Spacers with which the allocator takes least, and what it takes; none if that is not less.
+    """Padding blocks with which the allocator takes least, and what it takes; none if that is not less.
 
     Args:
         events: tensors as they come and go.
@@ -156,7 +156,7 @@ def best_spacers(
 
 
 class _Search:
-    """Spacers tried on large tensors, which take all but a little of the memory."""
+    """Padding blocks tried on large tensors, which take all but a little of the memory."""
 
     def __init__(self, events: Sequence[Event], steps: Sequence[int]) -> None:
         self.events, self.steps, self.last = events, steps, len(steps) - 1
@@ -197,14 +197,14 @@ class _Search:
         """The next size of the segment below the best one so far."""
         return (-(-self.least // _GROWTH) - 1) * _GROWTH
 
-    def top(self, spacers: Sequence[PaddingBlock], most: float = float("inf")) -> int:
+    def top(self, padding_blocks: Sequence[PaddingBlock], most: float = float("inf")) -> int:
         """How far the segment is used; something above `most` if it is used further."""
-        return self.reach(spacers, most)[1]
+        return self.reach(padding_blocks, most)[1]
 
-    def reach(self, spacers: Sequence[PaddingBlock], most: float) -> tuple[int, int]:
+    def reach(self, padding_blocks: Sequence[PaddingBlock], most: float) -> tuple[int, int]:
         """How many events fit into so many bytes, one more than all if they do; and how far the segment is used."""
         segment, begun = Segment(), 0
-        beside = _beside(spacers, self.steps)
+        beside = _beside(padding_blocks, self.steps)
         for i in sorted({*beside, len(self.events)}):
             for at, (name, size) in enumerate((*self.events[begun:i], *beside.get(i, ())), begun):
                 if not size:
@@ -215,33 +215,35 @@ class _Search:
         return len(self.events) + 1, segment.top
 
     def changed(self, found: Sequence[PaddingBlock], before: int | None = None) -> list[PaddingBlock]:
-        """What is best so far with one spacer more, less or another one; or something new.
+        """What is best so far with one padding block more, less or another one; or something new.
 
         Args:
             found: the best.
-            before: an event before which a new spacer is to begin.
+            before: an event before which a new padding block is to begin.
         """
         others, chance = list(found), self.draw.random()
         if not others or (chance < 0.15 and before is None):
-            return [self.spacer(before) for _ in range(self.draw.randint(1, 2))]
+            return [self.padding_block(before) for _ in range(self.draw.randint(1, 2))]
         if chance < 0.5 and len(others) < (_MOST if before is None else _MOST_REACHING):
-            return [*others, self.spacer(before)]
+            return [*others, self.padding_block(before)]
         old = others.pop(self.draw.randrange(len(others)))
         return others if others and chance < 0.6 else [*others, self.moved(old, before)]
 
-    def moved(self, spacer: PaddingBlock, before: int | None = None) -> PaddingBlock:
-        """Another one that shares two of three things with a spacer, or nothing."""
-        other, what = self.spacer(before), self.draw.randrange(3 if before is None else 4)
-        until = self.last if spacer.ends is None else spacer.ends
+    def moved(self, padding_block: PaddingBlock, before: int | None = None) -> PaddingBlock:
+        """Another one that shares two of three things with a padding block, or nothing."""
+        other, what = self.padding_block(before), self.draw.randrange(3 if before is None else 4)
+        until = self.last if padding_block.ends is None else padding_block.ends
         if what == 0:
-            return replace(spacer, bytes=other.bytes)
+            return replace(padding_block, bytes=other.bytes)
         if what == 1:
-            return replace(spacer, begins=self.draw.randrange(max(until, 1)))
+            return replace(padding_block, begins=self.draw.randrange(max(until, 1)))
         if what == 2:
-            return replace(spacer, ends=other.ends if other.ends is None or other.ends > spacer.begins else None)
+            return replace(
+                padding_block, ends=other.ends if other.ends is None or other.ends > padding_block.begins else None
+            )
         return other
 
-    def spacer(self, before: int | None = None) -> PaddingBlock:
+    def padding_block(self, before: int | None = None) -> PaddingBlock:
         """Any; or any that begins before an event, often shortly before it and for a short time."""
         size, near, length = self.draw.choice(self.sizes), self.draw.random(), self.draw.random()
         steps = self.last if before is None else min(bisect_right(self.steps, before), self.last)
@@ -272,16 +274,16 @@ def _large(events: Sequence[Event], steps: Sequence[int]) -> tuple[list[Event], 
     return kept, [places[step] if step < len(places) else len(kept) for step in steps]
 
 
-def _beside(spacers: Sequence[PaddingBlock], steps: Sequence[int]) -> dict[int, list[Event]]:
-    """Spacers as tensors that come and go before events; before a step, first those that go, then in their order."""
+def _beside(padding_blocks: Sequence[PaddingBlock], steps: Sequence[int]) -> dict[int, list[Event]]:
+    """Padding blocks as allocator events, by the step they precede; before a step frees come first."""
     last = len(steps) - 1
     changes: list[tuple[int, int, int]] = []
-    for i, spacer in enumerate(spacers):
-        changes.append((spacer.begins, 1, i))
-        changes.append((last if spacer.ends is None else spacer.ends, 0, i))
+    for i, padding_block in enumerate(padding_blocks):
+        changes.append((padding_block.begins, 1, i))
+        changes.append((last if padding_block.ends is None else padding_block.ends, 0, i))
     extra: dict[int, list[Event]] = {}
     for step, comes, i in sorted(changes):
-        extra.setdefault(steps[step], []).append((-1 - i, comes * spacers[i].bytes))
+        extra.setdefault(steps[step], []).append((-1 - i, comes * padding_blocks[i].bytes))
     return extra
 
 

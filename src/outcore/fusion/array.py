@@ -166,7 +166,7 @@ class FusedArray(MemberSlots):
 
     @property
     def coverage(self) -> dict[str, str]:
-        """How each call of the last step was run: fused, vmap, members, shared; members for all in lanes of one."""
+        """How each call of the last step was run: fused, vmap, members, shared; members for all in groups of one."""
         program = self._recordings.last
         if program is None:
             return {}
@@ -193,7 +193,7 @@ class FusedArray(MemberSlots):
         if (found := self._recordings.programs.get(key)) is not None:
             if self._alone(found) and (found.varying or not self.way.graphed):
                 return key, found  # the models run their own code
-            if sum(lane.stack.adopt() for lane in self.lanes):
+            if sum(group.stack.adopt() for group in self.groups):
                 self.runner.forget()
             if not found.outdated():
                 self._changes.clear(key)
@@ -206,11 +206,11 @@ class FusedArray(MemberSlots):
                 self._stand_alone(found.obstacle)
                 return key, found
             self.runner.forget()
-        with self.lanes[0].autocast(), _leaving_nothing():
+        with self.groups[0].autocast(), _leaving_nothing():
             made = self._recordings.programs[key] = StackedProgram.record(members, shown, self.unfused)
         if made.obstacle is not None:
             self._stand_alone(made.obstacle)
-        elif self._check and torch.is_grad_enabled() and len(self.lanes[-1]) > 1:
+        elif self._check and torch.is_grad_enabled() and len(self.groups[-1]) > 1:
             self._verify(objective, made, args)
         return key, made
 
@@ -220,9 +220,9 @@ class FusedArray(MemberSlots):
 
     def _verify(self, objective: str, program: StackedProgram, args: tuple[Any, ...]) -> None:
         """Do not fuse what gives other gradients than the model itself."""
-        lane = self.lanes[-1]
-        with program.without_chance() as certain, self.runner.beside(lane):
-            wrong = disagreement(lane, objective, program, cut(lane, args)) if certain else None
+        group = self.groups[-1]
+        with program.without_chance() as certain, self.runner.beside(group):
+            wrong = disagreement(group, objective, program, cut(group, args)) if certain else None
         if wrong is not None:
             warnings.warn(f"fused gradients of {wrong} are not the model's own; members run alone", stacklevel=5)
             program.obstacle = f"the fused gradient of {wrong} was not the model's own"

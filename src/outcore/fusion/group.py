@@ -1,10 +1,10 @@
 """Members that run together.
 
-A lane is a set of members that share one stack and one replay. An array of sixteen is one lane of sixteen where fused
-operations pay, sixteen lanes of one, each on a stream of its own, where they do not, or four lanes of four one after
+A group is a set of members that share one stack and one replay. An array of sixteen is one group of sixteen where fused
+operations pay, sixteen groups of one, each on a stream of its own, where they do not, or four groups of four one after
 the other where memory allows no more. Nothing else changes: parameters, optimizers and results are the same.
 
-A lane of one member may run the model itself instead of a replay: that is how a model runs that cannot be replayed
+A group of one member may run the model itself instead of a replay: that is how a model runs that cannot be replayed
 for many.
 """
 
@@ -33,7 +33,7 @@ __all__ = ["Group", "GroupOutcome", "TrainingTerms"]
 
 @dataclass(slots=True)
 class GroupOutcome:
-    """What a step of a lane gave, members first."""
+    """What a step of a group gave, members first."""
 
     losses: Tensor
     metrics: dict[str, Tensor]
@@ -41,7 +41,7 @@ class GroupOutcome:
 
     @classmethod
     def joined(cls, outcomes: Sequence[GroupOutcome], *, outputs: bool) -> GroupOutcome:
-        """Of all lanes as of one; without `outputs` those stay as the lanes left them: joining would copy them."""
+        """Of all groups as of one; without `outputs` those stay as the groups left them: joining would copy them."""
 
         def cat(parts: Sequence[Tensor]) -> Tensor:
             return parts[0] if len(parts) == 1 else torch.cat(list(parts))
@@ -105,7 +105,7 @@ class Group:
         with self.autocast():
             if alone or program.obstacle is not None:
                 if len(self) != 1:
-                    raise FuseError("a lane of several members cannot run a model that must run by itself")
+                    raise FuseError("a group of several members cannot run a model that must run by itself")
                 with self.randomness.of(self.first):
                     made = members[0](*member_of(args, 0))
                 made = substitute(made, Tensor, lambda t: Stacked(t.unsqueeze(0)))

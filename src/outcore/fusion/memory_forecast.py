@@ -1,7 +1,7 @@
 """How many members fit: predicted from the memory of one, before anything is allocated.
 
 Each member keeps its weights and optimizer state all the time; its feature maps and gradients only while it runs.
-Members that run at the same time need both, lanes that run one after the other share the room for the second. A lane
+Members that run at the same time need both, groups that run one after the other share the room for the second. A group
 on a stream of its own has memory of its own, and holds what its allocator once took.
 """
 
@@ -18,7 +18,7 @@ from outcore.cost.measured.saved_bytes import account
 from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.cost.predicted.step_memory import memory_curve
 from outcore.errors import FuseError
-from outcore.fusion.program.dry_run import DryRunBytes, rehearse
+from outcore.fusion.program.dry_run import DryRunBytes, dry_run
 from outcore.fusion.runner import cut
 
 if TYPE_CHECKING:
@@ -38,9 +38,9 @@ class Forecast:
     running_bytes: int
     """What one member needs besides while it runs: feature maps, and gradients of both kinds."""
     batch_bytes: int
-    lane_bytes: int = 0
-    """What a lane takes besides, for libraries and for its graph."""
-    lanes: int = 1
+    group_bytes: int = 0
+    """What a group takes besides, for libraries and for its graph."""
+    groups: int = 1
     """How many run at once."""
     width: int | None = None
     """Members that run at once, where it is not all."""
@@ -49,8 +49,8 @@ class Forecast:
         """The peak of an array, some or all of whose members run at once."""
         count = self.members if members is None else members
         running = min(at_once or self.width or count, count)
-        lanes = -(-running * self.lanes // self.members)
-        return count * self.resting_bytes + running * self.running_bytes + lanes * self.lane_bytes + self.batch_bytes
+        groups = -(-running * self.groups // self.members)
+        return count * self.resting_bytes + running * self.running_bytes + groups * self.group_bytes + self.batch_bytes
 
     def at_once(self, memory_bytes: int) -> int:
         """How many members can run at the same time if all of them are kept on the device.
@@ -74,11 +74,11 @@ class Forecast:
 
 
 def forecast(array: FusedArray, *batch: Any, each: Sequence[tuple[Any, ...]] | None = None) -> Forecast:
-    """Predict the memory of an array on a batch, as it is arranged: of fused members by a rehearsal."""
+    """Predict the memory of an array on a batch, as it is arranged: of fused members by a dry run."""
     resting = running = shared = 0
     on_gpu = array.device.type == "cuda"
     args = array.arguments(batch, each)
-    lane = array.lanes[0]
+    group = array.groups[0]
     for name, training in array.slots[0].trainings.items():
         _, program = array.program(name, args)
         graph = program.graph
@@ -90,16 +90,16 @@ def forecast(array: FusedArray, *batch: Any, each: Sequence[tuple[Any, ...]] | N
             kept += own  # the one-kernel update gathers the gradients in one piece
         resting = max(resting, kept + round(optimizer.state_per_parameter * own))
         needed = own + peak.feature_maps + peak.feature_gradients + peak.workspace
-        if (made := _rehearsed(array, name, program, args)) is not None:
-            needed = -(-(made.reserved if array.way.parallel else made.peak) // len(lane))
-        if len(lane) == 1 and on_gpu and _time_steps(program):
+        if (made := _dry_run(array, name, program, args)) is not None:
+            needed = -(-(made.reserved if array.way.parallel else made.peak) // len(group))
+        if len(group) == 1 and on_gpu and _time_steps(program):
             needed += _RECURRENT_BYTES
         running = max(running, needed)
         shared = max(shared, peak.inputs)
     besides = (_LIBRARY_BYTES + (_STREAM_BYTES if array.way.parallel else 0)) if on_gpu else 0
     if array.way.parallel:
-        return Forecast(len(array), resting, running, shared, besides, len(array.lanes))
-    return Forecast(len(array), resting, running, shared, besides, width=len(lane))
+        return Forecast(len(array), resting, running, shared, besides, len(array.groups))
+    return Forecast(len(array), resting, running, shared, besides, width=len(group))
 
 
 _LIBRARY_BYTES = 64 * 2**20
@@ -110,18 +110,20 @@ _STREAM_BYTES = 20 * 2**20
 _RECURRENT_BYTES = 43 * 2**20
 """Workspace of cuDNN's recurrent layers; 38 and 43 MiB were measured."""
 _LONG = 256
-"""Time steps of recurrent layers beyond which a rehearsal takes too long."""
+"""Time steps of recurrent layers beyond which a dry run takes too long."""
 
 
-def _rehearsed(array: FusedArray, name: str, program: StackedProgram, args: tuple[Any, ...]) -> DryRunBytes | None:
-    """A step of the first lane on fake tensors, where that tells more than the memory model of one member."""
-    lane = array.lanes[0]
-    alone = len(lane) == 1
+def _dry_run(
+    array: FusedArray, name: str, program: StackedProgram, args: tuple[Any, ...]
+) -> DryRunBytes | None:
+    """A step of the first group on fake tensors, where that tells more than the memory model of one member."""
+    group = array.groups[0]
+    alone = len(group) == 1
     short = program.obstacle is None and _time_steps(program) <= _LONG
     if not (array.way.parallel if alone else short):
         return None
     with contextlib.suppress(NotImplementedError, RuntimeError):  # an operation that fake tensors cannot do
-        return rehearse(lane, name, program, cut(lane, args), alone=alone)
+        return dry_run(group, name, program, cut(group, args), alone=alone)
     return None
 
 

@@ -1,8 +1,8 @@
-"""Runs the lanes of an array: one after the other, or on a GPU as CUDA graphs, each on a stream of its own.
+"""Runs the groups of an array: one after the other, or on a GPU as CUDA graphs, each on a stream of its own.
 
 A step of a small model is hundreds of short kernels, and launching them takes longer than running them. A CUDA graph
-holds all of a lane's step (forward, backward, clip, optimizer) and launches at once; lanes on several streams fill
-what one leaves idle. The first steps of a batch shape run eagerly, on the lane's stream, which warms up the
+holds all of a group's step (forward, backward, clip, optimizer) and launches at once; groups on several streams fill
+what one leaves idle. The first steps of a batch shape run eagerly, on the group's stream, which warms up the
 libraries; then the step is captured and replayed. They are real training steps, so nothing has to be undone.
 
 Evaluation is captured in the same way, without backward and optimizer. All graphs of a stream share its memory: they
@@ -40,20 +40,20 @@ class RunMode:
     """How an array runs."""
 
     width: int
-    """Members per lane."""
+    """Members per group."""
     graphed: bool = False
     """Each step a CUDA graph."""
     parallel: bool = False
-    """Lanes at the same time, each on its stream."""
+    """Groups at the same time, each on its stream."""
     joined: bool = False
-    """All lanes in one graph."""
+    """All groups in one graph."""
     channels_last: bool = False
 
     def __str__(self) -> str:
-        lanes = "fused" if self.width > 1 else "one by one"
+        groups = "fused" if self.width > 1 else "one by one"
         parts = [
-            f"{lanes}, {self.width} to a lane" if self.width > 1 else lanes,
-            *(["lanes on streams"] if self.parallel else []),
+            f"{groups}, {self.width} to a group" if self.width > 1 else groups,
+            *(["groups on streams"] if self.parallel else []),
             *(["one CUDA graph" if self.joined else "CUDA graphs"] if self.graphed else []),
             *(["channels last"] if self.channels_last else []),
         ]
@@ -61,19 +61,19 @@ class RunMode:
 
 
 class GroupRunner:
-    """Steps the lanes of one array in one way."""
+    """Steps the groups of one array in one way."""
 
-    def __init__(self, lanes: Sequence[Group], way: RunMode) -> None:
-        self.lanes, self.way = list(lanes), way
+    def __init__(self, groups: Sequence[Group], way: RunMode) -> None:
+        self.groups, self.way = list(groups), way
         self.refused: str | None = None
         """Why steps are not captured, if they were meant to be."""
         self._seen: dict[_Asked, int] = {}
         self._captured: dict[_Asked, _Captured] = {}
         self._streams: list[Any] = []
-        if lanes and lanes[0].device.type == "cuda" and (way.graphed or way.parallel):
-            count = len(lanes) if way.parallel else 1
-            made = [torch.cuda.Stream(lanes[0].device) for _ in range(count)]
-            self._streams = [made[i % count] for i in range(len(lanes))]
+        if groups and groups[0].device.type == "cuda" and (way.graphed or way.parallel):
+            count = len(groups) if way.parallel else 1
+            made = [torch.cuda.Stream(groups[0].device) for _ in range(count)]
+            self._streams = [made[i % count] for i in range(len(groups))]
         self._eager_looks: set[_Asked] = set()
         """Evaluations that could not be captured."""
         self._pools: dict[Any, Any] = {}
@@ -83,13 +83,13 @@ class GroupRunner:
     def step(
         self, key: Hashable, objective: str, program: StackedProgram, args: tuple[Any, ...], alone: bool
     ) -> list[GroupOutcome]:
-        """A training step of all lanes."""
+        """A training step of all groups."""
         return self._run(("train", key), objective, program, args, alone)
 
     def forward(
         self, key: Hashable, objective: str, program: StackedProgram, args: tuple[Any, ...], alone: bool
     ) -> list[GroupOutcome]:
-        """Losses, metrics and outputs of all lanes, without training."""
+        """Losses, metrics and outputs of all groups, without training."""
         return self._run(("look", key), objective, program, args, alone)
 
     def _run(
@@ -118,7 +118,7 @@ class GroupRunner:
         self._eager_looks = {(how, keys.get(key, key)) for how, key in self._eager_looks}
 
     def _arrangement(self) -> list[int]:
-        return [stepper.arrangement for lane in self.lanes for stepper in lane.steppers.values()]
+        return [stepper.arrangement for group in self.groups for stepper in group.steppers.values()]
 
     def pool(self, stream: Any) -> Any:
         """The memory that the graphs of a stream share."""
@@ -127,9 +127,9 @@ class GroupRunner:
         return self._pools[stream]
 
     @contextlib.contextmanager
-    def beside(self, lane: Group) -> Iterator[None]:
-        """Run what is inside on a lane's stream: libraries keep memory for every stream they were called on."""
-        stream = next((s for own, s in zip(self.lanes, self._streams, strict=False) if own is lane), None)
+    def beside(self, group: Group) -> Iterator[None]:
+        """Run what is inside on a group's stream: libraries keep memory for every stream they were called on."""
+        stream = next((s for own, s in zip(self.groups, self._streams, strict=False) if own is group), None)
         if stream is None:
             yield
             return
@@ -143,19 +143,19 @@ class GroupRunner:
     def _eager(
         self, trains: bool, objective: str, program: StackedProgram, args: tuple[Any, ...], alone: bool
     ) -> list[GroupOutcome]:
-        def run(lane: Group) -> GroupOutcome:
-            do = lane.step if trains else lane.forward
-            return do(objective, program, cut(lane, args), alone=alone)
+        def run(group: Group) -> GroupOutcome:
+            do = group.step if trains else group.forward
+            return do(objective, program, cut(group, args), alone=alone)
 
         if not self._streams:
-            return [run(lane) for lane in self.lanes]
+            return [run(group) for group in self.groups]
         self._settle()
         found = []
         here = torch.cuda.current_stream()
-        for lane, stream in zip(self.lanes, self._streams, strict=True):
+        for group, stream in zip(self.groups, self._streams, strict=True):
             stream.wait_stream(here)
             with torch.cuda.stream(stream):
-                found.append(run(lane))
+                found.append(run(group))
         for stream in self._streams:
             here.wait_stream(stream)
         return found
@@ -168,13 +168,13 @@ class GroupRunner:
         if self._settled:
             return
         self._settled = True
-        for lane in self.lanes:
-            for stepper in lane.steppers.values():
+        for group in self.groups:
+            for stepper in group.steppers.values():
                 stepper.settle()
         for stream in dict.fromkeys(self._streams):
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream), torch.enable_grad():
-                x = torch.ones(16, 16, device=self.lanes[0].device, requires_grad=True)
+                x = torch.ones(16, 16, device=self.groups[0].device, requires_grad=True)
                 (x @ x).sum().backward()  # a workspace each for the threads of forward and of backward
 
     def _capturable(self, objective: str, program: StackedProgram, alone: bool) -> bool:
@@ -184,11 +184,11 @@ class GroupRunner:
             self.refused = "the model looks at numbers in tensors"
         if alone and (program.varying or not program.recording.is_pure):
             self.refused = "the model's code does something else in every call"
-        if any(lane.steppers[objective].alone for lane in self.lanes):
-            self.refused = self.lanes[0].steppers[objective].alone
-        if self.lanes[0].terms.scale is not None:
+        if any(group.steppers[objective].alone for group in self.groups):
+            self.refused = self.groups[0].steppers[objective].alone
+        if self.groups[0].terms.scale is not None:
             self.refused = "loss scales change with the gradients"
-        if self.lanes[0].randomness.per_member:
+        if self.groups[0].randomness.per_member:
             self.refused = "members draw from streams of their own"
         return self.refused is None
 
@@ -210,7 +210,7 @@ class GroupRunner:
 
 
 class _Captured:
-    """The step of all lanes as CUDA graphs over fixed memory."""
+    """The step of all groups as CUDA graphs over fixed memory."""
 
     def __init__(
         self,
@@ -221,7 +221,7 @@ class _Captured:
         args: tuple[Any, ...],
         alone: bool,
     ) -> None:
-        self.lanes, self.streams, self.trains, self.objective = runner.lanes, runner._streams, trains, objective
+        self.groups, self.streams, self.trains, self.objective = runner.groups, runner._streams, trains, objective
         self.args = substitute(args, (Tensor, Stacked), _fixed)
         self.inputs = [_tensor(t) for _, t in leaves(self.args, (Tensor, Stacked))]
         self.graphs: list[Any] = []
@@ -238,31 +238,31 @@ class _Captured:
             self._capture_each(program, alone, runner.pool)
 
     def _capture_each(self, program: StackedProgram, alone: bool, pool: Callable[[Any], Any]) -> None:
-        for lane, stream in zip(self.lanes, self.streams, strict=True):
+        for group, stream in zip(self.groups, self.streams, strict=True):
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool(stream), stream=stream):
-                self._record(lane, program, alone)
+                self._record(group, program, alone)
             self.graphs.append(graph)
 
     def _capture_joined(self, program: StackedProgram, alone: bool) -> None:
         graph, root = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         with torch.cuda.graph(graph, stream=root):
-            for lane, stream in zip(self.lanes, self.streams, strict=True):
+            for group, stream in zip(self.groups, self.streams, strict=True):
                 stream.wait_stream(root)
                 with torch.cuda.stream(stream):
-                    self._record(lane, program, alone)
+                    self._record(group, program, alone)
             for stream in self.streams:
                 root.wait_stream(stream)
         self.graphs.append(graph)
 
-    def _record(self, lane: Group, program: StackedProgram, alone: bool) -> None:
-        part = cut(lane, self.args)
+    def _record(self, group: Group, program: StackedProgram, alone: bool) -> None:
+        part = cut(group, self.args)
         grads: dict[str, Tensor] = {}
         if self.trains:
-            outcome, grads = lane.compute(self.objective, program, part, alone=alone)
-            lane.update(self.objective, grads)
+            outcome, grads = group.compute(self.objective, program, part, alone=alone)
+            group.update(self.objective, grads)
         else:
-            outcome = lane.forward(self.objective, program, part, alone=alone)
+            outcome = group.forward(self.objective, program, part, alone=alone)
         self.outcomes.append(outcome)
         self.names.append(list(grads))
 
@@ -272,16 +272,16 @@ class _Captured:
             target.copy_(_tensor(source), non_blocking=True)
         here = torch.cuda.current_stream()
         if len(self.graphs) == 1:
-            for lane, names in zip(self.lanes, self.names, strict=True):
-                self._prepare(lane, names)
+            for group, names in zip(self.groups, self.names, strict=True):
+                self._prepare(group, names)
             self.graphs[0].replay()
         else:
-            # A lane's graph is sent off before the next lane is prepared: the device need not wait for the last.
+            # A group's graph is sent off before the next group is prepared: the device need not wait for the last.
             begun = here.record_event()
-            for lane, names, graph, stream in zip(self.lanes, self.names, self.graphs, self.streams, strict=True):
+            for group, names, graph, stream in zip(self.groups, self.names, self.graphs, self.streams, strict=True):
                 with torch.cuda.stream(stream):
                     stream.wait_event(begun)
-                    self._prepare(lane, names)
+                    self._prepare(group, names)
                     graph.replay()
             for stream in dict.fromkeys(self.streams):
                 here.wait_stream(stream)
@@ -292,15 +292,15 @@ class _Captured:
             for o in self.outcomes
         ]
 
-    def _prepare(self, lane: Group, names: list[str]) -> None:
+    def _prepare(self, group: Group, names: list[str]) -> None:
         if self.trains:
-            lane.steppers[self.objective].prepare(names)
+            group.steppers[self.objective].prepare(names)
 
 
-def cut(lane: Group, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The part of per-member batches that is a lane's."""
-    last = lane.first + len(lane)
-    part: tuple[Any, ...] = substitute(args, Stacked, lambda s: Stacked(s.tensor[lane.first : last]))
+def cut(group: Group, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The part of per-member batches that is a group's."""
+    last = group.first + len(group)
+    part: tuple[Any, ...] = substitute(args, Stacked, lambda s: Stacked(s.tensor[group.first : last]))
     return part
 
 

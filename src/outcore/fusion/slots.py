@@ -1,7 +1,7 @@
 """Who is in which slot of an array, and where its tensors are.
 
-A slot holds one member: its model, optimizers, schedulers and status. Lanes hold the tensors of consecutive slots,
-stacked, and step them. Members come and go, are stopped and go on, and the lanes can be arranged in another way at
+A slot holds one member: its model, optimizers, schedulers and status. Groups hold the tensors of consecutive slots,
+stacked, and step them. Members come and go, are stopped and go on, and the groups can be arranged in another way at
 any time; each member's training is as if nothing had happened.
 """
 
@@ -24,7 +24,7 @@ __all__ = ["MemberSlots"]
 
 
 class MemberSlots:
-    """The members of an array, in slots and lanes."""
+    """The members of an array, in slots and groups."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class MemberSlots:
         self.kind, self.terms, self.way = kind, terms, way
         self._randomness = MemberRandomness(seeds)
         self.slots = [kind.slot(model, i) for i, model in enumerate(models)]
-        self.lanes: list[Group] = []
+        self.groups: list[Group] = []
         self.arrange(way)
 
     def __len__(self) -> int:
@@ -47,7 +47,7 @@ class MemberSlots:
     @property
     def device(self) -> torch.device:
         """Where the members are."""
-        return self.lanes[0].device
+        return self.groups[0].device
 
     @property
     def status(self) -> list[str]:
@@ -62,9 +62,9 @@ class MemberSlots:
 
     def stop(self, slot: int) -> None:
         """Train a member no further; its weights stay as they are."""
-        lane, place = self._place(slot)
+        group, place = self._place(slot)
         if self.slots[slot].status == "training":
-            self.slots[slot].frozen = {name: t[place].clone() for name, t in lane.stack.buffers.items()}
+            self.slots[slot].frozen = {name: t[place].clone() for name, t in group.stack.buffers.items()}
         self._mark(slot, "stopped")
 
     def resume(self, slot: int) -> None:
@@ -74,20 +74,20 @@ class MemberSlots:
 
     def settle(self, slot: int) -> None:
         """Put a stopped member's buffers back as they were when it was stopped."""
-        lane, place = self._place(slot)
+        group, place = self._place(slot)
         for name, content in self.slots[slot].frozen.items():
-            lane.stack.buffers[name][place].copy_(content)
+            group.stack.buffers[name][place].copy_(content)
 
     def refill(self, slot: int, model: nn.Module, *, seed: int | None = None) -> None:
         """Give a slot to another model of the same architecture; it starts with a fresh optimizer and schedule."""
-        lane, place = self._place(slot)
+        group, place = self._place(slot)
         if self.way.channels_last:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        lane.stack.put(place, model)
+        group.stack.put(place, model)
         after = self.slots[slot] = self.kind.slot(model, slot)
-        for name, stepper in lane.steppers.items():
+        for name, stepper in group.steppers.items():
             stepper.replace(place, after.optimizers[name])
-            lane.trainings[name][place] = after.trainings[name]
+            group.trainings[name][place] = after.trainings[name]
         if seed is not None:
             self._randomness.reseed(slot, seed)
         self._mark(slot, "training")
@@ -106,17 +106,17 @@ class MemberSlots:
         self._look()
         for slot in range(len(self)):
             self.settle(slot)
-        for lane in self.lanes:
-            lane.stack.release()
-        self.lanes = []
+        for group in self.groups:
+            group.stack.release()
+        self.groups = []
         return self.models
 
     def arrange(self, way: RunMode) -> None:
         """Run in another way from the next step on; what the members have learned goes with them."""
         self._look()
-        for i in range(len(self) if self.lanes else 0):
+        for i in range(len(self) if self.groups else 0):
             self.settle(i)
-        self.way, self.lanes = way, []
+        self.way, self.groups = way, []
         for slot in self.slots:
             form = torch.channels_last if way.channels_last else torch.contiguous_format
             for p in slot.model.parameters():
@@ -125,28 +125,28 @@ class MemberSlots:
         for first in range(0, len(self), way.width):
             slots = self.slots[first : first + way.width]
             optimizers = {name: [s.optimizers[name] for s in slots] for name in slots[0].optimizers}
-            self.lanes.append(Group(first, self._members(slots), optimizers, self._randomness, self.terms))
+            self.groups.append(Group(first, self._members(slots), optimizers, self._randomness, self.terms))
         for i, slot in enumerate(self.slots):
             if slot.status != "training":
-                lane, place = self._place(i)
-                lane.alive[place] = False
-        self.runner = GroupRunner(self.lanes, way)
+                group, place = self._place(i)
+                group.alive[place] = False
+        self.runner = GroupRunner(self.groups, way)
 
     def _place(self, slot: int) -> tuple[Group, int]:
         if not 0 <= slot < len(self):
             raise FuseError(f"no slot {slot}; there are {len(self)}")
-        return self.lanes[slot // self.way.width], slot % self.way.width
+        return self.groups[slot // self.way.width], slot % self.way.width
 
     def _look(self) -> None:
-        """Notice who has diverged; lanes know it first."""
-        living = [alive for lane in self.lanes for alive in lane.alive.tolist()]
-        for slot, alive in zip(self.slots, living, strict=bool(self.lanes)):
+        """Notice who has diverged; groups know it first."""
+        living = [alive for group in self.groups for alive in group.alive.tolist()]
+        for slot, alive in zip(self.slots, living, strict=bool(self.groups)):
             if not alive and slot.status == "training":
                 slot.status = "diverged"
 
     def _mark(self, slot: int, status: str) -> None:
-        lane, place = self._place(slot)
-        lane.alive[place] = status == "training"
+        group, place = self._place(slot)
+        group.alive[place] = status == "training"
         self.slots[slot].status = status
         if status == "training":
             self.slots[slot].frozen = {}

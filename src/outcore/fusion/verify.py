@@ -1,6 +1,6 @@
 """Are the fused gradients those of the model?
 
-The last member of a lane is run by itself, by its own forward, on the same batch, and every gradient is compared. It
+The last member of a group is run by itself, by its own forward, on the same batch, and every gradient is compared. It
 costs one step of one member, once per recording, and catches what no table of rules can promise: a layer of a new
 torch version, a module that does more than its type says. The last member is taken because a rule that only looks at
 the first is the usual mistake.
@@ -40,25 +40,25 @@ _LIKELY_LOW_NOISE = 3.0
 Gradients = Sequence[Tensor | None]
 
 
-def disagreement(lane: Group, objective: str, program: StackedProgram, args: tuple[Any, ...]) -> str | None:
+def disagreement(group: Group, objective: str, program: StackedProgram, args: tuple[Any, ...]) -> str | None:
     """The name of a parameter whose fused gradient is not the model's own; none if all are."""
-    slot = len(lane) - 1
-    training = lane.trainings[objective][slot]
-    buffers = {name: t.clone() for name, t in lane.stack.buffers.items()}
+    slot = len(group) - 1
+    training = group.trainings[objective][slot]
+    buffers = {name: t.clone() for name, t in group.stack.buffers.items()}
     before = ModelState(training, state_tensors(training))
-    names = [n for n in lane.steppers[objective].names if lane.stack.parameters[n].requires_grad]
-    own = [lane.stack.member(n, slot) for n in names]
+    names = [n for n in group.steppers[objective].names if group.stack.parameters[n].requires_grad]
+    own = [group.stack.member(n, slot) for n in names]
 
     def alone(*, full: bool = False) -> Gradients:
         before.restore()
-        with rnn_weights_anywhere(), torch.autocast(lane.device.type, enabled=False) if full else lane.autocast():
+        with rnn_weights_anywhere(), torch.autocast(group.device.type, enabled=False) if full else group.autocast():
             loss = training(*member_of(args, slot))[0]
         return torch.autograd.grad(loss, own, allow_unused=True)
 
     try:
-        outcome = lane.forward(objective, program, args, alone=False)
-        fused = lane.gradients(objective, outcome.losses, alone=False)
-        weight = 1.0 if lane.weights is None else float(lane.weights[slot])
+        outcome = group.forward(objective, program, args, alone=False)
+        fused = group.gradients(objective, outcome.losses, alone=False)
+        weight = 1.0 if group.weights is None else float(group.weights[slot])
         found = [None if (g := fused.get(n)) is None else g[slot] / weight for n in names]
         low = any(enabled for _, enabled, _ in program.recording.ambient.autocast)
         again = partial(alone, full=True) if low else partial(_rounded, own, alone)
@@ -67,7 +67,7 @@ def disagreement(lane: Group, objective: str, program: StackedProgram, args: tup
         before.restore()
         with torch.no_grad():
             for name, content in buffers.items():
-                lane.stack.buffers[name].copy_(content)
+                group.stack.buffers[name].copy_(content)
 
 
 def _compare(names: Sequence[str], found: Gradients, expected: Gradients, low: bool, again: Any) -> str | None:

@@ -188,7 +188,7 @@ class StreamedForward:
 def conduct(
     model: nn.Module, graph: Graph, wanted: StreamSettings, costs: Costs | None, refused: PlanError | None = None
 ) -> StreamedStep:
-    """Put a conductor where a model's forward is.
+    """Put a streamed forward where a model's forward is.
 
     Args:
         model: as it is.
@@ -200,9 +200,9 @@ def conduct(
     Raises:
         PlanError: tiles do not meet the budget either; names both.
     """
-    conductor = StreamedForward(model, wanted, costs)
-    step = _admitted(conductor, graph, refused)
-    model.__dict__["forward"] = conductor
+    streamed_forward = StreamedForward(model, wanted, costs)
+    step = _admitted(streamed_forward, graph, refused)
+    model.__dict__["forward"] = streamed_forward
     return step
 
 
@@ -213,9 +213,9 @@ def planned(
     return _admitted(StreamedForward(graph._running()[0].model, wanted, costs), graph, refused)
 
 
-def _admitted(conductor: StreamedForward, graph: Graph, refused: PlanError | None) -> StreamedStep:
+def _admitted(streamed_forward: StreamedForward, graph: Graph, refused: PlanError | None) -> StreamedStep:
     try:
-        return conductor.admit(graph)
+        return streamed_forward.admit(graph)
     except (PlanError, StreamError) as error:
         if refused is None:
             raise
@@ -252,9 +252,9 @@ def pixel_loss(model: nn.Module, *args: Any, target: Any, loss: PixelLoss | Func
         loss: a function of (output, target) that is a mean over pixels, or a `PixelLoss`.
         kwargs: as the model takes them.
     """
-    conductor = model.__dict__.get("forward")
-    if isinstance(conductor, StreamedForward):
-        return conductor.loss(*args, target=target, loss=loss, **kwargs)
+    streamed_forward = model.__dict__.get("forward")
+    if isinstance(streamed_forward, StreamedForward):
+        return streamed_forward.loss(*args, target=target, loss=loss, **kwargs)
     if isinstance(model, Streamed):
         return model.loss(*args, target=target, loss=loss, **kwargs)
     function = loss.function if isinstance(loss, PixelLoss) else loss

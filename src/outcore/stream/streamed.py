@@ -258,7 +258,7 @@ def stream(
     keep: Collection[str] = (),
     fold: bool = True,
     workers: int = 0,
-    twins: bool = True,
+    duplicates: bool = True,
     maps_on_host: bool = False,
     cache: str | int = 0,
     rest: Mapping[str, str] | None = None,
@@ -280,7 +280,7 @@ def stream(
         keep: values that are put together and kept, so that later passes start from them.
         fold: fold batch norms with frozen statistics into the convolutions before them.
         workers: threads that read lazy images ahead.
-        twins: compute tiles of equal, constant pixels once.
+        duplicate tiles: compute tiles of equal, constant pixels once.
         maps_on_host: keep maps that later passes start from in host memory.
         cache: host memory for pixels read in the first pass, so that the second need not read them again.
         rest: policies of what runs untiled, by value, as `outcore.within` chooses them.
@@ -295,5 +295,7 @@ def stream(
         rest,
     )
     return Streamed(
-        model, how, TileOptions(workers, twins, maps_on_host, parse_bytes(cache) if isinstance(cache, str) else cache)
+        model,
+        how,
+        TileOptions(workers, duplicates, maps_on_host, parse_bytes(cache) if isinstance(cache, str) else cache),
     )

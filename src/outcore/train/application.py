@@ -56,11 +56,11 @@ def train(config: Config, console: Console) -> int:
         )
     if config.plan.ranks > 1 and identify(os.environ) is None:
         return _launch(config, console)
-    wish = StopRequest()
-    with listening(wish, speaks=first_rank()):
+    stop_request = StopRequest()
+    with listening(stop_request, speaks=first_rank()):
         if (parent := launcher_pid()) is not None:
             end_with_parent(parent)()
-        return _train(config, console, wish)
+        return _train(config, console, stop_request)
 
 
 def _launch(config: Config, console: Console) -> int:
@@ -74,7 +74,7 @@ def _launch(config: Config, console: Console) -> int:
         return launch(folder.config, config.plan.ranks) if begin(folder, config, console) else 0
 
 
-def _train(config: Config, console: Console, wish: StopRequest) -> int:
+def _train(config: Config, console: Console, stop_request: StopRequest) -> int:
     folder = RunFolder(Path(config.out))
     job = Job.load(config.job, inputs=config.input, arguments=config.arguments)
     identity = identify(os.environ)
@@ -85,14 +85,14 @@ def _train(config: Config, console: Console, wish: StopRequest) -> int:
     with owning(folder.path, beside=launcher_pid()) if first_rank() else contextlib.nullcontext():
         if not begin(folder, config, console):
             return 0
-        return _train_in(folder, config, console, wish, job, supply, first, apart=apart)
+        return _train_in(folder, config, console, stop_request, job, supply, first, apart=apart)
 
 
 def _train_in(
     folder: RunFolder,
     config: Config,
     console: Console,
-    wish: StopRequest,
+    stop_request: StopRequest,
     job: Job,
     supply: ExampleSupply,
     first: MicroBatch,
@@ -131,7 +131,7 @@ def _train_in(
         make_schedule(config.schedule, runner.optimizer, epochs=config.train.epochs, steps=feed.steps),
         metrics,
         parse_bytes(config.plan.memory) if config.plan.memory else None,
-        wish=wish,
+        stop_request=stop_request,
         experiment=describe(expected.graph, _skeleton(job), job.loss or default_loss, first.targets, supply),
     )
     if loop.resume() and runner.rank == 0:

@@ -62,7 +62,7 @@ class Loop:
     metrics: tuple[str, ...] = ()
     budget_bytes: int | None = None
     position: TrainingPosition = field(default_factory=TrainingPosition)
-    wish: StopRequest = field(default_factory=StopRequest)
+    stop_request: StopRequest = field(default_factory=StopRequest)
     experiment: dict[str, Any] = field(default_factory=dict)
     """Fingerprints of what is trained on what, saved with every checkpoint."""
     checkpoints_lost: int = 0
@@ -114,7 +114,7 @@ class Loop:
             while where.epoch < self.config.train.epochs:
                 if not self._epoch():
                     self.save()
-                    return RunEnd("interrupted", self.wish.signal)
+                    return RunEnd("interrupted", self.stop_request.signal)
                 if where.stale(self.config.train.patience):
                     return RunEnd("stopped early")
         finally:
@@ -166,9 +166,9 @@ class Loop:
 
     def _asked(self) -> bool:
         """Whether any rank was asked to stop; all ranks learn it at the same step."""
-        found = self.runner.agree(self.wish.signal or 0)
+        found = self.runner.agree(self.stop_request.signal or 0)
         if found:
-            self.wish.signal = found
+            self.stop_request.signal = found
         return bool(found)
 
     def _step(self, micro_batches: list[MicroBatch]) -> None:

@@ -28,13 +28,13 @@ class StopRequest:
 
 
 @contextlib.contextmanager
-def listening(wish: StopRequest, *, speaks: bool = False) -> Iterator[None]:
+def listening(stop_request: StopRequest, *, speaks: bool = False) -> Iterator[None]:
     """Take SIGTERM, SIGUSR1, SIGHUP and Ctrl-C as wishes; a second Ctrl-C ends the program as it always does.
 
     A signal that was ignored stays so: that is what ``nohup`` asks for.
 
     Args:
-        wish: to be noted in.
+        stop request: to be noted in.
         speaks: whether this process says that it heard: a step may take minutes.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -44,11 +44,11 @@ def listening(wish: StopRequest, *, speaks: bool = False) -> Iterator[None]:
     numbers = [number for number in known if signal.getsignal(number) is not signal.SIG_IGN]
 
     def heard(number: int, frame: FrameType | None) -> None:
-        if wish.signal is not None and number == signal.SIGINT:
+        if stop_request.signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
-        if wish.signal is None and speaks:
+        if stop_request.signal is None and speaks:
             os.write(2, _HEARD)  # a handler must not enter a print that it interrupted
-        wish.signal = number
+        stop_request.signal = number
 
     before: dict[int, Any] = {number: signal.signal(number, heard) for number in numbers}
     try:

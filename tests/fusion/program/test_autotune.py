@@ -16,7 +16,7 @@ from outcore.allocator.caching_allocator import ReservedBytes
 from outcore.errors import FuseError
 from outcore.fusion import RunMode, choose, forecast
 from outcore.fusion.program import autotune
-from outcore.fusion.program.dry_run import rehearse
+from outcore.fusion.program.dry_run import dry_run
 from outcore.fusion.program.program import StackedProgram
 from tests.fusion.serial import assert_as_if_alone, distance, train_serially
 from tests.fusion.small import momentum, small_array, small_batches, small_net
@@ -180,7 +180,7 @@ def test_missing_and_wrong_arguments_are_refused() -> None:
 @pytest.mark.parametrize("low", [None, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("members", [3, 1])
 @pytest.mark.parametrize("workload", ["lstm-b32", "pointnet-cls-b32", "transformer-b20"])
-def test_a_rehearsal_counts_what_a_step_makes(workload: str, members: int, low: torch.dtype | None) -> None:
+def test_a_dry_run_counts_what_a_step_makes(workload: str, members: int, low: torch.dtype | None) -> None:
     made, alone = TINY[workload], members == 1
     if alone and workload == "lstm-b32":
         pytest.skip("a CPU's own recurrent layer takes other steps on fake tensors; a GPU's is one operation")
@@ -188,14 +188,14 @@ def test_a_rehearsal_counts_what_a_step_makes(workload: str, members: int, low: 
     array = outcore.fuse(models, loss=F.cross_entropy, optimizer=momentum, autocast=low, check=False)
     args = array.arguments(made.batch(), None)
     _, program = array.program("loss", args)
-    (lane,) = array.lanes
-    before = copy.deepcopy(lane.stack.buffers)
-    expected = rehearse(lane, "loss", program, args, alone=alone)
-    assert all(torch.equal(before[name], t) for name, t in lane.stack.buffers.items())
-    there = [*lane.stack.parameters.values(), *lane.stack.buffers.values(), *made.batch()]
+    (group,) = array.groups
+    before = copy.deepcopy(group.stack.buffers)
+    expected = dry_run(group, "loss", program, args, alone=alone)
+    assert all(torch.equal(before[name], t) for name, t in group.stack.buffers.items())
+    there = [*group.stack.parameters.values(), *group.stack.buffers.values(), *made.batch()]
     with ReservedBytes([*there, *models[0].parameters(), *models[0].buffers()]) as live:
-        outcome = lane.forward("loss", program, args, alone=alone)
-        grads = lane.gradients("loss", outcome.losses, alone=alone)
+        outcome = group.forward("loss", program, args, alone=alone)
+        grads = group.gradients("loss", outcome.losses, alone=alone)
     assert grads and live.peak == pytest.approx(expected.peak, rel=0.02)
     assert live.allocator.reserved == pytest.approx(expected.reserved, rel=0.02)
 
@@ -238,11 +238,11 @@ def test_ways_that_lead_are_tried_again_with_more_members(monkeypatch: pytest.Mo
     assert made.trials[2].predicted_s == 36.0
 
 
-def test_more_members_than_a_lane_holds_are_fused_in_equal_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twenty take two lanes of ten on a GPU, and twice as long as one of ten: that is measured, not guessed."""
+def test_more_members_than_a_group_holds_are_fused_in_equal_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twenty take two groups of ten on a GPU, and twice as long as one of ten: that is measured, not guessed."""
     array = small_array(20)
     (x, y), *_ = small_batches()
-    width = autotune.lane_width(20)
+    width = autotune.group_width(20)
     tried: list[tuple[int, RunMode]] = []
 
     def time(array: Any, count: int, way: RunMode, *_: Any) -> float:
@@ -254,8 +254,8 @@ def test_more_members_than_a_lane_holds_are_fused_in_equal_lanes(monkeypatch: py
     monkeypatch.setattr(autotune, "_tries_again", lambda device: True)
     made = choose(array, x, y, ways=[RunMode(width), RunMode(1, parallel=True)])
     assert width == 10 and tried[-1] == (10, RunMode(10))
-    assert made.best.predicted_s == pytest.approx(4.0) and array.way == RunMode(10) and len(array.lanes) == 2
+    assert made.best.predicted_s == pytest.approx(4.0) and array.way == RunMode(10) and len(array.groups) == 2
     assert made.memory is not None
     whole = forecast(small_array(20), x, y)
     assert made.memory.peak_bytes() < whole.peak_bytes()
-    assert [autotune.lane_width(n) for n in (1, 15, 16, 17, 33, 64)] == [1, 15, 16, 9, 11, 16]
+    assert [autotune.group_width(n) for n in (1, 15, 16, 17, 33, 64)] == [1, 15, 16, 9, 11, 16]

@@ -40,59 +40,59 @@ def managed(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ManagedForward, A
     plan = outcore.memory_plan(model)
     budget = int(0.6 * plan.plain_bytes)
     outcore.within(model, (images,), memory=budget, optimizer=0.0, costs=plan.keeping.costs, quiet=True)
-    governor = model.__dict__["forward"]
-    (key,) = governor.admitted
-    yield governor, key, images  # which does not hold the model
+    managed_forward = model.__dict__["forward"]
+    (key,) = managed_forward.admitted
+    yield managed_forward, key, images  # which does not hold the model
     outcore.release(model)
-    if governor.tier is not None:
-        governor.tier.close()
+    if managed_forward.tier is not None:
+        managed_forward.tier.close()
 
 
-def again(governor: ManagedForward, key: Any, images: torch.Tensor, taken: int) -> tuple[bool, Any]:
+def again(managed_forward: ManagedForward, key: Any, images: torch.Tensor, taken: int) -> tuple[bool, Any]:
     """Let the graphs take so much in all."""
-    entry = governor.admitted[key]
+    entry = managed_forward.admitted[key]
     assert entry is not None
     entry.graphed = None
-    recorded = Recorded(taken - graph_budget._beside(governor, entry, [images]))
+    recorded = Recorded(taken - graph_budget._beside(managed_forward, entry, [images]))
     entry.graphed = recorded  # type: ignore[assignment]
-    return graph_budget.planned_again(governor, key, entry, [images], (images,), {}), recorded
+    return graph_budget.planned_again(managed_forward, key, entry, [images], (images,), {}), recorded
 
 
 def test_graphs_within_the_budget_stay(managed: Any) -> None:
-    governor, key, images = managed
-    plan = governor.plan
-    changed, recorded = again(governor, key, images, governor.settings.budget_bytes)
-    assert not changed and not recorded.freed and governor.plan is plan
+    managed_forward, key, images = managed
+    plan = managed_forward.plan
+    changed, recorded = again(managed_forward, key, images, managed_forward.settings.budget_bytes)
+    assert not changed and not recorded.freed and managed_forward.plan is plan
 
 
 def test_graphs_above_the_budget_are_planned_again_with_as_much_less(managed: Any) -> None:
-    governor, key, images = managed
-    before, peak = governor.settings, governor.plan.outcome.peak_bytes
-    changed, recorded = again(governor, key, images, before.budget_bytes + MIB)
+    managed_forward, key, images = managed
+    before, peak = managed_forward.settings, managed_forward.plan.outcome.peak_bytes
+    changed, recorded = again(managed_forward, key, images, before.budget_bytes + MIB)
     assert changed and recorded.freed
-    assert governor.settings.reserved_bytes == before.reserved_bytes + MIB
-    assert governor.plan.outcome.peak_bytes <= before.budget_bytes - before.reserved_bytes - MIB < peak
+    assert managed_forward.settings.reserved_bytes == before.reserved_bytes + MIB
+    assert managed_forward.plan.outcome.peak_bytes <= before.budget_bytes - before.reserved_bytes - MIB < peak
 
 
 def test_the_smallest_plan_has_its_turn_before_graphs_are_given_up(managed: Any) -> None:
-    governor, key, images = managed
-    peak = governor.plan.outcome.peak_bytes
-    changed, _ = again(governor, key, images, 4 * governor.settings.budget_bytes)
-    assert changed and governor.plan.outcome.peak_bytes < peak
+    managed_forward, key, images = managed
+    peak = managed_forward.plan.outcome.peak_bytes
+    changed, _ = again(managed_forward, key, images, 4 * managed_forward.settings.budget_bytes)
+    assert changed and managed_forward.plan.outcome.peak_bytes < peak
     with pytest.warns(UserWarning, match="call by call; give memory="):
-        changed, recorded = again(governor, key, images, 4 * governor.settings.budget_bytes)
+        changed, recorded = again(managed_forward, key, images, 4 * managed_forward.settings.budget_bytes)
     assert not changed and recorded.freed
-    assert governor.admitted[key].graphed is None
-    governor.model(images).sum().backward()
+    assert managed_forward.admitted[key].graphed is None
+    managed_forward.model(images).sum().backward()
 
 
 def test_a_step_that_cannot_be_recorded_runs_call_by_call(managed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    governor, key, images = managed
+    managed_forward, key, images = managed
 
     def fail(*_: Any) -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(Recorded, "capture", fail)
     with pytest.warns(UserWarning, match="not permitted"):
-        changed, _ = again(governor, key, images, 0)
-    assert not changed and governor.admitted[key].graphed is None
+        changed, _ = again(managed_forward, key, images, 0)
+    assert not changed and managed_forward.admitted[key].graphed is None

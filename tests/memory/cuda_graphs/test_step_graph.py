@@ -158,13 +158,13 @@ def test_places_are_filled_as_backward_finds_the_gradients() -> None:
 
 
 def test_workspaces_are_given_back_after_every_step_and_every_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a step is recorded, not while it is rehearsed."""
+    """While a step is recorded, not during its warm-up."""
     model, batch = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3)).double(), batches(1)[0]
     outcore.within(
         model, (batch,), memory=None, plan={"0#0:out": "recompute"}, optimizer=0.0, quiet=True, exact="reassociated"
     )
     (entry,) = model.__dict__["forward"].admitted.values()
-    stage = StepGraph(entry.holding, model)
+    stage = StepGraph(entry.compiled, model)
     stage.inputs, stage.tier, stage.wanted, stage.places = [batch], None, [True], StaticGrads(stage.parameters)
     stage.gradients = [torch.ones(4, 3, dtype=torch.float64)]
     given: list[int] = []
@@ -193,7 +193,7 @@ class Pool:
     ("sizes", "want"),
     [([100], [[]]), ([100, 80], [[], [PaddingBlock(8, 0)]]), ([100, 120, 100], [[], [PaddingBlock(8, 0)], []])],
 )
-def test_spacers_that_save_nothing_are_left_out_again(sizes: list[int], want: list[list[PaddingBlock]]) -> None:
+def test_padding_blocks_that_save_nothing_are_left_out_again(sizes: list[int], want: list[list[PaddingBlock]]) -> None:
     recorded = []
 
     class Recorder(StepGraph):
@@ -202,7 +202,7 @@ def test_spacers_that_save_nothing_are_left_out_again(sizes: list[int], want: li
 
         def record(self, pool: Any, spacing: PaddingSearch, *, trace: bool = False) -> list[PaddingBlock]:
             self.pool = pool
-            recorded.append(list(spacing.spacers))
+            recorded.append(list(spacing.padding_blocks))
             return [PaddingBlock(8, 0)] if trace and len(want) > 1 else []
 
     Recorder().record_spaced(Pool(sizes), trace=True)  # type: ignore[arg-type]

@@ -37,9 +37,9 @@ def test_trains_as_plain_does(graphs: bool, policy: str) -> None:
     plan = {"1.norm#0:out": policy} if policy != "keep" else None
     options = {"memory": None, "optimizer": 0.0, "quiet": True, "measure_s": 0.5, "exact": "reassociated"}
     outcore.within(model, (images,), plan=plan, graphs=graphs, **options)
-    governor = model.__dict__["forward"]
-    assert isinstance(governor, ManagedForward)
-    assert any(e is not None and "1.add_()#0" in e.holding.instead for e in governor.admitted.values())
+    managed_forward = model.__dict__["forward"]
+    assert isinstance(managed_forward, ManagedForward)
+    assert any(e is not None and "1.add_()#0" in e.compiled.instead for e in managed_forward.admitted.values())
     for _ in range(3):
         for m in (model, plain):
             m.zero_grad(set_to_none=False)

@@ -83,7 +83,7 @@ def network() -> nn.Module:
 def replaced(model: nn.Module) -> set[str]:
     """Calls that run as something else."""
     (entry,) = model.__dict__["forward"].admitted.values()
-    return set(entry.holding.instead) if entry.holding is not None else set()
+    return set(entry.compiled.instead) if entry.compiled is not None else set()
 
 
 @pytest.mark.parametrize("policy", ["keep", "recompute"])

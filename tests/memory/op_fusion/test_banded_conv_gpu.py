@@ -46,6 +46,6 @@ def test_a_plan_takes_bands_where_numbers_cannot_be_counted() -> None:
     options: dict[str, Any] = {"optimizer": 0.0, "costs": costs, "plan": {"0#0:out": "keep"}, "exact": "reassociated"}
     outcore.within(model, (images,), memory=None, quiet=True, **options)
     (entry,) = model.__dict__["forward"].admitted.values()
-    assert isinstance(entry.holding.instead["0#0"].target, _Banded)
+    assert isinstance(entry.compiled.instead["0#0"].target, _Banded)
     model(images).sum().backward()
     assert all(p.grad.isfinite().all() for p in model.parameters())

@@ -191,9 +191,9 @@ def test_optimizers_smaller_batches_and_evaluation() -> None:
             optimizer.step()
     for a, b in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-9)
-    governor = model.__dict__["forward"]
-    assert isinstance(governor, ManagedForward) and len(governor.admitted) == 2
-    assert all(e is not None and e.plan.order.inside is not None for e in governor.admitted.values())
+    managed_forward = model.__dict__["forward"]
+    assert isinstance(managed_forward, ManagedForward) and len(managed_forward.admitted) == 2
+    assert all(e is not None and e.plan.order.inside is not None for e in managed_forward.admitted.values())
     plain.load_state_dict(model.state_dict())
     with torch.no_grad():
         assert torch.equal(model(images), plain(images))

@@ -58,13 +58,13 @@ def test_trains_as_plain_does(foreign: Foreign, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(module, "_DEVICES", {"cpu"})
     plain, before = copy.deepcopy(model), copy.deepcopy(model.state_dict())
     settings = Settings(None, OptimizerCost.of(0.0, "cpu"), policy={}, reassociated=True, order=MemoryFormat(order))
-    governor = ManagedForward(model, settings)
-    governor.admit(key_of(model, args, kwargs), args, kwargs)
-    if governor.admitted[key_of(model, args, kwargs)] is None:
+    managed_forward = ManagedForward(model, settings)
+    managed_forward.admit(key_of(model, args, kwargs), args, kwargs)
+    if managed_forward.admitted[key_of(model, args, kwargs)] is None:
         pytest.skip("runs as it is")
-    model.__dict__["forward"] = governor
+    model.__dict__["forward"] = managed_forward
     ours, theirs = numbers(model, args, kwargs), numbers(plain, args, kwargs)
-    assert len(governor.admitted) == 1
+    assert len(managed_forward.admitted) == 1
     scale = max((p.grad.abs().max().item() for p in plain.parameters() if p.grad is not None), default=0.0)
     far = apart(ours, theirs)
     if far > BOUND * scale:  # as norms over two numbers do, plain training itself makes much of how it rounds

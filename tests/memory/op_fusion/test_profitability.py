@@ -94,13 +94,13 @@ def test_the_first_steps_decide(
     watched: list[bool] = []
 
     def look(self: PeakMonitor, *_: Any) -> MeasuredStep:
-        watched.append(bool(next(iter(governor.admitted.values())).holding.instead))  # type: ignore[union-attr]
+        watched.append(bool(next(iter(managed_forward.admitted.values())).compiled.instead))  # type: ignore[union-attr]
         return MeasuredStep(None, fused_s if len(watched) == 1 else library_s or 0.0)
 
     monkeypatch.setattr(PeakMonitor, "look", look)
     outcore.within(model, (images,), memory=None, costs=costs, exact="reassociated", quiet=True)
-    governor = model.__dict__["forward"]
-    assert isinstance(governor, ManagedForward)
+    managed_forward = model.__dict__["forward"]
+    assert isinstance(managed_forward, ManagedForward)
     for _ in range(3):
         for each in (model, twin):
             each.zero_grad()
@@ -109,7 +109,7 @@ def test_the_first_steps_decide(
             torch.testing.assert_close(mine.grad, plain.grad, rtol=1e-11, atol=1e-11)
         for mine, plain in zip(model.buffers(), twin.buffers(), strict=True):
             torch.testing.assert_close(mine, plain, rtol=1e-11, atol=1e-11)
-    (entry,) = governor.admitted.values()
-    assert entry is not None and bool(entry.holding.instead) is stays
+    (entry,) = managed_forward.admitted.values()
+    assert entry is not None and bool(entry.compiled.instead) is stays
     assert watched == ([True] if library_s is None else [True, False])
-    assert list(governor.contest.times.values()) == ([] if library_s is None else [(fused_s, library_s)])
+    assert list(managed_forward.ab_test.times.values()) == ([] if library_s is None else [(fused_s, library_s)])

@@ -9,7 +9,7 @@ from torch import nn
 import outcore
 from outcore.cost.measured.saved_bytes import account
 from outcore.cost.predicted.rough import by_bytes
-from outcore.memory.saved_tensors import managed_forward as governors
+from outcore.memory.saved_tensors import managed_forward as managed_forwards
 from outcore.memory.saved_tensors.managed_forward import ManagedForward
 from outcore.planner.memory.plan import MemoryPlan
 from outcore.planner.memory.state_policy import StatePolicy
@@ -53,7 +53,7 @@ def watched(
     outcore.within(model, (x,), memory=None, optimizer=optimizer, costs=costs, quiet=True)
     budget = int(share * planned(model).plain_bytes)
     counter = Counter(budget + above)
-    monkeypatch.setattr(governors, "meter_for", lambda _: counter)
+    monkeypatch.setattr(managed_forwards, "meter_for", lambda _: counter)
     outcore.within(model, (x,), memory=budget, optimizer=optimizer, costs=costs, quiet=True)
     return model, optimizer, counter
 
@@ -73,9 +73,9 @@ def test_steps_above_the_budget_send_state_further_down(
     model, optimizer, counter = watched(monkeypatch, share, above)
     plain = deep()
     twin = ADAM(plain.parameters())
-    governor = model.__dict__["forward"]
-    assert isinstance(governor, ManagedForward)
-    budget = governor.settings.budget_bytes
+    managed_forward = model.__dict__["forward"]
+    assert isinstance(managed_forward, ManagedForward)
+    budget = managed_forward.settings.budget_bytes
     assert budget is not None and str(planned(model).state).startswith(first)
     for i in range(10):
         step(model, optimizer, i, loop), step(plain, twin, i, loop)
@@ -84,7 +84,7 @@ def test_steps_above_the_budget_send_state_further_down(
         assert same(model, plain), i
     plan = planned(model)
     assert str(plan.state).startswith(last)
-    assert governor.keeper is not None and governor.keeper.policy == plan.state
+    assert managed_forward.keeper is not None and managed_forward.keeper.policy == plan.state
     assert plan.peak_bytes <= budget
     moments = [t for s in optimizer.state.values() for t in s.values() if t.numel() > 1]
     assert moments and all(t.untyped_storage().nbytes() > t.nbytes for t in moments)  # they are in their homes
@@ -119,7 +119,7 @@ def test_on_a_gpu_state_moves_further_down_too(monkeypatch: pytest.MonkeyPatch, 
     model, optimizer, counter = watched(monkeypatch, 1.05, 4 * WIDTH * WIDTH * 8, "cuda")
     plain = deep().to("cuda")
     twin = ADAM(plain.parameters())
-    governor = model.__dict__["forward"]
+    managed_forward = model.__dict__["forward"]
     seen = []
     for i in range(16):
         step(model, optimizer, i, loop, "cuda"), step(plain, twin, i, loop, "cuda")
@@ -135,4 +135,4 @@ def test_on_a_gpu_state_moves_further_down_too(monkeypatch: pytest.MonkeyPatch, 
         "the optimizer's state",
         "parameters",
     ]
-    assert governor.keeper.policy == planned(model).state
+    assert managed_forward.keeper.policy == planned(model).state

@@ -54,7 +54,7 @@ class LateLanes(ThreadCopyStreams):
 
 @pytest.fixture(autouse=True)
 def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(residency, "lanes_for", lambda device: LateLanes())
+    monkeypatch.setattr(residency, "copy_streams_for", lambda device: LateLanes())
     Late.waited = 0
     yield
 
@@ -63,7 +63,7 @@ def pair() -> tuple[nn.Module, torch.optim.Optimizer, nn.Module, torch.optim.Opt
     model, plain = network(), network()
     optimizer = offloaded(model, SGD, update="backward", optimizer="keep")
     train(model, optimizer, 4)
-    assert keeper(model).fast and keeper(model).late.parcels
+    assert keeper(model).fast and keeper(model).late.flat_buffers
     train(plain, twin := SGD(plain.parameters()), 4)
     return model, optimizer, plain, twin
 
@@ -105,22 +105,22 @@ def test_what_is_written_while_they_are_coming_is_what_the_next_step_reads(how: 
         for net in (model, plain):
             WRITES[how](list(net.parameters())[-2])
         train(model, optimizer, 2), train(plain, twin, 2)
-        assert keeper(model).late.parcels
+        assert keeper(model).late.flat_buffers
     assert same(model, plain)
 
 
 def test_a_loop_that_leaves_its_parameters_alone_waits_where_they_are_used() -> None:
     model, optimizer, _, _ = pair()
-    coming = len(keeper(model).late.parcels)
+    coming = len(keeper(model).late.flat_buffers)
     before = Late.waited
     optimizer.zero_grad()
     [(p.requires_grad, p.grad, p.shape) for p in model.parameters()]
-    assert Late.waited == before and len(keeper(model).late.parcels) == coming
+    assert Late.waited == before and len(keeper(model).late.flat_buffers) == coming
     seen: list[int] = []
     model[0].register_forward_hook(lambda *_: seen.append(Late.waited))
     model[-1].register_forward_hook(lambda *_: seen.append(Late.waited))
     loss = model(batch(7)).square().mean()
-    assert seen == [before, before + coming]  # the first lot has stayed, the others are used last
+    assert seen == [before, before + coming]  # the first bucket has stayed, the others are used last
     torch.manual_seed(5)
     loss.backward()
     optimizer.step()

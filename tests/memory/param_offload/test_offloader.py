@@ -16,7 +16,7 @@ SGD = lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, weight_decay=1e-4)  # noq
 ADAM = lambda p: torch.optim.Adam(p, 1e-3)  # noqa: E731
 ADAMW = lambda p: torch.optim.AdamW(p, 1e-3, amsgrad=True)  # noqa: E731
 OPTIMIZERS = {"sgd": SGD, "adam": ADAM, "adamw": ADAMW}
-EVERYTHING = {"parameters": "offload", "optimizer": "offload", "parcel_bytes": 4096}
+EVERYTHING = {"parameters": "offload", "optimizer": "offload", "flat_buffer_bytes": 4096}
 
 
 def network() -> nn.Module:

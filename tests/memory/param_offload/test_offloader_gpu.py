@@ -58,9 +58,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "parameters, in backward": {"parameters": "offload", "update": "backward"},
     "optimizer": {"optimizer": "offload"},
     "optimizer, in backward": {"optimizer": "offload", "update": "backward"},
-    "both": {"parameters": "offload", "optimizer": "offload", "parcel_bytes": 2**16},
+    "both": {"parameters": "offload", "optimizer": "offload", "flat_buffer_bytes": 2**16},
     "both, in backward": {"parameters": "offload", "optimizer": "offload", "update": "backward"},
-    "window": {"parameters": "offload", "stage_bytes": 40 * 2**20, "parcel_bytes": 2**16},
+    "window": {"parameters": "offload", "stage_bytes": 40 * 2**20, "flat_buffer_bytes": 2**16},
     "window, in backward": {"parameters": "offload", "stage_bytes": 40 * 2**20, "update": "backward"},
     "all": {"parameters": "offload", "optimizer": "offload", "gradients": "offload", "stage_bytes": 40 * 2**20},
 }
@@ -96,7 +96,7 @@ def test_policies_for_values_and_for_state_together(way: str) -> None:
     outcore.within(model, (x,), memory=None, costs=costs, quiet=True)
     kept = outcore.memory_plan(model).keeping
     plan = {b.name: c[0] for b in kept.buffers.values() if (c := kept.choices(b))}
-    state = {**WAYS[way], "parcel_bytes": 2048}
+    state = {**WAYS[way], "flat_buffer_bytes": 2048}
     if "stage_bytes" in state:
         state["stage_bytes"] = 26000
     outcore.within(model, (x,), memory=None, costs=costs, optimizer=optimizer, plan=plan, state=state, quiet=True)
@@ -158,7 +158,7 @@ def test_what_is_written_while_parameters_are_coming_back_is_kept(write: Any) ->
             opt.zero_grad()
             net(images).square().mean().backward()
             opt.step()
-            late += len(keeper(model).late.parcels) if net is model else 0
+            late += len(keeper(model).late.flat_buffers) if net is model else 0
             for p in net.parameters() if i > 3 else ():
                 write(p)
     assert late > 0 and all(p.isfinite().all() for p in plain.parameters())

@@ -34,9 +34,9 @@ CAREFUL = {name: way for name, way in WAYS.items() if "update" not in way}
 
 
 def keeper(model: nn.Module) -> StateOffloader:
-    governor = model.__dict__["forward"]
-    assert isinstance(governor, ManagedForward) and governor.keeper is not None
-    return governor.keeper
+    managed_forward = model.__dict__["forward"]
+    assert isinstance(managed_forward, ManagedForward) and managed_forward.keeper is not None
+    return managed_forward.keeper
 
 
 def pair(make: Any = ADAM, build: Callable[[], nn.Module] = network, **state: Any) -> tuple[Any, Any, Any, Any]:
@@ -225,7 +225,7 @@ def test_what_was_not_used_may_be_written_before_it_is(way: str) -> None:
         opt = SGD(net.parameters())
         if managed:
             costs = by_bytes(account(outcore.capture(net, (x,))), 1e9)
-            state = {"parameters": "offload", "optimizer": "offload", "parcel_bytes": 512, **WAYS[way]}
+            state = {"parameters": "offload", "optimizer": "offload", "flat_buffer_bytes": 512, **WAYS[way]}
             outcore.within(net, (x,), memory=None, costs=costs, optimizer=opt, state=state, quiet=True)
         for i in range(6):
             opt.zero_grad()
@@ -321,7 +321,7 @@ def test_a_window_and_visits_bound_what_is_here() -> None:
     model = nn.Sequential(*layers)
     x = torch.randn(2, 64)
     optimizer = ADAM(model.parameters())
-    state = {"parameters": "offload", "optimizer": "offload", "gradients": "offload", "parcel_bytes": 1}
+    state = {"parameters": "offload", "optimizer": "offload", "gradients": "offload", "flat_buffer_bytes": 1}
     window = 4 * 64 * 66 * 4
     costs, where = by_bytes(account(outcore.capture(model, (x,))), 1e9), {**state, "stage_bytes": window}
     outcore.within(model, (x,), memory=None, costs=costs, optimizer=optimizer, state=where, quiet=True)
@@ -340,7 +340,7 @@ def test_many_steps_leave_nothing_behind(count: int) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     x = torch.randn(2, 8)
     optimizer = SGD(model.parameters())
-    state = {"parameters": "offload", "optimizer": "offload", "stage_bytes": 1100, "parcel_bytes": 256}
+    state = {"parameters": "offload", "optimizer": "offload", "stage_bytes": 1100, "flat_buffer_bytes": 256}
     costs = by_bytes(account(outcore.capture(model, (x,))), 1e9)
     outcore.within(model, (x,), memory=None, costs=costs, optimizer=optimizer, state=state, quiet=True)
 

@@ -47,7 +47,7 @@ def test_tied_frozen_borrowed_and_idle_parameters(way: str, policies: str) -> No
     optimizer, twin = ADAM(model.parameters()), ADAM(plain.parameters())
     graph = outcore.capture(model, (x,))
     costs = by_bytes(account(graph), 1e9)
-    state = {"parameters": "offload", "optimizer": "offload", "parcel_bytes": 2048, **WAYS[way]}
+    state = {"parameters": "offload", "optimizer": "offload", "flat_buffer_bytes": 2048, **WAYS[way]}
     if "stage_bytes" in state:
         state["stage_bytes"] = 26000
     plan = None
@@ -83,7 +83,7 @@ class Centred(nn.Module):
 @pytest.mark.parametrize("way", WAYS)
 def test_a_forward_that_writes_to_a_parameter(way: str) -> None:
     narrow = {"stage_bytes": 66_100} if "stage_bytes" in WAYS[way] else {}  # the largest layer and little more
-    state = {**WAYS[way], "parcel_bytes": 1024, **narrow}
+    state = {**WAYS[way], "flat_buffer_bytes": 1024, **narrow}
     model, optimizer, plain, twin = pair(SGD, lambda: nn.Sequential(Centred(), network()), **state)
     train(model, optimizer, 5), train(plain, twin, 5)
     assert same(model, plain)

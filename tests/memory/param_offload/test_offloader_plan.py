@@ -101,13 +101,13 @@ def test_measured_bytes_are_at_most_what_was_predicted() -> None:
         outcore.within(model, (batch(),), memory=None, optimizer=optimizer, costs=costs, state=policy, quiet=True)
         plan = planned(model)
         fixed = [*model.parameters(), *model.buffers()] if policy.parameters == "keep" else []
-        homes = [] if policy.idle else [p.home for p in keeper(model).parcels]
+        homes = [] if policy.idle else [p.home for p in keeper(model).flat_buffers]
         if not policy.idle and (gradients := keeper(model).gradients) is not None:
             homes += [home.memory for home in gradients.homes.values()]
         for i in range(2):
             step(model, optimizer, i)
         visits = None if policy.idle else keeper(model).visits
-        homes += [p.home for p in visits.parcels.values()] if visits is not None else []
+        homes += [p.home for p in visits.flat_buffers.values()] if visits is not None else []
         state = [t for s in optimizer.state.values() for t in s.values() if policy.optimizer == "keep"]
         optimizer.zero_grad()
         with LiveBytes([*fixed, *homes, *state]) as live:
@@ -120,7 +120,7 @@ def test_measured_bytes_are_at_most_what_was_predicted() -> None:
 def test_a_plan_keeps_where_state_lives() -> None:
     model = deep(4)
     optimizer = ADAM(model.parameters())
-    state = {"optimizer": "offload", "parcel_bytes": 4096}
+    state = {"optimizer": "offload", "flat_buffer_bytes": 4096}
     outcore.within(model, (batch(),), memory=None, optimizer=optimizer, costs=rough(model), state=state, quiet=True)
     document = Plan.from_json(planned(model).document().to_json())
     assert StatePolicy.of(document.state) == StatePolicy.of(state)

@@ -1,4 +1,4 @@
-"""Lots leave and come back once in every step, in an order that keeps the link busy."""
+"""Buckets leave and come back once in every step, in an order that keeps the link busy."""
 
 import gc
 import weakref
@@ -43,14 +43,14 @@ class EmptyLanes(ThreadCopyStreams):
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What is large, for networks of some kilobytes: lots of 2, 6 and 68 kB."""
+    """What is large, for networks of some kilobytes: buckets of 2, 6 and 68 kB."""
     from outcore.planner.memory import buckets
 
     monkeypatch.setattr(flat_buffer, "_LEAST_BYTES", 1024)
     for name, size in (("_PIECE_BYTES", 2048), ("_HALVED_BYTES", 8192), ("_BESIDE_BYTES", 1024)):
         monkeypatch.setattr(writeback, name, size)
     monkeypatch.setattr(buckets, "_FIRST_BYTES", 2560)
-    monkeypatch.setattr(residency, "lanes_for", lambda device: EmptyLanes())
+    monkeypatch.setattr(residency, "copy_streams_for", lambda device: EmptyLanes())
     booked.clear()
     yield
 
@@ -59,7 +59,7 @@ def running(steps: int = 4) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = network()
     optimizer = offloaded(model, SGD, update="backward", optimizer="keep")
     train(model, optimizer, steps)
-    assert keeper(model).fast and len(keeper(model).lots) == 3
+    assert keeper(model).fast and len(keeper(model).buckets) == 3
     return model, optimizer
 
 
@@ -71,12 +71,12 @@ def pair(steps: int = 4) -> tuple[nn.Module, torch.optim.Optimizer, nn.Module, t
 
 
 def starts(model: nn.Module) -> list[list[int]]:
-    """Of every lot, where its parts begin."""
+    """Of every bucket, where its parts begin."""
     rows = keeper(model).trips.parts.values()
-    return [[part.parcel.place.memory.data_ptr() + part.start for part in row] for row in rows]
+    return [[part.flat_buffer.place.memory.data_ptr() + part.start for part in row] for row in rows]
 
 
-def test_what_is_needed_last_leaves_around_what_is_needed_sooner_and_the_first_lot_at_the_turn() -> None:
+def test_what_is_needed_last_leaves_around_what_is_needed_sooner_and_the_first_bucket_at_the_turn() -> None:
     model, optimizer = running()
     (first,), (beside, second), (third, rest) = starts(model)
     booked.clear()
@@ -86,7 +86,9 @@ def test_what_is_needed_last_leaves_around_what_is_needed_sooner_and_the_first_l
     optimizer.step()
     assert booked == [[beside, first], [third], [second, rest]]
     parts = [part for row in keeper(model).trips.parts.values() for part in row]
-    assert sum(part.end - part.start for part in parts) == sum(parcel.bytes for parcel in keeper(model).parcels)
+    assert sum(part.end - part.start for part in parts) == sum(
+        flat_buffer.bytes for flat_buffer in keeper(model).flat_buffers
+    )
 
 
 def test_weights_are_those_of_plain_training_although_nothing_is_there_between_leaving_and_return() -> None:
@@ -94,7 +96,7 @@ def test_weights_are_those_of_plain_training_although_nothing_is_there_between_l
     assert same(model, plain)
 
 
-def test_one_lot_leaves_when_it_was_updated() -> None:
+def test_one_bucket_leaves_when_it_was_updated() -> None:
     def one() -> nn.Module:
         torch.manual_seed(0)
         return nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(2), nn.Flatten())
@@ -102,7 +104,7 @@ def test_one_lot_leaves_when_it_was_updated() -> None:
     model, plain = one(), one()
     optimizer, twin = offloaded(model, SGD, update="backward", optimizer="keep"), SGD(plain.parameters())
     train(model, optimizer), train(plain, twin)
-    assert len(keeper(model).lots) == 1 and len(booked) == 3  # of five steps two are looked at
+    assert len(keeper(model).buckets) == 1 and len(booked) == 3  # of five steps two are looked at
     assert same(model, plain)
 
 
@@ -141,7 +143,7 @@ def test_gradients_of_what_is_late_are_seen() -> None:
         hook = net[-2].register_forward_hook(lambda *given, found=features: found.append(given[-1]))
         net(batch())
         hook.remove()
-        features[0].square().mean().backward()  # the last lot is never complete
+        features[0].square().mean().backward()  # the last bucket is never complete
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(model[8].parameters(), plain[8].parameters(), strict=True))
     optimizer.step(), twin.step()
     assert same(model, plain)
@@ -197,7 +199,7 @@ def test_evaluation_between_forward_and_backward() -> None:
     assert same(model, plain)
 
 
-def test_all_of_a_lot_is_at_home_when_backward_ends_early() -> None:
+def test_all_of_a_bucket_is_at_home_when_backward_ends_early() -> None:
     model, _ = running()
 
     class StopError(Exception):
@@ -206,28 +208,28 @@ def test_all_of_a_lot_is_at_home_when_backward_ends_early() -> None:
     def stop(*_: Any) -> None:
         raise StopError
 
-    hook = list(model.parameters())[4].register_hook(stop)  # the last lot was updated by then, and owes a part
+    hook = list(model.parameters())[4].register_hook(stop)  # the last bucket was updated by then, and owes a part
     with pytest.raises(StopError):
         model(batch()).square().mean().backward()
     hook.remove()
-    assert any(parcel.owed for parcel in keeper(model).parcels)
+    assert any(flat_buffer.owed for flat_buffer in keeper(model).flat_buffers)
     keeper(model).late.receive()
-    for parcel in keeper(model).parcels:
-        parcel.arrive()
+    for each in keeper(model).flat_buffers:
+        each.arrive()
     here = {name: p.detach().clone() for name, p in model.named_parameters()}
     keeper(model).go_home()
     assert all(torch.equal(p, here[name]) for name, p in model.named_parameters())
-    assert not any(parcel.owed or parcel.here for parcel in keeper(model).parcels)
+    assert not any(flat_buffer.owed or flat_buffer.here for flat_buffer in keeper(model).flat_buffers)
 
 
-def test_lots_that_were_not_updated_in_order_are_completed_by_the_step() -> None:
+def test_buckets_that_were_not_updated_in_order_are_completed_by_the_step() -> None:
     model, optimizer, plain, twin = pair()
     for net, opt in ((model, optimizer), (plain, twin)):
         opt.zero_grad()
         torch.manual_seed(3)
         net[6:](torch.randn(4, 16, 12, 12, generator=torch.Generator().manual_seed(1))).square().mean().backward()
         opt.step()
-    assert not keeper(model).lots[2].weights.owed
+    assert not keeper(model).buckets[2].weights.owed
     assert same(model, plain)
 
 
@@ -239,7 +241,7 @@ def test_what_was_written_at_home_is_not_overwritten_by_a_part_that_did_not_have
     for net, opt in ((model, optimizer), (plain, twin)):
         list(net.parameters())[-4].data.mul_(0.5)
         opt.zero_grad()
-        net[:6](batch()).square().mean().backward()  # the last lot stays where it is
+        net[:6](batch()).square().mean().backward()  # the last bucket stays where it is
         opt.step()
     assert same(model, plain)
 
@@ -269,7 +271,7 @@ def test_nothing_leaves_while_the_model_is_looked_at() -> None:
 
 
 @pytest.mark.parametrize("place", [0, 3, 8, 10])
-def test_an_exception_in_any_lot_loses_nothing(place: int) -> None:
+def test_an_exception_in_any_bucket_loses_nothing(place: int) -> None:
     model, optimizer, plain, twin = pair()
 
     def fail(*_: Any) -> None:
@@ -293,7 +295,7 @@ def test_an_exception_in_any_lot_loses_nothing(place: int) -> None:
     assert same(model, plain)
 
 
-def test_steps_leave_nothing_behind_and_a_model_takes_its_parcels_with_it() -> None:
+def test_steps_leave_nothing_behind_and_a_model_takes_its_flat_buffers_with_it() -> None:
     model, optimizer = running()
     counts = []
     for _ in range(3):
@@ -302,10 +304,10 @@ def test_steps_leave_nothing_behind_and_a_model_takes_its_parcels_with_it() -> N
         gc.collect()
         counts.append(len(gc.get_objects()))
     assert counts[2] <= counts[1] + 20
-    parcel = weakref.ref(keeper(model).parcels[0])
+    flat_buffer = weakref.ref(keeper(model).flat_buffers[0])
     gc.disable()
     try:
         del model, optimizer
-        assert parcel() is None
+        assert flat_buffer() is None
     finally:
         gc.enable()

@@ -20,8 +20,8 @@ def test_who_waits_for_a_part_comes_after_it() -> None:
     sizes = (3 * 2**20, 200 * 2**20)
     here = [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]
     home = [torch.zeros(size, dtype=torch.uint8, pin_memory=True) for size in sizes]
-    lanes = CudaCopyStreams(device)
-    turn = lanes.turn([list(zip(a.chunk(4), b.chunk(4), strict=True)) for a, b in zip(here, home, strict=True)])
+    copy_streams = CudaCopyStreams(device)
+    turn = copy_streams.turn([list(zip(a.chunk(4), b.chunk(4), strict=True)) for a, b in zip(here, home, strict=True)])
     assert isinstance(turn, CudaRoundTripCopy)
     for i in range(6):
         for memory in here:
@@ -34,11 +34,11 @@ def test_who_waits_for_a_part_comes_after_it() -> None:
         assert all(bool((memory == i).all()) for memory in home)
         assert all(bool((memory == 100 + i).all()) for memory in here)
     assert turn.graph is not None
-    lanes.close()
+    copy_streams.close()
 
 
 def wide() -> nn.Module:
-    """Three lots: of 4 MiB, 64 MiB with a part that leaves beside the first, 64 MiB in two parts."""
+    """Three buckets: of 4 MiB, 64 MiB with a part that leaves beside the first, 64 MiB in two parts."""
     torch.manual_seed(0)
     layers = [nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 16384), nn.ReLU(), nn.Linear(16384, 1024), nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(1024, 4)).cuda()
@@ -54,7 +54,7 @@ def scaled(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("between", [nothing, scaled])
-def test_lots_in_parts_are_those_of_plain_training(between: Callable[[nn.Module], None]) -> None:
+def test_buckets_in_parts_are_those_of_plain_training(between: Callable[[nn.Module], None]) -> None:
     model, plain = wide(), wide()
     images = torch.randn(8, 1024, device="cuda")
     optimizer, twin = (torch.optim.SGD(m.parameters(), 1e-3, momentum=0.9) for m in (model, plain))

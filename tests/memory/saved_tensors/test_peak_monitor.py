@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import outcore
-from outcore.memory.saved_tensors import managed_forward as governors
+from outcore.memory.saved_tensors import managed_forward as managed_forwards
 from outcore.memory.saved_tensors.managed_forward import ManagedForward
 from outcore.memory.saved_tensors.peak_monitor import PeakMonitor
 
@@ -49,49 +49,49 @@ def governed(monkeypatch: pytest.MonkeyPatch, share: float, over: float) -> tupl
     outcore.within(model, (images,), memory=None, quiet=True)
     budget = int(share * outcore.memory_plan(model).plain_bytes)
     counter = Counter(int(over * budget))
-    monkeypatch.setattr(governors, "meter_for", lambda _: counter)
+    monkeypatch.setattr(managed_forwards, "meter_for", lambda _: counter)
     outcore.within(model, (images,), memory=budget, quiet=True)
-    governor = model.__dict__["forward"]
-    assert isinstance(governor, ManagedForward)
-    before = governor.plan.peak_bytes
+    managed_forward = model.__dict__["forward"]
+    assert isinstance(managed_forward, ManagedForward)
+    before = managed_forward.plan.peak_bytes
     steps(model, images, 3)
-    assert governor.plan.peak_bytes == before  # not before all of them were seen
+    assert managed_forward.plan.peak_bytes == before  # not before all of them were seen
     counter.most = min(counter.most, budget) if over > 1 and counter.resets == 0 else counter.most
     steps(model, images, 1)
-    return governor, before, counter
+    return managed_forward, before, counter
 
 
 def test_a_step_within_its_budget_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    governor, before, counter = governed(monkeypatch, 0.7, 0.9)
-    (entry,) = governor.admitted.values()
+    managed_forward, before, counter = governed(monkeypatch, 0.7, 0.9)
+    (entry,) = managed_forward.admitted.values()
     assert entry is not None and entry.observer is None and entry.measured is not None
     assert entry.measured.peak_bytes == counter.most and entry.measured.step_s > 0
     assert "predicted" in entry.measured.beside(entry.plan)
-    assert governor.plan.peak_bytes == before and counter.resets == 3
+    assert managed_forward.plan.peak_bytes == before and counter.resets == 3
 
 
 def test_a_step_above_its_budget_is_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    governor, before, counter = governed(monkeypatch, 0.7, 1.1)
-    budget = governor.settings.budget_bytes
+    managed_forward, before, counter = governed(monkeypatch, 0.7, 1.1)
+    budget = managed_forward.settings.budget_bytes
     assert budget is not None
     missed = counter.most - before
-    assert governor.plan.outcome.peak_bytes + missed <= budget
-    assert governor.settings.reserved_bytes >= missed
+    assert managed_forward.plan.outcome.peak_bytes + missed <= budget
+    assert managed_forward.settings.reserved_bytes >= missed
 
 
 def test_where_the_budget_cannot_be_kept_that_is_said_and_the_smallest_plan_is_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with pytest.warns(UserWarning, match="above its prediction"):
-        governor, before, counter = governed(monkeypatch, 0.9, 20.0)
-    assert governor.plan.outcome.peak_bytes < before
-    assert governor.plan.peak_bytes <= counter.most
+        managed_forward, before, counter = governed(monkeypatch, 0.9, 20.0)
+    assert managed_forward.plan.outcome.peak_bytes < before
+    assert managed_forward.plan.peak_bytes <= counter.most
 
 
 def test_memory_of_others_is_not_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
     model, images = network()
     counter = Counter(10**9 + 5000, others=10**9)
-    monkeypatch.setattr(governors, "meter_for", lambda _: counter)
+    monkeypatch.setattr(managed_forwards, "meter_for", lambda _: counter)
     outcore.within(model, (images,), memory=None, quiet=True, plan={"1#0:out": "recompute"})
     steps(model, images, 4)
     (entry,) = model.__dict__["forward"].admitted.values()
@@ -111,13 +111,13 @@ def test_of_state_below_the_device_only_what_is_here_counts(monkeypatch: pytest.
     model, images = network()
     weights = sum(p.nbytes for p in model.parameters())
     counter = Counter(0)
-    monkeypatch.setattr(governors, "meter_for", lambda _: counter)
+    monkeypatch.setattr(managed_forwards, "meter_for", lambda _: counter)
     optimizer = torch.optim.Adam(model.parameters())
     state = {"optimizer": "offload", "parameters": parameters}
     outcore.within(
         model, (images,), memory=None, plan={"1#0:out": "recompute"}, optimizer=optimizer, state=state, quiet=True
     )
-    stage = weights if parameters == "keep" else sum(p.bytes for p in model.__dict__["forward"].keeper.parcels)
+    stage = weights if parameters == "keep" else sum(p.bytes for p in model.__dict__["forward"].keeper.flat_buffers)
     counter.now = 10**9 + stage + images.nbytes + 10 * len(list(model.parameters())) * 4  # and Adam's counters of steps
     counter.most = counter.now + 5000
     train(model, optimizer, images, 4)
@@ -132,7 +132,7 @@ def test_a_plan_with_state_below_the_device_is_corrected(monkeypatch: pytest.Mon
     outcore.within(model, (images,), memory=None, optimizer=optimizer, state={"optimizer": "offload"}, quiet=True)
     budget = int(0.7 * outcore.memory_plan(model).peak_bytes)
     counter = Counter(int(1.1 * budget))
-    monkeypatch.setattr(governors, "meter_for", lambda _: counter)
+    monkeypatch.setattr(managed_forwards, "meter_for", lambda _: counter)
     outcore.within(model, (images,), memory=budget, optimizer=optimizer, state={"optimizer": "offload"}, quiet=True)
     before = outcore.memory_plan(model).outcome.peak_bytes
     train(model, optimizer, images, 4)
@@ -146,7 +146,7 @@ def test_a_step_that_needs_nothing_is_watched_for_its_budget(monkeypatch: pytest
     outcore.within(model, (images,), memory=None, quiet=True)
     budget = int(1.05 * outcore.memory_plan(model).plain_bytes)
     counter = Counter(int(1.1 * budget))
-    monkeypatch.setattr(governors, "meter_for", lambda _: counter)
+    monkeypatch.setattr(managed_forwards, "meter_for", lambda _: counter)
     outcore.within(model, (images,), memory=budget, quiet=True)
     assert not outcore.memory_plan(model).policy
     steps(model, images, 4)

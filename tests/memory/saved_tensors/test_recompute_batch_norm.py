@@ -28,9 +28,9 @@ def recompute_norms(model: nn.Module, images: torch.Tensor, exact: str) -> Manag
     norms = [name for name, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     plan = {f"{name}#0:out": "recompute" for name in norms}
     outcore.within(model, (images,), memory=None, plan=plan, exact=exact, quiet=True)
-    governor = model.__dict__["forward"]
-    assert isinstance(governor, ManagedForward)
-    return governor
+    managed_forward = model.__dict__["forward"]
+    assert isinstance(managed_forward, ManagedForward)
+    return managed_forward
 
 
 def train(model: nn.Module, images: torch.Tensor) -> list[torch.Tensor]:
@@ -47,13 +47,13 @@ def test_reassociated_gradients_differ_by_rounding_at_most(dims: int, last: bool
     if last and dims > 1:
         images = images.to(memory_format=torch.channels_last if dims == 2 else torch.channels_last_3d)
     twin = copy.deepcopy(model)
-    governor = recompute_norms(model, images, "reassociated")
+    managed_forward = recompute_norms(model, images, "reassociated")
     for _ in range(2):
         for mine, plain in zip(train(model, images), train(twin, images), strict=True):
             torch.testing.assert_close(mine, plain, rtol=1e-11, atol=1e-11)
-    (entry,) = governor.admitted.values()
+    (entry,) = managed_forward.admitted.values()
     assert entry is not None
-    assert len(entry.holding.norms) == 5 and None not in entry.holding.renorm.orders.values()
+    assert len(entry.compiled.norms) == 5 and None not in entry.compiled.renorm.orders.values()
 
 
 @pytest.mark.parametrize("in_place", [True, False])
@@ -73,7 +73,7 @@ def test_a_norm_and_its_relu_as_one_operation(setting: dict[str, Any], again: bo
         plan = {b.name: "recompute" for b in buffers if b.kind == "value" and not b.obstacle}
         outcore.within(model, (images,), memory=None, plan=plan, exact="reassociated", quiet=True)
     (entry,) = model.__dict__["forward"].admitted.values()
-    assert len(entry.holding.instead) == 9  # five norms, four ReLUs
+    assert len(entry.compiled.instead) == 9  # five norms, four ReLUs
     for _ in range(3):
         want, wanted = train(twin, images), images.grad
         images.grad = None
@@ -98,7 +98,7 @@ def test_what_is_looked_at_between_norm_and_relu_stays_apart() -> None:
     twin = copy.deepcopy(model)
     outcore.within(model, (images,), memory=None, exact="reassociated", quiet=True)
     (entry,) = model.__dict__["forward"].admitted.values()
-    assert list(entry.holding.instead) == ["norm#0"]
+    assert list(entry.compiled.instead) == ["norm#0"]
     for mine, plain in zip(train(model, images), train(twin, images), strict=True):
         torch.testing.assert_close(mine, plain)
 
@@ -114,10 +114,10 @@ def test_bitwise_is_bitwise() -> None:
 def test_a_norm_in_eval_mode_has_no_statistics_to_keep() -> None:
     model, images = network().eval(), torch.randn(3, 3, 9, 9)
     twin = copy.deepcopy(model)
-    governor = recompute_norms(model, images, "reassociated")
+    managed_forward = recompute_norms(model, images, "reassociated")
     assert all(torch.equal(a, b) for a, b in zip(train(model, images), train(twin, images), strict=True))
-    (entry,) = governor.admitted.values()
-    assert entry is not None and not entry.holding.norms
+    (entry,) = managed_forward.admitted.values()
+    assert entry is not None and not entry.compiled.norms
 
 
 def test_the_plan_says_how_exact_it_is() -> None:

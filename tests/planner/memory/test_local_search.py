@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from outcore.planner.memory.evaluate import StepModel, StepUnderPolicies
-from outcore.planner.memory.local_search import drifted, squeezed, stirred
+from outcore.planner.memory.local_search import drifted, perturbed, squeezed
 from outcore.planner.memory.search import PolicySearch, smallest
 from tests.planner.memory.test_frontier import brute_force, step
 
@@ -21,7 +21,7 @@ def test_from_everything_made_again_stirring_finds_the_best_there_is(share: floa
     search = PolicySearch(keeping, budget, 20.0)
     first = search.give_up(search.assign({n: c[0] for n, c in search.choices.items()}))
     assert first.fits(budget)
-    found = stirred(search, first)
+    found = perturbed(search, first)
     assert found.fits(budget)
     assert found.outcome.time_s <= first.outcome.time_s
     assert found.outcome.time_s <= 1.001 * brute_force(keeping, budget)
@@ -66,5 +66,5 @@ def test_stirring_stops_when_the_time_is_up() -> None:
     keeping = step(3)
     search = PolicySearch(keeping, int(0.8 * keeping.plain.peak_bytes), 0.0)
     start = search.assign({n: c[0] for n, c in search.choices.items()})
-    assert stirred(search, start) is start
+    assert perturbed(search, start) is start
     assert drifted(search, start) is start

@@ -117,15 +117,15 @@ def measured(model: nn.Module, batch: torch.Tensor, optimizer: torch.optim.Optim
         step()
     optimizer.zero_grad()
     keeper = model.__dict__["forward"].keeper
-    homes = [parcel.home for parcel in keeper.parcels] if keeper is not None else []
+    homes = [flat_buffer.home for flat_buffer in keeper.flat_buffers] if keeper is not None else []
     if keeper is not None and keeper.gradients is not None:
         homes += [home.memory for home in keeper.gradients.homes.values()]
     if keeper is not None and keeper.visits is not None:
-        homes += [parcel.home for parcel in keeper.visits.parcels.values()]
+        homes += [flat_buffer.home for flat_buffer in keeper.visits.flat_buffers.values()]
     below = {home.untyped_storage().data_ptr() for home in homes}
     state = [t for s in optimizer.state.values() for t in s.values()]
     mine = [*model.parameters(), *model.buffers(), batch, *state]
-    mine += [p.place.memory for p in keeper.parcels if p.place is not None] if keeper is not None else []
+    mine += [p.place.memory for p in keeper.flat_buffers if p.place is not None] if keeper is not None else []
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in mine}
     here = sum(s.nbytes() for at, s in storages.items() if at not in below)
     with LiveBytes([*homes, *mine]) as live:
@@ -142,7 +142,10 @@ def test_a_step_holds_what_is_predicted(name: str, make: Callable[..., torch.opt
     optimizer = make([p for p in model.parameters() if p.requires_grad])
     costs = by_bytes(account(outcore.capture(model, (batch,))), 1e9)
     rungs = ladder(costs.parameters)
-    by_hand = StatePolicy("offload", "keep", "offload"), StatePolicy("offload", stage_bytes=60_000, parcel_bytes=9000)
+    by_hand = (
+        StatePolicy("offload", "keep", "offload"),
+        StatePolicy("offload", stage_bytes=60_000, flat_buffer_bytes=9000),
+    )
     for policy in (*rungs, *by_hand):
         outcore.within(
             model, (batch,), memory=2**50, loss=loss_of, optimizer=optimizer, costs=costs, state=policy, quiet=True
@@ -178,15 +181,15 @@ def test_budgets_down_to_the_smallest_are_kept(name: str) -> None:
         outcore.release(model)
 
 
-def test_lots_are_packed_in_order_and_large_ones_are_alone() -> None:
+def test_buckets_are_packed_in_order_and_large_ones_are_alone() -> None:
     sizes = [100, 5000, 700, 90_000, 12, 30, 4000, 4000, 4000]
-    lots = packed(sizes, 8000)
-    assert [i for lot in lots for i in lot] == list(range(len(sizes)))
-    taken = [sum(rounded(sizes[i]) for i in lot) for lot in lots]
-    assert all(size <= 9000 for lot, size in zip(lots, taken, strict=True) if 3 not in lot)
-    assert next(lot for lot in lots if 3 in lot)[0] == 3
+    buckets = packed(sizes, 8000)
+    assert [i for bucket in buckets for i in bucket] == list(range(len(sizes)))
+    taken = [sum(rounded(sizes[i]) for i in bucket) for bucket in buckets]
+    assert all(size <= 9000 for bucket, size in zip(buckets, taken, strict=True) if 3 not in bucket)
+    assert next(bucket for bucket in buckets if 3 in bucket)[0] == 3
     growing = packed([1000] * 40, 10**6, 4096)
-    assert [len(lot) for lot in growing] == [4, 36]
+    assert [len(bucket) for bucket in growing] == [4, 36]
 
 
 def test_what_will_not_be_needed_for_longest_leaves() -> None:
@@ -202,5 +205,5 @@ def test_what_will_not_be_needed_for_longest_leaves() -> None:
 
 def test_frozen_parameters_travel_apart() -> None:
     items = tuple(OffloadableParam(f"p{i}", 512, trained=i % 2 == 0) for i in range(6))
-    lots = OffloadableParams(items, {}, {}).lots(StatePolicy(optimizer="offload", parcel_bytes=1024))
-    assert [[item.name for item in lot] for lot in lots] == [["p0", "p2"], ["p1", "p3"], ["p4"], ["p5"]]
+    buckets = OffloadableParams(items, {}, {}).buckets(StatePolicy(optimizer="offload", flat_buffer_bytes=1024))
+    assert [[item.name for item in bucket] for bucket in buckets] == [["p0", "p2"], ["p1", "p3"], ["p4"], ["p5"]]

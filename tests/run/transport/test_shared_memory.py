@@ -21,19 +21,19 @@ BYTES = 1 << 16
 def _exchange() -> dict[str, Any]:
     """Rank 0 sends three rows, the second while the first is still held; rank 1 says what it saw."""
     world = World.join(timeout_s=20.0)
-    shelf = SharedRows(world, torch.device("cpu"))
+    shared_rows = SharedRows(world, torch.device("cpu"))
     places, sums = [], []
     held: Any = None
     for turn in range(3):
         if world.rank == 0:
-            row = shelf.take(BYTES)
+            row = shared_rows.take(BYTES)
             row.tensor.fill_(turn + 1)
             places.append(row.tensor.data_ptr())
             dist.send(row.name, 1, group=world.group)
         else:
             name = torch.empty(2, dtype=torch.int64)
             dist.recv(name, 0, group=world.group)
-            got = shelf.open(0, name, BYTES).view(torch.float32)[1:]
+            got = shared_rows.open(0, name, BYTES).view(torch.float32)[1:]
             sums.append(int(got.view(torch.uint8).unique()))
             if turn == 0:
                 held = got
@@ -43,9 +43,9 @@ def _exchange() -> dict[str, Any]:
             del got
             gc.collect()
         world.barrier()
-    idle = shelf.idle_bytes
-    shelf.close()
-    near = sorted(shelf.near)
+    idle = shared_rows.idle_bytes
+    shared_rows.close()
+    near = sorted(shared_rows.near)
     world.close()
     return {"places": places, "sums": sums, "idle": idle, "near": near}
 

@@ -5,8 +5,8 @@ where they are convolutions that a grouped form runs badly. So both are tried on
 fraction of a second each, with nothing of the array touched. From the times for two and for four members follows the
 time for all of them. A GPU is not filled by so few, and a line through two and four was off by a third where kernels
 overlap; so there the ways that lead with four are tried again with as many as will run at once, each convolution of
-fused ones in its faster form: what is timed is what will run. More than sixteen members are fused in equal lanes of up
-to sixteen, one after the other: on an H200 thirty-two in one lane were no faster, and took more memory. The speed-up
+fused ones in its faster form: what is timed is what will run. More than sixteen members are fused in equal groups of up
+to sixteen, one after the other: on an H200 thirty-two in one group were no faster, and took more memory. The speed-up
 over training one after the other is printed before training starts; what was achieved can be printed beside it.
 """
 
@@ -29,13 +29,13 @@ from outcore.fusion.runner import RunMode
 if TYPE_CHECKING:
     from outcore.fusion.array import FusedArray
 
-__all__ = ["AutotuneResult", "TimedWay", "choose", "lane_width"]
+__all__ = ["AutotuneResult", "TimedWay", "choose", "group_width"]
 
 _PROBES = (2, 4)
 _WIDEST = 16
-"""Members of a fused lane on a GPU, at most."""
+"""Members of a fused group on a GPU, at most."""
 _STREAMS = 32
-"""Streams that torch has; more lanes share them."""
+"""Streams that torch has; more groups share them."""
 _CLOSE = 1.5
 """How many times slower than the best a way may look to be tried again."""
 
@@ -110,9 +110,9 @@ def choose(
     at_once = len(array) if predicted is None or limit is None else predicted.at_once(limit)
     candidates = list(ways) if ways is not None else _candidates(array, at_once)
     serial_s = _time_serially(array, batch, each, seconds)
-    lane, streams = lane_width(len(array), min(_WIDEST, at_once)), min(len(array), at_once, _STREAMS)
-    lane, streams = (_affordable(count, predicted, limit) for count in (lane, streams))
-    again = _tries_again(array.device) and min(lane, streams) > _PROBES[-1]
+    group, streams = group_width(len(array), min(_WIDEST, at_once)), min(len(array), at_once, _STREAMS)
+    group, streams = (_affordable(count, predicted, limit) for count in (group, streams))
+    again = _tries_again(array.device) and min(group, streams) > _PROBES[-1]
 
     def tried(way: RunMode, counts: Iterable[int], before: TimedWay | None = None) -> TimedWay:
         times = dict(before.times_s) if before is not None else {}
@@ -125,7 +125,7 @@ def choose(
     if again:
         near = _CLOSE * min(t.predicted_s for t in trials)
         trials = [
-            t if t.predicted_s > near else tried(t.way, [lane if t.way.width > 1 else streams], t) for t in trials
+            t if t.predicted_s > near else tried(t.way, [group if t.way.width > 1 else streams], t) for t in trials
         ]
     # Plain steps are bound by the host, which is slower in a process that has only begun.
     serial_s = min(serial_s, _time_serially(array, batch, each, seconds))
@@ -133,7 +133,7 @@ def choose(
     array.arrange(made.way)
     if made.way.width < len(array):
         made = replace(made, memory=_forecast(array, batch, each))
-    if array.device.type == "cuda" and 1 < made.way.width != lane and each is None:
+    if array.device.type == "cuda" and 1 < made.way.width != group and each is None:
         measure_convolutions(array, *batch)
     return made
 
@@ -168,7 +168,7 @@ def _candidates(array: FusedArray, at_once: int) -> list[RunMode]:
     if on_gpu and any(p.dim() == 4 and max(p.shape[2:]) > 1 for p in array.models[0].parameters()):
         formats = {False, True}
     found = []
-    width = lane_width(len(array), min(_WIDEST, at_once)) if on_gpu else at_once
+    width = group_width(len(array), min(_WIDEST, at_once)) if on_gpu else at_once
     for channels_last in sorted(formats):
         found.append(RunMode(width, on_gpu, channels_last=channels_last))
         together = on_gpu and at_once == len(array)
@@ -176,14 +176,14 @@ def _candidates(array: FusedArray, at_once: int) -> list[RunMode]:
     return found
 
 
-def lane_width(members: int, most: int = _WIDEST) -> int:
-    """How many members to fuse in a lane, so that lanes of at most so many are about equal."""
-    lanes = -(-members // most)
-    return -(-members // lanes)
+def group_width(members: int, most: int = _WIDEST) -> int:
+    """How many members to fuse in a group, so that groups of at most so many are about equal."""
+    groups = -(-members // most)
+    return -(-members // groups)
 
 
 def _extrapolated(times: dict[int, float], members: int, way: RunMode, at_once: int) -> float:
-    """A line through the two largest counts that were tried, or through none; lanes one after the other add up."""
+    """A line through the two largest counts that were tried, or through none; groups one after the other add up."""
     if members in times and at_once >= members:
         return times[members]
     if 1 < way.width < members and way.width in times:
@@ -241,13 +241,13 @@ def _time_serially(array: FusedArray, batch: tuple[Any, ...], each: Any, seconds
     from outcore.fusion.program.values import member_of
 
     own = member_of(args, 0)
-    lane = array.lanes[0]
+    group = array.groups[0]
 
     def step() -> None:
         for name, training in slot.trainings.items():
             optimizer = slot.optimizers[name]
             optimizer.zero_grad()
-            with lane.autocast():
+            with group.autocast():
                 loss = training(*own)[0]
             loss.backward()
             optimizer.step()

@@ -1,7 +1,7 @@
-"""A step of a lane on tensors without memory: what it would need, counted.
+"""A step of a group on tensors without memory: what it would need, counted.
 
 Some layers are not the same when fused: cuDNN's LSTM keeps little, the one that steps through time for all members
-keeps every gate. So the memory of a lane is not that of its members' own graphs; but a replay on fake tensors, with
+keeps every gate. So the memory of a group is not that of its members' own graphs; but a replay on fake tensors, with
 backward, makes and drops exactly the tensors that the real one will, and counting them takes no device memory. Fed to
 the rules of the allocator, they also tell what a graph with memory of its own will hold.
 """
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from outcore.fusion.group import Group
     from outcore.fusion.program.program import StackedProgram
 
-__all__ = ["DryRunBytes", "rehearse"]
+__all__ = ["DryRunBytes", "dry_run"]
 
 
 @dataclass(frozen=True, slots=True)
 class DryRunBytes:
-    """Bytes of forward and backward of a lane, without its weights, with their gradients."""
+    """Bytes of forward and backward of a group, without its weights, with their gradients."""
 
     peak: int
     """Of living tensors."""
@@ -39,10 +39,10 @@ class DryRunBytes:
     """Of the allocator's segments, if it starts with none."""
 
 
-def rehearse(
-    lane: Group, objective: str, program: StackedProgram, args: tuple[Any, ...], *, alone: bool
+def dry_run(
+    group: Group, objective: str, program: StackedProgram, args: tuple[Any, ...], *, alone: bool
 ) -> DryRunBytes:
-    """Count a step of a lane; of one member that runs `alone`, of its own model."""
+    """Count a step of a group; of one member that runs `alone`, of its own model."""
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
 
         def fake(value: Any) -> Any:
@@ -51,22 +51,22 @@ def rehearse(
             made = mode.from_tensor(value.detach(), static_shapes=True)
             return made.requires_grad_(value.requires_grad)
 
-        stack = copy.copy(lane.stack)
-        stack.parameters = {name: fake(t) for name, t in lane.stack.parameters.items()}
-        stack.buffers = {name: fake(t) for name, t in lane.stack.buffers.items()}
+        stack = copy.copy(group.stack)
+        stack.parameters = {name: fake(t) for name, t in group.stack.parameters.items()}
+        stack.buffers = {name: fake(t) for name, t in group.stack.buffers.items()}
         given = substitute(args, (Tensor, Stacked), fake)
         tensors = [t for _, t in leaves(given, (Tensor, Stacked))]
         there = [*stack.parameters.values(), *stack.buffers.values(), *(_tensor(t) for t in tensors)]
         views = {first: stack[first][0] for first in stack.names.values()}
         own = {f"model.{name}": views[first] for name, first in stack.names.items()} if alone else {}
-        trained = [n for n in lane.steppers[objective].names if stack.parameters[n].requires_grad]
+        trained = [n for n in group.steppers[objective].names if stack.parameters[n].requires_grad]
         wanted = [own[f"model.{n}"] if alone else stack.parameters[n] for n in trained]
         apart = replace(program, ways={}, kept={})  # what is tried on fake tensors must not be remembered
-        with ReservedBytes([*there, *own.values()]) as live, lane.autocast():
+        with ReservedBytes([*there, *own.values()]) as live, group.autocast():
             if alone:
-                loss = functional_call(lane.trainings[objective][0], own, member_of(given, 0))[0]
+                loss = functional_call(group.trainings[objective][0], own, member_of(given, 0))[0]
             else:
-                made = apart.replay(lane.trainings[objective], stack, tensors, MemberRandomness(None), lane.first)
+                made = apart.replay(group.trainings[objective], stack, tensors, MemberRandomness(None), group.first)
                 loss = made[0].tensor.sum()
                 del made
             found = torch.autograd.grad(loss, wanted, allow_unused=True)

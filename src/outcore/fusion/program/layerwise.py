@@ -24,20 +24,20 @@ __all__ = ["measure_convolutions"]
 
 def measure_convolutions(array: FusedArray, *batch: Any, seconds: float = 0.01) -> dict[str, int]:
     """Decide for each convolution of an array; returns how many shapes run which way."""
-    lane = array.lanes[0]
+    group = array.groups[0]
     args = array.arguments(batch, None)
     seen: dict[Any, tuple[convolution.MemberConvolution, Tensor, Tensor]] = {}
     with torch.no_grad(), convolution.collecting(seen):
         for name in array.slots[0].trainings:
             _, program = array.program(name, args)
-            if program.obstacle is None and len(lane) > 1:
-                kept = {n: t.clone() for n, t in lane.stack.buffers.items()}
-                lane.forward(name, program, args, alone=False)
+            if program.obstacle is None and len(group) > 1:
+                kept = {n: t.clone() for n, t in group.stack.buffers.items()}
+                group.forward(name, program, args, alone=False)
                 for buffer, content in kept.items():
-                    lane.stack.buffers[buffer].copy_(content)
+                    group.stack.buffers[buffer].copy_(content)
     found: dict[str, int] = {}
     for signature, (conv, x, weight) in seen.items():
-        best = min(conv.ways(x, weight), key=lambda way: _time(conv, x, weight, way, lane.device, seconds))
+        best = min(conv.ways(x, weight), key=lambda way: _time(conv, x, weight, way, group.device, seconds))
         convolution.decide(signature, best)
         found[best] = found.get(best, 0) + 1
     return found

@@ -119,7 +119,7 @@ class _OnePass(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, norm: _Norm, relu: bool) -> Tensor:
         ctx.relu, ctx.kind = relu, weight.dtype
-        if isinstance(x, FakeTensor):  # a rehearsal: only sizes count
+        if isinstance(x, FakeTensor):  # a dry run: only sizes count
             ctx.save_for_backward(x, x.new_empty(4 * x.shape[1], dtype=torch.float32))
             return torch.empty_like(x)
         from outcore.kernels.batch_norm_relu import normalise, statistics

@@ -54,7 +54,7 @@ class _Depthwise(torch.autograd.Function):
         height, width = (
             (x.shape[2 + d] + 2 * conv.padding[d] - weight.shape[2 + d]) // conv.stride[d] + 1 for d in (0, 1)
         )
-        if isinstance(x, FakeTensor):  # a rehearsal: only sizes count
+        if isinstance(x, FakeTensor):  # a dry run: only sizes count
             return x.new_empty(x.shape[0], height, width, x.shape[1]).movedim(-1, 1)
         from outcore.kernels.depthwise_conv import forward
 

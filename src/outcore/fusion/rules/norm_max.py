@@ -81,7 +81,7 @@ def _scan(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return found
     kind = torch.float64 if x.dtype is torch.float64 else torch.float32
     shape = (2, x.shape[0], x.shape[2])
-    if isinstance(x, FakeTensor):  # a rehearsal: only sizes count
+    if isinstance(x, FakeTensor):  # a dry run: only sizes count
         sums = x.new_empty(shape, dtype=kind)
         return sums, torch.empty_like(sums), x.new_empty(shape, dtype=torch.int32)
     less = x.to(kind) - x[0, 0].to(kind)

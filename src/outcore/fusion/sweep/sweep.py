@@ -26,7 +26,7 @@ from torch import nn
 from outcore.fusion.array import FusedArray
 from outcore.fusion.fuse import fuse
 from outcore.fusion.member import twin
-from outcore.fusion.program.autotune import AutotuneResult, lane_width
+from outcore.fusion.program.autotune import AutotuneResult, group_width
 from outcore.fusion.runner import RunMode
 from outcore.fusion.sweep.curves import draw_curves
 from outcore.fusion.sweep.plain_loop import PlainLoop
@@ -316,7 +316,7 @@ def _usual_way(model: nn.Module, members: int) -> RunMode:
     """All fused; on a GPU as a CUDA graph, and in the order of memory that its convolutions prefer."""
     on_gpu = any(p.is_cuda for p in model.parameters())
     convolves = any(p.dim() == 4 for p in model.parameters())
-    return RunMode(lane_width(members) if on_gpu else members, graphed=on_gpu, channels_last=on_gpu and convolves)
+    return RunMode(group_width(members) if on_gpu else members, graphed=on_gpu, channels_last=on_gpu and convolves)
 
 
 def _value(result: TrialResult) -> float:

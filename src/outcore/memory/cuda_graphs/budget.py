@@ -29,7 +29,7 @@ _TRIES = 5
 
 
 def planned_again(
-    governor: ManagedForward,
+    managed_forward: ManagedForward,
     key: Hashable,
     entry: PlannedCall,
     tensors: list[torch.Tensor],
@@ -40,7 +40,7 @@ def planned_again(
     assert entry.graphed is not None
     if any(t.requires_grad for t in tensors):
         return False
-    settings = governor.settings
+    settings = managed_forward.settings
     try:
         entry.graphed.capture(tensors)
     except RuntimeError as error:
@@ -49,19 +49,19 @@ def planned_again(
         return False
     if settings.budget_bytes is None or settings.policy is not None:
         return False
-    taken = entry.graphed.bytes + _beside(governor, entry, tensors)
+    taken = entry.graphed.bytes + _beside(managed_forward, entry, tensors)
     missed = taken - settings.budget_bytes
     if not settings.quiet:
         print(f"outcore: as CUDA graphs the step takes {format_bytes(taken)}", file=sys.stderr)
     if missed <= 0:
         return False
-    before = governor.tried.get(key, [])
-    governor.tried[key] = [*before, taken]
+    before = managed_forward.tried.get(key, [])
+    managed_forward.tried[key] = [*before, taken]
     entry.graphed.free()
     stuck = taken in before  # the smallest plan again
-    if not stuck and len(before) + 1 < _TRIES and _with_less(governor, key, missed, args, kwargs):
+    if not stuck and len(before) + 1 < _TRIES and _with_less(managed_forward, key, missed, args, kwargs):
         return True
-    least = min(governor.tried[key])
+    least = min(managed_forward.tried[key])
     warnings.warn(
         f"outcore: as CUDA graphs this step takes {format_bytes(least)}, more than the "
         f'{format_bytes(settings.budget_bytes)} it may; it runs call by call; give memory="{-(-least // 2**20)}MiB" '
@@ -73,13 +73,13 @@ def planned_again(
 
 
 def _with_less(
-    governor: ManagedForward, key: Hashable, missed: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    managed_forward: ManagedForward, key: Hashable, missed: int, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bool:
     """Plan with so much less, or with as much less as can be; whether there is another plan."""
-    before = governor.settings
+    before = managed_forward.settings
     assert before.budget_bytes is not None
     less = replace(before, reserved_bytes=before.reserved_bytes + missed)
-    refused = governor.replanned(key, less, args, kwargs)
+    refused = managed_forward.replanned(key, less, args, kwargs)
     if refused is None:
         return True
     if refused.least_bytes is None:
@@ -89,14 +89,14 @@ def _with_less(
     if over >= missed:
         return False
     least = replace(before, reserved_bytes=less.reserved_bytes - over)
-    return governor.replanned(key, least, args, kwargs) is None
+    return managed_forward.replanned(key, least, args, kwargs) is None
 
 
-def _beside(governor: ManagedForward, entry: PlannedCall, tensors: list[torch.Tensor]) -> int:
+def _beside(managed_forward: ManagedForward, entry: PlannedCall, tensors: list[torch.Tensor]) -> int:
     """What the step holds beside its graphs: weights, optimizer state and room for its step, the inputs, the loss."""
-    settings, sizes = governor.settings, entry.plan.keeping.costs.parameters
+    settings, sizes = managed_forward.settings, entry.plan.keeping.costs.parameters
     optimizer = settings.optimizer.state_bytes(sizes) + settings.optimizer.workspace_bytes(sizes)
-    model = sum(t.nbytes for t in (*governor.model.parameters(), *governor.model.buffers()))
+    model = sum(t.nbytes for t in (*managed_forward.model.parameters(), *managed_forward.model.buffers()))
     return model + optimizer + settings.beside_bytes + sum(t.nbytes for t in tensors) + _unused()
 
 

@@ -25,7 +25,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from outcore.allocator.expandable_segments import reserved_by
-from outcore.allocator.padding_search import PaddingBlock, PaddingSearch, best_spacers
+from outcore.allocator.padding_search import PaddingBlock, PaddingSearch, best_padding_blocks
 from outcore.graph.record.preserve import ModelState, state_tensors
 from outcore.graph.record.recording import Ref, Step, Tape
 from outcore.graph.structure import leaves, substitute
@@ -43,13 +43,13 @@ _WORTH = 0.99
 
 
 class StepGraph:
-    """A holding, captured when it is first called."""
+    """A compiled recording, captured when it is first called."""
 
     pool: GraphPool
     places: StaticGrads
 
-    def __init__(self, holding: CompiledRecording, model: nn.Module, other: StepGraph | None = None) -> None:
-        self.holding, self.model, self.other = holding, model, other
+    def __init__(self, compiled: CompiledRecording, model: nn.Module, other: StepGraph | None = None) -> None:
+        self.compiled, self.model, self.other = compiled, model, other
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.turn: _Turn = other.turn if other is not None else _Turn()
         self.graphs: tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph] | None = None
@@ -59,9 +59,9 @@ class StepGraph:
         """What the graphs have reserved, once they are captured, with the gradients and copies of the inputs."""
 
     @staticmethod
-    def can(holding: CompiledRecording) -> bool:
+    def can(compiled: CompiledRecording) -> bool:
         """Whether a step can be captured: nothing is drawn again or read by Python, no size is in the data."""
-        return not (holding.random or holding.recording.uses_data or holding.sized_by_data)
+        return not (compiled.random or compiled.recording.uses_data or compiled.sized_by_data)
 
     @staticmethod
     def copied_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -88,13 +88,13 @@ class StepGraph:
         self.inputs = [t.detach().clone() for t in tensors]
         self.places = other.places if other is not None else StaticGrads(self.parameters)
         self.places.clear()
-        device, size = self.parameters[0].device, self.holding.offloaded_bytes
+        device, size = self.parameters[0].device, self.compiled.offloaded_bytes
         self.tier = HostBackend(device, size) if size else None
         pool = GraphPool(device, self.tier, other.pool.handle if other is not None else None)
         with growing_segments():
             with pool.beside():
                 for _ in range(_WARM_UPS):
-                    self.rehearse()
+                    self.warm_up()
             before.restore()
             self.record_spaced(pool, trace=other is None)
         before.restore()
@@ -105,7 +105,7 @@ class StepGraph:
 
     def read_memory(self) -> tuple[int, list[torch.Tensor], list[int]]:
         """The tensors that the graphs read and where they lie."""
-        recording = self.holding.recording
+        recording = self.compiled.recording
         tensors = [*self.model.parameters(), *self.model.buffers(), *recording.constants.values()]
         renewed = recording.reads.renewed if recording.reads is not None else 0
         return renewed, tensors, [t.data_ptr() for t in tensors]
@@ -115,12 +115,12 @@ class StepGraph:
         if self.graphs is None or self.turn.taken():
             return
         renewed, tensors, places = self.memory
-        reads = self.holding.recording.reads
+        reads = self.compiled.recording.reads
         if (reads is not None and reads.renewed != renewed) or [t.data_ptr() for t in tensors] != places:
             self.free()
             self.parameters = [p for p in self.model.parameters() if p.requires_grad]
 
-    def rehearse(self) -> None:
+    def warm_up(self) -> None:
         """A step as it will be recorded."""
         with stand_ins(self.model, self.parameters) as parameters:
             outputs = self.run()
@@ -129,17 +129,17 @@ class StepGraph:
             self.differentiate(outputs, parameters)
 
     def record_spaced(self, pool: GraphPool, *, trace: bool) -> None:
-        """Record both graphs, again with spacers if these save memory, and without if they did not after all."""
-        spacers = self.record(pool, PaddingSearch(pool.device), trace=trace)
+        """Record both graphs, again with padding blocks if these save memory, and without if they did not after all."""
+        padding_blocks = self.record(pool, PaddingSearch(pool.device), trace=trace)
         taken = pool.bytes
-        for tried in (spacers, []) if spacers else ():
+        for tried in (padding_blocks, []) if padding_blocks else ():
             self.graphs = None
             self.record(pool.fresh(), PaddingSearch(pool.device, tried))
             if self.pool.bytes <= taken:
                 return
 
     def record(self, pool: GraphPool, spacing: PaddingSearch, *, trace: bool = False) -> list[PaddingBlock]:
-        """Record both graphs; spacers with which they would take less memory, if it is traced."""
+        """Record both graphs; padding blocks with which they would take less memory, if it is traced."""
         give_back()
         if self.tier is not None:
             self.tier.empty()
@@ -158,8 +158,8 @@ class StepGraph:
         if not trace:
             return []
         events, steps = spacing.traced(pool.segments())
-        spacers, least = best_spacers(events, steps)
-        return spacers if least < _WORTH * reserved_by(events) else []
+        padding_blocks, least = best_padding_blocks(events, steps)
+        return padding_blocks if least < _WORTH * reserved_by(events) else []
 
     def free(self) -> None:
         """Give the graphs' memory back."""
@@ -179,9 +179,9 @@ class StepGraph:
             spacing.perform(tape, step)
             without_workspaces()
 
-        result = ReplayPass(self.holding, self.model, self.inputs, self.tier, perform).forward()
+        result = ReplayPass(self.compiled, self.model, self.inputs, self.tier, perform).forward()
         torch.clear_autocast_cache()
-        self.template = self.holding.recording.result
+        self.template = self.compiled.recording.result
         return [t for _, t in leaves(result, torch.Tensor)]
 
     def differentiate(
@@ -211,11 +211,11 @@ class _Turn:
     """Which forward is under way in the memory of the graphs."""
 
     def __init__(self) -> None:
-        self.passage: weakref.ref[_Passage] | None = None
+        self.replay_pass: weakref.ref[_Passage] | None = None
 
     def taken(self, by: _Passage | None = None) -> bool:
         """Whether one is, or this one is."""
-        now = self.passage() if self.passage is not None else None
+        now = self.replay_pass() if self.replay_pass is not None else None
         return now is not None and by in (None, now)
 
 
@@ -229,8 +229,8 @@ class _Replay(torch.autograd.Function):
         for place, tensor in zip(graphed.inputs, tensors, strict=True):
             place.copy_(tensor)
         graphed.graphs[0].replay()
-        ctx.graphed, ctx.passage = graphed, _Passage()
-        graphed.turn.passage = weakref.ref(ctx.passage)
+        ctx.graphed, ctx.replay_pass = graphed, _Passage()
+        graphed.turn.replay_pass = weakref.ref(ctx.replay_pass)
         ctx.set_materialize_grads(False)
         copies = tuple(o.clone() for o, _ in graphed.outputs)
         ctx.mark_non_differentiable(*(c for c, (_, led) in zip(copies, graphed.outputs, strict=True) if not led))
@@ -242,7 +242,7 @@ class _Replay(torch.autograd.Function):
         """Copy the gradients in and launch backward."""
         graphed: StepGraph = ctx.graphed
         assert graphed.graphs is not None
-        if not graphed.turn.taken(ctx.passage):
+        if not graphed.turn.taken(ctx.replay_pass):
             raise RuntimeError(
                 "this backward ran already, and its memory is used again: outcore's CUDA graphs cannot keep the graph; "
                 "call within with graphs=False"
@@ -257,7 +257,7 @@ class _Replay(torch.autograd.Function):
             place.zero_() if gradient is None else place.copy_(gradient)
         graphed.places.clear()
         graphed.graphs[1].replay()
-        graphed.turn.passage = None
+        graphed.turn.replay_pass = None
         # New tensors in the same memory, which nobody else holds: they become the parameters' own without a copy.
         places = zip(graphed.places.places, graphed.found, strict=True)
         return (None, None, *(place.detach() if found else None for place, found in places))

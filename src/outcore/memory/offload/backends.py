@@ -233,15 +233,15 @@ class DiskBuffer:
     def __del__(self) -> None:
         try:
             self._give_back()
-        except KeyboardInterrupt:  # nobody would hear of it from here; a courier says it again, a little later
+        except KeyboardInterrupt:  # nobody would hear of it from here; a copy thread says it again, a little later
             self._give_back()
             self.tier.workers.submit(_thread.interrupt_main)
 
     def _give_back(self) -> None:
         if getattr(self, "slot", None) is not None:
-            for errand in (self.reading, self.writing):
-                if errand is not None:
-                    errand.wait()
+            for copy_task in (self.reading, self.writing):
+                if copy_task is not None:
+                    copy_task.wait()
             slot, self.slot = self.slot, None
             assert slot is not None
             self.tier.scratch.give(slot)

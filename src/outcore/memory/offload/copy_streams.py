@@ -1,8 +1,8 @@
 """Copies of dense memory between a device and the tier below it, beside the computing.
 
 A copy is *booked*: it starts when the marks it comes after are reached and gives a mark itself. On a GPU a mark is an
-event and the host goes on at once; on a CPU it is a task of a copying thread. There are two lanes each way, because
-one large tensor that left first must not hold up a small one that is needed sooner.
+event and the host goes on at once; on a CPU it is a task of a copying thread. There are two copy streams each way,
+because one large tensor that left first must not hold up a small one that is needed sooner.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = [
     "Ends",
     "RoundTripCopy",
     "ThreadCopyStreams",
-    "lanes_for",
+    "copy_streams_for",
 ]
 
 
@@ -69,8 +69,8 @@ class CopyStreams(Protocol):
         """Finish everything that was booked."""
 
 
-def lanes_for(device: torch.device) -> CopyStreams:
-    """The lanes between a device and the tier below it."""
+def copy_streams_for(device: torch.device) -> CopyStreams:
+    """The copy streams between a device and the tier below it."""
     return CudaCopyStreams(device) if device.type == "cuda" else ThreadCopyStreams()
 
 
@@ -194,18 +194,18 @@ class CudaRoundTripCopy:
 class _Task:
     """A mark of a copying thread."""
 
-    def __init__(self, errand: CopyTask[None] | None) -> None:
-        self.errand = errand
+    def __init__(self, copy_task: CopyTask[None] | None) -> None:
+        self.copy_task = copy_task
 
     def wait(self) -> None:
         self.finish()
 
     def finish(self) -> None:
-        if self.errand is not None:
-            self.errand.result()
+        if self.copy_task is not None:
+            self.copy_task.result()
 
     def done(self) -> bool:
-        return self.errand is None or self.errand.over
+        return self.copy_task is None or self.copy_task.over
 
 
 class ThreadCopyStreams:
@@ -248,14 +248,14 @@ class ThreadCopyStreams:
 class ThreadRoundTripCopy:
     """Copies out on one thread and back on the other."""
 
-    def __init__(self, parts: Sequence[Sequence[Ends]], lanes: ThreadCopyStreams) -> None:
-        self.parts, self.lanes = parts, lanes
+    def __init__(self, parts: Sequence[Sequence[Ends]], copy_streams: ThreadCopyStreams) -> None:
+        self.parts, self.copy_streams = parts, copy_streams
 
     def book(self) -> list[CopyEvent]:
         """Now: a CPU has computed what it was told to compute."""
         marks = []
         for part in self.parts:
-            left = self.lanes.copy([(home, here, ()) for here, home in part], out=True)
+            left = self.copy_streams.copy([(home, here, ()) for here, home in part], out=True)
             back = [(here, home, [mark]) for (here, home), mark in zip(part, left, strict=True)]
-            marks.append(self.lanes.copy(back, out=False)[-1])
+            marks.append(self.copy_streams.copy(back, out=False)[-1])
         return marks

@@ -2,8 +2,8 @@
 
 Python raises `KeyboardInterrupt` between any two lines of the main thread. The locks of `concurrent.futures` are
 written in Python, and an interrupt between two of their lines leaves one taken for good: the thread that needs it next
-hangs, and with it the end of the process. What the main thread shares with a courier is therefore made of parts that
-are one operation each: a `SimpleQueue`, and a lock that is taken at birth and released once.
+hangs, and with it the end of the process. What the main thread shares with a copy thread is therefore made of parts
+that are one operation each: a `SimpleQueue`, and a lock that is taken at birth and released once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class CopyTask(Generic[T]):
         self.running.acquire()
 
     def run(self) -> None:
-        """On the courier's side."""
+        """On the copy thread's side."""
         assert self.call is not None
         try:
             self.found = self.call()
@@ -67,13 +67,13 @@ class CopyThreads:
 
     def submit(self, function: Callable[..., T], *args: Any) -> CopyTask[T]:
         """Have a call made, after those that were handed over before."""
-        errand = CopyTask(lambda: function(*args))
+        copy_task = CopyTask(lambda: function(*args))
         while len(self.threads) < self.count:
             thread = threading.Thread(target=_work, args=(self.queue,), name=self.name, daemon=True)
             thread.start()
             self.threads.append(thread)
-        self.queue.put(errand)
-        return errand
+        self.queue.put(copy_task)
+        return copy_task
 
     def close(self, most_s: float | None = None) -> None:
         """Finish what was handed over; wait so long for it, or until it is done."""
@@ -90,12 +90,12 @@ _WORKING: weakref.WeakSet[CopyThreads] = weakref.WeakSet()
 @atexit.register
 def _finish() -> None:
     """The process ends: a thread that is stopped in the middle of a copy would abort it."""
-    for couriers in list(_WORKING):
-        couriers.close(_PATIENCE_S)
+    for copy_threads in list(_WORKING):
+        copy_threads.close(_PATIENCE_S)
 
 
 def _work(queue: SimpleQueue[CopyTask[Any] | None]) -> None:
-    while (errand := queue.get()) is not None:
-        errand.run()
-        del errand  # or its result would be held until the next one comes
+    while (copy_task := queue.get()) is not None:
+        copy_task.run()
+        del copy_task  # or its result would be held until the next one comes
     queue.put(None)  # for the others: Ctrl-C may have left one that nobody counts

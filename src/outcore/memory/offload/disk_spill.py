@@ -22,7 +22,7 @@ from collections.abc import Iterator
 import torch
 
 from outcore.memory.offload.arena import Arena, ArenaBlock
-from outcore.memory.offload.copy_streams import CopyEvent, lanes_for
+from outcore.memory.offload.copy_streams import CopyEvent, copy_streams_for
 from outcore.memory.offload.copy_threads import CopyTask, CopyThreads
 from outcore.memory.offload.host_storage import PinnedStorage
 from outcore.memory.offload.scratch_file import ScratchFile
@@ -35,7 +35,7 @@ class SpillBackend:
 
     def __init__(self, device: torch.device, capacity_bytes: int, host_bytes: int) -> None:
         self.device = device
-        self.lanes = lanes_for(device)
+        self.copy_streams = copy_streams_for(device)
         self.arena = Arena(host_bytes)
         self.home = PinnedStorage(self.arena.size) if device.type == "cuda" and self.arena.size else None
         self.memory = self.home.memory if self.home else torch.empty(self.arena.size, dtype=torch.uint8)
@@ -83,7 +83,7 @@ class SpillBackend:
         """Finish what is being copied and give everything back."""
         self.writer.close()
         self.reader.close()
-        self.lanes.close()
+        self.copy_streams.close()
         self.scratch.close()
         self.memory = torch.empty(0, dtype=torch.uint8)
         if self.home is not None:
@@ -106,7 +106,7 @@ class SpilledBuffer:
         self.reading: CopyTask[None] | None = None
         self.host: torch.Tensor | None = self._memory()
         marks = tier.arena.marks(slot) if slot is not None else []
-        (self.gone,) = tier.lanes.copy([(self.host, flat, (tier.lanes.now(), *marks))], out=True)
+        (self.gone,) = tier.copy_streams.copy([(self.host, flat, (tier.copy_streams.now(), *marks))], out=True)
 
     def _memory(self) -> torch.Tensor:
         """Of its place in the arena, or of its own where there is none."""
@@ -174,7 +174,7 @@ class SpilledBuffer:
                 self.stage(anyhow=True)
             self.tier.read_ahead()
             self.flat = torch.empty(self.size, dtype=torch.uint8, device=self.tier.device)
-            self.asked = self.tier.lanes.now()
+            self.asked = self.tier.copy_streams.now()
         if self.here is None and (self.reading is None or self.reading.over):
             self._copy_back()
 
@@ -182,7 +182,7 @@ class SpilledBuffer:
         if self.reading is not None:
             self.reading.result()
         assert self.flat is not None and self.host is not None
-        (self.here,) = self.tier.lanes.copy([(self.flat, self.host, (self.asked, self.gone))], out=False)
+        (self.here,) = self.tier.copy_streams.copy([(self.flat, self.host, (self.asked, self.gone))], out=False)
 
     def bytes_back(self) -> torch.Tensor:
         """Its bytes, when they are here."""
@@ -199,9 +199,9 @@ class SpilledBuffer:
     """The last copy back."""
 
     def __del__(self) -> None:
-        for errand in (self.__dict__.get("writing"), self.__dict__.get("reading")):
-            if errand is not None:
-                errand.wait()
+        for copy_task in (self.__dict__.get("writing"), self.__dict__.get("reading")):
+            if copy_task is not None:
+                copy_task.wait()
         if self.__dict__.get("here") is not None:
             assert self.here is not None
             self.here.wait()  # fetched for nothing: whoever gets the memory next comes after the copy

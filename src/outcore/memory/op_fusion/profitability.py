@@ -9,8 +9,8 @@ norms are fused that save the device most, as long as the host keeps ahead:
     device           ─ falls ─▶
     host             ─ rises ─▶        take the number at which the slower of the two is fastest
 
-Where the first steps are slower than predicted all the same, the governor tries the library's norms for as many steps
-and keeps what is faster. On a CPU the host is the device, and every norm is fused.
+Where the first steps are slower than predicted all the same, the managed forward tries the library's norms for as many
+steps and keeps what is faster. On a CPU the host is the device, and every norm is fused.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class SelectedFusions:
         return replace(self, layer_norms=rows, scales=scales)
 
     @property
-    def contested(self) -> bool:
+    def ab_tested(self) -> bool:
         """Whether there is something whose host time is an estimate, so that the first steps have to decide."""
         return bool(self.norms or self.layer_norms or self.scales)
 

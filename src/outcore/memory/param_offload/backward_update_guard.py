@@ -28,19 +28,19 @@ class BackwardUpdateGuard:
         self.seen: dict[int, tuple[int, int]] = {}
         """Parameter -> how often its gradient arrived, and its version then."""
         self.last: dict[int, int] = {}
-        """Lot -> the parameter (id) whose gradient arrived last."""
+        """Bucket -> the parameter (id) whose gradient arrived last."""
         self.homes: dict[int, torch.Tensor] = {}
-        """What the homes of lots held after the last step."""
+        """What the homes of buckets held after the last step."""
 
-    def gradient(self, lot: Bucket, p: torch.Tensor) -> None:
+    def gradient(self, bucket: Bucket, p: torch.Tensor) -> None:
         """A gradient arrived."""
         assert p.grad is not None
-        self.last[lot.number] = id(p)
+        self.last[bucket.number] = id(p)
         self.seen[id(p)] = (self.seen.get(id(p), (0, 0))[0] + 1, p.grad._version)
 
-    def before_step(self, lots: Iterable[Bucket]) -> None:
+    def before_step(self, buckets: Iterable[Bucket]) -> None:
         """``optimizer.step()`` is called."""
-        for p in (p for lot in lots for p in lot.trained):
+        for p in (p for bucket in buckets for p in bucket.trained):
             times, version = self.seen.get(id(p), (0, 0))
             if times > 1:
                 return self.refuse("gradients of several passes are added up")
@@ -50,18 +50,20 @@ class BackwardUpdateGuard:
         self.steps += 1
         return None
 
-    def after_step(self, lots: Iterable[Bucket]) -> None:
+    def after_step(self, buckets: Iterable[Bucket]) -> None:
         """The step is over and everything is at home."""
         if self.verdict is None and self.steps >= _STEPS:
             self.verdict, self.homes = True, {}
         elif self.verdict is None:
-            self.homes = {lot.number: lot.weights.home.clone() for lot in lots if lot.weights is not None}
+            self.homes = {
+                bucket.number: bucket.weights.home.clone() for bucket in buckets if bucket.weights is not None
+            }
 
-    def before_forward(self, lots: Iterable[Bucket]) -> None:
+    def before_forward(self, buckets: Iterable[Bucket]) -> None:
         """The next pass begins."""
-        for lot in lots:
-            home = self.homes.pop(lot.number, None)
-            if home is not None and lot.weights is not None and not torch.equal(home, lot.weights.home):
+        for bucket in buckets:
+            home = self.homes.pop(bucket.number, None)
+            if home is not None and bucket.weights is not None and not torch.equal(home, bucket.weights.home):
                 self.refuse("parameters are changed between step() and the next forward pass")
 
     def refuse(self, why: str) -> None:

@@ -171,69 +171,71 @@ def _bare(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> Callabl
 class StateCopies:
     """State that lives at home and visits the device for the update."""
 
-    def __init__(self, stepper: PartialOptimizer, device: torch.device, lanes: CopyStreams) -> None:
-        self.stepper, self.device, self.lanes = stepper, device, lanes
-        self.parcels: dict[int, FlatBuffer] = {}
-        """By the lot's number."""
+    def __init__(self, stepper: PartialOptimizer, device: torch.device, copy_streams: CopyStreams) -> None:
+        self.stepper, self.device, self.copy_streams = stepper, device, copy_streams
+        self.flat_buffers: dict[int, FlatBuffer] = {}
+        """By the bucket's number."""
         self.homes: dict[int, OffDeviceStorage] = {}
-        self.stage = AllocatorWindow(device, lanes)
+        self.stage = AllocatorWindow(device, copy_streams)
 
     def book(self, number: int) -> None:
-        """Start to bring the state of a lot."""
-        if (parcel := self.parcels.get(number)) is not None:
-            parcel.book()
+        """Start to bring the state of a bucket."""
+        if (flat_buffer := self.flat_buffers.get(number)) is not None:
+            flat_buffer.book()
 
     def arrive(self, number: int, parameters: Collection[nn.Parameter]) -> None:
-        """The state of a lot is here, if it has any yet."""
+        """The state of a bucket is here, if it has any yet."""
         tensors = self.stepper.tensors(parameters)
-        parcel = self.parcels.get(number)
-        if parcel is not None and [id(m.tensor) for m in parcel.members] != [id(t) for t in tensors]:
+        flat_buffer = self.flat_buffers.get(number)
+        if flat_buffer is not None and [id(m.tensor) for m in flat_buffer.members] != [id(t) for t in tensors]:
             self.forget(number)  # another state was loaded
-            parcel = None
-        if parcel is None:
+            flat_buffer = None
+        if flat_buffer is None:
             for tensor in tensors:
                 if tensor.device != self.device:
                     tensor.data = tensor.data.to(self.device)
             return
-        parcel.book()
-        parcel.arrive()
+        flat_buffer.book()
+        flat_buffer.arrive()
 
     def leave(self, number: int, parameters: Collection[nn.Parameter]) -> None:
         """The update is over: the state goes home."""
-        parcel = self.parcels.get(number)
-        if parcel is None:
+        flat_buffer = self.flat_buffers.get(number)
+        if flat_buffer is None:
             tensors = self.stepper.tensors(parameters)
             if not tensors or not all(movable(t) for t in tensors):
                 return
             ((members, size),) = lay_out(tensors, 2**62)
             home = self.homes[number] = home_for(self.device, size)
-            parcel = self.parcels[number] = FlatBuffer(f"state {number}", members, home.memory, self.stage, self.lanes)
-            parcel.adopt()
+            flat_buffer = self.flat_buffers[number] = FlatBuffer(
+                f"state {number}", members, home.memory, self.stage, self.copy_streams
+            )
+            flat_buffer.adopt()
             return
-        parcel.send()
-        parcel.depart()
+        flat_buffer.send()
+        flat_buffer.depart()
 
     def forget(self, number: int) -> None:
-        """The lot's state is an ordinary one."""
-        parcel = self.parcels.pop(number, None)
-        if parcel is not None:
-            parcel.depart()
-            parcel.settle()
+        """The bucket's state is an ordinary one."""
+        flat_buffer = self.flat_buffers.pop(number, None)
+        if flat_buffer is not None:
+            flat_buffer.depart()
+            flat_buffer.settle()
             self.homes.pop(number)
 
     def settle(self) -> None:
         """The host waits until everything is at home; what it was copied from is free."""
-        for parcel in self.parcels.values():
-            parcel.settle()
+        for flat_buffer in self.flat_buffers.values():
+            flat_buffer.settle()
         self.stage.tidy()
 
     def close(self) -> None:
         """All state is on the device again, as ordinary tensors."""
-        for parcel in self.parcels.values():
-            parcel.depart()
-            parcel.settle()
-            for member in parcel.members:
+        for flat_buffer in self.flat_buffers.values():
+            flat_buffer.depart()
+            flat_buffer.settle()
+            for member in flat_buffer.members:
                 member.tensor.data = member.tensor.data.to(self.device, copy=True)
         for home in self.homes.values():
             home.close()
-        self.parcels, self.homes = {}, {}
+        self.flat_buffers, self.homes = {}, {}

@@ -1,4 +1,4 @@
-"""Lots: parameters that come, are updated and leave together, in the order in which the model uses them."""
+"""Buckets: parameters that come, are updated and leave together, in the order in which the model uses them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from outcore.planner.memory.state_policy import StatePolicy
 if TYPE_CHECKING:
     from outcore.memory.param_offload.residency import ParamResidency
 
-__all__ = ["Bucket", "BucketTensor", "Use", "cargo_of", "make_lots", "uses_of"]
+__all__ = ["Bucket", "BucketTensor", "Use", "make_buckets", "offloadable_of", "uses_of"]
 
 Use = tuple[str, nn.Module, Sequence[nn.Parameter]]
 """A call, the module in whose forward it happens, and the parameters it reads."""
@@ -39,40 +39,40 @@ class Bucket:
 
 
 class BucketTensor(SavedHandle):
-    """A saved tensor that lies in the memory of a lot: when backward asks, the lot is brought here."""
+    """A saved tensor that lies in the memory of a bucket: when backward asks, the bucket is brought here."""
 
-    __slots__ = ("keeper", "lot", "member")
+    __slots__ = ("bucket", "keeper", "member")
 
-    def __init__(self, tensor: torch.Tensor, lot: Bucket, keeper: ParamResidency) -> None:
-        assert lot.weights is not None
+    def __init__(self, tensor: torch.Tensor, bucket: Bucket, keeper: ParamResidency) -> None:
+        assert bucket.weights is not None
         self.tensor, self.cell, self.device, self.position = None, None, None, 0
-        self.geometry, self.lot, self.keeper = Geometry.of(tensor), lot, keeper
+        self.geometry, self.bucket, self.keeper = Geometry.of(tensor), bucket, keeper
         at = self.geometry.offset * tensor.element_size()
-        members = lot.weights.members
+        members = bucket.weights.members
         self.member = members[bisect_right([m.offset for m in members], at) - 1].tensor
         self.version = self.member._version
 
     def unpack(self) -> torch.Tensor:
-        """The saved tensor, where the lot is now."""
-        assert self.geometry is not None and self.lot.weights is not None
+        """The saved tensor, where the bucket is now."""
+        assert self.geometry is not None and self.bucket.weights is not None
         if self.member._version != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
                 f"parameter of {list(self.member.shape)} is at version {self.member._version}; expected version "
                 f"{self.version}"
             )
-        self.keeper.need(self.lot, backward=True)
-        place = self.lot.weights.place
+        self.keeper.need(self.bucket, backward=True)
+        place = self.bucket.weights.place
         assert place is not None
         dtype, size, stride, offset = self.geometry
         empty = torch.empty(0, dtype=dtype, device=place.memory.device)
         return empty.set_(place.memory.untyped_storage(), offset, size, stride)
 
 
-def make_lots(
-    parameters: Iterable[nn.Parameter], policy: StatePolicy, device: torch.device, lanes: CopyStreams
+def make_buckets(
+    parameters: Iterable[nn.Parameter], policy: StatePolicy, device: torch.device, copy_streams: CopyStreams
 ) -> tuple[list[Bucket], OffDeviceStorage | None]:
-    """Pack parameters into lots, those that are trained and those that are not apart; and their home."""
+    """Pack parameters into buckets, those that are trained and those that are not apart; and their home."""
     ordered = list({id(p): p for p in parameters}.values())
     place = {id(p): i for i, p in enumerate(ordered)}
     most, first = limits(policy, sum(p.numel() * p.element_size() for p in ordered))
@@ -86,15 +86,15 @@ def make_lots(
         return [Bucket(i, _parameters(m.tensor for m in members), None) for i, (members, _) in enumerate(laid)], None
     total = sum(size for _, size in laid)
     home = home_for(device, total)
-    fixed, loose = FixedWindow(device, total, lanes), AllocatorWindow(device, lanes)
-    lots, at = [], 0
+    fixed, loose = FixedWindow(device, total, copy_streams), AllocatorWindow(device, copy_streams)
+    buckets, at = [], 0
     for i, (members, size) in enumerate(laid):
         stage = fixed.part(at) if policy.stage_bytes is None else loose
-        parcel = FlatBuffer(f"parameters {i}", members, home.memory[at : at + size], stage, lanes)
-        parcel.adopt()
-        lots.append(Bucket(i, _parameters(m.tensor for m in members), parcel))
+        flat_buffer = FlatBuffer(f"parameters {i}", members, home.memory[at : at + size], stage, copy_streams)
+        flat_buffer.adopt()
+        buckets.append(Bucket(i, _parameters(m.tensor for m in members), flat_buffer))
         at += size
-    return lots, home
+    return buckets, home
 
 
 def uses_of(model: nn.Module, calls: Iterable[tuple[str, str, Sequence[str]]]) -> list[Use]:
@@ -119,7 +119,7 @@ def uses_of(model: nn.Module, calls: Iterable[tuple[str, str, Sequence[str]]]) -
     return found
 
 
-def cargo_of(model: nn.Module, uses: Sequence[Use]) -> OffloadableParams:
+def offloadable_of(model: nn.Module, uses: Sequence[Use]) -> OffloadableParams:
     """The same for whoever plans: names and sizes."""
     names: dict[int, str] = {}
     others: dict[str, str] = {}

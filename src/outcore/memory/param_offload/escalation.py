@@ -41,10 +41,10 @@ class StateDuty:
     where: StatePolicy
     """Where state lives, as soon as it can be moved."""
 
-    def keep(self, governor: ManagedForward) -> None:
+    def keep(self, managed_forward: ManagedForward) -> None:
         """Begin: nothing of the model is under way."""
         if not self.where.idle:
-            governor.keeper = self._new(governor.model, governor.device)
+            managed_forward.keeper = self._new(managed_forward.model, managed_forward.device)
 
     def _new(self, model: nn.Module, device: torch.device) -> StateOffloader:
         optimizer = self.optimizer()
@@ -52,50 +52,50 @@ class StateDuty:
         return StateOffloader(optimizer, uses_of(model, self.calls), self.where, device)
 
 
-def follow(governor: ManagedForward, where: StatePolicy) -> bool:
+def follow(managed_forward: ManagedForward, where: StatePolicy) -> bool:
     """State is to live where a plan says; returns whether it moved."""
-    duty, states = governor.duty, governor.settings.states
+    duty, states = managed_forward.duty, managed_forward.settings.states
     if duty is None or duty.optimizer() is None:
         return False
     if where != duty.where:
         duty.where = where
         left = states[states.index(where) :] if where in states else (where,)
-        governor.settings = replace(governor.settings, states=left)
-    return move(governor, duty)
+        managed_forward.settings = replace(managed_forward.settings, states=left)
+    return move(managed_forward, duty)
 
 
-def move(governor: ManagedForward, duty: StateDuty) -> bool:
+def move(managed_forward: ManagedForward, duty: StateDuty) -> bool:
     """Let state live where it is to, if it does not and nothing is outstanding; returns whether it moved."""
-    before, where = governor.keeper, duty.where
+    before, where = managed_forward.keeper, duty.where
     if before is not None and before.policy is where:
         return False
     if where.idle or (before is not None and (before.policy == where or before.open)):
         return False
     if before is None:
         first = replace(where, parameters="keep", gradients="keep", stage_bytes=None)
-        governor.keeper = replace(duty, where=first)._new(governor.model, governor.device)
-        governor.keeper.open = True  # for all that is known
+        managed_forward.keeper = replace(duty, where=first)._new(managed_forward.model, managed_forward.device)
+        managed_forward.keeper.open = True  # for all that is known
         return True
-    governor.keeper = _successor(before, where)
+    managed_forward.keeper = _successor(before, where)
     return True
 
 
 def _successor(before: StateOffloader, policy: StatePolicy) -> StateOffloader:
     """Who keeps the same state by another policy from now on."""
     uses, visits = before.uses, None
-    if before.policy.parcel_bytes == policy.parcel_bytes and policy.optimizer == "offload":
-        visits, before.visits = before.visits, None  # its lots are the same
+    if before.policy.flat_buffer_bytes == policy.flat_buffer_bytes and policy.optimizer == "offload":
+        visits, before.visits = before.visits, None  # its buckets are the same
     before.close()
     waiting = {id(p): p.grad for _, _, parameters in uses for p in parameters if p.grad is not None}
     for _, _, parameters in uses:
         for p in parameters:
             p.grad = None
     after = StateOffloader(before.optimizer, uses, policy, before.device, visits)
-    for lot in after.lots:
-        if after.gradients is not None and lot.weights is not None:
-            after.gradients.hold(lot, waiting)
+    for bucket in after.buckets:
+        if after.gradients is not None and bucket.weights is not None:
+            after.gradients.hold(bucket, waiting)
             continue
-        for p in lot.trained:
+        for p in bucket.trained:
             if (grad := waiting.get(id(p))) is not None:
                 p.grad = grad.to(p.device)
     return after

@@ -1,17 +1,17 @@
-"""Parcels: many small tensors that travel as few dense ones.
+"""Flat buffers: many small tensors that travel as few dense ones.
 
 A copy costs some microseconds before the first byte moves, so hundreds of small tensors (the scales and biases of a
-network) must not travel one by one. A *parcel* is a run of tensors that are used one after the other, laid out in one
-piece of memory below the device: their *home*. The tensors stay the objects they are. At home a tensor is a view of
-its home, which everybody may read and write: saving, loading, printing need to know nothing. When the parcel is *here*,
-the tensor is a view of its place on the *stage* (`outcore.memory.param_offload.device_window`), device memory that
-parcels share.
+network) must not travel one by one. A *flat buffer* is a run of tensors that are used one after the other, laid out in
+one piece of memory below the device: their *home*. The tensors stay the objects they are. At home a tensor is a view of
+its home, which everybody may read and write: saving, loading, printing need to know nothing. When the flat buffer is
+*here*, the tensor is a view of its place on the *stage* (`outcore.memory.param_offload.device_window`), device memory
+that flat buffers share.
 
     home      | conv1 bn1 conv2 bn2 ...  |  fc1  |  fc2  |        pinned host memory, or a mapped file
     stage             | fc1  | conv1 bn1 conv2 ... |              the device
 
-Large parcels are copied in pieces, and a piece may come in as soon as whatever was in its place has left, so that the
-two directions of the link work at the same time. Who comes next into a place waits for the marks of who was there.
+Large flat buffers are copied in pieces, and a piece may come in as soon as whatever was in its place has left, so that
+the two directions of the link work at the same time. Who comes next into a place waits for the marks of who was there.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ _LEAST_BYTES, _MOST_PIECES = 2 * 2**20, 16
 
 @dataclass(frozen=True, slots=True)
 class FlatBufferTensor:
-    """One tensor of a parcel."""
+    """One tensor of a flat buffer."""
 
     tensor: torch.Tensor
     offset: int
-    """Bytes from the start of the parcel."""
+    """Bytes from the start of the flat buffer."""
     geometry: Geometry
 
     def over(self, memory: torch.Tensor) -> torch.Tensor:
-        """Its view of a piece of memory that holds the parcel."""
+        """Its view of a piece of memory that holds the flat buffer."""
         dtype, size, stride, _ = self.geometry
         start = int(memory.storage_offset()) + self.offset
         empty = torch.empty(0, dtype=dtype, device=memory.device)
@@ -62,9 +62,15 @@ class FlatBuffer:
         members: Sequence[FlatBufferTensor],
         home: torch.Tensor,
         stage: DeviceWindow,
-        lanes: CopyStreams,
+        copy_streams: CopyStreams,
     ) -> None:
-        self.name, self.members, self.home, self.stage, self.lanes = name, tuple(members), home, stage, lanes
+        self.name, self.members, self.home, self.stage, self.copy_streams = (
+            name,
+            tuple(members),
+            home,
+            stage,
+            copy_streams,
+        )
         self.bytes = home.numel()
         self.pieces = cut(0, self.bytes)
         self.express = self.bytes <= _EXPRESS_BYTES
@@ -107,7 +113,7 @@ class FlatBuffer:
         copies = [
             (here, home, (*before[i], *leaving[i : i + 1])) for i, (here, home) in enumerate(self._ends_of_copies())
         ]
-        self.arriving = self.lanes.copy(copies, out=False, express=self.express)
+        self.arriving = self.copy_streams.copy(copies, out=False, express=self.express)
         self.leaving = []
 
     def arrive(self) -> None:
@@ -153,9 +159,9 @@ class FlatBuffer:
         assert self.place is not None
         self.arrive()
         self.adopt()
-        ready = self.lanes.now()
+        ready = self.copy_streams.now()
         copies = [(home, here, (ready,)) for here, home in self._ends_of_copies()]
-        self.leaving = self.lanes.copy(copies, out=True, express=self.express)
+        self.leaving = self.copy_streams.copy(copies, out=True, express=self.express)
         self.versions, self.exposed, self.owed = self._versions(), False, set()
 
     def depart(self) -> None:
@@ -232,12 +238,12 @@ def movable(tensor: torch.Tensor) -> bool:
 def lay_out(
     tensors: Sequence[torch.Tensor], most_bytes: int, first_bytes: int | None = None
 ) -> list[tuple[list[FlatBufferTensor], int]]:
-    """Pack tensors, in this order, into parcels of about so many bytes (`outcore.planner.memory.buckets.packed`)."""
-    parcels = []
+    """Pack tensors, in this order, into flat buffers of about `most_bytes` each."""
+    flat_buffers = []
     for positions in packed([t.numel() * t.element_size() for t in tensors], most_bytes, first_bytes):
         members, size = [], 0
         for tensor in (tensors[i] for i in positions):
             members.append(FlatBufferTensor(tensor, size, Geometry.of(tensor)))
             size += rounded(tensor.numel() * tensor.element_size())
-        parcels.append((members, size))
-    return parcels
+        flat_buffers.append((members, size))
+    return flat_buffers

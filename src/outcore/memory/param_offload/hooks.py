@@ -27,18 +27,18 @@ class _Arrival:
     """Before a module's forward."""
 
     def __init__(
-        self, traffic: ParamResidency | None = None, lots: Sequence[Bucket] = (), *, holds: bool = False
+        self, traffic: ParamResidency | None = None, buckets: Sequence[Bucket] = (), *, holds: bool = False
     ) -> None:
         self.traffic = weakref.ref(traffic) if traffic is not None else None
-        self.lots, self.holds = tuple(lots), holds
+        self.buckets, self.holds = tuple(buckets), holds
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         """Before forward."""
         traffic = self.traffic() if self.traffic is not None else None
         if traffic is not None and not traffic.asleep:
-            traffic.need(*self.lots)
+            traffic.need(*self.buckets)
             if self.holds:
-                traffic.held.update(self.lots)
+                traffic.held.update(self.buckets)
 
     def __reduce__(self) -> tuple[type[_Arrival], tuple[()]]:
         return type(self), ()  # a copied or saved model has no state elsewhere
@@ -51,17 +51,17 @@ class _Departure(_Arrival):
         """After forward."""
         traffic = self.traffic() if self.traffic is not None else None
         if traffic is not None and not traffic.asleep:
-            for lot in self.lots:  # who has come in the middle of a forward has not seen it begin
-                traffic.held[lot] = max(0, traffic.held[lot] - 1)
+            for bucket in self.buckets:  # who has come in the middle of a forward has not seen it begin
+                traffic.held[bucket] = max(0, traffic.held[bucket] - 1)
 
 
 def hook_modules(traffic: ParamResidency, uses: Iterable[Use]) -> list[Any]:
     """Let parameters come before the modules that read them; returns what removes the hooks."""
-    lots: dict[nn.Module, dict[Bucket, None]] = {}
+    buckets: dict[nn.Module, dict[Bucket, None]] = {}
     for _, module, parameters in uses:
-        lots.setdefault(module, {}).update(dict.fromkeys(traffic.of[id(p)] for p in parameters))
+        buckets.setdefault(module, {}).update(dict.fromkeys(traffic.of[id(p)] for p in parameters))
     handles: list[Any] = []
-    for module, needed in lots.items():
+    for module, needed in buckets.items():
         holds = traffic.windowed and any(True for _ in module.children())
         handles.append(module.register_forward_pre_hook(_Arrival(traffic, list(needed), holds=holds)))
         if holds:
@@ -70,7 +70,7 @@ def hook_modules(traffic: ParamResidency, uses: Iterable[Use]) -> list[Any]:
 
 
 def _first_uses(traffic: ParamResidency, uses: Iterable[Use]) -> list[Use]:
-    """The first use of each lot: whoever comes later finds it here."""
+    """The first use of each bucket: whoever comes later finds it here."""
     found: dict[Bucket, Use] = {}
     for call, module, parameters in uses:
         for p in parameters:
@@ -89,20 +89,20 @@ def hook_gradients(keeper: StateOffloader, *, both: bool) -> tuple[dict[int, Any
     def before(number: int) -> Callable[[torch.Tensor], None]:
         def hook(_: torch.Tensor) -> None:
             if (found := reference()) is not None and not found.asleep:
-                found.arriving(found.lots[number])
+                found.arriving(found.buckets[number])
 
         return hook
 
-    after = {id(p): p.register_post_accumulate_grad_hook(arrived) for lot in keeper.lots for p in lot.trained}
-    handles = [p.register_hook(before(lot.number)) for lot in keeper.lots for p in lot.trained if both]
+    after = {id(p): p.register_post_accumulate_grad_hook(arrived) for bucket in keeper.buckets for p in bucket.trained}
+    handles = [p.register_hook(before(bucket.number)) for bucket in keeper.buckets for p in bucket.trained if both]
     return after, handles
 
 
 def thin_out(keeper: StateOffloader, last: Iterable[int]) -> None:
-    """From now on only the last gradient of each lot (parameters, by id) is of interest, and its first use."""
+    """From now on only the last gradient of each bucket (parameters, by id) is of interest, and its first use."""
     for other in keeper.hooks.keys() - set(last):
         keeper.hooks.pop(other).remove()
-    for p in (p for lot in keeper.lots for p in lot.trained):
+    for p in (p for bucket in keeper.buckets for p in bucket.trained):
         if not p._post_accumulate_grad_hooks:  # backward would ask an empty table for every parameter
             p._post_accumulate_grad_hooks = None  # type: ignore[assignment]
     if keeper.policy.parameters == "offload" and not keeper.windowed:

@@ -37,45 +37,45 @@ _GRADIENT: Any = torch.Tensor.grad
 
 
 class InFlightParams:
-    """The parcels of a model that are still coming."""
+    """The flat buffers of a model that are still coming."""
 
     def __init__(self) -> None:
-        self.parcels: list[FlatBuffer] = []
+        self.flat_buffers: list[FlatBuffer] = []
         self._late, self._without = _late(self)
 
-    def expect(self, parcels: Iterable[FlatBuffer], *, gradients: bool = False) -> None:
+    def expect(self, flat_buffers: Iterable[FlatBuffer], *, gradients: bool = False) -> None:
         """User code runs, and these are still coming; whoever touches one waits for all. Backward may bring their
         gradients before they are received."""
         late = self._late if gradients else self._without
-        for parcel in parcels:
-            if any(type(m.tensor) is not nn.Parameter or m.tensor.grad is not None for m in parcel.members):
-                parcel.arrive()
+        for flat_buffer in flat_buffers:
+            if any(type(m.tensor) is not nn.Parameter or m.tensor.grad is not None for m in flat_buffer.members):
+                flat_buffer.arrive()
                 continue
-            self.parcels.append(parcel)
-            for member in parcel.members:
+            self.flat_buffers.append(flat_buffer)
+            for member in flat_buffer.members:
                 member.tensor.__class__ = late
 
     def dismiss(self) -> None:
         """User code is over: parameters are what they were, and may still be coming."""
-        for parcel in self.parcels:
-            for member in parcel.members:
+        for flat_buffer in self.flat_buffers:
+            for member in flat_buffer.members:
                 member.tensor.__class__ = nn.Parameter
-        self.parcels = []
+        self.flat_buffers = []
 
     def receive(self) -> None:
         """What is computed from here on comes after them."""
-        parcels = self.parcels
+        flat_buffers = self.flat_buffers
         self.dismiss()
-        for parcel in parcels:
-            parcel.arrive()
+        for flat_buffer in flat_buffers:
+            flat_buffer.arrive()
 
-    def admit(self, parcel: FlatBuffer | None) -> None:
+    def admit(self, flat_buffer: FlatBuffer | None) -> None:
         """One is needed now, if it is late."""
-        if parcel is not None and parcel in self.parcels:
-            self.parcels.remove(parcel)
-            for member in parcel.members:
+        if flat_buffer is not None and flat_buffer in self.flat_buffers:
+            self.flat_buffers.remove(flat_buffer)
+            for member in flat_buffer.members:
                 member.tensor.__class__ = nn.Parameter
-            parcel.arrive()
+            flat_buffer.arrive()
 
 
 def _late(group: InFlightParams) -> tuple[type[nn.Parameter], type[nn.Parameter]]:

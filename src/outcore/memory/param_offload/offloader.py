@@ -1,10 +1,10 @@
 """Parameters, gradients and optimizer state that live below the device and come when they are needed.
 
 The loop stays as it is: ``loss.backward(); optimizer.step()``. Hooks notice which parameters are about to be used; the
-optimizer's ``step`` is taken over and goes through the parameters lot by lot:
+optimizer's ``step`` is taken over and goes through the parameters bucket by bucket:
 
     forward        backward                    step
-    need 0, 1, 2   (gradients arrive 2, 1, 0)  for each lot: bring state, update, send home        update="step"
+    need 0, 1, 2   (gradients arrive 2, 1, 0)  for each bucket: bring state, update, send home        update="step"
     need 0, 1, 2   2: update, send; 1: ...     nothing left to do                                  update="backward"
 
 Invariant: whenever user code runs, a parameter is either a view of the stage that the computing stream may read, or a
@@ -14,7 +14,7 @@ averaging) is right without knowing of any of this.
 ``update="backward"`` is for speed: what was updated leaves and returns while other things still run, even when user
 code runs (`outcore.memory.param_offload.in_flight_params`). It asks that nothing be done to gradients between
 ``backward()`` and ``step()``; `outcore.memory.param_offload.backward_update_guard` looks at the first steps. From then
-on hooks are few, one before the first use of each lot and one on the last gradient of each, because a small network
+on hooks are few, one before the first use of each bucket and one on the last gradient of each, because a small network
 takes the host longer than the device.
 """
 
@@ -52,7 +52,7 @@ class StateOffloader(ParamResidency):
         uses: the calls of the model that read parameters, in order (`outcore.memory.param_offload.buckets.uses_of`).
         policy: what lives where.
         device: where the model computes.
-        visits: the optimizer's state of the same lots, which is at home already.
+        visits: the optimizer's state of the same buckets, which is at home already.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class StateOffloader(ParamResidency):
         self.open = False
         """A pass is under way whose backward may need the parameters as they are."""
         self.watch = BackwardUpdateGuard() if policy.update == "backward" else None
-        self.trips = Writebacks(self.lots, self.lanes)
+        self.trips = Writebacks(self.buckets, self.copy_streams)
         """Where parameters are updated in backward and have room to stay."""
         self.settings: list[dict[str, Any]] | None = None
         """Of the optimizer when it updated in backward."""
@@ -77,19 +77,19 @@ class StateOffloader(ParamResidency):
         self.called_back = False
         self.visits = visits
         if visits is None and policy.optimizer == "offload":
-            self.visits = StateCopies(self.stepper, device, self.lanes)
+            self.visits = StateCopies(self.stepper, device, self.copy_streams)
         self.gradients: GradientStorage | None = None
         self.handles: list[Any] = []
         self.needs: list[Any] = []
         """Hooks before modules."""
         self.thin = False
-        """Only before those that use a lot first."""
+        """Only before those that use a bucket first."""
         self.hooks: dict[int, Any] = {}
         """Parameter (id) -> the hook on its gradient."""
         self._own_step = optimizer.__dict__.get("step")
         try:
             if policy.gradients == "offload":
-                self.gradients = GradientStorage(self.lots, device, self.lanes)
+                self.gradients = GradientStorage(self.buckets, device, self.copy_streams)
             self._take_over()
         except BaseException:
             self.close()
@@ -107,9 +107,9 @@ class StateOffloader(ParamResidency):
         if self.visits is not None:
             settle = weakref.WeakMethod(self.settle)
             self.handles.append(optimizer.register_state_dict_pre_hook(lambda _: (settle() or _nothing)()))
-            for lot in self.lots:  # what there is already goes home
-                if lot.number not in self.visits.parcels:
-                    self.visits.leave(lot.number, lot.trained)
+            for bucket in self.buckets:  # what there is already goes home
+                if bucket.number not in self.visits.flat_buffers:
+                    self.visits.leave(bucket.number, bucket.trained)
 
     @property
     def fast(self) -> bool:
@@ -143,79 +143,81 @@ class StateOffloader(ParamResidency):
         """A forward pass begins: what has left comes back, in the order in which it is needed."""
         self.late.dismiss()
         if self.watch is not None and self.watch.verdict is None:
-            self.watch.before_forward(self.lots)
+            self.watch.before_forward(self.buckets)
         if not self.open:  # whatever a backward that failed has left
             self.called_back = False
-            for lot in self.lots:
-                lot.arrived.clear()
+            for bucket in self.buckets:
+                bucket.arrived.clear()
         self.begin()
-        if self.thin and not all(parcel.here for parcel in self.parcels):  # hooks are too few to bring them one by one
-            self.need(*self.lots)
+        if self.thin and not all(
+            flat_buffer.here for flat_buffer in self.flat_buffers
+        ):  # hooks are too few to bring them one by one
+            self.need(*self.buckets)
 
-    def need(self, *lots: Bucket, backward: bool = False) -> None:
-        """The parameters of some lots are about to be used; what forward needs no more may leave."""
-        super().need(*lots, backward=backward)
-        if self.thin and self.inside and self.trips.last in lots and not (backward or self.asleep):
+    def need(self, *buckets: Bucket, backward: bool = False) -> None:
+        """The parameters of some buckets are about to be used; what forward needs no more may leave."""
+        super().need(*buckets, backward=backward)
+        if self.thin and self.inside and self.trips.last in buckets and not (backward or self.asleep):
             if torch.is_grad_enabled():
                 self.late.expect(self.trips.leave(), gradients=True)
 
     def settle(self) -> None:
         """User code runs: everything is complete."""
-        self.pause(but=self.late.parcels)
+        self.pause(but=self.late.flat_buffers)
         for others in (self.visits, self.gradients):
             if others is not None:
                 others.settle()
 
     # Backward
 
-    def arriving(self, lot: Bucket) -> None:
-        """A gradient of a lot is about to be added to what is there."""
-        if self.gradients is not None and self.gradients.away(lot):
-            self.need(lot, backward=True)
-            self.gradients.come(lot)
+    def arriving(self, bucket: Bucket) -> None:
+        """A gradient of a bucket is about to be added to what is there."""
+        if self.gradients is not None and self.gradients.away(bucket):
+            self.need(bucket, backward=True)
+            self.gradients.come(bucket)
 
     def arrived(self, p: torch.Tensor) -> None:
-        """Backward has brought the gradient of a parameter, and comes to the lot before it next."""
-        lot = self.of[id(p)]
-        self.late.admit(lot.weights)
-        self._count(lot, p)
-        self.late.admit(self.trips.before.get(lot))
+        """Backward has brought the gradient of a parameter, and comes to the bucket before it next."""
+        bucket = self.of[id(p)]
+        self.late.admit(bucket.weights)
+        self._count(bucket, p)
+        self.late.admit(self.trips.before.get(bucket))
 
-    def _count(self, lot: Bucket, p: torch.Tensor) -> None:
-        """Do what is to be done when the gradients of a lot are complete, if they are."""
-        if lot.updated:
+    def _count(self, bucket: Bucket, p: torch.Tensor) -> None:
+        """Do what is to be done when the gradients of a bucket are complete, if they are."""
+        if bucket.updated:
             raise OutcoreError(
                 'a second backward before optimizer.step(): with update="backward" the first was already applied; '
                 'use update="step" to add up gradients over several passes'
             )
         if self.fast:
-            if any(q.grad is None for q in lot.trained):
+            if any(q.grad is None for q in bucket.trained):
                 return  # the last one of the first steps is not the last one any more: the step does what is left
         else:
             if self.watch is not None:
-                self.watch.gradient(lot, p)
-            lot.arrived.add(id(p))
-            if len(lot.arrived) < len(lot.trained):
+                self.watch.gradient(bucket, p)
+            bucket.arrived.add(id(p))
+            if len(bucket.arrived) < len(bucket.trained):
                 return
-            lot.arrived.clear()
+            bucket.arrived.clear()
         if self.fast:
             if self.settings is None:
                 self.settings = self.stepper.settings()
-            self.update(lot, then=self.lots[lot.number - 1] if lot.number else None)
-            for q in lot.trained:
+            self.update(bucket, then=self.buckets[bucket.number - 1] if bucket.number else None)
+            for q in bucket.trained:
                 q.grad = None
-            lot.updated = True
+            bucket.updated = True
         elif self.windowed:
-            self._leave_gradients(lot)
+            self._leave_gradients(bucket)
 
-    def _leave_gradients(self, lot: Bucket) -> None:
-        """A lot is not needed any more in this pass, and its gradients may go home."""
-        assert lot.weights is not None
-        home = self.gradients.leave(lot) if self.gradients is not None else None
-        self.release(lot.weights)
+    def _leave_gradients(self, bucket: Bucket) -> None:
+        """A bucket is not needed any more in this pass, and its gradients may go home."""
+        assert bucket.weights is not None
+        home = self.gradients.leave(bucket) if self.gradients is not None else None
+        self.release(bucket.weights)
         if home is not None:
             assert self.gradients is not None
-            self.gradients.stay(lot, home)
+            self.gradients.stay(bucket, home)
         if not self.called_back:
             self.called_back = True
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_is_over)
@@ -224,29 +226,29 @@ class StateOffloader(ParamResidency):
         self.called_back = False
         self.settle()
 
-    def update(self, lot: Bucket, then: Bucket | None) -> None:
-        """Update a lot and send it home; the state of the next one may start to come."""
-        self.need(lot, backward=True)
+    def update(self, bucket: Bucket, then: Bucket | None) -> None:
+        """Update a bucket and send it home; the state of the next one may start to come."""
+        self.need(bucket, backward=True)
         home = None
-        if self.gradients is not None and self.gradients.away(lot):
-            home = self.gradients.homes[lot.number].memory
-            self.gradients.come(lot)
+        if self.gradients is not None and self.gradients.away(bucket):
+            home = self.gradients.homes[bucket.number].memory
+            self.gradients.come(bucket)
         if self.visits is not None:
-            self.visits.arrive(lot.number, lot.trained)
+            self.visits.arrive(bucket.number, bucket.trained)
             if then is not None:
                 self.visits.book(then.number)
-        self.stepper.run(lot.trained)
+        self.stepper.run(bucket.trained)
         if self.visits is not None:
-            self.visits.leave(lot.number, lot.trained)
-        if lot.weights is not None and self.fast and not self.windowed:
-            self.trips.updated(lot)
-        elif lot.weights is not None:
-            lot.weights.send()
+            self.visits.leave(bucket.number, bucket.trained)
+        if bucket.weights is not None and self.fast and not self.windowed:
+            self.trips.updated(bucket)
+        elif bucket.weights is not None:
+            bucket.weights.send()
             if self.windowed:
-                self.depart(lot.weights)
+                self.depart(bucket.weights)
         if home is not None:
             assert self.gradients is not None
-            self.gradients.stay(lot, home)
+            self.gradients.stay(bucket, home)
 
     # The optimizer's step
 
@@ -257,29 +259,33 @@ class StateOffloader(ParamResidency):
         if fast:
             self.stepper.refuse_changes(self.settings)
         elif self.watch is not None and self.watch.verdict is None:
-            self.watch.before_step(self.lots)
-        waiting = [lot for lot in self.lots if not lot.updated and any(p.grad is not None for p in lot.trained)]
+            self.watch.before_step(self.buckets)
+        waiting = [
+            bucket for bucket in self.buckets if not bucket.updated and any(p.grad is not None for p in bucket.trained)
+        ]
         if self.windowed:
             waiting.reverse()  # the first ones are then here when forward begins
-        for i, lot in enumerate(waiting):
-            self.update(lot, then=waiting[i + 1] if i + 1 < len(waiting) else None)
-            for p in lot.trained if fast else ():
+        for i, bucket in enumerate(waiting):
+            self.update(bucket, then=waiting[i + 1] if i + 1 < len(waiting) else None)
+            for p in bucket.trained if fast else ():
                 p.grad = None
         self.trips.complete()
         self.stepper.rest(self.of.keys())
-        for lot in self.lots:
-            lot.updated = False
-            lot.arrived.clear()
+        for bucket in self.buckets:
+            bucket.updated = False
+            bucket.arrived.clear()
         self.open, self.settings = False, None
         if not fast or self.windowed:
             self.go_home()
             self.settle()
         else:
-            coming = [parcel for parcel in self.parcels if parcel.arriving]  # whether it is back takes longer to ask
+            coming = [
+                flat_buffer for flat_buffer in self.flat_buffers if flat_buffer.arriving
+            ]  # whether it is back takes longer to ask
             self.pause(but=coming)
             self.late.expect(coming)  # what is still coming must not meet what user code writes
         if self.watch is not None and not fast:
-            self.watch.after_step(self.lots)
+            self.watch.after_step(self.buckets)
             if self.fast:
                 thin_out(self, self.watch.last.values())
 
@@ -291,8 +297,8 @@ class StateOffloader(ParamResidency):
         self.go_home()
         for handle in (*self.handles, *self.needs, *self.hooks.values()):
             handle.remove()
-        for parcel in self.parcels:
-            for member in parcel.members:
+        for flat_buffer in self.flat_buffers:
+            for member in flat_buffer.members:
                 grad, member.tensor.grad = member.tensor.grad, None
                 member.tensor.data = member.tensor.data.to(self.device, copy=True)
                 if grad is not None:
@@ -304,8 +310,8 @@ class StateOffloader(ParamResidency):
             self.optimizer.__dict__.pop("step", None)
         else:
             self.optimizer.step = self._own_step  # type: ignore[method-assign]
-        self.lanes.close()
+        self.copy_streams.close()
         if self.home is not None:
             self.home.close()
-        self.lots, self.uses, self.handles, self.calls, self.of = [], (), [], {}, {}
-        self.trips = Writebacks((), self.lanes)
+        self.buckets, self.uses, self.handles, self.calls, self.of = [], (), [], {}, {}
+        self.trips = Writebacks((), self.copy_streams)

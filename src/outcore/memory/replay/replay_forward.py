@@ -39,23 +39,23 @@ class ReplayPass:
 
     def __init__(
         self,
-        holding: CompiledRecording,
+        compiled: CompiledRecording,
         model: nn.Module,
         tensors: Iterable[torch.Tensor],
         tier: Backend | None,
         perform: Callable[[Tape, Step], None] = Tape.step,
         keeper: StateOffloader | None = None,
     ) -> None:
-        recording = holding.recording
-        self.holding, self.model, self.tier, self.keeper = holding, model, tier, keeper
-        self.constants, self.geometry = recording.constants, holding.geometry
+        recording = compiled.recording
+        self.compiled, self.model, self.tier, self.keeper = compiled, model, tier, keeper
+        self.constants, self.geometry = recording.constants, compiled.geometry
         given = dict(zip(recording.inputs, tensors, strict=True))
-        self.inputs = {n: (t.detach(), t._version) for n, t in given.items() if n in holding.inputs}
+        self.inputs = {n: (t.detach(), t._version) for n, t in given.items() if n in compiled.inputs}
         self.states: dict[str, States] = {}
         """Call -> states of its generators before it."""
         self.statistics: dict[str, Statistics] = {}
         """Norm -> what it has found, for making it again."""
-        self.position = len(holding.positions)
+        self.position = len(compiled.positions)
         """How far backward has come."""
         self.waiting: dict[str, weakref.ref[ReplayBuffer]] = {}
         """Buffers that were offloaded."""
@@ -63,7 +63,7 @@ class ReplayPass:
 
     def forward(self) -> Any:
         """Run the model; returns what it returns."""
-        tape, recording = self._tape, self.holding.recording
+        tape, recording = self._tape, self.compiled.recording
         del self._tape
         try:
             tape.run(recording.steps, recording.ambient)
@@ -78,7 +78,7 @@ class ReplayPass:
                 raise RuntimeError(
                     f"the input {name} has been modified between forward and backward; backward needs it"
                 )
-        views = self.holding.views.items()
+        views = self.compiled.views.items()
         return {name: tensor for name, (tensor, _) in self.inputs.items()} | {
             name: over(self.inputs[base][0], self.geometry[name]) for name, base in views
         }
@@ -87,18 +87,18 @@ class ReplayPass:
         """A batch norm again from its own statistics, where that is known to give the same numbers."""
         if norm is None or (statistics := self.statistics.get(norm.call)) is None:
             return None
-        return self.holding.renorm.run(norm, values[norm.input], statistics)
+        return self.compiled.renorm.run(norm, values[norm.input], statistics)
 
     def reached(self, position: int) -> None:
         """Backward has come to a call: release and fetch what is due."""
         if position >= self.position or not self.waiting:
             return
-        holding = self.holding
+        compiled = self.compiled
         for place in range(self.position, position - 1, -1):
-            for name in holding.released_late.get(place, ()):
+            for name in compiled.released_late.get(place, ()):
                 if (cell := self._cell(name)) is not None:
                     cell.left()
-            for name in holding.fetched.get(place, ()):
+            for name in compiled.fetched.get(place, ()):
                 if (cell := self._cell(name)) is not None:
                     cell.left()
                     cell.fetch()
@@ -118,7 +118,7 @@ class _Tape(Tape):
         super().__init__(owner.model, owner.constants, values)
         self.perform = perform
         """Runs one step; whoever needs more done around it brings its own."""
-        self.owner, self.holding = owner, owner.holding
+        self.owner, self.compiled = owner, owner.compiled
         self.cells: dict[str, ReplayBuffer] = {}
         self.plans: dict[str, ReplayBufferPlan] = {}
         self.at: dict[int, ReplayBuffer] = {}
@@ -152,52 +152,52 @@ class _Tape(Tape):
 
     def step(self, step: Step) -> None:
         """Run one step."""
-        holding, name = self.holding, step.name
-        step = holding.instead.get(name, step)
-        if name not in holding.busy:
+        compiled, name = self.compiled, step.name
+        step = compiled.instead.get(name, step)
+        if name not in compiled.busy:
             with self.hooks if self.owner.keeper is not None else _NOTHING:
                 self.perform(self, step)
             self.pending.clear()
             return
-        if name in holding.random:
+        if name in compiled.random:
             self.owner.states[name] = generator_states(step, self)
         drop, step_ = step.drop, step
-        if name in holding.births:  # its outputs must be seen before they are dropped
+        if name in compiled.births:  # its outputs must be seen before they are dropped
             step_ = _without_drops(step)
         with self.hooks:
             self.perform(self, step_)
-        if (norm := holding.norms.get(name)) is not None:
+        if (norm := compiled.norms.get(name)) is not None:
             self.note(norm)
-        for value, plan in holding.births.get(name, ()):
+        for value, plan in compiled.births.get(name, ()):
             self.bear(value, plan)
-        if name in holding.stops:
+        if name in compiled.stops:
             self.stop(step)
         if step_ is not step:
             for value in drop:
                 del self.values[value]
         for value in (*step.outputs, *(new for new, _ in step.rebinds)):
-            if value in holding.noted and value not in holding.geometry and value in self.values:
-                holding.geometry[value] = Geometry.of(self.values[value])
+            if value in compiled.noted and value not in compiled.geometry and value in self.values:
+                compiled.geometry[value] = Geometry.of(self.values[value])
         if self.pending:
             self.settle(name)
-        for buffer in holding.counted.get(name, ()):
+        for buffer in compiled.counted.get(name, ()):
             self.cells[buffer].count()
-        for buffer in holding.leaving.get(name, ()):
+        for buffer in compiled.leaving.get(name, ()):
             self.leave(buffer)
-        for buffer in holding.released.get(name, ()):
+        for buffer in compiled.released.get(name, ()):
             if (cell := self.cells.get(buffer)) is not None:
                 cell.left()
 
     def note(self, norm: BatchNormCall) -> None:
         """A norm has run that will be made again: keep its statistics."""
         saved = [h.tensor for h in self.pending if h.tensor is not None]
-        found = self.holding.renorm.statistics(norm, self.values[norm.input], self.values[norm.output], saved)
+        found = self.compiled.renorm.statistics(norm, self.values[norm.input], self.values[norm.output], saved)
         if found is not None:
             self.owner.statistics[norm.call] = found
 
     def stop(self, step: Step) -> None:
         """Backward is to stop before a call, whether or not that asks for something it saved."""
-        owner, position = weakref.ref(self.owner), self.holding.positions[step.name]
+        owner, position = weakref.ref(self.owner), self.compiled.positions[step.name]
 
         def reached(_: Any) -> None:
             if (passed := owner()) is not None:  # else nothing of it is waiting any more
@@ -210,7 +210,7 @@ class _Tape(Tape):
     def bear(self, value: str, plan: ReplayBufferPlan) -> None:
         """A buffer is made: its cell takes responsibility."""
         tensor = self.values[value]
-        self.holding.geometry.setdefault(value, Geometry.of(tensor))
+        self.compiled.geometry.setdefault(value, Geometry.of(tensor))
         cell = self.cells[value] = self.cell(plan)
         self.plans[value] = plan
         cell.born(tensor)
@@ -232,8 +232,8 @@ class _Tape(Tape):
 
     def settle(self, name: str) -> None:
         """Give the handles of a step to their cells."""
-        position = self.holding.positions[name]
-        plans, shapes = self.holding.derived.get(name), self.holding.shape_only.get(name, ())
+        position = self.compiled.positions[name]
+        plans, shapes = self.compiled.derived.get(name), self.compiled.shape_only.get(name, ())
         seen: dict[int, int] = {}
         made: dict[int, ReplayBuffer] = {}
         for handle in self.pending:
@@ -272,7 +272,7 @@ class _Tape(Tape):
             return False
         if plan.rerun is None:
             return True
-        known = self.holding.like_source
+        known = self.compiled.like_source
         if plan.buffer not in known:
             (value,) = (*plan.sources, *plan.inputs)
             source = self.owner.geometry.get(value) or Geometry.of(self.owner.inputs[value][0])

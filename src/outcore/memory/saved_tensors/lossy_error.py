@@ -107,7 +107,7 @@ def lossy_buffers(policy: Mapping[str, str]) -> dict[str, str]:
 
 
 def effect_on_gradients(
-    governor: ManagedForward,
+    managed_forward: ManagedForward,
     graph: Graph,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -118,16 +118,16 @@ def effect_on_gradients(
     What was found is remembered for `gradient_effect`.
 
     Args:
-        governor: of the model, with the plan.
+        managed forward: of the model, with the plan.
         graph: of the model at the size of the batch.
         args: the batch.
         kwargs: its keyword arguments.
         loss: of the output; without it the mean of its squares.
     """
-    plan = governor.plan
+    plan = managed_forward.plan
     lossy = lossy_buffers(plan.policy)
     if not lossy:
-        _FOUND.pop(governor.model, None)
+        _FOUND.pop(managed_forward.model, None)
         return None
     buffers = plan.keeping.buffers
     codecs = {codec: sum(c == codec for c in lossy.values()) for codec in LOSSY}
@@ -136,12 +136,12 @@ def effect_on_gradients(
     rows: tuple[Deviation, ...] = ()
     total: Deviation | None = None
     if not any(t.is_meta or isinstance(t, FakeTensor) for _, t in leaves((args, kwargs), torch.Tensor)):
-        exact = _gradients(governor, graph, _exactly(plan), args, kwargs, loss)
-        rounded = _gradients(governor, graph, plan.policy, args, kwargs, loss)
+        exact = _gradients(managed_forward, graph, _exactly(plan), args, kwargs, loss)
+        rounded = _gradients(managed_forward, graph, plan.policy, args, kwargs, loss)
         total, *each = _deviations(exact, rounded)
         rows = tuple(each)
     effect = LossyEffect({c: n for c, n in codecs.items() if n}, whole, held, total, rows)
-    _FOUND[governor.model] = effect
+    _FOUND[managed_forward.model] = effect
     return effect
 
 
@@ -156,7 +156,7 @@ def _exactly(plan: MemoryPlan) -> dict[str, str]:
 
 
 def _gradients(
-    governor: ManagedForward,
+    managed_forward: ManagedForward,
     graph: Graph,
     policy: Mapping[str, str],
     args: tuple[Any, ...],
@@ -164,9 +164,9 @@ def _gradients(
     loss: Callable[[Any], torch.Tensor] | None,
 ) -> dict[str, torch.Tensor]:
     """Of every parameter, in a step under a policy."""
-    model = governor.model
-    settings = replace(governor.settings, budget_bytes=None, policy=dict(policy), graphs=False)
-    other = ManagedForward(model, settings, governor.costs)
+    model = managed_forward.model
+    settings = replace(managed_forward.settings, budget_bytes=None, policy=dict(policy), graphs=False)
+    other = ManagedForward(model, settings, managed_forward.costs)
     parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
     before = ModelState(model, state_tensors(model))
     try:

@@ -11,7 +11,7 @@ from Python (`outcore.graph.record.versions`). What changes in every call, or is
 recording: such a model runs its own code.
 
 It is an attribute of the model, so that the model stays the object it was: its class, parameters, hooks and state_dict
-are untouched. A copied or pickled model brings its governor along, which records again when it is first called.
+are untouched. A copied or pickled model brings its managed forward along, which records again when it is first called.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class ManagedForward:
         """What the recordings that run in the model's place have read."""
         self.varying: str | None = None
         """What changes in every call, so that none does."""
-        self.contest = AbTest()
+        self.ab_test = AbTest()
         self.tier: Backend | None = None
         self.tier_bytes = 0
         self.keeper: StateOffloader | None = None
@@ -195,13 +195,13 @@ class ManagedForward:
 
     def replayed(self, entry: PlannedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the recording, in which calls were merged."""
-        assert entry.holding is not None
+        assert entry.compiled is not None
         tensors = [t for _, t in leaves((args, kwargs), torch.Tensor)]
-        if not entry.holding.recording.uses_data:
-            return ReplayPass(entry.holding, self.model, tensors, self.tier, keeper=self.keeper).forward()
+        if not entry.compiled.recording.uses_data:
+            return ReplayPass(entry.compiled, self.model, tensors, self.tier, keeper=self.keeper).forward()
         before = ModelState(self.model, state_tensors(self.model))
         try:
-            return ReplayPass(entry.holding, self.model, tensors, self.tier, keeper=self.keeper).forward()
+            return ReplayPass(entry.compiled, self.model, tensors, self.tier, keeper=self.keeper).forward()
         except Mismatch:
             before.restore()
             return self.plainly(*args, **kwargs)
@@ -243,7 +243,7 @@ class ManagedForward:
 
     def watched(self, key: Hashable, entry: PlannedCall) -> bool:
         """Whether steps that run as they are have something to tell."""
-        asked = self.settings.budget_bytes is not None or key in self.contest.waiting
+        asked = self.settings.budget_bytes is not None or key in self.ab_test.waiting
         return asked and entry.observer is not None
 
     @property
@@ -320,9 +320,9 @@ class ManagedForward:
             plan.outcome.transfers,
             reassociated=self.settings.reassociated,
         )
-        holding = None
+        compiled = None
         if replays:
-            holding = prepare(
+            compiled = prepare(
                 found.graph,
                 found.graph.executable[1],
                 self.model,
@@ -332,19 +332,19 @@ class ManagedForward:
                 reassociated=self.settings.reassociated,
                 fused=found.fused,
             )
-        entry = self.admitted[key] = PlannedCall(plan, table, holding)
-        if self.settings.graphs and (self.device.type != "cuda" or holding is None or not StepGraph.can(holding)):
+        entry = self.admitted[key] = PlannedCall(plan, table, compiled)
+        if self.settings.graphs and (self.device.type != "cuda" or compiled is None or not StepGraph.can(compiled)):
             warnings.warn("outcore: this step cannot be a CUDA graph; it runs call by call", stacklevel=3)
-        elif self.settings.graphs and holding is not None:
+        elif self.settings.graphs and compiled is not None:
             other = next((e.graphed for e in self.admitted.values() if e is not None and e.graphed is not None), None)
-            entry.graphed, entry.idle = StepGraph(holding, self.model, other), False
+            entry.graphed, entry.idle = StepGraph(compiled, self.model, other), False
         if entry.graphed is None:
             self.make_room(table.offloaded_bytes)
         if not self.settings.graphs:
             costs = plan.keeping.costs
             state = self.settings.optimizer.state_bytes(costs.parameters)
             entry.observer = PeakMonitor(self.model, state, costs.library_bytes, meter_for(self.device))
-            if found.fused.contested and self.costs is not None:
+            if found.fused.ab_tested and self.costs is not None:
                 entry.library_s = found.library_s
 
     def note_reads(self, key: Hashable, reads: Snapshot | None) -> None:
@@ -409,13 +409,13 @@ class ManagedForward:
         self, key: Hashable, entry: PlannedCall, seen: MeasuredStep, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
         """Where fused norms disappoint, watch the library's for as long and keep what is faster; whether it changes."""
-        if key in self.contest.waiting:
-            stays = self.admitted[key] = self.contest.end(key, entry, seen)
+        if key in self.ab_test.waiting:
+            stays = self.admitted[key] = self.ab_test.end(key, entry, seen)
             if not self.settings.quiet:
-                print(f"outcore: {self.contest.told(key)}", file=sys.stderr)
+                print(f"outcore: {self.ab_test.told(key)}", file=sys.stderr)
             self.settings = replace(self.settings, fuse=stays is not entry)
             return stays is not entry
-        if not self.contest.wanted(entry, seen):
+        if not self.ab_test.wanted(entry, seen):
             return False
         before, self.settings = self.settings, replace(self.settings, fuse=False)
         try:
@@ -423,7 +423,7 @@ class ManagedForward:
         except PlanError:
             self.settings, self.admitted[key] = before, entry
             return False
-        self.contest.begin(key, entry, seen)
+        self.ab_test.begin(key, entry, seen)
         return True
 
     def make_room(self, size: int) -> None:
@@ -484,11 +484,11 @@ def _is_looked_at() -> bool:
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]
-def _call_by_call(governor: ManagedForward, *args: Any, **kwargs: Any) -> Any:
+def _call_by_call(managed_forward: ManagedForward, *args: Any, **kwargs: Any) -> Any:
     """Training under `torch.compile`: a compiler would keep what it likes, so the budget goes first."""
     warnings.warn(
         "outcore: this model trains within its budget call by call, and torch.compile around it has no effect on that; "
         "compile parts inside it, or outcore.release it",
         stacklevel=2,
     )
-    return governor.called(*args, **kwargs)
+    return managed_forward.called(*args, **kwargs)

@@ -128,7 +128,7 @@ class PeakMonitor:
         if keeper is None:
             return self.state_bytes + sum(t.nbytes for t in mine)
         mine += [t for state in keeper.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
-        mine += [parcel.place.memory for parcel in keeper.parcels if parcel.place is not None]
+        mine += [flat_buffer.place.memory for flat_buffer in keeper.flat_buffers if flat_buffer.place is not None]
         found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in mine}
         for home in homes_of(keeper):
             found.pop(home.untyped_storage().data_ptr(), None)
@@ -137,9 +137,9 @@ class PeakMonitor:
 
 def homes_of(keeper: StateOffloader) -> list[torch.Tensor]:
     """Memory below the device in which state lives."""
-    found = [parcel.home for parcel in keeper.parcels]
+    found = [flat_buffer.home for flat_buffer in keeper.flat_buffers]
     if keeper.visits is not None:
-        found += [parcel.home for parcel in keeper.visits.parcels.values()]
+        found += [flat_buffer.home for flat_buffer in keeper.visits.flat_buffers.values()]
     if keeper.gradients is not None:
         found += [home.memory for home in keeper.gradients.homes.values()]
     return found

@@ -109,7 +109,7 @@ def _plan(
             policy=policy,
             time_limit_s=settings.search_s,
             states=settings.states,
-            cargo=settings.cargo,
+            offloadable=settings.offloadable,
             draws=not settings.graphs,
             standing=settings.graphs,
         )

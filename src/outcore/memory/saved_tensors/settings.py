@@ -32,7 +32,7 @@ class Settings:
     """Run forward and backward as CUDA graphs."""
     states: tuple[StatePolicy, ...] = (StatePolicy(),)
     """Where parameters, gradients and optimizer state may live, the first that meets the budget."""
-    cargo: OffloadableParams | None = None
+    offloadable: OffloadableParams | None = None
     """What of the parameters can leave the device."""
     reassociated: bool = False
     """Results may differ from plain training by rounding."""
@@ -66,7 +66,7 @@ class PlannedCall:
 
     plan: MemoryPlan
     table: PolicyTable
-    holding: CompiledRecording | None = None
+    compiled: CompiledRecording | None = None
     """The recording with its policies, where it may run in the place of the model's own code."""
     diverged: int = 0
     """Forwards in a row that were not as the plan expects."""
@@ -82,6 +82,6 @@ class PlannedCall:
     """Predicted time of a step in which norms are the library's, where times were measured."""
 
     def __post_init__(self) -> None:
-        self.merged = self.holding is not None and self.holding.ahead
+        self.merged = self.compiled is not None and self.compiled.ahead
         self.idle = not self.plan.policy and not self.merged and self.plan.order.inside is None
         """Whether the model's own forward will do; found once, since resolving policies takes a while."""

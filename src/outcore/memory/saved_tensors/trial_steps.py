@@ -29,15 +29,15 @@ from outcore.machine.units import format_bytes
 from outcore.memory.saved_tensors.managed_forward import ManagedForward
 from outcore.memory.saved_tensors.settings import PlannedCall
 
-__all__ = ["rehearse"]
+__all__ = ["run_trial_steps"]
 
 _TRIES = 6
 _STEP = 0.05
 """Share of the budget to leave free in addition where the device had no room for a step, or only after a search."""
 
 
-def rehearse(
-    governor: ManagedForward,
+def run_trial_steps(
+    managed_forward: ManagedForward,
     key: Hashable,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -47,27 +47,27 @@ def rehearse(
     """Take steps on the device until what they reserve is within the budget.
 
     Args:
-        governor: of the model, with its first plan.
-        key: of the call that is rehearsed.
+        managed forward: of the model, with its first plan.
+        key: of the call that is tried.
         args: of the call.
         kwargs: of the call.
         loss: of the output; without it the sum of all outputs.
         graph: what was recorded of the call.
     """
-    budget, tensors = governor.settings.budget_bytes, [t for _, t in leaves((args, kwargs), torch.Tensor)]
+    budget, tensors = managed_forward.settings.budget_bytes, [t for _, t in leaves((args, kwargs), torch.Tensor)]
     unreal = any(t.is_meta or isinstance(t, FakeTensor) for t in tensors)
-    if budget is None or unreal or governor.device.type != "cuda" or governor.settings.policy is not None:
+    if budget is None or unreal or managed_forward.device.type != "cuda" or managed_forward.settings.policy is not None:
         return
     for attempt in range(_TRIES):
-        entry = governor.admitted.get(key)
+        entry = managed_forward.admitted.get(key)
         if entry is None or entry.graphed is not None or not entry.plan.state.idle:
             return
-        taken = _reserved(governor, entry, args, kwargs, loss)
+        taken = _reserved(managed_forward, entry, args, kwargs, loss)
         if taken <= budget:
             return
-        before, missed = governor.settings, taken - budget
+        before, missed = managed_forward.settings, taken - budget
         less = replace(before, reserved_bytes=before.reserved_bytes + missed)
-        refused = governor.replanned(key, less, args, kwargs, graph)
+        refused = managed_forward.replanned(key, less, args, kwargs, graph)
         if refused is not None or attempt == _TRIES - 1:
             warnings.warn(
                 f"outcore: a step reserves {format_bytes(taken)}, more than {format_bytes(budget)}, with what the "
@@ -80,14 +80,14 @@ def rehearse(
 
 
 def _reserved(
-    governor: ManagedForward,
+    managed_forward: ManagedForward,
     entry: PlannedCall,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     loss: Callable[[Any], torch.Tensor] | None,
 ) -> int:
     """Bytes that the allocator reserves for a step, with the optimizer's state, without what others hold."""
-    model, device = governor.model, governor.device
+    model, device = managed_forward.model, managed_forward.device
     parameters = [p for p in model.parameters() if p.requires_grad]
     gradients = [(p, p.grad) for p in parameters]
     for p in parameters:
@@ -102,16 +102,16 @@ def _reserved(
     others = max(0, torch.cuda.memory_allocated(device) - own)
     torch.cuda.reset_peak_memory_stats(device)
     retries = torch.cuda.memory_stats(device)["num_alloc_retries"]
-    budget = governor.settings.budget_bytes or 0
+    budget = managed_forward.settings.budget_bytes or 0
     held: list[torch.Tensor] = []
     try:
         for _ in range(2):  # between the two, what the optimizer allocates in its first step
-            output = governor(*args, **kwargs)
+            output = managed_forward(*args, **kwargs)
             value = loss(output) if loss is not None else _total(output)
             del output
             value.backward()
             del value
-            copies = 0 if held else round(governor.settings.optimizer.state_per_parameter)
+            copies = 0 if held else round(managed_forward.settings.optimizer.state_per_parameter)
             held += [torch.empty_like(p) for p in parameters for _ in range(copies)]
             for p in parameters:
                 p.grad = None

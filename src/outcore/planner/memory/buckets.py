@@ -1,8 +1,9 @@
-"""Cargo: the parameters that can leave the device, packed into lots, and the rules by which lots come and leave.
+"""Offloadable parameters: the parameters that can leave the device, packed into buckets, and the rules by which buckets
+come and leave.
 
-Tensors that are used one after the other travel together, as a *lot*. Where not all lots can be here at once, the next
-one is started beside the one in use, and what will not be needed for longest makes room. All of that follows from sizes
-and from the order of use alone, so it is decided here, by the same few functions for the step that runs
+Tensors that are used one after the other travel together, as a *bucket*. Where not all buckets can be here at once, the
+next one is started beside the one in use, and what will not be needed for longest makes room. All of that follows from
+sizes and from the order of use alone, so it is decided here, by the same few functions for the step that runs
 (`outcore.memory.param_offload.residency`) and for the one that is predicted (`outcore.planner.memory.state_residency`).
 """
 
@@ -31,7 +32,7 @@ __all__ = [
 ALIGN = 512
 """As allocators align: kernels choose by alignment, and must choose what they choose in plain training."""
 _FIRST_BYTES = 12 * 2**20
-"""What leaves last and must be back first: small, because the device waits for it, but every lot takes the host the
+"""What leaves last and must be back first: small, because the device waits for it, but every bucket takes the host the
 better part of a millisecond."""
 
 
@@ -65,53 +66,53 @@ class OffloadableParams:
         """The name that a parameter has here."""
         return self.other_names.get(given, given)
 
-    def lots(self, policy: StatePolicy) -> list[list[OffloadableParam]]:
+    def buckets(self, policy: StatePolicy) -> list[list[OffloadableParam]]:
         """What travels together, those that are trained and those that are not apart, in the order of use."""
         most, first = limits(policy, sum(item.bytes for item in self.items))
         place = {item.name: i for i, item in enumerate(self.items)}
         found = []
         for trained in (True, False):
             items = [item for item in self.items if item.trained is trained]
-            found += [[items[i] for i in lot] for lot in packed([item.bytes for item in items], most, first)]
-        return sorted(found, key=lambda lot: min(place[item.name] for item in lot))
+            found += [[items[i] for i in bucket] for bucket in packed([item.bytes for item in items], most, first)]
+        return sorted(found, key=lambda bucket: min(place[item.name] for item in bucket))
 
 
 def rounded(size: int) -> int:
-    """Bytes that a tensor takes in a lot."""
+    """Bytes that a tensor takes in a bucket."""
     return -(-size // ALIGN) * ALIGN
 
 
 def limits(policy: StatePolicy, total_bytes: int) -> tuple[int, int | None]:
-    """How large lots are at most, and the first of them where they grow: as few as overlap allows, if there is room for
-    all of them."""
+    """How large buckets are at most, and the first of them where they grow: as few as overlap allows, if there is room
+    for all of them."""
     if policy.parameters == "offload" and policy.stage_bytes is None:
-        return max(policy.parcel_bytes, total_bytes), _FIRST_BYTES
-    return policy.parcel_bytes, None
+        return max(policy.flat_buffer_bytes, total_bytes), _FIRST_BYTES
+    return policy.flat_buffer_bytes, None
 
 
 def packed(sizes: Iterable[int], most_bytes: int, first_bytes: int | None = None) -> list[list[int]]:
     """Positions of tensors that go together, in this order, up to about so many bytes; a larger one is alone.
 
-    With a size of the first, lots grow from that by a factor of eight: what is needed first leaves last, and must be
+    With a size of the first, buckets grow from that by a factor of eight: what is needed first leaves last, and must be
     back soonest; the others are few, because each takes the host the better part of a millisecond.
     """
-    lots: list[list[int]] = []
-    lot: list[int] = []
+    buckets: list[list[int]] = []
+    bucket: list[int] = []
     taken = 0
     for i, size in enumerate(sizes):
         needed = rounded(size)
-        most = most_bytes if first_bytes is None else min(most_bytes, first_bytes << 3 * len(lots))
+        most = most_bytes if first_bytes is None else min(most_bytes, first_bytes << 3 * len(buckets))
         if _is_full(taken, needed, most):
-            lots.append(lot)
-            lot, taken = [], 0
-        lot.append(i)
+            buckets.append(bucket)
+            bucket, taken = [], 0
+        bucket.append(i)
         taken += needed
-    return [*lots, lot] if lot else lots
+    return [*buckets, bucket] if bucket else buckets
 
 
 def _is_full(size: int, needed: int, most_bytes: int) -> bool:
-    """Whether a lot of a size cannot take so many bytes more; small tensors (biases) go along with a lot that is full,
-    rather than travel alone."""
+    """Whether a bucket of a size cannot take so many bytes more; small tensors (biases) go along with a bucket that is
+    full, rather than travel alone."""
     if not size or size + needed <= most_bytes or needed <= most_bytes // 64:
         return False
     return needed > most_bytes // 8 or size + needed > 9 * most_bytes // 8
@@ -120,15 +121,15 @@ def _is_full(size: int, needed: int, most_bytes: int) -> bool:
 def that_leave(
     here: Sequence[int], sizes: Sequence[int], needed: int, kept: Collection[int], stage_bytes: int, *, backward: bool
 ) -> list[int]:
-    """The lots that leave so that there is room for so many bytes more: what will not be needed for longest.
+    """The buckets that leave so that there is room for so many bytes more: what will not be needed for longest.
 
     Args:
-        here: numbers of the lots that are here, rising.
-        sizes: of all lots.
+        here: numbers of the buckets that are here, rising.
+        sizes: of all buckets.
         needed: bytes.
-        kept: lots that must stay.
+        kept: buckets that must stay.
         stage_bytes: room for all.
-        backward: whether lots are needed in falling order.
+        backward: whether buckets are needed in falling order.
     """
     taken, found = sum(sizes[i] for i in here), []
     for i in reversed(here) if backward else here:
@@ -141,7 +142,7 @@ def that_leave(
 
 
 def that_follows(in_use: Sequence[int], sizes: Sequence[int], stage_bytes: int, *, backward: bool) -> int | None:
-    """The lot that is needed next, if there is room for it beside those in use."""
+    """The bucket that is needed next, if there is room for it beside those in use."""
     following = min(in_use) - 1 if backward else max(in_use) + 1
     if not 0 <= following < len(sizes):
         return None

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from outcore.planner.memory.evaluate import StepUnderPolicies
     from outcore.planner.memory.search import Assignment, PolicySearch
 
-__all__ = ["drifted", "squeezed", "stirred"]
+__all__ = ["drifted", "perturbed", "squeezed"]
 
 _PATIENCE = 60
 """Tries without success before it ends."""
@@ -34,7 +34,7 @@ _NEAR = 0.9
 """Moments above this share of the peak count."""
 
 
-def stirred(search: PolicySearch, current: Assignment) -> Assignment:
+def perturbed(search: PolicySearch, current: Assignment) -> Assignment:
     """An assignment within the search's budget that is no slower than one that is."""
     draw, failed = random.Random(0), 0
     while current.outcome.extra_s > 0 and failed < _PATIENCE and time.monotonic() < search.end:

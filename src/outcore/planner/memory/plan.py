@@ -134,7 +134,7 @@ def plan_memory(
     policy: Mapping[str, str] | None = None,
     time_limit_s: float = 4.0,
     states: Sequence[StatePolicy] = (StatePolicy(),),
-    cargo: OffloadableParams | None = None,
+    offloadable: OffloadableParams | None = None,
     draws: bool = True,
     standing: bool = False,
 ) -> MemoryPlan:
@@ -155,7 +155,7 @@ def plan_memory(
         time_limit_s: for the search.
         states: policies for parameters, gradients and optimizer state; a later one is taken if none before it meets
             the budget, or if the step is faster by a few percent then, because more values can stay.
-        cargo: the parameters that can leave the device; all of them if it is not said.
+        offloadable parameters: the parameters that can leave the device; all of them if it is not said.
         draws: whether what draws random numbers may be made again.
         standing: whether gradients have memory of their own from the beginning, to which they are copied.
 
@@ -178,9 +178,9 @@ def plan_memory(
         states = states[:1]
     base, best, refused = keeping.base, None, None
     for where in states:
-        relief = _relief(keeping, where, optimizer, cargo)
-        keeping.base = base + relief.bytes if relief is not None else base
-        moving_s = relief.time_s if relief is not None else 0.0
+        savings = _savings(keeping, where, optimizer, offloadable)
+        keeping.base = base + savings.bytes if savings is not None else base
+        moving_s = savings.time_s if savings is not None else 0.0
         if policy is not None:
             best = _Choice(Assignment(dict(policy), keeping.evaluate(policy)), where, moving_s, keeping.base)
             break
@@ -246,8 +246,8 @@ def _refusal(
     return refused
 
 
-def _relief(
-    keeping: StepModel, where: StatePolicy, optimizer: OptimizerCost | float, cargo: OffloadableParams | None
+def _savings(
+    keeping: StepModel, where: StatePolicy, optimizer: OptimizerCost | float, offloadable: OffloadableParams | None
 ) -> StateSavings | None:
     """What a policy for state does to a step."""
     if where.idle:
@@ -256,6 +256,6 @@ def _relief(
         raise PlanError("state cannot leave the device: there is no tier below it in this plan")
     costs = keeping.costs
     cost = optimizer if isinstance(optimizer, OptimizerCost) else OptimizerCost.of(optimizer, costs.device_kind)
-    cargo = cargo or OffloadableParams.of(keeping.graph, costs.parameters)
+    offloadable = offloadable or OffloadableParams.of(keeping.graph, costs.parameters)
     seconds = sum(keeping.forward_s), sum(keeping.backward_s)
-    return StateSavings.of(where, cargo, keeping.plain, costs, cost, keeping.tier, seconds)
+    return StateSavings.of(where, offloadable, keeping.plain, costs, cost, keeping.tier, seconds)

@@ -10,8 +10,8 @@ built on that:
    again (Chen et al., 2016), for several numbers of segments.
 3. *Take back*: from each of these, keep again whatever fits, the most time per byte first; then take turns giving up
    something expensive and repairing what that breaks, while time is left.
-4. *Stir* (`outcore.planner.memory.local_search`): change a few choices at random and repair, as long as that helps now
-and then;
+4. *Perturb* (`outcore.planner.memory.local_search`): change a few choices at random and repair, as long as that helps
+now and then;
    where nothing fits, *drift* down along changes that make nothing worse.
 
 The fastest that fits wins. If none fits, the smallest peak that was found is the smallest budget.
@@ -28,7 +28,7 @@ import numpy as np
 
 from outcore.cost.buffers import Buffer
 from outcore.planner.memory.evaluate import StepModel, StepUnderPolicies
-from outcore.planner.memory.local_search import drifted, squeezed, stirred
+from outcore.planner.memory.local_search import drifted, perturbed, squeezed
 
 __all__ = ["Assignment", "PolicySearch", "fit", "smallest"]
 
@@ -75,7 +75,7 @@ def fit(keeping: StepModel, budget_bytes: int, *, time_limit_s: float = 4.0) -> 
         search.begin()
         found += [search.polish(search.take_back(a)) for a in (lowest,) if a.fits(budget_bytes)]
     fitting = [a for a in found if a.fits(budget_bytes)]
-    return stirred(search, min(fitting, key=lambda a: a.outcome.time_s))
+    return perturbed(search, min(fitting, key=lambda a: a.outcome.time_s))
 
 
 def smallest(keeping: StepModel, *, time_limit_s: float = 4.0) -> Assignment:

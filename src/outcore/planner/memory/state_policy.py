@@ -6,12 +6,13 @@ every step, in an order that is known:
 | kind | `keep` | `offload` |
 |---|---|---|
 | parameters | on the device | at home below it; come for forward and backward and leave when they were updated |
-| optimizer | on the device | at home; visits the device for the update, parcel by parcel |
+| optimizer | on the device | at home; visits the device for the update, flat buffer by flat buffer |
 | gradients | on the device | go home as they arrive, come back for the update |
 
-The update happens in ``optimizer.step()``, or in *backward*, parcel by parcel as soon as a parcel's gradients are
-there: nothing then holds all gradients at once, and what was updated leaves while backward still runs. Updating in
-backward is exact only if nothing is done between ``backward()`` and ``step()``, so it is never chosen unless asked for.
+The update happens in ``optimizer.step()``, or in *backward*, flat buffer by flat buffer as soon as a flat buffer's
+gradients are there: nothing then holds all gradients at once, and what was updated leaves while backward still runs.
+Updating in backward is exact only if nothing is done between ``backward()`` and ``step()``, so it is never chosen
+unless asked for.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class StatePolicy:
     update: When = "step"
     stage_bytes: int | None = None
     """Device memory for parameters that are here; None for room for all of them at once."""
-    parcel_bytes: int = _PARCEL_BYTES
+    flat_buffer_bytes: int = _PARCEL_BYTES
     """Tensors travel together up to this size."""
 
     def __post_init__(self) -> None:
@@ -89,11 +90,13 @@ class StatePolicy:
 def ladder(parameters: Mapping[str, int]) -> tuple[StatePolicy, ...]:
     """Policies for state that keep less and less on the device, the cheapest first.
 
-    A lot is a small part of all, so that little is here at once; a parameter larger than the window comes alone.
+    A bucket is a small part of all, so that little is here at once; a parameter larger than the window comes alone.
     """
     total = sum(parameters.values())
     if not total:
         return (StatePolicy(),)
-    parcel = min(_PARCEL_BYTES, total // 16)
-    window = StatePolicy("offload", "offload", "offload", stage_bytes=9 * parcel // 4, parcel_bytes=parcel)
-    return StatePolicy(), StatePolicy(optimizer="offload", parcel_bytes=parcel), window
+    flat_buffer = min(_PARCEL_BYTES, total // 16)
+    window = StatePolicy(
+        "offload", "offload", "offload", stage_bytes=9 * flat_buffer // 4, flat_buffer_bytes=flat_buffer
+    )
+    return StatePolicy(), StatePolicy(optimizer="offload", flat_buffer_bytes=flat_buffer), window

@@ -1,13 +1,13 @@
 """What of the state is on the device at every moment of a step, where some of it lives below the device.
 
-Played through by the rules by which it runs (`outcore.planner.memory.buckets`): lots of parameters come when a call
-reads them and make room for others; in backward a lot leaves when its gradients are complete, and these are gathered
-into one piece and follow; in the optimizer's step, one lot after the other, parameters, gradients and state come, are
-updated and leave.
+Played through by the rules by which it runs (`outcore.planner.memory.buckets`): buckets of parameters come when a call
+reads them and make room for others; in backward a bucket leaves when its gradients are complete, and these are gathered
+into one piece and follow; in the optimizer's step, one bucket after the other, parameters, gradients and state come,
+are updated and leave.
 
-    forward     lots in use and coming, at most a stage
-    backward    the same; gradients of the lots that are not complete, gathered ones that are being copied home
-    optimizer   of one lot everything, of the next the state, of the one before what is still being copied home
+    forward     buckets in use and coming, at most a stage
+    backward    the same; gradients of the buckets that are not complete, gathered ones that are being copied home
+    optimizer   of one bucket everything, of the next the state, of the one before what is still being copied home
 
 Copies home take time that depends on the link, so what leaves is counted until something else leaves after it: that is
 when it is waited for at the latest.
@@ -30,22 +30,33 @@ __all__ = ["change_by_moment"]
 
 
 def change_by_moment(
-    policy: StatePolicy, cargo: OffloadableParams, plain: MemoryCurve, costs: Costs, optimizer: OptimizerCost
+    policy: StatePolicy, offloadable: OffloadableParams, plain: MemoryCurve, costs: Costs, optimizer: OptimizerCost
 ) -> npt.NDArray[np.int64]:
     """Bytes more (less, if negative) at every moment of the plain step."""
-    return _Play(policy, cargo, plain, costs, optimizer).run()
+    return _Play(policy, offloadable, plain, costs, optimizer).run()
 
 
 class _Play:
     """One step, played through."""
 
     def __init__(
-        self, policy: StatePolicy, cargo: OffloadableParams, plain: MemoryCurve, costs: Costs, optimizer: OptimizerCost
+        self,
+        policy: StatePolicy,
+        offloadable: OffloadableParams,
+        plain: MemoryCurve,
+        costs: Costs,
+        optimizer: OptimizerCost,
     ) -> None:
-        self.policy, self.cargo, self.plain, self.costs, self.optimizer = policy, cargo, plain, costs, optimizer
-        self.lots = cargo.lots(policy)
-        self.sizes = [_size(lot) for lot in self.lots]
-        self.of = {item.name: number for number, lot in enumerate(self.lots) for item in lot}
+        self.policy, self.offloadable, self.plain, self.costs, self.optimizer = (
+            policy,
+            offloadable,
+            plain,
+            costs,
+            optimizer,
+        )
+        self.buckets = offloadable.buckets(policy)
+        self.sizes = [_size(bucket) for bucket in self.buckets]
+        self.of = {item.name: number for number, bucket in enumerate(self.buckets) for item in bucket}
         reached = {m.call for m in plain.moments if m.phase == "backward"}
         self.backward = [name for name in costs.calls if name in reached]
         self.stepped = {
@@ -56,14 +67,14 @@ class _Play:
         """The parameters that get a gradient."""
         self.window = _Window(self.sizes, policy.stage_bytes) if policy.stage_bytes is not None else None
         self.used_up = policy.update == "backward"
-        """Gradients are gone as soon as those of a lot are complete, because it is updated then."""
+        """Gradients are gone as soon as those of a bucket are complete, because it is updated then."""
         self.leaves = policy.gradients == "offload" or self.used_up
         self.gone: set[int] = set()
-        """Lots whose gradients are at home."""
+        """Buckets whose gradients are at home."""
 
     def run(self) -> npt.NDArray[np.int64]:
         """What changes."""
-        held = self._of_lots(range(len(self.lots)))
+        held = self._of_buckets(range(len(self.buckets)))
         state = -self._state_bytes(held) if self.policy.optimizer == "offload" else 0
         parts = self._forward(), self._backward()
         changes = []
@@ -83,14 +94,14 @@ class _Play:
         found = {}
         for at, moment in enumerate(self.plain.moments):
             if moment.phase == "forward":
-                numbers = self._numbers(self.cargo.calls.get(moment.call, ()))
+                numbers = self._numbers(self.offloadable.calls.get(moment.call, ()))
                 found[at] = self._come(numbers, backward=False) - self._away()
         if self.window is not None:
             self.window.pause()
         return found
 
     def _come(self, numbers: Sequence[int], *, backward: bool) -> int:
-        """Lots are needed; bytes of parameters that are then here."""
+        """Buckets are needed; bytes of parameters that are then here."""
         if self.window is None:
             return sum(self.sizes) if self.policy.parameters == "offload" else 0
         if numbers:
@@ -99,16 +110,18 @@ class _Play:
 
     def _away(self) -> int:
         """Bytes of parameters that plain training has on the device for good."""
-        there = [item for lot in self.lots for item in lot] if self.policy.parameters == "offload" else []
+        there = [item for bucket in self.buckets for item in bucket] if self.policy.parameters == "offload" else []
         return sum(self._alone(item.bytes) for item in there)
 
     # Backward
 
     def _backward(self) -> dict[int, int]:
         """Of the parameters and of their gradients."""
-        waiting = [{i.name for i in lot if i.trained} for lot in self.lots]
+        waiting = [{i.name for i in bucket if i.trained} for bucket in self.buckets]
         last = {
-            self.cargo.name(g.of): call for call in reversed(self.backward) for g in self.costs.calls[call].gradients
+            self.offloadable.name(g.of): call
+            for call in reversed(self.backward)
+            for g in self.costs.calls[call].gradients
         }
         """Call with which a parameter's gradient is complete: backward goes from the last call to the first."""
         completes: dict[str, list[str]] = {}
@@ -140,7 +153,7 @@ class _Play:
         return found
 
     def _complete(self, waiting: Sequence[set[str]], names: Iterable[str]) -> list[int]:
-        """The lots whose last gradients are these."""
+        """The buckets whose last gradients are these."""
         found = []
         for number in self._numbers(names):
             waiting[number].difference_update(names)
@@ -149,10 +162,10 @@ class _Play:
         return found
 
     def _leaving(self, number: int) -> int:
-        """What the gradients of a lot need beside them to leave: room to be gathered, or that of the update."""
+        """What the gradients of a bucket need beside them to leave: room to be gathered, or that of the update."""
         if not self.used_up:
-            return self.sizes[number] if len(self.lots[number]) > 1 else 0
-        here = self._of_lots([number])
+            return self.sizes[number] if len(self.buckets[number]) > 1 else 0
+        here = self._of_buckets([number])
         state = 3 * self._visiting(here) if self.policy.optimizer == "offload" else 0
         return state + self.optimizer.workspace_bytes(here)
 
@@ -166,25 +179,25 @@ class _Play:
     # The optimizer's step
 
     def _step(self, gradients: int) -> int:
-        """Of everything, at the worst lot."""
-        order = [n for n in range(len(self.lots)) if self._of_lots([n])]
+        """Of everything, at the worst bucket."""
+        order = [n for n in range(len(self.buckets)) if self._of_buckets([n])]
         if self.window is not None:
             order.reverse()
         visiting = self.policy.optimizer == "offload"
         stay = gradients - self._gradient_bytes([n for n in order if n in self.gone])
         most = before = 0
         for i, number in enumerate(order):
-            following = self._of_lots(order[i + 1 : i + 2])
+            following = self._of_buckets(order[i + 1 : i + 2])
             weights = self._come([number], backward=True)
-            here = self._of_lots([number])
+            here = self._of_buckets([number])
             state = self._visiting(here) + self._visiting(following) if visiting else 0
             arrived = self.sizes[number] if number in self.gone else 0
             most = max(most, weights + before + state + stay + arrived + self.optimizer.workspace_bytes(here))
             before = self._visiting(here) if visiting else 0
             if self.window is not None:
                 self.window.leave(number, sent=True)
-        travelling = self._of_lots(order)
-        rest = {name: size for name, size in self.stepped.items() if self.cargo.name(name) not in travelling}
+        travelling = self._of_buckets(order)
+        rest = {name: size for name, size in self.stepped.items() if self.offloadable.name(name) not in travelling}
         most = max(most, self._come((), backward=True) + before + stay + self.optimizer.workspace_bytes(rest))
         fixed = self._state_bytes(rest) if visiting else 0
         plain = self.optimizer.state_bytes(self.stepped) if visiting else 0
@@ -194,16 +207,16 @@ class _Play:
     # Bytes
 
     def _numbers(self, names: Iterable[str]) -> list[int]:
-        known = (self.of.get(self.cargo.name(name)) for name in names)
+        known = (self.of.get(self.offloadable.name(name)) for name in names)
         return list(dict.fromkeys(number for number in known if number is not None))
 
-    def _of_lots(self, numbers: Iterable[int]) -> dict[str, int]:
-        """The parameters of lots that are updated."""
-        items = (item for number in numbers for item in self.lots[number])
+    def _of_buckets(self, numbers: Iterable[int]) -> dict[str, int]:
+        """The parameters of buckets that are updated."""
+        items = (item for number in numbers for item in self.buckets[number])
         return {item.name: item.bytes for item in items if item.name in self.stepped}
 
     def _gradient_bytes(self, numbers: Iterable[int]) -> int:
-        return sum(map(self._alone, self._of_lots(numbers).values()))
+        return sum(map(self._alone, self._of_buckets(numbers).values()))
 
     def _alone(self, size: int) -> int:
         """Bytes that a tensor takes by itself."""
@@ -213,19 +226,19 @@ class _Play:
         return self.optimizer.state_bytes(parameters)
 
     def _visiting(self, parameters: Mapping[str, int]) -> int:
-        """Of the optimizer's state of parameters, laid out as a lot."""
+        """Of the optimizer's state of parameters, laid out as a bucket."""
         return self.optimizer.state_bytes({name: rounded(size) for name, size in parameters.items()})
 
 
 class _Window:
-    """Which lots are here, where not all can be."""
+    """Which buckets are here, where not all can be."""
 
     def __init__(self, sizes: Sequence[int], stage_bytes: int) -> None:
         self.sizes, self.stage_bytes = sizes, stage_bytes
         self.here: dict[int, bool] = {}
-        """Lot -> whether it was used, not only started."""
+        """Bucket -> whether it was used, not only started."""
         self.exposed: set[int] = set()
-        """Lots that user code may have written to: they are copied home when they leave."""
+        """Buckets that user code may have written to: they are copied home when they leave."""
         self.sent = 0
         """Bytes that are being copied home."""
 
@@ -235,7 +248,7 @@ class _Window:
         return sum(self.sizes[i] for i in self.here) + self.sent
 
     def need(self, numbers: Sequence[int], *, backward: bool) -> None:
-        """Lots are about to be used, all at once."""
+        """Buckets are about to be used, all at once."""
         for number in numbers:
             if number not in self.here:
                 self._room(self.sizes[number], numbers, backward)
@@ -251,7 +264,7 @@ class _Window:
             self.leave(number)
 
     def leave(self, number: int, *, sent: bool = False) -> None:
-        """A lot leaves, if it is here."""
+        """A bucket leaves, if it is here."""
         if self.here.pop(number, None) is not None:
             if sent or number in self.exposed:
                 self.sent = self.sizes[number]
@@ -263,5 +276,5 @@ class _Window:
         self.exposed = set(self.here)
 
 
-def _size(lot: Sequence[OffloadableParam]) -> int:
-    return sum(rounded(item.bytes) for item in lot)
+def _size(bucket: Sequence[OffloadableParam]) -> int:
+    return sum(rounded(item.bytes) for item in bucket)

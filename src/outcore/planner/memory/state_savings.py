@@ -31,7 +31,7 @@ class StateSavings:
     def of(
         cls,
         policy: StatePolicy,
-        cargo: OffloadableParams,
+        offloadable: OffloadableParams,
         plain: MemoryCurve,
         costs: Costs,
         optimizer: OptimizerCost,
@@ -42,31 +42,31 @@ class StateSavings:
 
         Args:
             policy: where state lives.
-            cargo: the parameters that can leave.
+            offloadable parameters: the parameters that can leave.
             plain: the step without it.
             costs: of the calls.
             optimizer: what it keeps per parameter.
             tier: where state goes.
             seconds: of forward and of backward.
         """
-        changed = change_by_moment(policy, cargo, plain, costs, optimizer)
-        return cls(policy, changed, _time_s(policy, cargo, optimizer, tier, *seconds))
+        changed = change_by_moment(policy, offloadable, plain, costs, optimizer)
+        return cls(policy, changed, _time_s(policy, offloadable, optimizer, tier, *seconds))
 
 
 def _time_s(
     policy: StatePolicy,
-    cargo: OffloadableParams,
+    offloadable: OffloadableParams,
     optimizer: OptimizerCost,
     tier: OffloadTarget,
     forward_s: float,
     backward_s: float,
 ) -> float:
     """What the step takes longer: of what passes while something is computed, only what is left."""
-    total = sum(item.bytes for item in cargo.items)
+    total = sum(item.bytes for item in offloadable.items)
     slow = min(tier.in_bytes_per_s, tier.out_bytes_per_s)
     time_s = 0.0
     if policy.optimizer == "offload":
-        time_s += optimizer.state_bytes({item.name: item.bytes for item in cargo.items if item.trained}) / slow
+        time_s += optimizer.state_bytes({item.name: item.bytes for item in offloadable.items if item.trained}) / slow
     if policy.parameters == "offload":
         once = total / tier.in_bytes_per_s
         time_s += max(0.0, once - forward_s) + total / slow

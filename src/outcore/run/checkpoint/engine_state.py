@@ -112,7 +112,7 @@ class EngineState:
                 weights[f"weights-{stage + 1:05d}-of-{depth:05d}.safetensors"] = {n: local[n] for n in names}
         if rest := {n: t for n, t in local.items() if n not in claimed and owners[n] == engine.rank}:
             weights["weights-rest.safetensors"] = rest
-        owner = engine.assembly.holdings.owner()
+        owner = engine.assembly.owners.owner()
         mine = [name for name in engine.parameters if owner[name] == engine.rank]
         state = optimizer_tensors(engine.optimizer, engine.parameters, mine)
         state |= {f"{_GENERATORS}/{engine.rank}/{name}": t for name, t in generators().items()}
@@ -120,7 +120,7 @@ class EngineState:
 
     def _document(self, extra: Any) -> dict[str, Any]:
         engine = self.engine
-        owner = engine.assembly.holdings.owner()
+        owner = engine.assembly.owners.owner()
         mine = [name for name in engine.parameters if owner[name] == engine.rank]
         scalars: dict[str, Any] = {}
         for row in engine.world.share(scalars_of(engine.optimizer, engine.parameters, mine)):

@@ -57,16 +57,16 @@ class EngineParts:
             plan = Plan(graph.fingerprint, (("",),))
         self.plan = self.forms.plan = plan
         agree(world, plan, graph)
-        self.blueprint = StepPrograms(plan, self.forms.first(graph), program)
-        placement = self.blueprint.training.placement()
+        self.step_programs = StepPrograms(plan, self.forms.first(graph), program)
+        placement = self.step_programs.training.placement()
         self.stages = self.forms.own = tuple(sorted({s for (s, _), rank in placement.items() if rank == self.rank}))
         """The stages this rank holds."""
-        self.holdings = ParameterOwners.of(self.model, graph, self.forms.stage_of, self.blueprint.training)
+        self.owners = ParameterOwners.of(self.model, graph, self.forms.stage_of, self.step_programs.training)
         self.home = self._take_home(graph, bare=weights is not None)
         """The first form; its parts hold this rank's weights."""
         self.forms.keep(self.home, inputs)
         every = dict(self.model.named_parameters())
-        self.parameters = {name: every[name] for name in self.holdings.on(self.rank)}
+        self.parameters = {name: every[name] for name in self.owners.on(self.rank)}
         """The parameters this rank holds, by name."""
         if weights is not None:
             find_checkpoint(world, weights).load_weights(self.local_state())
@@ -107,22 +107,22 @@ class EngineParts:
 
     def _meet(self, timeout_s: float) -> None:
         """Meet the other ranks that hold the same stages or parameters, and start from the same numbers."""
-        holders = self.blueprint.training.holders()
+        holders = self.step_programs.training.holders()
         members: dict[tuple[int, ...], tuple[int, ...]] = {(stage,): ranks for stage, ranks in holders.items()}
-        members |= {share.stages: share.ranks for share in self.holdings.shares}
+        members |= {share.stages: share.ranks for share in self.owners.shares}
         shared = [(key, ranks) for key, ranks in sorted(members.items()) if len(ranks) > 1]
         self.groups = {key: self.world.new_group(ranks, timeout_s) for key, ranks in shared}
         """By stages, the ranks that hold a copy of them, or of what ties them."""
         self.first_holders = {stage: ranks[0] for stage, ranks in holders.items()}
         copies = {stage: len(ranks) for stage, ranks in holders.items()}
-        self.statistics = RunningStatistics(self.plan, copies, self.groups, self.world.patience)
+        self.statistics = RunningStatistics(self.plan, copies, self.groups, self.world.watched_wait)
         for key, ranks in shared:
             if self.rank in ranks:
-                names = sorted({n for share in self.holdings.shares if share.stages == key for n in share.names})
+                names = sorted({n for share in self.owners.shares if share.stages == key for n in share.names})
                 tensors = [self.parameters[n].data for n in names]
                 if len(key) == 1:
                     tensors += [b for _, b in sorted(self.home.parts[key[0]].named_buffers())]
-                make_equal(tensors, ranks[0], self.groups[key], self.world.patience)
+                make_equal(tensors, ranks[0], self.groups[key], self.world.watched_wait)
 
     def stage_state(self, stage: int) -> dict[str, torch.Tensor]:
         """Weights and buffers of one of this rank's stages under the model's own names."""

@@ -185,7 +185,7 @@ class Engine:
         watch = FaultMonitor(
             meeting.store, self.rank, self.world.size, self.place, number, grace_s=grace_s, keeper=meeting.keeper
         )
-        self.world.patience.look = watch.look
+        self.world.watched_wait.look = watch.look
         return watch
 
     def _prepare(
@@ -193,34 +193,34 @@ class Engine:
     ) -> None:
         made = self.assembly
         every = dict(self.model.named_parameters())
-        shelf = SharedRows(self.world, self.device) if self.world.size > 1 else None
+        shared_rows = SharedRows(self.world, self.device) if self.world.size > 1 else None
         self.update = GradientUpdate(
             self.world,
-            made.holdings,
+            made.owners,
             made.parameters,
             list(every),
             made.groups,
             clip_norm=clip_norm,
             scale=scale,
             dtypes={p.dtype for p in every.values()},
-            shelf=shelf,
+            shared_rows=shared_rows,
         )
-        self.intake = BatchSplitter(
+        self.splitter = BatchSplitter(
             self.world,
             made.plan,
             made.forms,
-            made.blueprint,
+            made.step_programs,
             reduction=reduction,
             accumulate=self.accumulate,
             seed=self.seed,
         )
         wire: PointToPoint | None = None
-        if shelf is not None:
-            group, patience, on_gpu = self.world.mail, self.world.patience, self.device.type == "cuda"
+        if shared_rows is not None:
+            group, watched_wait, on_gpu = self.world.mail, self.world.watched_wait, self.device.type == "cuda"
             wire = (
-                StagedPointToPoint(group, shelf, self.device, patience)
+                StagedPointToPoint(group, shared_rows, self.device, watched_wait)
                 if on_gpu
-                else HostPointToPoint(group, shelf, patience)
+                else HostPointToPoint(group, shared_rows, watched_wait)
             )
         self.worker = Worker(made, wire, loss, execute, self.update)
         self.worker.gauge.holding = self._held
@@ -228,14 +228,14 @@ class Engine:
     def _park(self) -> None:
         """Of this rank's stages, have one at a time on the device."""
         parts = self.assembly.home.parts
-        parking = IdleStateOffload({stage: list(parts[stage].parameters()) for stage in self.stages}, self.device)
-        self.worker.parking = parking
-        self.update.take_step, self.update.make_row = parking.step, parking.make_row
+        idle_state = IdleStateOffload({stage: list(parts[stage].parameters()) for stage in self.stages}, self.device)
+        self.worker.idle_state = idle_state
+        self.update.take_step, self.update.make_row = idle_state.step, idle_state.make_row
 
     def _held(self) -> Iterator[torch.Tensor]:
         """What this rank holds between steps."""
-        parking = self.worker.parking
-        away = {t.data_ptr() for t in parking.away} if parking is not None else set()
+        idle_state = self.worker.idle_state
+        away = {t.data_ptr() for t in idle_state.away} if idle_state is not None else set()
         found = [*self.assembly.local_state().values()]
         found += [p.grad for p in self.parameters.values() if p.grad is not None]
         if self.optimizer is not None:
@@ -309,7 +309,7 @@ class Engine:
 
     def set_seed(self, seed: int) -> None:
         """Draw random masks from another seed from now on."""
-        self.seed = self.intake.seed = seed
+        self.seed = self.splitter.seed = seed
 
     # Running
 
@@ -317,7 +317,7 @@ class Engine:
         """Train on one batch (of this replica); returns the loss, the same on every rank."""
         with self._guarded():
             scale = self.update.scale.scale if self.update.scale is not None else 1.0
-            run, script = self.intake.take(
+            run, script = self.splitter.take(
                 inputs, targets, training=True, step=self.steps, scale=scale, wish=self._wish()
             )
             self.steps, self.samples = self.steps + 1, self.samples + run.samples
@@ -325,7 +325,7 @@ class Engine:
             loss = self._run(run, script, update=update)
             if update and self.scheduler is not None:
                 self.scheduler.step()
-            self._grant(self.intake.wishes)
+            self._grant(self.splitter.wishes)
             return loss
 
     def _wish(self) -> int:
@@ -368,13 +368,13 @@ class Engine:
     def evaluate(self, inputs: Any = None, targets: Any = None) -> float:
         """The loss on one batch in eval mode; changes nothing."""
         with self._guarded(), evaluating(self.model):
-            run, script = self.intake.take(inputs, targets, training=False, step=self.steps)
+            run, script = self.splitter.take(inputs, targets, training=False, step=self.steps)
             return self._run(run, script, update=False)
 
     def predict(self, inputs: Any = None) -> Any:
         """What the model returns for a batch in eval mode, on ranks that hold the last stage; None on others."""
         with self._guarded(), evaluating(self.model):
-            run, script = self.intake.take(inputs, None, training=False, step=self.steps)
+            run, script = self.splitter.take(inputs, None, training=False, step=self.steps)
             self.worker.keep_outputs = True
             try:
                 self._run(run, script, update=False)
@@ -400,13 +400,13 @@ class Engine:
 
     def timeline(self) -> Timeline:
         """What happened in the last step on every rank; collective."""
-        name = self.assembly.blueprint.training.name
+        name = self.assembly.step_programs.training.name
         return gather(self.world, self.worker, name)
 
     def comparison(self) -> Comparison:
         """The last step beside what its schedule predicts from the measured times of single stages; collective."""
-        blueprint = self.assembly.blueprint
-        return Comparison.with_schedule(blueprint.training, blueprint.stages, self.timeline())
+        step_programs = self.assembly.step_programs
+        return Comparison.with_schedule(step_programs.training, step_programs.stages, self.timeline())
 
     def count_memory(self, on: bool = True) -> None:
         """Count live bytes of tensors in the following steps, on a CPU; slower, but `timeline` then shows memory."""

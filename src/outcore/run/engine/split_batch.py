@@ -32,13 +32,13 @@ class BatchSplitter:
         world: World,
         plan: Plan,
         forms: RecordedStagesByShape,
-        blueprint: StepPrograms,
+        step_programs: StepPrograms,
         *,
         reduction: Literal["mean", "sum"],
         accumulate: int,
         seed: int,
     ) -> None:
-        self.world, self.plan, self.forms, self.blueprint = world, plan, forms, blueprint
+        self.world, self.plan, self.forms, self.step_programs = world, plan, forms, step_programs
         self.reduction, self.accumulate, self.seed = reduction, accumulate, seed
         self.replica = world.rank // plan.ranks_per_replica
         self.wishes: list[int] = []
@@ -59,7 +59,7 @@ class BatchSplitter:
         if inputs is not None:
             self._agreed.add(mark)
         mine = counts[self.replica]
-        pieces = min(self.blueprint.pieces, *counts)
+        pieces = min(self.step_programs.pieces, *counts)
         sizes = batches.parts(mine, pieces)
         has_data = inputs is not None
         whole = inputs if has_data else batches.stand_in(description)
@@ -77,7 +77,7 @@ class BatchSplitter:
         if any(piece.form.edges != found[0].form.edges for piece in found):
             raise EngineError("micro-batches of this batch lead through the network in different ways; use equal sizes")
         self._refuse_missing(found[0].form, has_data, targets)
-        script = self.blueprint.script(found[0].form.edges, pieces, training=training)
+        script = self.step_programs.script(found[0].form.edges, pieces, training=training)
         every = [n / sum(counts) if self.reduction == "mean" else 1.0 for c in counts for n in batches.parts(c, pieces)]
         run = ProgramRun(found, training, self.seed, step, scale, every, sum(counts))
         run.agree = (lambda: self._agree(answers(), step, description)) if later else None

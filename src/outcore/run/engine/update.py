@@ -69,7 +69,7 @@ class GradientUpdate:
     def __init__(
         self,
         world: World,
-        holdings: ParameterOwners,
+        owners: ParameterOwners,
         parameters: Mapping[str, nn.Parameter],
         names: Sequence[str],
         groups: Mapping[tuple[int, ...], Any],
@@ -77,9 +77,9 @@ class GradientUpdate:
         clip_norm: float | None,
         scale: LossScale | None,
         dtypes: set[torch.dtype],
-        shelf: SharedRows | None,
+        shared_rows: SharedRows | None,
     ) -> None:
-        self.world, self.holdings, self.parameters, self.names = world, holdings, parameters, names
+        self.world, self.owners, self.parameters, self.names = world, owners, parameters, names
         self.clip_norm, self.scale = clip_norm, scale
         self.optimizer: torch.optim.Optimizer | None = None
         self.norm: float | None = None
@@ -94,8 +94,8 @@ class GradientUpdate:
         """Has the optimizer take its step."""
         self.make_row: Callable[[nn.Parameter, int, torch.dtype], torch.Tensor] = _row_beside
         """Memory for the gradients of parameters of which one is given: so many numbers."""
-        self._groups, self._shelf = groups, shelf
-        self._owner = holdings.owner()
+        self._groups, self._shared_rows = groups, shared_rows
+        self._owner = owners.owner()
         self._started: list[_Started] = []
         self._has_learned = False
         # Norms of all parameters are added in the widest of their dtypes, the same on every rank.
@@ -103,13 +103,13 @@ class GradientUpdate:
 
     def reduce(self, instruction: Reduce) -> None:
         """Start to add the gradients of a stage over the ranks that hold it."""
-        for share in self.holdings.shares:
+        for share in self.owners.shares:
             if share.stages == (instruction.stage,):
                 self._start(share)
 
     def settle(self) -> None:
         """Add up the gradients of tied copies, and wait for all reductions."""
-        for share in self.holdings.shares:
+        for share in self.owners.shares:
             if share.tied and self.world.rank in share.ranks and len(share.ranks) > 1:
                 self._start(share)
         while self._started:
@@ -146,7 +146,7 @@ class GradientUpdate:
     def close(self) -> None:
         """Let go of all connections."""
         self.abandon()
-        self._groups, self._shelf = {}, None
+        self._groups, self._shared_rows = {}, None
 
     # Reduction
 
@@ -159,7 +159,7 @@ class GradientUpdate:
         began = time.perf_counter()
         for number, (dtype, names) in enumerate(by_dtype.items()):
             row = self._row(names, dtype if dtype in _BY_GLOO else torch.float32)
-            tag = _TAGS + 16 * self.holdings.shares.index(share) + number
+            tag = _TAGS + 16 * self.owners.shares.index(share) + number
             with self.world.place.talking():
                 rows.append((row, names, self._add_up(row, share, tag)))
         self._started.append(_Started(share, rows, began))
@@ -167,9 +167,9 @@ class GradientUpdate:
     def _add_up(self, row: torch.Tensor, share: SharedParameters, tag: int) -> AllReduce:
         others = [rank for rank in share.ranks if rank != self.world.rank]
         nbytes = row.numel() * row.element_size()
-        if len(others) == 1 and self._shelf is not None and self._shelf.reaches(others[0], nbytes):
-            return SharedMemoryAllReduce(row, others[0], tag, self._shelf, self.world.mail)
-        return GlooAllReduce(row, self._groups[share.stages], self.world.patience)
+        if len(others) == 1 and self._shared_rows is not None and self._shared_rows.reaches(others[0], nbytes):
+            return SharedMemoryAllReduce(row, others[0], tag, self._shared_rows, self.world.mail)
+        return GlooAllReduce(row, self._groups[share.stages], self.world.watched_wait)
 
     def _row(self, names: Sequence[str], dtype: torch.dtype) -> torch.Tensor:
         """Gradients one after the other, then a mark for each: 1 where there is one."""

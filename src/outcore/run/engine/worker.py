@@ -109,7 +109,7 @@ class Worker:
         self.started_s = 0.0
         self._noted: list[tuple[str, str, str, Moment, Moment, tuple[int, ...]]] = []
         self.keep_outputs = False
-        self.parking: IdleStateOffload | None = None
+        self.idle_state: IdleStateOffload | None = None
         """Where the stages that do not compute are, if not on the device."""
         self._run = _IDLE
         self._flights: dict[Of, _Flight] = {}
@@ -147,8 +147,8 @@ class Worker:
                     self._backward(instruction, incoming, outgoing)
                 case Reduce() if update:
                     self.place.stage, self.place.doing = instruction.stage, "reduce"
-                    if self.parking is not None:
-                        self.parking.leave()
+                    if self.idle_state is not None:
+                        self.idle_state.leave()
                     self.update.reduce(instruction)
                 case OptimizerStep() if update:
                     steps -= 1
@@ -162,10 +162,10 @@ class Worker:
     def _begin(self, run: ProgramRun, tags: Mapping[Key, int]) -> None:
         self._noted.clear()
         given: list[Any] = [(piece.inputs, piece.targets) for piece in run.pieces]
-        if self.parking is not None:
-            given.append(self.parking.away)
+        if self.idle_state is not None:
+            given.append(self.idle_state.away)
         if self.wire is not None:
-            given.append(self.wire.shelf.lent)
+            given.append(self.wire.shared_rows.lent)
         self.gauge.start(tensor for _, tensor in leaves(given, torch.Tensor))
         self.started_s = self.clock.start()
         self._run, self._tags = run, tags
@@ -180,8 +180,8 @@ class Worker:
         self.gauge.sample()
 
     def _end(self, run: ProgramRun) -> None:
-        if self.parking is not None:
-            self.parking.leave()
+        if self.idle_state is not None:
+            self.idle_state.leave()
         self.place.doing = "end of step"
         if run.training:
             self.statistics.settle(run.pieces[0].form)
@@ -369,8 +369,8 @@ class Worker:
     # Notes
 
     def _at(self, doing: str, of: Forward | Backward) -> None:
-        if self.parking is not None:
-            self.parking.enter(of.stage)
+        if self.idle_state is not None:
+            self.idle_state.enter(of.stage)
         place = self.place
         place.stage, place.doing, place.micro_batch, place.call = of.stage, doing, of.micro_batch, ""
 

@@ -9,8 +9,8 @@ there a report? Else, who has left, whose heart has stopped? Else, who is still 
 becomes the report for everybody. A rank that is stopped (SIGSTOP, a machine that freezes) is reported by whoever sees
 first that its heart has not beaten for `SILENT_AFTER_S`. A rank that cannot raise (it hangs in a computation or in a
 wait) is ended by its watch a grace period after a report appeared, with that report on its standard error. Who waits
-for another rank looks for a report once a second (`Patience`): that a broken connection is not always told to all who
-wait for it.
+for another rank looks for a report once a second (`Watched wait`): that a broken connection is not always told to all
+who wait for it.
 
 The store itself may go. Where rank 0 keeps it, a store that does not answer is rank 0's failure. Where outcore's
 launcher keeps it, the launcher is gone or stopped: the ranks ask themselves to save and stop, as a signal would, and

@@ -94,7 +94,7 @@ class World:
         self._owned = owned
         self._groups: list[Any] = []
         self._lines = GroupSockets()
-        self.patience = WatchedWait(self.place)
+        self.watched_wait = WatchedWait(self.place)
         self.leftovers: list[Any] = []
         """What was under way when this rank failed: gloo may still write into it."""
 
@@ -149,7 +149,7 @@ class World:
         work: Any = dist.all_gather(list(table), mine, group=self.group, async_op=True)
 
         def wait() -> list[list[int]]:
-            self.patience.wait(work)
+            self.watched_wait.wait(work)
             rows: list[list[int]] = table.tolist()
             return rows
 
@@ -165,23 +165,23 @@ class World:
         mine = torch.zeros(width, dtype=torch.uint8)
         mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         rows = list(torch.zeros(self.size, width, dtype=torch.uint8))
-        self.patience.wait(dist.all_gather(rows, mine, group=self.group, async_op=True))
+        self.watched_wait.wait(dist.all_gather(rows, mine, group=self.group, async_op=True))
         return [json.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Add a tensor on the host over all ranks, in place."""
-        return self.patience.sum_(tensor, self.group) if self.size > 1 else tensor
+        return self.watched_wait.sum_(tensor, self.group) if self.size > 1 else tensor
 
     def start_sum(self, tensor: torch.Tensor) -> Callable[[], None]:
         """Begin to add a tensor on the host over all ranks, in place; what is returned waits for it."""
         if self.size == 1:
             return lambda: None
         work: Any = dist.all_reduce(tensor, group=self.group, async_op=True)
-        return lambda: self.patience.wait(work)
+        return lambda: self.watched_wait.wait(work)
 
     def broadcast_(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         """Give a tensor on the host of one rank to all, in place."""
-        return self.patience.broadcast_(tensor, source, self.group) if self.size > 1 else tensor
+        return self.watched_wait.broadcast_(tensor, source, self.group) if self.size > 1 else tensor
 
     def gather(self, mine: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Tensors of all ranks by name, on the host of every rank; of equal names, the first rank's."""
@@ -207,7 +207,7 @@ class World:
         """Leave; only what this world made is taken down."""
         last = [self.leftovers, *self._groups, self.group]
         meeting, self.meeting = self.meeting, None
-        self.group = self.mail = self.patience.look = None
+        self.group = self.mail = self.watched_wait.look = None
         while self._groups:
             dist.destroy_process_group(self._groups.pop())
         self.leftovers = []

@@ -53,9 +53,9 @@ class RunningStatistics:
     """The running statistics of one rank's stages."""
 
     def __init__(
-        self, plan: Plan, copies: Mapping[int, int], groups: Mapping[tuple[int, ...], Any], patience: WatchedWait
+        self, plan: Plan, copies: Mapping[int, int], groups: Mapping[tuple[int, ...], Any], watched_wait: WatchedWait
     ) -> None:
-        self.mode, self._patience = plan.batch_norm, patience
+        self.mode, self._watched_wait = plan.batch_norm, watched_wait
         self._copies, self._groups = copies, groups
         self._layers: dict[int, dict[str, _Layer]] = {}
         self._versions: dict[int, list[int]] = {}
@@ -180,7 +180,7 @@ class RunningStatistics:
 
     def _total(self, row: torch.Tensor, stage: int) -> torch.Tensor:
         """A row added up over the copies of a stage."""
-        return self._patience.sum_(row.cpu(), self._groups[stage,]).to(row.device)
+        return self._watched_wait.sum_(row.cpu(), self._groups[stage,]).to(row.device)
 
     def share_buffers(self, form: RecordedStages, first: Mapping[int, int]) -> None:
         """Other buffers that a step wrote become those of the first copy."""
@@ -190,15 +190,15 @@ class RunningStatistics:
             buffers = [b for b in _other_buffers(part) if not b.is_meta]
             versions = [b._version for b in buffers]
             if versions != self._versions.setdefault(stage, versions):
-                make_equal(buffers, first[stage], self._groups[stage,], self._patience)
+                make_equal(buffers, first[stage], self._groups[stage,], self._watched_wait)
                 self._versions[stage] = [b._version for b in buffers]
 
 
-def make_equal(tensors: Sequence[torch.Tensor], source: int, group: Any, patience: WatchedWait) -> None:
+def make_equal(tensors: Sequence[torch.Tensor], source: int, group: Any, watched_wait: WatchedWait) -> None:
     """Give the numbers of one rank to all of a group, in place."""
     with torch.no_grad():
         for tensor in tensors:
-            host = patience.broadcast_(tensor.detach().cpu().contiguous(), source, group)
+            host = watched_wait.broadcast_(tensor.detach().cpu().contiguous(), source, group)
             if host.data_ptr() != tensor.data_ptr():
                 tensor.copy_(host)
 

@@ -34,7 +34,7 @@ class IdleStateOffload:
         for parameters in stages.values():
             for parameter in parameters:
                 users[id(parameter)] = users.get(id(parameter), 0) + 1
-        self._lots = {k: [p for p in row if users[id(p)] == 1] for k, row in stages.items()}
+        self._buckets = {k: [p for p in row if users[id(p)] == 1] for k, row in stages.items()}
         self._device = device
         self._away: list[torch.Tensor] = []
         self._here: int | None = None
@@ -42,7 +42,7 @@ class IdleStateOffload:
         self._homes: list[torch.Tensor] = []
         self._state: dict[int, torch.Tensor] = {}
         self._rows: dict[tuple[nn.Parameter, torch.dtype], torch.Tensor] = {}
-        for row in self._lots.values():
+        for row in self._buckets.values():
             for parameter in row:
                 home = self._home(parameter)
                 home.copy_(parameter.data)
@@ -61,8 +61,8 @@ class IdleStateOffload:
             return
         self.leave()
         self._here = stage
-        self._homes = [p.data for p in self._lots[stage]]
-        for parameter in self._lots[stage]:
+        self._homes = [p.data for p in self._buckets[stage]]
+        for parameter in self._buckets[stage]:
             gradient, parameter.grad = parameter.grad, None
             parameter.data = self._brought(parameter.data)
             if gradient is not None:
@@ -72,7 +72,7 @@ class IdleStateOffload:
         """Have no stage on the device; `written` if its parameters have changed there."""
         if self._here is None:
             return
-        for parameter, home in zip(self._lots[self._here], self._homes, strict=True):
+        for parameter, home in zip(self._buckets[self._here], self._homes, strict=True):
             gradient, parameter.grad = parameter.grad, None
             if written:
                 home.copy_(parameter.data)
@@ -88,15 +88,15 @@ class IdleStateOffload:
         waiting = {p: p.grad for p in every if p.grad is not None}
         for parameter in every:
             parameter.grad = None
-        for stage, lot in self._lots.items():
-            for parameter in lot:
+        for stage, bucket in self._buckets.items():
+            for parameter in bucket:
                 parameter.grad = waiting.pop(parameter, None)
             self.enter(stage)
-            self._fetch_state(optimizer, lot)
+            self._fetch_state(optimizer, bucket)
             optimizer.step()
-            for parameter in lot:
+            for parameter in bucket:
                 parameter.grad = None
-            self._store_state(optimizer, lot)
+            self._store_state(optimizer, bucket)
             self.leave(written=True)
         for parameter, gradient in waiting.items():
             parameter.grad = gradient
@@ -111,16 +111,16 @@ class IdleStateOffload:
             self._rows[parameter, dtype] = self._home(torch.empty(count, dtype=dtype, device=self._device))
         return self._rows[parameter, dtype]
 
-    def _fetch_state(self, optimizer: torch.optim.Optimizer, lot: Sequence[nn.Parameter]) -> None:
-        for parameter in lot:
+    def _fetch_state(self, optimizer: torch.optim.Optimizer, bucket: Sequence[nn.Parameter]) -> None:
+        for parameter in bucket:
             row = optimizer.state.get(parameter, {})
             for key, value in row.items():
                 if isinstance(value, torch.Tensor) and value.ndim:
                     row[key] = self._brought(value)
                     self._state[id(row[key])] = value
 
-    def _store_state(self, optimizer: torch.optim.Optimizer, lot: Sequence[nn.Parameter]) -> None:
-        for parameter in lot:
+    def _store_state(self, optimizer: torch.optim.Optimizer, bucket: Sequence[nn.Parameter]) -> None:
+        for parameter in bucket:
             row = optimizer.state.get(parameter, {})
             for key, value in row.items():
                 if isinstance(value, torch.Tensor) and value.ndim:

@@ -42,15 +42,15 @@ class StagePolicies:
         if not torch.is_grad_enabled():
             return part.run(inputs, draws)
         if id(part) not in self._known:
-            holding = self._prepare(part)
-            moved = holding.offloaded_bytes if holding is not None else 0
-            self._known[id(part)] = (part, holding, tier_for(self._device, _ROOM * moved) if moved else None)
-        _, holding, tier = self._known[id(part)]
-        if holding is None:
+            compiled = self._prepare(part)
+            moved = compiled.offloaded_bytes if compiled is not None else 0
+            self._known[id(part)] = (part, compiled, tier_for(self._device, _ROOM * moved) if moved else None)
+        _, compiled, tier = self._known[id(part)]
+        if compiled is None:
             return part.run(inputs, draws)
         with draws.aside():
             values = part.received(inputs)
-            passing = ReplayPass(holding, part, [values[n] for n in part.inputs], tier, partial(_perform, part, draws))
+            passing = ReplayPass(compiled, part, [values[n] for n in part.inputs], tier, partial(_perform, part, draws))
             del values
             made: Values = passing.forward()
             return made
@@ -65,8 +65,8 @@ class StagePolicies:
         bound = {n for n, b in buffers.items() if part.draws_in(b.writers) or _replaced(part, b.writers)}
         policy = {n: how for n, how in policy.items() if n not in bound or how != "recompute"}
         wanted = StepModel(graph, costs, 0.0, None).resolved(policy)
-        holding = prepare(graph, recording, part, buffers, wanted)
-        return None if holding.idle else holding
+        compiled = prepare(graph, recording, part, buffers, wanted)
+        return None if compiled.idle else compiled
 
     def close(self) -> None:
         """Give the room of what was moved out back."""

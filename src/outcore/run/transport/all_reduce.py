@@ -27,13 +27,13 @@ class AllReduce(Protocol):
 class GlooAllReduce:
     """Over a process group, through the host."""
 
-    def __init__(self, row: torch.Tensor, group: Any, patience: WatchedWait) -> None:
-        self._row, self._host, self._patience = row, row.cpu(), patience
+    def __init__(self, row: torch.Tensor, group: Any, watched_wait: WatchedWait) -> None:
+        self._row, self._host, self._watched_wait = row, row.cpu(), watched_wait
         self._work: Any = dist.all_reduce(self._host, group=group, async_op=True)
 
     def wait(self) -> None:
         """The row holds the sum when this returns."""
-        self._patience.wait(self._work)
+        self._watched_wait.wait(self._work)
         if self._host is not self._row:
             self._row.copy_(self._host)
 
@@ -41,9 +41,9 @@ class GlooAllReduce:
 class SharedMemoryAllReduce:
     """With one other rank, through shared memory."""
 
-    def __init__(self, row: torch.Tensor, other: int, tag: int, shelf: SharedRows, group: Any) -> None:
-        self._row, self._other, self._shelf = row, other, shelf
-        mine = shelf.take(row.numel() * row.element_size())
+    def __init__(self, row: torch.Tensor, other: int, tag: int, shared_rows: SharedRows, group: Any) -> None:
+        self._row, self._other, self._shared_rows = row, other, shared_rows
+        mine = shared_rows.take(row.numel() * row.element_size())
         mine.tensor.copy_(row.view(torch.uint8))
         self._theirs = torch.empty(2, dtype=torch.int64)
         self._works: list[Any] = [
@@ -56,5 +56,5 @@ class SharedMemoryAllReduce:
         for work in self._works:
             work.wait()
         nbytes = self._row.numel() * self._row.element_size()
-        theirs = self._shelf.open(self._other, self._theirs, nbytes)
+        theirs = self._shared_rows.open(self._other, self._theirs, nbytes)
         self._row.add_(theirs.view(self._row.dtype).to(self._row.device))

@@ -145,7 +145,7 @@ class OutgoingTensor(Protocol):
 class PointToPoint(Protocol):
     """Moves tensors between ranks."""
 
-    shelf: SharedRows
+    shared_rows: SharedRows
 
     def send(self, tensor: torch.Tensor, layout: TensorLayout, target: int, tag: int, done: Moved) -> OutgoingTensor:
         """Offer a tensor."""
@@ -181,16 +181,16 @@ class _Named:
     """The name of a shared row on its way to this rank."""
 
     def __init__(
-        self, work: Any, name: torch.Tensor, source: int, layout: TensorLayout, shelf: SharedRows, done: Moved
+        self, work: Any, name: torch.Tensor, source: int, layout: TensorLayout, shared_rows: SharedRows, done: Moved
     ) -> None:
         self._work, self._name, self._source = work, name, source
-        self._layout, self._shelf, self._done = layout, shelf, done
+        self._layout, self._shared_rows, self._done = layout, shared_rows, done
         self._posted = time.perf_counter()
 
     def wait(self) -> torch.Tensor:
         self._work.wait()
         self._done("receive", self._posted, time.perf_counter())
-        return self._layout.view(self._shelf.open(self._source, self._name, self._layout.nbytes))
+        return self._layout.view(self._shared_rows.open(self._source, self._name, self._layout.nbytes))
 
 
 class AnnouncedRow:
@@ -207,8 +207,8 @@ class AnnouncedRow:
 class SentTensor:
     """A tensor on its way, of which another thread sees the end."""
 
-    def __init__(self, future: Future[Any], patience: WatchedWait) -> None:
-        self._future, self._patience = future, patience
+    def __init__(self, future: Future[Any], watched_wait: WatchedWait) -> None:
+        self._future, self._watched_wait = future, watched_wait
 
     def ended(self) -> bool:
         """Whether its memory is free again; raises what went wrong."""
@@ -216,14 +216,14 @@ class SentTensor:
 
     def finish(self) -> None:
         """Wait for that."""
-        self._patience.result(self._future)
+        self._watched_wait.result(self._future)
 
 
 class HostPointToPoint:
     """Between tensors in host memory, by shared memory or gloo."""
 
-    def __init__(self, group: Any, shelf: SharedRows, patience: WatchedWait) -> None:
-        self._group, self.shelf, self._patience = group, shelf, patience
+    def __init__(self, group: Any, shared_rows: SharedRows, watched_wait: WatchedWait) -> None:
+        self._group, self.shared_rows, self._watched_wait = group, shared_rows, watched_wait
         self.arena = HostRows()
         self._told: list[Any] = []
         self._waiting = WaitingThreads("send")
@@ -232,8 +232,8 @@ class HostPointToPoint:
         """Offer a tensor."""
         flat = layout.flat(tensor).view(torch.uint8)
         posted = time.perf_counter()
-        if self.shelf.reaches(target, layout.nbytes):
-            row = self.shelf.take(layout.nbytes)
+        if self.shared_rows.reaches(target, layout.nbytes):
+            row = self.shared_rows.take(layout.nbytes)
             row.tensor.copy_(flat)
             self._told.append(dist.isend(row.name, dst=target, group=self._group, tag=tag))
             done("send", posted, time.perf_counter())
@@ -244,20 +244,20 @@ class HostPointToPoint:
             work.wait()
             done("send", posted, time.perf_counter())
 
-        return SentTensor(self._waiting.do(finish), self._patience)
+        return SentTensor(self._waiting.do(finish), self._watched_wait)
 
     def _finish_told(self) -> None:
         """Wait until all names have left, with one change of threads."""
         works, self._told = self._told, []
         if works:
-            self._patience.result(self._waiting.do(lambda: [work.wait() for work in works]))
+            self._watched_wait.result(self._waiting.do(lambda: [work.wait() for work in works]))
 
     def receive(self, layout: TensorLayout, source: int, tag: int, done: Moved) -> IncomingTensor:
         """Provide for a tensor."""
-        if self.shelf.reaches(source, layout.nbytes):
+        if self.shared_rows.reaches(source, layout.nbytes):
             name = torch.empty(2, dtype=torch.int64)
             work = dist.irecv(name, src=source, group=self._group, tag=tag)
-            return _Named(work, name, source, layout, self.shelf, done)
+            return _Named(work, name, source, layout, self.shared_rows, done)
         flat = self.arena.take(layout.nbytes)
         work = dist.irecv(flat, src=source, group=self._group, tag=tag)
         return _Received(work, flat, layout, done)
@@ -265,10 +265,10 @@ class HostPointToPoint:
     def end_step(self) -> None:
         """All transfers of a step are over."""
         self.arena.end_step()
-        self.shelf.end_step()
+        self.shared_rows.end_step()
 
     def close(self) -> None:
         """Nothing will be moved any more."""
         self._group = None
         self._waiting.close()
-        self.shelf.close()
+        self.shared_rows.close()

@@ -26,11 +26,11 @@ __all__ = ["StagedPointToPoint"]
 
 
 class _Landing:
-    def __init__(self, future: Future[Any], layout: TensorLayout, patience: WatchedWait) -> None:
-        self._future, self._layout, self._patience = future, layout, patience
+    def __init__(self, future: Future[Any], layout: TensorLayout, watched_wait: WatchedWait) -> None:
+        self._future, self._layout, self._watched_wait = future, layout, watched_wait
 
     def wait(self) -> torch.Tensor:
-        flat, ready = self._patience.result(self._future)
+        flat, ready = self._watched_wait.result(self._future)
         stream = torch.cuda.current_stream(flat.device)
         stream.wait_event(ready)
         flat.record_stream(stream)
@@ -40,8 +40,8 @@ class _Landing:
 class StagedPointToPoint:
     """Between tensors in device memory, through pinned host memory and gloo."""
 
-    def __init__(self, group: Any, shelf: SharedRows, device: torch.device, patience: WatchedWait) -> None:
-        self._group, self.shelf, self._device, self._patience = group, shelf, device, patience
+    def __init__(self, group: Any, shared_rows: SharedRows, device: torch.device, watched_wait: WatchedWait) -> None:
+        self._group, self.shared_rows, self._device, self._watched_wait = group, shared_rows, device, watched_wait
         self.arena = HostRows(pinned=True)
         self._out, self._in = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._senders, self._sent = WaitingThreads("send"), WaitingThreads("sent")
@@ -50,8 +50,8 @@ class StagedPointToPoint:
     def send(self, tensor: torch.Tensor, layout: TensorLayout, target: int, tag: int, done: Moved) -> OutgoingTensor:
         """Offer a tensor."""
         flat = layout.flat(tensor).view(torch.uint8)
-        if self.shelf.reaches(target, layout.nbytes):
-            row = self.shelf.take(layout.nbytes)
+        if self.shared_rows.reaches(target, layout.nbytes):
+            row = self.shared_rows.take(layout.nbytes)
             host, message = row.tensor, row.name
         else:
             host = message = self.arena.take(layout.nbytes)
@@ -74,11 +74,11 @@ class StagedPointToPoint:
             work.wait()
             done("send", since, time.perf_counter())
 
-        return SentTensor(self._sent.do(finish), self._patience)
+        return SentTensor(self._sent.do(finish), self._watched_wait)
 
     def receive(self, layout: TensorLayout, source: int, tag: int, done: Moved) -> IncomingTensor:
         """Provide for a tensor."""
-        shared = self.shelf.reaches(source, layout.nbytes)
+        shared = self.shared_rows.reaches(source, layout.nbytes)
         message = torch.empty(2, dtype=torch.int64) if shared else self.arena.take(layout.nbytes)
         posted = time.perf_counter()
         work: Any = dist.irecv(message, src=source, group=self._group, tag=tag)
@@ -86,7 +86,7 @@ class StagedPointToPoint:
         def land() -> tuple[torch.Tensor, Moment]:
             work.wait()
             done("receive", posted, time.perf_counter())
-            host = self.shelf.open(source, message, layout.nbytes) if shared else message
+            host = self.shared_rows.open(source, message, layout.nbytes) if shared else message
             with torch.cuda.device(self._device), torch.cuda.stream(self._in):
                 began = _mark()
                 flat = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._device)
@@ -96,7 +96,7 @@ class StagedPointToPoint:
             self._landed.do(lambda: self._keep(host, ended))
             return flat, ended
 
-        return _Landing(self._receivers.do(land), layout, self._patience)
+        return _Landing(self._receivers.do(land), layout, self._watched_wait)
 
     def _keep(self, host: torch.Tensor, until: Moment) -> None:
         """Only when it has been copied may a row be used again; kernels that wait for the copy are issued before."""
@@ -106,14 +106,14 @@ class StagedPointToPoint:
     def end_step(self) -> None:
         """All transfers of a step are over."""
         self.arena.end_step()
-        self.shelf.end_step()
+        self.shared_rows.end_step()
 
     def close(self) -> None:
         """Nothing will be moved any more."""
         self._group = None
-        for errands in (self._senders, self._sent, self._receivers, self._landed):
-            errands.close()
-        self.shelf.close()
+        for tasks in (self._senders, self._sent, self._receivers, self._landed):
+            tasks.close()
+        self.shared_rows.close()
 
 
 def _mark() -> torch.cuda.Event:

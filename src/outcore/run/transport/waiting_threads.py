@@ -27,10 +27,10 @@ class WaitingThreads:
         for thread in self._threads:
             thread.start()
 
-    def do(self, errand: Callable[[], Any]) -> Future[Any]:
+    def do(self, task: Callable[[], Any]) -> Future[Any]:
         """Have something done; the future has its result, or what it raised."""
         future: Future[Any] = Future()
-        self._queue.put((future, errand))
+        self._queue.put((future, task))
         return future
 
     def close(self) -> None:
@@ -40,13 +40,13 @@ class WaitingThreads:
 
 
 def _work(queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
-    while (task := queue.get()) is not None:
-        future, errand = task
+    while (entry := queue.get()) is not None:
+        future, task = entry
         try:
-            result = errand()
+            result = task()
         except BaseException as error:
             future.set_exception(error)
         else:
             future.set_result(result)
             del result
-        del task, future, errand  # what was sent must not live until the next errand
+        del task, future, task  # what was sent must not live until the next task

@@ -35,7 +35,7 @@ class Execution(StepContext):
         super().__post_init__()
         self.states: dict[str, Any] = {}
         self.globals: list[GlobalNodes] = []
-        self.twins = [TileDedup() for _ in self.streaming.stages]
+        self.duplicates = [TileDedup() for _ in self.streaming.stages]
 
     # Forward
 
@@ -57,12 +57,12 @@ class Execution(StepContext):
         stage = self.streaming.stages[last]
         state = self.state_of(stage)
         (name,) = stage.maps
-        twins: dict[Hashable, torch.Tensor] = {}
+        duplicates: dict[Hashable, torch.Tensor] = {}
         """The latest part of one colour; one of every colour and kind would be more than the budget knows of."""
         wanted = (plan for plan in self.plans(last) if plan.targets[name] not in skip)
         for plan, pixels in self.read(stage, wanted):
-            key = self.twin_key(stage, plan, pixels)
-            part = twins.get(key)
+            key = self.duplicate_key(stage, plan, pixels)
+            part = duplicates.get(key)
             if part is None:
                 loaded = self.load(stage, plan, pixels)
                 part = self.compute(stage, plan, loaded, state)[name]
@@ -70,7 +70,7 @@ class Execution(StepContext):
             else:
                 self.counts.reused += 1
             if key is not None:
-                twins = {key: part}
+                duplicates = {key: part}
             yield plan.targets[name], part
 
     def run_globals(self, index: int) -> None:
@@ -87,11 +87,11 @@ class Execution(StepContext):
 
     def _pass(self, index: int, stage: TilePass) -> None:
         state = self.state_of(stage)
-        twins = self.twins[index]
+        duplicates = self.duplicates[index]
         sums = {r.output: r.reduction.start() for r in stage.reductions if r.reduction is not None}
         for plan, pixels in self.read(stage, self.plans(index)):
-            key = self.twin_key(stage, plan, pixels)
-            if (family := twins.find(key)) is not None and family.made is not None:
+            key = self.duplicate_key(stage, plan, pixels)
+            if (family := duplicates.find(key)) is not None and family.made is not None:
                 made = family.made
                 family.plans.append(plan)
                 self.counts.reused += 1
@@ -99,7 +99,7 @@ class Execution(StepContext):
                 loaded = self.load(stage, plan, pixels)
                 made = self.compute(stage, plan, loaded, state)
                 del loaded
-                twins.found(key, plan, made)
+                duplicates.found(key, plan, made)
                 self.counts.forward += 1
             for name, region in plan.targets.items():
                 if name in stage.maps:
@@ -107,7 +107,7 @@ class Execution(StepContext):
                 elif (reduction := self.network.nodes[name].reduction) is not None:
                     sums[name] = reduction.add(sums[name], made[name], region, 1)
             del made, pixels, family  # a tile must be gone when the next one begins
-        twins.forget()
+        duplicates.forget()
         self.states.update(sums)
         for node in stage.reductions:
             assert node.reduction is not None
@@ -144,8 +144,8 @@ class Execution(StepContext):
             return
         state = self.state_of(stage)
         parameters = list({id(t): t for t in state.values() if t.requires_grad}.values())
-        families = {id(f.plans[0]): f for f in self.twins[index].families}
-        for plan, pixels in self.read(stage, (f.plans[0] for f in self.twins[index].families)):
+        families = {id(f.plans[0]): f for f in self.duplicates[index].families}
+        for plan, pixels in self.read(stage, (f.plans[0] for f in self.duplicates[index].families)):
             family = families[id(plan)]
             loaded = self.load(stage, plan, pixels)
             leaves = {name: crop.requires_grad_() for name, crop in loaded.items() if self.is_wanted(name)}
@@ -169,7 +169,7 @@ class Execution(StepContext):
     def _received(
         self, stage: TilePass, family: IdenticalTiles, made: Mapping[str, torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """What a tile gives, and the gradient of it; of twins, the sum of their gradients."""
+        """What a tile gives, and the gradient of it; of duplicate tiles, the sum of their gradients."""
         outputs: list[torch.Tensor] = []
         received: list[torch.Tensor] = []
         plan = family.plans[0]
@@ -179,8 +179,8 @@ class Execution(StepContext):
             if gradient is None:
                 continue
             if name in stage.maps:
-                for twin in family.plans[1:]:
-                    more = self.store.gradient(name, twin.targets[name])
+                for duplicate in family.plans[1:]:
+                    more = self.store.gradient(name, duplicate.targets[name])
                     gradient = gradient + more if more is not None else gradient
             else:
                 reduction = self.network.nodes[name].reduction

@@ -120,7 +120,7 @@ class _Pass:
 
     def _key(self, index: int, plan: StreamTile, pixels: PrefetchedPixels) -> Any:
         run = self.execution
-        key = run.twin_key(run.streaming.stages[index], plan, pixels)
+        key = run.duplicate_key(run.streaming.stages[index], plan, pixels)
         if key is None or pixels.beside is None:
             return None
         first = pixels.beside.flatten()[0]

@@ -50,7 +50,7 @@ class TileOptions:
 
     workers: int = 0
     """Threads that read ahead; 0 to read when needed."""
-    twins: bool = True
+    duplicates: bool = True
     """Compute tiles of equal, constant pixels once."""
     maps_on_host: bool = False
     """Keep maps that later passes start from in host memory."""
@@ -160,7 +160,7 @@ class StepContext:
     @property
     def _alike(self) -> bool:
         """Whether tiles of equal pixels are computed once."""
-        return self.options.twins and not self.wants
+        return self.options.duplicates and not self.wants
 
     def _colours(self, crops: Mapping[str, torch.Tensor]) -> Hashable | None:
         """The colours of a tile of glass; pixels that lie on a GPU are not asked, which would wait for all it does."""
@@ -169,8 +169,8 @@ class StepContext:
         found = {name: colour(crop) for name, crop in crops.items()}
         return None if None in found.values() else tuple(found.items())
 
-    def twin_key(self, stage: TilePass, plan: StreamTile, pixels: PrefetchedPixels) -> Any:
-        """What tiles must have in common to be twins; none for a tile that has no twin."""
+    def duplicate_key(self, stage: TilePass, plan: StreamTile, pixels: PrefetchedPixels) -> Any:
+        """What tiles must have in common to be duplicate tiles; none for a tile that has no duplicate tile."""
         if pixels.colours is None or set(stage.sources) - set(self.images):
             return None
         return pixels.colours, plan.kind

@@ -1,10 +1,10 @@
 """Identical tiles, computed once.
 
-A slide is mostly glass: tiles of one colour, that do the same with equal pixels. Such tiles are *twins*. The first is
-computed; its pieces are copied to the others' places. In backward the gradients of all twins are added up and sent
-through one of them: the tile's backward is linear in what it is sent, so the sum of the tiles' gradients is the
-gradient of the sum. Exact, as long as nothing depends on the place: a random layer does, and its tiles are never
-twins.
+A slide is mostly glass: tiles of one colour, that do the same with equal pixels. Such tiles are *duplicate tiles*. The
+first is computed; its pieces are copied to the others' places. In backward the gradients of all duplicate tiles are
+added up and sent through one of them: the tile's backward is linear in what it is sent, so the sum of the tiles'
+gradients is the gradient of the sum. Exact, as long as nothing depends on the place: a random layer does, and its tiles
+are never duplicate tiles.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class TileDedup:
             self.by_key[key] = family
 
     def forget(self) -> None:
-        """The pass is over: drop what tiles gave, keep who is whose twin."""
+        """The pass is over: drop what tiles gave, keep who is whose duplicate tile."""
         for family in self.families:
             family.made = None
         self.by_key.clear()

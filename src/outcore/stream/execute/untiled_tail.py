@@ -40,7 +40,7 @@ class UntiledTail(nn.Module):
     prepared: PreparedStream
     inputs: tuple[str, ...]
     """Names of the values it takes."""
-    governor: ManagedForward | None
+    managed_forward: ManagedForward | None
 
     def __init__(self, prepared: PreparedStream) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class UntiledTail(nn.Module):
         for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[name] = model.__dict__[name]
         self.__dict__["prepared"] = prepared
-        self.__dict__["governor"] = None
+        self.__dict__["managed_forward"] = None
         recording = prepared.network.recording
         needed = {r.name for s in prepared.tail for _, r in leaves((s.args, s.kwargs), Ref) if r.kind == "value"}
         needed |= {r.name for _, r in leaves(recording.result, Ref) if r.kind == "value"}
@@ -98,12 +98,12 @@ class UntiledTail(nn.Module):
             for most in (budget_bytes, None):
                 chosen = None if policy is None else dict(policy)
                 settings = Settings(most, OptimizerCost.of(0.0), policy=chosen, search_s=_SEARCH_S)
-                governor = ManagedForward(self, settings, timed)
+                managed_forward = ManagedForward(self, settings, timed)
                 try:
-                    governor.admit(governor.key(stand_ins, {}), stand_ins, {}, graph=graph)
+                    managed_forward.admit(managed_forward.key(stand_ins, {}), stand_ins, {}, graph=graph)
                 except PlanError:
                     continue
-                self.__dict__.update(governor=governor, forward=governor)
+                self.__dict__.update(managed_forward=managed_forward, forward=managed_forward)
                 return
 
     @property
@@ -125,5 +125,5 @@ class UntiledTail(nn.Module):
 
     @property
     def _plan(self) -> MemoryPlan | None:
-        governor = self.governor
-        return governor.plan if governor is not None and any(governor.admitted.values()) else None
+        managed_forward = self.managed_forward
+        return managed_forward.plan if managed_forward is not None and any(managed_forward.admitted.values()) else None

@@ -101,9 +101,9 @@ class EngineRunner:
         """Read a checkpoint, whoever wrote it."""
         return dict(self.engine.load(path) or {})
 
-    def agree(self, wish: int) -> int:
+    def agree(self, stop_request: int) -> int:
         """The signal that any rank was sent, the same on all; 0 for none."""
-        return self.engine.largest(wish)
+        return self.engine.largest(stop_request)
 
     def tell(self, figures: dict[str, float]) -> dict[str, float]:
         """The figures of the first rank, on all."""

@@ -74,9 +74,9 @@ class ReplicaRunner(PlainRunner):
         loss, output = super().evaluate(micro_batch)
         return loss, output if self.rank == 0 else None
 
-    def agree(self, wish: int) -> int:
+    def agree(self, stop_request: int) -> int:
         """The signal that any rank was sent, the same on all; 0 for none."""
-        return max(row[0] for row in self._world.numbers([wish]))
+        return max(row[0] for row in self._world.numbers([stop_request]))
 
     def tell(self, figures: dict[str, float]) -> dict[str, float]:
         """The figures of the first rank, on all."""

@@ -73,7 +73,7 @@ class Runner(Protocol):
     def close(self) -> None:
         """No more steps."""
 
-    def agree(self, wish: int) -> int:
+    def agree(self, stop_request: int) -> int:
         """The signal that any rank was sent, the same on all; 0 for none."""
 
     def tell(self, figures: dict[str, float]) -> dict[str, float]:
@@ -169,9 +169,9 @@ class PlainRunner:
     def close(self) -> None:
         """Nothing to leave."""
 
-    def agree(self, wish: int) -> int:
+    def agree(self, stop_request: int) -> int:
         """One process is of one mind."""
-        return wish
+        return stop_request
 
     def tell(self, figures: dict[str, float]) -> dict[str, float]:
         """One process knows what it knows."""
