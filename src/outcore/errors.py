@@ -8,7 +8,7 @@ type next.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 __all__ = [
     "CaptureError",
@@ -70,6 +70,8 @@ class PlanError(OutcoreError, ValueError):
 
     least_bytes: int | None = None
     """The smallest budget that would do, where it is known."""
+    least_policy: Mapping[str, str] | None = None
+    """The policies with which it would."""
 
 
 class ProgramError(OutcoreError, ValueError):

@@ -282,8 +282,9 @@ class ManagedForward:
         kwargs: dict[str, Any],
         graph: Graph | None = None,
         found: CallProposal | None = None,
+        near: MemoryPlan | None = None,
     ) -> None:
-        """Record and plan a way of calling the model, as far as that is not done yet."""
+        """Record and plan a way of calling the model, as far as that is not done yet; `near` is its plan before."""
         if any(hasattr(parameter, "device_mesh") for parameter in self.model.parameters()):
             raise OutcoreError(
                 "blocks of this model were sharded one by one after outcore.within; call outcore.within on each of "
@@ -308,7 +309,7 @@ class ManagedForward:
         replays = self.settings.replays and self.varying is None and recording.is_pure and not hooks_of(self.model)
         settings = self.settings if replays else replace(self.settings, fuse=False)
         found = found or propose(
-            graph, self.model, self.costs_of(graph), settings, self.device, first, inherited=self.inherited
+            graph, self.model, self.costs_of(graph), settings, self.device, first, inherited=self.inherited, near=near
         )
         plan = found.plan
         assert found.graph.executable is not None
@@ -399,7 +400,7 @@ class ManagedForward:
         before, entry = self.settings, self.admitted.pop(key)
         self.settings = settings
         try:
-            self.admit(key, args, kwargs, graph=graph)
+            self.admit(key, args, kwargs, graph=graph, near=entry.plan if entry is not None else None)
         except PlanError as refused:
             self.settings, self.admitted[key] = before, entry
             return refused.with_traceback(None)  # whose frames would keep the model alive

@@ -19,10 +19,12 @@ from outcore.graph import Graph
 from outcore.memory.offload.bandwidth import memory_rate, tier_below
 from outcore.memory.op_fusion.profitability import step_s
 from outcore.memory.op_fusion.select import SelectedFusions
+from outcore.memory.plan_cache import known_least, known_policy, remember_least, remember_plan
 from outcore.memory.replay.compile_policies import check_policy
 from outcore.memory.saved_tensors.settings import Settings
 from outcore.planner.memory.memory_format import MemoryFormat
 from outcore.planner.memory.plan import MemoryPlan, plan_memory
+from outcore.planner.memory.state_policy import StatePolicy
 
 __all__ = ["CallProposal", "propose"]
 
@@ -48,6 +50,7 @@ def propose(
     first: MemoryPlan | None,
     *,
     inherited: bool = False,
+    near: MemoryPlan | None = None,
 ) -> CallProposal:
     """Plan a way of calling a model.
 
@@ -59,6 +62,7 @@ def propose(
         device: where the model computes.
         first: the plan of another way, if there is one.
         inherited: whether policies chosen by hand were chosen for another model, of which this is a copy.
+        near: the plan for a budget that was a little larger.
 
     Raises:
         PlanError: the budget is too small, or policies chosen by hand do not meet it.
@@ -69,12 +73,12 @@ def propose(
         fused = SelectedFusions.worth_it(graph, model, costs, rate, device, issued=not settings.graphs)
         fused = fused.sparing(settings.policy or ())
     written, expected = fused.applied(graph, model, costs, rate)
-    plan = _plan(written, expected, settings, device, first, inherited=inherited)
+    plan = _plan(written, expected, settings, device, first, inherited=inherited, near=near)
     if not plan.state.idle:
         before, fused = fused, fused.with_state_elsewhere()
         if fused.scales != before.scales:  # then it is another network
             written, expected = fused.applied(graph, model, costs, rate)
-            plan = _plan(written, expected, settings, device, first, inherited=inherited)
+            plan = _plan(written, expected, settings, device, first, inherited=inherited, near=near)
     order = settings.order if first is None else replace(settings.order, plain_s=None, plain_bytes=None)
     if written is not graph and order.plain_s is None:  # a plan is held against training as the user wrote it
         order = _against_plain(order, graph, costs, settings)
@@ -90,11 +94,12 @@ def _plan(
     first: MemoryPlan | None,
     *,
     inherited: bool = False,
+    near: MemoryPlan | None = None,
 ) -> MemoryPlan:
     """Policies for a graph: those there are, if they fit it, else new ones."""
     budget, by_hand = settings.budget_bytes, _by_memory(settings.policy, graph)
 
-    def planned(policy: dict[str, str] | None) -> MemoryPlan:
+    def planned(policy: dict[str, str] | None, states: tuple[StatePolicy, ...] = settings.states) -> MemoryPlan:
         return plan_memory(
             graph,
             costs,
@@ -108,14 +113,33 @@ def _plan(
             loss_bytes=settings.beside_bytes,
             policy=policy,
             time_limit_s=settings.search_s,
-            states=settings.states,
+            states=states,
             offloadable=settings.offloadable,
             draws=not settings.graphs,
             standing=settings.graphs,
+            near=near.assignment.policy if near is not None else None,
+            least=known_least(costs, draws=not settings.graphs) if policy is None and budget is not None else None,
         )
 
+    def searched() -> MemoryPlan:
+        if budget is None:
+            return planned(None)
+        if (found := known_policy(costs, settings)) is not None:
+            with contextlib.suppress(PlanError):
+                same = planned(found[0], (found[1],))
+                if same.peak_bytes <= budget and not _unfit(same):
+                    return same
+        try:
+            plan = planned(None)
+        except PlanError as refused:
+            if refused.least_policy is not None:
+                remember_least(costs, refused.least_policy, draws=not settings.graphs)
+            raise
+        remember_plan(costs, settings, plan)
+        return plan
+
     if first is None and (by_hand is None or not inherited):
-        return planned(by_hand)
+        return planned(by_hand) if by_hand is not None else searched()
     known = by_hand if by_hand is not None or first is None else dict(first.assignment.policy)
     assert known is not None
     with contextlib.suppress(PlanError):
@@ -124,7 +148,7 @@ def _plan(
             same = planned({name: how for name, how in _applicable(known, graph).items() if name not in unfit})
         if by_hand is not None or budget is None or same.peak_bytes <= budget:
             return same
-    return planned(None)
+    return searched()
 
 
 def _against_plain(order: MemoryFormat, graph: Graph, costs: Costs, settings: Settings) -> MemoryFormat:

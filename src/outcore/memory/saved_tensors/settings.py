@@ -27,7 +27,8 @@ class Settings:
     """To leave free throughout, for what predictions are known to miss."""
     policy: dict[str, str] | None = None
     """Chosen by hand."""
-    search_s: float = 4.0
+    search_s: float = 1.0
+    """For each part of a search for policies."""
     graphs: bool = False
     """Run forward and backward as CUDA graphs."""
     states: tuple[StatePolicy, ...] = (StatePolicy(),)

@@ -16,6 +16,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from outcore.cost.buffers import Buffer
@@ -161,19 +162,13 @@ class _Clock:
     """When each call's forward ends and its backward starts, if the computing never waits."""
 
     def __init__(self, keeping: StepModel, recomputed: Mapping[str, tuple[int, int]]) -> None:
-        self.forward_end: list[float] = []
-        now = 0.0
-        for seconds in keeping.forward_s:
-            now += seconds
-            self.forward_end.append(now)
-        again = [0.0] * len(keeping.order)
+        self.forward_end = keeping.forward_ends
+        again = keeping.backward_s.copy()
         for name, (start, _) in recomputed.items():
             again[start] += keeping.buffers[name].again_s
-        self.backward_start = [0.0] * len(keeping.order)
-        for i in reversed(range(len(keeping.order))):
-            self.backward_start[i] = now
-            now += again[i] + keeping.backward_s[i]
-        self._rising = self.backward_start[::-1]
+        begins = self.forward_end[-1] if self.forward_end else 0.0
+        self._rising = list(accumulate(reversed(again[1:]), initial=begins)) if again else []
+        self.backward_start = self._rising[::-1]
 
     def wait_at_turn(self, seconds: float) -> None:
         """Backward starts later."""

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -131,6 +132,11 @@ class StepModel:
             return {}
         return {b.born: b.name for b in self.buffers.values() if codec_for(b) == "window" and "2" in b.maker}
 
+    @cached_property
+    def forward_ends(self) -> list[float]:
+        """When each call's forward ends, if the computing never waits."""
+        return list(accumulate(self.forward_s))
+
     @property
     def floor(self) -> tuple[int, int]:
         """Bytes that no assignment can go below, and the moment they are needed at.
@@ -163,23 +169,35 @@ class StepModel:
         return found if buffer.kind != "given" and not buffer.opaque else []
 
     def evaluate(self, policy: Mapping[str, str]) -> StepUnderPolicies:
-        """The step under an assignment; buffers that are not in it are kept."""
-        first, last = self._needs(policy)
+        """The step under an assignment; buffers that are not in it are kept.
+
+        The search does little else, so what is kept as the plain step keeps it is counted once (`_kept`), and only what
+        differs from that is looked at.
+        """
+        first, last, changed = self._needs(policy)
         if self._torn(policy, first):
             return StepUnderPolicies(float("inf"), 2**62, self.base, float("inf"))
-        moment = self.emptied[:]
-        entry = [0] * len(self.base)
-        room = [0] * len(self.base)
+        kept, always, rows = self._kept
+        moment = kept[:]
+        entry: dict[int, int] = {}
+        room: dict[int, int] = {}
         extra_s, recomputed, moved = 0.0, {}, []
-        backward_at = self.backward_at
+        backward_at, saved_last = self.backward_at, self._saved_at[1]
         silent = {i for i, name in self.own_pools.items() if policy.get(name) == "encode:window"}
-        for buffer, gone in self.rows:
-            name = buffer.name
-            for i in buffer.shapes & silent:
-                _add(moment, backward_at[i], backward_at[i], -buffer.bytes)
+        for row in rows:
+            name = row[0]
+            how = policy.get(name, "keep")
+            if how == "keep" and name not in changed and name not in always:
+                continue
+            _, buffer, gone, size = row
+            shapes = buffer.shapes
+            if shapes:
+                for i in shapes & silent:
+                    _add(moment, backward_at[i], backward_at[i], -size)
             if name not in first:
                 continue
-            how, size = policy.get(name, "keep"), buffer.bytes
+            if not shapes and name in saved_last:
+                _add(moment, gone, backward_at[saved_last[name]], -size)  # as it was counted before
             begins, ends = backward_at[first[name]], backward_at[last[name]]
             if how == "keep":
                 begins = gone
@@ -188,11 +206,15 @@ class StepModel:
                 extra_s += buffer.again_s
                 recomputed[name] = (first[name], last[name])
                 if buffer.savers or ends > begins:
-                    _add(moment, begins, ends, size)
+                    if ends >= begins:
+                        moment[begins] += size
+                        moment[ends + 1] -= size
                 else:  # only on the way to another, with what it is itself made from on the way
                     way = sum(self.buffers[v].bytes for v in buffer.sources if self._on_the_way(v, policy))
-                    entry[begins] = max(entry[begins], size + way)
-                room[begins] = max(room[begins], buffer.workspace_bytes)
+                    if size + way > entry.get(begins, 0):
+                        entry[begins] = size + way
+                if buffer.workspace_bytes > room.get(begins, 0):
+                    room[begins] = buffer.workspace_bytes
             elif how.startswith("offload"):
                 moved.append((buffer, first[name]))
                 _add(moment, gone, ends, size)
@@ -200,13 +222,14 @@ class StepModel:
                 small, whole = self._held(buffer, how)
                 _add(moment, gone - 1, begins - 1, small)  # from when it is encoded
                 _add(moment, begins, ends, whole)
-                room[begins] = max(room[begins], small)  # both forms, while it is decoded
+                room[begins] = max(room.get(begins, 0), small)  # both forms, while it is decoded
                 extra_s += self._coding_s(buffer, how)
                 if moves(how):
                     moved.append((replace(buffer, bytes=small), first[name]))
-            for i in buffer.shapes - silent:
-                if begins <= backward_at[i] <= ends:  # it is there anyway
-                    _add(moment, backward_at[i], backward_at[i], -size)
+            if shapes:
+                for i in shapes - silent:
+                    if begins <= backward_at[i] <= ends:  # it is there anyway
+                        _add(moment, backward_at[i], backward_at[i], -size)
         transfers = None
         if moved:
             assert self.tier is not None
@@ -219,14 +242,28 @@ class StepModel:
                 gone = max(transfer.gone_at, self.turn) if transfer.buffer in self.cached else transfer.gone_at
                 _add(moment, gone, transfer.back_at - 1, -sizes[transfer.buffer])
             extra_s += transfers.stall_s
-        curve = self.base + np.cumsum(moment[:-1])
-        curve = np.maximum(curve, curve - self.made + np.array(entry) + np.array(room))
+        curve = self.base + np.array(moment, dtype=np.int64).cumsum()[:-1]
+        if entry or room:
+            at = list(entry.keys() | room.keys())
+            over = np.array([entry.get(i, 0) + room.get(i, 0) for i in at], dtype=np.int64)
+            curve[at] = np.maximum(curve[at], curve[at] - self.made[at] + over)
         peak = int(curve.max())
         return StepUnderPolicies(self.plain_s + extra_s, peak, curve, extra_s, recomputed, transfers)
 
+    @cached_property
+    def _kept(self) -> tuple[list[int], frozenset[str], list[tuple[str, Buffer, int, int]]]:
+        """What changes, moment by moment, if all that backward needs is kept; what is not in that, because it can be
+        there for its shape alone; and all buffers that matter, with the first moment after their last use and bytes."""
+        moment, last = self.emptied[:], self._saved_at[1]
+        for buffer, gone in self.rows:
+            if buffer.name in last and not buffer.shapes:
+                _add(moment, gone, self.backward_at[last[buffer.name]], buffer.bytes)
+        always = frozenset(buffer.name for buffer, _ in self.rows if buffer.shapes)
+        return moment, always, [(buffer.name, buffer, gone, buffer.bytes) for buffer, gone in self.rows]
+
     def resolved(self, policy: Mapping[str, str]) -> dict[str, str]:
         """The assignment without what has no effect: only buffers that are needed, and only what is not kept."""
-        first, _ = self._needs(policy)
+        first, _, _ = self._needs(policy)
         found = {}
         for name in first:
             how, buffer = policy.get(name, "keep"), self.buffers[name]
@@ -240,18 +277,27 @@ class StepModel:
         saved = {name: buffer.savers for name, buffer in self.buffers.items() if buffer.savers}
         return {name: max(at) for name, at in saved.items()}, {name: min(at) for name, at in saved.items()}
 
-    def _needs(self, policy: Mapping[str, str]) -> tuple[dict[str, int], dict[str, int]]:
-        """Where each buffer is needed first and last in backward (positions of calls: backward counts down)."""
-        first, last = map(dict, self._saved_at)
-        for buffer in self.newest_first:
-            if policy.get(buffer.name) != "recompute" or (start := first.get(buffer.name)) is None:
+    def _needs(self, policy: Mapping[str, str]) -> tuple[dict[str, int], dict[str, int], set[str]]:
+        """Where each buffer is needed first and last in backward (positions of calls: backward counts down), and which
+        are needed otherwise than if nothing is made again."""
+        at_first, at_last = self._saved_at
+        first, last, changed = at_first.copy(), at_last.copy(), set[str]()
+        for name, sources in self._newest_sources:
+            if policy.get(name) != "recompute" or (start := first.get(name)) is None:
                 continue
-            for source in buffer.sources:
+            for source in sources:
                 if first.get(source, -1) < start:
                     first[source] = start
+                    changed.add(source)
                 if last.get(source, start) >= start:
                     last[source] = start
-        return first, last
+                    changed.add(source)
+        return first, last, changed
+
+    @cached_property
+    def _newest_sources(self) -> list[tuple[str, tuple[str, ...]]]:
+        """What can be made again, and from what, the newest first."""
+        return [(buffer.name, buffer.sources) for buffer in self.newest_first]
 
     def _on_the_way(self, name: str, policy: Mapping[str, str]) -> bool:
         """Whether a buffer is made again only to make others from it."""

@@ -33,6 +33,11 @@ from outcore.stage_names import name_stages
 
 __all__ = ["MemoryPlan", "plan_memory"]
 
+_LARGE = 1500
+"""Calls of a network whose search may take twice as long as that of a small one."""
+_LEAST: dict[tuple[str, int, bool], Mapping[str, str]] = {}
+"""Networks whose budget was refused -> the policies of the smallest that was named, which has to do when given."""
+_REMEMBERED = 32
 _FASTER = 0.97
 """What a step must take over another, by prediction, to be preferred to one that moves less state."""
 
@@ -132,11 +137,13 @@ def plan_memory(
     rounding_bytes: int = 0,
     loss_bytes: int = 0,
     policy: Mapping[str, str] | None = None,
-    time_limit_s: float = 4.0,
+    time_limit_s: float = 1.0,
     states: Sequence[StatePolicy] = (StatePolicy(),),
     offloadable: OffloadableParams | None = None,
     draws: bool = True,
     standing: bool = False,
+    near: Mapping[str, str] | None = None,
+    least: Mapping[str, str] | None = None,
 ) -> MemoryPlan:
     """The fastest step within a budget.
 
@@ -152,12 +159,14 @@ def plan_memory(
         rounding_bytes: at most so many more, and a 200th of the plain step: what an allocator gives too much.
         loss_bytes: what the loss holds beside the model's output and its gradient.
         policy: chosen by hand.
-        time_limit_s: for the search.
+        time_limit_s: for each part of the search; large networks have up to as much again.
         states: policies for parameters, gradients and optimizer state; a later one is taken if none before it meets
             the budget, or if the step is faster by a few percent then, because more values can stay.
         offloadable parameters: the parameters that can leave the device; all of them if it is not said.
         draws: whether what draws random numbers may be made again.
         standing: whether gradients have memory of their own from the beginning, to which they are copied.
+        near: the assignment that was found for a budget that was a little larger, to start from.
+        least: the assignment with the smallest peak that was found before, should nothing else do.
 
     Raises:
         PlanError: nothing fits; names the smallest budget that does.
@@ -176,7 +185,10 @@ def plan_memory(
 
     if policy is not None:
         states = states[:1]
+    network = graph.fingerprint, keeping.plain.peak_bytes, draws
+    least = least if least is not None else _LEAST.get(network)
     base, best, refused = keeping.base, None, None
+    time_limit_s *= 1 + min(1.0, len(keeping.order) / _LARGE)
     for where in states:
         savings = _savings(keeping, where, optimizer, offloadable)
         keeping.base = base + savings.bytes if savings is not None else base
@@ -188,15 +200,19 @@ def plan_memory(
             continue
         if where is not states[-1] and keeping.floor[0] > most:
             continue  # one operation alone needs more than there is
-        assignment = fit(keeping, most, time_limit_s=time_limit_s)
+        assignment = fit(keeping, most, time_limit_s=time_limit_s, near=near, least=least)
         if assignment.fits(most):
             choice = _Choice(assignment, where, moving_s, keeping.base)
             best = choice if best is None or choice.time_s <= _FASTER * best.time_s else best
         elif best is None:
             again = _refusal(keeping, assignment.outcome, budget_bytes or 0, reserved_bytes, margin)
+            again.least_policy = dict(assignment.policy)
             refused = again if refused is None or _least(again) < _least(refused) else refused
     if best is None:
-        assert refused is not None
+        assert refused is not None and refused.least_policy is not None
+        _LEAST[network] = refused.least_policy
+        while len(_LEAST) > _REMEMBERED:
+            _LEAST.pop(next(iter(_LEAST)))
         raise refused
     keeping.base = best.base
     return MemoryPlan(keeping, best.assignment, budget_bytes, reserved, best.where, best.moving_s, loss_bytes=at_turn)

@@ -38,6 +38,8 @@ _ALIKE = 0.7
 """A choice is repeated for what is alike while it scores at least this share of the first time."""
 _RUN = 64
 """So many that are alike are kept again at once, if they fit; else half of them."""
+_FAR = 1.05
+"""An assignment that was brought down to a smaller budget and is slower than this is searched for anew."""
 _SEGMENTS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48)
 
 
@@ -53,21 +55,40 @@ class Assignment:
         return self.outcome.peak_bytes <= budget_bytes
 
 
-def fit(keeping: StepModel, budget_bytes: int, *, time_limit_s: float = 4.0) -> Assignment:
+def fit(
+    keeping: StepModel,
+    budget_bytes: int,
+    *,
+    time_limit_s: float = 4.0,
+    near: Mapping[str, str] | None = None,
+    least: Mapping[str, str] | None = None,
+) -> Assignment:
     """The fastest assignment within a budget; if there is none, the one with the smallest peak.
 
     A search that may move things can end where it has moved the wrong ones, so where it moves any, or finds nothing,
     one that may not has its turn.
+
+    Args:
+        keeping: the network's step.
+        budget_bytes: the most it may hold.
+        time_limit_s: for each part of the search.
+        near: the assignment of a budget that was a little larger: where the way down from it is short, that is all.
+        least: the smallest assignment that an earlier search of the same network has found.
     """
     search = PolicySearch(keeping, budget_bytes, time_limit_s)
+    if near is not None and (lower := search.lowered(near)) is not None:
+        return lower
     found = [search.run()]
     if keeping.tier is not None and not (found[0].fits(budget_bytes) and found[0].outcome.transfers is None):
         found.append(PolicySearch(keeping, budget_bytes, time_limit_s, moving=False).run())
     search.begin()
+    if least is not None and not any(a.fits(budget_bytes) for a in found):
+        known = search.assign(search.allowed(least))
+        found.append(search.take_back(known) if known.fits(budget_bytes) else known)
     if not any(a.fits(budget_bytes) for a in found):
-        least = min((squeezed(search, a) for a in found), key=_peak)
+        smaller = min((squeezed(search, a) for a in found), key=_peak)
         search.begin()
-        found = [least if least.fits(budget_bytes) else drifted(search, least)]
+        found = [smaller if smaller.fits(budget_bytes) else drifted(search, smaller)]
         if not found[0].fits(budget_bytes):
             return found[0]
     if min(a.outcome.extra_s for a in found) > 0:  # from below, too
@@ -104,6 +125,19 @@ class PolicySearch:
     def begin(self) -> None:
         """From now on there is the whole time."""
         self.end = time.monotonic() + self.time_limit_s
+
+    def allowed(self, policy: Mapping[str, str]) -> dict[str, str]:
+        """What of an assignment from elsewhere this network can have."""
+        return {n: how for n, how in policy.items() if how == "keep" or how in self.choices.get(n, ())}
+
+    def lowered(self, policy: Mapping[str, str]) -> Assignment | None:
+        """An assignment brought down to the budget, if that is only a few steps away and costs little."""
+        before = self.assign({**self.start, **self.allowed(policy)})
+        after = self.descend(before)
+        if not after.fits(self.budget) or after.outcome.time_s > _FAR * before.outcome.time_s:
+            self.begin()
+            return None
+        return self.polish(self.take_back(after))
 
     def saved(self, name: str) -> bool:
         """Whether backward needs a buffer itself."""
