@@ -9,6 +9,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from outcore.policies import Policy
 
 __all__ = [
     "CaptureError",
@@ -70,7 +74,7 @@ class PlanError(OutcoreError, ValueError):
 
     least_bytes: int | None = None
     """The smallest budget that would do, where it is known."""
-    least_policy: Mapping[str, str] | None = None
+    least_policy: Mapping[str, Policy] | None = None
     """The policies with which it would."""
 
 

@@ -7,13 +7,13 @@ before anything runs, by the name of the field.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any, Protocol, get_args
 
 from outcore.errors import PlanError, suggest
 from outcore.graph import Graph
 from outcore.ops.encoding import CODECS
+from outcore.policies import parse_policy
 from outcore.schema import Anything, Either, Flag, ListOf, MapOf, Maybe, Number, OneOf, Record, Text, Whole
 
 __all__ = ["MOST", "check_against", "check_policy", "schema"]
@@ -21,7 +21,6 @@ __all__ = ["MOST", "check_against", "check_policy", "schema"]
 MOST = 65_536
 """Micro-batches, batches, replicas, ranks or stages: more is a slip of the finger."""
 _BYTES = Whole(least=0, most=2**60)
-_POLICY = re.compile(r"keep|offload|offload:early|recompute|encode:(?P<codec>[^+]+)(\+offload)?")
 _STATE = Record(
     may={
         "parameters": OneOf(("keep", "offload")),
@@ -104,10 +103,12 @@ def schema(choices: Mapping[str, Any]) -> Record:
 
 def check_policy(value: str, policy: object) -> None:
     """Refuse a policy that is not known."""
-    if not isinstance(policy, str) or not _POLICY.fullmatch(policy):
-        raise PlanError(
-            f"policy {policy!r} of {value} is not known; choose keep, offload, offload:early, recompute or encode:<how>"
-        )
+    if not isinstance(policy, str):
+        raise PlanError(f"policy {policy!r} of {value} is not a string")
+    try:
+        parse_policy(policy)
+    except PlanError as error:
+        raise PlanError(str(error).replace("is not known", f"of {value} is not known")) from None
 
 
 def check_against(plan: PlanClaims, graph: Graph, stage_of: Mapping[str, int]) -> None:
@@ -116,8 +117,7 @@ def check_against(plan: PlanClaims, graph: Graph, stage_of: Mapping[str, int]) -
         call, derived, _ = value.partition("~")
         if value not in graph.values and not (derived and call in graph.calls):
             raise PlanError(f"policy names {value}, which is no value of {graph.root.type}")
-        found = _POLICY.fullmatch(policy)
-        if found is not None and (codec := found["codec"]) is not None and codec not in CODECS:
+        if (codec := parse_policy(policy).codec) and codec not in CODECS:
             raise PlanError(f"policy {policy!r} of {value}: no encoding {codec!r}; {suggest(codec, CODECS)}")
     for parameter, stages in plan.tied.items():
         users = {stage_of[name] for name, call in graph.calls.items() if parameter in call.parameters}

@@ -31,6 +31,7 @@ from outcore.memory.saved_tensors.lossy_error import lossy_buffers
 from outcore.plan_document import Plan
 from outcore.planner.memory.plan import MemoryPlan, plan_memory
 from outcore.planner.memory.search import smallest
+from outcore.policies import parse_policies
 from outcore.within import memory_plan, within
 
 __all__ = ["ParameterRow", "Verdict", "verify_job"]
@@ -164,7 +165,7 @@ def verify_job(
         planned_bytes=chosen.peak_bytes,
         plain_bytes=chosen.plain_bytes,
         explained=chosen.explain(),
-        lossy=len(lossy_buffers(chosen.policy)),
+        lossy=len(lossy_buffers(parse_policies(chosen.policy))),
         crop=crop,
     )
 

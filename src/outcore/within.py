@@ -48,6 +48,7 @@ from outcore.plan_document import Plan
 from outcore.planner.memory.memory_format import CHANNELS_LAST, MemoryFormat
 from outcore.planner.memory.plan import MemoryPlan, plan_memory
 from outcore.planner.memory.state_policy import StatePolicy, ladder
+from outcore.policies import parse_policies
 
 if TYPE_CHECKING:
     from outcore.stream.execute.pixel_loss import PixelLoss
@@ -171,7 +172,7 @@ def within(
     if graphs:
         margin = _GRAPHS_MARGIN
         reserved += StepGraph.copied_bytes([t for _, t in leaves((args, kwargs), torch.Tensor)])
-    policy = dict(plan.policy if isinstance(plan, Plan) else plan) if plan is not None else None
+    policy = parse_policies(plan.policy if isinstance(plan, Plan) else plan) if plan is not None else None
     movable = state is None and budget is not None and plan is None and can_be_parted(optimizer) and not graphs
     states: tuple[StatePolicy, ...] = (StatePolicy.of(state),)
     offloadable = None

@@ -19,6 +19,7 @@ from outcore.memory.saved_tensors.live_forward import LiveForward
 from outcore.memory.saved_tensors.policy_table import compile_policies
 from outcore.planner.memory.copy_schedule import OffloadTarget
 from outcore.planner.memory.evaluate import StepModel
+from outcore.policies import KEEP, RECOMPUTE, Encode, Policy
 
 LINK = OffloadTarget(1e11, 1e11, least_bytes=1)
 
@@ -42,22 +43,22 @@ def total(output: Any) -> torch.Tensor:
     return torch.stack([t.sum() for t in found]).sum()
 
 
-def policies(keeping: StepModel, mode: str, seed: int = 0) -> dict[str, str]:
+def policies(keeping: StepModel, mode: str, seed: int = 0) -> dict[str, Policy]:
     """An assignment: one policy wherever it can be, or a random mixture."""
-    generator, found = random.Random(seed), {}
+    generator, found = random.Random(seed), dict[str, Policy]()
     for buffer in keeping.buffers.values():
         choices = keeping.choices(buffer)
-        fitting = [c for c in choices if c.startswith(mode)]
+        fitting = [c for c in choices if str(c).startswith(mode)]
         if mode == "mixture" and choices:
-            found[buffer.name] = generator.choice([*choices, "keep"])
+            found[buffer.name] = generator.choice([*choices, KEEP])
         elif fitting:
             found[buffer.name] = fitting[0]
-        elif not buffer.savers and "recompute" in choices:
-            found[buffer.name] = "recompute"
-    made = [keeping.buffers[n] for n, how in found.items() if how == "recompute"]
+        elif not buffer.savers and RECOMPUTE in choices:
+            found[buffer.name] = RECOMPUTE
+    made = [keeping.buffers[n] for n, how in found.items() if how == RECOMPUTE]
     for source in {s for buffer in made for s in buffer.sources}:
-        if found.get(source) == "encode:sign":
-            found[source] = "keep"
+        if found.get(source) == Encode("sign"):
+            found[source] = KEEP
     return found
 
 

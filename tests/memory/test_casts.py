@@ -11,6 +11,7 @@ from outcore.cost.buffers import buffers_of
 from outcore.cost.measured.live_bytes import LiveBytes
 from outcore.cost.measured.saved_bytes import account
 from outcore.cost.predicted.rough import by_bytes
+from outcore.policies import OFFLOAD, RECOMPUTE
 
 
 class Block(nn.Module):
@@ -50,7 +51,7 @@ def copies(model: nn.Module, x: torch.Tensor) -> dict[str, str]:
     with torch.autocast("cpu", torch.bfloat16):
         graph = outcore.capture(model, (x,))
         found = buffers_of(graph, account(graph))
-    return {b.name: "recompute" for b in found.values() if b.copy_of and not b.obstacle}
+    return {b.name: RECOMPUTE for b in found.values() if b.copy_of and not b.obstacle}
 
 
 @pytest.mark.parametrize(
@@ -118,7 +119,7 @@ def test_copies_of_weights_live_until_forward_is_over() -> None:
         costs = by_bytes(account(outcore.capture(model, (x,))), 1e9)
         outcore.within(model, (x,), memory=None, optimizer=0.0, costs=costs, quiet=True)
         keeping = outcore.memory_plan(model).keeping
-        copies = dict.fromkeys(keeping.cached, "offload")
+        copies = dict.fromkeys(keeping.cached, OFFLOAD)
         assert len(copies) == 7  # the first layer needs no gradient of its input
         outcore.within(model, (x,), memory=None, optimizer=0.0, costs=costs, plan=copies, quiet=True)
     plan = outcore.memory_plan(model)

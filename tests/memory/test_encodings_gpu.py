@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import outcore
+from outcore.policies import Encode
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -62,11 +63,11 @@ def plan_of(model: nn.Module, batch: torch.Tensor, kind: str) -> dict[str, str]:
     for buffer in keeping.buffers.values():
         if buffer.kind == "given" or buffer.opaque or not buffer.savers:
             continue
-        exact = [c for c in keeping.choices(buffer) if c.startswith("encode")]
+        exact = [c for c in keeping.choices(buffer) if isinstance(c, Encode)]
         if exact:
             found[buffer.name] = exact[0]
         elif buffer.kind == "value" and kind:
-            found[buffer.name] = f"encode:{kind}"
+            found[buffer.name] = Encode(kind)
     return found
 
 
@@ -80,7 +81,7 @@ def test_exact_encodings_give_plain_gradients(kind: str, last: bool, bf16: bool)
         plan = plan_of(model, batch, kind)
         twin = copy.deepcopy(model)
         outcore.within(model, (batch,), memory=None, plan=plan, quiet=True, measure_s=0.1)
-    assert {"encode:sign", "encode:window"} <= set(plan.values())
+    assert {Encode("sign"), Encode("window")} <= set(plan.values())
     for _ in range(2):
         want, got = gradients(twin, batch, bf16), gradients(model, batch, bf16)
         assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
@@ -91,7 +92,7 @@ def test_rounded_numbers_that_leave_come_back_the_same(codec: str) -> None:
     found = []
     for more in ("", "+offload"):
         model, batch = network(), images()
-        plan = {n: f"{h}{more}" if h != "encode:sign" else h for n, h in plan_of(model, batch, codec).items()}
+        plan = {n: f"{h}{more}" if h != Encode("sign") else h for n, h in plan_of(model, batch, codec).items()}
         outcore.within(model, (batch,), memory=None, plan=plan, quiet=True, measure_s=0.1)
         found.append([gradients(model, batch) for _ in range(2)])
     assert all(torch.equal(a, b) for x, y in zip(*found, strict=True) for a, b in zip(x, y, strict=True))

@@ -14,6 +14,7 @@ from torch import nn
 import outcore
 from outcore.cost.measured.saved_bytes import account
 from outcore.cost.predicted.rough import by_bytes
+from outcore.policies import KEEP, RECOMPUTE
 
 
 class Block(nn.Module):
@@ -82,9 +83,9 @@ def test_every_plan_of_a_sequence_gives_the_gradients_of_plain_training(make: ty
     choices = {name: keeping.choices(buffer) for name, buffer in keeping.buffers.items()}
     chosen = random.Random(0)
     plans = [
-        {name: "recompute" for name, options in choices.items() if "recompute" in options},
+        {name: RECOMPUTE for name, options in choices.items() if RECOMPUTE in options},
         {name: options[-1] for name, options in choices.items() if options},
-        *({name: chosen.choice(["keep", *options]) for name, options in choices.items() if options} for _ in range(3)),
+        *({name: chosen.choice([KEEP, *options]) for name, options in choices.items() if options} for _ in range(3)),
     ]
     assert len(plans[0]) > 10
     for plan in plans:

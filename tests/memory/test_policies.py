@@ -16,6 +16,7 @@ from outcore.memory import ReplayPass, prepare
 from outcore.memory.offload.backends import DiskBackend
 from outcore.planner.memory.copy_schedule import OffloadTarget
 from outcore.planner.memory.evaluate import StepModel
+from outcore.policies import OFFLOAD, Encode
 
 from ..foreign.zoo import QUICK, by_name
 from .oracle import LINK, compare, policies
@@ -245,7 +246,7 @@ def test_what_is_not_on_the_device_does_not_leave_it() -> None:
     graph = outcore.capture(model, (x,))
     assert graph.executable is not None
     keeping = StepModel(graph, by_bytes(account(graph), 1e9), 0.0, LINK)
-    policy = keeping.resolved({"1#0:out": "offload"})
+    policy = keeping.resolved({"1#0:out": OFFLOAD})
     compiled = prepare(graph, graph.executable[1], model, keeping.buffers, policy)
     tier = DiskBackend(compiled.offloaded_bytes)
     free, tier.device = tier.arena.free_bytes, torch.device("cuda")
@@ -310,10 +311,10 @@ def test_pools_over_windows_wider_than_a_byte_can_tell(way: str) -> None:
     graph = outcore.capture(model, (images,))
     keeping = StepModel(graph, by_bytes(account(graph), 1e9), 0.0, LINK)
     (indices,) = [name for name, b in keeping.buffers.items() if b.what.startswith("int64")]
-    assert "encode:window" not in keeping.choices(keeping.buffers[indices])
+    assert Encode("window") not in keeping.choices(keeping.buffers[indices])
     assert graph.executable is not None
     with pytest.raises(PlanError, match="at most 255 pixels each"):
-        prepare(graph, graph.executable[1], model, keeping.buffers, {indices: "encode:window"})
+        prepare(graph, graph.executable[1], model, keeping.buffers, {indices: Encode("window")})
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm2d(4, affine=False), nn.InstanceNorm2d(4, track_running_stats=True)])

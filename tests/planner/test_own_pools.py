@@ -9,6 +9,7 @@ import outcore
 from outcore.cost.measured.saved_bytes import account
 from outcore.cost.predicted.rough import by_bytes
 from outcore.planner.memory.evaluate import StepModel
+from outcore.policies import Encode
 
 
 def test_neither_index_nor_input_is_whole_in_the_backward_of_a_pool_on_a_gpu() -> None:
@@ -17,9 +18,9 @@ def test_neither_index_nor_input_is_whole_in_the_backward_of_a_pool_on_a_gpu() -
     costs = by_bytes(account(graph), 1e9)
     cpu = StepModel(graph, costs, 0.0, None)
     gpu = StepModel(graph, replace(costs, device_kind="cuda"), 0.0, None)
-    (indices,) = (b for b in cpu.buffers.values() if "encode:window" in cpu.choices(b))
+    (indices,) = (b for b in cpu.buffers.values() if Encode("window") in cpu.choices(b))
     at = cpu.backward_at[indices.born]
-    encoded = {indices.name: "encode:window", "1#0:out": "encode:sign"}
+    encoded = {indices.name: Encode("window"), "1#0:out": Encode("sign")}
     whole_input = torch.Size([2, 4, 18, 18]).numel() * 4
     more, less = (int(k.evaluate(encoded).curve[at] - k.base[at]) for k in (cpu, gpu))  # a GPU's allocator rounds up
     assert more - less == indices.bytes * 7 // 8 + whole_input

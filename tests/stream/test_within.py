@@ -19,6 +19,7 @@ from outcore.data import ArraySource, Batch
 from outcore.errors import PlanError
 from outcore.plan_document import Plan
 from outcore.planner.memory.plan import MemoryPlan
+from outcore.policies import RECOMPUTE
 from outcore.stream import PixelLoss, pixel_loss
 from outcore.stream.execute.untiled_tail import UntiledTail
 from outcore.stream.managed_forward import StreamedForward
@@ -178,7 +179,7 @@ def test_what_follows_the_boundary_may_run_under_policies() -> None:
     rest = UntiledTail(prepared)
     rest.plan(None, None)
     keeping = rest.governor.plan.keeping
-    chosen = {b.name: "recompute" for b in keeping.buffers.values() if b.savers and "recompute" in keeping.choices(b)}
+    chosen = {b.name: RECOMPUTE for b in keeping.buffers.values() if b.savers and RECOMPUTE in keeping.choices(b)}
     less = UntiledTail(prepared)
     less.plan(None, None, chosen)
     assert chosen and less.peak_bytes < rest.peak_bytes

@@ -113,9 +113,7 @@ _LONG = 256
 """Time steps of recurrent layers beyond which a dry run takes too long."""
 
 
-def _dry_run(
-    array: FusedArray, name: str, program: StackedProgram, args: tuple[Any, ...]
-) -> DryRunBytes | None:
+def _dry_run(array: FusedArray, name: str, program: StackedProgram, args: tuple[Any, ...]) -> DryRunBytes | None:
     """A step of the first group on fake tensors, where that tells more than the memory model of one member."""
     group = array.groups[0]
     alone = len(group) == 1

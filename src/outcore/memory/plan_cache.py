@@ -17,7 +17,6 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from outcore.cost.costs import Costs
 from outcore.memory.saved_tensors.settings import Settings
 from outcore.planner.memory.plan import MemoryPlan
 from outcore.planner.memory.state_policy import StatePolicy
+from outcore.policies import Policies, Policy, parse_policies, policies_to_json
 
 __all__ = ["known_least", "known_overhead", "known_policy", "remember_least", "remember_overhead", "remember_plan"]
 
@@ -35,7 +35,7 @@ _MOST = 64
 _KNOWN: dict[str, dict[str, Any]] = {}
 
 
-def known_policy(costs: Costs, settings: Settings) -> tuple[dict[str, str], StatePolicy] | None:
+def known_policy(costs: Costs, settings: Settings) -> tuple[dict[str, Policy], StatePolicy] | None:
     """The policies of values and state that were found before, if they were."""
     found = _read(_key("plan", costs, settings))
     if found is None:
@@ -49,7 +49,9 @@ def known_policy(costs: Costs, settings: Settings) -> tuple[dict[str, str], Stat
 
 def remember_plan(costs: Costs, settings: Settings, plan: MemoryPlan) -> None:
     """Keep a plan that was found."""
-    _write(_key("plan", costs, settings), {"policy": dict(plan.assignment.policy), "state": asdict(plan.state)})
+    _write(
+        _key("plan", costs, settings), {"policy": policies_to_json(plan.assignment.policy), "state": asdict(plan.state)}
+    )
 
 
 def known_overhead(costs: Costs, settings: Settings) -> int | None:
@@ -64,7 +66,7 @@ def remember_overhead(costs: Costs, settings: Settings, size: int) -> None:
     _write(_key("overhead", costs, settings), {"bytes": size})
 
 
-def known_least(costs: Costs, *, draws: bool) -> dict[str, str] | None:
+def known_least(costs: Costs, *, draws: bool) -> dict[str, Policy] | None:
     """The policies of the smallest budget that was named for a network."""
     found = _read(_key("least", costs, draws))
     with contextlib.suppress(Exception):
@@ -72,16 +74,16 @@ def known_least(costs: Costs, *, draws: bool) -> dict[str, str] | None:
     return None
 
 
-def remember_least(costs: Costs, policy: Mapping[str, str], *, draws: bool) -> None:
+def remember_least(costs: Costs, policy: Policies, *, draws: bool) -> None:
     """Keep the policies of the smallest budget that was named."""
-    _write(_key("least", costs, draws), {"policy": dict(policy)})
+    _write(_key("least", costs, draws), {"policy": policies_to_json(policy)})
 
 
-def _policy(given: Any) -> dict[str, str]:
+def _policy(given: Any) -> dict[str, Policy]:
     found = dict(given)
     if not all(isinstance(name, str) and isinstance(how, str) for name, how in found.items()):
         raise TypeError("policies are names")
-    return found
+    return parse_policies(found)
 
 
 def _key(kind: str, costs: Costs, asked: Settings | bool) -> str | None:

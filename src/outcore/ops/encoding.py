@@ -25,7 +25,7 @@ from typing import Literal, Protocol
 
 from outcore.ops.recomputable import Need
 
-__all__ = ["CODECS", "LOSSY", "PIXELS", "POOLS", "EncodableTensor", "codec_for", "codec_of", "held_bytes", "moves"]
+__all__ = ["CODECS", "LOSSY", "PIXELS", "POOLS", "EncodableTensor", "codec_for", "held_bytes"]
 
 Codec = Literal["sign", "window", "bits", "sparse", "half", "bf16", "int8", "int4"]
 CODECS: tuple[Codec, ...] = ("sign", "window", "bits", "sparse", "half", "bf16", "int8", "int4")
@@ -36,7 +36,6 @@ PIXELS = 255
 """The largest window whose pixels one byte can name."""
 POOLS = frozenset({"MaxPool2d", "MaxPool3d", "max_pool2d", "max_pool3d"})
 
-_MOVED = "+offload"
 _DROPOUTS = {"Dropout", "dropout"}
 _MASKS = ("bool", "float", "bfloat16")
 
@@ -83,23 +82,9 @@ def codec_for(kept: EncodableTensor) -> Codec | None:
     return "sign" if kept.need == "sign" else None
 
 
-def codec_of(policy: str) -> str:
-    """The codec of a policy; empty if it has none.
-
-    >>> codec_of("encode:half"), codec_of("encode:half+offload"), codec_of("keep")
-    ('half', 'half', '')
-    """
-    return policy.removeprefix("encode:").removesuffix(_MOVED) if policy.startswith("encode:") else ""
-
-
-def moves(policy: str) -> bool:
-    """Whether a buffer leaves the device, as it is or encoded."""
-    return policy.startswith("offload") or policy.endswith(_MOVED)
-
-
-def held_bytes(kept: EncodableTensor, policy: str) -> tuple[int, int]:
-    """Bytes in between, and when it is back."""
-    codec, size = codec_of(policy), kept.bytes
+def held_bytes(kept: EncodableTensor, codec: str) -> tuple[int, int]:
+    """Bytes of an encoded tensor in between, and when it is back."""
+    size = kept.bytes
     item = _item_bytes(kept)
     match codec:
         case "sign":

@@ -16,6 +16,7 @@ from outcore.figure import Axes, Span, bytes_unit, document, legend, line, text
 from outcore.machine.units import format_bytes, format_time
 from outcore.planner.memory.evaluate import StepModel
 from outcore.planner.memory.search import Assignment
+from outcore.policies import kind_of_policy, policies_to_json
 
 __all__ = ["frontier_json", "frontier_svg", "frontier_table"]
 
@@ -24,7 +25,7 @@ _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 560, 400, 66, 78, 54, 20
 
 def policy_counts(keeping: StepModel, one: Assignment) -> str:
     """How many buffers have which policy."""
-    counts = Counter(how.partition(":")[0] for how in keeping.resolved(one.policy).values())
+    counts = Counter(kind_of_policy(how) for how in keeping.resolved(one.policy).values())
     names = {"keep": "hold"}
     return ", ".join(f"{names.get(how, how)} {count}" for how, count in sorted(counts.items())) or "nothing"
 
@@ -71,7 +72,7 @@ def frontier_json(
             "peak_bytes": one.outcome.peak_bytes,
             "time_s": _over_plain(keeping, one) * (plain_s or keeping.plain_s),
             "over_plain": _over_plain(keeping, one),
-            "policy": keeping.resolved(one.policy),
+            "policy": policies_to_json(keeping.resolved(one.policy)),
         }
         for one in found
     ]

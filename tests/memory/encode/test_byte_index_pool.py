@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import outcore
 from outcore.memory.encode.byte_index_pool import _Pool
 from outcore.memory.encode.pool_positions import PoolWindow, window_of
+from outcore.policies import Encode
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -108,7 +109,7 @@ def test_a_model_s_pools_keep_bytes_however_they_are_called(last: bool) -> None:
     keeping = outcore.memory_plan(
         outcore.within(copy.deepcopy(model), (batch,), memory=None, plan={}, quiet=True, measure_s=0.1)
     ).keeping
-    plan = {b.name: "encode:window" for b in keeping.buffers.values() if "encode:window" in keeping.choices(b)}
+    plan = {b.name: Encode("window") for b in keeping.buffers.values() if Encode("window") in keeping.choices(b)}
     assert len(plan) == 3
     outcore.within(model, (batch,), memory=None, plan=plan, quiet=True, measure_s=0.1)
     for _ in range(2):

@@ -8,6 +8,7 @@ from torch import nn
 
 import outcore
 from outcore.errors import PlanError
+from outcore.policies import Encode
 
 TANH = "3#0:out"
 
@@ -49,7 +50,7 @@ def buffers() -> dict[str, str]:
 
 
 def test_exact_forms_that_leave_give_plain_gradients() -> None:
-    plan = {name: f"{how}+offload" for name, how in buffers().items() if how != "encode:sign"}
+    plan = {name: f"{how}+offload" for name, how in buffers().items() if how != Encode("sign")}
     assert set(plan.values()) >= {"encode:window+offload", "encode:bits+offload"}
     want = gradients(ready())
     model = under(plan)

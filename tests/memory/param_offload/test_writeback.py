@@ -14,6 +14,7 @@ from outcore.cost.measured.saved_bytes import account
 from outcore.cost.predicted.rough import by_bytes
 from outcore.memory.offload.copy_streams import Ends, RoundTripCopy, ThreadCopyStreams
 from outcore.memory.param_offload import flat_buffer, residency, writeback
+from outcore.policies import RECOMPUTE
 from tests.memory.param_offload.test_in_flight_params import Late
 from tests.memory.param_offload.test_offloader import SGD, batch, network, offloaded, same, train
 from tests.memory.param_offload.test_offloader_loops import keeper
@@ -252,7 +253,7 @@ def test_values_that_are_made_again_find_the_weights_they_are_made_with() -> Non
     costs = by_bytes(account(outcore.capture(model, (batch(),))), 1e9)
     outcore.within(model, (batch(),), memory=None, costs=costs, quiet=True)
     kept = outcore.memory_plan(model).keeping
-    plan = {b.name: "recompute" for b in kept.buffers.values() if "recompute" in kept.choices(b)}
+    plan = {b.name: RECOMPUTE for b in kept.buffers.values() if RECOMPUTE in kept.choices(b)}
     state = {"parameters": "offload", "update": "backward"}
     outcore.within(model, (batch(),), memory=None, costs=costs, optimizer=optimizer, plan=plan, state=state, quiet=True)
     train(model, optimizer, 6), train(plain, twin, 6)

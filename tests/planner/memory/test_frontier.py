@@ -15,6 +15,7 @@ from outcore.planner.memory.copy_schedule import OffloadTarget
 from outcore.planner.memory.evaluate import StepModel
 from outcore.planner.memory.frontier import frontier
 from outcore.planner.memory.search import fit, smallest
+from outcore.policies import KEEP, RECOMPUTE
 
 
 def step(layers: int = 4) -> StepModel:
@@ -29,7 +30,7 @@ def step(layers: int = 4) -> StepModel:
 
 def brute_force(keeping: StepModel, budget: int) -> float:
     """The fastest step within a budget, over all assignments."""
-    choices = {b.name: ["keep", *c] for b in keeping.buffers.values() if b.bytes > 1000 and (c := keeping.choices(b))}
+    choices = {b.name: [KEEP, *c] for b in keeping.buffers.values() if b.bytes > 1000 and (c := keeping.choices(b))}
     best = float("inf")
     for picked in itertools.product(*choices.values()):
         outcome = keeping.evaluate(dict(zip(choices, picked, strict=True)))
@@ -72,7 +73,7 @@ def test_keeping_everything_is_the_plain_step() -> None:
 def test_nothing_goes_below_what_one_operation_needs() -> None:
     keeping = step(3)
     floor, at = keeping.floor
-    choices = {b.name: ["keep", *c] for b in keeping.buffers.values() if b.bytes > 1000 and (c := keeping.choices(b))}
+    choices = {b.name: [KEEP, *c] for b in keeping.buffers.values() if b.bytes > 1000 and (c := keeping.choices(b))}
     assignments = (dict(zip(choices, picked, strict=True)) for picked in itertools.product(*choices.values()))
     least = min(keeping.evaluate(policy).peak_bytes for policy in assignments)
     moment = keeping.plain.moments[at]
@@ -100,7 +101,7 @@ def test_what_is_drawn_is_not_made_again_where_a_generator_cannot_go_back() -> N
     graph = outcore.capture(nn.Sequential(*layers).train(), [(64, 32)])
     costs = by_bytes(account(graph), 1e9)
     free, bound = (StepModel(graph, costs, 0.0, None, 1e9, draws=draws) for draws in (True, False))
-    drawn = {n for n, b in free.buffers.items() if b.drawn and "recompute" in free.choices(b)}
-    assert drawn and all("recompute" not in bound.choices(bound.buffers[n]) for n in drawn)
+    drawn = {n for n, b in free.buffers.items() if b.drawn and RECOMPUTE in free.choices(b)}
+    assert drawn and all(RECOMPUTE not in bound.choices(bound.buffers[n]) for n in drawn)
     chosen = bound.resolved(smallest(bound).policy)
-    assert "recompute" in chosen.values() and all(chosen.get(n) != "recompute" for n in drawn)
+    assert RECOMPUTE in chosen.values() and all(chosen.get(n) != RECOMPUTE for n in drawn)

@@ -10,6 +10,7 @@ import pytest
 from outcore.planner.memory.evaluate import StepModel, StepUnderPolicies
 from outcore.planner.memory.local_search import drifted, perturbed, squeezed
 from outcore.planner.memory.search import PolicySearch, smallest
+from outcore.policies import KEEP
 from tests.planner.memory.test_frontier import brute_force, step
 
 
@@ -37,7 +38,7 @@ def test_squeezing_ends_near_the_smallest_peak_of_all_assignments() -> None:
 
 def every_assignment(keeping: StepModel) -> Iterator[StepUnderPolicies]:
     """Brute force."""
-    choices = {b.name: ["keep", *c] for b in keeping.buffers.values() if b.bytes > 1000 and (c := keeping.choices(b))}
+    choices = {b.name: [KEEP, *c] for b in keeping.buffers.values() if b.bytes > 1000 and (c := keeping.choices(b))}
     for picked in itertools.product(*choices.values()):
         yield keeping.evaluate(dict(zip(choices, picked, strict=True)))
 

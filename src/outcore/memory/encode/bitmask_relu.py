@@ -26,6 +26,7 @@ from outcore.graph import Graph
 from outcore.graph.record.recording import Step
 from outcore.memory.encode.bitmask import rectified, through, unpack_bits
 from outcore.memory.op_fusion.pattern import hooked
+from outcore.policies import Policies
 
 __all__ = ["bit_relus", "rectified_by_bits", "relu_by_bits"]
 
@@ -33,11 +34,11 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def bit_relus(
-    graph: Graph, steps: Mapping[str, Step], model: nn.Module, buffers: Mapping[str, Buffer], policy: Mapping[str, str]
+    graph: Graph, steps: Mapping[str, Step], model: nn.Module, buffers: Mapping[str, Buffer], policy: Policies
 ) -> dict[str, Step]:
     """The steps to run instead of those ReLUs whose outputs are held as signs."""
     order = list(graph.calls)
-    calls = [order[i] for name, how in policy.items() if how == "encode:sign" for i in buffers[name].savers]
+    calls = [order[i] for name, how in policy.items() if how.codec == "sign" for i in buffers[name].savers]
     found = {}
     for call in calls:
         step = steps[call]

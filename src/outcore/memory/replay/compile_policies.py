@@ -27,8 +27,9 @@ from outcore.memory.op_fusion.banded_conv import in_bands
 from outcore.memory.op_fusion.select import SelectedFusions
 from outcore.memory.replay.replay_recompute import BufferRecompute, compile_rerun
 from outcore.memory.saved_tensors.recompute_batch_norm import BatchNormCall, BatchNormRecompute
-from outcore.ops.encoding import CODECS, PIXELS, codec_for, codec_of, held_bytes, moves
+from outcore.ops.encoding import CODECS, PIXELS, codec_for, held_bytes
 from outcore.planner.memory.copy_schedule import CopySchedule
+from outcore.policies import KEEP, OFFLOAD, OFFLOAD_EARLY, Encode, Keep, Policies, Policy, Recompute
 
 __all__ = ["CompiledRecording", "ReplayBufferPlan", "check_policy", "prepare", "room_below"]
 
@@ -38,7 +39,7 @@ class ReplayBufferPlan:
     """What is to be done with one buffer."""
 
     buffer: str
-    policy: str
+    policy: Policy
     dependents: int = 0
     """How often other buffers are made from it."""
     rerun: BufferRecompute | None = None
@@ -108,7 +109,7 @@ class CompiledRecording:
         """Whether the host must look at numbers to know how much memory something takes."""
         plans = [plan for born in self.births.values() for _, plan in born]
         plans += [plan for made in self.derived.values() for plan in made.values()]
-        return any(codec_of(plan.policy) == "sparse" for plan in plans)
+        return any(plan.policy.codec == "sparse" for plan in plans)
 
 
 def prepare(
@@ -116,7 +117,7 @@ def prepare(
     recording: Recording,
     model: nn.Module,
     buffers: Mapping[str, Buffer],
-    policy: Mapping[str, str],
+    policy: Policies,
     transfers: CopySchedule | None = None,
     *,
     reassociated: bool = False,
@@ -155,10 +156,10 @@ def prepare(
         if buffer is None:
             raise PlanError(f"the plan names {name}, which is no memory of {graph.root.type}")
         check_policy(buffer, how)
-        how = "offload" if how == "offload:early" else how
-        if how != "recompute":
+        how = OFFLOAD if how == OFFLOAD_EARLY else how
+        if not isinstance(how, Recompute):
             plans[name] = ReplayBufferPlan(
-                name, how, window=_window(graph, steps, buffer, model) if "window" in how else None
+                name, how, window=_window(graph, steps, buffer, model) if how.codec == "window" else None
             )
             continue
         if buffer.copy_of:
@@ -172,15 +173,15 @@ def prepare(
         inputs = tuple(v for v in needed if buffers[first(v)].born < 0)
         plans[name] = ReplayBufferPlan(name, how, 0, rerun, sources, inputs)
     for source in reads:
-        if policy.get(source) == "encode:sign":
+        if policy.get(source, KEEP).codec == "sign":
             raise PlanError(f"{source} cannot be encoded as sign: another value is made from it; keep or offload it")
     shape_only: dict[str, set[str]] = {}
     for buffer in buffers.values():
         for i in buffer.shapes if buffer.kind == "value" else ():
             shape_only.setdefault(order[i], set()).add(buffer.name)
-            plans.setdefault(buffer.name, ReplayBufferPlan(buffer.name, "keep"))
+            plans.setdefault(buffer.name, ReplayBufferPlan(buffer.name, KEEP))
     for source in reads:
-        plans.setdefault(source, ReplayBufferPlan(source, "keep"))
+        plans.setdefault(source, ReplayBufferPlan(source, KEEP))
     plans = {n: replace(p, dependents=len(reads.get(n, ())), bytes=buffers[n].bytes) for n, p in plans.items()}
     births: dict[str, list[tuple[str, ReplayBufferPlan]]] = {}
     derived: dict[str, dict[int, ReplayBufferPlan]] = {}
@@ -198,9 +199,9 @@ def prepare(
         else:
             births.setdefault(call, []).append((name, plan))
             leaving.setdefault(order[buffer.last], []).append(name)
-            if codec_of(plan.policy) == "sparse" and buffer.done < buffer.last:
+            if plan.policy.codec == "sparse" and buffer.done < buffer.last:
                 counted.setdefault(order[buffer.done], []).append(name)
-        if moves(plan.policy):
+        if plan.policy.offloads:
             transfer = moved.get(name)
             phase, place = transfer.wait if transfer is not None else ("forward", buffer.last)
             if phase == "forward":
@@ -218,7 +219,7 @@ def prepare(
     saving |= {total for total, relu in fused.sums.items() if relu in saving}  # which keeps what was its ReLU's
     stops = frozenset(order[place] for place in (*late, *fetched))
     makers = {maker for v in noted if (maker := graph.values[v].producer) is not None}
-    windows = {n.rpartition("~")[0]: p.window for n, p in plans.items() if p.policy == "encode:window"}
+    windows = {n.rpartition("~")[0]: p.window for n, p in plans.items() if p.policy.codec == "window"}
     instead = bit_relus(graph, steps, model, buffers, policy) | byte_pools(steps, model, windows) | bands
     merged = fused.instead(graph, model, instead, set(plans))
     instead |= merged
@@ -245,17 +246,17 @@ def prepare(
         renorm=BatchNormRecompute(reassociated),
         instead=instead,
         ahead=bool(merged or bands),
-        offloaded_bytes=sum(room_below(buffers[n], p.policy) for n, p in plans.items() if moves(p.policy)),
+        offloaded_bytes=sum(room_below(buffers[n], p.policy) for n, p in plans.items() if p.policy.offloads),
     )
 
 
-def check_policy(buffer: Buffer, how: str) -> None:
+def check_policy(buffer: Buffer, how: Policy) -> None:
     """Refuse a policy that a buffer cannot have."""
-    if how == "recompute" and buffer.obstacle:
+    if isinstance(how, Recompute) and buffer.obstacle:
         raise PlanError(f"{buffer.name} cannot be recomputed: {buffer.obstacle}; keep or offload it")
-    if how.startswith("encode:"):
-        codec = codec_of(how)
-        if moves(how) and codec in ("sign", "sparse"):
+    if isinstance(how, Encode):
+        codec = how.codec
+        if how.offloads and codec in ("sign", "sparse"):
             reason = "how large it becomes is in the data" if codec == "sparse" else "its bits stay with its operation"
             raise PlanError(f"{buffer.name} cannot leave as {codec}: {reason}; write encode:{codec} or offload")
         if codec not in CODECS:
@@ -267,15 +268,15 @@ def check_policy(buffer: Buffer, how: str) -> None:
                 f"{buffer.name} cannot be encoded as window: these are no indices of a max pool over at most "
                 f"{PIXELS} pixels each; keep or offload it"
             )
-    if buffer.opaque and how != "keep":
+    if buffer.opaque and not isinstance(how, Keep):
         raise PlanError(f"{buffer.name} is kept by a part that must stay whole; keep it")
 
 
-def room_below(buffer: Buffer, policy: str) -> int:
+def room_below(buffer: Buffer, policy: Policy) -> int:
     """Bytes that a buffer takes where it goes: whole, or the two or three pieces of its smaller form."""
-    if not codec_of(policy):
+    if not policy.codec:
         return Arena.rounded(buffer.bytes)
-    return Arena.rounded(held_bytes(buffer, policy)[0]) + 2 * Arena.rounded(1)
+    return Arena.rounded(held_bytes(buffer, policy.codec)[0]) + 2 * Arena.rounded(1)
 
 
 def _window(graph: Graph, steps: Mapping[str, Step], buffer: Buffer, model: nn.Module) -> PoolWindow | None:

@@ -25,7 +25,7 @@ from outcore.memory.encode.codecs import Encoded, NonZeros, PoolWindow, encode
 from outcore.memory.offload.backends import Backend, OffloadedBuffer
 from outcore.memory.offload.encoded_offload import EncodedBuffer
 from outcore.memory.replay.replay_recompute import BufferRecompute
-from outcore.ops.encoding import codec_of, moves
+from outcore.policies import Keep, Offload, Policy, Recompute
 
 if TYPE_CHECKING:
     from outcore.memory.replay.replay_forward import ReplayPass
@@ -138,7 +138,7 @@ class ReplayBuffer:
     def __init__(
         self,
         name: str,
-        policy: str,
+        policy: Policy,
         owner: ReplayPass,
         *,
         dependents: int = 0,
@@ -184,34 +184,34 @@ class ReplayBuffer:
         memory = self.memory
         if memory is not None and not self.saved:
             self.version = memory._version
-        if memory is None or self.policy == "keep" or not self.uses:
+        if memory is None or isinstance(self.policy, Keep) or not self.uses:
             self.memory = memory if self.uses else None
             return
-        if memory._version != self.version and self.policy != "recompute":
+        if memory._version != self.version and not isinstance(self.policy, Recompute):
             self.spoiled = True
             return
         if self.window is not None and not _fills(memory):
             return
-        if self.policy == "offload" and tier is not None and memory.device.type != tier.device.type:
+        if isinstance(self.policy, Offload) and tier is not None and memory.device.type != tier.device.type:
             return  # below the device already: attention keeps the seed of its dropout on the host
         self.away = True
-        if self.policy == "offload":
+        if isinstance(self.policy, Offload):
             assert tier is not None
             self.trip = tier.evict(raw(memory))
             return  # the memory is held until the copy is over
-        if codec := codec_of(self.policy):
+        if codec := self.policy.codec:
             survey = self.survey[0] if self.survey is not None and self.survey[1] == memory._version else None
             self.coded = encode(codec, raw(memory, memory.dtype), indices=memory, window=self.window, survey=survey)
             self.survey = None
             self.dtype = torch.int8 if codec == "sign" else None
-        if self.coded is not None and moves(self.policy) and tier is not None:
+        if self.coded is not None and self.policy.offloads and tier is not None:
             self.trip = EncodedBuffer(self.coded, tier, raw, _like)
             self.coded = None
         self.memory = None
 
     def left(self) -> None:
         """The copy out is over, for whatever comes next."""
-        if self.trip is not None and (self.memory is not None or codec_of(self.policy)):
+        if self.trip is not None and (self.memory is not None or self.policy.codec):
             self.trip.wait_out()
             self.memory = None
 

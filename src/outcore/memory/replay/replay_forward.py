@@ -23,7 +23,6 @@ from outcore.memory.replay.compile_policies import CompiledRecording, ReplayBuff
 from outcore.memory.replay.replay_buffer import Geometry, ReplayBuffer, SavedHandle, over
 from outcore.memory.replay.replay_recompute import States, generator_states
 from outcore.memory.saved_tensors.recompute_batch_norm import BatchNormCall, Statistics
-from outcore.ops.encoding import moves
 
 if TYPE_CHECKING:
     from outcore.memory.param_offload.offloader import StateOffloader
@@ -226,7 +225,7 @@ class _Tape(Tape):
             rerun=plan.rerun,
             window=plan.window,
         )
-        if moves(plan.policy):
+        if plan.policy.offloads:
             self.owner.waiting[plan.buffer] = weakref.ref(cell)
         return cell
 

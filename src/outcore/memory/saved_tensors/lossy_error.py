@@ -27,8 +27,9 @@ from outcore.graph.record.preserve import ModelState, state_tensors
 from outcore.graph.structure import leaves
 from outcore.machine.units import format_bytes
 from outcore.memory.saved_tensors.managed_forward import ManagedForward
-from outcore.ops.encoding import LOSSY, codec_of, held_bytes
+from outcore.ops.encoding import LOSSY, held_bytes
 from outcore.planner.memory.plan import MemoryPlan
+from outcore.policies import KEEP, OFFLOAD, Policies, Policy
 
 __all__ = ["Deviation", "LossyEffect", "effect_on_gradients", "gradient_effect", "lossy_buffers"]
 
@@ -100,9 +101,9 @@ def gradient_effect(model: nn.Module) -> LossyEffect | None:
     return _FOUND.get(model)
 
 
-def lossy_buffers(policy: Mapping[str, str]) -> dict[str, str]:
+def lossy_buffers(policy: Policies) -> dict[str, str]:
     """Buffer -> codec, for what a plan holds in fewer bits than it has."""
-    codecs = {name: codec_of(how) for name, how in policy.items()}
+    codecs = {name: how.codec for name, how in policy.items()}
     return {name: codec for name, codec in codecs.items() if codec in LOSSY}
 
 
@@ -132,7 +133,7 @@ def effect_on_gradients(
     buffers = plan.keeping.buffers
     codecs = {codec: sum(c == codec for c in lossy.values()) for codec in LOSSY}
     whole = sum(buffers[name].bytes for name in lossy)
-    held = sum(held_bytes(buffers[name], plan.policy[name])[0] for name in lossy)
+    held = sum(held_bytes(buffers[name], codec)[0] for name, codec in lossy.items())
     rows: tuple[Deviation, ...] = ()
     total: Deviation | None = None
     if not any(t.is_meta or isinstance(t, FakeTensor) for _, t in leaves((args, kwargs), torch.Tensor)):
@@ -145,20 +146,20 @@ def effect_on_gradients(
     return effect
 
 
-def _exactly(plan: MemoryPlan) -> dict[str, str]:
+def _exactly(plan: MemoryPlan) -> dict[str, Policy]:
     """The plan with its lossy buffers exact: under a budget moved below the device where they can be, else kept."""
     keeping, policy = plan.keeping, plan.policy
     found = dict(policy)
     for name in lossy_buffers(policy):
-        movable = plan.budget_bytes is not None and "offload" in keeping.choices(keeping.buffers[name])
-        found[name] = "offload" if movable else "keep"
+        movable = plan.budget_bytes is not None and OFFLOAD in keeping.choices(keeping.buffers[name])
+        found[name] = OFFLOAD if movable else KEEP
     return found
 
 
 def _gradients(
     managed_forward: ManagedForward,
     graph: Graph,
-    policy: Mapping[str, str],
+    policy: Policies,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     loss: Callable[[Any], torch.Tensor] | None,

@@ -25,6 +25,7 @@ from outcore.memory.saved_tensors.settings import Settings
 from outcore.planner.memory.memory_format import MemoryFormat
 from outcore.planner.memory.plan import MemoryPlan, plan_memory
 from outcore.planner.memory.state_policy import StatePolicy
+from outcore.policies import Policy
 
 __all__ = ["CallProposal", "propose"]
 
@@ -99,7 +100,7 @@ def _plan(
     """Policies for a graph: those there are, if they fit it, else new ones."""
     budget, by_hand = settings.budget_bytes, _by_memory(settings.policy, graph)
 
-    def planned(policy: dict[str, str] | None, states: tuple[StatePolicy, ...] = settings.states) -> MemoryPlan:
+    def planned(policy: dict[str, Policy] | None, states: tuple[StatePolicy, ...] = settings.states) -> MemoryPlan:
         return plan_memory(
             graph,
             costs,
@@ -158,7 +159,7 @@ def _against_plain(order: MemoryFormat, graph: Graph, costs: Costs, settings: Se
     return replace(order, plain_s=plain.keeping.plain_s, plain_bytes=plain.plain_bytes)
 
 
-def _by_memory(policy: dict[str, str] | None, graph: Graph) -> dict[str, str] | None:
+def _by_memory(policy: dict[str, Policy] | None, graph: Graph) -> dict[str, Policy] | None:
     """Policies by the first value in each memory: which one that is depends on what is fused."""
     if policy is None:
         return None
@@ -166,7 +167,7 @@ def _by_memory(policy: dict[str, str] | None, graph: Graph) -> dict[str, str] | 
     return {(values[name].alias_of if name in values else None) or name: how for name, how in policy.items()}
 
 
-def _applicable(policy: dict[str, str], graph: Graph) -> dict[str, str]:
+def _applicable(policy: dict[str, Policy], graph: Graph) -> dict[str, Policy]:
     """The policies of values that the graph has too."""
     return {name: how for name, how in policy.items() if name.partition("~")[0] in {*graph.values, *graph.calls}}
 

@@ -24,8 +24,8 @@ from outcore.graph.record.recording import Ref
 from outcore.graph.structure import leaves
 from outcore.memory.replay.compile_policies import check_policy, room_below
 from outcore.memory.saved_tensors.recompute_batch_norm import NORMS, BatchNormRecompute
-from outcore.ops.encoding import codec_of, moves
 from outcore.planner.memory.copy_schedule import CopySchedule
+from outcore.policies import KEEP, OFFLOAD, OFFLOAD_EARLY, Keep, Policies, Policy, Recompute
 
 __all__ = ["BufferPlan", "CallPlan", "ModulePlans", "PolicyTable", "compile_policies"]
 
@@ -35,7 +35,7 @@ class BufferPlan:
     """What is to be done with one buffer."""
 
     name: str
-    policy: str
+    policy: Policy
     bytes: int
     copy_of: str = ""
     """For a copy in another type that an operation makes of an argument: the path of that argument."""
@@ -121,7 +121,7 @@ def compile_policies(
     graph: Graph,
     model: nn.Module,
     buffers: Mapping[str, Buffer],
-    policy: Mapping[str, str],
+    policy: Policies,
     transfers: CopySchedule | None = None,
     *,
     reassociated: bool = False,
@@ -147,7 +147,7 @@ class _Compiler:
         graph: Graph,
         model: nn.Module,
         buffers: Mapping[str, Buffer],
-        policy: Mapping[str, str],
+        policy: Policies,
         transfers: CopySchedule | None,
     ) -> None:
         self.graph, self.model, self.buffers = graph, model, buffers
@@ -163,20 +163,20 @@ class _Compiler:
                 raise PlanError(f"the plan names {name}, which is no memory of {graph.root.type}")
             check_policy(buffer, how)
         self.refuse_signs_that_others_need(policy)
-        planned = {n: "offload" if how == "offload:early" else how for n, how in policy.items()}
+        planned = {n: OFFLOAD if how == OFFLOAD_EARLY else how for n, how in policy.items()}
         for buffer in buffers.values():
             if buffer.kind == "value" and buffer.shapes:
-                planned.setdefault(buffer.name, "keep")
+                planned.setdefault(buffer.name, KEEP)
         for name, how in planned.items():
-            if how != "keep" or buffers[name].shapes:  # what others are made from is held by them
+            if not isinstance(how, Keep) or buffers[name].shapes:  # what others are made from is held by them
                 self.add(buffers[name], how)
 
-    def refuse_signs_that_others_need(self, policy: Mapping[str, str]) -> None:
+    def refuse_signs_that_others_need(self, policy: Policies) -> None:
         """A value of which only signs are kept cannot be what another is made from."""
         for name, how in policy.items():
-            sources = self.buffers[name].sources if how == "recompute" else ()
+            sources = self.buffers[name].sources if isinstance(how, Recompute) else ()
             for source in sources:
-                if policy.get(source) == "encode:sign":
+                if policy.get(source, KEEP).codec == "sign":
                     raise PlanError(
                         f"{source} cannot be encoded as sign: another value is made from it; keep or offload it"
                     )
@@ -189,29 +189,29 @@ class _Compiler:
             self.calls[name] = CallPlan(name, block.type, self.positions[name])
         return self.calls[name]
 
-    def add(self, buffer: Buffer, how: str) -> None:
+    def add(self, buffer: Buffer, how: Policy) -> None:
         """One buffer with its policy."""
-        copied = self.argument(buffer) if buffer.copy_of and how == "recompute" else ""
+        copied = self.argument(buffer) if buffer.copy_of and isinstance(how, Recompute) else ""
         plan = BufferPlan(buffer.name, how, buffer.bytes, copied)
         maker = self.at(buffer.born)
         if buffer.kind == "derived":
             maker.derived[int(buffer.name.rpartition("~")[2])] = plan
-            maker.windows |= codec_of(how) == "window"
+            maker.windows |= how.codec == "window"
         else:
             path = buffer.name[len(maker.name) + 1 :]
             maker.born["" if path == "out" else path] = plan
             self.at(buffer.last).leaving.append(buffer.name)
-            if codec_of(how) == "sparse" and buffer.done < buffer.last:
+            if how.codec == "sparse" and buffer.done < buffer.last:
                 self.at(buffer.done).counted.append(buffer.name)
         for place in buffer.shapes:
             self.at(place).shape_only.add(buffer.name)
         for place in buffer.savers:
             self.at(place).saves = True
-            self.at(place).signs |= how == "encode:sign"
-        if how == "recompute" and not buffer.copy_of:
+            self.at(place).signs |= how.codec == "sign"
+        if isinstance(how, Recompute) and not buffer.copy_of:
             for writer in buffer.writers:
                 self.at(writer).records = True
-        if moves(how):
+        if how.offloads:
             self.bytes += room_below(buffer, how)
             self.move(buffer)
 

@@ -23,6 +23,7 @@ from outcore.memory.offload.backends import Backend
 from outcore.memory.replay.replay_buffer import Geometry, ReplayBuffer, as_it_lay, graph_is_kept
 from outcore.memory.saved_tensors.recompute import RecordedCall
 from outcore.memory.saved_tensors.recompute_batch_norm import BatchNormCall, Statistics
+from outcore.policies import KEEP, Keep, Policy, Recompute
 
 if TYPE_CHECKING:
     from outcore.memory.encode.codecs import PoolWindow
@@ -37,7 +38,7 @@ class SavedBuffer(ReplayBuffer):
     owner: SavedBuffers  # type: ignore[assignment]
 
     def __init__(
-        self, name: str, policy: str, owner: SavedBuffers, *, derived: bool = False, window: PoolWindow | None = None
+        self, name: str, policy: Policy, owner: SavedBuffers, *, derived: bool = False, window: PoolWindow | None = None
     ) -> None:
         self.name, self.policy, self.owner, self.window = name, policy, owner, window
         self.uses, self.derived = 0, derived
@@ -62,28 +63,28 @@ class SavedBuffer(ReplayBuffer):
 
     def wrote(self, call: RecordedCall | None) -> None:
         """A call has written it; none for one that cannot be repeated."""
-        if self.policy != "recompute":
+        if not isinstance(self.policy, Recompute):
             return
         if call is None:
             self.keep()
             return
         self.writers.append(call)
         for source in self._sources(call):
-            if source.policy == "encode:sign":
-                source.policy = "keep"
+            if source.policy.codec == "sign":
+                source.policy = KEEP
             source.uses += 1
 
     def keep(self) -> None:
         """It stays where it is: its writers are not needed."""
-        self.policy = "keep"
+        self.policy = KEEP
         self._forget_writers()
 
     def leave(self, tier: Backend | None) -> None:
         """Its last use in forward is over."""
         self.has_left = True
-        if self.policy == "recompute" and not self.writers:
-            self.policy = "keep"
-        if not self.uses or self.policy == "keep":
+        if isinstance(self.policy, Recompute) and not self.writers:
+            self.policy = KEEP
+        if not self.uses or isinstance(self.policy, Keep):
             self._forget_writers()
         if self.memory is not None and not self.derived:
             self.version = 0 if self.memory.is_inference() else self.memory._version
@@ -92,10 +93,10 @@ class SavedBuffer(ReplayBuffer):
 
     def rescue(self) -> None:
         """What it is made from is about to be overwritten: bring it back now, and keep it."""
-        if self.policy != "recompute" or self.memory is not None or not self.writers:
+        if not isinstance(self.policy, Recompute) or self.memory is not None or not self.writers:
             return
         memory = self.bring_back()
-        self.away, self.policy = False, "keep"
+        self.away, self.policy = False, KEEP
         self.version, self.rescued = memory._version, True
         self._forget_writers()
 

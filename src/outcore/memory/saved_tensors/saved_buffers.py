@@ -27,8 +27,8 @@ from outcore.memory.saved_tensors.policy_table import BufferPlan, CallPlan, Poli
 from outcore.memory.saved_tensors.recompute import RecordedCall, cast_of
 from outcore.memory.saved_tensors.recompute_batch_norm import NORMS, RELUS, BatchNormCall
 from outcore.memory.saved_tensors.saved_buffer import SavedBuffer
-from outcore.ops.encoding import codec_of, moves
 from outcore.ops.recomputable import need
+from outcore.policies import KEEP, Recompute
 
 if TYPE_CHECKING:
     from outcore.memory.param_offload.offloader import StateOffloader
@@ -107,13 +107,14 @@ class SavedBuffers:
         if address in self.at or tensor.is_inference():
             return
         policy = plan.policy
-        if policy == "recompute" and (call is None or storage.nbytes() != tensor.numel() * tensor.element_size()):
-            policy = "keep"
+        whole = storage.nbytes() == tensor.numel() * tensor.element_size()
+        if isinstance(policy, Recompute) and (call is None or not whole):
+            policy = KEEP
         cell = self._cells[plan.name] = SavedBuffer(plan.name, policy, self)
         cell.path, cell.lay = path, Geometry.of(tensor)
         cell.born(tensor)
         self.at[address] = cell
-        if policy == "recompute":
+        if isinstance(policy, Recompute):
             assert call is not None
             if not call.arguments and name in _FACTORIES:
                 call.kwargs = {**call.kwargs, "device": tensor.device, "dtype": tensor.dtype}
@@ -121,7 +122,7 @@ class SavedBuffers:
             self.note_reader(cell, call)
             if name in NORMS:
                 self._note_norm(cell, tensor, name, call)
-        elif moves(policy):
+        elif policy.offloads:
             self.waiting[plan.name] = weakref.ref(cell)
 
     def note_reader(self, cell: SavedBuffer, call: RecordedCall) -> None:
@@ -166,8 +167,8 @@ class SavedBuffers:
             assert tensor is not None
             address = tensor.untyped_storage().data_ptr()
             if (cell := self.at.get(address)) is not None:
-                if cell.policy == "encode:sign" and not (plan.signs and name in RELUS):
-                    cell.policy = "keep"
+                if cell.policy.codec == "sign" and not (plan.signs and name in RELUS):
+                    cell.policy = KEEP
                 if cell.name in shapes:
                     handle.keep_shape(cell)
                 else:
@@ -200,13 +201,13 @@ class SavedBuffers:
         window: PoolWindow | None,
     ) -> SavedBuffer | None:
         """A cell for what an operation derives for its backward, if that is what the plan means."""
-        codec = codec_of(plan.policy)
+        codec = plan.policy.codec
         if codec == "window" and (window is None or tensor.dtype is not torch.int64):
             return None
         if codec == "bits" and not (tensor.dtype is torch.bool or tensor.is_floating_point()):
             return None
         cell = SavedBuffer(plan.name, plan.policy, self, derived=True, window=window if codec == "window" else None)
-        if plan.policy == "recompute":
+        if isinstance(plan.policy, Recompute):
             call = cast_of(plan.copy_of, args, kwargs, self.at, moves=self.keeper is not None)
             if call is None or not self._is_cast(plan.name, call, tensor):
                 return None
@@ -215,7 +216,7 @@ class SavedBuffers:
             self.note_reader(cell, call)
         cell.born(tensor)
         self._cells[plan.name] = cell
-        if moves(plan.policy):
+        if plan.policy.offloads:
             self.waiting[plan.name] = weakref.ref(cell)
         return cell
 
@@ -270,7 +271,7 @@ class SavedBuffers:
             return
         address = tensor.untyped_storage().data_ptr()
         cell = self.at.get(address)
-        if cell is not None and cell is not by and cell.policy == "recompute":
+        if cell is not None and cell is not by and isinstance(cell.policy, Recompute):
             cell.keep()
         if (readers := self._readers.pop(address, None)) is not None:
             for reader in filter(None, (reference() for reference in readers)):

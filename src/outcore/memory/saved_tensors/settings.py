@@ -13,6 +13,7 @@ from outcore.planner.memory.buckets import OffloadableParams
 from outcore.planner.memory.memory_format import MemoryFormat
 from outcore.planner.memory.plan import MemoryPlan
 from outcore.planner.memory.state_policy import StatePolicy
+from outcore.policies import Policy
 
 __all__ = ["PlannedCall", "Settings"]
 
@@ -25,7 +26,7 @@ class Settings:
     optimizer: OptimizerCost
     reserved_bytes: int = 0
     """To leave free throughout, for what predictions are known to miss."""
-    policy: dict[str, str] | None = None
+    policy: dict[str, Policy] | None = None
     """Chosen by hand."""
     search_s: float = 1.0
     """For each part of a search for policies."""

@@ -32,8 +32,9 @@ from outcore.cost.costs import CallCost, Costs
 from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.cost.predicted.step_memory import MemoryCurve, memory_curve
 from outcore.graph import Graph
-from outcore.ops.encoding import codec_for, held_bytes, moves
+from outcore.ops.encoding import codec_for, held_bytes
 from outcore.planner.memory.copy_schedule import CopySchedule, OffloadTarget, schedule_transfers
+from outcore.policies import KEEP, OFFLOAD, OFFLOAD_EARLY, RECOMPUTE, Encode, Keep, Offload, Policies, Policy, Recompute
 
 __all__ = ["StepModel", "StepUnderPolicies"]
 
@@ -149,7 +150,7 @@ class StepModel:
             if buffer.savers and not self.choices(buffer):
                 _add(moment, gone, self.backward_at[min(buffer.savers)], buffer.bytes)
                 continue
-            least = self._held(buffer, f"encode:{codec}")[1] if (codec := codec_for(buffer)) else buffer.bytes
+            least = self._held(buffer, Encode(codec))[1] if (codec := codec_for(buffer)) else buffer.bytes
             for i in buffer.savers:
                 _add(moment, self.backward_at[i], self.backward_at[i], least)
             for i in buffer.shapes & self.own_pools.keys():
@@ -157,18 +158,18 @@ class StepModel:
         curve = self.base + np.cumsum(moment[:-1])
         return int(curve.max()), int(curve.argmax())
 
-    def choices(self, buffer: Buffer) -> list[str]:
+    def choices(self, buffer: Buffer) -> list[Policy]:
         """The policies a buffer can have beside keep, all of them exact."""
-        found = []
+        found: list[Policy] = []
         if (buffer.kind == "value" or buffer.copy_of) and not buffer.obstacle and (self.draws or not buffer.drawn):
-            found.append("recompute")
+            found.append(RECOMPUTE)
         if (codec := codec_for(buffer)) is not None:
-            found.append(f"encode:{codec}")
+            found.append(Encode(codec))
         if self.tier is not None and buffer.savers and buffer.bytes >= self.tier.least_bytes and buffer.need == "full":
-            found += ["offload", "offload:early"]
+            found += [OFFLOAD, OFFLOAD_EARLY]
         return found if buffer.kind != "given" and not buffer.opaque else []
 
-    def evaluate(self, policy: Mapping[str, str]) -> StepUnderPolicies:
+    def evaluate(self, policy: Policies) -> StepUnderPolicies:
         """The step under an assignment; buffers that are not in it are kept.
 
         The search does little else, so what is kept as the plain step keeps it is counted once (`_kept`), and only what
@@ -183,11 +184,11 @@ class StepModel:
         room: dict[int, int] = {}
         extra_s, recomputed, moved = 0.0, {}, []
         backward_at, saved_last = self.backward_at, self._saved_at[1]
-        silent = {i for i, name in self.own_pools.items() if policy.get(name) == "encode:window"}
+        silent = {i for i, name in self.own_pools.items() if policy.get(name, KEEP).codec == "window"}
         for row in rows:
             name = row[0]
-            how = policy.get(name, "keep")
-            if how == "keep" and name not in changed and name not in always:
+            how = policy.get(name, KEEP)
+            if isinstance(how, Keep) and name not in changed and name not in always:
                 continue
             _, buffer, gone, size = row
             shapes = buffer.shapes
@@ -199,10 +200,10 @@ class StepModel:
             if not shapes and name in saved_last:
                 _add(moment, gone, backward_at[saved_last[name]], -size)  # as it was counted before
             begins, ends = backward_at[first[name]], backward_at[last[name]]
-            if how == "keep":
+            if isinstance(how, Keep):
                 begins = gone
                 _add(moment, gone, ends, size)
-            elif how == "recompute":
+            elif isinstance(how, Recompute):
                 extra_s += buffer.again_s
                 recomputed[name] = (first[name], last[name])
                 if buffer.savers or ends > begins:
@@ -215,7 +216,7 @@ class StepModel:
                         entry[begins] = size + way
                 if buffer.workspace_bytes > room.get(begins, 0):
                     room[begins] = buffer.workspace_bytes
-            elif how.startswith("offload"):
+            elif isinstance(how, Offload):
                 moved.append((buffer, first[name]))
                 _add(moment, gone, ends, size)
             else:
@@ -224,7 +225,7 @@ class StepModel:
                 _add(moment, begins, ends, whole)
                 room[begins] = max(room.get(begins, 0), small)  # both forms, while it is decoded
                 extra_s += self._coding_s(buffer, how)
-                if moves(how):
+                if how.offloads:
                     moved.append((replace(buffer, bytes=small), first[name]))
             if shapes:
                 for i in shapes - silent:
@@ -233,7 +234,7 @@ class StepModel:
         transfers = None
         if moved:
             assert self.tier is not None
-            early = {b.name for b, _ in moved if policy[b.name] == "offload:early"}
+            early = {b.name for b, _ in moved if policy[b.name] == OFFLOAD_EARLY}
             transfers = schedule_transfers(self, moved, recomputed, self.tier, early)
             if transfers.stall_s == float("inf"):  # more than there is room for below the device
                 return StepUnderPolicies(float("inf"), 2**62, self.base, float("inf"))
@@ -261,13 +262,13 @@ class StepModel:
         always = frozenset(buffer.name for buffer, _ in self.rows if buffer.shapes)
         return moment, always, [(buffer.name, buffer, gone, buffer.bytes) for buffer, gone in self.rows]
 
-    def resolved(self, policy: Mapping[str, str]) -> dict[str, str]:
+    def resolved(self, policy: Policies) -> dict[str, Policy]:
         """The assignment without what has no effect: only buffers that are needed, and only what is not kept."""
         first, _, _ = self._needs(policy)
         found = {}
         for name in first:
-            how, buffer = policy.get(name, "keep"), self.buffers[name]
-            if buffer.kind != "given" and (how != "keep" or not buffer.savers):
+            how, buffer = policy.get(name, KEEP), self.buffers[name]
+            if buffer.kind != "given" and (not isinstance(how, Keep) or not buffer.savers):
                 found[name] = how
         return {name: found[name] for name in self.buffers if name in found}
 
@@ -277,13 +278,13 @@ class StepModel:
         saved = {name: buffer.savers for name, buffer in self.buffers.items() if buffer.savers}
         return {name: max(at) for name, at in saved.items()}, {name: min(at) for name, at in saved.items()}
 
-    def _needs(self, policy: Mapping[str, str]) -> tuple[dict[str, int], dict[str, int], set[str]]:
+    def _needs(self, policy: Policies) -> tuple[dict[str, int], dict[str, int], set[str]]:
         """Where each buffer is needed first and last in backward (positions of calls: backward counts down), and which
         are needed otherwise than if nothing is made again."""
         at_first, at_last = self._saved_at
         first, last, changed = at_first.copy(), at_last.copy(), set[str]()
         for name, sources in self._newest_sources:
-            if policy.get(name) != "recompute" or (start := first.get(name)) is None:
+            if not isinstance(policy.get(name), Recompute) or (start := first.get(name)) is None:
                 continue
             for source in sources:
                 if first.get(source, -1) < start:
@@ -299,28 +300,31 @@ class StepModel:
         """What can be made again, and from what, the newest first."""
         return [(buffer.name, buffer.sources) for buffer in self.newest_first]
 
-    def _on_the_way(self, name: str, policy: Mapping[str, str]) -> bool:
+    def _on_the_way(self, name: str, policy: Policies) -> bool:
         """Whether a buffer is made again only to make others from it."""
         buffer = self.buffers[name]
-        return not buffer.savers and buffer.kind == "value" and policy.get(name) == "recompute"
+        return not buffer.savers and buffer.kind == "value" and isinstance(policy.get(name), Recompute)
 
-    def _torn(self, policy: Mapping[str, str], first: Mapping[str, int]) -> bool:
+    def _torn(self, policy: Policies, first: Mapping[str, int]) -> bool:
         """Whether something is to be made from a buffer of which only signs are kept."""
-        if "encode:sign" not in policy.values():
+        if not self._any_signs:
             return False
-        made = [self.buffers[n] for n, how in policy.items() if how == "recompute" and n in first]
-        return any(policy.get(source) == "encode:sign" for buffer in made for source in buffer.sources)
+        made = [self.buffers[n] for n, how in policy.items() if isinstance(how, Recompute) and n in first]
+        return any(policy.get(source, KEEP).codec == "sign" for buffer in made for source in buffer.sources)
 
-    def _held(self, buffer: Buffer, how: str) -> tuple[int, int]:
+    @cached_property
+    def _any_signs(self) -> bool:
+        """Whether any buffer could be kept as signs alone."""
+        return any(codec_for(buffer) == "sign" for buffer in self.buffers.values())
+
+    def _held(self, buffer: Buffer, how: Policy) -> tuple[int, int]:
         """Bytes of a buffer in between, and when backward needs it."""
-        small, whole = held_bytes(buffer, how)
-        return small, small if how == "encode:window" and buffer.born in self.own_pools else whole
+        small, whole = held_bytes(buffer, how.codec)
+        return small, small if how.codec == "window" and buffer.born in self.own_pools else whole
 
-    def _coding_s(self, buffer: Buffer, how: str) -> float:
+    def _coding_s(self, buffer: Buffer, how: Policy) -> float:
         """Time to encode and decode: each passes over the memory once, where that is not part of an operation."""
-        inside = self.costs.device_kind == "cuda" and (
-            how == "encode:sign" or self._held(buffer, how)[1] < buffer.bytes
-        )
+        inside = self.costs.device_kind == "cuda" and (how.codec == "sign" or self._held(buffer, how)[1] < buffer.bytes)
         return 0.0 if inside else 2.5 * buffer.bytes / self.memory_bytes_per_s
 
 

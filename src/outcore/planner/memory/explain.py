@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from outcore.machine.units import format_bytes, format_time
 from outcore.planner.memory.evaluate import StepModel
+from outcore.policies import Recompute, kind_of_policy
 
 if TYPE_CHECKING:
     from outcore.planner.memory.plan import MemoryPlan
@@ -58,9 +59,9 @@ def _rows(plan: MemoryPlan, depth: int) -> dict[str, dict[str, float]]:
         buffer = plan.keeping.buffers[name]
         path = plan.keeping.graph.calls[plan.keeping.order[buffer.born]].block.split(".")
         row = rows.setdefault(".".join(path[:depth]), {})
-        kind = how.partition(":")[0]
+        kind = kind_of_policy(how)
         row[kind] = row.get(kind, 0) + (buffer.bytes if buffer.savers else 0)
-        if how == "recompute":
+        if isinstance(how, Recompute):
             row["seconds"] = row.get("seconds", 0.0) + buffer.again_s
     return rows
 

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from outcore.policies import KEEP, Keep, Policy, Recompute
+
 if TYPE_CHECKING:
     from outcore.planner.memory.evaluate import StepUnderPolicies
     from outcore.planner.memory.search import Assignment, PolicySearch
@@ -50,19 +52,19 @@ def perturbed(search: PolicySearch, current: Assignment) -> Assignment:
     return current
 
 
-def _thrown_over(search: PolicySearch, current: Assignment, draw: random.Random) -> dict[str, str]:
+def _thrown_over(search: PolicySearch, current: Assignment, draw: random.Random) -> dict[str, Policy]:
     """The policies with one to three of them changed, mostly expensive ones that are now kept."""
     policy, buffers = dict(current.policy), search.keeping.buffers
-    paid = [n for n in search.keeping.resolved(policy) if policy.get(n, "keep") != "keep"]
+    paid = [n for n in search.keeping.resolved(policy) if not isinstance(policy.get(n, KEEP), Keep)]
     everything = list(search.choices)
     for _ in range(draw.choice((1, 1, 2, 3))):
         if paid and draw.random() < 0.6:
             some = draw.sample(paid, min(3, len(paid)))
-            name = max(some, key=lambda n: buffers[n].again_s if policy.get(n) == "recompute" else 0.0)
+            name = max(some, key=lambda n: buffers[n].again_s if isinstance(policy.get(n), Recompute) else 0.0)
             kept = draw.random() < 0.7
         else:
             name, kept = draw.choice(everything), False
-        policy[name] = "keep" if kept else draw.choice(("keep", *search.choices[name]))
+        policy[name] = KEEP if kept else draw.choice((KEEP, *search.choices[name]))
     return policy
 
 
@@ -74,8 +76,8 @@ def squeezed(search: PolicySearch, current: Assignment) -> Assignment:
         for name, choices in search.choices.items():
             near = _NEAR * current.outcome.peak_bytes
             least, best = 0.999 * _above(current.outcome, near), None
-            for how in ("keep", *choices):
-                if how != current.policy.get(name, "keep"):
+            for how in (KEEP, *choices):
+                if how != current.policy.get(name, KEEP):
                     tried = search.assign({**current.policy, name: how})
                     found = _above(tried.outcome, near)
                     if found < least and tried.outcome.peak_bytes <= current.outcome.peak_bytes:
@@ -96,7 +98,7 @@ def drifted(search: PolicySearch, current: Assignment) -> Assignment:
         failed += 1
         policy = dict(current.policy)
         for name in draw.sample(names, min(len(names), draw.choice((1, 1, 1, 2, 2, 3)))):
-            policy[name] = draw.choice(("keep", *search.choices[name]))
+            policy[name] = draw.choice((KEEP, *search.choices[name]))
         tried = search.assign(policy)
         peak, time_s = current.outcome.peak_bytes, current.outcome.time_s
         lower = tried.outcome.peak_bytes < peak > search.budget and tried.outcome.time_s <= slowest

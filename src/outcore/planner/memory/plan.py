@@ -29,13 +29,14 @@ from outcore.planner.memory.memory_format import MemoryFormat
 from outcore.planner.memory.search import Assignment, fit
 from outcore.planner.memory.state_policy import StatePolicy
 from outcore.planner.memory.state_savings import StateSavings
+from outcore.policies import Policies, Policy, parse_policies, policies_to_json
 from outcore.stage_names import name_stages
 
 __all__ = ["MemoryPlan", "plan_memory"]
 
 _LARGE = 1500
 """Calls of a network whose search may take twice as long as that of a small one."""
-_LEAST: dict[tuple[str, int, bool], Mapping[str, str]] = {}
+_LEAST: dict[tuple[str, int, bool], Policies] = {}
 """Networks whose budget was refused -> the policies of the smallest that was named, which has to do when given."""
 _REMEMBERED = 32
 _FASTER = 0.97
@@ -63,7 +64,7 @@ class MemoryPlan:
     """Of images inside the network."""
 
     @cached_property
-    def policy(self) -> dict[str, str]:
+    def policy(self) -> dict[str, Policy]:
         """What is not kept as autograd would, by the first value in each buffer."""
         return self.keeping.resolved(self.assignment.policy)
 
@@ -100,7 +101,7 @@ class MemoryPlan:
     @property
     def exactness(self) -> Exactness:
         """How the results compare with those of plain training."""
-        if any(how.removeprefix("encode:") in LOSSY for how in self.policy.values()):
+        if any(how.codec in LOSSY for how in self.policy.values()):
             return "lossy"
         return "reassociated" if self.reassociated else "bitwise"
 
@@ -110,7 +111,7 @@ class MemoryPlan:
         return Plan(
             graph=graph.fingerprint,
             stages=name_stages(graph, [list(graph.calls)]),
-            policy=self.policy,
+            policy=policies_to_json(self.policy),
             exactness=self.exactness,
             state=self.state.to_json(),
             memory_order=self.order.name,
@@ -136,14 +137,14 @@ def plan_memory(
     margin: float = 0.0,
     rounding_bytes: int = 0,
     loss_bytes: int = 0,
-    policy: Mapping[str, str] | None = None,
+    policy: Mapping[str, str | Policy] | None = None,
     time_limit_s: float = 1.0,
     states: Sequence[StatePolicy] = (StatePolicy(),),
     offloadable: OffloadableParams | None = None,
     draws: bool = True,
     standing: bool = False,
-    near: Mapping[str, str] | None = None,
-    least: Mapping[str, str] | None = None,
+    near: Policies | None = None,
+    least: Policies | None = None,
 ) -> MemoryPlan:
     """The fastest step within a budget.
 
@@ -194,7 +195,7 @@ def plan_memory(
         keeping.base = base + savings.bytes if savings is not None else base
         moving_s = savings.time_s if savings is not None else 0.0
         if policy is not None:
-            best = _Choice(Assignment(dict(policy), keeping.evaluate(policy)), where, moving_s, keeping.base)
+            best = _Choice(_by_hand(keeping, policy), where, moving_s, keeping.base)
             break
         if best is not None and keeping.plain_s + moving_s > _FASTER * best.time_s:
             continue
@@ -231,6 +232,12 @@ class _Choice:
     @property
     def time_s(self) -> float:
         return self.assignment.outcome.time_s + self.moving_s
+
+
+def _by_hand(keeping: StepModel, policy: Mapping[str, str | Policy]) -> Assignment:
+    """Policies that were given."""
+    policies = parse_policies(policy)
+    return Assignment(policies, keeping.evaluate(policies))
 
 
 def _least(refused: PlanError) -> int:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +29,7 @@ import numpy as np
 from outcore.cost.buffers import Buffer
 from outcore.planner.memory.evaluate import StepModel, StepUnderPolicies
 from outcore.planner.memory.local_search import drifted, perturbed, squeezed
+from outcore.policies import KEEP, OFFLOAD_EARLY, RECOMPUTE, Encode, Keep, Offload, Policies, Policy, Recompute
 
 __all__ = ["Assignment", "PolicySearch", "fit", "smallest"]
 
@@ -47,7 +48,7 @@ _SEGMENTS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48)
 class Assignment:
     """Policies and what a step takes under them."""
 
-    policy: Mapping[str, str]
+    policy: Policies
     outcome: StepUnderPolicies
 
     def fits(self, budget_bytes: int) -> bool:
@@ -60,8 +61,8 @@ def fit(
     budget_bytes: int,
     *,
     time_limit_s: float = 4.0,
-    near: Mapping[str, str] | None = None,
-    least: Mapping[str, str] | None = None,
+    near: Policies | None = None,
+    least: Policies | None = None,
 ) -> Assignment:
     """The fastest assignment within a budget; if there is none, the one with the smallest peak.
 
@@ -115,9 +116,9 @@ class PolicySearch:
         self.keeping, self.budget, self.time_limit_s, self.moving = keeping, budget_bytes, time_limit_s, moving
         self.begin()
         known = {b.name: keeping.choices(b) for b in keeping.buffers.values()}
-        allowed = {n: [c for c in choices if moving or not c.startswith("offload")] for n, choices in known.items()}
+        allowed = {n: [c for c in choices if moving or not isinstance(c, Offload)] for n, choices in known.items()}
         self.choices = {n: choices for n, choices in allowed.items() if choices}
-        self.start = {n: "recompute" for n, c in self.choices.items() if "recompute" in c and not self.saved(n)}
+        self.start = {n: RECOMPUTE for n, c in self.choices.items() if RECOMPUTE in c and not self.saved(n)}
         """Buffers that backward does not need are made again on the way unless it is better to hold them."""
         self.alike, self.repeats = self.grouped(), True
         self.epsilon_s = 1e-4 * max(keeping.plain_s, 1e-9)
@@ -126,11 +127,11 @@ class PolicySearch:
         """From now on there is the whole time."""
         self.end = time.monotonic() + self.time_limit_s
 
-    def allowed(self, policy: Mapping[str, str]) -> dict[str, str]:
+    def allowed(self, policy: Policies) -> dict[str, Policy]:
         """What of an assignment from elsewhere this network can have."""
-        return {n: how for n, how in policy.items() if how == "keep" or how in self.choices.get(n, ())}
+        return {n: how for n, how in policy.items() if isinstance(how, Keep) or how in self.choices.get(n, ())}
 
-    def lowered(self, policy: Mapping[str, str]) -> Assignment | None:
+    def lowered(self, policy: Policies) -> Assignment | None:
         """An assignment brought down to the budget, if that is only a few steps away and costs little."""
         before = self.assign({**self.start, **self.allowed(policy)})
         after = self.descend(before)
@@ -188,7 +189,7 @@ class PolicySearch:
         self.budget = target
         return current
 
-    def assign(self, policy: Mapping[str, str]) -> Assignment:
+    def assign(self, policy: Policies) -> Assignment:
         """Evaluate."""
         return Assignment(policy, self.keeping.evaluate(policy))
 
@@ -212,10 +213,10 @@ class PolicySearch:
             current = self.repeat(current, best, *change)
         return current
 
-    def repeat(self, before: Assignment, after: Assignment, name: str, how: str) -> Assignment:
+    def repeat(self, before: Assignment, after: Assignment, name: str, how: Policy) -> Assignment:
         """Do what helped once to more and more of what is alike, as long as it helps about as much."""
-        old = before.policy.get(name, "keep")
-        rest = [n for n in self.alike[name] if n != name and before.policy.get(n, "keep") == old and self.repeats]
+        old = before.policy.get(name, KEEP)
+        rest = [n for n in self.alike[name] if n != name and before.policy.get(n, KEEP) == old and self.repeats]
         place = self.keeping.buffers[name].born
         rest.sort(key=lambda n: abs(self.keeping.buffers[n].born - place))
         score, count = self.score(before, after), 1
@@ -237,22 +238,22 @@ class PolicySearch:
         over = np.maximum(outcome.curve - self.budget, 0)
         return float(over.sum()) + max(0, outcome.peak_bytes - self.budget)
 
-    def promising(self, current: Assignment) -> list[tuple[str, str]]:
+    def promising(self, current: Assignment) -> list[tuple[str, Policy]]:
         """Choices, those that look best first, by how long a buffer would be away while there is too much."""
         over = np.concatenate([[0.0], np.cumsum(current.outcome.curve > self.budget)])
         keeping = self.keeping
-        down: list[tuple[float, str, str]] = []
-        turned: list[tuple[float, str, str]] = []
-        last: list[tuple[float, str, str]] = []
+        down: list[tuple[float, str, Policy]] = []
+        turned: list[tuple[float, str, Policy]] = []
+        last: list[tuple[float, str, Policy]] = []
         for name, choices in self.choices.items():
-            buffer, how = keeping.buffers[name], current.policy.get(name, "keep")
-            if how == "recompute":
+            buffer, how = keeping.buffers[name], current.policy.get(name, KEEP)
+            if isinstance(how, Recompute):
                 if (span := current.outcome.recomputed.get(name)) is not None:
                     begins, ends = (keeping.backward_at[i] for i in span)
                     weight = (over[ends] - over[begins]) * self.brought_back(buffer, current)
-                    turned += [(weight, name, other) for other in ("keep", *choices) if other != how and weight > 0]
+                    turned += [(weight, name, other) for other in (KEEP, *choices) if other != how and weight > 0]
                 continue
-            if how != "keep" or not buffer.savers:
+            if not isinstance(how, Keep) or not buffer.savers:
                 continue
             gone, back = keeping.forward_at[buffer.last] + 1, keeping.backward_at[max(buffer.savers)]
             moments = over[back] - over[gone] if back > gone else 0.0
@@ -260,9 +261,9 @@ class PolicySearch:
                 continue
             for choice in choices:
                 cost = self.rough_cost_s(buffer, choice, current) + self.epsilon_s
-                (last if choice == "offload:early" else down).append((buffer.bytes * moments / cost, name, choice))
+                (last if choice == OFFLOAD_EARLY else down).append((buffer.bytes * moments / cost, name, choice))
         for found in (down, turned, last):
-            found.sort(reverse=True)
+            found.sort(key=lambda row: (row[0], row[1], str(row[2])), reverse=True)
         half = _TRIED // 2
         best = down[:half] + turned[:half] + down[half:_MOST] + turned[half:_MOST] + last
         return [(name, choice) for _, name, choice in best]
@@ -272,15 +273,15 @@ class PolicySearch:
         made = current.outcome.recomputed
         return buffer.bytes + sum(self.keeping.buffers[s].bytes for s in buffer.sources if s in made)
 
-    def rough_cost_s(self, buffer: Buffer, choice: str, current: Assignment) -> float:
+    def rough_cost_s(self, buffer: Buffer, choice: Policy, current: Assignment) -> float:
         """About what a choice costs."""
-        if choice == "recompute":
+        if isinstance(choice, Recompute):
             on_the_way = [self.keeping.buffers[s] for s in buffer.sources if not self.saved(s)]
             return buffer.again_s + sum(b.again_s for b in on_the_way)
-        if choice == "offload:early":
+        if choice == OFFLOAD_EARLY:
             assert self.keeping.tier is not None
             return 0.5 * buffer.bytes / self.keeping.tier.out_bytes_per_s
-        if choice == "offload":
+        if isinstance(choice, Offload):
             tier, moved = self.keeping.tier, current.outcome.transfers
             assert tier is not None
             busy = moved is not None and moved.stall_s > 0
@@ -289,7 +290,7 @@ class PolicySearch:
 
     # Segments
 
-    def segmented(self) -> Iterator[dict[str, str]]:
+    def segmented(self) -> Iterator[Policies]:
         """Assignments that keep only what crosses a few narrow places."""
         keeping = self.keeping
         values = [b for b in keeping.buffers.values() if b.kind == "value"]
@@ -309,8 +310,8 @@ class PolicySearch:
                 window = crossing[low : max(high, low + 1)]
                 places.add(int(low) + int(window.argmin()))
             kept = {b.name for b in values if any(b.done <= p < b.last for p in places)}
-            yield {n: "recompute" for n, c in self.choices.items() if "recompute" in c and n not in kept} | {
-                n: c[0] for n, c in self.choices.items() if "recompute" not in c and c[0].startswith("encode")
+            yield {n: RECOMPUTE for n, c in self.choices.items() if RECOMPUTE in c and n not in kept} | {
+                n: c[0] for n, c in self.choices.items() if RECOMPUTE not in c and isinstance(c[0], Encode)
             }
 
     # Taking back
@@ -319,7 +320,7 @@ class PolicySearch:
         """Keep again whatever fits, the most time per byte first."""
         needed = self.keeping.resolved(current.policy)
         paid = sorted(
-            (n for n in needed if current.policy.get(n, "keep") != "keep"),
+            (n for n in needed if not isinstance(current.policy.get(n, KEEP), Keep)),
             key=lambda n: (-self.worth(n, current.policy[n]), self.keeping.buffers[n].born),
         )
         waiting: list[list[str]] = []
@@ -329,7 +330,7 @@ class PolicySearch:
         waiting.reverse()
         while waiting and time.monotonic() < self.end:
             names = waiting.pop()
-            tried = self.assign({**current.policy, **dict.fromkeys(names, "keep")})
+            tried = self.assign({**current.policy, **dict.fromkeys(names, KEEP)})
             if tried.fits(self.budget) and tried.outcome.time_s <= current.outcome.time_s:
                 current = tried
             elif len(names) > 1:  # not all of them; the earlier half is worth as much as the later
@@ -337,10 +338,10 @@ class PolicySearch:
                 waiting += [names[half:], names[:half]]
         return current
 
-    def worth(self, name: str, how: str) -> float:
+    def worth(self, name: str, how: Policy) -> float:
         """Seconds per byte that keeping a buffer saves."""
         buffer = self.keeping.buffers[name]
-        seconds = buffer.again_s if how == "recompute" else buffer.bytes / self.keeping.memory_bytes_per_s
+        seconds = buffer.again_s if isinstance(how, Recompute) else buffer.bytes / self.keeping.memory_bytes_per_s
         return seconds / max(buffer.bytes, 1)
 
     def polish(self, current: Assignment) -> Assignment:
@@ -348,14 +349,14 @@ class PolicySearch:
         tabu: set[str] = set()
         while time.monotonic() < self.end:
             needed = self.keeping.resolved(current.policy)
-            paid = [n for n, how in needed.items() if how == "recompute" and n not in tabu]
+            paid = [n for n, how in needed.items() if isinstance(how, Recompute) and n not in tabu]
             if not paid:
                 break
             dearest = max(paid, key=lambda n: self.keeping.buffers[n].again_s)
             tabu.add(dearest)
-            freed = {**current.policy, dearest: "keep"}
+            freed = {**current.policy, dearest: KEEP}
             repaired = self.give_up(self.assign(freed), most=8)
-            if repaired.policy.get(dearest) == "keep" and repaired.fits(self.budget):
+            if isinstance(repaired.policy.get(dearest), Keep) and repaired.fits(self.budget):
                 repaired = self.take_back(repaired)
                 if repaired.outcome.time_s < current.outcome.time_s:
                     current = repaired

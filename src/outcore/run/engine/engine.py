@@ -28,6 +28,7 @@ from outcore.errors import CheckpointError, EngineError
 from outcore.graph.record.preserve import evaluating
 from outcore.job import Job
 from outcore.plan_document import Plan
+from outcore.policies import parse_policies
 from outcore.program import Program, Timeline
 from outcore.run.checkpoint.engine_state import EngineState
 from outcore.run.checkpoint.signals import STOP, SaveSignals
@@ -164,7 +165,7 @@ class Engine:
             if autocast is torch.float16 and loss_scale is None:
                 loss_scale = LossScale()
             if execute is Part.run and self.plan.policy:
-                execute = StagePolicies(self.plan.policy, self.device)
+                execute = StagePolicies(parse_policies(self.plan.policy), self.device)
             self._prepare(loss, execute, reduction, clip_norm, loss_scale)
             if offload_idle and len(self.stages) > 1:
                 self._park()

@@ -8,7 +8,7 @@ of which the memory engine does not know. Nor is what a synchronised norm made: 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 
@@ -21,6 +21,7 @@ from outcore.graph.record.recording import Recording, Step, Tape
 from outcore.memory import CompiledRecording, ReplayPass, prepare
 from outcore.memory.offload.backends import Backend, tier_for
 from outcore.planner.memory.evaluate import StepModel
+from outcore.policies import Policies, Recompute
 from outcore.run.stage.random_draws import RandomDraws
 from outcore.run.stage.stage_module import Part, Values
 
@@ -33,7 +34,7 @@ _ROOM = 8
 class StagePolicies:
     """Runs parts under policies; an `Execute`."""
 
-    def __init__(self, policy: Mapping[str, str], device: torch.device) -> None:
+    def __init__(self, policy: Policies, device: torch.device) -> None:
         self._policy, self._device = policy, device
         self._known: dict[int, tuple[Part, CompiledRecording | None, Backend | None]] = {}
 
@@ -63,7 +64,7 @@ class StagePolicies:
         costs = account(graph)
         buffers = buffers_of(graph, costs)
         bound = {n for n, b in buffers.items() if part.draws_in(b.writers) or _replaced(part, b.writers)}
-        policy = {n: how for n, how in policy.items() if n not in bound or how != "recompute"}
+        policy = {n: how for n, how in policy.items() if n not in bound or not isinstance(how, Recompute)}
         wanted = StepModel(graph, costs, 0.0, None).resolved(policy)
         compiled = prepare(graph, recording, part, buffers, wanted)
         return None if compiled.idle else compiled

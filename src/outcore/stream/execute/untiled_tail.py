@@ -25,6 +25,7 @@ from outcore.graph.structure import leaves
 from outcore.memory.offload.bandwidth import memory_rate
 from outcore.memory.saved_tensors.managed_forward import ManagedForward, Settings
 from outcore.planner.memory.plan import MemoryPlan
+from outcore.policies import parse_policies, policies_to_json
 from outcore.stream.arguments import device_of
 from outcore.stream.plan.prepared import PreparedStream
 
@@ -96,7 +97,7 @@ class UntiledTail(nn.Module):
             if costs is not None and any(call in costs.calls for call in graph.calls):
                 timed = without_gaps(scaled(counted, costs))
             for most in (budget_bytes, None):
-                chosen = None if policy is None else dict(policy)
+                chosen = None if policy is None else parse_policies(policy)
                 settings = Settings(most, OptimizerCost.of(0.0), policy=chosen, search_s=_SEARCH_S)
                 managed_forward = ManagedForward(self, settings, timed)
                 try:
@@ -108,8 +109,8 @@ class UntiledTail(nn.Module):
 
     @property
     def policy(self) -> dict[str, str]:
-        """What is not kept as autograd would, by its own names."""
-        return dict(self._plan.policy) if self._plan is not None else {}
+        """What is not kept as autograd would, by its own names, as a document has it."""
+        return policies_to_json(self._plan.policy) if self._plan is not None else {}
 
     @property
     def slowdown(self) -> float:

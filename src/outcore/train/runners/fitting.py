@@ -18,6 +18,7 @@ from outcore.job import Job
 from outcore.machine.units import format_bytes, parse_bytes
 from outcore.plan_document import Plan
 from outcore.planner.memory.plan import MemoryPlan
+from outcore.policies import kind_of_policy
 from outcore.train.run_folder.folder import RunFolder
 from outcore.train.settings.config import Config
 from outcore.train.settings.precision import computing
@@ -126,7 +127,7 @@ def _within(model: nn.Module, job: Job, config: Config, expected: RunForecast, b
     assert isinstance(plan, MemoryPlan)  # tiles are planned for a slide that is read as it goes, below
     kinds: dict[str, int] = {}
     for how in plan.policy.values():
-        kind = how.partition(":")[0]
+        kind = kind_of_policy(how)
         kinds[kind] = kinds.get(kind, 0) + 1
     shown = ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or "all kept"
     peak = plan.peak_bytes + beside
