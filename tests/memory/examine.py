@@ -33,6 +33,7 @@ from outcore.memory.offload.backends import tier_for
 from outcore.memory.saved_tensors.live_forward import LiveForward
 from outcore.memory.saved_tensors.policy_table import compile_policies
 from outcore.planner.memory.evaluate import StepModel
+from outcore.planner.memory.script import emit
 
 from ..foreign.foreign import Foreign
 from .oracle import LINK, policies, total
@@ -185,8 +186,7 @@ class _Case:
         found: dict[str, list[str]] = {}
         for mode in MODES:
             policy = policies(keeping, mode)
-            outcome = keeping.evaluate(policy)
-            table = compile_policies(graph, self.model, keeping.buffers, keeping.resolved(policy), outcome.transfers)
+            table = compile_policies(graph, self.model, keeping.buffers, emit(keeping, policy))
             tier = tier_for(self.device, table.offloaded_bytes) if table.offloaded_bytes else None
             forward = type(self.model).forward.__get__(self.model)
             try:

@@ -19,6 +19,7 @@ from outcore.memory.saved_tensors.live_forward import LiveForward
 from outcore.memory.saved_tensors.policy_table import compile_policies
 from outcore.planner.memory.copy_schedule import OffloadTarget
 from outcore.planner.memory.evaluate import StepModel
+from outcore.planner.memory.script import emit
 from outcore.policies import KEEP, RECOMPUTE, Encode, Policy
 
 LINK = OffloadTarget(1e11, 1e11, least_bytes=1)
@@ -83,7 +84,7 @@ def compare(
     keeping = StepModel(graph, by_bytes(account(graph), 1e9), 0.0, link)
     policy = policies(keeping, mode, seed)
     outcome = keeping.evaluate(policy)
-    table = compile_policies(graph, model, keeping.buffers, keeping.resolved(policy), outcome.transfers)
+    table = compile_policies(graph, model, keeping.buffers, emit(keeping, policy))
     tensors = [t for _, t in leaves((args, kwargs), torch.Tensor)]
     tier = DiskBackend(table.offloaded_bytes) if table.offloaded_bytes else None
 

@@ -16,7 +16,8 @@ from outcore.memory import ReplayPass, prepare
 from outcore.memory.offload.backends import DiskBackend
 from outcore.planner.memory.copy_schedule import OffloadTarget
 from outcore.planner.memory.evaluate import StepModel
-from outcore.policies import OFFLOAD, Encode
+from outcore.planner.memory.script import emit
+from outcore.policies import OFFLOAD, Encode, parse_policies
 
 from ..foreign.zoo import QUICK, by_name
 from .oracle import LINK, compare, policies
@@ -212,7 +213,7 @@ def test_wrong_policies_are_refused_by_name() -> None:
     keeping = StepModel(graph, account(graph), 0.0, LINK)
 
     def attempt(policy: dict[str, str]) -> None:
-        prepare(graph, graph.executable[1], model, keeping.buffers, policy)  # type: ignore[index]
+        emit(keeping, parse_policies(policy))
 
     with pytest.raises(PlanError, match="needs all of it"):
         attempt({"1#0:out": "encode:sign"})
@@ -246,8 +247,8 @@ def test_what_is_not_on_the_device_does_not_leave_it() -> None:
     graph = outcore.capture(model, (x,))
     assert graph.executable is not None
     keeping = StepModel(graph, by_bytes(account(graph), 1e9), 0.0, LINK)
-    policy = keeping.resolved({"1#0:out": OFFLOAD})
-    compiled = prepare(graph, graph.executable[1], model, keeping.buffers, policy)
+    script = emit(keeping, {"1#0:out": OFFLOAD})
+    compiled = prepare(graph, graph.executable[1], model, keeping.buffers, script)
     tier = DiskBackend(compiled.offloaded_bytes)
     free, tier.device = tier.arena.free_bytes, torch.device("cuda")
     loss = ReplayPass(compiled, model, [x], tier).forward().sum()
@@ -314,7 +315,7 @@ def test_pools_over_windows_wider_than_a_byte_can_tell(way: str) -> None:
     assert Encode("window") not in keeping.choices(keeping.buffers[indices])
     assert graph.executable is not None
     with pytest.raises(PlanError, match="at most 255 pixels each"):
-        prepare(graph, graph.executable[1], model, keeping.buffers, {indices: Encode("window")})
+        emit(keeping, {indices: Encode("window")})
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm2d(4, affine=False), nn.InstanceNorm2d(4, track_running_stats=True)])

@@ -4,8 +4,8 @@ A script is ordered, and its order is its timing: `Run` computes some of the sta
 between two of them happens between them. Copies start where they stand and go on beside the computing; `Wait` is
 where a fetched value must have come back.
 
-    forward   Run(conv1) Run(bn1) Evict(conv1:out) Run(relu1) Encode(relu1:out) …
-    backward  Fetch(conv1:out) Run(…) Decode(relu1:out) Wait(conv1:out) Recompute(bn1:out) Run(bn1, conv1)
+    forward   Run(conv1) Run(bn1) Evict(conv1:out) Drop(bn1:out) Run(relu1) Release(conv1:out) Encode(relu1:out) …
+    backward  Fetch(conv1:out) Run(…) Decode(relu1:out) Wait(conv1:out) Recompute(bn1:out) Run(bn1) Drop(bn1:out) …
 
 A script without `Run` or `Tile` leaves the stage's computing whole: before the first action of a forward, after the
 last of a backward. Whatever is still held for the micro-batch is gone when its backward ends.
@@ -22,10 +22,12 @@ from outcore.errors import ProgramError
 __all__ = [
     "Action",
     "Decode",
+    "Drop",
     "Encode",
     "Evict",
     "Fetch",
     "Recompute",
+    "Release",
     "Run",
     "Script",
     "Tile",
@@ -41,11 +43,33 @@ class Run:
 
     calls: tuple[str, ...]
     time_s: float = 0.0
+    saves: int = 0
+    """Bytes of the values it makes that later actions drop, evict or encode."""
+    bytes: int = 0
+    """What is held while it runs beside such values: weights, gradients, kept values, workspace."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """Copy a value to the slower tier; its memory is free when the copy ends."""
+    """Copy a value to the slower tier; its memory is free when the copy ends, or at its `Release` if it has one."""
+
+    value: str
+    bytes: int = 0
+    released: bool = False
+    """Whether a `Release` follows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Go on when an evicted value is gone; its memory is free from here on."""
+
+    value: str
+    bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Free a value: it will be recomputed, or was needed for the last time."""
 
     value: str
     bytes: int = 0
@@ -107,12 +131,15 @@ class Tile:
     time_s: float = 0.0
 
 
-Action: TypeAlias = Run | Evict | Fetch | Wait | Recompute | Encode | Decode | Tile
+Action: TypeAlias = Run | Evict | Release | Fetch | Wait | Drop | Recompute | Encode | Decode | Tile
 Script: TypeAlias = tuple[Action, ...]
 
 _KINDS: dict[str, Callable[..., Action]] = {
-    kind.__name__.lower(): kind for kind in (Run, Evict, Fetch, Wait, Recompute, Encode, Decode, Tile)
+    kind.__name__.lower(): kind for kind in (Run, Evict, Release, Fetch, Wait, Drop, Recompute, Encode, Decode, Tile)
 }
+
+
+_OMITTED = {"saves", "released"}
 
 
 def action_to_json(action: Action) -> dict[str, Any]:
@@ -120,7 +147,8 @@ def action_to_json(action: Action) -> dict[str, Any]:
     row: dict[str, Any] = {"do": type(action).__name__.lower()}
     for field in fields(action):
         value = getattr(action, field.name)
-        row[field.name] = list(value) if isinstance(value, tuple) else value
+        if field.name not in _OMITTED or value:
+            row[field.name] = list(value) if isinstance(value, tuple) else value
     return row
 
 

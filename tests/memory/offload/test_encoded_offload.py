@@ -46,7 +46,9 @@ def under(plan: dict[str, str]) -> nn.Module:
 def buffers() -> dict[str, str]:
     """What there is to encode, with its codec."""
     plain = outcore.memory_plan(under({}))
-    return {b.name: c for b in plain.keeping.buffers.values() for c in plain.keeping.choices(b) if "encode" in c}
+    return {
+        b.name: c for b in plain.keeping.buffers.values() for c in plain.keeping.choices(b) if isinstance(c, Encode)
+    }
 
 
 def test_exact_forms_that_leave_give_plain_gradients() -> None:

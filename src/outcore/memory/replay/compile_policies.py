@@ -27,11 +27,12 @@ from outcore.memory.op_fusion.banded_conv import in_bands
 from outcore.memory.op_fusion.select import SelectedFusions
 from outcore.memory.replay.replay_recompute import BufferRecompute, compile_rerun
 from outcore.memory.saved_tensors.recompute_batch_norm import BatchNormCall, BatchNormRecompute
-from outcore.ops.encoding import CODECS, PIXELS, codec_for, held_bytes
-from outcore.planner.memory.copy_schedule import CopySchedule
-from outcore.policies import KEEP, OFFLOAD, OFFLOAD_EARLY, Encode, Keep, Policies, Policy, Recompute
+from outcore.ops.encoding import held_bytes
+from outcore.policies import KEEP, Policy, Recompute
+from outcore.program.script import Script
+from outcore.program.script_layout import layout_of
 
-__all__ = ["CompiledRecording", "ReplayBufferPlan", "check_policy", "prepare", "room_below"]
+__all__ = ["CompiledRecording", "ReplayBufferPlan", "prepare", "room_below"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +118,7 @@ def prepare(
     recording: Recording,
     model: nn.Module,
     buffers: Mapping[str, Buffer],
-    policy: Policies,
-    transfers: CopySchedule | None = None,
+    script: tuple[Script, Script],
     *,
     reassociated: bool = False,
     fused: SelectedFusions | None = None,
@@ -130,8 +130,7 @@ def prepare(
         recording: how it runs.
         model: the user's model.
         buffers: of the graph.
-        policy: buffer -> policy, without what has no effect (`Keeping.resolved`).
-        transfers: where copies start and end; without it each is waited for at once.
+        script: of the forward and the backward (`outcore.planner.memory.script`).
         reassociated: whether results may differ by rounding.
         fused: what becomes one operation with its ReLU.
     """
@@ -149,14 +148,14 @@ def prepare(
     def trained(step: Step) -> tuple[str, ...]:
         return tuple(v for v in graph.calls[step.name].inputs if graph.values[v].requires_grad)
 
+    layout = layout_of(*script)
+    policy = layout.policies
     reads: dict[str, list[str]] = {}
     plans: dict[str, ReplayBufferPlan] = {}
     for name, how in policy.items():
         buffer = buffers.get(name)
         if buffer is None:
             raise PlanError(f"the plan names {name}, which is no memory of {graph.root.type}")
-        check_policy(buffer, how)
-        how = OFFLOAD if how == OFFLOAD_EARLY else how
         if not isinstance(how, Recompute):
             plans[name] = ReplayBufferPlan(
                 name, how, window=_window(graph, steps, buffer, model) if how.codec == "window" else None
@@ -172,9 +171,6 @@ def prepare(
             reads.setdefault(source, []).append(value)
         inputs = tuple(v for v in needed if buffers[first(v)].born < 0)
         plans[name] = ReplayBufferPlan(name, how, 0, rerun, sources, inputs)
-    for source in reads:
-        if policy.get(source, KEEP).codec == "sign":
-            raise PlanError(f"{source} cannot be encoded as sign: another value is made from it; keep or offload it")
     shape_only: dict[str, set[str]] = {}
     for buffer in buffers.values():
         for i in buffer.shapes if buffer.kind == "value" else ():
@@ -187,10 +183,9 @@ def prepare(
     derived: dict[str, dict[int, ReplayBufferPlan]] = {}
     leaving: dict[str, list[str]] = {}
     counted: dict[str, list[str]] = {}
-    released: dict[str, list[str]] = {}
-    late: dict[int, list[str]] = {}
-    fetched: dict[int, list[str]] = {}
-    moved = {t.buffer: t for t in transfers.moved} if transfers is not None else {}
+    position = {name: i for i, name in enumerate(order)}
+    late = {position[call]: tuple(names) for call, names in layout.released_before.items()}
+    fetched = {position[call]: tuple(names) for call, names in layout.fetched_before.items()}
     for name, plan in plans.items():
         buffer = buffers[name]
         call = order[buffer.born]
@@ -198,17 +193,9 @@ def prepare(
             derived.setdefault(call, {})[int(name.rpartition("~")[2])] = plan
         else:
             births.setdefault(call, []).append((name, plan))
-            leaving.setdefault(order[buffer.last], []).append(name)
+            leaving.setdefault(layout.leaves_after.get(name, order[buffer.last]), []).append(name)
             if plan.policy.codec == "sparse" and buffer.done < buffer.last:
                 counted.setdefault(order[buffer.done], []).append(name)
-        if plan.policy.offloads:
-            transfer = moved.get(name)
-            phase, place = transfer.wait if transfer is not None else ("forward", buffer.last)
-            if phase == "forward":
-                released.setdefault(order[place], []).append(name)
-            else:
-                late.setdefault(place, []).append(name)
-            fetched.setdefault(transfer.fetch if transfer is not None else max(buffer.savers), []).append(name)
     reruns = [p.rerun for p in plans.values() if p.rerun is not None]
     given = {v: first(v) for p in plans.values() for v in p.inputs}
     views = {v: base for v, base in given.items() if v != base}
@@ -225,20 +212,31 @@ def prepare(
     instead |= merged
     return CompiledRecording(
         recording=recording,
-        positions={name: i for i, name in enumerate(order)},
+        positions=position,
         births={k: tuple(v) for k, v in births.items()},
         derived=derived,
         leaving={k: tuple(v) for k, v in leaving.items()},
         counted={k: tuple(v) for k, v in counted.items()},
-        released={k: tuple(v) for k, v in released.items()},
-        released_late={k: tuple(v) for k, v in late.items()},
-        fetched={k: tuple(v) for k, v in fetched.items()},
+        released={k: tuple(v) for k, v in layout.released_after.items()},
+        released_late=late,
+        fetched=fetched,
         stops=stops,
         shape_only=shape_only,
         noted=noted,
         random=random,
         busy=frozenset(
-            {*births, *derived, *leaving, *counted, *released, *stops, *shape_only, *random, *saving, *makers}
+            {
+                *births,
+                *derived,
+                *leaving,
+                *counted,
+                *layout.released_after,
+                *stops,
+                *shape_only,
+                *random,
+                *saving,
+                *makers,
+            }
         ),
         inputs=frozenset(given.values()),
         views=views,
@@ -248,28 +246,6 @@ def prepare(
         ahead=bool(merged or bands),
         offloaded_bytes=sum(room_below(buffers[n], p.policy) for n, p in plans.items() if p.policy.offloads),
     )
-
-
-def check_policy(buffer: Buffer, how: Policy) -> None:
-    """Refuse a policy that a buffer cannot have."""
-    if isinstance(how, Recompute) and buffer.obstacle:
-        raise PlanError(f"{buffer.name} cannot be recomputed: {buffer.obstacle}; keep or offload it")
-    if isinstance(how, Encode):
-        codec = how.codec
-        if how.offloads and codec in ("sign", "sparse"):
-            reason = "how large it becomes is in the data" if codec == "sparse" else "its bits stay with its operation"
-            raise PlanError(f"{buffer.name} cannot leave as {codec}: {reason}; write encode:{codec} or offload")
-        if codec not in CODECS:
-            raise PlanError(f"policy {how!r} of {buffer.name} is not known; encodings are {', '.join(CODECS)}")
-        if codec == "sign" and buffer.need != "sign":
-            raise PlanError(f"{buffer.name} cannot be encoded as {codec}: its backward needs all of it")
-        if codec == "window" and codec_for(buffer) != "window":
-            raise PlanError(
-                f"{buffer.name} cannot be encoded as window: these are no indices of a max pool over at most "
-                f"{PIXELS} pixels each; keep or offload it"
-            )
-    if buffer.opaque and not isinstance(how, Keep):
-        raise PlanError(f"{buffer.name} is kept by a part that must stay whole; keep it")
 
 
 def room_below(buffer: Buffer, policy: Policy) -> int:

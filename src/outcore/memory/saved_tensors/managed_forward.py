@@ -317,8 +317,7 @@ class ManagedForward:
             found.graph,
             self.model,
             plan.keeping.buffers,
-            plan.policy,
-            plan.outcome.transfers,
+            plan.script,
             reassociated=self.settings.reassociated,
         )
         compiled = None
@@ -328,8 +327,7 @@ class ManagedForward:
                 found.graph.executable[1],
                 self.model,
                 plan.keeping.buffers,
-                plan.policy,
-                plan.outcome.transfers,
+                plan.script,
                 reassociated=self.settings.reassociated,
                 fused=found.fused,
             )

@@ -20,8 +20,8 @@ from outcore.memory.offload.bandwidth import memory_rate, tier_below
 from outcore.memory.op_fusion.profitability import step_s
 from outcore.memory.op_fusion.select import SelectedFusions
 from outcore.memory.plan_cache import known_least, known_policy, remember_least, remember_plan
-from outcore.memory.replay.compile_policies import check_policy
 from outcore.memory.saved_tensors.settings import Settings
+from outcore.planner.memory.applicable import check_policy
 from outcore.planner.memory.memory_format import MemoryFormat
 from outcore.planner.memory.plan import MemoryPlan, plan_memory
 from outcore.planner.memory.state_policy import StatePolicy

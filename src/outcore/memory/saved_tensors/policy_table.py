@@ -22,10 +22,11 @@ from outcore.graph.naming import kind_of, paths
 from outcore.graph.parts import BlockKind
 from outcore.graph.record.recording import Ref
 from outcore.graph.structure import leaves
-from outcore.memory.replay.compile_policies import check_policy, room_below
+from outcore.memory.replay.compile_policies import room_below
 from outcore.memory.saved_tensors.recompute_batch_norm import NORMS, BatchNormRecompute
-from outcore.planner.memory.copy_schedule import CopySchedule
-from outcore.policies import KEEP, OFFLOAD, OFFLOAD_EARLY, Keep, Policies, Policy, Recompute
+from outcore.policies import KEEP, Keep, Policy, Recompute
+from outcore.program.script import Script
+from outcore.program.script_layout import ScriptLayout, layout_of
 
 __all__ = ["BufferPlan", "CallPlan", "ModulePlans", "PolicyTable", "compile_policies"]
 
@@ -121,8 +122,7 @@ def compile_policies(
     graph: Graph,
     model: nn.Module,
     buffers: Mapping[str, Buffer],
-    policy: Policies,
-    transfers: CopySchedule | None = None,
+    script: tuple[Script, Script],
     *,
     reassociated: bool = False,
 ) -> PolicyTable:
@@ -132,11 +132,10 @@ def compile_policies(
         graph: the network that the plan was made for.
         model: the user's model.
         buffers: of the graph.
-        policy: buffer -> policy, without what has no effect (`Keeping.resolved`).
-        transfers: where copies start and end; without it each is waited for at once.
+        script: of the forward and the backward (`outcore.planner.memory.script`).
         reassociated: whether results may differ by rounding.
     """
-    return _Compiler(graph, model, buffers, policy, transfers).table(reassociated)
+    return _Compiler(graph, model, buffers, layout_of(*script)).table(reassociated)
 
 
 class _Compiler:
@@ -147,39 +146,25 @@ class _Compiler:
         graph: Graph,
         model: nn.Module,
         buffers: Mapping[str, Buffer],
-        policy: Policies,
-        transfers: CopySchedule | None,
+        layout: ScriptLayout,
     ) -> None:
         self.graph, self.model, self.buffers = graph, model, buffers
         self.order = list(graph.calls)
         self.positions = {name: i for i, name in enumerate(self.order)}
-        self.moved = {t.buffer: t for t in transfers.moved} if transfers is not None else {}
+        self.layout = layout
         self.calls: dict[str, CallPlan] = {}
-        self.late: dict[int, list[str]] = {}
-        self.fetched: dict[int, list[str]] = {}
         self.bytes = 0
-        for name, how in policy.items():
-            if (buffer := buffers.get(name)) is None:
+        for name in layout.policies:
+            if name not in buffers:
                 raise PlanError(f"the plan names {name}, which is no memory of {graph.root.type}")
-            check_policy(buffer, how)
-        self.refuse_signs_that_others_need(policy)
-        planned = {n: OFFLOAD if how == OFFLOAD_EARLY else how for n, how in policy.items()}
+        planned = dict(layout.policies)
         for buffer in buffers.values():
             if buffer.kind == "value" and buffer.shapes:
                 planned.setdefault(buffer.name, KEEP)
         for name, how in planned.items():
             if not isinstance(how, Keep) or buffers[name].shapes:  # what others are made from is held by them
                 self.add(buffers[name], how)
-
-    def refuse_signs_that_others_need(self, policy: Policies) -> None:
-        """A value of which only signs are kept cannot be what another is made from."""
-        for name, how in policy.items():
-            sources = self.buffers[name].sources if isinstance(how, Recompute) else ()
-            for source in sources:
-                if policy.get(source, KEEP).codec == "sign":
-                    raise PlanError(
-                        f"{source} cannot be encoded as sign: another value is made from it; keep or offload it"
-                    )
+        self.copies()
 
     def at(self, call: str | int) -> CallPlan:
         """The plan of a call."""
@@ -200,7 +185,7 @@ class _Compiler:
         else:
             path = buffer.name[len(maker.name) + 1 :]
             maker.born["" if path == "out" else path] = plan
-            self.at(buffer.last).leaving.append(buffer.name)
+            self.at(self.layout.leaves_after.get(buffer.name, self.order[buffer.last])).leaving.append(buffer.name)
             if how.codec == "sparse" and buffer.done < buffer.last:
                 self.at(buffer.done).counted.append(buffer.name)
         for place in buffer.shapes:
@@ -213,20 +198,13 @@ class _Compiler:
                 self.at(writer).records = True
         if how.offloads:
             self.bytes += room_below(buffer, how)
-            self.move(buffer)
 
-    def move(self, buffer: Buffer) -> None:
-        """Where a buffer's copies start and end."""
-        transfer = self.moved.get(buffer.name)
-        phase, place = transfer.wait if transfer is not None else ("forward", buffer.last)
-        if phase == "forward":
-            self.at(place).released.append(buffer.name)
-        else:
-            self.late.setdefault(place, []).append(buffer.name)
-            self.at(place).stops = True
-        fetch = transfer.fetch if transfer is not None else max(buffer.savers)
-        self.fetched.setdefault(fetch, []).append(buffer.name)
-        self.at(fetch).stops = True
+    def copies(self) -> None:
+        """Where copies out must be over, and where copies back start."""
+        for call, names in self.layout.released_after.items():
+            self.at(call).released += names
+        for call in (*self.layout.released_before, *self.layout.fetched_before):
+            self.at(call).stops = True
 
     def argument(self, buffer: Buffer) -> str:
         """The path of the argument that a derived tensor is a copy of."""
@@ -257,8 +235,8 @@ class _Compiler:
             nodes={id(module): nodes[path] for module, path in named.items()},
             calls=self.calls,
             length=len(self.order),
-            released_late={k: tuple(v) for k, v in self.late.items()},
-            fetched={k: tuple(v) for k, v in self.fetched.items()},
+            released_late={self.positions[k]: tuple(v) for k, v in self.layout.released_before.items()},
+            fetched={self.positions[k]: tuple(v) for k, v in self.layout.fetched_before.items()},
             renorm=BatchNormRecompute(reassociated),
             offloaded_bytes=self.bytes,
         )

@@ -150,7 +150,7 @@ class StepModel:
             if buffer.savers and not self.choices(buffer):
                 _add(moment, gone, self.backward_at[min(buffer.savers)], buffer.bytes)
                 continue
-            least = self._held(buffer, Encode(codec))[1] if (codec := codec_for(buffer)) else buffer.bytes
+            least = self.held(buffer, Encode(codec))[1] if (codec := codec_for(buffer)) else buffer.bytes
             for i in buffer.savers:
                 _add(moment, self.backward_at[i], self.backward_at[i], least)
             for i in buffer.shapes & self.own_pools.keys():
@@ -220,11 +220,11 @@ class StepModel:
                 moved.append((buffer, first[name]))
                 _add(moment, gone, ends, size)
             else:
-                small, whole = self._held(buffer, how)
+                small, whole = self.held(buffer, how)
                 _add(moment, gone - 1, begins - 1, small)  # from when it is encoded
                 _add(moment, begins, ends, whole)
                 room[begins] = max(room.get(begins, 0), small)  # both forms, while it is decoded
-                extra_s += self._coding_s(buffer, how)
+                extra_s += self.coding_s(buffer, how)
                 if how.offloads:
                     moved.append((replace(buffer, bytes=small), first[name]))
             if shapes:
@@ -278,6 +278,11 @@ class StepModel:
         saved = {name: buffer.savers for name, buffer in self.buffers.items() if buffer.savers}
         return {name: max(at) for name, at in saved.items()}, {name: min(at) for name, at in saved.items()}
 
+    def needs(self, policy: Policies) -> tuple[dict[str, int], dict[str, int]]:
+        """Positions of the calls before whose backward each buffer must be there, and after whose backward it goes."""
+        first, last, _ = self._needs(policy)
+        return first, last
+
     def _needs(self, policy: Policies) -> tuple[dict[str, int], dict[str, int], set[str]]:
         """Where each buffer is needed first and last in backward (positions of calls: backward counts down), and which
         are needed otherwise than if nothing is made again."""
@@ -317,14 +322,14 @@ class StepModel:
         """Whether any buffer could be kept as signs alone."""
         return any(codec_for(buffer) == "sign" for buffer in self.buffers.values())
 
-    def _held(self, buffer: Buffer, how: Policy) -> tuple[int, int]:
+    def held(self, buffer: Buffer, how: Policy) -> tuple[int, int]:
         """Bytes of a buffer in between, and when backward needs it."""
         small, whole = held_bytes(buffer, how.codec)
         return small, small if how.codec == "window" and buffer.born in self.own_pools else whole
 
-    def _coding_s(self, buffer: Buffer, how: Policy) -> float:
+    def coding_s(self, buffer: Buffer, how: Policy) -> float:
         """Time to encode and decode: each passes over the memory once, where that is not part of an operation."""
-        inside = self.costs.device_kind == "cuda" and (how.codec == "sign" or self._held(buffer, how)[1] < buffer.bytes)
+        inside = self.costs.device_kind == "cuda" and (how.codec == "sign" or self.held(buffer, how)[1] < buffer.bytes)
         return 0.0 if inside else 2.5 * buffer.bytes / self.memory_bytes_per_s
 
 

@@ -26,10 +26,13 @@ from outcore.planner.memory.copy_schedule import OffloadTarget
 from outcore.planner.memory.evaluate import StepModel, StepUnderPolicies
 from outcore.planner.memory.explain import explain, place
 from outcore.planner.memory.memory_format import MemoryFormat
+from outcore.planner.memory.script import emit, link_of, one_stage, stage_of
 from outcore.planner.memory.search import Assignment, fit
 from outcore.planner.memory.state_policy import StatePolicy
 from outcore.planner.memory.state_savings import StateSavings
 from outcore.policies import Policies, Policy, parse_policies, policies_to_json
+from outcore.program import Program, Timeline, simulate
+from outcore.program.script import Script
 from outcore.stage_names import name_stages
 
 __all__ = ["MemoryPlan", "plan_memory"]
@@ -67,6 +70,20 @@ class MemoryPlan:
     def policy(self) -> dict[str, Policy]:
         """What is not kept as autograd would, by the first value in each buffer."""
         return self.keeping.resolved(self.assignment.policy)
+
+    @cached_property
+    def script(self) -> tuple[Script, Script]:
+        """The forward and the backward of a step, call by call: what runs."""
+        return emit(self.keeping, self.assignment.policy)
+
+    @property
+    def program(self) -> Program:
+        """A step as a program of one stage."""
+        return one_stage(self.keeping, self.assignment.policy)
+
+    def simulate(self) -> Timeline:
+        """The timeline of a step, with its copies and its memory."""
+        return simulate(self.program, stage_of(self.keeping), link_of(self.keeping.tier))
 
     @property
     def outcome(self) -> StepUnderPolicies:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from outcore.program.index import InstructionAt, refuse
 from outcore.program.instructions import Backward, Forward
-from outcore.program.script import Decode, Encode, Evict, Fetch, Script, Tile, Wait
+from outcore.program.script import Decode, Drop, Encode, Evict, Fetch, Recompute, Release, Script, Tile, Wait
 
 __all__ = ["check_scripts"]
 
@@ -15,15 +15,30 @@ def check_scripts(forward: InstructionAt, backward: InstructionAt) -> None:
     gone: set[str] = set()
     fetching: set[str] = set()
     encoded: dict[str, str] = {}
+    leaving: set[str] = set()
+    dropped: set[str] = set()
     for spot, script in ((forward, forward.instruction.script), (backward, backward.instruction.script)):
         for action in script:
             match action:
                 case Evict(value) if value in gone:
                     refuse(spot, f"its script evicts {value!r}, which is gone already")
-                case Evict(value):
+                case Evict(value, _, released):
                     gone.add(value)
+                    leaving |= {value} if released else set()
+                case Release(value) if value not in leaving:
+                    refuse(spot, f"its script releases {value!r}, which is not on its way out")
+                case Release(value):
+                    leaving.discard(value)
+                case Drop(value) if value in dropped or value in gone:
+                    refuse(spot, f"its script drops {value!r}, which is not there")
+                case Drop(value):
+                    dropped.add(value)
+                case Recompute(value):
+                    dropped.discard(value)
                 case Fetch(value) if value not in gone:
                     refuse(spot, f"its script fetches {value!r}, which was not evicted")
+                case Fetch(value) if value in leaving:
+                    refuse(spot, f"its script fetches {value!r}, which was not released")
                 case Fetch(value):
                     gone.discard(value)
                     fetching.add(value)

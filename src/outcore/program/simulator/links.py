@@ -25,7 +25,7 @@ class Links:
     """How ranks are connected; a link that is not given takes no time.
 
     >>> links = Links(Link.symmetric(bandwidth_bytes_per_s=1e9, latency_s=1e-6))
-    >>> Traffic(links).transfer(0, 1, 1_000_000, ready_s=0.0)
+    >>> LinkSchedule(links).transfer(0, 1, 1_000_000, ready_s=0.0)
     (0.0, 0.001, 0.001001)
     """
 
@@ -52,6 +52,11 @@ class Links:
         host = machine.host_link.pinned if machine.host_link is not None else machine.disk
         per_node = len(machine.devices) if machine.nodes > 1 else None
         return cls(machine.between_devices, machine.between_nodes, per_node, host)
+
+    @classmethod
+    def to_host(cls, out_bytes_per_s: float, in_bytes_per_s: float) -> Links:
+        """One device and the slower tier below it."""
+        return cls(host=Link(out_bytes_per_s, in_bytes_per_s, out_bytes_per_s + in_bytes_per_s))
 
     def node(self, rank: int) -> int:
         """The node a rank is on."""

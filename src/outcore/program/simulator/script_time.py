@@ -1,7 +1,8 @@
 """How long one forward or backward takes, with or without a script of its values.
 
 The script is walked in order: what computes moves the clock on, copies are started at the clock and end when the link
-lets them, a wait moves the clock to the end of its copy.
+lets them, a wait or release moves the clock to the end of its copy. Memory follows the clock: what a `Run` saves is
+held from its beginning, what it holds beside that until the next one begins.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from outcore.program.instructions import Compute, Forward
-from outcore.program.script import Action, Decode, Encode, Evict, Fetch, Recompute, Run, Tile, Wait
+from outcore.program.script import Action, Decode, Drop, Encode, Evict, Fetch, Recompute, Release, Run, Tile, Wait
 from outcore.program.simulator.links import LinkSchedule
 from outcore.program.stages import Stage
 from outcore.program.timeline import COMPUTE, Event
@@ -49,7 +50,12 @@ def perform(performance: ScriptTiming, traffic: LinkSchedule, events: list[Event
         whole: Action = Run((), whole_s)
         script = (whole, *script) if forward else (*script, whole)
     now, ready, evicted = performance.start_s, dict[str, float](), performance.evicted
+    beside = 0
     for action in script:
+        if isinstance(action, Run):
+            hold(now, action.saves)
+            hold(now, action.bytes - beside)
+            beside = action.bytes
         if isinstance(action, Run | Tile | Recompute | Encode | Decode):
             if isinstance(action, Recompute | Decode):
                 hold(now, action.bytes)
@@ -64,7 +70,8 @@ def perform(performance: ScriptTiming, traffic: LinkSchedule, events: list[Event
                 hold(now, -action.bytes)
         elif isinstance(action, Evict):
             start, evicted[action.value] = traffic.copy(performance.rank, "away", action.bytes, now)
-            hold(evicted[action.value], -action.bytes)
+            if not action.released:
+                hold(evicted[action.value], -action.bytes)
             copied = (start, evicted[action.value], action.bytes)
             events.append(performance.event("copy out", "evict", f"evict {action.value}", *copied))
         elif isinstance(action, Fetch):
@@ -75,4 +82,10 @@ def perform(performance: ScriptTiming, traffic: LinkSchedule, events: list[Event
             events.append(performance.event("copy in", "fetch", f"fetch {action.value}", *copied))
         elif isinstance(action, Wait):
             now = max(now, ready.get(action.value, now))
+        elif isinstance(action, Release):
+            now = max(now, evicted.get(action.value, now))
+            hold(now, -action.bytes)
+        elif isinstance(action, Drop):
+            hold(now, -action.bytes)
+    hold(now, -beside)
     return now

@@ -16,11 +16,14 @@ import torch
 
 from outcore.cost.buffers import buffers_of
 from outcore.cost.measured.saved_bytes import account
+from outcore.cost.predicted.rough import by_bytes
 from outcore.graph import CapturedModule, Graph, Value
 from outcore.graph.record.recording import Recording, Step, Tape
 from outcore.memory import CompiledRecording, ReplayPass, prepare
 from outcore.memory.offload.backends import Backend, tier_for
+from outcore.memory.offload.bandwidth import memory_rate, tier_below
 from outcore.planner.memory.evaluate import StepModel
+from outcore.planner.memory.script import emit
 from outcore.policies import Policies, Recompute
 from outcore.run.stage.random_draws import RandomDraws
 from outcore.run.stage.stage_module import Part, Values
@@ -65,8 +68,10 @@ class StagePolicies:
         buffers = buffers_of(graph, costs)
         bound = {n for n, b in buffers.items() if part.draws_in(b.writers) or _replaced(part, b.writers)}
         policy = {n: how for n, how in policy.items() if n not in bound or not isinstance(how, Recompute)}
-        wanted = StepModel(graph, costs, 0.0, None).resolved(policy)
-        compiled = prepare(graph, recording, part, buffers, wanted)
+        rate = memory_rate(self._device)
+        target = tier_below(self._device, costs.total().saved_bytes, spills=False)
+        model = StepModel(graph, by_bytes(costs, rate), 0.0, target, rate)
+        compiled = prepare(graph, recording, part, buffers, emit(model, policy))
         return None if compiled.idle else compiled
 
     def close(self) -> None:
