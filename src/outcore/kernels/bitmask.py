@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from outcore.memory.encode.pool_positions import NOWHERE, PoolWindow
+from outcore.kernels.pool_window import NOWHERE, PoolWindow
 
 __all__ = ["pack", "rectify", "through", "to_indices", "to_positions", "unpack"]
 

@@ -6,7 +6,7 @@ and backward needs nothing of the input but its shape.
 
 The first of equal maxima counts, and the last of what is no number, as in torch. Where a window holds nothing but minus
 infinity, torch gives its gradient to the window's first pixel; where channels are last it names the image's first
-pixel, and no pixel gets the gradient of a window in which that is not (`outcore.memory.encode.pool_positions.NOWHERE`).
+pixel, and no pixel gets the gradient of a window in which that is not (`outcore.kernels.pool_window.NOWHERE`).
 
 Where channels are contiguous, a program has a run of pixels; where those of a pixel lie side by side (channels last), a
 tile of pixels and channels, so that coordinates are divided out once per pixel.
@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from outcore.memory.encode.pool_positions import NOWHERE, PoolWindow
+from outcore.kernels.pool_window import NOWHERE, PoolWindow
 
 __all__ = ["pool", "unpool"]
 

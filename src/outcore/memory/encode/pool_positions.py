@@ -8,38 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from outcore.ops.encoding import PIXELS, POOLS
+from outcore.kernels.pool_window import NOWHERE, PoolWindow
+from outcore.ops.encoding import POOLS
 
 __all__ = ["NOWHERE", "PoolWindow", "indices_of", "positions_of", "window_of", "window_of_call"]
 
-NOWHERE = PIXELS
-"""The position of the image's first pixel in windows that it does not lie in; others are smaller."""
 
 _CHUNK = 2**14
 """Elements that are coded at a time where it takes more memory on the way than in the end."""
-
-
-@dataclass(frozen=True, slots=True)
-class PoolWindow:
-    """The window of a pool, per dimension of the image."""
-
-    kernel: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    image: tuple[int, ...]
-    """Size of the pool's input."""
-
-    @property
-    def fits(self) -> bool:
-        """Whether a position in the window is one byte."""
-        return math.prod(self.kernel) <= PIXELS
 
 
 def window_of(call: Any, image: Sequence[int]) -> PoolWindow | None:
