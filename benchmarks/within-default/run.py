@@ -5,16 +5,24 @@
 For every network, in one process of its own: plain training first (its reserved peak, its time, its gradients), then
 the public call with a budget of a share of that, first step included: planning time, reserved peak, median of ten
 steps, how many gradients are bitwise plain's. With --wall the process may not reserve more than the budget
-(`torch.cuda.set_per_process_memory_fraction`) while it trains within it, and allocator retries are counted.
+(`torch.cuda.set_per_process_memory_fraction`) while it plans and trains within it; allocator retries and refused
+requests (workspaces among them) are counted from the first step on, and the same steps are timed without the wall too.
+Planning starts with an empty cache; a second start, with the files of the first and nothing in memory, is timed too.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import multiprocessing as mp
+import os
+import shutil
 import statistics
+import tempfile
 import time
+import traceback
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +31,8 @@ import torch.nn.functional as F
 from torch import nn
 
 STEPS = 10
+STEADY = 16
+"""Steps before the timed ones: in these, live steps and graphs are compared."""
 
 
 class UNet3d(nn.Module):
@@ -120,6 +130,45 @@ def take_step(model: nn.Module, x: torch.Tensor, optimizer: torch.optim.Optimize
     optimizer.step()
 
 
+def trouble() -> tuple[int, int]:
+    """How often the allocator looked again for room, and how often it found none."""
+    counted = torch.cuda.memory_stats()
+    return counted["num_alloc_retries"], counted["num_ooms"]
+
+
+def as_graphs(model: nn.Module) -> bool:
+    """Whether the step has become CUDA graphs."""
+    managed_forward = model.__dict__["forward"]
+    choice = getattr(managed_forward, "choice", None)
+    return bool(choice is not None and choice.taken) or any(e and e.graphed for e in managed_forward.admitted.values())
+
+
+def clocked_parts() -> dict[str, float]:
+    """Seconds that go into measuring calls, searching plans and trying steps, from now on."""
+    from outcore.cost import cost_cache
+    from outcore.memory.saved_tensors import plan_call, trial_steps
+
+    spent: dict[str, float] = {}
+
+    def clocked(module: Any, name: str, part: str) -> None:
+        run = getattr(module, name)
+
+        def around(*args: Any, **kwargs: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return run(*args, **kwargs)
+            finally:
+                spent[part] = spent.get(part, 0.0) + time.perf_counter() - begin
+                spent[f"{part}, times"] = spent.get(f"{part}, times", 0) + 1
+
+        setattr(module, name, around)
+
+    clocked(cost_cache, "measure", "measuring")
+    clocked(plan_call, "plan_memory", "searching")
+    clocked(trial_steps, "_reserved", "trying")
+    return spent
+
+
 def timed(model: nn.Module, x: torch.Tensor, optimizer: torch.optim.Optimizer, bf16: bool) -> list[float]:
     """Seconds of steps, after three that warm up."""
     found = []
@@ -142,20 +191,24 @@ def one(name: str, share: float, bf16: bool, wall: bool, options: dict[str, Any]
         **options,
     }
     try:
-        row |= _one(name, share, bf16, wall, options)
+        _one(row, name, share, bf16, wall, options)
     except Exception as error:
-        row["error"] = f"{type(error).__name__}: {error}"[:400]
+        row["error"] = f"{type(error).__name__}: {error}"[:200]
+        frames = traceback.extract_tb(error.__traceback__)
+        row["where"] = [f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in frames if "outcore" in f.filename][-8:]
     pipe.send(row)
 
 
-def _one(name: str, share: float, bf16: bool, wall: bool, options: dict[str, Any]) -> dict[str, Any]:
+def _one(row: dict[str, Any], name: str, share: float, bf16: bool, wall: bool, options: dict[str, Any]) -> None:
     import outcore
+    from outcore.cost import cost_cache
+    from outcore.memory.saved_tensors import plan_cache
 
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True
     torch.manual_seed(0)
     model, x = NETWORKS[name]()
+    state = copy.deepcopy(model.state_dict())  # on the host: the wall is around the training alone
     model, x = model.cuda().train(), x.cuda()
-    state = {n: t.clone() for n, t in model.state_dict().items()}
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
     plain = timed(model, x, optimizer, bf16)
     reserved, allocated = torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()
@@ -177,31 +230,49 @@ def _one(name: str, share: float, bf16: bool, wall: bool, options: dict[str, Any
         torch.cuda.set_per_process_memory_fraction(budget / torch.cuda.get_device_properties(0).total_memory)
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
     torch.cuda.reset_peak_memory_stats()
-    begin = time.perf_counter()
-    with torch.autocast("cuda", torch.bfloat16, enabled=bf16):
-        outcore.within(model, (x,), memory=budget, optimizer=optimizer, loss=loss_of, quiet=True, **options)
-    planning_s = time.perf_counter() - begin
+    cache = tempfile.mkdtemp()
+    os.environ["OUTCORE_CACHE"] = cache
+
+    def manage() -> tuple[float, list[str]]:
+        begin = time.perf_counter()
+        with warnings.catch_warnings(record=True) as told, torch.autocast("cuda", torch.bfloat16, enabled=bf16):
+            warnings.simplefilter("always")
+            outcore.within(model, (x,), memory=budget, optimizer=optimizer, loss=loss_of, quiet=True, **options)
+        return time.perf_counter() - begin, [str(w.message)[:300] for w in told]
+
+    spent = clocked_parts()
+    planning_s, told = manage()
+    plan = outcore.memory_plan(model)
+    row |= {"budget": budget, "planning_s": planning_s, "told": told, "state": str(getattr(plan, "state", ""))}
+    row |= {"of_planning_s": dict(spent), "predicted_x": plan.slowdown if hasattr(plan, "slowdown") else None}
+    cost_cache._KNOWN.clear()
+    plan_cache._KNOWN.clear()
+    second_s, _ = manage()
+    shutil.rmtree(cache, ignore_errors=True)
     plan_peak = outcore.memory_plan(model).peak_bytes if hasattr(outcore.memory_plan(model), "peak_bytes") else 0
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    retries = torch.cuda.memory_stats()["num_alloc_retries"]
+    before = trouble()
     first: list[float] = []
-    for i in range(3):
+    for i in range(STEADY):
         torch.cuda.reset_peak_memory_stats()
         take_step(model, x, optimizer, bf16, i)
         first.append(torch.cuda.max_memory_reserved() / budget)
     ours = timed(model, x, optimizer, bf16)
     peak = torch.cuda.max_memory_reserved()
-    retries = torch.cuda.memory_stats()["num_alloc_retries"] - retries
+    retries, refused = (now - then for now, then in zip(trouble(), before, strict=True))
     active = torch.cuda.max_memory_allocated()
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    free = timed(model, x, optimizer, bf16) if wall else ours
     found = gradients()
     equal = sum(torch.equal(a, b.cpu()) for a, b in zip(host, found, strict=True))
-    return {
+    row |= {
         "plain_ms": 1e3 * statistics.median(plain),
         "plain_reserved": reserved,
         "plain_allocated": allocated,
-        "budget": budget,
-        "planning_s": planning_s,
+        "second_start_s": second_s,
+        "calls": len(outcore.memory_plan(model).keeping.order),
+        "as_graphs": as_graphs(model),
         "predicted": plan_peak,
         "ours_ms": 1e3 * statistics.median(ours),
         "ratio": statistics.median(ours) / statistics.median(plain),
@@ -209,10 +280,28 @@ def _one(name: str, share: float, bf16: bool, wall: bool, options: dict[str, Any
         "reserved": max(peak, int(max(first) * budget)),
         "allocated": active,
         "retries": retries,
+        "refused": refused,
+        "without_wall_ms": 1e3 * statistics.median(free),
         "gradients": len(host),
         "bitwise": equal,
         "plain_repeats": sum(same),
     }
+
+
+def shown(row: dict[str, Any]) -> str:
+    """A row in one line."""
+    if "error" in row:
+        return str([row["error"], row.get("where"), row.get("told")])
+    parts = {part: round(value, 1) for part, value in row["of_planning_s"].items()}
+    return (
+        f"{row['ratio']:.2f}x (predicted {row['predicted_x'] or 0:.2f}x, "
+        f"without wall {row['without_wall_ms'] / row['plain_ms']:.2f}x) at "
+        f"{row['reserved'] / row['plain_reserved']:.2f} reserved ({row['reserved'] / row['budget']:.2f} of budget, "
+        f"allocated {row['allocated'] / row['budget']:.2f}), planning {row['planning_s']:.1f} s {parts}, "
+        f"again {row['second_start_s']:.1f} s, retries {row['retries']}, refused {row['refused']}, "
+        f"{row['bitwise']}/{row['gradients']} (plain {row['plain_repeats']}), {row['calls']} calls"
+        f"{', as graphs' if row['as_graphs'] else ''} {row['told']}"
+    )
 
 
 def main() -> None:
@@ -223,7 +312,7 @@ def main() -> None:
     parser.add_argument("--wall", action="store_true")
     parser.add_argument("--tf32", action="store_true")
     parser.add_argument("--seconds", type=float, default=500)
-    parser.add_argument("--graphs", action="store_true")
+    parser.add_argument("--graphs", choices=["on", "off"])
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     began, rows = time.perf_counter(), []
@@ -232,23 +321,14 @@ def main() -> None:
         if time.perf_counter() - began > given.seconds:
             break
         here, there = context.Pipe()
-        options = {"graphs": True} if given.graphs else {}
+        options = {} if given.graphs is None else {"graphs": given.graphs == "on"}
         process = context.Process(target=one, args=(name, given.share, not given.tf32, given.wall, options, there))
         process.start()
         row = here.recv() if here.poll(180) else {"network": name, "error": "took more than three minutes"}
-        process.join(10)
+        process.join(3)
         process.kill()
         rows.append(row)
-        shown = row.get("error") or (
-            "{ratio:.2f}x at {share_reserved:.2f} reserved ({of_budget:.2f} of budget, allocated {of_allocated:.2f})"
-            ", planning {planning_s:.0f} s, retries {retries}, {bitwise}/{gradients} (plain {plain_repeats})"
-        ).format(
-            share_reserved=row["reserved"] / row["plain_reserved"],
-            of_budget=row["reserved"] / row["budget"],
-            of_allocated=row["allocated"] / row["budget"],
-            **row,
-        )
-        print(f"{name:28s} {shown}", flush=True)
+        print(f"{name:28s} {shown(row)}", flush=True)
         facts = {"torch": torch.__version__, "device": torch.cuda.get_device_name(), "rows": rows}
         (given.out / f"default-{'wall-' if given.wall else ''}{given.share}.json").write_text(
             json.dumps(facts, indent=1)

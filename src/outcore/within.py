@@ -35,6 +35,7 @@ from outcore.graph.record.recorder import planning
 from outcore.graph.record.recording import Ref
 from outcore.graph.structure import leaves, substitute
 from outcore.machine.units import format_bytes, parse_bytes
+from outcore.memory.cuda_graphs.choose import GraphChoice
 from outcore.memory.cuda_graphs.pool import grow_segments_from_now_on
 from outcore.memory.cuda_graphs.step_graph import StepGraph
 from outcore.memory.op_fusion.channels_last import FormatTrial, faster, other_order
@@ -62,6 +63,8 @@ _MARGIN = {"cuda": 0.02, "cpu": 0.0}
 """Share of the budget that is left free for what predictions miss."""
 _ROUNDING_BYTES = {"cuda": 4 * 2**20}
 """Blocks that are less than a MiB too large are not split."""
+_RECORDING = 0.04
+"""Share of the budget that is left free where graphs are tried while the model trains."""
 _GRAPHS_MARGIN = 0.01
 """With CUDA graphs: what they take is known before the first step, and corrects the plan."""
 
@@ -76,8 +79,8 @@ def within(
     optimizer: torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | float | None = None,
     plan: Plan | Mapping[str, str] | None = None,
     costs: Costs | None = None,
-    measure_s: float = 10.0,
-    graphs: bool = False,
+    measure_s: float = 2.5,
+    graphs: bool | Literal["auto"] = "auto",
     exact: Exactness = "bitwise",
     state: StatePolicy | Mapping[str, Any] | None = None,
     stream: bool | None = None,
@@ -97,7 +100,7 @@ def within(
 
     Args:
         model: any module, in the mode it will be trained in; nothing in it is changed but what ``forward`` runs.
-        args: the positional arguments of a call, or their shapes. On a GPU with a budget, two steps are taken with
+        args: the positional arguments of a call, or their shapes. On a GPU with a budget, a few steps are taken with
             them before this returns, and the model put back (`outcore.memory.saved_tensors.trial_steps`).
         kwargs: the keyword arguments.
         memory: the most a training step may hold ("8GiB", bytes, or "50%" of what plain training is predicted to
@@ -112,7 +115,9 @@ def within(
         costs: of the model's calls, from `outcore.measure`; without them they are measured now.
         measure_s: how long measuring may take.
         graphs: run forward and backward as CUDA graphs: for small steps, which the interpreter cannot feed fast enough.
-            Their memory stays reserved between steps, all of it within the budget.
+            Their memory stays reserved between steps, all of it within the budget. "auto": under a budget on a GPU,
+            where the first steps show that the loop allows it and that it is faster
+            (`outcore.memory.cuda_graphs.choose`).
         exact: "bitwise" for the numbers of plain training bit for bit; "reassociated" also allows kernels that round in
             another order: fused norms, and on a GPU images with their channels last inside the network, each where
             that is faster, and convolutions of more than 2^31 numbers in bands of rows.
@@ -139,6 +144,9 @@ def within(
 
     release(model)
     _check(model, exact)
+    if graphs not in (True, False, "auto"):
+        raise OutcoreError(f'graphs is True, False or "auto", not {graphs!r}')
+    by_itself, graphs = graphs == "auto", graphs is True
     inner = model.__dict__.get("forward")
     share, budget = _budget(memory)
     if state is None and isinstance(plan, Plan) and plan.state:
@@ -159,7 +167,8 @@ def within(
     on_output = loss_on_output(loss)
     loss_bytes = _loss_bytes(graph, on_output)
     if costs is None:
-        costs = measured(graph, time_limit_s=measure_s if turned is None else measure_s / 2)
+        seconds = measure_s if turned is None else measure_s / 2
+        costs = measured(graph, time_limit_s=seconds, between=reassociated)
     if share is not None:
         plain = plan_memory(graph, costs, budget_bytes=None, optimizer=cost, loss_bytes=loss_bytes, policy={})
         budget = int(share * plain.plain_bytes)
@@ -219,6 +228,8 @@ def within(
     if effect is not None and not quiet:
         print(f"outcore: {effect}", file=sys.stderr)
     _keep_state(managed_forward, way.graph, optimizer)
+    if by_itself and plan is None:
+        _choose_graphs(managed_forward, call)
     model.__dict__["forward"] = managed_forward
     return _announced(model, managed_forward.plan, budget, assumed=optimizer is None, quiet=quiet)
 
@@ -253,6 +264,38 @@ def _keep_state(managed_forward: ManagedForward, graph: Graph, optimizer: Any) -
         managed_forward.duty = StateDuty(weakref.ref(in_parts(optimizer)), tuple(_calls(graph)), where)
         managed_forward.settings = replace(managed_forward.settings, states=states[states.index(where) :])
         managed_forward.duty.keep(managed_forward)
+
+
+def _choose_graphs(managed_forward: ManagedForward, call: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+    """Let the first steps decide whether the next ones become CUDA graphs, where they could."""
+    settings = managed_forward.settings
+    entries = [entry for entry in managed_forward.admitted.values() if entry is not None]
+    if managed_forward.device.type != "cuda" or settings.budget_bytes is None or settings.reassociated:
+        return
+    hooked = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    if any(getattr(p, name, None) for p in managed_forward.model.parameters() for name in hooked):
+        return
+    if any(entry.idle or entry.merged or not entry.plan.state.idle for entry in entries):
+        return
+    copied = StepGraph.copied_bytes([t for _, t in leaves(call, torch.Tensor)])
+    as_graphs = replace(
+        settings,
+        graphs=True,
+        # What the allocator was seen to need, and some more: before they are recorded, steps run beside.
+        reserved_bytes=settings.reserved_bytes + copied + int(_RECORDING * settings.budget_bytes),
+        states=(StatePolicy(),),
+        offloadable=None,
+    )
+    reference = weakref.ref(managed_forward)
+
+    def make(wanted: Settings) -> ManagedForward:
+        here = reference()
+        assert here is not None
+        found = ManagedForward(here.model, wanted, here.costs, here.inner)
+        found.only_graphs = True
+        return found
+
+    managed_forward.choice = GraphChoice(as_graphs, make)
 
 
 def _calls(graph: Graph) -> list[tuple[str, str, Sequence[str]]]:

@@ -17,7 +17,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Graph]:
     """The graphs that are measured, with a cache of their own."""
     found: list[Graph] = []
 
-    def counting(graph: Graph, *, time_limit_s: float) -> outcore.Costs:
+    def counting(graph: Graph, *, time_limit_s: float, between: bool) -> outcore.Costs:
         found.append(graph)
         return measure(graph, time_limit_s=0.2)
 

@@ -160,9 +160,9 @@ def test_trains_as_double_precision_does(
             model.zero_grad(set_to_none=False)
             model(images).to(kind).square().mean().backward()
     exact(images.double()).square().mean().backward()
-    governor = model.__dict__["forward"]
-    assert isinstance(governor, ManagedForward)
-    (entry,) = governor.admitted.values()
+    managed = model.__dict__["forward"]
+    assert isinstance(managed, ManagedForward)
+    (entry,) = managed.admitted.values()
     assert entry is not None and {"blocks.0.norm#0", "blocks.0.add_()#0", "blocks.1.add()#0"} <= set(
         entry.holding.instead
     )

@@ -144,8 +144,8 @@ def test_what_follows_the_boundary_may_run_under_policies(policy: str) -> None:
     graph = outcore.capture(net, (x,))
     rest = UntiledTail(divided(bound(graph, folded=True), tile=64, boundary=("3",)))
     rest.plan(None, None)
-    assert rest.governor is not None
-    keeping = rest.governor.plan.keeping
+    assert rest.managed_forward is not None
+    keeping = rest.managed_forward.plan.keeping
     chosen = {b.name: policy for b in keeping.buffers.values() if b.savers and policy in keeping.choices(b)}
     assert chosen
     plan = Plan(graph.fingerprint, (("",),), stream={"tile": 64, "boundary": "3", "rest": chosen})

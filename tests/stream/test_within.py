@@ -178,7 +178,7 @@ def test_what_follows_the_boundary_may_run_under_policies() -> None:
     prepared = divided(bound(outcore.capture(net, (x,)), folded=True), tile=64, boundary=("2",))
     rest = UntiledTail(prepared)
     rest.plan(None, None)
-    keeping = rest.governor.plan.keeping
+    keeping = rest.managed_forward.plan.keeping
     chosen = {b.name: RECOMPUTE for b in keeping.buffers.values() if b.savers and RECOMPUTE in keeping.choices(b)}
     less = UntiledTail(prepared)
     less.plan(None, None, chosen)

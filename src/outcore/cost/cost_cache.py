@@ -32,19 +32,20 @@ _MOST = 32
 _KNOWN: dict[str, Costs] = {}
 
 
-def measured(graph: Graph, *, time_limit_s: float) -> Costs:
+def measured(graph: Graph, *, time_limit_s: float, between: bool = True) -> Costs:
     """The measured costs of a network: those that were measured before, if nothing has changed since.
 
     Args:
         graph: as captured.
         time_limit_s: how long measuring may take, if it has to be done.
+        between: whether what the host does between calls is measured too.
     """
     if cache_folder() is None:
-        return measure(graph, time_limit_s=time_limit_s)
-    key = _key(graph, time_limit_s)
+        return measure(graph, time_limit_s=time_limit_s, between=between)
+    key = _key(graph, time_limit_s, between=between)
     found = _KNOWN.get(key) or _read(key, graph)
     if found is None:
-        found = measure(graph, time_limit_s=time_limit_s)
+        found = measure(graph, time_limit_s=time_limit_s, between=between)
         _write(key, found)
     if len(_KNOWN) >= _MOST:
         _KNOWN.pop(next(iter(_KNOWN)))
@@ -61,7 +62,7 @@ def cache_folder() -> Path | None:
     return base / "costs"
 
 
-def _key(graph: Graph, time_limit_s: float) -> str:
+def _key(graph: Graph, time_limit_s: float, *, between: bool) -> str:
     """A hash of everything that measured costs depend on."""
     from outcore import __version__
 
@@ -76,7 +77,7 @@ def _key(graph: Graph, time_limit_s: float) -> str:
         sorted({repr(step.context) for step in recording.steps}),
         [module.training for module in graph.module.model.modules()],
         device_name(device),
-        [torch.__version__, __version__, torch.get_num_threads(), time_limit_s],
+        [torch.__version__, __version__, torch.get_num_threads(), time_limit_s, between],
         [cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32, torch.get_float32_matmul_precision()],
         [torch.are_deterministic_algorithms_enabled(), torch.backends.cuda.matmul.allow_tf32],
     ]

@@ -45,6 +45,7 @@ def measure(
     runs: int = _MOST_RUNS,
     accounted: Costs | None = None,
     progress: Progress | None = None,
+    between: bool = True,
 ) -> Costs:
     """Measure what every call of a network takes on a device: time forward and backward, bytes, FLOPs.
 
@@ -64,6 +65,7 @@ def measure(
         runs: how often a call is run at most.
         accounted: bytes and FLOPs from `outcore.cost.account` for the same device, if they are known already.
         progress: called before each measurement.
+        between: whether what the host does between calls is measured too, once per device and process.
     """
     target = torch.device(device) if device is not None else device_of(graph)
     if target.type == "cuda" and not torch.cuda.is_available():
@@ -76,7 +78,7 @@ def measure(
     adding = GradientSumCost.on(target)
     return replace(
         costs,
-        between_s=between_calls(target, alone, clock_for(target), costs.beat_s),
+        between_s=between_calls(target, alone, clock_for(target), costs.beat_s) if between else costs.between_s,
         sum_bytes_per_s=adding.bytes_per_s,
         sum_dispatch_s=adding.issued_s(costs.beat_s),
     )

@@ -21,7 +21,14 @@ import torch
 
 from outcore.memory.offload.backends import HostBackend
 
-__all__ = ["GraphPool", "give_back", "grow_segments_from_now_on", "growing_segments", "without_workspaces"]
+__all__ = [
+    "GraphPool",
+    "give_back",
+    "grow_segments_from_now_on",
+    "growing_segments",
+    "without_limit",
+    "without_workspaces",
+]
 
 
 class GraphPool:
@@ -127,6 +134,22 @@ def _expandable_segments(*, on: bool) -> bool:
         tell = torch.cuda.memory._set_allocator_settings
     tell(",".join(filter(None, (told, f"expandable_segments:{on}"))))
     return True
+
+
+@contextlib.contextmanager
+def without_limit(device: torch.device) -> Iterator[None]:
+    """Without the limit that the process has set for itself on a device, which holds again afterwards."""
+    ask: Any = getattr(torch.cuda, "get_per_process_memory_fraction", None)
+    share = ask(device) if ask is not None and device.type == "cuda" else 1.0
+    if share >= 1:
+        yield
+        return
+    torch.cuda.set_per_process_memory_fraction(1.0, device)
+    try:
+        yield
+    finally:
+        give_back()
+        torch.cuda.set_per_process_memory_fraction(share, device)
 
 
 def give_back() -> None:

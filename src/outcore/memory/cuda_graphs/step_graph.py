@@ -68,6 +68,14 @@ class StepGraph:
         """What graphs hold twice: inputs."""
         return sum(t.nbytes for t in tensors)
 
+    def ready(self, tensors: list[torch.Tensor]) -> bool:
+        """Whether a call with these inputs can be replayed now: nothing is under way, all is where it was."""
+        if self.graphs is None or any(t.requires_grad for t in tensors) or self.turn.taken() or not self.places.free():
+            return False
+        renewed, read, places = self.memory
+        reads = self.compiled.recording.reads
+        return (reads is None or reads.renewed == renewed) and [t.data_ptr() for t in read] == places
+
     def __call__(self, tensors: list[torch.Tensor]) -> tuple[Any] | None:
         """What the model returns, in a tuple; none where this call must run call by call."""
         if any(t.requires_grad for t in tensors) or self.turn.taken():
@@ -91,13 +99,15 @@ class StepGraph:
         device, size = self.parameters[0].device, self.compiled.offloaded_bytes
         self.tier = HostBackend(device, size) if size else None
         pool = GraphPool(device, self.tier, other.pool.handle if other is not None else None)
-        with growing_segments():
-            with pool.beside():
-                for _ in range(_WARM_UPS):
-                    self.warm_up()
+        try:
+            with growing_segments():
+                with pool.beside():
+                    for _ in range(_WARM_UPS):
+                        self.warm_up()
+                before.restore()
+                self.record_spaced(pool, trace=other is None)
+        finally:
             before.restore()
-            self.record_spaced(pool, trace=other is None)
-        before.restore()
         del before
         give_back()
         self.memory = self.read_memory()

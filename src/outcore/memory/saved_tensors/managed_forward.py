@@ -45,6 +45,8 @@ from outcore.graph.record.versions import RecordingVersions
 from outcore.graph.structure import leaves
 from outcore.machine.units import format_bytes
 from outcore.memory.cuda_graphs.budget import planned_again
+from outcore.memory.cuda_graphs.choose import GraphChoice
+from outcore.memory.cuda_graphs.pool import give_back
 from outcore.memory.cuda_graphs.step_graph import StepGraph
 from outcore.memory.offload.backends import Backend, tier_for
 from outcore.memory.offload.bandwidth import memory_rate
@@ -93,6 +95,10 @@ class ManagedForward:
         self.varying: str | None = None
         """What changes in every call, so that none does."""
         self.ab_test = AbTest()
+        self.choice: GraphChoice | None = None
+        """Whether steps become CUDA graphs by themselves."""
+        self.only_graphs = False
+        """Whether another managed forward runs what does not become one."""
         self.tier: Backend | None = None
         self.tier_bytes = 0
         self.keeper: StateOffloader | None = None
@@ -133,6 +139,8 @@ class ManagedForward:
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, whose parameters come when they are needed."""
         if not torch.is_grad_enabled() or _is_looked_at():
+            if self.choice is not None and self.settings.budget_bytes is not None:
+                self.choice.leave(self)
             return self.original(*args, **kwargs)
         if self.keeper is not None and self.settings.free:  # a key takes the host as long as twenty calls of the model
             return self.plainly(*args, **kwargs)
@@ -163,8 +171,12 @@ class ManagedForward:
             if entry.graphed is not None and (result := entry.graphed(tensors)) is not None:
                 return result[0]
             self.make_room(entry.table.offloaded_bytes)
+        if self.only_graphs:
+            raise PlanError("this step does not become CUDA graphs within its budget")
         if entry.merged:
             return self.replayed(entry, args, kwargs)
+        if self.choice is not None and (replayed := self.choice.call(self, key, entry, args, kwargs)) is not None:
+            return replayed[0]
         return self.live(key, entry, args, kwargs)
 
     def live(self, key: Hashable, entry: PlannedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -174,7 +186,19 @@ class ManagedForward:
         running = LiveForward(entry.table, self.tier, self.keeper)
         result = running.run(forward, args, kwargs)
         entry.diverged = entry.diverged + 1 if running.diverged else 0
+        if self.choice is not None:
+            self.choice.watch(result)
         return result
+
+    def wait(self) -> None:
+        """Until the device has done all it was told."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def give_back(self) -> None:
+        """Return what nobody uses to the device."""
+        if self.device.type == "cuda":
+            give_back()
 
     def realigned(
         self, key: Hashable, entry: PlannedCall, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -19,7 +19,7 @@ from outcore.graph import Graph
 from outcore.memory.offload.bandwidth import memory_rate, tier_below
 from outcore.memory.op_fusion.profitability import step_s
 from outcore.memory.op_fusion.select import SelectedFusions
-from outcore.memory.plan_cache import known_least, known_policy, remember_least, remember_plan
+from outcore.memory.saved_tensors.plan_cache import known_least, known_policy, remember_least, remember_plan
 from outcore.memory.saved_tensors.settings import Settings
 from outcore.planner.memory.applicable import check_policy
 from outcore.planner.memory.memory_format import MemoryFormat

@@ -28,7 +28,7 @@ class Settings:
     """To leave free throughout, for what predictions are known to miss."""
     policy: dict[str, Policy] | None = None
     """Chosen by hand."""
-    search_s: float = 1.0
+    search_s: float = 0.6
     """For each part of a search for policies."""
     graphs: bool = False
     """Run forward and backward as CUDA graphs."""

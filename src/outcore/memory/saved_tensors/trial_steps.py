@@ -1,19 +1,28 @@
-"""One step before the first: what a plan really reserves is seen before the user's training begins.
+"""Steps before the first: what a plan really reserves is seen before the user's training begins.
 
 A budget bounds what a card of that size would have to have: reserved memory, with the holes that the allocator leaves
 between tensors and what libraries take for themselves. Neither follows from the plan alone, and the first step counts.
-So when a model comes under its plan, two steps are taken with the user's own batch, and the model is put back as it
+So when a model comes under its plan, a few steps are taken with the user's own batch, and the model is put back as it
 was: weights, statistics, attributes, gradients and random state. If the allocator had to reserve more than the budget,
-the plan is made again with as much less, until it fits; if there is no smaller one, that is said.
+had to look twice for room or refused a library's workspace, the plan is made again with more left free, until it fits
+with as little as can be (`outcore.memory.saved_tensors.allocator_overhead`); if no plan fits, that is said. What was
+found is remembered (`outcore.memory.saved_tensors.plan_cache`), and the next start takes no such steps.
 
-A loss of the user's is taken if there is one; else the sum of the outputs. The optimizer does not step: memory of the
-size of its state is taken where it would take it, and a second step shows what lies between.
+An allocator that was never asked for more than the budget behaves the same whether more is there or not. So steps are
+tried without a limit (one that the process has set itself is lifted meanwhile), and what they take tells how much less
+to plan for. With a limit, a library whose workspace was refused once would go on with another algorithm, in the user's
+training too. Where the device itself has hardly more than the budget, the first try is a careful one for that reason.
+
+A loss of the user's is taken if there is one; else the sum of the outputs. Backward runs outside of autocast, as in
+loops: inside, its own operations would be cast too, and weights kept in another type. The optimizer does not step:
+memory of the size of its state is taken where it would take it. What is reserved still grows in the second and third
+step, because what stays from the first lies in between.
 """
 
 from __future__ import annotations
 
-import gc
 import sys
+import time
 import warnings
 from collections.abc import Callable, Hashable
 from dataclasses import replace
@@ -26,14 +35,25 @@ from outcore.graph import Graph
 from outcore.graph.record.preserve import ModelState, state_tensors
 from outcore.graph.structure import leaves
 from outcore.machine.units import format_bytes
+from outcore.memory.cuda_graphs.pool import give_back, without_limit
+from outcore.memory.saved_tensors.allocator_overhead import Tried, least_overhead
 from outcore.memory.saved_tensors.managed_forward import ManagedForward
-from outcore.memory.saved_tensors.settings import PlannedCall
+from outcore.memory.saved_tensors.plan_cache import known_overhead, remember_overhead
+from outcore.memory.saved_tensors.settings import PlannedCall, Settings
 
 __all__ = ["run_trial_steps"]
 
-_TRIES = 6
 _STEP = 0.05
-"""Share of the budget to leave free in addition where the device had no room for a step, or only after a search."""
+"""Share of the budget that is missing at least where the device had no room for a step, or only after a search."""
+_SPARE, _CAREFUL = 1.3, 0.04
+"""Below so many times the budget a device has hardly more, and then this share of it is left free from the first."""
+_STEPS = 4
+_GRANULE = 20 * 2**20
+"""Segments grow by this: what is left free beside, at most a hundredth of the budget, for steps that were not tried."""
+_MOVING = 0.15
+"""Share of the budget that is left free where no steps can be tried."""
+_SECONDS = 8.0
+"""After so long nothing more is tried."""
 
 
 def run_trial_steps(
@@ -54,29 +74,122 @@ def run_trial_steps(
         loss: of the output; without it the sum of all outputs.
         graph: what was recorded of the call.
     """
-    budget, tensors = managed_forward.settings.budget_bytes, [t for _, t in leaves((args, kwargs), torch.Tensor)]
-    unreal = any(t.is_meta or isinstance(t, FakeTensor) for t in tensors)
-    if budget is None or unreal or managed_forward.device.type != "cuda" or managed_forward.settings.policy is not None:
+    entry, asked = managed_forward.admitted.get(key), managed_forward.settings
+    if entry is not None and not entry.plan.state.idle and _counts(managed_forward):
+        _leave_some(managed_forward, key, args, kwargs, graph)
         return
-    for attempt in range(_TRIES):
-        entry = managed_forward.admitted.get(key)
-        if entry is None or entry.graphed is not None or not entry.plan.state.idle:
-            return
-        taken = _reserved(managed_forward, entry, args, kwargs, loss)
-        if taken <= budget:
-            return
-        before, missed = managed_forward.settings, taken - budget
-        less = replace(before, reserved_bytes=before.reserved_bytes + missed)
-        refused = managed_forward.replanned(key, less, args, kwargs, graph)
-        if refused is not None or attempt == _TRIES - 1:
-            warnings.warn(
-                f"outcore: a step reserves {format_bytes(taken)}, more than {format_bytes(budget)}, with what the "
-                f'allocator leaves unused between tensors; memory="{-(-taken // 2**20)}MiB" would hold',
-                stacklevel=3,
+    if entry is None or not _can(managed_forward, entry, args, kwargs):
+        return
+    budget, costs = asked.budget_bytes, entry.plan.keeping.costs
+    assert budget is not None
+    trial = _Trial(managed_forward, key, args, kwargs, loss, graph)
+    known = known_overhead(costs, asked)
+    if known is not None and (known == 0 or trial.plan(known)):
+        return
+    with without_limit(managed_forward.device):
+        total = torch.cuda.get_device_properties(managed_forward.device).total_memory
+        careful = torch.cuda.memory_reserved(managed_forward.device) + _SPARE * budget > total
+        best = least_overhead(
+            trial, budget, int(_CAREFUL * budget) if careful and trial.plan(int(_CAREFUL * budget)) else 0
+        )
+    trial.choose(best.free_bytes)
+    if best.taken_bytes <= budget:
+        remember_overhead(costs, asked, best.free_bytes)
+        if best.free_bytes and not asked.quiet:
+            print(
+                f"outcore: {format_bytes(best.free_bytes)} of the budget are left to the allocator, with which a step "
+                f"reserves {format_bytes(best.taken_bytes)}",
+                file=sys.stderr,
             )
-            return
-        if not before.quiet:
-            print(f"outcore: a step reserved {format_bytes(missed)} too much; planned again", file=sys.stderr)
+        return
+    warnings.warn(
+        f"outcore: a step reserves {format_bytes(best.taken_bytes)}, more than {format_bytes(budget)}, with what the "
+        f'allocator leaves unused between tensors; memory="{-(-best.taken_bytes // 2**20)}MiB" would hold',
+        stacklevel=3,
+    )
+
+
+def _counts(managed_forward: ManagedForward) -> bool:
+    """Whether there is a budget of what is reserved, and a plan that may be made again."""
+    settings = managed_forward.settings
+    return settings.budget_bytes is not None and settings.policy is None and managed_forward.device.type == "cuda"
+
+
+def _leave_some(managed_forward: ManagedForward, key: Hashable, args: Any, kwargs: Any, graph: Graph) -> None:
+    """Where state moves in a step, steps cannot be tried and put back: leave a share of the budget to the allocator."""
+    asked = managed_forward.settings
+    more = int(_MOVING * (asked.budget_bytes or 0))
+    managed_forward.replanned(key, replace(asked, reserved_bytes=asked.reserved_bytes + more), args, kwargs, graph)
+
+
+def _can(managed_forward: ManagedForward, entry: PlannedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether steps may be taken: on a device that counts, with real numbers, and nothing that they would change."""
+    tensors = [t for _, t in leaves((args, kwargs), torch.Tensor)]
+    if not _counts(managed_forward):
+        return False
+    if entry.graphed is not None or not entry.plan.state.idle:
+        return False
+    if any(t.is_meta or isinstance(t, FakeTensor) for t in tensors):
+        return False
+    hooked = ("_backward_hooks", "_post_accumulate_grad_hooks")  # an optimizer could be in them
+    return not any(getattr(p, name, None) for p in managed_forward.model.parameters() for name in hooked)
+
+
+class _Trial:
+    """Plans and takes steps that leave more or less of the budget free."""
+
+    def __init__(
+        self,
+        managed_forward: ManagedForward,
+        key: Hashable,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        loss: Callable[[Any], torch.Tensor] | None,
+        graph: Graph,
+    ) -> None:
+        self.managed_forward, self.key, self.args, self.kwargs, self.loss, self.graph = (
+            managed_forward,
+            key,
+            args,
+            kwargs,
+            loss,
+            graph,
+        )
+        self.asked = managed_forward.settings
+        entry = managed_forward.admitted[key]
+        assert entry is not None
+        self.made: dict[int, tuple[PlannedCall, Settings]] = {0: (entry, self.asked)}
+        """By what they leave free in addition."""
+        self.end = time.monotonic() + _SECONDS
+
+    def __call__(self, free_bytes: int) -> Tried | None:
+        """A step that leaves so many bytes free."""
+        if time.monotonic() > self.end or not self.plan(free_bytes):
+            return None
+        entry = self.made[free_bytes][0]
+        taken = _reserved(self.managed_forward, entry, self.args, self.kwargs, self.loss)
+        return Tried(free_bytes, taken, entry.plan.outcome.time_s)
+
+    def plan(self, free_bytes: int) -> bool:
+        """Put such a plan in force; whether there is one."""
+        if free_bytes not in self.made:
+            self.choose(max(size for size in self.made if size < free_bytes))  # to start from
+            reserved = self.asked.reserved_bytes + free_bytes
+            settings = replace(self.asked, reserved_bytes=reserved, states=self.asked.states[:1])
+            if self.managed_forward.replanned(self.key, settings, self.args, self.kwargs, self.graph) is not None:
+                return False
+            entry = self.managed_forward.admitted[self.key]
+            if entry is None or not entry.plan.state.idle:
+                return False
+            self.made[free_bytes] = entry, settings
+        self.choose(free_bytes)
+        return True
+
+    def choose(self, free_bytes: int) -> None:
+        """Put a plan that was made in force."""
+        entry, settings = self.made[free_bytes]
+        self.managed_forward.admitted[self.key] = entry
+        self.managed_forward.settings = replace(settings, states=self.asked.states)
 
 
 def _reserved(
@@ -87,46 +200,57 @@ def _reserved(
     loss: Callable[[Any], torch.Tensor] | None,
 ) -> int:
     """Bytes that the allocator reserves for a step, with the optimizer's state, without what others hold."""
-    model, device = managed_forward.model, managed_forward.device
+    model, device, optimizer = managed_forward.model, managed_forward.device, managed_forward.settings.optimizer
     parameters = [p for p in model.parameters() if p.requires_grad]
     gradients = [(p, p.grad) for p in parameters]
     for p in parameters:
         p.grad = None
     before = ModelState(model, state_tensors(model))
     watching, entry.observer = entry.observer, None
-    gc.collect()
     torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()
+    torch.clear_autocast_cache()  # a loop leaves autocast after every forward
+    give_back()
     own = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
     own += sum(t.nbytes for _, t in leaves((args, kwargs), torch.Tensor) if t.device.type == "cuda")
     others = max(0, torch.cuda.memory_allocated(device) - own)
     torch.cuda.reset_peak_memory_stats(device)
-    retries = torch.cuda.memory_stats(device)["num_alloc_retries"]
+    trouble = _trouble(device)
     budget = managed_forward.settings.budget_bytes or 0
     held: list[torch.Tensor] = []
     try:
-        for _ in range(2):  # between the two, what the optimizer allocates in its first step
+        for _ in range(_STEPS):  # after the first, with what the optimizer allocates in it
             output = managed_forward(*args, **kwargs)
+            torch.clear_autocast_cache()
             value = loss(output) if loss is not None else _total(output)
             del output
-            value.backward()
+            with torch.autocast(device.type, enabled=False):
+                value.backward()
             del value
-            copies = 0 if held else round(managed_forward.settings.optimizer.state_per_parameter)
+            copies = 0 if held else round(optimizer.state_per_parameter)
             held += [torch.empty_like(p) for p in parameters for _ in range(copies)]
+            moment = [torch.empty_like(p) for p in parameters for _ in range(round(optimizer.workspace_per_parameter))]
+            del moment
             for p in parameters:
                 p.grad = None
         torch.cuda.synchronize(device)
         taken: int = torch.cuda.max_memory_reserved(device) - others
-        retried = torch.cuda.memory_stats(device)["num_alloc_retries"] > retries
-        return max(taken, int((1 + _STEP) * budget)) if retried else taken
+        taken += min(_GRANULE, int(_STEP * budget) // 5)
+        return taken if _trouble(device) == trouble else max(taken, int((1 + _STEP) * budget))
     except torch.OutOfMemoryError:
         return int((1 + _STEP) * budget)
     finally:
+        held.clear()
         before.restore()
         for p, gradient in gradients:
             p.grad = gradient
         entry.observer = watching
-        torch.cuda.empty_cache()
+        give_back()
+
+
+def _trouble(device: torch.device) -> int:
+    """How often the allocator had to look again for room, or found none."""
+    counted = torch.cuda.memory_stats(device)
+    return int(counted.get("num_alloc_retries", 0)) + int(counted.get("num_ooms", 0))
 
 
 def _total(output: Any) -> torch.Tensor:

@@ -218,7 +218,8 @@ def plan_memory(
             continue
         if where is not states[-1] and keeping.floor[0] > most:
             continue  # one operation alone needs more than there is
-        assignment = fit(keeping, most, time_limit_s=time_limit_s, near=near, least=least)
+        start = best.assignment.policy if best is not None else near  # what fits with more on the device is near
+        assignment = fit(keeping, most, time_limit_s=time_limit_s, near=start, least=least)
         if assignment.fits(most):
             choice = _Choice(assignment, where, moving_s, keeping.base)
             best = choice if best is None or choice.time_s <= _FASTER * best.time_s else best

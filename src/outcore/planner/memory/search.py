@@ -39,7 +39,7 @@ _ALIKE = 0.7
 """A choice is repeated for what is alike while it scores at least this share of the first time."""
 _RUN = 64
 """So many that are alike are kept again at once, if they fit; else half of them."""
-_FAR = 1.05
+_FAR = 1.15
 """An assignment that was brought down to a smaller budget and is slower than this is searched for anew."""
 _SEGMENTS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48)
 
@@ -133,6 +133,7 @@ class PolicySearch:
 
     def lowered(self, policy: Policies) -> Assignment | None:
         """An assignment brought down to the budget, if that is only a few steps away and costs little."""
+        self.end = time.monotonic() + self.time_limit_s / 2
         before = self.assign({**self.start, **self.allowed(policy)})
         after = self.descend(before)
         if not after.fits(self.budget) or after.outcome.time_s > _FAR * before.outcome.time_s:

@@ -11,12 +11,12 @@ from torch import nn
 import outcore
 from outcore.cost import cost_cache
 from outcore.errors import PlanError
-from outcore.memory import plan_cache
+from outcore.memory.saved_tensors import plan_cache
 from outcore.planner.memory import plan as memory_plan_module
 from outcore.planner.memory import search as budget_module
 
 
-def net(width: int = 64, depth: int = 8) -> nn.Module:
+def net(width: int = 64, depth: int = 8) -> nn.Sequential:
     layers = [nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.Tanh()) for _ in range(depth)]
     return nn.Sequential(*layers)
 
@@ -66,7 +66,7 @@ def test_the_second_start_takes_the_plan_of_the_first(
     model(x).square().sum().backward()
     plain(x).square().sum().backward()
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(ours.grad, theirs.grad)
+        assert ours.grad is not None and theirs.grad is not None and torch.equal(ours.grad, theirs.grad)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"policy": 3}', '{"policy": {"no such value": "recompute"}}'])
@@ -85,7 +85,8 @@ def test_a_plan_that_the_network_cannot_have_any_more_is_searched_again(searches
     within(net(), "70%")
     hooked = net()
     for layer in hooked:
-        layer[1].register_forward_hook(lambda *_: None)  # type: ignore[index]
+        assert isinstance(layer, nn.Sequential)
+        layer[1].register_forward_hook(lambda *_: None)
     model = within(hooked, "80%")
     assert len(searches) == 2
     model(torch.randn(512, 64)).sum().backward()
