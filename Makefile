@@ -3,18 +3,40 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 PYTEST  = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
-INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+QUIET   = --quiet --disable-pip-version-check
+# The packages that build ours are pinned too: by the first variable for pip before 25.3, by the second since.
+INSTALL = PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt $(BIN)/pip install $(QUIET)
+KERNELS = tests/*/test_*kernels.py tests/memory/encode/test_byte_index_pool.py tests/stream/execute/test_conv_epilogue.py
 
-.PHONY: demo test test-all lint types docs wheel release clean
+.PHONY: demo test test-all kernels mutants pins lint types docs wheel release clean
 
 demo: $(VENV)/.demo
 	$(BIN)/outcore demo
 
-test: lint types
-	$(PYTEST) -m "not slow and not gpu"
+test: lint types kernels
+	$(PYTEST) -m "not slow and not gpu and not kernel"
 
 test-all: $(VENV)/.test
-	$(PYTEST) -m "not gpu"
+	$(MAKE) kernels WHICH=kernel
+	$(PYTEST) -m "not gpu and not kernel"
+
+# Triton's kernels on its interpreter, which runs them on a CPU.
+WHICH  ?= kernel and not slow
+kernels: $(VENV)/.test
+	TRITON_INTERPRET=1 $(PYTEST) -m "$(WHICH)" $(KERNELS)
+
+# Which one-line defects the quick tests notice: a table in dist/mutants.md. Hours on one core.
+mutants: $(VENV)/.test
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutation
+
+# Raise the pins: the newest versions of everything that tests use, beside the torch that is pinned; then run the tests.
+pins:
+	rm -rf dist/pins && $(PYTHON) -m venv dist/pins
+	grep -E '^(#|torch==|torchvision==|triton==)' constraints.txt > dist/pins/chosen.txt
+	dist/pins/bin/pip install $(QUIET) -c dist/pins/chosen.txt '.[test]' hatchling editables
+	( cat dist/pins/chosen.txt; dist/pins/bin/pip freeze --exclude outcore | sed 's/+cpu//' \
+		| grep -vE '^(torch|torchvision|triton)==|^nvidia-|^cuda-| @ ' ) > constraints.txt
+	rm -rf dist/pins
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

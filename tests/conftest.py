@@ -23,6 +23,14 @@ if importlib.util.find_spec("hypothesis") is not None:
     settings.load_profile("repeated")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What needs a GPU says so where there is none."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu") is not None:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
@@ -30,13 +38,27 @@ def seeded() -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
-    """A test that leaks a thread, a launcher's variable or a default device fails itself, not its neighbours."""
-    variables, threads = _launcher_variables(), set(threading.enumerate())
+    """A test that leaks a thread, a launcher's variable or a setting of torch's fails itself, not its neighbours."""
+    variables, threads, settings = _launcher_variables(), set(threading.enumerate()), _settings_of_torch()
     yield
     assert _launcher_variables() == variables
+    assert _settings_of_torch() == settings
     leaked = [t for t in set(threading.enumerate()) - threads if t.is_alive() and not t.daemon]
     assert not leaked, leaked
     assert torch.get_default_device().type == "cpu"
+
+
+def _settings_of_torch() -> dict[str, object]:
+    """What a function may change while it runs, and must put back."""
+    cudnn = torch.backends.cudnn
+    return {
+        "deterministic": (torch.are_deterministic_algorithms_enabled(), cudnn.deterministic),
+        "search": cudnn.benchmark,
+        "products": (torch.get_float32_matmul_precision(), cudnn.allow_tf32),
+        "dtype": torch.get_default_dtype(),
+        "gradients": torch.is_grad_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+    }
 
 
 def _launcher_variables() -> dict[str, str]:

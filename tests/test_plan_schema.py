@@ -213,3 +213,16 @@ def test_a_plan_with_one_thing_wrong_is_refused_by_its_name(graph: Graph, tmp_pa
         with pytest.raises(PlanError) as refused:
             Plan.load(path).validate(graph)
         assert any(part in str(refused.value) for part in name.split("|")), (bad, str(refused.value))
+
+
+def test_the_policies_of_a_stream_s_rest_are_checked(graph: Graph, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    document = {"format": 1, "graph": graph.fingerprint, "stages": [[""]], "stream": {"tile": 8}}
+    value = next(iter(graph.values))
+    for how, good in (("recompute", True), ("forget", False)):
+        path.write_text(json.dumps(document | {"stream": {"tile": 8, "rest": {value: how}}}))
+        if good:
+            Plan.load(path).validate(graph)
+        else:
+            with pytest.raises(PlanError, match="forget"):
+                Plan.load(path).validate(graph)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from outcore.cli.image_sizes import multiple_of
+from outcore.cli.image_sizes import multiple_of, scale_images
 from outcore.cli.messages import Interruption
 from outcore.cli.profile import from_measured
 from outcore.cost.predicted.scaling import Scaling, SizePoint
@@ -50,6 +50,16 @@ def test_sizes_are_multiples_that_the_network_takes(tmp_path: Path) -> None:
     assert "multiples of 4: 60, 128" in shown.stderr and "Error" not in shown.stdout
     free = Job(model=lambda: nn.Conv2d(3, 4, 3), batch=lambda n: (torch.rand(n, 3, 32, 32), None))
     assert multiple_of(free, 1, 32) == 1
+
+
+def test_points_are_at_the_sides_that_were_asked_for_as_multiples() -> None:
+    job = Job(model=lambda: nn.Conv2d(3, 4, 3), batch=lambda n: (torch.rand(n, 3, 32, 32), None))
+    found = scale_images(job, parse("t4").devices[0], (61, 127), 1, 4)
+    sides = [point.size for point in found.points]
+    assert {60, 128} <= set(sides) and all(side % 4 == 0 for side in sides)
+    for point in found.points:
+        assert point.peak_bytes >= 4 * (3 * point.size**2 + 4 * (point.size - 2) ** 2)
+    assert found.largest % 4 == 0 and found.largest >= 128
 
 
 def test_what_was_measured_corrects_the_sizes_that_were_not() -> None:

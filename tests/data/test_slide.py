@@ -301,3 +301,13 @@ def test_a_slide_that_is_freed_by_the_thread_that_opens_another_does_not_wait_fo
 
     assert files.get("new", opened) == "new"
     assert files.get("old", lambda: "again") == "again"
+
+
+@pytest.mark.parametrize(("unit", "microns"), [("nm", 0.00025), ("mm", 250.0), ("µm", 0.25), (None, 0.25)])
+def test_the_resolution_of_ome_metadata_has_its_unit(tmp_path: Path, unit: str | None, microns: float) -> None:
+    metadata = {"axes": "YXS", "PhysicalSizeX": 0.25, "PhysicalSizeY": 0.25}
+    if unit is not None:
+        metadata |= {"PhysicalSizeXUnit": unit, "PhysicalSizeYUnit": unit}
+    path = tmp_path / "slide.ome.tif"
+    tifffile.imwrite(path, colours(64, 96), ome=True, photometric="rgb", tile=(64, 64), metadata=metadata)
+    assert open_slide(path).microns_per_pixel == pytest.approx(microns)

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from outcore.errors import DataError
 from outcore.infer import find_slides, one_slide
+from outcore.infer.results import ResultsFolder
 from tests.infer.slides import infer, write_work
 
 
@@ -95,3 +97,17 @@ def test_slides_are_found_once_in_a_stable_order(tmp_path: Path) -> None:
     found = find_slides(tmp_path)
     assert [slide.given for slide in found] == ["c.zarr", "a/x.svs", "b/x.tif"]
     assert found[0].name == "c" and found[1].name != found[2].name and found[1].name.startswith("x-")
+
+
+def test_two_runs_do_not_write_into_one_folder(tmp_path: Path) -> None:
+    about = {"weights": "a"}
+    with ResultsFolder(tmp_path / "out", about):
+        with (
+            pytest.raises(DataError, match="is being written by another process"),
+            ResultsFolder(tmp_path / "out", about),
+        ):
+            pass
+        assert (tmp_path / "out" / ".lock").exists()
+    with ResultsFolder(tmp_path / "out", about):
+        pass
+    assert not (tmp_path / "out" / ".lock").exists()

@@ -177,3 +177,22 @@ def batch(size):
     first = (tmp_path / "out/results.csv").read_text().splitlines()
     assert first[0].startswith("path,label,class,name,score_benign,score_malignant,probability_benign")
     assert first[1].split(",")[3] in ("benign", "malignant")
+
+
+def test_more_classes_than_colours_are_told_apart_by_darker_rounds() -> None:
+    colours = class_colours(24).astype(int)
+    assert len({tuple(colour) for colour in colours.tolist()}) == 24
+    first = next(i for i in range(1, 24) if np.abs(colours[i] - 0.75 * colours[0]).max() <= 0.5)
+    for i in range(first, 24):
+        assert np.abs(colours[i] - 0.75 * colours[i - first]).max() <= 1
+
+
+@pytest.mark.parametrize("planes", [1, 2, 3])
+def test_every_plane_of_a_map_is_written_at_every_level(tmp_path: Path, planes: int) -> None:
+    pixels = np.random.default_rng(0).random((planes, 1100, 700), np.float32)
+    write_pyramid(tmp_path / "map.tif", pixels, scratch=tmp_path, mean=False)
+    with tifffile.TiffFile(tmp_path / "map.tif") as file:
+        levels = file.series[0].levels
+        assert len(levels) > 1
+        for k, level in enumerate(levels):
+            assert np.array_equal(level.asarray().reshape(planes, *level.shape[-2:]), pixels[:, :: 2**k, :: 2**k])

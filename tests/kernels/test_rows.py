@@ -1,6 +1,6 @@
 """The kernels of layer norms and scaled sums against double precision, on Triton's interpreter.
 
-TRITON_INTERPRET=1 pytest tests/kernels/test_rows.py, where Triton is there (its interpreter needs numpy < 2.4).
+`make kernels` runs them on a CPU (the interpreter of Triton 3.6 needs numpy < 2.4, that of 3.7 does not).
 On a GPU they are tested in test_fused_rows_gpu.py.
 """
 
@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 
 pytestmark = [
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"),
+    pytest.mark.kernel,
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1 (make kernels)"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of the interpreter
 ]
 pytest.importorskip("triton")

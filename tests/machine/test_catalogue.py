@@ -109,3 +109,14 @@ def test_a_cluster_file_names_devices_and_links(tmp_path: Path) -> None:
     path.write_text(json.dumps({**document, "between_devices": {"speed": 3}}))
     with pytest.raises(MachineError, match=r"between_devices\.\w+ is not"):
         parse(str(path))
+
+
+@pytest.mark.parametrize(("name", "gib"), [("k80", 12), ("p100", 16), ("a100-40gb", 40), ("a100-80gb", 80), ("l4", 24)])
+def test_memory_is_what_the_name_says(name: str, gib: int) -> None:
+    assert find(name).device.memory_bytes == gib * 2**30
+
+
+def test_a_wrong_name_is_answered_with_a_few_near_ones() -> None:
+    with pytest.raises(MachineError) as refusal:
+        find("a100-90gb")
+    assert "a100-80gb" in str(refusal.value)

@@ -34,3 +34,11 @@ def test_what_was_measured_is_left_alone() -> None:
     gpu = Device("NVIDIA H200", "cuda", 139 << 30, 4e12, {"fp32": 5e13})
     with mock.patch("outcore.machine.known.remembered", return_value=Machine("here", (gpu,))):
         assert known().devices == (gpu,)
+
+
+def test_the_link_is_that_of_the_first_device() -> None:
+    first, second = Device("NVIDIA H200", "cuda", 139 << 30, 1.0, {}), Device("Tesla T4", "cuda", 15 << 30, 1.0, {})
+    with mock.patch("outcore.machine.known.remembered", return_value=Machine("here", (first, second))):
+        assert known().host_link == find("h200").host_link != find("t4").host_link
+    with mock.patch("outcore.machine.known.remembered", return_value=Machine("here", (second,))):
+        assert known().host_link == find("t4").host_link

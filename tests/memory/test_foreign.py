@@ -9,7 +9,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ..foreign.zoo import ZOO, Foreign, by_name
+from ..foreign.sample import rotating
+from ..foreign.zoo import QUICK, ZOO, Foreign, by_name
 from .examine import PRECISIONS, Verdict, examine
 
 
@@ -18,6 +19,12 @@ from .examine import PRECISIONS, Verdict, examine
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("foreign", ZOO, ids=str)
 def test_all_foreign_models(foreign: Foreign, precision: str) -> None:
+    _judge(examine(foreign, torch.device("cpu"), precision))
+
+
+@pytest.mark.foreign
+@pytest.mark.parametrize(("foreign", "precision"), rotating([(f, p) for f in QUICK for p in PRECISIONS], 4), ids=str)
+def test_some_foreign_models_others_with_every_commit(foreign: Foreign, precision: str) -> None:
     _judge(examine(foreign, torch.device("cpu"), precision))
 
 

@@ -63,6 +63,12 @@ def _serve(connection: Any, port: int) -> None:
         store = None
         if answer[0] and (left := _left_behind(before, earlier)):
             answer = (False, f"the rank left behind: {', '.join(left)}")
+        gc.collect()
+        if not answer[0] and any(t.name.startswith("outcore") for t in set(threading.enumerate()) - earlier):
+            # An engine that failed and was not closed still watches the others, and ends its process when they do not
+            # answer: that must not happen in the middle of the next world.
+            connection.send((None, answer[1]))
+            return
         del earlier
         connection.send(answer)
 
@@ -107,6 +113,7 @@ class Pool:
 
     def outcomes(self, function: Callable[..., Any], ranks: int, *args: Any, **kwargs: Any) -> list[tuple[bool, Any]]:
         """Per rank, whether it went well, and what it returned or raised."""
+        self._end({rank for rank, (process, _) in self._workers.items() if not process.is_alive()})
         for rank in set(range(ranks)) - self._workers.keys():
             here, there = self._context.Pipe()
             process = self._context.Process(target=_serve, args=(there, self._store.port), daemon=True)

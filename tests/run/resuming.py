@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import resource
@@ -103,26 +102,33 @@ def save_twice(case: str, plan: dict[str, Any], path: str, limit_rank: int = -1)
     return message, loss
 
 
-def survive(case: str, plan: dict[str, Any], path: str, steps: int, kill_rank: int, kill_after_s: float) -> Any:
-    """Train with a checkpoint after every step; a rank is killed at a moment that nothing knows of."""
+def survive(
+    case: str, plan: dict[str, Any], path: str, steps: int, kill_rank: int, kill_after_s: float, saved: int = 0
+) -> tuple[int, Any]:
+    """Train with a checkpoint after every step; a rank is killed at a moment that nothing knows of.
+
+    The moment is `kill_after_s` after this run has saved `saved` times. Returned are the step that was loaded (0 where
+    there was nothing) and the weights in the end. Where a checkpoint was ever complete, it must load.
+    """
     engine = make(case, plan, timeout_s=10.0, grace_s=2.0)
-    if Path(path).exists():
-        with warnings.catch_warnings(), contextlib.suppress(CheckpointError):
-            warnings.simplefilter("ignore")
+    if (Path(path) / "latest").exists():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # one that was never completed is passed over
             engine.load(path)
-    if engine.rank == kill_rank and kill_after_s >= 0:
+    loaded = engine.steps
 
-        def kill() -> None:
-            time.sleep(kill_after_s)
-            os.kill(os.getpid(), signal.SIGKILL)
+    def kill() -> None:
+        time.sleep(kill_after_s)
+        os.kill(os.getpid(), signal.SIGKILL)
 
-        threading.Thread(target=kill, daemon=True).start()
-    for inputs, targets in batches_of(case, steps, 8)[engine.steps :]:
+    for inputs, targets in batches_of(case, steps, 8)[loaded:]:
+        if engine.rank == kill_rank and engine.steps == loaded + saved:
+            threading.Thread(target=kill, daemon=True).start()
         engine.step(inputs, targets)
         engine.save(path)
     weights = engine.state_dict()
     engine.close()
-    return {n: t.clone() for n, t in weights.items()}
+    return loaded, {n: t.clone() for n, t in weights.items()}
 
 
 def signalled(case: str, plan: dict[str, Any], path: str, number: int, rank: int) -> tuple[int, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -23,6 +24,14 @@ from outcore.stream.plan.tile_memory import predict_bytes
 from .oracle import any_overhang, with_statistics
 
 pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def full_precision() -> Iterator[None]:
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cudnn.allow_tf32 = before
 
 
 def residual() -> nn.Module:
@@ -47,7 +56,6 @@ def residual() -> nn.Module:
 @pytest.mark.parametrize("most", [1.06, math.inf])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 2e-4)])
 def test_gradients_are_those_of_plain(dtype: torch.dtype, tolerance: float, most: float) -> None:
-    torch.backends.cudnn.allow_tf32 = False
     net = residual().cuda().to(dtype).to(memory_format=torch.channels_last)
     plain = copy.deepcopy(net)
     x = torch.randn(1, 3, 257, 301, device="cuda", dtype=dtype).contiguous(memory_format=torch.channels_last)
@@ -97,7 +105,6 @@ def assert_same_gradients(net: nn.Module, plain: nn.Module, tolerance: float = 1
 
 
 def test_within_streams_a_lazy_image_and_keeps_the_budget() -> None:
-    torch.backends.cudnn.allow_tf32 = False
     net = residual().cuda()
     plain = copy.deepcopy(net)
     image = Batch((ArraySource(torch.randint(0, 256, (3, 1500, 1300), dtype=torch.uint8)),))

@@ -50,6 +50,7 @@ def write_pyramid(
         raise MissingPackageError(
             f"writing {path} needs tifffile; install it with: pip install 'outcore[slides]'"
         ) from None
+    pixels = pixels[0] if pixels.ndim == 3 and len(pixels) == 1 else pixels  # planes of one are no planes to a TIFF
     shown: dict[str, Any] = {"photometric": "minisblack", "planarconfig": "separate" if pixels.ndim == 3 else None}
     if colours is not None and pixels.ndim == 2 and pixels.dtype == np.uint8:
         shown = {"photometric": "palette", "colormap": tiff_palette(colours)}

@@ -125,3 +125,18 @@ def test_a_measured_network_has_a_predicted_step() -> None:
     step = predict_step(graph, measure(graph, "cpu", runs=2), optimizer=measure_optimizer(model, torch.optim.Adam))
     assert step.step_s > 0 and not step.unmeasured
     assert "forward" in str(step) and "optimizer" in str(step)
+
+
+def test_a_call_without_backward_does_not_end_the_others() -> None:
+    """The second of four calls has none; the first, which comes after it in backward, has."""
+    graph, costs = timed(2e-3, 0.0)
+    calls = dict(costs.calls)
+    second = list(calls)[1]
+    calls[second] = replace(calls[second], backward=None)
+    step = predict_step(graph, replace(costs, calls=calls))
+    assert step.step_s == pytest.approx(7 * 2e-3)
+
+
+def test_a_timing_has_its_statistics_in_their_places() -> None:
+    timing = TimedRuns.of([5.0, 1.0, 2.0])
+    assert (timing.min_s, timing.median_s, timing.max_s, timing.mean_s, timing.runs) == (1.0, 2.0, 5.0, 8 / 3, 3)

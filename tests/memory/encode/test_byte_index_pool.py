@@ -1,4 +1,4 @@
-"""Max pools that keep a byte per output, as torch's own, on a GPU or on Triton's interpreter (TRITON_INTERPRET=1)."""
+"""Max pools that keep a byte per output, as torch's own, on a GPU or on Triton's interpreter (`make kernels`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from outcore.policies import Encode
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-pytestmark = [] if INTERPRETED else [pytest.mark.gpu, NO_GPU]
+pytestmark = [pytest.mark.kernel] if INTERPRETED else [pytest.mark.gpu, NO_GPU]
 
 
 @pytest.fixture(autouse=True)

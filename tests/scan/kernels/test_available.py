@@ -1,4 +1,4 @@
-"""The kernels on Triton's interpreter, where Triton is there (``TRITON_INTERPRET=1``)."""
+"""The kernels on Triton's interpreter: `make kernels`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from outcore.scan.kernels import available, backward, backward_sizes, forward
 from tests.scan.oracle import everything, initial, largest_error, pair
 
 pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not available.available(torch.zeros(1)), reason="needs Triton and TRITON_INTERPRET=1"),
+    pytest.mark.kernel,
+    pytest.mark.skipif(
+        not available.available(torch.zeros(1)), reason="needs Triton and TRITON_INTERPRET=1 (make kernels)"
+    ),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of the interpreter
 ]
 
@@ -30,7 +32,7 @@ def test_gradients_equal_torchs(
     assert ours.report.layers[0].engine == "triton"
 
 
-@pytest.mark.parametrize("looking", [False, True])
+@pytest.mark.parametrize("looking", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_what_does_not_fade_is_multiplied_out_and_run_sequentially(
     looking: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -45,7 +47,7 @@ def test_what_does_not_fade_is_multiplied_out_and_run_sequentially(
     assert ("longest warm-up" in layer.fell_back) == (not looking)
 
 
-@pytest.mark.parametrize(("inputs", "hidden"), [(1, 20), (20, 20), (3, 40)])
+@pytest.mark.parametrize(("inputs", "hidden"), [(1, 20), (20, 20), pytest.param(3, 40, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("solver", [None, "products"])
 def test_weights_gradients_are_summed_up_where_the_inputs_are_not_asked_for(
     inputs: int, hidden: int, solver: Any, monkeypatch: pytest.MonkeyPatch

@@ -257,11 +257,16 @@ class _Play:
             if saved.kind == "derived" or (saved.kind == "value" and not waiting and saved.of not in self.kept):
                 self.give(saved.of)
         given = [self.gradient.pop(name, "") for name in call.outputs]
+        passed = {memory for _, memory in made}
+        for memory in given:  # autograd has let go of them before it adds what was made to anything
+            if memory not in passed:
+                self.let_go(memory)
         for name, memory in made:
             if name:
                 self.receive(name, memory, call.name)
         for memory in given:
-            self.let_go(memory)
+            if memory in passed:
+                self.let_go(memory)
         for size in sums:  # those of a parameter that several calls use are never added in place
             self.moment("backward", call.name, size)
         for _, memory in made:

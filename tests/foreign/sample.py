@@ -1,0 +1,31 @@
+"""A few of many cases, others with every commit: over time all of them run, and each commit can repeat its own."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+__all__ = ["commit", "rotating"]
+
+T = TypeVar("T")
+
+
+def commit() -> str:
+    """The commit that is checked out, OUTCORE_SAMPLE if it is set; nothing where there is no repository."""
+    if told := os.environ.get("OUTCORE_SAMPLE"):
+        return told
+    command = ["git", "rev-parse", "HEAD"]
+    try:
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    except OSError:
+        return ""
+    return done.stdout.strip()
+
+
+def rotating(cases: Sequence[T], count: int) -> list[T]:
+    """So many of the cases, drawn by the commit."""
+    return random.Random(commit()).sample(list(cases), min(count, len(cases)))

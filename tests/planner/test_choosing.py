@@ -1,0 +1,80 @@
+"""How the search chooses among plans: what it calls bitwise, what it lowers, what it looks at first."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import outcore
+from outcore.planner import Pipeline, plan, weights_from_shapes
+from outcore.planner.pipeline.candidates import Candidate, candidates_for
+from outcore.planner.pipeline.search import Judged, PlanSearch, _levels, fewest_in_flight
+from outcore.planner.pipeline.simulate_candidate import RankLink
+from tests.planner.pipeline.test_search import chain
+
+
+class Tied(nn.Module):
+    """The first and the last layer share their weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.body = nn.Embedding(64, 64), nn.Linear(64, 64)
+        self.head = nn.Linear(64, 64, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(self.embed(x)).relu())
+
+
+def test_a_plan_is_bitwise_unless_gradients_are_added_over_ranks() -> None:
+    """Replicas, inverted replicas and copies of tied weights each make sums that plain training takes in one piece."""
+    graph = chain()
+    weights = weights_from_shapes(graph)
+    piped = plan(graph, weights, devices=2, schedule="gpipe")
+    assert (piped.replicas, piped.tied, piped.exactness) == (1, {}, "bitwise")
+    inverted = plan(graph, weights, devices=2, schedule="gems")
+    assert (inverted.replicas, inverted.tied, inverted.exactness) == (1, {}, "reassociated")
+    copied = plan(graph, weights, devices=2, link=RankLink(1e8, 1e-6))
+    assert copied.schedule != "gems" and copied.replicas == 2 and copied.exactness == "reassociated"
+    tied = outcore.capture(Tied(), torch.randint(0, 64, (8, 64)))
+    shared = plan(tied, weights_from_shapes(tied), devices=3, schedule="1f1b", tied="copies")
+    assert shared.replicas == 1 and shared.tied and shared.exactness == "reassociated"
+
+
+@pytest.mark.parametrize("devices", [2, 3, 8])
+def test_the_smallest_peak_is_looked_for_among_the_fewest_samples_in_flight(devices: int) -> None:
+    candidates = candidates_for(10, devices, 24, None)
+    found = fewest_in_flight(candidates)
+    least = min(c.in_flight for c in candidates)
+    assert found and all(c.in_flight == least for c in found)
+    assert [c for c in candidates if c not in found and c.in_flight <= least] == []
+    assert len(found) < len(candidates)
+
+
+def test_a_cut_that_the_simulator_finds_too_large_is_cut_again_under_as_much_less(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every further try has the cap of the one before less what was found above the cap that was asked for."""
+    graph = chain()
+    weights = weights_from_shapes(graph)
+    tries: list[tuple[float | None, Judged | None]] = []
+    cut = PlanSearch._cut
+
+    def seen(self: PlanSearch, candidate: object, level: int, balance: str, cap: float | None) -> Judged | None:
+        found = cut(self, candidate, level, balance, cap)  # type: ignore[arg-type]
+        tries.append((cap, found))
+        return found
+
+    monkeypatch.setattr(PlanSearch, "_cut", seen)
+    search = PlanSearch(_levels(graph, weights, "layer", "together"), 8, "gems", "search", RankLink(1e8, 1e-6))
+    candidate = Candidate(2, 1, Pipeline("gems", 2, 4))
+    free = search._fitting(candidate, 0, None)
+    assert free is not None
+    tries.clear()
+    asked = 0.95 * max(free[0].peak_bytes)
+    found = search._fitting(candidate, 0, asked)
+    assert found is None or max(found[0].peak_bytes) <= asked
+    (cap, judged), (lower, _) = tries[:2]
+    assert judged is not None and cap == asked and (excess := max(judged[0].peak_bytes) - asked) > 0
+    assert lower == asked - excess
