@@ -8,8 +8,10 @@ the place inside it, what was found and what was expected.
 
 from __future__ import annotations
 
+import gzip
 import json
 import stat
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +38,12 @@ def read_text(path: str | Path, error: type[OutcoreError], kind: str = "text") -
             raise error(f"{path} is not an ordinary file; expected a file with {kind}")
         if status.st_size > _MOST_BYTES:
             raise error(f"{path} has {status.st_size:,} bytes; expected {kind} of at most {_MOST_BYTES:,}")
-        text = path.read_bytes().decode("utf-8-sig")
+        content = path.read_bytes()
+        text = (_decompressed(content) if path.suffix == ".gz" else content).decode("utf-8-sig")
     except FileNotFoundError:
         raise error(f"no file {path}; expected one with {kind}") from None
+    except (zlib.error, EOFError, gzip.BadGzipFile) as trouble:
+        raise error(f"{path} is not compressed {kind}, or is cut off: {trouble}") from None
     except OSError as trouble:
         raise error(f"{path} cannot be read: {trouble.strerror or trouble}") from trouble
     except UnicodeDecodeError as trouble:
@@ -47,6 +52,15 @@ def read_text(path: str | Path, error: type[OutcoreError], kind: str = "text") -
     if "\0" in text:
         raise error(f"{path} is binary (byte 0x00 at {text.index(chr(0))}); expected {kind} in UTF-8")
     return text
+
+
+def _decompressed(content: bytes) -> bytes:
+    """The inside of a gzip file; not more of it than a document may have."""
+    stream = zlib.decompressobj(16 + zlib.MAX_WBITS)
+    found = stream.decompress(content, _MOST_BYTES)
+    if not stream.eof:
+        raise EOFError(f"it does not end within {_MOST_BYTES:,} bytes")
+    return found
 
 
 def read_json(path: str | Path, schema: Schema, error: type[OutcoreError]) -> Any:

@@ -20,6 +20,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "EngineError",
+    "FullDiskError",
     "JobError",
     "MachineError",
     "ModelError",
@@ -88,6 +89,10 @@ class DataError(OutcoreError, ValueError):
 
 class MissingPackageError(DataError):
     """A file cannot be read because a package is not installed; the file is not to blame."""
+
+
+class FullDiskError(DataError):
+    """There is no room left for what is being written."""
 
 
 class EngineError(OutcoreError, RuntimeError):

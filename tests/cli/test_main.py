@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -51,3 +52,12 @@ def test_a_budget_that_is_too_small_names_the_option() -> None:
     network = ["outcore.models:LeNet", "-i", "4x3x32x32", "--machine", "v100x2"]
     shown = outcore_command("plan", *network, "--memory", "1KiB")
     assert shown.returncode == 1 and "--memory" in shown.stderr and "memory_bytes=" not in shown.stderr
+
+
+@pytest.mark.parametrize("command", ["graph", "profile", "plan"])
+def test_ctrl_c_is_one_word_and_code_130(tmp_path: Path, command: str) -> None:
+    model = "import os, signal\n\ndef model():\n    os.kill(os.getpid(), signal.SIGINT)\n"
+    (tmp_path / "job.py").write_text(f"{model}\ndef batch(size):\n    return None, None\n")
+    shown = outcore_command(command, "job.py", folder=tmp_path)
+    assert shown.returncode == 130 and shown.stderr.split("\n")[-2] == "interrupted"
+    assert "Traceback" not in shown.stderr

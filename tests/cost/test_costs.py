@@ -64,7 +64,7 @@ def test_costs_survive_a_file(costs: Costs, tmp_path: Path) -> None:
 
 
 def test_another_format_and_unknown_names_are_refused(costs: Costs) -> None:
-    with pytest.raises(outcore.OutcoreError, match="format 99"):
+    with pytest.raises(outcore.OutcoreError, match="format is 99"):
         Costs.from_json({"format": 99})
     with pytest.raises(outcore.OutcoreError, match="no call 'nothing'"):
         costs["nothing"]

@@ -216,7 +216,7 @@ def test_json_round_trip_is_exact_and_deterministic(tmp_path: Path, unet: outcor
     assert json.dumps(again.to_json()) == json.dumps(unet.to_json())
     with pytest.raises(outcore.OutcoreError, match="capture the model to run it"):
         _ = read.module
-    with pytest.raises(outcore.OutcoreError, match="format 99"):
+    with pytest.raises(outcore.OutcoreError, match="format is 99"):
         outcore.Graph.from_json({"format": 99})
 
 

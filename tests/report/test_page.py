@@ -70,3 +70,12 @@ def test_an_unknown_format_is_refused() -> None:
 def test_the_scripts_are_valid_together() -> None:
     script = "\n".join((files("outcore.report") / "page" / name).read_text() for name in SCRIPTS)
     subprocess.run(["node", "--check", "-"], input=script, text=True, check=True, capture_output=True)
+
+
+def test_the_legend_stands_below_the_picture_and_not_on_it() -> None:
+    html = page(bundle(unet()))
+    canvas = html[html.index('<div class="canvas"') :]
+    inside = canvas[: canvas.index("</div>\n      <div")]
+    assert 'class="legend"' not in inside and 'class="legend"' in canvas
+    rule = re.search(r"\.legend \{([^}]*)\}", html)
+    assert rule is not None and "absolute" not in rule[1]

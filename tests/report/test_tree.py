@@ -1,9 +1,11 @@
 import io
 
 import pytest
+import torch
 from rich.console import Console
 
 from outcore.errors import OutcoreError
+from outcore.graph import capture
 from outcore.graph.graph import Graph
 from outcore.report import tree
 
@@ -63,3 +65,16 @@ def test_wrong_requests_are_refused() -> None:
         tree(unet(), depth=0)
     with pytest.raises(OutcoreError, match="did you mean"):
         tree(unet(), expand=["decodr1"])
+
+
+def test_a_block_that_is_called_again_shows_what_it_makes() -> None:
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = torch.nn.Sequential(torch.nn.Conv2d(3, 3, 1), torch.nn.ReLU())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.block(self.block(x))
+
+    row = next(line for line in lines(capture(Net(), [(1, 3, 8, 8)])) if "Sequential" in line)
+    assert "1×3×8×8" in row and row.split()[-2:] == ["12", "2"]

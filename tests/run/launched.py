@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from outcore.run.ranks.world import World
 from tests.run.resuming import BY_STAGES, make
 from tests.run.training import batches_of, train
 from tests.run.varying import PIPE
@@ -37,3 +38,10 @@ def once_more(path: str, kill: bool) -> Any:
     weights = {n: t.clone() for n, t in engine.state_dict().items()}
     engine.close()
     return weights
+
+
+def stopped_before_joining() -> None:
+    """Rank 1 is stopped before the others can know of it."""
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    World.join(timeout_s=300.0)

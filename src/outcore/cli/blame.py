@@ -8,12 +8,13 @@ is where it happened. A torchvision built for another torch fails with a sentenc
 from __future__ import annotations
 
 import re
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["block_of", "hints", "matching_torchvision"]
+__all__ = ["block_of", "hints", "install_torchvision", "matching_torchvision"]
 
 
 def hints(error: BaseException) -> list[str]:
@@ -26,8 +27,8 @@ def hints(error: BaseException) -> list[str]:
         import torch
 
         found.append(
-            f"the torchvision that is installed was not made for torch {torch.__version__}; type: pip install "
-            f"'torchvision=={matching_torchvision(torch.__version__)}'"
+            f"the torchvision that is installed was not made for torch {torch.__version__}; type: "
+            f"{install_torchvision(torch.__version__, _installed('torchvision'))}"
         )
     return found
 
@@ -56,6 +57,29 @@ def matching_torchvision(torch_version: str) -> str:
     ('0.28.*', '0.15.*')
     """
     return f"0.{int(torch_version.split('.')[1]) + 15}.*"
+
+
+def install_torchvision(torch_version: str, installed: str | None) -> str:
+    """The command that installs it. Where the number is right already, it was built for another kind of device.
+
+    >>> install_torchvision("2.13.0+cpu", "0.20.1")
+    "pip install 'torchvision==0.28.*'"
+    >>> install_torchvision("2.13.0+cpu", "0.28.0")
+    "pip install --force-reinstall --no-deps --index-url https://download.pytorch.org/whl/cpu 'torchvision==0.28.*'"
+    """
+    wanted = matching_torchvision(torch_version)
+    if installed is None or not installed.startswith(wanted.rstrip("*")):
+        return f"pip install 'torchvision=={wanted}'"
+    _, _, kind = torch_version.partition("+")
+    index = f"--index-url https://download.pytorch.org/whl/{kind} " if kind else ""
+    return f"pip install --force-reinstall --no-deps {index}'torchvision=={wanted}'"
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _path(model: nn.Module, inner: nn.Module) -> str:

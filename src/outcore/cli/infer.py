@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from outcore.cli.options import Arguments, JobName, Json
-from outcore.errors import DataError, MissingPackageError, OutcoreError
+from outcore.errors import DataError, FullDiskError, MissingPackageError, OutcoreError
 
 if TYPE_CHECKING:
     from outcore.infer import ResultsFolder, SlideRunner
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from outcore.infer.slides import SlideInput
 
 __all__ = ["infer"]
+
+_ENDINGS = (".tif", ".tiff", ".zarr", ".npy", ".csv")
 
 
 def infer(
@@ -155,6 +157,11 @@ def _check_paths(
     if output is not None:
         check_not_read(output, [data, *([weights] if weights is not None else []), *([Path(job)] if job else [])])
         if not several:
+            if output.suffix.lower() not in _ENDINGS:
+                raise DataError(
+                    f"-o {output}: a map is written as .tif, .zarr or .npy, classes as .csv, not as "
+                    f"{output.suffix or 'a name without an ending'}"
+                )
             check_free(output, overwrite=overwrite)
 
 
@@ -178,19 +185,25 @@ def _one(runner: SlideRunner, data: Path, output: Path | None, written: _Written
         named = f" ({row['name']})" if "name" in row and row["name"] != str(row["class"]) else ""
         typer.echo(f"class {row['class']}{named}: scores {row['scores']}, probabilities {row['probabilities']}")
     if runner.network.device.type == "cpu" and row["process_bytes"] is not None:
-        typer.echo(_held(row), err=True)
+        typer.echo(_held(row, runner.memory), err=True)
 
 
-def _held(row: dict[str, Any]) -> str:
-    from outcore.machine.units import format_bytes
+def _held(row: dict[str, Any], memory: str) -> str:
+    from outcore.machine.units import format_bytes, parse_bytes
 
     peak, before = row["process_bytes"], row["process_bytes_before"] or 0
     grown, predicted = (format_bytes(n) for n in (max(0, peak - before), row["predicted_bytes"]))
-    return f"the process held {grown} above the {format_bytes(before)} it began with; predicted were {predicted}"
+    over = peak - before - parse_bytes(memory)
+    more = (
+        f"; {format_bytes(over)} more than --memory are Python's, torch's and the allocator's own" if over > 0 else ""
+    )
+    return f"the process held {grown} above the {format_bytes(before)} it began with; predicted were {predicted}{more}"
 
 
 def _run(runner: SlideRunner, opened: Opened, path: Path, written: _Written) -> dict[str, Any]:
     """One slide, with a bar for its tiles on a terminal."""
+    if written.heat is not None and not opened.fitted.is_map:
+        raise DataError(f"--heat {written.heat} is drawn of maps, and this network gives classes; leave it out")
     quiet = written.json or not sys.stderr.isatty()
     with _bar(quiet) as bar:
         task = bar.add_task(escape(opened.path.name), total=None)
@@ -283,7 +296,7 @@ def _try(
         Console(stderr=True).print(f"{slide.given} ({number})", highlight=False, markup=False, soft_wrap=True)
     try:
         row = _run(runner, runner.open(slide.path), folder.path / f"{slide.name}.mask.tif", written)
-    except MissingPackageError:
+    except (MissingPackageError, FullDiskError):  # the next slide would fare no better
         raise
     except (OutcoreError, OSError) as error:
         folder.fail(slide, str(error))

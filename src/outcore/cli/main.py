@@ -133,12 +133,23 @@ def main() -> None:
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
         sys.exit(130)
+    except SystemExit as leaving:
+        if _is_interruption(leaving):  # typer leaves without a word
+            typer.echo("interrupted", err=True)
+        raise
     except Exception as error:
         said = _hints(error)
         traceback.print_exception(error.with_traceback(_below_the_command(error.__traceback__)))
         for hint in said:
             typer.echo(hint, err=True)
         sys.exit(1)
+
+
+def _is_interruption(error: BaseException | None) -> bool:
+    """Whether Ctrl-C is what an exit came from."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _hints(error: BaseException) -> list[str]:

@@ -30,7 +30,12 @@ from outcore.planner.memory.plan import plan_memory
 from outcore.planner.memory.search import Assignment
 from outcore.report.frontier import frontier_json, frontier_svg, frontier_table
 
-__all__ = ["frontier_on_one_device", "plan_on_one_device"]
+__all__ = ["frontier_on_one_device", "plain_bytes", "plan_on_one_device"]
+
+
+def plain_bytes(job: Job, where: Machine, batch: int | None) -> int:
+    """What a plain step is predicted to hold at its peak."""
+    return make_profile(job, where.devices[0], size=batch).memory.peak_bytes
 
 
 def plan_on_one_device(

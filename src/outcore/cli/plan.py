@@ -11,14 +11,14 @@ import typer
 from rich.console import Console
 
 from outcore.cli.messages import working, wrote
-from outcore.cli.one_device import plan_on_one_device
+from outcore.cli.one_device import plain_bytes, plan_on_one_device
 from outcore.cli.options import Arguments, Batch, Inputs, JobName, Json
 from outcore.cost.predicted.estimate import estimate
 from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.job import Job
 from outcore.machine import Machine, known, parse
-from outcore.machine.units import parse_bytes
+from outcore.machine.units import parse_budget
 from outcore.plan_document import BatchNorm, Plan
 from outcore.planner import SCHEDULES, CallWeights, plan_vertically
 from outcore.planner.pipeline.lower import predict_timeline, predicted_by
@@ -85,7 +85,10 @@ def plan(
     chosen = batch_for(found, count) if count > 1 and not told else None
     with working(f"recording {job}", quiet=json):
         graph = found.capture(batch or chosen)
-    budget = parse_bytes(memory) if memory else where.devices[0].memory_bytes
+    budget = where.devices[0].memory_bytes
+    if memory:
+        plain = plain_bytes(found, where, batch) if count == 1 and memory.strip().endswith("%") else None
+        budget = parse_budget(memory, plain)
     if count == 1 and stages is None and not vertical and schedule is None and balance is None:
         plan_on_one_device(found, graph, where, budget, batch=batch, output=output, svg=svg, json=json)
         return

@@ -117,11 +117,11 @@ def sweep(
 
 def _run(running: Sweep, console: Console, total: int, *, live: bool) -> None:
     """Run, and show what is being done: from the first second on, and at most a few times in each."""
-    said, begun, told = 0, time.monotonic(), 0.0
+    said, begun, told, stated = 0, time.monotonic(), 0.0, ""
     quiet_s = 0.25 if live else _QUIET_S
 
     def change(now: Sweep) -> None:
-        nonlocal said
+        nonlocal said, stated
         for choice in now.choices[said:]:
             console.print(str(choice), highlight=False, markup=False)
         said = len(now.choices)
@@ -137,7 +137,9 @@ def _run(running: Sweep, console: Console, total: int, *, live: bool) -> None:
                 if now.best and now.best.value is not None
                 else ""
             )
-            console.print(f"{counts}{best}", highlight=False, markup=False)
+            if (line := f"{counts}{best}") != stated:
+                stated = line
+                console.print(line, highlight=False, markup=False)
 
     def progress(now: Sweep) -> None:
         nonlocal told
@@ -186,12 +188,16 @@ def _table(running: Sweep, limit: int = 40) -> Table:
 def _conclude(running: Sweep, console: Console) -> None:
     console.print(_table(running))
     if (achieved := running.achieved()) is not None:
-        predicted = sum(c.speedup for c in running.choices) / len(running.choices)
-        console.print(
-            f"{running.member_steps} steps in {running.seconds:.1f} s: {achieved:.2f}x over one after the other, "
-            f"{predicted:.2f}x predicted (judging and refilling are in the first, not in the second)",
-            highlight=False,
-        )
+        said = f"{running.member_steps} steps in {running.seconds:.1f} s"
+        if all(choice.speedup <= 1 for choice in running.choices):  # nothing was fused, so there is nothing to compare
+            said += ", one configuration after the other"
+        else:
+            predicted = sum(c.speedup for c in running.choices) / len(running.choices)
+            said += (
+                f": {achieved:.2f}x over one after the other, {predicted:.2f}x predicted (judging and refilling are "
+            )
+            said += "in the first, not in the second)"
+        console.print(said, highlight=False)
     if running.best is not None:
         where = running.options.directory
         console.print(f"best: trial {running.best.number}, weights in {where / 'best.safetensors'}", highlight=False)

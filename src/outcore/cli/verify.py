@@ -14,7 +14,7 @@ from rich.table import Table
 from outcore.cli.options import Arguments, Batch, Inputs, JobName, Json
 from outcore.errors import PlanError
 from outcore.job import Job
-from outcore.machine.units import format_bytes, parse_bytes
+from outcore.machine.units import format_bytes, parse_budget
 from outcore.plan_document import Plan
 from outcore.verification import Verdict, verify_job
 
@@ -53,7 +53,7 @@ def verify(
         verdict = verify_job(
             Job.load(job, inputs=inputs or (), arguments=arguments or ()),
             plan=Plan.load(plan_file) if plan_file is not None else None,
-            budget_bytes=parse_bytes(memory) if memory else None,
+            budget_bytes=parse_budget(memory, None) if memory else None,
             size=batch,
             image=image,
             steps=steps,

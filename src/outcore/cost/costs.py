@@ -11,15 +11,19 @@ and counted once.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from outcore.documents import read_json
 from outcore.errors import OutcoreError
 from outcore.graph.parts import ROOT, ancestors
 from outcore.machine.clock import TimedRuns
+from outcore.schema import Anything, ListOf, MapOf, Record, Text, check
+from outcore.typed_schema import record_of, schema_of
 
 __all__ = ["CallCost", "Costs", "Gradient", "Saved", "Source", "Totals"]
 
@@ -220,10 +224,15 @@ class Costs:
         }
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """The costs that `to_json` wrote."""
-        if data.get("format") != FORMAT:
-            raise OutcoreError(f"these costs have format {data.get('format')!r}; this outcore reads format {FORMAT}")
+    def from_json(cls, data: Mapping[str, Any], source: str | Path = "costs") -> Self:
+        """The costs that `to_json` wrote.
+
+        Raises:
+            OutcoreError: it is something else; names the place in `source`.
+        """
+        if check(data, MapOf(), source, OutcoreError).get("format") != FORMAT:
+            raise OutcoreError(f"{source}: format is {data.get('format')!r}; this outcore reads format {FORMAT}")
+        check(data, _document(), source, OutcoreError)
         rest = {f.name: data[f.name] for f in fields(cls) if f.name not in ("calls", "notes") and f.name in data}
         calls = [_call(row) for row in data["calls"]]
         return cls(calls={c.call: c for c in calls}, notes=tuple(data["notes"]), **rest)
@@ -235,7 +244,7 @@ class Costs:
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Read what `save` wrote."""
-        return cls.from_json(json.loads(Path(path).read_text()))
+        return cls.from_json(read_json(path, MapOf(), OutcoreError), path)
 
     def __str__(self) -> str:
         whole = self.total()
@@ -279,6 +288,14 @@ def _ms(seconds: float) -> str:
 
 def _mib(count: int) -> str:
     return f"{count / 2**20:,.1f} MiB"
+
+
+@functools.cache
+def _document() -> Record:
+    """What saved costs hold: calls are a list, so that their order is kept."""
+    rest = record_of(Costs, "calls", "notes")
+    more = {"format": Anything(), "notes": ListOf(Text()), "calls": ListOf(schema_of(CallCost))}
+    return Record({**rest.needed, **more}, rest.may)
 
 
 def _plain(cost: CallCost) -> dict[str, Any]:

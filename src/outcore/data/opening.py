@@ -52,11 +52,11 @@ def open_slide(source: str | Path | np.ndarray[Any, Any] | Tensor, *, on_damage:
 def _check_file(path: Path) -> None:
     """Refuse what is not there, and what would block or never end when it is read."""
     try:
-        if not path.exists():
-            raise DataError(f"no file {path}")
-        plain = path.is_file() or path.is_dir()
+        there, plain = path.exists(), path.is_file() or path.is_dir()
     except (OSError, ValueError) as error:  # names that are too long, or hold a zero byte
         raise DataError(f"no file {str(path)[:200]!r}: {error}") from None
+    if not there:
+        raise DataError(f"no file {path}")
     if not plain:
         raise DataError(f"{path} is a pipe, a socket or a device, not a file; write it to a file first")
 

@@ -79,6 +79,8 @@ def write_volume(path: str | Path, scene: Scene) -> Path:
     shape = (scene.channels, *scene.size)
     if path.suffix == ".npy":
         file: Any = np.lib.format.open_memmap(path, mode="w+", dtype=np.uint8, shape=shape)
+        with path.open("r+b") as room:  # a full disk is an error now, and no SIGBUS later
+            os.posix_fallocate(room.fileno(), 0, path.stat().st_size)
     elif path.suffix == ".zarr":
         try:
             import zarr

@@ -7,6 +7,7 @@ from a file has none and says so.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,12 +15,15 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from outcore.documents import read_json
 from outcore.errors import OutcoreError, suggest
 from outcore.graph.parts import ROOT, Block, Call, Value, ancestors
 from outcore.graph.queries import Cut, Skip, cuts, skips
 from outcore.graph.subgraph import Subgraph
 from outcore.graph.view import View, view
 from outcore.ops.views import REARRANGING
+from outcore.schema import Anything, Flag, ListOf, MapOf, Record, Text, check
+from outcore.typed_schema import schema_of
 
 if TYPE_CHECKING:
     from outcore.graph.record.captured_module import CapturedModule
@@ -46,6 +50,9 @@ class Graph:
     values: Mapping[str, Value]
     notes: tuple[str, ...] = ()
     """What a reader should know, e.g. that the recording needed real data."""
+    output_names: tuple[str, ...] = field(default=(), compare=False)
+    """Where each output stands in what the model returns: a key of a dictionary, a number in a tuple, empty for one
+    tensor alone; nothing at all where that is not known."""
     executable: tuple[CapturedModule, Recording] | None = field(default=None, compare=False, repr=False)
     """What runs it; none where the graph was read from a file, or shows a part of another."""
 
@@ -173,6 +180,7 @@ class Graph:
             "training": self.training,
             "inputs": list(self.inputs),
             "outputs": list(self.outputs),
+            "output_names": list(self.output_names),
             "notes": list(self.notes),
             "blocks": [asdict(b) for b in self.blocks.values()],
             "calls": [asdict(c) for c in self.calls.values()],
@@ -180,10 +188,15 @@ class Graph:
         }
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Graph:
-        """The graph that `to_json` wrote."""
-        if data.get("format") != FORMAT:
-            raise OutcoreError(f"this graph has format {data.get('format')!r}; this outcore reads format {FORMAT}")
+    def from_json(cls, data: Mapping[str, Any], source: str | Path = "a graph") -> Graph:
+        """The graph that `to_json` wrote.
+
+        Raises:
+            OutcoreError: it is no graph; names the place in `source`.
+        """
+        if check(data, MapOf(), source, OutcoreError).get("format") != FORMAT:
+            raise OutcoreError(f"{source}: format is {data.get('format')!r}; this outcore reads format {FORMAT}")
+        check(data, _document(), source, OutcoreError)
 
         def parts(kind: type[Any], rows: Iterable[Mapping[str, Any]]) -> list[Any]:
             return [kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}) for row in rows]
@@ -193,6 +206,7 @@ class Graph:
             training=data["training"],
             inputs=tuple(data["inputs"]),
             outputs=tuple(data["outputs"]),
+            output_names=tuple(data.get("output_names", ())),
             notes=tuple(data["notes"]),
             blocks={b.path: b for b in parts(Block, data["blocks"])},
             calls={c.name: c for c in parts(Call, data["calls"])},
@@ -206,7 +220,7 @@ class Graph:
     @classmethod
     def load(cls, path: str | Path) -> Graph:
         """Read a graph written by `save`."""
-        return cls.from_json(json.loads(Path(path).read_text()))
+        return cls.from_json(read_json(path, MapOf(), OutcoreError), path)
 
     def __str__(self) -> str:
         mode = "train" if self.training else "eval"
@@ -225,3 +239,12 @@ class Graph:
 
     def _unknown(self, path: str) -> OutcoreError:
         return OutcoreError(f"no block {path!r} in {self.root.type}; {suggest(path, self.blocks)}")
+
+
+@functools.cache
+def _document() -> Record:
+    """What a saved graph holds."""
+    text, texts = Text(), ListOf(Text())
+    rows = {name: ListOf(schema_of(kind)) for name, kind in (("blocks", Block), ("calls", Call), ("values", Value))}
+    named = {"model": text, "training": Flag(), "inputs": texts, "outputs": texts, "notes": texts}
+    return Record({"format": Anything(), **named, **rows}, {"output_names": texts}, open=True)

@@ -131,12 +131,15 @@ def _refusal(slide: Slide, memory: int, decoding: int, error: PlanError) -> Plan
     """The refusal of a plan, with what reading takes in it."""
     tiles = error.least_bytes or 0
     # Kernels take half as much again, reading ahead some, and an eighth of the budget is for kept tiles.
-    least = math.ceil((decoding + tiles * 1.7) * _CACHE_SHARE / (_CACHE_SHARE - 1))
+    beside = math.ceil(tiles * 0.7)
+    least = math.ceil((decoding + tiles + beside) * _CACHE_SHARE / (_CACHE_SHARE - 1))
+    kept = least - decoding - tiles - beside
     size = " x ".join(map(str, max((level.tile for level in slide.levels), key=math.prod)[::-1]))
     made = PlanError(
-        f"{slide.name} does not fit into --memory {format_bytes(memory)}: the least that the network takes is "
-        f"{format_bytes(tiles)}, and reading the slide, stored in tiles of {size} px, takes {format_bytes(decoding)}; "
-        f"the least is {format_bytes(least)}, give at least that"
+        f"{slide.name} does not fit into --memory {format_bytes(memory)}: the smallest tile of the network takes "
+        f"{format_bytes(tiles)}, its kernels and pixels read ahead {format_bytes(beside)}, decoding the slide, stored "
+        f"in tiles of {size} px, {format_bytes(decoding)}, decoded tiles that are kept {format_bytes(kept)}; give at "
+        f"least {format_bytes(least)}"
     )
     made.least_bytes = least
     return made

@@ -1,7 +1,7 @@
 """A map that is too large to hold, filled tile by tile, in any order, over any number of runs.
 
 Tiles of a network come in its own grid, tiles of an image file must be written in the file's order, and a run may end
-at any moment. So the numbers first go into a file that is mapped into memory, and a list says which regions of it are
+at any moment. So the numbers first go into a file (`outcore.infer.disk_array`), and a list says which regions of it are
 filled. A region is listed only after its numbers have reached the disk, so what is listed is there, also after the
 power went. When all regions are filled the file is turned into what was asked for: ``.tif`` (a pyramid), ``.zarr`` or
 ``.npy``.
@@ -9,6 +9,7 @@ power went. When all regions are filled the file is turned into what was asked f
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import time
@@ -21,13 +22,12 @@ import numpy as np
 import torch
 
 from outcore.errors import DataError, MissingPackageError
+from outcore.infer.disk_array import DiskArray
 from outcore.infer.pyramid import write_pyramid
 from outcore.machine.units import format_bytes
 from outcore.ops.region import Region
 
 __all__ = ["MapFile", "Progress", "check_kind", "write_map"]
-
-Pixels = np.ndarray[Any, Any]
 
 _CHUNK = 512
 _SYNC_S = 5.0
@@ -51,17 +51,18 @@ class MapFile:
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
 
-    def open(self, *, again: bool) -> Pixels:
-        """Map the file into memory, as it was left or empty."""
+    def open(self, *, again: bool) -> DiskArray:
+        """The file as it was left, or empty."""
         if again and self.path.is_file():
-            made: Pixels = np.lib.format.open_memmap(self.path, mode="r+")
-            if made.shape == self.shape and made.dtype == self.dtype:
-                return made
+            with contextlib.suppress(ValueError):  # cut off in its first bytes
+                made = DiskArray.open(self.path)
+                if made.shape == self.shape and made.dtype == self.dtype:
+                    return made
         nbytes, free = int(np.prod(self.shape)) * self.dtype.itemsize, shutil.disk_usage(self.path.parent).free
         if nbytes > free:
             need = f"a map of {format_bytes(nbytes)} is put together there and {format_bytes(free)} are free"
             raise DataError(f"{self.path.parent.parent} is too full: {need}; make room, or say another -o or --level")
-        return np.lib.format.open_memmap(self.path, mode="w+", dtype=self.dtype, shape=self.shape)
+        return DiskArray.create(self.path, self.shape, self.dtype)
 
 
 @dataclass
@@ -69,7 +70,7 @@ class Progress:
     """Which regions are filled, and how many pixels of each class they hold."""
 
     path: Path
-    maps: Sequence[Pixels]
+    maps: Sequence[DiskArray]
     filled: set[Region] = field(default_factory=set)
     counts: list[int] = field(default_factory=list)
     _waiting: list[str] = field(default_factory=list)
@@ -98,8 +99,7 @@ class Progress:
     def sync(self) -> None:
         """Put the numbers on the disk, then the list."""
         for pixels in self.maps:
-            if isinstance(pixels, np.memmap):
-                pixels.flush()
+            pixels.flush()
         if self._waiting:
             with self.path.open("a") as file:
                 file.write("".join(f"{line}\n" for line in self._waiting))
@@ -115,26 +115,24 @@ class Progress:
             self.counts[number] += count
 
 
-def write_region(pixels: Pixels, region: Region, part: torch.Tensor) -> None:
-    """Put numbers into a map; zeros into an empty one stay holes in the file."""
-    place = tuple(slice(lo, hi) for lo, hi in region)
-    numbers = part.cpu().numpy()
-    if numbers.any() or pixels[place].any():
-        pixels[place] = numbers
+def write_region(pixels: DiskArray, region: Region, part: torch.Tensor) -> None:
+    """Put numbers into a map."""
+    pixels[tuple(slice(lo, hi) for lo, hi in region)] = part.cpu().numpy()
 
 
-def write_map(pixels: Pixels, made: Path, *, scratch: Path, **shown: Any) -> None:
+def write_map(pixels: DiskArray, made: Path, *, scratch: Path, **shown: Any) -> None:
     """Turn a filled map into the file that was asked for; `shown` as `write_pyramid` takes it."""
     suffix = made.suffix.lower()
     if suffix == ".npy":
-        Path(pixels.filename).replace(made)  # type: ignore[attr-defined]
+        pixels.flush()
+        pixels.path.replace(made)
     elif suffix == ".zarr":
         _write_zarr(pixels, made)
     else:
         write_pyramid(made, pixels, scratch=scratch, **shown)
 
 
-def _write_zarr(pixels: Pixels, made: Path) -> None:
+def _write_zarr(pixels: DiskArray, made: Path) -> None:
     try:
         import zarr
     except ImportError:
@@ -149,4 +147,4 @@ def _write_zarr(pixels: Pixels, made: Path) -> None:
     for lead in np.ndindex(pixels.shape[:-2]):
         for top in range(0, rows, _CHUNK):
             box = (*lead, slice(top, min(top + _CHUNK, rows)))
-            array[box] = np.ascontiguousarray(pixels[box])
+            array[box] = pixels[box]

@@ -20,6 +20,7 @@ from outcore.graph import Graph
 from outcore.graph.record.recording import Ref
 from outcore.graph.structure import leaves
 from outcore.job import Job
+from outcore.machine.units import counted
 from outcore.train.run_folder.trained import TrainedNetwork
 from outcore.train.settings.config import DataConfig
 
@@ -55,6 +56,8 @@ class InferNetwork:
     data: DataConfig
     classes: tuple[str, ...] = ()
     key: str | None = None
+    named: bool = False
+    """Whether the user gave the names of the classes, rather than the run."""
 
     @property
     def device(self) -> torch.device:
@@ -78,11 +81,21 @@ class InferNetwork:
         """Refuse a model that returns several tensors; names the keys to choose from."""
         found = [path for path, _ in leaves(graph._running()[1].result, Ref)]
         if found == [""]:
+            self._check_names(graph.values[graph.outputs[0]].shape)
             return
         names = list(dict.fromkeys(path.split(".")[0] for path in found)) or ["none"]
         raise JobError(
             f"the model returns {len(names)} outputs ({', '.join(names[:8])}); infer writes one: say --key {names[0]}"
         )
+
+    def _check_names(self, shape: Sequence[int]) -> None:
+        """Refuse names that were given for another number of classes than the network has."""
+        count = shape[1] if len(shape) > 1 else 1
+        if self.named and len(self.classes) != count and (count, len(self.classes)) != (1, 2):
+            raise JobError(
+                f"--classes names {counted(len(self.classes), 'class')} ({', '.join(self.classes[:8])}); the network "
+                f"gives {count}: name as many"
+            )
 
 
 def load_network(
@@ -118,4 +131,4 @@ def load_network(
         trained.load_into(model)
     model = model.to(device or torch.device("cpu")).eval()
     names = tuple(classes) or (trained.classes if trained is not None else ())
-    return InferNetwork(model if key is None else KeyedOutput(model, key).eval(), seen, names, key)
+    return InferNetwork(model if key is None else KeyedOutput(model, key).eval(), seen, names, key, bool(classes))

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from outcore.data import Slide
 from outcore.data.source import Source
+from outcore.infer.disk_array import DiskArray
 from outcore.infer.palette import class_colours
 
 __all__ = ["can_draw", "slide_thumbnail", "write_overlay"]
@@ -68,14 +69,14 @@ def _bytes(pixels: torch.Tensor, slide: Slide) -> Pixels:
 
 
 def write_overlay(
-    path: Path, slide: Slide, mask: Pixels, names: Sequence[str], shares: Sequence[float], *, shown: int = 8
+    path: Path, slide: Slide, mask: Pixels | DiskArray, names: Sequence[str], shares: Sequence[float], *, shown: int = 8
 ) -> None:
     """Write a PNG: the slide, coloured by the class of each pixel, and a legend with the share of each class.
 
     Args:
         path: the file.
         slide: what was looked at.
-        mask: the class of each pixel, in memory or mapped.
+        mask: the class of each pixel, in memory or in a file.
         names: of the classes.
         shares: of the pixels, by class.
         shown: classes in the legend, the most frequent.

@@ -1,9 +1,9 @@
 """A map as a pyramid: tiled TIFF with levels that halve, as OpenSlide, QuPath and tifffile open it.
 
-Each level is made from the one before while that is written, and kept in a file of its own, mapped into memory: the
-full map is read once, however many levels there are. Classes are taken from every second pixel, so they stay classes;
-numbers are the mean of four. Bytes carry a palette (`outcore.infer.palette`). The resolution is written where the
-slide says it, so that viewers lay the map over the slide in the right size.
+Each level is made from the one before while that is written, and kept in a file of its own
+(`outcore.infer.disk_array`): the full map is read once, however many levels there are. Classes are taken from every
+second pixel, so they stay classes; numbers are the mean of four. Bytes carry a palette (`outcore.infer.palette`). The
+resolution is written where the slide says it, so that viewers lay the map over the slide in the right size.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from outcore.errors import MissingPackageError
+from outcore.infer.disk_array import DiskArray
 from outcore.infer.palette import tiff_palette
 
 __all__ = ["write_pyramid"]
@@ -27,7 +28,7 @@ _TILE = 512
 
 def write_pyramid(
     path: Path,
-    pixels: Pixels,
+    pixels: Pixels | DiskArray,
     *,
     scratch: Path,
     colours: Pixels | None = None,
@@ -38,7 +39,7 @@ def write_pyramid(
 
     Args:
         path: the file.
-        pixels: the map, in memory or mapped.
+        pixels: the map, in memory or in a file.
         scratch: a folder for the coarser levels while they are made.
         colours: what each number is shown as, for bytes.
         mean: whether a coarser pixel is the mean of four, or one of them.
@@ -50,7 +51,8 @@ def write_pyramid(
         raise MissingPackageError(
             f"writing {path} needs tifffile; install it with: pip install 'outcore[slides]'"
         ) from None
-    pixels = pixels[0] if pixels.ndim == 3 and len(pixels) == 1 else pixels  # planes of one are no planes to a TIFF
+    if pixels.ndim == 3 and pixels.shape[0] == 1:  # planes of one are no planes to a TIFF
+        pixels = pixels.plane() if isinstance(pixels, DiskArray) else pixels[0]
     shown: dict[str, Any] = {"photometric": "minisblack", "planarconfig": "separate" if pixels.ndim == 3 else None}
     if colours is not None and pixels.ndim == 2 and pixels.dtype == np.uint8:
         shown = {"photometric": "palette", "colormap": tiff_palette(colours)}
@@ -76,23 +78,23 @@ def write_pyramid(
             pixels = coarser
 
 
-def _coarser_level(path: Path, pixels: Pixels) -> Pixels:
+def _coarser_level(path: Path, pixels: Pixels | DiskArray) -> DiskArray:
     """A file for the next level, empty."""
     half = (*pixels.shape[:-2], *(-(-n // 2) for n in pixels.shape[-2:]))
-    made: Pixels = np.lib.format.open_memmap(path, mode="w+", dtype=pixels.dtype, shape=half)
-    return made
+    return DiskArray.create(path, half, pixels.dtype)
 
 
-def _tiles(pixels: Pixels, coarser: Pixels | None, mean: bool) -> Iterator[Pixels]:
+def _tiles(pixels: Pixels | DiskArray, coarser: DiskArray | None, mean: bool) -> Iterator[Pixels]:
     """The tiles of a level in the order of the file, the last ones filled up with zeros; fills the next level."""
-    planes = pixels[None] if pixels.ndim == 2 else pixels
-    for plane in range(planes.shape[0]):
-        below = None if coarser is None else coarser if coarser.ndim == 2 else coarser[plane]
-        for y, x in itertools.product(*(range(0, n, _TILE) for n in planes.shape[-2:])):
-            part = np.ascontiguousarray(planes[plane, y : y + _TILE, x : x + _TILE])
-            if below is not None and part.any():  # what is zero stays a hole in the file
+    planes: list[tuple[int, ...]] = [()] if pixels.ndim == 2 else [(plane,) for plane in range(pixels.shape[0])]
+    for plane in planes:
+        for y, x in itertools.product(*(range(0, n, _TILE) for n in pixels.shape[-2:])):
+            place: Any = (*plane, slice(y, y + _TILE), slice(x, x + _TILE))
+            part = np.ascontiguousarray(pixels[place])
+            if coarser is not None:
                 half = _halved(part, mean)
-                below[y // 2 : y // 2 + half.shape[0], x // 2 : x // 2 + half.shape[1]] = half
+                rows, columns = (slice(at // 2, at // 2 + n) for at, n in zip((y, x), half.shape, strict=True))
+                coarser[(*plane, rows, columns)] = half
             yield np.pad(part, [(0, _TILE - n) for n in part.shape]) if part.shape != (_TILE, _TILE) else part
 
 

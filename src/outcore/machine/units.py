@@ -10,7 +10,7 @@ import re
 
 from outcore.errors import MachineError
 
-__all__ = ["counted", "format_bytes", "format_rate", "format_time", "parse_bytes"]
+__all__ = ["counted", "format_bytes", "format_rate", "format_time", "parse_budget", "parse_bytes"]
 
 _BINARY = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
@@ -26,6 +26,27 @@ def parse_bytes(text: str) -> int:
         raise MachineError(f"{text!r} is not a size; write for example 8GiB, 500MB or 4096")
     power = _BINARY[match[2].upper()]
     return int(float(match[1]) * (2**power if match[3] else 1000 ** (power // 10)))
+
+
+def parse_budget(text: str, plain_bytes: int | None) -> int:
+    """A size, or a share of what plain training is predicted to take, where that is known.
+
+    >>> parse_budget("8GiB", None) == 8 << 30, parse_budget("50%", 1000)
+    (True, 500)
+    """
+    if not (share := text.strip()).endswith("%"):
+        return parse_bytes(text)
+    try:
+        part = float(share[:-1]) / 100
+    except ValueError:
+        part = 0.0
+    if not 0 < part < float("inf"):
+        raise MachineError(f"{text!r} is no share; write for example 50%")
+    if plain_bytes is None:
+        raise MachineError(
+            f"{text} of what plain training takes was asked for, and that is not known here; give a size"
+        )
+    return int(part * plain_bytes)
 
 
 def format_bytes(nbytes: float) -> str:

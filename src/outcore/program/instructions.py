@@ -18,6 +18,8 @@ from typing import Any, TypeAlias
 
 from outcore.errors import ProgramError
 from outcore.program.script import Script, action_from_json, action_to_json
+from outcore.schema import ListOf, MapOf, check
+from outcore.typed_schema import record_of
 
 __all__ = [
     "Backward",
@@ -192,14 +194,14 @@ def instruction_to_json(instruction: Instruction) -> dict[str, Any]:
 def instruction_from_json(row: Mapping[str, Any]) -> Instruction:
     """The instruction that `instruction_to_json` wrote, or that was written by hand."""
     values = {name: value for name, value in row.items() if name != "do"}
-    kind = _NAMES.get(row.get("do", ""))
+    kind = _NAMES.get(str(row.get("do", "")))
     if kind is None:
         raise ProgramError(f"no instruction {row.get('do')!r}; there are {', '.join(_NAMES)}")
+    plain = {name: value for name, value in values.items() if name != "script" or "script" not in kind.__slots__}
+    check(plain, record_of(kind, "script"), str(row["do"]), ProgramError)
+    check(values.get("script", []), ListOf(MapOf()), f"{row['do']}: script", ProgramError)
     if "group" in values:
         values["group"] = tuple(values["group"])
     if "script" in values:
         values["script"] = tuple(action_from_json(action) for action in values["script"])
-    try:
-        return kind(**values)
-    except TypeError as error:
-        raise ProgramError(f"instruction {dict(row)}: {error}") from None
+    return kind(**values)

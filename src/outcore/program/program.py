@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from outcore.documents import read_json
 from outcore.errors import ProgramError
 from outcore.program.instructions import (
     Backward,
@@ -28,10 +29,12 @@ from outcore.program.instructions import (
     instruction_from_json,
     instruction_to_json,
 )
+from outcore.schema import Anything, ListOf, MapOf, Record, Text, check
 
 __all__ = ["VERSION", "Program"]
 
 VERSION = 1
+_DOCUMENT = Record({"version": Anything(), "name": Text(), "ranks": ListOf(ListOf(MapOf()))})
 """Version of the JSON document."""
 
 PRINTED_RANKS = 32
@@ -104,10 +107,11 @@ class Program:
         return {"version": VERSION, "name": self.name, "ranks": rows}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Program:
+    def from_json(cls, data: Mapping[str, Any], source: str | Path = "a program") -> Program:
         """The program that `to_json` wrote, or that was written by hand."""
-        if data.get("version") != VERSION:
-            raise ProgramError(f"this program has version {data.get('version')!r}; this outcore reads {VERSION}")
+        if check(data, MapOf(), source, ProgramError).get("version") != VERSION:
+            raise ProgramError(f"{source}: version is {data.get('version')!r}; this outcore reads {VERSION}")
+        check(data, _DOCUMENT, source, ProgramError)
         ranks = []
         for rank, rows in enumerate(data["ranks"]):
             instructions = []
@@ -115,7 +119,7 @@ class Program:
                 try:
                     instructions.append(instruction_from_json(row))
                 except ProgramError as error:
-                    raise ProgramError(f"rank {rank}, instruction {position}: {error}") from None
+                    raise ProgramError(f"{source}: rank {rank}, instruction {position}: {error}") from None
             ranks.append(tuple(instructions))
         return cls(data["name"], tuple(ranks))
 
@@ -131,7 +135,7 @@ class Program:
     @classmethod
     def load(cls, path: str | Path) -> Program:
         """Read a program written by `save`."""
-        return cls.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
+        return cls.from_json(read_json(path, MapOf(), ProgramError), path)
 
 
 def place(orders: Iterable[Sequence[Compute]]) -> dict[tuple[int, int], int]:

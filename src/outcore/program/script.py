@@ -13,11 +13,12 @@ last of a backward. Whatever is still held for the micro-batch is gone when its 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
 from outcore.errors import ProgramError
+from outcore.schema import check
+from outcore.typed_schema import record_of
 
 __all__ = [
     "Action",
@@ -134,7 +135,7 @@ class Tile:
 Action: TypeAlias = Run | Evict | Release | Fetch | Wait | Drop | Recompute | Encode | Decode | Tile
 Script: TypeAlias = tuple[Action, ...]
 
-_KINDS: dict[str, Callable[..., Action]] = {
+_KINDS: dict[str, type[Action]] = {
     kind.__name__.lower(): kind for kind in (Run, Evict, Release, Fetch, Wait, Drop, Recompute, Encode, Decode, Tile)
 }
 
@@ -154,11 +155,14 @@ def action_to_json(action: Action) -> dict[str, Any]:
 
 def action_from_json(row: dict[str, Any]) -> Action:
     """The action that `action_to_json` wrote."""
-    values = {name: tuple(v) if isinstance(v, list) else v for name, v in row.items() if name != "do"}
-    kind = _KINDS.get(row.get("do", ""))
+    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in row.items() if name != "do"}
+    kind = _KINDS.get(str(row.get("do", "")))
     if kind is None:
         raise ProgramError(f"no script action {row.get('do')!r}; there are {', '.join(_KINDS)}")
-    try:
-        return kind(**values)
-    except TypeError as error:
-        raise ProgramError(f"script action {row}: {error}") from None
+    check(
+        {name: v for name, v in row.items() if name != "do"},
+        record_of(kind),
+        f"script action {row['do']}",
+        ProgramError,
+    )
+    return kind(**values)

@@ -6,15 +6,19 @@ they can be put side by side. It prints as a small table per rank, saves to JSON
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from outcore.documents import read_json
 from outcore.errors import ProgramError
 from outcore.machine.units import format_bytes, format_time
-from outcore.program.simulator.memory_curve import RankMemory
+from outcore.program.simulator.memory_curve import CURVE, RankMemory
+from outcore.schema import Anything, ListOf, MapOf, Record, Text, check
+from outcore.typed_schema import schema_of
 
 __all__ = ["COMPUTE", "NETWORK", "STREAMS", "VERSION", "Event", "Timeline"]
 
@@ -124,10 +128,11 @@ class Timeline:
         }
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Timeline:
+    def from_json(cls, data: Mapping[str, Any], source: str | Path = "a timeline") -> Timeline:
         """The timeline that `to_json` wrote."""
-        if data.get("version") != VERSION:
-            raise ProgramError(f"this timeline has version {data.get('version')!r}; this outcore reads {VERSION}")
+        if check(data, MapOf(), source, ProgramError).get("version") != VERSION:
+            raise ProgramError(f"{source}: version is {data.get('version')!r}; this outcore reads {VERSION}")
+        check(data, _document(), source, ProgramError)
         events = tuple(Event(*row) for row in data["events"])
         return cls(data["name"], events, tuple(RankMemory.from_json(row) for row in data["memory"]))
 
@@ -138,4 +143,11 @@ class Timeline:
     @classmethod
     def load(cls, path: str | Path) -> Timeline:
         """Read a timeline written by `save`."""
-        return cls.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
+        return cls.from_json(read_json(path, MapOf(), ProgramError), path)
+
+
+@functools.cache
+def _document() -> Record:
+    """What a saved timeline holds."""
+    needed = {"name": Text(), "events": ListOf(schema_of(Event)), "memory": ListOf(CURVE)}
+    return Record({"version": Anything(), **needed}, open=True)

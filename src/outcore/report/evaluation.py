@@ -9,12 +9,17 @@ second is the positive one; of more, each is taken against all others.
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+import io
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from outcore.documents import read_text
+from outcore.errors import OutcoreError
 
 __all__ = ["Evaluation", "EvaluationCurve", "evaluate"]
 
@@ -74,6 +79,40 @@ class Evaluation:
         }
 
 
+def _probabilities(columns: Iterable[str]) -> list[str]:
+    """The columns ``p0``, ``p1``, …"""
+    return [name for name in columns if name[:1] == "p" and name[1:].isdecimal()]
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    """The rows of a table of predictions, each with a label, a prediction and a probability of every class.
+
+    Raises:
+        OutcoreError: it is something else; names the line.
+    """
+    text = read_text(path, OutcoreError, "predictions")
+    try:
+        reader = csv.DictReader(io.StringIO(text, newline=""))
+        rows = [(reader.line_num, row) for row in reader]
+    except csv.Error as error:
+        raise OutcoreError(f"{path} is no table of predictions: {error}") from None
+    columns = list(reader.fieldnames or ())
+    names = _probabilities(columns)
+    if rows and (not names or not {"label", "predicted", "example"} <= set(columns)):
+        raise OutcoreError(f"{path} has columns {', '.join(columns)}; expected example, label, predicted, p0, p1, …")
+    for number, row in rows:
+        try:
+            known = all(0 <= int(row[name]) < len(names) for name in ("label", "predicted"))
+            finite = all(math.isfinite(float(row[name])) for name in names) and _loss(row) is not None
+        except (TypeError, ValueError):
+            known = finite = False
+        if not known or not finite or None in row:
+            raise OutcoreError(
+                f"{path}, line {number}: expected classes of 0 to {len(names) - 1} and their probabilities"
+            )
+    return [row for _, row in rows]
+
+
 def evaluate(path: Path, classes: Sequence[str] = ()) -> Evaluation | None:
     """The figures of a table of predictions; None if it holds none.
 
@@ -81,11 +120,10 @@ def evaluate(path: Path, classes: Sequence[str] = ()) -> Evaluation | None:
         path: ``predictions.csv`` of a run.
         classes: their names; numbers if not told.
     """
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = _rows(path)
     if not rows:
         return None
-    scores = np.array([[float(v) for k, v in row.items() if k[0] == "p" and k[1:].isdigit()] for row in rows])
+    scores = np.array([[float(row[name]) for name in _probabilities(row)] for row in rows])
     labels, said = (np.array([int(row[name]) for row in rows]) for name in ("label", "predicted"))
     count = scores.shape[1]
     names = tuple(classes[i] if i < len(classes) else f"class {i}" for i in range(count))
@@ -123,7 +161,7 @@ def _example(row: dict[str, str], scores: Array, names: Sequence[str]) -> dict[s
 
 
 def _loss(row: dict[str, str]) -> float:
-    return float(row["loss"] or 0.0)
+    return float(row.get("loss") or 0.0)
 
 
 def _curves(name: str, scores: Array, positive: Array, draws: Array) -> tuple[EvaluationCurve, EvaluationCurve]:

@@ -8,21 +8,34 @@ every stretch, so that no spike is lost.
 from __future__ import annotations
 
 import csv
-import json
 import math
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from outcore.documents import read_json, read_text
 from outcore.errors import OutcoreError
 from outcore.graph.graph import Graph
 from outcore.report.bundle import FORMAT, bundle
 from outcore.report.evaluation import evaluate
 from outcore.report.evaluation_svg import confusion_svg, curves_svg
+from outcore.schema import ListOf, MapOf, Maybe, Number, Record, Text
 
 __all__ = ["read_run", "run_bundle", "thin"]
 
 MOST_POINTS = 600
+_FACTS = Record(
+    may={
+        "ended": Maybe(Text()),
+        "error": Maybe(Text()),
+        "position": Maybe(MapOf()),
+        "time_s": Maybe(Number()),
+        "classes": Maybe(ListOf(Text())),
+    },
+    open=True,
+)
+"""What the page reads of ``run.json`` without asking what it is."""
 SHOWN_SLIDES = 12
 """Slides that are shown with a picture."""
 
@@ -38,7 +51,7 @@ def run_bundle(folder: Path) -> dict[str, Any]:
     graph = folder / "graph.json"
     if not graph.is_file():
         return {"format": FORMAT, "title": title, "run": run}
-    made = bundle(Graph.from_json(json.loads(graph.read_text())), title=title)
+    made = bundle(Graph.load(graph), title=title)
     return {**made, "run": run}
 
 
@@ -47,16 +60,16 @@ def read_run(folder: Path) -> dict[str, Any]:
     facts_file = folder / "run.json"
     if not facts_file.is_file():
         raise OutcoreError(f"{folder} holds no run; a run is made by: outcore train JOB --out {folder}")
-    facts = json.loads(facts_file.read_text())
+    facts = read_json(facts_file, _FACTS, OutcoreError)
     plan = folder / "plan.json"
     config, timeline = folder / "config.yaml", folder / "timeline.svg"
     return {
         **facts,
         "steps": _columns(folder / "steps.csv", thinned="loss"),
         "epochs": _columns(folder / "epochs.csv"),
-        "plan": json.loads(plan.read_text()) if plan.is_file() else None,
-        "config": config.read_text() if config.is_file() else "",
-        "timeline": timeline.read_text() if timeline.is_file() else None,
+        "plan": read_json(plan, MapOf(), OutcoreError) if plan.is_file() else None,
+        "config": read_text(config, OutcoreError, "YAML") if config.is_file() else "",
+        "timeline": read_text(timeline, OutcoreError, "SVG") if timeline.is_file() else None,
         "evaluation": _evaluation(folder, facts.get("classes") or ()),
     }
 
@@ -108,20 +121,31 @@ def _columns(path: Path, thinned: str | None = None) -> dict[str, list[float | N
     """A CSV file of numbers by column; empty cells and what is not finite are None."""
     if not path.is_file():
         return {}
-    with path.open(newline="") as file:
-        rows: list[Mapping[str, str | None]] = list(csv.DictReader(file))
-    if not rows:
-        return {}
-    columns = {name: [_number(row.get(name)) for row in rows] for name in rows[0]}
-    if thinned in columns:
-        kept = thin(range(len(rows)), columns[thinned])
-        columns = {name: [values[i] for i in kept] for name, values in columns.items()}
-    return columns
-
-
-def _number(cell: str | None) -> float | None:
+    numbers: dict[str, array[float]] = {}
+    count = 0
     try:
-        value = float(cell or "")
+        # Row by row, eight bytes a cell: the log of a day has millions of rows.
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = csv.reader(file)
+            numbers = {name: array("d") for name in next(rows, [])}
+            for row in rows:
+                count += 1
+                for place, column in enumerate(numbers.values()):
+                    column.append(_number(row[place]) if place < len(row) else math.nan)
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise OutcoreError(f"{path} is no table of numbers: {error}") from None
+    if not count:
+        return {}
+    kept: Sequence[int] = range(count)
+    if thinned in numbers:
+        kept = thin(kept, [None if math.isnan(n) else n for n in numbers[thinned]])
+    return {name: [None if math.isnan(values[i]) else values[i] for i in kept] for name, values in numbers.items()}
+
+
+def _number(cell: str) -> float:
+    """A cell, not a number where it is none or not finite."""
+    try:
+        value = float(cell or "nan")
     except ValueError:
-        return None
-    return value if math.isfinite(value) else None
+        return math.nan
+    return value if math.isfinite(value) else math.nan

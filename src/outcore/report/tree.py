@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from outcore.graph.graph import Graph
-from outcore.graph.parts import ROOT, Block, ancestors
+from outcore.graph.parts import ROOT, Block, Call, ancestors
 from outcore.report.graph_drawing.labels import shape_label, summary
 from outcore.report.graph_drawing.repeated_blocks import signatures
 
@@ -144,6 +144,11 @@ class _Rows:
         return self.identical[block.path], self.shapes.get(block.path, "")
 
 
+def _is_inside(call: Call, path: str, scope: str) -> bool:
+    """Whether a call happens in one call of a block; a block that is called again reads from outside of the first."""
+    return scope in (*call.scope, call.name) if call.scope else path in (call.block, *ancestors(call.block))
+
+
 def _output_shapes(graph: Graph) -> dict[str, str]:
     """What each block makes in its first call: values that are read outside it or that the model returns."""
     found: dict[str, dict[str, None]] = {}
@@ -157,7 +162,7 @@ def _output_shapes(graph: Graph) -> dict[str, str]:
             value = graph.values[name]
             for path, scope in paths.items():
                 inside = first[path] == scope
-                read = any(path not in (b := graph.calls[c].block, *ancestors(b)) for c in value.consumers)
+                read = any(not _is_inside(graph.calls[c], path, scope) for c in value.consumers)
                 if inside and (read or name in graph.outputs):
                     found.setdefault(path, {})[shape_label(value.shape)] = None
             if name in graph.outputs:

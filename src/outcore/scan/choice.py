@@ -23,8 +23,11 @@ from typing import Any
 
 import torch
 
+from outcore.documents import read_json
 from outcore.errors import ScanError
 from outcore.scan.cells import CellShape
+from outcore.schema import MapOf
+from outcore.typed_schema import schema_of
 
 __all__ = ["Choices", "ScanTiming", "choices", "key_of"]
 
@@ -87,12 +90,8 @@ class Choices:
 
     def load(self, path: str | Path) -> None:
         """Add the timings from a file."""
-        try:
-            found = json.loads(Path(path).read_text())
-            fields = ("scan_s", "products_s", "torch_s")
-            self.timings.update({str(k): ScanTiming(*(float(t[f]) for f in fields)) for k, t in found.items()})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ScanError(f"{path} is no file of timings as Choices.save writes them ({error})") from None
+        found = read_json(path, MapOf(schema_of(ScanTiming)), ScanError)
+        self.timings.update({name: ScanTiming(**timing) for name, timing in found.items()})
 
     def clear(self) -> None:
         """Forget everything, so that it is measured again."""

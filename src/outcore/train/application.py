@@ -22,7 +22,7 @@ from torch import nn
 
 from outcore.errors import CheckpointError, ConfigError, OutcoreError, TrainError
 from outcore.job import Job
-from outcore.machine.units import parse_bytes
+from outcore.machine.units import parse_budget
 from outcore.run.checkpoint.restore import has_checkpoint
 from outcore.run.ranks.parent_death import end_with_parent, launcher_pid
 from outcore.run.ranks.world import identify
@@ -130,7 +130,7 @@ def _train_in(
         Journal(folder, config, _figures(metrics, validation is not None)) if runner.rank == 0 else None,
         make_schedule(config.schedule, runner.optimizer, epochs=config.train.epochs, steps=feed.steps),
         metrics,
-        parse_bytes(config.plan.memory) if config.plan.memory else None,
+        parse_budget(config.plan.memory, expected.peak_bytes) if config.plan.memory else None,
         stop_request=stop_request,
         experiment=describe(expected.graph, _skeleton(job), job.loss or default_loss, first.targets, supply),
     )

@@ -23,6 +23,7 @@ from typing import Any
 
 from outcore.run.ranks.launch import rank_variables
 from outcore.run.ranks.store import StoreServer, new_secret
+from outcore.run.stopped import StoppedRanks
 
 __all__ = ["COMMAND", "command_variable", "launch"]
 
@@ -67,6 +68,7 @@ def launch(config: Path, ranks: int) -> int:
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], store: StoreServer) -> int:
     """Until all are done, or one has failed."""
+    stopped = StoppedRanks([process.pid for process in processes], store)
     while True:
         codes = [process.poll() for process in processes]
         failed = next(((rank, code) for rank, code in enumerate(codes) if code), None)
@@ -82,6 +84,11 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], store: StoreServer) -> i
             return code if code > 0 else 128 - code
         if all(code == 0 for code in codes):
             return 0
+        if (why := stopped.found()) is not None:
+            print(f"outcore: {why}; all {len(processes)} ranks end", file=sys.stderr, flush=True)
+            store.fail(why)
+            _end(processes)
+            return 1
         time.sleep(_LOOK_S)
 
 

@@ -122,9 +122,9 @@ def test_what_does_not_fit_is_refused(calibration: Calibration, tmp_path: Path) 
         calibration.predict([Operation("linear", dtype="bf16")])
     document = calibration.to_json()
     for change, message in (
-        ({"version": 0}, "version 0"),
+        ({"version": 0}, "version is 0"),
         ({"features": ["x"]}, "other features"),
-        ({"models": {"conv/forward": {}}}, "not a calibration"),
+        ({"models": {"conv/forward": {}}}, r"models.conv/forward.ceiling is not there"),
     ):
         with pytest.raises(MachineError, match=message):
             Calibration.from_json({**document, **change})

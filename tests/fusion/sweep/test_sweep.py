@@ -295,7 +295,10 @@ def test_the_command_measures_and_says_what_it_achieved(job: str, tmp_path: Path
     arguments = ["sweep", job, "-s", "lr=0.1:0.2", "--trials", "3", "--search", "random", "--steps", "40"]
     ran = CliRunner().invoke(app, [*arguments, "-o", str(tmp_path / "out")])
     assert ran.exit_code == 0, ran.output
-    assert "over one after the other" in ran.output and "predicted" in ran.output and "best: trial" in ran.output
+    # Which of the two it was depends on the machine; a loop that fused nothing is not compared with itself.
+    fused = "over one after the other" in ran.output and "predicted" in ran.output
+    assert fused != ("fusing does not pay" in ran.output and ", one configuration after the other" in ran.output)
+    assert "best: trial" in ran.output
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,13 @@
 import xml.etree.ElementTree as ET
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
+from torch import nn
 
 from outcore.errors import OutcoreError
+from outcore.graph import capture
 from outcore.graph.graph import Graph
 from outcore.report import svg
 from outcore.report.graph_drawing.labels import text_width
@@ -68,3 +72,26 @@ def test_wrong_requests_are_refused() -> None:
         svg(unet(), depth=0)
     with pytest.raises(OutcoreError, match="decoder1"):
         svg(unet(), expand=["decodr1"])
+
+
+def test_outputs_have_the_names_the_model_gives_them_and_shared_blocks_say_so() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block, self.mask, self.edge = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 2, 1), nn.Conv2d(3, 1, 1)
+
+        def forward(self, x: torch.Tensor) -> dict[str, Any]:
+            x = self.block(self.block(x))
+            return {"mask": self.mask(x), "more": {"edge": self.edge(x)}}
+
+    graph = capture(Net(), [(1, 3, 8, 8)])
+    assert graph.output_names == ("mask", "more.edge") and Graph.from_json(graph.to_json()) == graph
+    picture = svg(Graph.from_json(graph.to_json()))
+    assert ">mask<" in picture and ">more.edge<" in picture and "output 0" not in picture
+    assert "12 params, shared" in picture and "8 params, shared" not in picture
+    assert ">output 1<" in svg(capture(Two(), [(1, 3, 8, 8)])) and ">output<" in svg(capture(nn.ReLU(), [(1, 3)]))
+
+
+class Two(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.relu(), x.sigmoid()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gzip
 import json
 import time
+import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,10 +20,13 @@ from typing import Any
 from outcore.cost.predicted.operation import Operation
 from outcore.errors import MachineError
 from outcore.machine.clock import TimedRuns
+from outcore.schema import MapOf, Record, check
+from outcore.typed_schema import record_of
 
 __all__ = ["Progress", "Sample", "measure_samples", "read_samples"]
 
 VERSION = 1
+_TIMING = record_of(TimedRuns)
 
 Progress = Callable[[float, float, str], None]
 """Called as (seconds used, seconds allowed, the operation that comes next)."""
@@ -84,7 +88,11 @@ def read_samples(path: Path) -> list[Sample]:
     samples: list[Sample] = []
     for line in _lines(path)[1:]:
         if "error" not in line:
-            operation = Operation.from_json(line.pop("operation"))
+            check(line, Record({"operation": MapOf(), **_TIMING.needed}, _TIMING.may), path, MachineError)
+            try:
+                operation = Operation.from_json(line.pop("operation"))
+            except (TypeError, ValueError, KeyError) as error:
+                raise MachineError(f"{path}: an operation that is none: {error}") from None
             samples.append(Sample(operation, TimedRuns(**line)))
     return samples
 
@@ -114,10 +122,13 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     try:
         text = gzip.decompress(path.read_bytes()).decode() if path.suffix == ".gz" else path.read_text()
     except OSError as error:
-        raise MachineError(f"cannot read the samples {path}: {error.strerror}") from error
+        raise MachineError(f"cannot read the samples {path}: {error.strerror or error}") from error
+    except (EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise MachineError(f"{path} is not a file of samples, or is cut off: {error}") from None
     for line in text.splitlines():
         try:
             lines.append(json.loads(line))
         except json.JSONDecodeError:
             break
+        check(lines[-1], MapOf(), f"{path}, line {len(lines)}", MachineError)
     return lines

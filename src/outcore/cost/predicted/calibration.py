@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from outcore.cost.calibration_schema import calibration_schema
 from outcore.cost.measured.in_network_ratio import InNetworkRatio
 from outcore.cost.measured.samples import Sample
 from outcore.cost.predicted.efficiency import Efficiency, fit_efficiency
@@ -32,10 +33,12 @@ from outcore.cost.predicted.features import NAMES
 from outcore.cost.predicted.operation import KINDS, Operation
 from outcore.cost.predicted.regression import METHODS
 from outcore.cost.predicted.roofline import Ceiling
+from outcore.documents import read_json
 from outcore.errors import MachineError
 from outcore.machine.clock import TimedRuns
 from outcore.machine.device import ELEMENT_BYTES, Device, precision_of
 from outcore.machine.probe import cache_directory
+from outcore.schema import MapOf, check
 
 __all__ = ["Calibration", "Prediction", "Trust", "fit_calibration", "training_samples"]
 
@@ -176,20 +179,23 @@ class Calibration:
         }
 
     @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Calibration:
-        """The calibration that `to_json` described."""
-        version = document.get("version")
+    def from_json(cls, document: Mapping[str, Any], source: str | Path = "a calibration") -> Calibration:
+        """The calibration that `to_json` described.
+
+        Raises:
+            MachineError: it is something else; names the place in `source`.
+        """
+        version = check(document, MapOf(), source, MachineError).get("version")
         if version != VERSION:
-            raise MachineError(f"a calibration of version {version} was given; this outcore reads {VERSION}")
-        if tuple(document.get("features", ())) != NAMES:
-            raise MachineError("a calibration with other features was given; calibrate the device again")
-        try:
-            models = {name: Efficiency.from_json(model) for name, model in document["models"].items()}
-            usage = {name: InNetworkRatio.from_json(one) for name, one in document.get("usage", {}).items()}
-            base = Ceiling(*document["base"])
-            return cls(document["device"], document["dtype"], base, models, document["about"], usage=usage)
-        except (KeyError, TypeError, IndexError) as error:
-            raise MachineError(f"not a calibration: {error!r}") from error
+            raise MachineError(f"{source}: version is {version}; this outcore reads {VERSION}")
+        features = document.get("features")
+        if not isinstance(features, (list, tuple)) or tuple(features) != NAMES:
+            raise MachineError(f"{source} has other features than are used now; calibrate the device again")
+        check(document, calibration_schema(), source, MachineError)
+        models = {name: Efficiency.from_json(model) for name, model in document["models"].items()}
+        usage = {name: InNetworkRatio.from_json(one) for name, one in document.get("usage", {}).items()}
+        base = Ceiling(*document["base"])
+        return cls(document["device"], document["dtype"], base, models, document["about"], usage=usage)
 
     def save(self, path: str | Path) -> None:
         """Write the calibration as JSON, gzipped where the name ends in .gz; a reader never sees half a file."""
@@ -204,12 +210,7 @@ class Calibration:
     @classmethod
     def load(cls, path: str | Path) -> Calibration:
         """Read a calibration that `save` wrote."""
-        try:
-            return cls.from_json(json.loads(_read(Path(path))))
-        except (OSError, EOFError) as error:
-            raise MachineError(f"cannot read the calibration {path}: {error}") from error
-        except json.JSONDecodeError as error:
-            raise MachineError(f"the calibration {path} is not JSON: {error}") from error
+        return cls.from_json(read_json(path, MapOf(), MachineError), path)
 
     @classmethod
     def shipped(cls, device: str, dtype: object) -> Calibration | None:
@@ -269,11 +270,6 @@ def file_name(device: str, dtype: object) -> str:
 def _shipped(name: str) -> Calibration | None:
     found = resources.files("outcore.cost").joinpath("calibrations").joinpath(name)
     return Calibration.from_json(json.loads(gzip.decompress(found.read_bytes()))) if found.is_file() else None
-
-
-def _read(path: Path) -> bytes:
-    content = path.read_bytes()
-    return gzip.decompress(content) if path.suffix == ".gz" else content
 
 
 def _joined(samples: Sequence[Sample]) -> list[Sample]:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from outcore.errors import CaptureError
+from outcore.errors import CaptureError, JobError
 from outcore.graph.blocks import blocks_of
 from outcore.graph.graph import Graph
 from outcore.graph.record.captured_module import CapturedModule
@@ -126,11 +126,16 @@ def _graph(recorder: Recorder, recording: Recording, notes: tuple[str, ...], mod
         for value in call.inputs:
             consumers.setdefault(value, []).append(call.name)
     cls = type(recorder.model)
+    returned: dict[str, str] = {}
+    for path, ref in leaves(recording.result, Ref):
+        if ref.kind == "value":
+            returned.setdefault(ref.name, path)
     return Graph(
         model=f"{cls.__module__}.{cls.__qualname__}",
         training=recorder.model.training,
         inputs=recorder.inputs,
-        outputs=tuple(dict.fromkeys(r.name for _, r in leaves(recording.result, Ref) if r.kind == "value")),
+        outputs=tuple(returned),
+        output_names=tuple(returned.values()),
         blocks=blocks_of(recorder),
         calls=recorder.calls,
         values={n: replace(v, consumers=tuple(consumers.get(n, ()))) for n, v in recorder.values.items()},
@@ -266,6 +271,8 @@ def _quietly() -> Iterator[None]:
 
 def _explain(error: BaseException) -> str:
     """One line: what was wrong, in which block, at which line of the user's code."""
+    if isinstance(error, JobError):  # of a module that outcore put around the user's: a sentence as it stands
+        return str(error)
     block = getattr(error, "__outcore_block__", None)
     where = f" in block {block}" if block else ""
     line = f" at {place}" if (place := blame(error)) else ""

@@ -9,6 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from outcore.schema import ListOf, Number, Whole
+from outcore.typed_schema import Row
+
 __all__ = ["PARTS", "MemoryLedger", "RankMemory"]
 
 PARTS = ("parameters", "gradients", "state", "saved", "buffers", "workspace")
@@ -46,6 +49,19 @@ class RankMemory:
     def from_json(cls, row: list[Any]) -> RankMemory:
         """The curve that `to_json` wrote."""
         return cls(tuple(row[0]), tuple(row[1]), row[2], row[3], tuple(row[4]))
+
+
+CURVE = Row(
+    (
+        ("times", ListOf(Number())),
+        ("bytes", ListOf(Whole())),
+        ("peak bytes", Whole()),
+        ("time of the peak", Number()),
+        ("parts of the peak", ListOf(Whole(), len(PARTS), len(PARTS))),
+    ),
+    5,
+)
+"""A saved curve."""
 
 
 class MemoryLedger:

@@ -99,8 +99,12 @@ class Sketch:
         """What an input or output of the model is called."""
         if self.nest.wires[wire].source is None:
             return self.nest.wires[wire].origin
-        outputs = self.graph.outputs
-        return "output" if len(outputs) == 1 else f"output {outputs.index(self.nest.wires[wire].value)}"
+        outputs, names = self.graph.outputs, self.graph.output_names
+        number = outputs.index(self.nest.wires[wire].value)
+        told = names[number] if number < len(names) else ""
+        if told and not told.replace(".", "").isdecimal():
+            return shorten(told, SMALL, WIDEST)
+        return "output" if len(outputs) == 1 else f"output {told or number}"
 
     def end_width(self, wire: int) -> float:
         """Width of that name in pixels."""
@@ -141,7 +145,7 @@ class Sketch:
             title += "#" + name.rpartition("#")[2]
         words = [summary(block.type, block.detail)] if not container and block.kind != "function" else []
         if block.parameters:
-            words.append(f"{count(block.parameters)} params")
+            words.append(f"{count(block.parameters)} params" + (", shared" if block.calls > 1 else ""))
         note = shorten(" · ".join(w for w in words if w), SMALL, WIDEST)
         title = shorten(title, TITLE, WIDEST * 0.65, bold=True)
         title_width = text_width(title, TITLE, bold=True)

@@ -29,6 +29,7 @@ from outcore.run.ranks.parent_death import LAUNCHER, end_with_parent
 from outcore.run.ranks.rendezvous import ADDRESS
 from outcore.run.ranks.secret import VARIABLE
 from outcore.run.ranks.store import StoreServer, new_secret
+from outcore.run.stopped import LOOK_S, StoppedRanks
 
 __all__ = ["launch", "rank_variables"]
 
@@ -101,11 +102,15 @@ def _collect(
     waiting, found = dict(pipes), dict[int, Any]()
     failed: str | None = None
     deadline: float | None = None
+    stopped = StoppedRanks([process.pid for process in processes], server)
     while waiting:
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        left = LOOK_S if deadline is None else max(0.0, deadline - time.monotonic())
         ready = connection.wait(list(waiting), left)
-        if not ready:
+        if not ready and deadline is not None:
             break
+        if deadline is None and (failed := stopped.found()) is not None:
+            server.fail(failed)
+            deadline = time.monotonic() + _GRACE_S
         for pipe in ready:
             rank = waiting.pop(pipe)  # type: ignore[call-overload]
             try:

@@ -25,7 +25,7 @@ from torch import nn
 from outcore.cost.costs import Costs
 from outcore.errors import PlanError
 from outcore.graph import Graph
-from outcore.machine.units import format_bytes, parse_bytes
+from outcore.machine.units import counted, format_bytes, parse_bytes
 from outcore.stream.arguments import device_of
 from outcore.stream.plan.candidates import StreamCandidates, StreamLimits
 from outcore.stream.plan.choose import OrderedCandidates, TileCandidate, choose, worth
@@ -108,11 +108,9 @@ class StreamPlan:
         """What is streamed, and in which tiles."""
         where = "the whole local part" if self.boundary is None else f"up to {', '.join(self.boundary)}"
         size = " x ".join(map(str, self.tile))
-        kept = f", {len(self.keep)} maps kept{' on the host' if self.on_host else ''}" if self.keep else ""
-        return (
-            f"stream {where} in {self.tiles} tiles of {size} px ({self.overlap:.2f}x the numbers), forward passes: "
-            f"{self.passes}{kept}"
-        )
+        kept = f", {counted(len(self.keep), 'map')} kept{' on the host' if self.on_host else ''}" if self.keep else ""
+        tiles = f"{counted(self.tiles, 'tile')} of {size} px ({self.overlap:.2f}x the numbers)"
+        return f"stream {where} in {tiles}, forward passes: {self.passes}{kept}"
 
     def __str__(self) -> str:
         return f"{self.words}, predicted peak {format_bytes(self.peak_bytes)}"

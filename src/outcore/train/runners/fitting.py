@@ -15,7 +15,7 @@ from torch import nn
 
 from outcore.errors import CaptureError, OutcoreError, PlanError, StreamError, TrainError
 from outcore.job import Job
-from outcore.machine.units import format_bytes, parse_bytes
+from outcore.machine.units import format_bytes, parse_budget
 from outcore.plan_document import Plan
 from outcore.planner.memory.plan import MemoryPlan
 from outcore.policies import kind_of_policy
@@ -54,7 +54,7 @@ def fit(
     model: nn.Module, job: Job, config: Config, expected: RunForecast, inputs: Any, folder: RunFolder
 ) -> FittedModel:
     """Fit a model on its device into the budget; without one, into the device as it is."""
-    budget = parse_bytes(config.plan.memory) if config.plan.memory else None
+    budget = parse_budget(config.plan.memory, expected.peak_bytes) if config.plan.memory else None
     if config.plan.file is not None:
         return _by_plan(model, Plan.load(config.plan.file))
     if config.plan.tile is not None:
@@ -80,7 +80,8 @@ def refit(
     """What to do when memory runs out: plan again for a smaller budget."""
 
     def again() -> tuple[FittedModel, str] | None:
-        allowed = parse_bytes(config.plan.memory) if config.plan.memory else expected.capacity_bytes
+        memory = config.plan.memory
+        allowed = parse_budget(memory, expected.peak_bytes) if memory else expected.capacity_bytes
         if allowed is None:
             return None
         budget = int(allowed * _MORE_ROOM)
