@@ -41,7 +41,8 @@ def _on(
     p0 = _dot(h, w0, PRECISION) + u0
     if KIND == 0:
         if RELU:
-            h = tl.maximum(p0 + x0, 0.0)
+            h = p0 + x0
+            h = tl.where(h <= 0, 0.0, h)  # what is not a number stays so
         else:
             h = _tanh(p0 + x0, LIBRARY)
     if KIND == 1:
