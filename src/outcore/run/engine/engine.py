@@ -27,6 +27,7 @@ from torch import nn
 from outcore.errors import CheckpointError, EngineError
 from outcore.graph.record.preserve import evaluating
 from outcore.job import Job
+from outcore.loss_scale import LossScale
 from outcore.plan_document import Plan
 from outcore.program import Program, Timeline
 from outcore.run.checkpoint.engine_state import EngineState
@@ -40,7 +41,7 @@ from outcore.run.engine.setup import Groups, MakeOptimizer, choose_device, make_
 from outcore.run.engine.split_batch import BatchSplitter
 from outcore.run.engine.step_programs import TaggedProgram
 from outcore.run.engine.training_checks import check_optimizer
-from outcore.run.engine.update import GradientUpdate, LossScale
+from outcore.run.engine.update import GradientUpdate
 from outcore.run.engine.worker import ProgramRun, Worker
 from outcore.run.ranks.faults import FaultMonitor
 from outcore.run.ranks.world import World
