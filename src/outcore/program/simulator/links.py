@@ -25,7 +25,7 @@ class Links:
     """How ranks are connected; a link that is not given takes no time.
 
     >>> links = Links(Link.symmetric(bandwidth_bytes_per_s=1e9, latency_s=1e-6))
-    >>> Traffic(links).transfer(0, 1, 1_000_000, ready_s=0.0)
+    >>> LinkSchedule(links).transfer(0, 1, 1_000_000, ready_s=0.0)
     (0.0, 0.001, 0.001001)
     """
 
