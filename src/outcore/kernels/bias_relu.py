@@ -23,11 +23,15 @@ __all__ = ["biased", "gradients"]
 
 
 @triton.jit
-def _bias_rows(x, bias, channels, inner, blocks, RELU: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr):
+def _bias_rows(
+    x, bias, channels, inner, blocks,
+    ROUND: tl.constexpr, RELU: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = (tl.program_id(0) // blocks).to(tl.int64)
     place = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     y = tl.load(x + row * inner + place, mask=place < inner, other=0.0).to(ACC)
-    y += tl.load(bias + row % channels).to(x.dtype.element_ty).to(ACC)
+    b = tl.load(bias + row % channels)
+    y += (b.to(x.dtype.element_ty) if ROUND else b).to(ACC)
     if RELU:
         y = tl.where(y <= 0, 0.0, y)
     tl.store(x + row * inner + place, y.to(x.dtype.element_ty), mask=place < inner)
@@ -36,12 +40,13 @@ def _bias_rows(x, bias, channels, inner, blocks, RELU: tl.constexpr, ACC: tl.con
 @triton.jit
 def _bias_columns(
     x, bias, skip, channels, rows, height, width, sn, sh, sw,
-    SKIP: tl.constexpr, RELU: tl.constexpr, ACC: tl.constexpr,
+    SKIP: tl.constexpr, ROUND: tl.constexpr, RELU: tl.constexpr, ACC: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = c < channels
-    b = tl.load(bias + c, mask=inside, other=0.0).to(x.dtype.element_ty).to(ACC)[None, :]
+    b = tl.load(bias + c, mask=inside, other=0.0)
+    b = (b.to(x.dtype.element_ty) if ROUND else b).to(ACC)[None, :]
     for i in range(TILES):
         r = (tl.program_id(0).to(tl.int64) * TILES + i) * ROWS + tl.arange(0, ROWS)
         place = r[:, None] * channels + c[None, :]
@@ -107,17 +112,30 @@ def _finish(sums, of_bias, channels, pieces, across, along, PIECES: tl.constexpr
     tl.store(of_bias + c, total.to(of_bias.dtype.element_ty), mask=inside)
 
 
-def biased(x: torch.Tensor, bias: torch.Tensor, skip: torch.Tensor | None = None, *, relu: bool = True) -> None:
+def biased(
+    x: torch.Tensor,
+    bias: torch.Tensor,
+    skip: torch.Tensor | None = None,
+    *,
+    relu: bool = True,
+    rounded: bool = True,
+) -> None:
     """Add a bias to every channel of a contiguous or channels-last tensor and a skip, then ReLU, in place.
 
     Args:
         x: with a skip, four-dimensional and channels-last.
-        bias: of any type; rounded to that of `x` first, as torch does.
+        bias: of any type.
         skip: of the shape and type of `x`, the channels of a pixel side by side.
         relu: or the sum alone.
+        rounded: whether the bias is rounded to the type of `x` first, as in torch's convolutions.
     """
     cut = pieces_of(x, last=skip is not None)
-    given = {"RELU": relu, "ACC": tl.float64 if x.dtype is torch.float64 else tl.float32, **cut.written}
+    given = {
+        "ROUND": rounded,
+        "RELU": relu,
+        "ACC": tl.float64 if x.dtype is torch.float64 else tl.float32,
+        **cut.written,
+    }
     if cut.contiguous:
         _bias_rows[cut.writers](x, bias, cut.channels, cut.inner, cut.blocks, **given)
         return

@@ -64,3 +64,16 @@ def test_the_kernel_on_a_gpu(relu: bool, skip: str, channels: int, dtype: torch.
     y = torch.empty(2, channels, 9, 7, device="cuda", dtype=dtype).contiguous(memory_format=torch.channels_last)
     assert is_fused(y, None)
     check("cuda", dtype, relu, skip, channels)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_shift_of_more_precision_than_the_image_is_not_rounded_first(device: str) -> None:
+    """A norm's shift folded into a convolution of bfloat16: rounded alone it would be lost beside what it adds to."""
+    y = torch.full((1, 2, 4, 4), -1.0, device=device, dtype=torch.bfloat16).contiguous(
+        memory_format=torch.channels_last
+    )
+    if not is_fused(y, None):
+        pytest.skip("torch's own operations round it")
+    shift = torch.tensor([1.001, 1.0], device=device)
+    made = finish(y.clone(memory_format=torch.preserve_format), shift, None, True)
+    assert made[0, 0].min() > 0 and made[0, 1].max() == 0

@@ -51,7 +51,7 @@ class _Finish(torch.autograd.Function):
     def forward(
         ctx: Any, y: torch.Tensor, shift: torch.Tensor, residual: torch.Tensor | None, relu: bool
     ) -> torch.Tensor:
-        _triton().biased(y, shift, residual, relu=relu)
+        _triton().biased(y, shift, residual, relu=relu, rounded=False)
         ctx.mark_dirty(y)
         ctx.relu, ctx.has_residual, ctx.dtype = relu, residual is not None, shift.dtype
         ctx.save_for_backward(y)
