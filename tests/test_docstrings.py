@@ -14,9 +14,7 @@ import torch
 import outcore
 
 MODULES = sorted(
-    name
-    for _, name, _ in pkgutil.walk_packages(outcore.__path__, "outcore.")
-    if not name.endswith(("__main__", "triton_kernels"))
+    name for _, name, _ in pkgutil.walk_packages(outcore.__path__, "outcore.") if not name.endswith("__main__")
 )
 
 
@@ -40,7 +38,11 @@ def examples(name: str) -> list[doctest.DocTest]:
 
 def test_every_module_can_be_imported() -> None:
     for name in MODULES:
-        importlib.import_module(name)
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name != "triton":
+                raise
 
 
 @pytest.mark.parametrize("name", with_examples())

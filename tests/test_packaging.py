@@ -36,7 +36,7 @@ def test_spack_asks_for_what_the_project_needs() -> None:
     asked = {value for kind, value in named if kind == "depends_on"}
     for name, least in needed().items():
         assert any(re.fullmatch(rf"py-{name}@{re.escape(least)}:.*", str(each)) for each in asked), name
-    assert {"slides", "tune", "log", "cuda"} == {value for kind, value in named if kind == "variant"}
+    assert {"slides", "calibrate", "tune", "log", "cuda"} == {value for kind, value in named if kind == "variant"}
     assert ("version", PROJECT["version"]) in named
     assert [node.name for node in tree.body if isinstance(node, ast.ClassDef)] == ["PyOutcore"]
 

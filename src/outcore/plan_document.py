@@ -25,6 +25,7 @@ from outcore.documents import read_json
 from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.machine.units import format_bytes, format_time
+from outcore.plan_order import check_order
 from outcore.plan_schema import MOST, check_against, check_policy, schema
 from outcore.schema import MapOf, check
 from outcore.stage_names import place_calls
@@ -75,6 +76,9 @@ class Plan:
     """Data-parallel copies of the whole pipeline."""
     placement: tuple[int, ...] | None = None
     """Rank of every stage inside a replica; None puts stage k on rank k."""
+    order: tuple[str, ...] = ()
+    """What every rank of a pipeline computes, in order (``F0 F1 B0 B1``), where that is not the order of the schedule,
+    which then says where the stages are: under GEMS on two inverted replicas, which take the micro-batches in turn."""
     exactness: Exactness = "bitwise"
     batch_norm: BatchNorm = "micro_batch"
     policy: Mapping[str, str] = field(default_factory=dict)
@@ -115,6 +119,14 @@ class Plan:
                 )
             if set(self.placement) != set(range(max(self.placement) + 1)):
                 raise PlanError(f"placement {list(self.placement)} leaves a rank without a stage")
+        if self.order:
+            if self.placement is not None or (self.schedule == "gems" and self.micro_batches > 1):
+                raise PlanError(
+                    "an order is for one stage to a rank, and under gems for 1 micro-batch in each of the batches; "
+                    "leave out the placement, or the order"
+                )
+            pieces = self.micro_batches * self.batches
+            check_order(self.order, len(self.stages), pieces, inverted=self.schedule == "gems")
         for value, policy in self.policy.items():
             check_policy(value, policy)
 
@@ -202,7 +214,7 @@ class Plan:
         check(document, _SCHEMA, source, PlanError)
         given: dict[str, Any] = {k: v for k, v in document.items() if k != "format"}
         given["stages"] = tuple(tuple([s] if isinstance(s, str) else s) for s in given["stages"])
-        for name in ("placement", "why"):
+        for name in ("placement", "order", "why"):
             if given.get(name) is not None:
                 given[name] = tuple(given[name])
         if "tied" in given:
@@ -216,7 +228,7 @@ class Plan:
         """Write the plan as JSON, a stage per line."""
         document = self.to_json()
         marks = {}
-        for name in ("stages", "placement"):
+        for name in ("stages", "placement", "order"):
             if name in document:
                 marks[f'"@{name}"'] = _rows(document[name])
                 document[name] = f"@{name}"
@@ -236,7 +248,7 @@ class Plan:
         if len(self.stages) == 1:
             return f"data parallel, {self.replicas} replicas" if self.replicas > 1 else "one stage"
         copies = f" x {self.replicas} replicas" if self.replicas > 1 else ""
-        return f"{len(self.stages)} stages{copies}, {self.schedule}"
+        return f"{len(self.stages)} stages{copies}, {self.schedule}{' in an order of its own' if self.order else ''}"
 
     def __str__(self) -> str:
         lines = [self.arrangement]

@@ -88,6 +88,7 @@ def schema(choices: Mapping[str, Any]) -> Record:
             "batches": count,
             "replicas": count,
             "placement": Maybe(ListOf(Whole(least=0, most=MOST), 1)),
+            "order": ListOf(Text(), 0, MOST),
             "policy": MapOf(Text()),
             "state": _STATE,
             "tied": MapOf(ListOf(Whole(least=0, most=MOST), 1)),

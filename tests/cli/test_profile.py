@@ -67,3 +67,14 @@ def test_the_frontier_is_a_table_a_picture_and_numbers(tmp_path: Path) -> None:
     assert peaks == sorted(peaks, reverse=True) and times == sorted(times) and len(points) > 1
     refused = outcore_command("profile", *network, "--batch", "1,2", folder=tmp_path)
     assert refused.returncode == 2 and "of one size" in " ".join(refused.stderr.split())
+
+
+def test_whether_a_scan_could_pay() -> None:
+    shown = outcore_command("profile", *UNET, "--on", "t4", "--scan")
+    assert shown.returncode == 0, shown.stderr
+    words = " ".join(shown.stdout.split())
+    assert "critical FLOPs by levels of products" in words and "a scan does not pay" in words
+    found = json.loads(outcore_command("profile", *UNET, "--on", "t4", "--scan", "--json").stdout)["scan"]
+    assert found["pays"] is False and found["verdict"] in words and len(found["links"]) > 1
+    refused = outcore_command("profile", *UNET, "--on", "t4", "--scan", "--batch", "1,2")
+    assert refused.returncode == 2 and "of one size" in " ".join(refused.stderr.split())

@@ -3,34 +3,28 @@
 A graph that runs on a stream of its own has memory of its own, which is never given back; so an array of streams costs
 not the bytes of its tensors at their peak but the segments that the allocator once took for them. Its rules are few:
 up to one MiB, memory comes from segments of two MiB; up to ten, from segments of twenty; beyond, a segment each. The
-smallest free block that is large enough is taken and split; free neighbours join. Feeding it the tensors of a replay
-on fake tensors, in order, gives what the real one will take, gaps included.
+smallest free block that is large enough is taken and split (`outcore.allocator.free_blocks`). Feeding it the tensors of
+a replay on fake tensors, in order, gives what the real one will take, gaps included.
 """
 
 from __future__ import annotations
 
 import weakref
-from bisect import bisect_left, insort
-from dataclasses import dataclass
+from bisect import bisect_left
 from typing import Any
 
 import torch
 
+from outcore.allocator.free_blocks import MIB, SMALL, UNIT, FreeBlocks, is_small, rounded
 from outcore.cost.measured.live_bytes import LiveBytes, storage_key
 
 __all__ = ["CachingAllocator", "ReservedBytes"]
 
-_MIB = 2**20
-_UNIT, _SMALL, _MIDDLE = 512, _MIB, 10 * _MIB
+_MIDDLE, _APART = 10 * MIB, UNIT
+"""Below which a large tensor shares a segment; between the places of segments, which never join."""
 
-
-@dataclass(eq=False, slots=True)
-class _Block:
-    size: int
-    small: bool
-    free: bool = False
-    before: _Block | None = None
-    after: _Block | None = None
+Block = tuple[bool, int, int]
+"""Whether it is among the small ones, its place and its size."""
 
 
 class CachingAllocator:
@@ -39,53 +33,33 @@ class CachingAllocator:
     def __init__(self) -> None:
         self.reserved = 0
         """Bytes of all segments."""
-        self._free: dict[bool, list[tuple[int, int, _Block]]] = {True: [], False: []}
-        """Blocks nobody uses, of small and large segments, by size and age."""
-        self._count = 0
+        self._free = {True: FreeBlocks(), False: FreeBlocks()}
+        self._next = 0
+        """Place of the next segment."""
 
-    def take(self, size: int) -> _Block:
+    def take(self, size: int) -> Block:
         """Memory for a tensor."""
-        wanted = max(1, -(-size // _UNIT)) * _UNIT
-        small = wanted <= _SMALL
+        wanted, small = max(UNIT, rounded(size)), is_small(size)
         free = self._free[small]
-        place = bisect_left(free, wanted, key=lambda entry: entry[0])
-        if place < len(free):
-            block = free.pop(place)[2]
+        place = bisect_left(free.spare, (wanted, -1))
+        if place < len(free.spare):
+            size, at = free.spare[place]
+            free.remove(at, size)
         else:
-            segment = 2 * _MIB if small else 20 * _MIB if wanted < _MIDDLE else -(-wanted // (2 * _MIB)) * 2 * _MIB
-            self.reserved += segment
-            block = _Block(segment, small)
-        block.free = False
-        left = block.size - wanted
-        if left >= _UNIT if small else left > _SMALL:
-            rest = _Block(left, small, before=block, after=block.after)
-            if block.after is not None:
-                block.after.before = rest
-            block.size, block.after = wanted, rest
-            self._put(rest)
-        return block
+            size = 2 * MIB if small else 20 * MIB if wanted < _MIDDLE else -(-wanted // (2 * MIB)) * 2 * MIB
+            at = self._next
+            self.reserved += size
+            self._next += size + _APART
+        left = size - wanted
+        if left >= UNIT if small else left > SMALL:
+            free.add(at + wanted, left)
+            size = wanted
+        return small, at, size
 
-    def give_back(self, block: _Block) -> None:
+    def give_back(self, block: Block) -> None:
         """A tensor is gone; its memory joins that of free neighbours."""
-        for other in (block.before, block.after):
-            if other is None or not other.free:
-                continue
-            self._free[block.small] = [entry for entry in self._free[block.small] if entry[2] is not other]
-            block.size += other.size
-            if other is block.before:
-                block.before = other.before
-                if block.before is not None:
-                    block.before.after = block
-            else:
-                block.after = other.after
-                if block.after is not None:
-                    block.after.before = block
-        self._put(block)
-
-    def _put(self, block: _Block) -> None:
-        block.free = True
-        self._count += 1
-        insort(self._free[block.small], (block.size, self._count, block), key=lambda entry: entry[:2])
+        small, at, size = block
+        self._free[small].give_back(at, size)
 
 
 class ReservedBytes(LiveBytes):

@@ -1,53 +1,50 @@
 """What torch's caching allocator takes for tensors that come and go, where its segments grow.
 
 Up to one MiB tensors lie in one segment, larger ones in another; both grow at their end, by two and by twenty MiB at a
-time. The smallest free block that is large enough is taken and split, however little is left (in segments that do not
-grow, torch leaves up to a MiB with a large tensor), the lowest of several; the block at the end counts as larger than
-any other, because it can grow; free neighbours join. Fed with what the real one was asked for, it takes the same number
-of bytes.
+time. Blocks are taken as everywhere (`outcore.allocator.free_blocks`), and split however little is left (in segments
+that do not grow, torch leaves up to a MiB with a large tensor); the block at the end counts as larger than any other,
+because it can grow. Fed with what the real one was asked for, it takes the same number of bytes.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 
-__all__ = ["Event", "Segment", "is_small", "reserved_by", "rounded"]
+from outcore.allocator.free_blocks import MIB, FreeBlocks, is_small, rounded
 
-_MIB = 2**20
-_UNIT, _SMALL = 512, _MIB
-_GROWTH = {True: 2 * _MIB, False: 20 * _MIB}
+__all__ = ["Event", "Segment", "reserved_by"]
+
+_GROWTH = {True: 2 * MIB, False: 20 * MIB}
 
 Event = tuple[int, int]
 """Which tensor, and its bytes; none where it goes."""
 
 
-class Segment:
-    """A row of blocks, of which only the free ones are written down."""
+class Segment(FreeBlocks):
+    """A row of blocks that grows at its end."""
 
-    __slots__ = ("_ends", "_living", "_spare", "_starts", "_step", "size", "top")
+    __slots__ = ("_living", "_step", "size", "top")
 
     def __init__(self, *, small: bool = False) -> None:
+        super().__init__()
         self.size = self.top = 0
         self._step = _GROWTH[small]
-        self._spare: list[tuple[int, int]] = []  # free blocks by size and place
-        self._starts: dict[int, int] = {}  # where one begins, and its size
-        self._ends: dict[int, int] = {}  # where one ends, and where it begins
         self._living: dict[int, tuple[int, int]] = {}
 
     def take(self, name: int, wanted: int) -> int:
         """A tensor comes; where it ends."""
-        spare = self._spare
+        spare = self.spare
         place = bisect_left(spare, (wanted, -1))
         if place < len(spare):
             size, at = spare[place]
             if at + size == self.size and place + 1 < len(spare):
                 size, at = spare[place + 1]
-            self._remove(at, size)
+            self.remove(at, size)
         else:
             at, size = self._grown(wanted)
         if size > wanted:
-            self._add(at + wanted, size - wanted)
+            self.add(at + wanted, size - wanted)
             size = wanted
         self._living[name] = at, size
         end = at + wanted
@@ -57,29 +54,14 @@ class Segment:
 
     def give(self, name: int) -> None:
         """A tensor goes."""
-        at, size = self._living.pop(name)
-        if (after := self._starts.get(at + size)) is not None:
-            self._remove(at + size, after)
-            size += after
-        if (before := self._ends.get(at)) is not None:
-            self._remove(before, at - before)
-            at, size = before, size + at - before
-        self._add(at, size)
+        self.give_back(*self._living.pop(name))
 
     def _grown(self, wanted: int) -> tuple[int, int]:
-        at = self._ends.get(self.size, self.size)
+        at = self.ends.get(self.size, self.size)
         if at < self.size:
-            self._remove(at, self.size - at)
+            self.remove(at, self.size - at)
         self.size += -(-(wanted - (self.size - at)) // self._step) * self._step
         return at, self.size - at
-
-    def _add(self, at: int, size: int) -> None:
-        insort(self._spare, (size, at))
-        self._starts[at], self._ends[at + size] = size, at
-
-    def _remove(self, at: int, size: int) -> None:
-        del self._spare[bisect_left(self._spare, (size, at))]
-        del self._starts[at], self._ends[at + size]
 
 
 def reserved_by(events: Iterable[Event], beside: Mapping[int, Iterable[Event]] | None = None) -> int:
@@ -104,13 +86,3 @@ def reserved_by(events: Iterable[Event], beside: Mapping[int, Iterable[Event]] |
             else:
                 living.pop(name).give(name)
     return sum(segment.size for segment in segments.values())
-
-
-def rounded(size: int) -> int:
-    """Bytes that a tensor takes."""
-    return -(-size // _UNIT) * _UNIT
-
-
-def is_small(size: int) -> bool:
-    """Whether a tensor lies with the small ones."""
-    return rounded(size) <= _SMALL

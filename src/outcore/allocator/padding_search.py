@@ -23,7 +23,8 @@ from typing import Any
 
 import torch
 
-from outcore.allocator.expandable_segments import Event, Segment, is_small, reserved_by, rounded
+from outcore.allocator.expandable_segments import Event, Segment, reserved_by
+from outcore.allocator.free_blocks import is_small, rounded
 from outcore.graph.record.recording import Step, Tape
 
 __all__ = ["PaddingBlock", "PaddingSearch", "best_padding_blocks"]

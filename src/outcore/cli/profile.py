@@ -6,7 +6,7 @@ import json as json_module
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -25,6 +25,9 @@ from outcore.planner.memory.search import Assignment
 from outcore.report.frontier import frontier_json, frontier_svg, frontier_table
 from outcore.report.profile import ProfileView, scaling_table
 from outcore.report.profile_svg import profile_svg
+
+if TYPE_CHECKING:
+    from outcore.scan.study.analyse import Analysis
 
 __all__ = ["profile"]
 
@@ -51,6 +54,9 @@ def profile(
     frontier: Annotated[
         bool, typer.Option("--frontier", help="Also find the fastest step for smaller budgets.")
     ] = False,
+    scan: Annotated[
+        bool, typer.Option("--scan", help="Also say whether back-propagation as a parallel scan could pay.")
+    ] = False,
     svg: Annotated[
         Path | None, typer.Option("--svg", help="Also draw where the time goes; with --frontier, that beside it.")
     ] = None,
@@ -68,6 +74,8 @@ def profile(
         outcore profile job.py --on a100 --image 512,1024,2048 --svg profile.svg
 
         outcore profile job.py --on a100 --frontier --svg profile.svg       and profile-frontier.svg
+
+        outcore profile job.py --scan       Jacobians of its chain of layers, multiplied as a tree
     """
     if on is not None and measured:
         raise typer.BadParameter("another device cannot be measured from here; leave out --measure", param_hint="--on")
@@ -76,6 +84,8 @@ def profile(
         raise typer.BadParameter("several batch sizes or several image sizes, not both", param_hint="--image")
     if frontier and (len(sizes) > 1 or sides):
         raise typer.BadParameter("a frontier is of one size; give one --batch and no --image", param_hint="--frontier")
+    if scan and (len(sizes) > 1 or sides):
+        raise typer.BadParameter("a scan is of one size; give one --batch and no --image", param_hint="--scan")
     where = parse(on) if on is not None else _here()
     device = where.devices[0]
     found = Job.load(job, inputs=inputs or (), arguments=arguments or ())
@@ -86,6 +96,7 @@ def profile(
     with working("looking for the largest batch that fits", quiet=json):
         best = largest_batch(found, device) if largest else None
     curve = _frontier(found, shown, where, quiet=json) if frontier else None
+    chain = _chain(shown, quiet=json) if scan else None
     beside: Path | None = None
     if svg is not None:
         svg.write_text(profile_svg(shown))
@@ -97,6 +108,8 @@ def profile(
     document: dict[str, Any] = {"profiles": [shown.to_json()], "largest_batch": best}
     if curve is not None:
         document["frontier"] = frontier_json(*curve, plain_s=shown.step.step_s)
+    if chain is not None:
+        document["scan"] = chain.to_json()
     _write(document, output, json)
     if not json:
         console = Console()
@@ -106,6 +119,9 @@ def profile(
         if curve is not None:
             console.print()
             console.print(frontier_table(*curve, plain_s=shown.step.step_s))
+        if chain is not None:
+            console.print()
+            console.print(str(chain), highlight=False, markup=False, soft_wrap=True)
     wrote(svg, beside, output)
 
 
@@ -205,6 +221,14 @@ def _frontier(job: Job, shown: Profile, where: Machine, *, quiet: bool) -> tuple
 
     with working("searching for faster and smaller steps", quiet=quiet):
         return frontier_on_one_device(job, shown.graph, shown.costs, where)
+
+
+def _chain(shown: Profile, *, quiet: bool) -> Analysis:
+    """What a scan over the network's chain of layers would take, beside back-propagation."""
+    from outcore.scan.study.analyse import analyse
+
+    with working("looking for a chain to scan", quiet=quiet):
+        return analyse(shown.graph)
 
 
 def _one(

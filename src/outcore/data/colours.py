@@ -27,8 +27,8 @@ _MOST = 32_000
 class Colours:
     """The colours of a file's tiles.
 
-    >>> from outcore.data.reader import Level
-    >>> colours = Colours(Layout((Level((8, 8), (4, 4)),), 1, np.dtype(np.uint8)))
+    >>> from outcore.data.reader import PyramidLevel
+    >>> colours = Colours(FileLayout((PyramidLevel((8, 8), (4, 4)),), 1, np.dtype(np.uint8)))
     >>> for place in ((0, 0), (0, 1)):
     ...     _ = colours.note(0, place, np.full((1, 4, 4), 7, np.uint8))
     >>> colours.of(0, [range(1), range(2)]), colours.of(0, [range(2), range(2)])

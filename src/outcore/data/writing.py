@@ -12,7 +12,6 @@ import os
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +21,7 @@ import numpy as np
 from outcore.data.patterns import KINDS, VARIANTS, patterns
 from outcore.data.scene import GLASS, Scene
 from outcore.errors import DataError
+from outcore.worker_threads import WorkerTask, WorkerThreads
 
 __all__ = ["Compression", "write_slide", "write_slides", "write_volume"]
 
@@ -145,8 +145,9 @@ def _tiles(scene: Scene, level: int, encode: Encoder, *, mask: bool, sparse: boo
     """The compressed tiles of a level, row by row; tiles in the making are computed by threads."""
     known = _known(scene, level, encode, mask=mask)
     boxes = product(*(_cuts(n, scene.tile) for n in scene.levels[level]))
-    waiting: deque[bytes | Future[bytes]] = deque()
-    with ThreadPoolExecutor(min(_AHEAD, os.cpu_count() or 1)) as threads:
+    waiting: deque[bytes | WorkerTask[bytes]] = deque()
+    threads = WorkerThreads(min(_AHEAD, os.cpu_count() or 1), "outcore-tiles")
+    try:
         for number, box in enumerate(boxes):
             kind = scene.uniform(box, level)
             if kind == GLASS and sparse and number:
@@ -158,9 +159,11 @@ def _tiles(scene: Scene, level: int, encode: Encoder, *, mask: bool, sparse: boo
             if len(waiting) > _AHEAD:
                 yield _finished(waiting.popleft())
         yield from map(_finished, waiting)
+    finally:
+        threads.cancel()
 
 
-def _finished(tile: bytes | Future[bytes]) -> bytes:
+def _finished(tile: bytes | WorkerTask[bytes]) -> bytes:
     return tile if isinstance(tile, bytes) else tile.result()
 
 

@@ -164,7 +164,8 @@ def _finish(
     shift = added_up(sums, c, inside, channels, pieces, across, along, PIECES, CHANNELS) / count
     square = added_up(sums + plane, c, inside, channels, pieces, across, along, PIECES, CHANNELS) / count
     mean = tl.load(x + c.to(tl.int64) * step, mask=inside, other=0.0).to(tl.float64) + shift
-    variance = tl.maximum(square - shift * shift, 0.0)
+    variance = square - shift * shift
+    variance = tl.where(variance <= 0, 0.0, variance)  # what is not a number stays so
     kind = found.dtype.element_ty
     tl.store(found + c, mean.to(kind), mask=inside)
     tl.store(found + channels + c, (1.0 / tl.sqrt(variance + EPS)).to(kind), mask=inside)
@@ -225,9 +226,9 @@ def _cut(shape: tuple[int, ...], contiguous: bool) -> ReductionBlocks:
     return ReductionBlocks(shape, contiguous)
 
 
-def pieces_of(x: torch.Tensor) -> ReductionBlocks:
-    """How a dense tensor is cut."""
-    return _cut(tuple(x.shape), x.is_contiguous())
+def pieces_of(x: torch.Tensor, *, last: bool = False) -> ReductionBlocks:
+    """How a dense tensor is cut; `last`: by pixels, where it is both contiguous and channels-last too."""
+    return _cut(tuple(x.shape), x.is_contiguous() and not last)
 
 
 def statistics(x: torch.Tensor, module: torch.nn.Module) -> torch.Tensor:

@@ -6,7 +6,6 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +18,7 @@ from outcore.run.ranks.store import StoreServer
 from outcore.run.ranks.store_client import StoreClient
 from outcore.run.transport import watched_wait
 from outcore.run.transport.watched_wait import WatchedWait
+from outcore.worker_threads import WorkerTask
 from tests.run.failing import fail
 from tests.run.pool import Pool
 
@@ -87,13 +87,17 @@ def test_another_threads_wait_is_given_up_too(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(watched_wait, "LOOK_S", 0.01)
     waiting, looks = looking(3)
     with pytest.raises(OverError):
-        waiting.result(Future[None]())
+        waiting.result(WorkerTask(lambda: None))  # which no thread runs
     assert len(looks) == 3
-    done: Future[int] = Future()
-    threading.Timer(0.05, done.set_result, [7]).start()
+    done = WorkerTask(lambda: 7)
+    threading.Timer(0.05, done.run).start()
     assert looking(10**6)[0].result(done) == 7
-    failed: Future[int] = Future()
-    failed.set_exception(TimeoutError("its own"))
+
+    def fail() -> None:
+        raise TimeoutError("its own")
+
+    failed = WorkerTask(fail)
+    failed.run()
     with pytest.raises(TimeoutError, match="its own"):
         looking(10)[0].result(failed)
 

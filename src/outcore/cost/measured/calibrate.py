@@ -19,6 +19,7 @@ from outcore.cost.measured.runnable import time_operation
 from outcore.cost.measured.samples import Progress, Sample, measure_samples
 from outcore.cost.predicted.calibration import Calibration, file_name, fit_calibration
 from outcore.cost.predicted.operation import Kind, Operation
+from outcore.cost.predicted.regression import check_can_fit
 from outcore.errors import MachineError
 from outcore.machine.clock import TimedRuns
 from outcore.machine.device import Device
@@ -40,6 +41,7 @@ def calibrate(
 
     Samples of earlier calls are kept and used: calling again makes a calibration better.
     """
+    check_can_fit()  # before minutes are spent on measuring
     directory = cache if cache is not None else cache_directory()
     fitted = []
     for dtype in dtypes:

@@ -14,6 +14,7 @@ before. No pickle is involved.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,8 +23,9 @@ import numpy as np
 
 from outcore.cost.predicted.features import Matrix
 from outcore.cost.predicted.gaussian_process import GaussianProcess, LengthScales, find_lengths, fit_gaussian, rounded
+from outcore.errors import MachineError
 
-__all__ = ["METHODS", "Regression", "fit_regression", "regression_from_json"]
+__all__ = ["METHODS", "Regression", "check_can_fit", "fit_regression", "regression_from_json"]
 
 METHODS = ("polynomial", "gaussian", "trees", "blend")
 """From the smallest to the largest when stored."""
@@ -112,10 +114,24 @@ class Blend:
         return {"method": "blend", "parts": [part.to_json() for part in self.parts]}
 
 
+def check_can_fit() -> None:
+    """Refuse to fit where the packages for it are not installed; predicting needs none of them.
+
+    Raises:
+        MachineError: says what to install.
+    """
+    for name, package in (("sklearn", "scikit-learn"), ("threadpoolctl", "threadpoolctl")):
+        if importlib.util.find_spec(name) is None:
+            raise MachineError(
+                f"fitting a calibration needs {package}, which is not installed; type: pip install 'outcore[calibrate]'"
+            )
+
+
 def fit_regression(
     method: str, rows: Matrix, targets: Matrix, *, lengths: LengthScales | None = None, seed: int = 0
 ) -> Regression:
     """Fit one of `METHODS`; the result predicts from rounded numbers, as it will after loading."""
+    check_can_fit()
     if method == "polynomial":
         return _fit_polynomial(rows, targets)
     if method == "trees":

@@ -1,8 +1,7 @@
 """Loss scaling for half precision, a scale per member.
 
-As `torch.amp.GradScaler`: the loss is multiplied before backward, the gradients divided after; a member whose
-gradients overflow skips the step and halves its scale, one that has not for a while doubles it. The others do not
-notice.
+Every member has an `outcore.loss_scale.LossScale` of its own: one whose gradients overflow skips the step and halves
+its scale, and the others do not notice.
 """
 
 from __future__ import annotations
@@ -12,6 +11,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+
+from outcore.loss_scale import LossScale
 
 __all__ = ["MemberLossScale"]
 
@@ -25,19 +26,19 @@ class MemberLossScale:
     backoff: float = 0.5
     interval: int = 2000
     scales: list[float] = field(default_factory=list)
-    _good: list[int] = field(default_factory=list)
+    """To start with, if not the same for all; then what they are now."""
+    _each: list[LossScale] = field(default_factory=list)
 
     def fill(self, members: int) -> MemberLossScale:
         """Start with the same scale for all."""
         self.scales = self.scales or [self.initial] * members
-        self._good = [0] * members
+        self._each = [LossScale(scale, self.growth, self.backoff, self.interval) for scale in self.scales]
         return self
 
     def only(self, members: Sequence[int]) -> MemberLossScale:
         """For some of the members, as they are now."""
-        kept = replace(self, scales=[self.scales[i] for i in members])
-        kept._good = [self._good[i] for i in members]
-        return kept
+        kept = [replace(self._each[i]) for i in members]
+        return replace(self, scales=[each.scale for each in kept], _each=kept)
 
     def of(self, first: int, count: int, device: torch.device) -> Tensor:
         """The scales of consecutive members."""
@@ -52,10 +53,6 @@ class MemberLossScale:
             grad.div_(scale.to(grad.dtype).view(-1, *[1] * (grad.dim() - 1)))
             usable &= grad.flatten(1).isfinite().all(1)
         for i, good in enumerate(usable.tolist(), first):
-            self._good[i] = self._good[i] + 1 if good else 0
-            if not good:
-                self.scales[i] *= self.backoff
-            elif self._good[i] == self.interval:
-                self.scales[i] *= self.growth
-                self._good[i] = 0
+            self._each[i].update(not good)
+            self.scales[i] = self._each[i].scale
         return usable

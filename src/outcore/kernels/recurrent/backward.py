@@ -95,7 +95,7 @@ def _back(
     q = m
     if KIND == 0:
         if RELU:
-            g = tl.where(a0 > 0, g, 0.0)
+            g = tl.where(a0 <= 0, 0.0, g)  # what is not a number lets it through, as in torch
         else:
             g = g * (1 - a0 * a0)
         c = _dot(g, w0, PRECISION)
@@ -124,7 +124,7 @@ def sweep_back(
     or from `last_carry` [D, N, S] where the sequence ends among them. WATCHED: what each chunk began with is
     written to `guesses` [D, K, N, S], what left it to `out`, and the largest number of the latter to `sizes`,
     one per program. SUMMED: the gradients of the weights of an RNN, whose values are its states, from inputs `x` [D,
-    T, N, I] and the states `before` [D, N, H], to `parts` [D, shares, H, RIGHT]; see `weights_triton_kernels`.
+    T, N, I] and the states `before` [D, N, H], to `parts` [D, shares, H, RIGHT]; see `weight_gradients`.
     """
     if tl.load(guard) == 0:
         return
@@ -225,10 +225,11 @@ def compare(
     at = (d * K * N + row[:, None]) * S + i[None, :]
     left = tl.load(out + at + N * S, mask=mask, other=0.0)
     began = tl.load(guesses + at, mask=mask, other=0.0)
-    change = tl.max(tl.abs(left - began), axis=1)
+    change = tl.abs(left - began)
+    change = tl.max(tl.where(change == change, change, float("inf")), axis=1)  # a maximum leaves out what is no number
     size = tl.max(tl.abs(left), axis=1)
     tl.store(changes + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), tl.max(change))
-    right = change <= near * size + far * tl.max(largest)  # not where they are not numbers
+    right = (change <= near * size + far * tl.max(largest)) & (change < float("inf"))
     if tl.min(right.to(tl.int32)) == 0:
         tl.store(unsettled, 1)
 

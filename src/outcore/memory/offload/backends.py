@@ -22,10 +22,10 @@ import torch
 
 from outcore.errors import OutcoreError
 from outcore.memory.offload.arena import Arena, ArenaBlock
-from outcore.memory.offload.copy_threads import CopyTask, CopyThreads
 from outcore.memory.offload.disk_spill import SpillBackend
 from outcore.memory.offload.host_limit import host_room
 from outcore.memory.offload.scratch_file import ScratchFile
+from outcore.worker_threads import WorkerTask, WorkerThreads
 
 __all__ = ["Backend", "DiskBackend", "HostBackend", "OffloadedBuffer", "tier_for"]
 
@@ -182,7 +182,7 @@ class DiskBackend:
 
     def __init__(self, capacity_bytes: int, directory: str | Path | None = None) -> None:
         self.device = torch.device("cpu")
-        self.workers = CopyThreads(2, "outcore-disk")
+        self.workers = WorkerThreads(2, "outcore-disk")
         self.scratch = ScratchFile(capacity_bytes, directory)
         self.arena = self.scratch.arena
 
@@ -205,8 +205,8 @@ class DiskBuffer:
 
     def __init__(self, tier: DiskBackend, flat: torch.Tensor) -> None:
         self.tier, self.size = tier, flat.numel()
-        self.writing: CopyTask[None] | None = None  # all there from the start, since Ctrl-C may come at any line
-        self.reading: CopyTask[torch.Tensor] | None = None
+        self.writing: WorkerTask[None] | None = None  # all there from the start, since Ctrl-C may come at any line
+        self.reading: WorkerTask[torch.Tensor] | None = None
         self.slot: ArenaBlock | None = tier.scratch.take(self.size)
         self.writing = tier.workers.submit(tier.scratch.write, flat, self.slot)
 
@@ -239,9 +239,9 @@ class DiskBuffer:
 
     def _give_back(self) -> None:
         if getattr(self, "slot", None) is not None:
-            for copy_task in (self.reading, self.writing):
-                if copy_task is not None:
-                    copy_task.wait()
+            for task in (self.reading, self.writing):
+                if task is not None:
+                    task.wait()
             slot, self.slot = self.slot, None
             assert slot is not None
             self.tier.scratch.give(slot)

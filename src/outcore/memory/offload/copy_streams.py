@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from outcore.memory.offload.copy_threads import CopyTask, CopyThreads
+from outcore.worker_threads import WorkerTask, WorkerThreads
 
 __all__ = [
     "Copy",
@@ -194,25 +194,25 @@ class CudaRoundTripCopy:
 class _Task:
     """A mark of a copying thread."""
 
-    def __init__(self, copy_task: CopyTask[None] | None) -> None:
-        self.copy_task = copy_task
+    def __init__(self, task: WorkerTask[None] | None) -> None:
+        self.task = task
 
     def wait(self) -> None:
         self.finish()
 
     def finish(self) -> None:
-        if self.copy_task is not None:
-            self.copy_task.result()
+        if self.task is not None:
+            self.task.result()
 
     def done(self) -> bool:
-        return self.copy_task is None or self.copy_task.over
+        return self.task is None or self.task.over
 
 
 class ThreadCopyStreams:
     """Threads: one each way, started when there is something to copy."""
 
     def __init__(self) -> None:
-        self.threads: dict[bool, CopyThreads] = {}
+        self.threads: dict[bool, WorkerThreads] = {}
 
     def now(self) -> CopyEvent:
         """A CPU has computed what it was told to compute."""
@@ -221,7 +221,7 @@ class ThreadCopyStreams:
     def copy(self, copies: Sequence[Copy], *, out: bool, express: bool = False) -> list[CopyEvent]:
         """Book copies on a thread; what comes before them was booked before them, so nobody waits for ever."""
         if out not in self.threads:
-            self.threads[out] = CopyThreads(1, "outcore-state")
+            self.threads[out] = WorkerThreads(1, "outcore-state")
 
         def run(to: torch.Tensor, source: torch.Tensor, after: Sequence[CopyEvent]) -> None:
             for mark in after:

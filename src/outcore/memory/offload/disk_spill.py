@@ -23,9 +23,9 @@ import torch
 
 from outcore.memory.offload.arena import Arena, ArenaBlock
 from outcore.memory.offload.copy_streams import CopyEvent, copy_streams_for
-from outcore.memory.offload.copy_threads import CopyTask, CopyThreads
 from outcore.memory.offload.host_storage import PinnedStorage
 from outcore.memory.offload.scratch_file import ScratchFile
+from outcore.worker_threads import WorkerTask, WorkerThreads
 
 __all__ = ["SpillBackend", "SpilledBuffer"]
 
@@ -42,7 +42,7 @@ class SpillBackend:
         self.over_bytes = max(0, capacity_bytes - host_bytes)
         """How much of a step goes on to the disk."""
         self.scratch = ScratchFile(self.over_bytes)
-        self.writer, self.reader = CopyThreads(1, "outcore-spill"), CopyThreads(1, "outcore-fetch")
+        self.writer, self.reader = WorkerThreads(1, "outcore-spill"), WorkerThreads(1, "outcore-fetch")
         self.trips: list[weakref.ref[SpilledBuffer]] = []
         """Under way, in the order in which they left."""
         self.spilled_bytes = 0
@@ -102,8 +102,8 @@ class SpilledBuffer:
         self.flat: torch.Tensor | None = None
         self.here: CopyEvent | None = None
         self.place: ArenaBlock | None = None
-        self.writing: CopyTask[None] | None = None
-        self.reading: CopyTask[None] | None = None
+        self.writing: WorkerTask[None] | None = None
+        self.reading: WorkerTask[None] | None = None
         self.host: torch.Tensor | None = self._memory()
         marks = tier.arena.marks(slot) if slot is not None else []
         (self.gone,) = tier.copy_streams.copy([(self.host, flat, (tier.copy_streams.now(), *marks))], out=True)
@@ -199,9 +199,9 @@ class SpilledBuffer:
     """The last copy back."""
 
     def __del__(self) -> None:
-        for copy_task in (self.__dict__.get("writing"), self.__dict__.get("reading")):
-            if copy_task is not None:
-                copy_task.wait()
+        for task in (self.__dict__.get("writing"), self.__dict__.get("reading")):
+            if task is not None:
+                task.wait()
         if self.__dict__.get("here") is not None:
             assert self.here is not None
             self.here.wait()  # fetched for nothing: whoever gets the memory next comes after the copy

@@ -29,6 +29,8 @@ class Candidate:
     peak_bytes: int = 0
     shared: bool = True
     """Whether the replicas divide one batch among them, or each has a batch of its own."""
+    order: tuple[str, ...] = ()
+    """What the ranks of a pipeline compute, where it is not the order of the schedule."""
 
     @property
     def fraction(self) -> float:
@@ -52,7 +54,7 @@ class Candidate:
             said = f"data parallel, {self.replicas} replicas" if self.replicas > 1 else "one stage"
         else:
             copies = f" x {self.replicas} replicas" if self.replicas > 1 else ""
-            said = f"{self.stages} stages{copies}, {p.schedule}"
+            said = f"{self.stages} stages{copies}, {p.schedule}{' in an order of its own' if self.order else ''}"
         said += f", {p.micro_batches} micro-batches" if p.micro_batches > 1 else ""
         return said + (f", {p.batches} batches in turn" if p.batches > 1 else "")
 

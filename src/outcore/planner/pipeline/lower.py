@@ -11,6 +11,7 @@ from outcore.planner.pipeline.call_weights import CallWeights
 from outcore.planner.pipeline.schedule_model import Pipeline
 from outcore.planner.pipeline.simulate_candidate import SCHEDULE_NAMES
 from outcore.program import Links, Program, Stages, Timeline, check, compile_program, simulate
+from outcore.program.written_order import program_in_order
 
 __all__ = ["lower", "predict_timeline", "predicted_by"]
 
@@ -21,14 +22,18 @@ def lower(plan: Plan, graph: Graph, weights: CallWeights) -> tuple[Program, Stag
     pipeline = Pipeline(plan.schedule, plan.micro_batches, plan.batches)
     fraction = 1 / (plan.replicas * pipeline.pieces)
     stages = split_by_hand(graph, weights, plan.stages, pipeline=pipeline, fraction=fraction).stages
-    program = compile_program(
-        stages,
-        SCHEDULE_NAMES[plan.schedule],
-        micro_batches=plan.micro_batches,
-        batches=plan.batches,
-        replicas=plan.replicas,
-        placement=plan.placement,
-    )
+    if plan.order:
+        inverted = plan.schedule == "gems"
+        program = program_in_order(stages, plan.order, inverted=inverted, replicas=plan.replicas)
+    else:
+        program = compile_program(
+            stages,
+            SCHEDULE_NAMES[plan.schedule],
+            micro_batches=plan.micro_batches,
+            batches=plan.batches,
+            replicas=plan.replicas,
+            placement=plan.placement,
+        )
     check(program, stages)
     return program, stages
 

@@ -3,7 +3,8 @@
 Every way to share the devices (stages x replicas), every schedule and every number of micro-batches that divides the
 batch is a candidate (`outcore.planner.pipeline.candidates`). Most are ruled out by what they would take if cut evenly;
 the rest is cut roughly and ranked by closed forms. The best of them are cut with full effort, compiled and simulated,
-and the fastest that stays within the memory of a rank becomes the plan, with the others as runners-up.
+and the fastest that stays within the memory of a rank becomes the plan, with the others as runners-up. The best few are
+also tried in orders that no schedule has a name for (`outcore.planner.pipeline.order_search`).
 
 Where predictions are the same (within a hundredth: they are no better than that) the plan that changes least is taken:
 batch norms over the most images, then the fewest pieces. A network that waits for itself anyway, one batch through all
@@ -33,6 +34,7 @@ from outcore.planner.partition.weighted_units import WeightedUnits, weigh
 from outcore.planner.pipeline.batch_norm_images import batch_norms, batch_size, norms_see
 from outcore.planner.pipeline.call_weights import CallWeights
 from outcore.planner.pipeline.candidates import Candidate, EvenCut, candidates_for
+from outcore.planner.pipeline.order_search import best_order
 from outcore.planner.pipeline.rough_cut import RoughCut
 from outcore.planner.pipeline.schedule_model import RankLink, Schedule
 from outcore.planner.pipeline.simulate_candidate import judge
@@ -44,6 +46,7 @@ __all__ = ["Judged", "PlanSearch", "plan"]
 _SIMULATED = 4
 _FINALISTS = 7
 _CAREFUL = 3
+_REORDERED = 3
 _COARSE_UNITS = 160
 _TRIES = 3
 _TIE = 1.01
@@ -109,7 +112,7 @@ def plan(
         from outcore.planner.pipeline.infeasible import refusal
 
         raise PlanError(refusal(search, devices, memory_bytes))
-    found = search.in_order(found)
+    found = search.in_order(found + search.reordered(found, memory_bytes))
     predicted, best, stages = found[0]
     copies = _copies(weights, stages)
     made = Plan(
@@ -119,6 +122,7 @@ def plan(
         best.pipeline.micro_batches,
         best.pipeline.batches,
         best.replicas,
+        order=best.order,
         exactness="bitwise" if best.replicas == 1 and not best.pipeline.paired and not copies else "reassociated",
         batch_norm=batch_norm or "micro_batch",
         tied=copies,
@@ -165,9 +169,9 @@ class PlanSearch:
             found = [c for c in found if c.pipeline.pieces == 1]
         return found
 
-    def change(self, candidate: Candidate) -> tuple[float, int]:
-        """How much a candidate changes, to compare by: what norms do not see, then the pieces of a batch."""
-        return -candidate.fraction if self.normed else 0.0, candidate.pipeline.pieces
+    def change(self, candidate: Candidate) -> tuple[float, int, bool]:
+        """How much a candidate changes, to compare by: what norms do not see, the pieces of a batch, their order."""
+        return -candidate.fraction if self.normed else 0.0, candidate.pipeline.pieces, bool(candidate.order)
 
     def in_order(self, found: Sequence[Judged]) -> list[Judged]:
         """The fastest first, per batch; of those that take the same time, the one that changes least."""
@@ -235,6 +239,17 @@ class PlanSearch:
             if fine is not None and (coarse is None or fine[0].time_s < coarse[0].time_s):
                 found[candidate] = fine
         return [j for j in found.values() if j is not None]
+
+    def reordered(self, found: Sequence[Judged], cap: float | None) -> list[Judged]:
+        """The best few of those that were cut and simulated, in orders that no schedule has a name for."""
+        made: dict[tuple[int, int, int], Judged] = {}
+        for _, candidate, stages in self.in_order(found) if self.schedule is None else ():
+            key = candidate.stages, candidate.replicas, candidate.pipeline.pieces
+            if len(made) == _REORDERED or key in made:
+                continue
+            if (better := best_order(stages, candidate, cap, self.route)) is not None:
+                made[key] = *better, stages
+        return list(made.values())
 
     def smallest(self, devices: int) -> list[Judged]:
         """The candidates with the smallest peaks, cut for that and simulated."""

@@ -22,10 +22,10 @@ PARTS = ("parameters", "gradients", "state", "saved", "buffers", "workspace")
 class RankMemory:
     """The memory of one rank over a step.
 
-    >>> ledger = Ledger()
-    >>> ledger.add(0.0, "saved", 4), ledger.add(1.0, "saved", -4), ledger.add(1.0, "saved", 3)
+    >>> memory = MemoryLedger()
+    >>> memory.add(0.0, "saved", 4), memory.add(1.0, "saved", -4), memory.add(1.0, "saved", 3)
     (None, None, None)
-    >>> ledger.curve().peak_bytes, ledger.curve().bytes
+    >>> memory.curve().peak_bytes, memory.curve().bytes
     (4, (4, 3))
     """
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from outcore.errors import ProgramError
 from outcore.machine.units import format_bytes, format_time
-from outcore.program.compile import assemble, compile_program
+from outcore.program.compile import compile_program
 from outcore.program.instructions import Compute
 from outcore.program.program import Program
 from outcore.program.simulator.links import Links
@@ -20,8 +20,9 @@ from outcore.program.simulator.simulate import simulate
 from outcore.program.stages import Stages
 from outcore.program.synthesis.list_scheduler import RULES, SchedulerSettings, list_schedule
 from outcore.program.timeline import Timeline
+from outcore.program.written_order import program_in_order, write_order
 
-__all__ = ["SynthesisCandidate", "SynthesisResult", "named_programs", "synthesise"]
+__all__ = ["SynthesisCandidate", "SynthesisResult", "named_programs", "synthesise", "synthesised_orders"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,10 @@ def synthesise(
         if len(caps) != depth:
             raise ProgramError(f"got {len(caps)} memory caps; needed one for each of {depth} ranks")
     found = [_candidate(p, stages, links, caps, named=True) for p in named_programs(stages, micro_batches, replicas)]
-    for program in _synthesised(stages, micro_batches, caps, links, replicas):
+    for setting, orders in synthesised_orders(stages, micro_batches, caps, links):
+        program = program_in_order(
+            stages, write_order(orders), inverted=setting.inverted, replicas=replicas, name=str(setting)
+        )
         found.append(_candidate(program, stages, links, caps, named=False))
     found.sort(key=lambda c: (not c.fits, c.step_s, c.peak_bytes, not c.named))
     if not found[0].fits:
@@ -129,25 +133,19 @@ def named_programs(stages: Stages, micro_batches: int, replicas: int = 1) -> Ite
             yield compile_program(stages, "gems-master", micro_batches=size, batches=batches, replicas=replicas)
 
 
-def _synthesised(
-    stages: Stages, micro_batches: int, caps: tuple[int, ...] | None, links: Links, replicas: int
-) -> Iterator[Program]:
+def synthesised_orders(
+    stages: Stages, micro_batches: int, caps: tuple[int, ...] | None, links: Links
+) -> Iterator[tuple[SchedulerSettings, list[list[Compute]]]]:
+    """Every order that the list scheduler finds for one pipeline, once, with how it was told to look for it."""
     seen: set[tuple[tuple[Compute, ...], ...]] = set()
     for inverted in (False, True) if micro_batches > 1 and len(stages) > 1 else (False,):
         for window in _windows(micro_batches, len(stages)):
             for rule in RULES:
                 setting = SchedulerSettings(rule, window, inverted, caps)
                 orders = list_schedule(stages, micro_batches, setting, links)
-                if orders is None or (order := tuple(map(tuple, orders))) in seen:
-                    continue
-                seen.add(order)
-                per_pipeline = 2 if inverted else 1
-                copies = [
-                    [type(c)(c.stage, c.micro_batch, pipeline * per_pipeline + c.replica) for c in row]
-                    for pipeline in range(replicas)
-                    for row in order
-                ]
-                yield assemble(stages, copies, name=str(setting))
+                if orders is not None and (order := tuple(map(tuple, orders))) not in seen:
+                    seen.add(order)
+                    yield setting, orders
 
 
 def _windows(micro_batches: int, depth: int) -> list[int]:

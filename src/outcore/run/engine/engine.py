@@ -27,6 +27,7 @@ from torch import nn
 from outcore.errors import CheckpointError, EngineError
 from outcore.graph.record.preserve import evaluating
 from outcore.job import Job
+from outcore.loss_scale import LossScale
 from outcore.plan_document import Plan
 from outcore.policies import parse_policies
 from outcore.program import Program, Timeline
@@ -35,21 +36,21 @@ from outcore.run.checkpoint.signals import STOP, SaveSignals
 from outcore.run.engine import batch as batches
 from outcore.run.engine.build import EngineParts
 from outcore.run.engine.default_plan import own_plan
+from outcore.run.engine.held_tensors import held_tensors
 from outcore.run.engine.loader import Loader
 from outcore.run.engine.measured import Comparison, gather
 from outcore.run.engine.setup import Groups, MakeOptimizer, choose_device, make_optimizer
 from outcore.run.engine.split_batch import BatchSplitter
-from outcore.run.engine.step_programs import TaggedProgram
+from outcore.run.engine.step_loss import run_for_loss
 from outcore.run.engine.training_checks import check_optimizer
-from outcore.run.engine.update import GradientUpdate, LossScale
-from outcore.run.engine.worker import ProgramRun, Worker
+from outcore.run.engine.update import GradientUpdate
+from outcore.run.engine.worker import Worker
 from outcore.run.ranks.faults import FaultMonitor
 from outcore.run.ranks.world import World
 from outcore.run.stage.idle_state_offload import IdleStateOffload
 from outcore.run.stage.policies import StagePolicies
 from outcore.run.stage.stage_module import Execute, Part
-from outcore.run.transport.p2p import HostPointToPoint, PointToPoint
-from outcore.run.transport.p2p_via_host import StagedPointToPoint
+from outcore.run.transport.choose import point_to_point
 from outcore.run.transport.shared_memory import SharedRows
 
 __all__ = ["Engine"]
@@ -215,16 +216,9 @@ class Engine:
             accumulate=self.accumulate,
             seed=self.seed,
         )
-        wire: PointToPoint | None = None
-        if shared_rows is not None:
-            group, watched_wait, on_gpu = self.world.mail, self.world.watched_wait, self.device.type == "cuda"
-            wire = (
-                StagedPointToPoint(group, shared_rows, self.device, watched_wait)
-                if on_gpu
-                else HostPointToPoint(group, shared_rows, watched_wait)
-            )
+        wire = point_to_point(self.world, self.device, shared_rows) if shared_rows is not None else None
         self.worker = Worker(made, wire, loss, execute, self.update)
-        self.worker.gauge.holding = self._held
+        self.worker.gauge.holding = lambda: held_tensors(made, self.worker, self.optimizer)
 
     def _park(self) -> None:
         """Of this rank's stages, have one at a time on the device."""
@@ -232,19 +226,6 @@ class Engine:
         idle_state = IdleStateOffload({stage: list(parts[stage].parameters()) for stage in self.stages}, self.device)
         self.worker.idle_state = idle_state
         self.update.take_step, self.update.make_row = idle_state.step, idle_state.make_row
-
-    def _held(self) -> Iterator[torch.Tensor]:
-        """What this rank holds between steps."""
-        idle_state = self.worker.idle_state
-        away = {t.data_ptr() for t in idle_state.away} if idle_state is not None else set()
-        found = [*self.assembly.local_state().values()]
-        found += [p.grad for p in self.parameters.values() if p.grad is not None]
-        if self.optimizer is not None:
-            for row in self.optimizer.state.values():
-                found += [value for value in row.values() if isinstance(value, torch.Tensor)]
-        yield from (tensor for tensor in found if tensor.data_ptr() not in away)
-        if isinstance(self.worker.wire, HostPointToPoint):
-            yield from self.worker.wire.arena.rows()
 
     # Facts
 
@@ -323,7 +304,7 @@ class Engine:
             )
             self.steps, self.samples = self.steps + 1, self.samples + run.samples
             update = self.steps % self.accumulate == 0
-            loss = self._run(run, script, update=update)
+            loss = run_for_loss(self.world, self.worker, run, script, update=update)
             if update and self.scheduler is not None:
                 self.scheduler.step()
             self._grant(self.splitter.wishes)
@@ -370,7 +351,7 @@ class Engine:
         """The loss on one batch in eval mode; changes nothing."""
         with self._guarded(), evaluating(self.model):
             run, script = self.splitter.take(inputs, targets, training=False, step=self.steps)
-            return self._run(run, script, update=False)
+            return run_for_loss(self.world, self.worker, run, script, update=False)
 
     def predict(self, inputs: Any = None) -> Any:
         """What the model returns for a batch in eval mode, on ranks that hold the last stage; None on others."""
@@ -378,7 +359,7 @@ class Engine:
             run, script = self.splitter.take(inputs, None, training=False, step=self.steps)
             self.worker.keep_outputs = True
             try:
-                self._run(run, script, update=False)
+                run_for_loss(self.world, self.worker, run, script, update=False)
             finally:
                 self.worker.keep_outputs = False
         return batches.joined([run.outputs[i] for i in sorted(run.outputs)]) if run.outputs else None
@@ -412,29 +393,6 @@ class Engine:
     def count_memory(self, on: bool = True) -> None:
         """Count live bytes of tensors in the following steps, on a CPU; slower, but `timeline` then shows memory."""
         self.worker.gauge.counting = on
-
-    def _run(self, run: ProgramRun, script: TaggedProgram, *, update: bool) -> float:
-        """Execute a program; returns the loss: that of every micro-batch by its share, in their order."""
-        losses = torch.zeros(len(run.weights), dtype=torch.float64)
-        exchange: list[Any] = []
-
-        def tell() -> None:
-            for micro_batch, loss in run.losses.items():
-                losses[run.pieces[micro_batch].number] = loss.item()
-            exchange.append(self.world.start_sum(losses))
-
-        # On the host losses travel while backwards run; on a GPU, reading them earlier would stop the kernels.
-        run.after_forwards = tell if self.device.type == "cpu" else None
-        try:
-            self.worker.run(script.program.ranks[self.rank], script.tags, run, update=update)
-            if not exchange:
-                tell()
-            exchange.pop()()
-        finally:
-            run.after_forwards = None  # it knows the run: without this, both would live until garbage is collected
-            exchange.clear()
-        every: list[float] = losses.tolist()
-        return sum(weight * loss for weight, loss in zip(run.weights, every, strict=True))
 
     @contextlib.contextmanager
     def _guarded(self, harmless: type[BaseException] = SystemExit) -> Iterator[None]:

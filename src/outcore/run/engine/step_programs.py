@@ -14,6 +14,7 @@ from outcore.plan_document import Plan
 from outcore.planner.pipeline.simulate_candidate import SCHEDULE_NAMES
 from outcore.program import Edge, OptimizerStep, Program, Reduce, Send, Stages, check, compile_program
 from outcore.program.instructions import Key
+from outcore.program.written_order import program_in_order
 
 __all__ = ["StepPrograms", "TaggedProgram"]
 
@@ -77,14 +78,22 @@ class StepPrograms:
                 f"the given program is for {self.pieces} micro-batches of one form; this batch has {pieces}, or "
                 "another form: leave it out, or give batches of one size"
             )
-        batches = min(self.plan.batches, pieces)
-        micro_batches = pieces // batches
-        program = self._compile(stages, self.plan.schedule, micro_batches, batches, training=True)
+        if self.plan.order:
+            program = self._ordered(stages, pieces)
+        else:
+            batches = min(self.plan.batches, pieces)
+            program = self._compile(stages, self.plan.schedule, pieces // batches, batches, training=True)
         if pieces == self.pieces:
             return program
         updates = [[i for i in row if isinstance(i, Reduce | OptimizerStep)] for row in self.training.ranks]
         computes = [[i for i in row if not isinstance(i, Reduce | OptimizerStep)] for row in program.ranks]
         return Program(program.name, tuple((*c, *u) for c, u in zip(computes, updates, strict=True)))
+
+    def _ordered(self, stages: Stages, pieces: int) -> Program:
+        inverted, replicas = self.plan.schedule == "gems", self.plan.replicas
+        program = program_in_order(stages, self.plan.order, inverted=inverted, replicas=replicas, micro_batches=pieces)
+        check(program, stages)
+        return program
 
     def _evaluate(self, stages: Stages, pieces: int) -> Program:
         return self._compile(stages, "gpipe", pieces, 1, training=False)

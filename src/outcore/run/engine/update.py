@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from outcore.errors import EngineError
+from outcore.loss_scale import LossScale
 from outcore.program import Reduce
 from outcore.run.engine.training_checks import check_gradients
 from outcore.run.ranks.world import World
@@ -28,31 +29,11 @@ from outcore.run.stage.parameter_owners import ParameterOwners, SharedParameters
 from outcore.run.transport.all_reduce import AllReduce, GlooAllReduce, SharedMemoryAllReduce
 from outcore.run.transport.shared_memory import SharedRows
 
-__all__ = ["GradientUpdate", "LossScale"]
+__all__ = ["GradientUpdate"]
 
 _TAGS = 1 << 20
 """Above the tags of a program's transfers."""
 _BY_GLOO = frozenset((torch.float64, torch.float32, torch.float16, torch.bfloat16))
-
-
-@dataclass(slots=True)
-class LossScale:
-    """The factor that keeps float16 gradients from vanishing; halved after an overflow, doubled after a quiet while."""
-
-    scale: float = 65536.0
-    growth: float = 2.0
-    backoff: float = 0.5
-    interval: int = 2000
-    quiet: int = 0
-
-    def update(self, overflowed: bool) -> None:
-        """Learn from a step, as torch's GradScaler does."""
-        if overflowed:
-            self.scale, self.quiet = self.scale * self.backoff, 0
-            return
-        self.quiet += 1
-        if self.quiet == self.interval:
-            self.scale, self.quiet = self.scale * self.growth, 0
 
 
 @dataclass(slots=True)

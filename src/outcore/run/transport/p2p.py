@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -26,8 +25,8 @@ import torch.distributed as dist
 from outcore.graph import Value
 from outcore.run.engine.device_clock import Moment
 from outcore.run.transport.shared_memory import SharedRows
-from outcore.run.transport.waiting_threads import WaitingThreads
 from outcore.run.transport.watched_wait import WatchedWait
+from outcore.worker_threads import WorkerTask, WorkerThreads
 
 __all__ = [
     "AnnouncedRow",
@@ -207,16 +206,16 @@ class AnnouncedRow:
 class SentTensor:
     """A tensor on its way, of which another thread sees the end."""
 
-    def __init__(self, future: Future[Any], watched_wait: WatchedWait) -> None:
-        self._future, self._watched_wait = future, watched_wait
+    def __init__(self, task: WorkerTask[None], watched_wait: WatchedWait) -> None:
+        self._task, self._watched_wait = task, watched_wait
 
     def ended(self) -> bool:
         """Whether its memory is free again; raises what went wrong."""
-        return self._future.done() and self._future.result() is None
+        return self._task.over and self._task.result() is None
 
     def finish(self) -> None:
         """Wait for that."""
-        self._watched_wait.result(self._future)
+        self._watched_wait.result(self._task)
 
 
 class HostPointToPoint:
@@ -226,7 +225,7 @@ class HostPointToPoint:
         self._group, self.shared_rows, self._watched_wait = group, shared_rows, watched_wait
         self.arena = HostRows()
         self._told: list[Any] = []
-        self._waiting = WaitingThreads("send")
+        self._waiting = WorkerThreads(1, "outcore send", finish=False)
 
     def send(self, tensor: torch.Tensor, layout: TensorLayout, target: int, tag: int, done: Moved) -> OutgoingTensor:
         """Offer a tensor."""
@@ -244,13 +243,13 @@ class HostPointToPoint:
             work.wait()
             done("send", posted, time.perf_counter())
 
-        return SentTensor(self._waiting.do(finish), self._watched_wait)
+        return SentTensor(self._waiting.submit(finish), self._watched_wait)
 
     def _finish_told(self) -> None:
         """Wait until all names have left, with one change of threads."""
         works, self._told = self._told, []
         if works:
-            self._watched_wait.result(self._waiting.do(lambda: [work.wait() for work in works]))
+            self._watched_wait.result(self._waiting.submit(lambda: [work.wait() for work in works]))
 
     def receive(self, layout: TensorLayout, source: int, tag: int, done: Moved) -> IncomingTensor:
         """Provide for a tensor."""
@@ -270,5 +269,5 @@ class HostPointToPoint:
     def close(self) -> None:
         """Nothing will be moved any more."""
         self._group = None
-        self._waiting.close()
+        self._waiting.close(0.0)  # without waiting for transfers that may never end
         self.shared_rows.close()

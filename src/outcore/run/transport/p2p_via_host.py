@@ -10,7 +10,6 @@ others wait to be told before they copy in, so the thread that issues kernels wa
 from __future__ import annotations
 
 import time
-from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -19,18 +18,18 @@ import torch.distributed as dist
 from outcore.run.engine.device_clock import Moment
 from outcore.run.transport.p2p import HostRows, IncomingTensor, Moved, OutgoingTensor, SentTensor, TensorLayout
 from outcore.run.transport.shared_memory import SharedRows
-from outcore.run.transport.waiting_threads import WaitingThreads
 from outcore.run.transport.watched_wait import WatchedWait
+from outcore.worker_threads import WorkerTask, WorkerThreads
 
 __all__ = ["StagedPointToPoint"]
 
 
 class _Landing:
-    def __init__(self, future: Future[Any], layout: TensorLayout, watched_wait: WatchedWait) -> None:
-        self._future, self._layout, self._watched_wait = future, layout, watched_wait
+    def __init__(self, task: WorkerTask[Any], layout: TensorLayout, watched_wait: WatchedWait) -> None:
+        self._task, self._layout, self._watched_wait = task, layout, watched_wait
 
     def wait(self) -> torch.Tensor:
-        flat, ready = self._watched_wait.result(self._future)
+        flat, ready = self._watched_wait.result(self._task)
         stream = torch.cuda.current_stream(flat.device)
         stream.wait_event(ready)
         flat.record_stream(stream)
@@ -44,8 +43,10 @@ class StagedPointToPoint:
         self._group, self.shared_rows, self._device, self._watched_wait = group, shared_rows, device, watched_wait
         self.arena = HostRows(pinned=True)
         self._out, self._in = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._senders, self._sent = WaitingThreads("send"), WaitingThreads("sent")
-        self._receivers, self._landed = WaitingThreads("receive", threads=4), WaitingThreads("landed")
+        self._senders, self._sent, self._receivers, self._landed = (
+            WorkerThreads(count, f"outcore {name}", finish=False)
+            for name, count in (("send", 1), ("sent", 1), ("receive", 4), ("landed", 1))
+        )
 
     def send(self, tensor: torch.Tensor, layout: TensorLayout, target: int, tag: int, done: Moved) -> OutgoingTensor:
         """Offer a tensor."""
@@ -67,14 +68,14 @@ class StagedPointToPoint:
             ended.synchronize()
             return dist.isend(message, dst=target, group=self._group, tag=tag), time.perf_counter()
 
-        posted = self._senders.do(post)
+        posted = self._senders.submit(post)
 
         def finish() -> None:
             work, since = posted.result()
             work.wait()
             done("send", since, time.perf_counter())
 
-        return SentTensor(self._sent.do(finish), self._watched_wait)
+        return SentTensor(self._sent.submit(finish), self._watched_wait)
 
     def receive(self, layout: TensorLayout, source: int, tag: int, done: Moved) -> IncomingTensor:
         """Provide for a tensor."""
@@ -93,10 +94,10 @@ class StagedPointToPoint:
                 flat.copy_(host, non_blocking=True)
                 ended = _mark()
             done("copy in", began, ended)
-            self._landed.do(lambda: self._keep(host, ended))
+            self._landed.submit(self._keep, host, ended)
             return flat, ended
 
-        return _Landing(self._receivers.do(land), layout, self._watched_wait)
+        return _Landing(self._receivers.submit(land), layout, self._watched_wait)
 
     def _keep(self, host: torch.Tensor, until: Moment) -> None:
         """Only when it has been copied may a row be used again; kernels that wait for the copy are issued before."""
@@ -112,7 +113,7 @@ class StagedPointToPoint:
         """Nothing will be moved any more."""
         self._group = None
         for tasks in (self._senders, self._sent, self._receivers, self._landed):
-            tasks.close()
+            tasks.close(0.0)  # without waiting for transfers that may never end
         self.shared_rows.close()
 
 

@@ -13,7 +13,6 @@ ends the rank.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from outcore.run.ranks.current_work import CurrentWork
+from outcore.worker_threads import WorkerTask
 
 __all__ = ["WatchedWait"]
 
@@ -49,15 +49,15 @@ class WatchedWait:
                         return
                 self._look_up()
 
-    def result(self, future: Future[T]) -> T:
+    def result(self, task: WorkerTask[T]) -> T:
         """What another thread waits for."""
         with self.place.talking():
             while True:
                 try:
-                    return future.result(LOOK_S)
+                    return task.result(LOOK_S)
                 except TimeoutError:
-                    if future.done():
-                        return future.result()
+                    if task.over:
+                        return task.result()
                 self._look_up()
 
     def _look_up(self) -> None:

@@ -2,8 +2,8 @@
 
 Triton is optional. Where it is missing, or a kernel does not compile on this machine, the same work runs as
 batched matrix products; the first failure is said once, as a warning, and the kernel is not tried again.
-The launches are in `sweep_kernels`, `weight_kernels`, `gate_kernels` and `linear_kernels`, the kernels themselves
-in the files of these nouns that end in ``triton_kernels``, which import Triton and are imported last of all.
+The launches are in the files beside this one, the kernels themselves in `outcore.kernels.recurrent`, whose files
+import Triton and are imported last of all.
 """
 
 from __future__ import annotations

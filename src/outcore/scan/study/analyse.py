@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from outcore.errors import ScanError
 from outcore.graph import Graph
@@ -123,6 +124,16 @@ class Analysis:
             f"as the {len(self.links)} steps of back-propagation, and the whole tree keeps "
             f"{_short(self.peak_bytes)}B"
         )
+
+    def to_json(self) -> dict[str, Any]:
+        """The chain, the paths by levels of products, and the verdict, as plain values."""
+        return {
+            "links": [asdict(link) for link in self.links],
+            "critical_flops_by_levels": list(self.alternatives),
+            "peak_bytes": self.peak_bytes,
+            "pays": self.pays,
+            "verdict": self.verdict,
+        }
 
     def __str__(self) -> str:
         lines = [f"{self.model}: {len(self.links)} links, batch {self.batch}", ""]

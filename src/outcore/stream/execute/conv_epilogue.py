@@ -21,17 +21,17 @@ __all__ = ["finish", "is_fused"]
 @functools.cache
 def _triton() -> Any:
     try:
-        from outcore.kernels import conv_epilogue
+        from outcore.kernels import bias_relu
     except ImportError:
         return None
-    return conv_epilogue
+    return bias_relu
 
 
 def is_fused(y: torch.Tensor, residual: torch.Tensor | None) -> bool:
-    """Whether the kernel, which computes in float32, takes these: 2-D images on a GPU, channels last."""
+    """Whether the kernel takes these: 2-D images on a GPU, channels last."""
     if not (y.is_cuda or os.environ.get("TRITON_INTERPRET") == "1") or y.dim() != 4 or _is_fake(y) or _triton() is None:
         return False
-    if y.dtype == torch.float64 or y.shape[1] == 1 or not y.is_contiguous(memory_format=torch.channels_last):
+    if y.shape[1] == 1 or not y.is_contiguous(memory_format=torch.channels_last):
         return False
     return residual is None or (residual.shape == y.shape and residual.stride(1) == 1 and residual.dtype == y.dtype)
 
@@ -51,7 +51,7 @@ class _Finish(torch.autograd.Function):
     def forward(
         ctx: Any, y: torch.Tensor, shift: torch.Tensor, residual: torch.Tensor | None, relu: bool
     ) -> torch.Tensor:
-        _triton().forward(y, shift, residual, relu)
+        _triton().biased(y, shift, residual, relu=relu, rounded=False)
         ctx.mark_dirty(y)
         ctx.relu, ctx.has_residual, ctx.dtype = relu, residual is not None, shift.dtype
         ctx.save_for_backward(y)
@@ -61,8 +61,8 @@ class _Finish(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (z,) = ctx.saved_tensors
         gradient = gradients[0].contiguous(memory_format=torch.channels_last)
-        result, summed = _triton().backward(z, gradient, ctx.relu)
-        return result, summed.to(ctx.dtype), result if ctx.has_residual else None, None
+        result, summed = _triton().gradients(gradient, z, ctx.dtype, relu=ctx.relu)
+        return result, summed, result if ctx.has_residual else None, None
 
 
 def _is_fake(tensor: torch.Tensor) -> bool:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
+
+from outcore.worker_threads import WorkerTask, WorkerThreads
 
 __all__ = ["read_ahead"]
 
@@ -19,16 +20,16 @@ def read_ahead(jobs: Iterable[Job], read: Callable[[Job], Read], workers: int) -
         for job in jobs:
             yield job, read(job)
         return
-    pool = ThreadPoolExecutor(workers, thread_name_prefix="outcore-read")
-    waiting: deque[tuple[Job, Future[Read]]] = deque()
+    pool = WorkerThreads(workers, "outcore-read")
+    waiting: deque[tuple[Job, WorkerTask[Read]]] = deque()
     try:
         for job in jobs:
             waiting.append((job, pool.submit(read, job)))
             if len(waiting) > workers:
-                first, future = waiting.popleft()
-                yield first, future.result()
+                first, task = waiting.popleft()
+                yield first, task.result()
         while waiting:
-            first, future = waiting.popleft()
-            yield first, future.result()
+            first, task = waiting.popleft()
+            yield first, task.result()
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        pool.cancel()

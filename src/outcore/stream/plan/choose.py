@@ -74,9 +74,9 @@ class CandidateOutline:
 class OrderedCandidates:
     """Candidates from the fastest on, worked out as late as can be.
 
-    >>> slow = Outline(3.0, 0, lambda: [Candidate(None, (8,), 4.0, 9)])
-    >>> fast = Outline(1.0, 0, lambda: [Candidate(None, (16,), 2.0, 9)])
-    >>> next(iter(Ordered([slow, fast]))).tile
+    >>> slow = CandidateOutline(3.0, 0, lambda: [TileCandidate(None, (8,), 4.0, 9)])
+    >>> fast = CandidateOutline(1.0, 0, lambda: [TileCandidate(None, (16,), 2.0, 9)])
+    >>> next(iter(OrderedCandidates([slow, fast]))).tile
     (16,)
     """
 

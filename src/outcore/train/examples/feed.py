@@ -9,7 +9,6 @@ computes.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch import Tensor
 from outcore.data import ArraySource, Batch, DataError, Source
 from outcore.job import Job
 from outcore.run.engine import batch as batches
+from outcore.stream.execute.prefetch import read_ahead
 from outcore.train.examples.examples import Examples, generator
 
 __all__ = ["Feed", "JobFeed", "MicroBatch", "Steps"]
@@ -85,12 +85,8 @@ class Feed:
         chunks = [order[i * size : (i + 1) * size] for i in range(start, self.steps)]
         if not chunks:
             return
-        with ThreadPoolExecutor(1, thread_name_prefix="outcore-feed") as reader:
-            ahead = reader.submit(self._step, chunks[0], number)
-            for following in chunks[1:]:
-                ready, ahead = ahead.result(), reader.submit(self._step, following, number)
-                yield ready
-            yield ahead.result()
+        for _, ready in read_ahead(chunks, lambda chunk: self._step(chunk, number), 1):
+            yield ready
 
     def unreadable(self, micro_batches: Sequence[MicroBatch], error: DataError) -> None:
         """Note what a runner that reads for itself could not read; raises unless bad examples are skipped."""

@@ -40,7 +40,7 @@ class TrainedNetwork:
     def read(cls, path: Path) -> TrainedNetwork:
         """From a file of safetensors, a checkpoint, or the folder of a run, whose best weights are taken.
 
-        >>> Trained.read(Path("/nowhere"))
+        >>> TrainedNetwork.read(Path("/nowhere"))
         Traceback (most recent call last):
         outcore.errors.CheckpointError: no weights in /nowhere; give a .safetensors file, a checkpoint or a run's folder
         """

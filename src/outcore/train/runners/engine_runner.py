@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from outcore.data import Batch
+from outcore.loss_scale import LossScale
 from outcore.program import Timeline
 from outcore.run import Engine
-from outcore.run.engine.update import LossScale
 from outcore.run.ranks.world import World
 from outcore.train.examples.feed import MicroBatch
 from outcore.train.runners.runner import StepOutcome
