@@ -7,11 +7,10 @@ same order, under the same grad and autocast modes, so the result is bitwise the
 
 Numbers that Python saw while recording are part of the recording. Those that follow from input shapes, dtypes and
 training flags are covered by the key the recording is stored under (see `outcore.graph.record.captured_module`). Those
-that were read
-from tensors (``if mask.any():``) are *guards*: replaying evaluates them again and raises `Mismatch` if the answer, or
-the shape of a value in a recording made on real data, is another one. Those that came from plain attributes, globals
-and other Python are its *reads* (`outcore.graph.reads.snapshot`): whoever runs a recording again asks first whether
-they hold. What the model's code wrote to the model is written again (`outcore.graph.reads.writes`).
+that were read from tensors (``if mask.any():``) are *guards*: replaying evaluates them again and raises `Mismatch` if
+the answer, or the shape of a value in a recording made on real data, is another one. Those that came from plain
+attributes, globals and other Python are its *reads* (`outcore.graph.reads.snapshot`): whoever runs a recording again
+asks first whether they hold. What the model's code wrote to the model is written again (`outcore.graph.reads.writes`).
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 layer norms with the casts around them, scaled branches with the sums they end in.
 
 Each has a file of its own that finds its pairs, says what they are expected to save and how they run. Here they are
-chosen together, because all are issued by the same host. The last two
-change what memory there is, so the network is rewritten before it is planned (`outcore.memory.op_fusion.rewrite`).
+chosen together, because all are issued by the same host. The last two change what memory there is, so the network is
+rewritten before it is planned (`outcore.memory.op_fusion.rewrite`).
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 A flat buffer takes a place when it starts to come and gives it back when it leaves, piece by piece: a piece of a place
 may be written again as soon as what was copied from there is over. If there is room for all, every flat buffer has its
-own place
-for good (`FixedWindow`), and waits for nothing but itself. If not, places come from the allocator (`AllocatorWindow`):
-what a running operation or autograd still holds is then never overwritten.
+own place for good (`FixedWindow`), and waits for nothing but itself. If not, places come from the allocator
+(`AllocatorWindow`): what a running operation or autograd still holds is then never overwritten.
 """
 
 from __future__ import annotations

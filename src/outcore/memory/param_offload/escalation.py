@@ -3,8 +3,8 @@
 The first steps can show that a plan needs more than was predicted, and a larger batch can need more than the first. If
 no policies for values are enough then, the plan takes the next place for parameters, gradients and optimizer state
 (`outcore.planner.memory.state_policy.ladder`), between two steps: what is at home already stays there, what has to
-leave leaves now,
-with gradients that are there to be added to. State never comes back up: whoever plans next starts from where it is.
+leave leaves now, with gradients that are there to be added to. State never comes back up: whoever plans next starts
+from where it is.
 
 Parameters must not leave while a backward is outstanding, because autograd would find them elsewhere than it saved
 them. Whether one is, a keeper knows from one optimizer's step on; so where there is none yet, the optimizer's state

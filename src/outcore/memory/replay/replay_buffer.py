@@ -3,8 +3,7 @@
 Autograd holds `SavedHandle`s instead of tensors. A handle of a buffer that is kept holds the tensor. Any other points
 to the buffer's `ReplayBuffer`, of which there is one per forward pass, and remembers which view of the memory was
 saved. When backward asks, the cell brings the memory back (fetches it, decodes it, or makes it again from other cells),
-shares it
-with all who ask, and lets go when as many have asked as will.
+shares it with all who ask, and lets go when as many have asked as will.
 
 Nobody counts references to find out when a pass is over: autograd lets go of its handles, they of their cells, and
 these of the cells they are made from. A graph that is never differentiated takes its memory with it; one that is kept

@@ -1,7 +1,7 @@
 """Static checks: what must hold for any program, compiled or written by hand.
 
-Each rule names the first instruction which breaks it. Together they say that the program computes
-the gradient of every parameter, once, and ends:
+Each rule names the first instruction which breaks it. Together they say that the program computes the gradient of every
+parameter, once, and ends:
 
 - every stage of every replica is computed, forward and then backward, once for each micro-batch of the replica, on
   one rank;

@@ -8,8 +8,7 @@ fastest on; exact bytes, which take a second each to find, are asked for only wh
 found for the same kind, promise to fit.
 
 Finding a candidate's time walks the network, too; what it takes *at least* is known at once. `OrderedCandidates` gives
-candidates
-from the fastest on and works out only those whose least time has come up, so most never are.
+candidates from the fastest on and works out only those whose least time has come up, so most never are.
 """
 
 from __future__ import annotations

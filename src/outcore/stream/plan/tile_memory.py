@@ -3,8 +3,7 @@
 A tile is run forward and backward on *fake* tensors, which have sizes but no content, while a counter adds up what is
 alive (`outcore.cost.measured.live_bytes`). The code that is counted is the code that runs, so saved tensors, copies
 made for padding and temporary gradients are all in it; what a kernel takes for itself inside one call is not (on a GPU
-a margin stands
-for it).
+a margin stands for it).
 
     parameters + sums of gradients + maps + their gradients + one tile (values, what backward keeps, gradients)
 """
