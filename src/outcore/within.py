@@ -40,7 +40,7 @@ from outcore.memory.cuda_graphs.step_graph import StepGraph
 from outcore.memory.op_fusion.channels_last import FormatTrial, faster, other_order
 from outcore.memory.param_offload.bucketed_step import can_be_parted, in_parts
 from outcore.memory.param_offload.buckets import offloadable_of, uses_of
-from outcore.memory.param_offload.escalation import StateDuty
+from outcore.memory.param_offload.escalation import StatePlacement
 from outcore.memory.saved_tensors.lossy_error import effect_on_gradients
 from outcore.memory.saved_tensors.managed_forward import ManagedForward, Settings
 from outcore.memory.saved_tensors.trial_steps import run_trial_steps
@@ -249,9 +249,9 @@ def _keep_state(managed_forward: ManagedForward, graph: Graph, optimizer: Any) -
     """Where the plan says that state lives below the device, let it; and further down, should that be needed."""
     where, states = managed_forward.plan.state, managed_forward.settings.states
     if len(states) > 1 or not where.idle:
-        managed_forward.duty = StateDuty(weakref.ref(in_parts(optimizer)), tuple(_calls(graph)), where)
+        managed_forward.placement = StatePlacement(weakref.ref(in_parts(optimizer)), tuple(_calls(graph)), where)
         managed_forward.settings = replace(managed_forward.settings, states=states[states.index(where) :])
-        managed_forward.duty.keep(managed_forward)
+        managed_forward.placement.start(managed_forward)
 
 
 def _calls(graph: Graph) -> list[tuple[str, str, Sequence[str]]]:

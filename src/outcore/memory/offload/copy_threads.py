@@ -18,11 +18,11 @@ from typing import Any, Generic, TypeVar
 __all__ = ["CopyTask", "CopyThreads"]
 
 T = TypeVar("T")
-_PATIENCE_S = 10.0
+_EXIT_WAIT_S = 10.0
 
 
 class CopyTask(Generic[T]):
-    """One call on a thread of its own."""
+    """One call on a copy thread."""
 
     def __init__(self, call: Callable[[], T]) -> None:
         self.call: Callable[[], T] | None = call
@@ -33,17 +33,17 @@ class CopyTask(Generic[T]):
         self.running.acquire()
 
     def run(self) -> None:
-        """On the copy thread's side."""
+        """Run the call, on the copy thread."""
         assert self.call is not None
         try:
             self.found = self.call()
         except BaseException as error:
             self.error = error
-        self.call, self.over = None, True  # what it holds is let go of
+        self.call, self.over = None, True  # drop what the call refers to
         self.running.release()
 
     def wait(self) -> None:
-        """Until it is over, well or not."""
+        """Wait until it is over, whether it raised or not."""
         if not self.over:
             with self.running:
                 pass
@@ -66,7 +66,7 @@ class CopyThreads:
         _WORKING.add(self)
 
     def submit(self, function: Callable[..., T], *args: Any) -> CopyTask[T]:
-        """Have a call made, after those that were handed over before."""
+        """Enqueue a call after those that were submitted before."""
         copy_task = CopyTask(lambda: function(*args))
         while len(self.threads) < self.count:
             thread = threading.Thread(target=_work, args=(self.queue,), name=self.name, daemon=True)
@@ -76,7 +76,7 @@ class CopyThreads:
         return copy_task
 
     def close(self, most_s: float | None = None) -> None:
-        """Finish what was handed over; wait so long for it, or until it is done."""
+        """Finish what was submitted; wait at most `most_s` for each thread, or until it is done."""
         fresh: SimpleQueue[CopyTask[Any] | None] = SimpleQueue()
         (queue, threads), (self.queue, self.threads) = (self.queue, self.threads), (fresh, [])
         queue.put(None)
@@ -89,9 +89,9 @@ _WORKING: weakref.WeakSet[CopyThreads] = weakref.WeakSet()
 
 @atexit.register
 def _finish() -> None:
-    """The process ends: a thread that is stopped in the middle of a copy would abort it."""
+    """Join the threads when the process ends: one that is stopped in the middle of a copy would abort it."""
     for copy_threads in list(_WORKING):
-        copy_threads.close(_PATIENCE_S)
+        copy_threads.close(_EXIT_WAIT_S)
 
 
 def _work(queue: SimpleQueue[CopyTask[Any] | None]) -> None:

@@ -277,7 +277,7 @@ class ReplayBuffer:
         values = {name: cell.view(self.owner.geometry[name]) for name, cell in self.sources.items()}
         values |= self.owner.given()
         if self.owner.keeper is not None:
-            self.owner.keeper.summon(self.rerun.steps)
+            self.owner.keeper.fetch_for_recompute(self.rerun.steps)
         self.memory = self.owner.renormalised(self.rerun.norm, values)
         if self.memory is None:
             made = self.rerun.run(self.owner.model, self.owner.constants, values, self.owner.states)
