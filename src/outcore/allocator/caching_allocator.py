@@ -1,10 +1,10 @@
-"""What torch's caching allocator takes from a GPU to hold tensors that come and go.
+"""What torch's caching allocator reserves on a GPU to hold tensors that come and go.
 
-A graph that runs on a stream of its own has memory of its own, which is never given back; so an array of streams costs
-not the bytes of its tensors at their peak but the segments that the allocator once took for them. Its rules are few:
-up to one MiB, memory comes from segments of two MiB; up to ten, from segments of twenty; beyond, a segment each. The
-smallest free block that is large enough is taken and split; free neighbours join. Feeding it the tensors of a replay
-on fake tensors, in order, gives what the real one will take, gaps included.
+A graph that runs on a stream of its own has a pool of its own, which is never given back; so an array of streams costs
+not the bytes of its tensors at their peak but the segments that the allocator once reserved for them. Its rules are
+few: up to one MiB, memory comes from segments of two MiB; up to ten, from segments of twenty; beyond, a segment each.
+The smallest free block that is large enough is taken and split; free neighbours are merged. Fed with the tensors of a
+replay on fake tensors, in order, the simulation gives what the real one will reserve, gaps included.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class CachingAllocator:
         self.reserved = 0
         """Bytes of all segments."""
         self._free: dict[bool, list[tuple[int, int, _Block]]] = {True: [], False: []}
-        """Blocks nobody uses, of small and large segments, by size and age."""
+        """Free blocks of small and large segments, by size and age."""
         self._count = 0
 
     def take(self, size: int) -> _Block:
-        """Memory for a tensor."""
+        """Allocate memory for a tensor; returns its block."""
         wanted = max(1, -(-size // _UNIT)) * _UNIT
         small = wanted <= _SMALL
         free = self._free[small]
@@ -66,7 +66,7 @@ class CachingAllocator:
         return block
 
     def give_back(self, block: _Block) -> None:
-        """A tensor is gone; its memory joins that of free neighbours."""
+        """Free the block of a tensor; it is merged with free neighbours."""
         for other in (block.before, block.after):
             if other is None or not other.free:
                 continue
@@ -89,7 +89,7 @@ class CachingAllocator:
 
 
 class ReservedBytes(LiveBytes):
-    """Counts living bytes, and what an allocator would have taken for them."""
+    """Counts allocated bytes, and what an allocator would have reserved for them."""
 
     def __init__(self, known: Any = ()) -> None:
         self.allocator = CachingAllocator()

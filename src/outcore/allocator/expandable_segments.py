@@ -1,10 +1,10 @@
-"""What torch's caching allocator takes for tensors that come and go, where its segments grow.
+"""What torch's caching allocator reserves for tensors that come and go, with expandable segments.
 
 Up to one MiB tensors lie in one segment, larger ones in another; both grow at their end, by two and by twenty MiB at a
-time. The smallest free block that is large enough is taken and split, however little is left (in segments that do not
-grow, torch leaves up to a MiB with a large tensor), the lowest of several; the block at the end counts as larger than
-any other, because it can grow; free neighbours join. Fed with what the real one was asked for, it takes the same number
-of bytes.
+time. The smallest free block that is large enough is taken and split, however little is left (in segments of fixed
+size, torch leaves up to a MiB with a large tensor), the lowest of several; the block at the end counts as larger than
+any other, because it can grow; free neighbours are merged. Fed with what the real one was asked for, it reserves the
+same number of bytes.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _UNIT, _SMALL = 512, _MIB
 _GROWTH = {True: 2 * _MIB, False: 20 * _MIB}
 
 Event = tuple[int, int]
-"""Which tensor, and its bytes; none where it goes."""
+"""Number of a tensor, and its bytes; 0 where it is freed."""
 
 
 class Segment:
-    """A row of blocks, of which only the free ones are written down."""
+    """A row of blocks, of which only the free ones are recorded."""
 
     __slots__ = ("_ends", "_living", "_spare", "_starts", "_step", "size", "top")
 
@@ -36,7 +36,7 @@ class Segment:
         self._living: dict[int, tuple[int, int]] = {}
 
     def take(self, name: int, wanted: int) -> int:
-        """A tensor comes; where it ends."""
+        """Allocate a tensor; returns where it ends."""
         spare = self._spare
         place = bisect_left(spare, (wanted, -1))
         if place < len(spare):
@@ -56,7 +56,7 @@ class Segment:
         return end
 
     def give(self, name: int) -> None:
-        """A tensor goes."""
+        """Free a tensor."""
         at, size = self._living.pop(name)
         if (after := self._starts.get(at + size)) is not None:
             self._remove(at + size, after)

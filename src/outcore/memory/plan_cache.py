@@ -36,7 +36,7 @@ _KNOWN: dict[str, dict[str, Any]] = {}
 
 
 def known_policy(costs: Costs, settings: Settings) -> tuple[dict[str, str], StatePolicy] | None:
-    """The policies of values and state that were found before, if they were."""
+    """The policies of values and state that were found before, if any."""
     found = _read(_key("plan", costs, settings))
     if found is None:
         return None

@@ -413,7 +413,7 @@ class ManagedForward:
         if key in self.ab_test.waiting:
             stays = self.admitted[key] = self.ab_test.end(key, entry, seen)
             if not self.settings.quiet:
-                print(f"outcore: {self.ab_test.told(key)}", file=sys.stderr)
+                print(f"outcore: {self.ab_test.outcome(key)}", file=sys.stderr)
             self.settings = replace(self.settings, fuse=stays is not entry)
             return stays is not entry
         if not self.ab_test.wanted(entry, seen):
