@@ -130,8 +130,8 @@ def within(
     from outcore.stream.managed_forward import (
         StreamSettings,
         bytes_on,
-        conduct,
         has_lazy,
+        install_streamed_forward,
         loss_on_output,
         without_memory,
     )
@@ -165,7 +165,7 @@ def within(
     beside = loss_bytes + bytes_on(graph_device(graph), (args, kwargs))
     wanted = StreamSettings(budget, cost, beside, statistics, by_hand, dense=loss is not on_output)
     if lazy or stream or by_hand is not None:
-        step = conduct(model, graph, wanted, without_gaps(costs))
+        step = install_streamed_forward(model, graph, wanted, without_gaps(costs))
         return _announced(model, step, budget, assumed=optimizer is None, quiet=quiet)
     reserved, margin = 0, _MARGIN.get(costs.device_kind, 0.0)
     if graphs:
@@ -208,7 +208,7 @@ def within(
     except PlanError as refused:
         if stream is False or plan is not None or state is not None:
             raise
-        step = conduct(model, graph, wanted, without_gaps(costs), refused)
+        step = install_streamed_forward(model, graph, wanted, without_gaps(costs), refused)
         return _announced(model, step, budget, assumed=optimizer is None, quiet=quiet)
     if not any(managed_forward.admitted.values()):
         raise OutcoreError(

@@ -34,7 +34,7 @@ def listening(stop_request: StopRequest, *, speaks: bool = False) -> Iterator[No
     A signal that was ignored stays so: that is what ``nohup`` asks for.
 
     Args:
-        stop request: to be noted in.
+        stop_request: where a signal is noted.
         speaks: whether this process says that it heard: a step may take minutes.
     """
     if threading.current_thread() is not threading.main_thread():

@@ -115,7 +115,8 @@ def first_graph(skeleton: nn.Module, model: nn.Module, record: Callable[[], Grap
 
 
 def agree(world: World, plan: Plan, graph: Graph) -> None:
-    """All ranks run the same plan on the same network with the same code; raises naming the ranks that do not."""
+    """Check that all ranks run the same plan on the same network with the same code; raises naming the ranks that do
+    not."""
     plan.validate(graph, ranks=world.size)
     from outcore import __version__
 

@@ -16,7 +16,7 @@ __all__ = ["WaitingThreads"]
 
 
 class WaitingThreads:
-    """Does things in the order given, on one thread or several."""
+    """Runs tasks in the order given, on one thread or several."""
 
     def __init__(self, name: str, threads: int = 1) -> None:
         self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
@@ -28,13 +28,13 @@ class WaitingThreads:
             thread.start()
 
     def do(self, task: Callable[[], Any]) -> Future[Any]:
-        """Have something done; the future has its result, or what it raised."""
+        """Submit a task; the future has its result, or what it raised."""
         future: Future[Any] = Future()
         self._queue.put((future, task))
         return future
 
     def close(self) -> None:
-        """Let the threads end when they have done what they have."""
+        """Let the threads end when their tasks are done."""
         for _ in self._threads:
             self._queue.put(None)
 

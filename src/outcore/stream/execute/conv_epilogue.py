@@ -1,4 +1,4 @@
-"""What follows a convolution, in one pass: add the shift, add the skip, cut off below zero.
+"""The epilogue of a convolution in one pass: add the shift, add the skip, apply ReLU.
 
 After folding (`outcore.stream.execute.fold_batch_norm`) a residual block is convolutions with a shift per channel, a
 sum and ReLUs. Written out, these are three passes over memory that the convolution has just written, and they cost more
@@ -28,7 +28,7 @@ def _triton() -> Any:
 
 
 def is_fused(y: torch.Tensor, residual: torch.Tensor | None) -> bool:
-    """Whether the kernel, which computes in float32, takes these: 2-D images on a GPU, channels last."""
+    """Whether the kernel, which computes in float32, supports these: 2-D images on a GPU, channels last."""
     if not (y.is_cuda or os.environ.get("TRITON_INTERPRET") == "1") or y.dim() != 4 or _is_fake(y) or _triton() is None:
         return False
     if y.dtype == torch.float64 or y.shape[1] == 1 or not y.is_contiguous(memory_format=torch.channels_last):
