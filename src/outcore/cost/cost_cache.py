@@ -53,7 +53,7 @@ def measured(graph: Graph, *, time_limit_s: float) -> Costs:
 
 
 def cache_folder() -> Path | None:
-    """Where files are kept; none if they are not."""
+    """The folder of the files; None if none are kept."""
     told = os.environ.get("OUTCORE_CACHE")
     if told is not None and told.strip().lower() in ("", "off", "0", "no"):
         return None

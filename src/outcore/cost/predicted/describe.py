@@ -38,14 +38,14 @@ _COPIES = frozenset("cat concat stack clone pad interpolate Upsample flip roll r
 
 @dataclass(frozen=True)
 class _Facts:
-    """What there is to know of one call."""
+    """What is known of one call."""
 
     graph: Graph
     step: Step
     call: Call
     type: str
     layer: Any
-    """The module; none for a function."""
+    """The module; None for a function."""
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
     dtype: str

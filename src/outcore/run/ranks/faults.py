@@ -107,7 +107,7 @@ class FaultMonitor:
         self._answered = time.monotonic()
         self._looks, self._looked = 0, 0.0
         self._refresh(0)
-        self._thread = threading.Thread(target=self._beat, name="outcore watch", daemon=True)
+        self._thread = threading.Thread(target=self._run_heartbeat, name="outcore watch", daemon=True)
         self._thread.start()
 
     def failed(self, error: BaseException) -> EngineError | None:
@@ -194,7 +194,7 @@ class FaultMonitor:
 
     # The thread
 
-    def _beat(self) -> None:
+    def _run_heartbeat(self) -> None:
         number, fault_since, orphan_since = 0, None, None
         while not self._ended.wait(BEAT_S):
             number += 1
