@@ -7,7 +7,7 @@
 
 Every member has its own weights, buffers, optimizer, schedule, clip, loss weight and random numbers; the batch is
 shared, or there is one for each. A member whose loss is no longer finite is frozen as it is and reported; the others
-do not notice. A slot can be stopped and given to another model while the rest trains on.
+go on. A slot can be stopped and given to another model while the rest trains on.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from outcore.fusion.program.recordings import ProgramCache, same_settings
 from outcore.fusion.program.values import Stacked
 from outcore.fusion.runner import RunMode, cut
 from outcore.fusion.slots import MemberSlots
-from outcore.fusion.training import judging
+from outcore.fusion.training import eval_mode
 from outcore.fusion.verify import disagreement
 from outcore.graph.record.versions import ChangeCounter
 from outcore.graph.structure import substitute
@@ -58,13 +58,13 @@ class FusedArray(MemberSlots):
         super().__init__(models, kind, terms, seeds=seeds, way=way or RunMode(len(models)))
         self._way_given, self._check, self.unfused = way is not None, check, tuple(unfused)
         self.choice: AutotuneResult | None = None
-        """What was measured to decide how to run; none if it was not."""
+        """The measurements that decided how to run; None if there were none."""
         self._recordings = ProgramCache()
         self._changes = ChangeCounter()
         self.steps = self._counted = 0
         self._begun = 0.0
         self.losses: Tensor | None = None
-        """Of the last step, one per member."""
+        """The losses of the last step, one per member."""
         self.metrics: dict[str, Tensor] = {}
         self.output: Any = None
         """What the models returned in the last step, if asked for, members first; on a GPU valid until the next."""
@@ -111,7 +111,8 @@ class FusedArray(MemberSlots):
         return self.choice
 
     def report(self) -> str:
-        """What was predicted before training, and what was achieved since, with all that happened between steps."""
+        """What was predicted before training, and what was achieved since, including all that happened between
+        steps."""
         if self.choice is None:
             return f"{len(self)} members, {self.way}; nothing was measured: array.tune(x, y)"
         if self.device.type == "cuda":
@@ -130,7 +131,7 @@ class FusedArray(MemberSlots):
     ) -> Tensor:
         """Losses on a batch without training, in eval mode; `metrics` and `output` are set as by `step`."""
         name = objective or next(iter(self.slots[0].trainings))
-        with torch.no_grad(), judging([slot.trainings[name] for slot in self.slots]):
+        with torch.no_grad(), eval_mode([slot.trainings[name] for slot in self.slots]):
             args = self.arguments(batch, each)
             key, program = self.program(name, args)
             return self._collect(self.runner.forward(key, name, program, args, self._alone(program)))
@@ -154,14 +155,14 @@ class FusedArray(MemberSlots):
         if not same_settings(released, model):
             self._recordings = ProgramCache()
         if not self._recordings.programs or len(self._place(slot)[0]) == 1:
-            self.runner.forget()  # alone, the captured step is that of the other model's own modules
+            self.runner.forget()  # in a group of one, the captured step is that of the other model's own modules
         self.runner.rename(self._recordings.rebind(self._members()))
 
     def keep(self, slots: Sequence[int]) -> None:
-        """Go on with these members alone, in this order; the others leave, their models with memory of their own."""
+        """Continue with these members only, in this order; the others leave, their models with memory of their own."""
         super().keep(slots)
         if any(program.others for program in self._recordings.programs.values()):
-            self._recordings = ProgramCache()  # what some members do otherwise is known by their slots
+            self._recordings = ProgramCache()  # differences between members are stored by slot
         self._recordings = self._recordings.copied(self._members())
 
     @property
@@ -175,7 +176,7 @@ class FusedArray(MemberSlots):
     # Inside
 
     def arguments(self, batch: tuple[Any, ...], each: Sequence[tuple[Any, ...]] | None) -> tuple[Any, ...]:
-        """A batch as the members' training takes it, on their device."""
+        """A batch as `MemberTraining` takes it, on the members' device."""
         return arguments(
             batch,
             each,
@@ -214,14 +215,14 @@ class FusedArray(MemberSlots):
             self._verify(objective, made, args)
         return key, made
 
-    def borrow(self, other: FusedArray) -> None:
-        """Take over the recordings of an array whose first members these are copies of."""
+    def share_recordings(self, other: FusedArray) -> None:
+        """Use the recordings of an array whose first members these are copies of."""
         self._recordings = other._recordings.copied(self._members())
 
     def _verify(self, objective: str, program: StackedProgram, args: tuple[Any, ...]) -> None:
-        """Do not fuse what gives other gradients than the model itself."""
+        """Raise or fall back where the fused gradients differ from the model's own."""
         group = self.groups[-1]
-        with program.without_chance() as certain, self.runner.beside(group):
+        with program.without_dropout() as certain, self.runner.beside(group):
             wrong = disagreement(group, objective, program, cut(group, args)) if certain else None
         if wrong is not None:
             warnings.warn(f"fused gradients of {wrong} are not the model's own; members run alone", stacklevel=5)
@@ -251,7 +252,8 @@ class FusedArray(MemberSlots):
 
 @contextlib.contextmanager
 def _leaving_nothing() -> Iterator[None]:
-    """Collect the garbage that was made inside, and only that: all of a large process takes a tenth of a second.
+    """Collect the garbage that was made inside, and only that: a full collection of a large process takes a tenth of a
+    second.
 
     Nodes of a recording would tie parameters to the stream that it was made on.
     """

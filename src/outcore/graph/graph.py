@@ -47,7 +47,7 @@ class Graph:
     notes: tuple[str, ...] = ()
     """What a reader should know, e.g. that the recording needed real data."""
     executable: tuple[CapturedModule, Recording] | None = field(default=None, compare=False, repr=False)
-    """What runs it; none where the graph was read from a file, or shows a part of another."""
+    """What runs it; None where the graph was read from a file, or shows a part of another."""
 
     @property
     def module(self) -> CapturedModule:

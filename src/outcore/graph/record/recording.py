@@ -36,12 +36,12 @@ _PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device
 
 
 class Mismatch(Exception):  # noqa: N818 - a signal between replay and its caller, never shown
-    """The data leads another way than when the recording was made."""
+    """The data leads to another path than when the recording was made."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """Stands for a tensor (or module) in a template."""
+    """A placeholder of a tensor (or module) in a template."""
 
     kind: Literal["value", "state", "constant", "module"]
     name: str
@@ -64,7 +64,7 @@ class Context:
 
     @contextlib.contextmanager
     def entered(self) -> Any:
-        """Put these modes in force."""
+        """A context with these modes in force."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(self.grad))
             for device, enabled, dtype in self.autocast:
@@ -92,7 +92,7 @@ class Step:
     answer: Any = None
     """What a guard must return."""
     drop: tuple[str, ...] = ()
-    """Values nobody needs after this step."""
+    """Values that no later step needs."""
 
 
 @dataclass(slots=True)
@@ -106,7 +106,7 @@ class Recording:
     constants: Mapping[str, torch.Tensor]
     ambient: Context
     uses_data: bool
-    """Python looked at numbers in tensors."""
+    """Whether Python read data of tensors."""
     volatile: bool
     """Holds facts of this one run (numbers drawn by Python or NumPy); must not be used for another."""
     dropped: bool = field(default=False)
@@ -142,7 +142,7 @@ class Recording:
 
 
 def schedule_drops(steps: list[Step], kept: Iterable[str]) -> None:
-    """Note at each step which values are used there for the last time."""
+    """Record at each step which values are used there for the last time."""
     last: dict[str, Step] = {}
     for step in steps:
         for _, ref in leaves((step.args, step.kwargs), Ref):

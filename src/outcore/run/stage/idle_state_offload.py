@@ -37,9 +37,9 @@ class IdleStateOffload:
         self._buckets = {k: [p for p in row if users[id(p)] == 1] for k, row in stages.items()}
         self._device = device
         self._away: list[torch.Tensor] = []
-        self._here: int | None = None
+        self._resident: int | None = None
         self._gradients: dict[nn.Parameter, torch.Tensor] = {}
-        self._homes: list[torch.Tensor] = []
+        self._off_device: list[torch.Tensor] = []
         self._state: dict[int, torch.Tensor] = {}
         self._rows: dict[tuple[nn.Parameter, torch.dtype], torch.Tensor] = {}
         for row in self._buckets.values():
@@ -57,11 +57,11 @@ class IdleStateOffload:
 
     def enter(self, stage: int) -> None:
         """Fetch the state of a stage, and offload any other."""
-        if stage == self._here:
+        if stage == self._resident:
             return
         self.leave()
-        self._here = stage
-        self._homes = [p.data for p in self._buckets[stage]]
+        self._resident = stage
+        self._off_device = [p.data for p in self._buckets[stage]]
         for parameter in self._buckets[stage]:
             gradient, parameter.grad = parameter.grad, None
             parameter.data = self._brought(parameter.data)
@@ -70,16 +70,16 @@ class IdleStateOffload:
 
     def leave(self, *, written: bool = False) -> None:
         """Offload the stage on the device; `written` if its parameters have changed there."""
-        if self._here is None:
+        if self._resident is None:
             return
-        for parameter, off_device in zip(self._buckets[self._here], self._homes, strict=True):
+        for parameter, off_device in zip(self._buckets[self._resident], self._off_device, strict=True):
             gradient, parameter.grad = parameter.grad, None
             if written:
                 off_device.copy_(parameter.data)
             parameter.data = off_device
             if gradient is not None:
                 parameter.grad = self._gradients[parameter].copy_(gradient)
-        self._here, self._homes = None, []
+        self._resident, self._off_device = None, []
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Update all parameters, one stage after the other, then those that are always on the device."""
