@@ -1,7 +1,7 @@
 """Triton kernels of batch norm with ReLU, backward: two sums per channel, then the gradient of the input.
 
-One pass over memory each, cut as in forward (`norm_triton_kernels`). Where ReLU lets the gradient through is found from
-the norm's input, rounded in the order of forward.
+One pass over memory each, cut as in forward (`outcore.kernels.batch_norm_relu`). Where ReLU lets the gradient through
+is found from the norm's input, rounded in the order of forward.
 """
 
 # mypy: ignore-errors

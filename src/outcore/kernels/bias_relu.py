@@ -1,7 +1,7 @@
 """Triton kernels of a bias per channel with ReLU: one pass over memory each way.
 
 Backward lets the gradient through where the output is above zero and sums it up per channel in the same pass. Tensors
-are cut as for norms (`norm_triton_kernels`), the sums of the pieces added up in the same order every time.
+are cut as for norms (`outcore.kernels.batch_norm_relu`), the sums of the pieces added up in the same order every time.
 """
 
 # mypy: ignore-errors

@@ -110,7 +110,7 @@ class Receive:
 
 @dataclass(frozen=True, slots=True)
 class CopyOut:
-    """Copy what a forward saved (one value, or all of it when unnamed) to the slower tier."""
+    """Copy what a forward saved (one value, or all of it when unnamed) to off-device storage."""
 
     stage: int
     micro_batch: int

@@ -124,7 +124,8 @@ def sweep_back(
     or from `last_carry` [D, N, S] where the sequence ends among them. WATCHED: what each chunk began with is
     written to `guesses` [D, K, N, S], what left it to `out`, and the largest number of the latter to `sizes`,
     one per program. SUMMED: the gradients of the weights of an RNN, whose values are its states, from inputs `x` [D,
-    T, N, I] and the states `before` [D, N, H], to `parts` [D, shares, H, RIGHT]; see `weights_triton_kernels`.
+    T, N, I] and the states `before` [D, N, H], to `parts` [D, shares, H, RIGHT]; see
+    `outcore.kernels.recurrent.weight_gradients`.
     """
     if tl.load(guard) == 0:
         return

@@ -1,7 +1,7 @@
 """Triton kernel of the cells forward: a program takes 16 sequences through one chunk, state in registers.
 
-As in `sweep_triton_kernels`, in the other direction: a chunk's first state is given, or guessed by a warm-up over
-the steps before it. This module imports Triton and is imported only where it is about to be used.
+As in `outcore.kernels.recurrent.backward`, in the other direction: a chunk's first state is given, or guessed by a
+warm-up over the steps before it. This module imports Triton and is imported only where it is about to be used.
 """
 
 # mypy: ignore-errors

@@ -10,7 +10,7 @@ parameter, once, and ends:
 - what is sent is received, in the same order on each channel (source, target, replica), and nothing else is;
 - a stage's gradients are added over all ranks that hold it, after their last backward; then it steps, once on each;
 - followed in order, with reductions as barriers, all ranks reach the end;
-- copies and scripts bring back what they took away before it is needed;
+- copies and scripts fetch what they evicted before it is needed;
 - the simulated peak of each rank is within its cap.
 
 A program of forwards alone evaluates: it saves, reduces and steps nothing.

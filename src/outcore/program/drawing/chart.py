@@ -1,7 +1,7 @@
 """A timeline as a static SVG: a lane per rank with what it computes, its network below, its memory under both.
 
 The time axis is below the lanes, what the colours mean below that; both copies of a stage that a rank holds under GEMS
-are told apart by the shade. A bar carries its name and times as a tooltip, and its micro-batch as a number where there
+have different shades. A bar carries its name and times as a tooltip, and its micro-batch as a number where there
 is room.
 """
 

@@ -1,7 +1,7 @@
-"""Who holds how much memory when: entries in, one curve and one peak out.
+"""How much memory a rank holds over time: entries in, one curve and one peak out.
 
-Entries of one moment are taken in the order in which they were made, except that what a transfer or copy gives back
-comes first: an instruction that begins when another ends finds the memory that one left.
+Entries of one moment are taken in the order in which they were made, except that what a transfer or copy frees comes
+first: an instruction that begins when another ends finds the memory that one left.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 __all__ = ["PARTS", "MemoryLedger", "RankMemory"]
 
 PARTS = ("parameters", "gradients", "state", "saved", "buffers", "workspace")
-"""What memory is held for: `saved` for backward, `buffers` for values on their way between stages."""
+"""What memory is held for: `saved` for backward, `buffers` for values that are sent between stages."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
     """The memory of one rank over a step.
 
-    >>> ledger = Ledger()
+    >>> ledger = MemoryLedger()
     >>> ledger.add(0.0, "saved", 4), ledger.add(1.0, "saved", -4), ledger.add(1.0, "saved", 3)
     (None, None, None)
     >>> ledger.curve().peak_bytes, ledger.curve().bytes

@@ -1,4 +1,4 @@
-"""The weights' gradients as kernels: one pass over all steps and sequences; see `weights_triton_kernels`."""
+"""The weights' gradients as kernels (`outcore.kernels.recurrent.weight_gradients`): one pass over all steps and sequences."""
 
 from __future__ import annotations
 
