@@ -130,7 +130,7 @@ def prepare(
         recording: how it runs.
         model: the user's model.
         buffers: of the graph.
-        policy: buffer -> policy, without what has no effect (`Keeping.resolved`).
+        policy: buffer -> policy, without what has no effect (`StepModel.resolved`).
         transfers: where copies start and end; without it each is waited for at once.
         reassociated: whether results may differ by rounding.
         fused: the fused operations.

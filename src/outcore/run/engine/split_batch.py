@@ -6,7 +6,7 @@ of one replica that differ between its ranks, replicas without samples, and data
 
 Where there is one replica, and a batch has a shape that was agreed on before, a rank can predict what the others will
 send unless somebody made a mistake: it begins to compute, and reads the exchange before it sends or uses anything
-(`Pass.agree`).
+(`ProgramRun.agree`).
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ forgotten, and whoever waits for it waits until the timeout, minutes after all o
 to gloo alone. It looks up once a second: has a rank reported a failure, have heartbeats stopped (`FaultMonitor.look`)?
 Where all is well this costs nothing: the wait returns when the work is done, as it would without.
 
-Receives into host memory are the exception (`outcore.run.transport.p2p`, `SharedSum`): gloo takes the first wait for
-one that is not long enough as the end of the connection. They end when it breaks; where they do not, the fault
+Receives into host memory are the exception (`outcore.run.transport.p2p`, `SharedMemoryAllReduce`): gloo takes the first
+wait for one that is not long enough as the end of the connection. They end when it breaks; where they do not, the fault
 monitor ends the rank.
 """
 

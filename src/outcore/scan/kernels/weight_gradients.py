@@ -1,4 +1,4 @@
-"""The weights' gradients as kernels (`outcore.kernels.recurrent.weight_gradients`): one pass over all steps and sequences."""
+"""The weights' gradients as kernels (`outcore.kernels.recurrent.weight_gradients`): one pass over all steps."""
 
 from __future__ import annotations
 
