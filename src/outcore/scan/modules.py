@@ -121,7 +121,7 @@ class _Scanned(torch.nn.RNNBase):
         choices.measure(key, scanned, products, run(self._first_layer(None)), x.device)
 
     def _first_layer(self, options: Options | None) -> torch.nn.Module:
-        """A copy of the first layer alone, as torch.nn's or, with options, as ours."""
+        """A copy of the first layer only, as torch.nn's or, with options, as ours."""
         bases = {
             "RNN_TANH": torch.nn.RNN,
             "RNN_RELU": torch.nn.RNN,

@@ -19,7 +19,7 @@ from tests.memory.param_offload.test_offloader import SGD, batch, network, offlo
 from tests.memory.param_offload.test_offloader_loops import keeper
 
 started: list[list[int]] = []
-"""Where in memory the parts of each trip begin, in the order in which trips were booked."""
+"""Where in memory the parts of each round trip begin, in the order in which they were started."""
 
 
 class EmptyRoundTrip:

@@ -52,7 +52,7 @@ class CallBench:
         self.steps: Mapping[str, Step] = {s.name: s for s in self.recording.steps if s.kind != "guard"}
         self.host_speed = HostSpeed()
         self.engines: list[TimedRuns] = []
-        self.surroundings = CacheState(device)
+        self.cache_state = CacheState(device)
         self.before = 0
         if device.type == "cuda":
             torch._C._cuda_clearCublasWorkspaces()  # so that they are counted when they come back
@@ -226,7 +226,7 @@ class CallBench:
 
     def _clocked(self, call: Callable[[], object], seconds: float, warm: list[torch.Tensor]) -> TimedRuns:
         """Time a call as in a step: only the results of the call before are in the cache."""
-        between = self.surroundings.before(warm)
+        between = self.cache_state.before(warm)
         if self.device.type != "cpu":
             before = reference_work_s()
             timing = time_calls(call, self.device, seconds=seconds, warmup=1, most=self.runs, between=between)

@@ -70,13 +70,13 @@ def measure(
         raise MachineError("there is no GPU here to measure on; use outcore.estimate with a machine from the catalogue")
     costs = _measure(graph, target, time_limit_s, memory_limit_bytes, runs, accounted, progress)
 
-    def alone(small: Graph) -> Costs:
+    def isolated(small: Graph) -> Costs:
         return _measure(small, target, 5.0, None, 10, None, None)
 
     adding = GradientSumCost.on(target)
     return replace(
         costs,
-        between_s=between_calls(target, alone, clock_for(target), costs.beat_s),
+        between_s=between_calls(target, isolated, clock_for(target), costs.beat_s),
         sum_bytes_per_s=adding.bytes_per_s,
         sum_dispatch_s=adding.issued_s(costs.beat_s),
     )
@@ -105,7 +105,7 @@ def _measure(
     libraries would be useless."""
     notes = list(bench.costs.notes)
     with preserved(graph.module.model, contents=False), quietly():
-        bench.surroundings.hold()
+        bench.cache_state.hold()
         try:
             for done, names in enumerate(order):
                 if time.monotonic() > end:
@@ -121,7 +121,7 @@ def _measure(
         except KeyboardInterrupt:
             notes.append(f"interrupted after {len(found)} of {len(order)} calls")
         finally:
-            bench.surroundings.release()
+            bench.cache_state.release()
         if progress is not None:
             progress(len(found), len(order), "")
     reason = "" if len(found) == len(order) else notes[-1]

@@ -278,11 +278,11 @@ def _read(path: Path) -> bytes:
 
 def _joined(samples: Sequence[Sample]) -> list[Sample]:
     """Whole backward passes from the two products of one convolution, measured one after the other."""
-    alone = {s.operation: s for s in samples if s.operation.part == "input"}
+    input_products = {s.operation: s for s in samples if s.operation.part == "input"}
     found = []
     for sample in samples:
         both = replace(sample.operation, input_grad=True)
-        other = alone.get(replace(both, weight_grad=False)) if sample.operation.part == "weight" else None
+        other = input_products.get(replace(both, weight_grad=False)) if sample.operation.part == "weight" else None
         if other is not None:
             found.append(Sample(both, _summed(sample.timing, other.timing)))
     return found

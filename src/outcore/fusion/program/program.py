@@ -240,8 +240,8 @@ def _obstacle(graph: Graph, recording: Recording) -> str | None:
     if recording.volatile:
         return "it draws numbers outside of torch"
     if recording.effects:
-        told = [*recording.effects.lost, *(write.description for write in recording.effects.writes)]
-        return f"its forward writes {told[0]}"
+        effects = [*recording.effects.lost, *(write.description for write in recording.effects.writes)]
+        return f"its forward writes {effects[0]}"
     for step in recording.steps:
         call = graph.calls.get(step.name)
         if call is None or graph.blocks[call.block].kind != "opaque":

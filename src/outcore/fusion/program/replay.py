@@ -161,7 +161,7 @@ class StackedTape(Tape):
         return step.target, step.kwargs
 
     def get(self, ref: Ref) -> Any:
-        """What a reference stands for: a shared tensor, or the stacked one of all members."""
+        """The value of a reference: a shared tensor, or the stacked one of all members."""
         if ref.kind == "state":
             return self._state(ref.name)
         if ref.kind == "constant" and self.program.others:

@@ -87,7 +87,7 @@ class PlainLoop:
         self.members[slot] = self._member(model, slot)
 
     def keep(self, slots: Sequence[int]) -> None:
-        """Go on with these members alone, in this order."""
+        """Continue with these members only, in this order."""
         self.members = [self.members[slot] for slot in slots]
 
     def _member(self, model: nn.Module, slot: int) -> PlainMember:

@@ -1,7 +1,7 @@
 """Train many configurations of one job together.
 
 Configurations whose models have the same shapes and take the same batch size train in one array; others form arrays
-of their own, by themselves. Every `interval` steps each member is judged on held-out batches and its source told; one
+of their own, by themselves. Every `interval` steps each member is evaluated on held-out batches and reported; one
 that is given up, done or diverged makes room, and its slot goes to the next configuration while the others train on,
 with their weights and optimizers as they are.
 

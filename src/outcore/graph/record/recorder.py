@@ -309,7 +309,7 @@ class Recorder(TorchFunctionMode):
         self.steps.append(Step(where, "guard", func, given, named, Context.current(self.devices), answer=answer))
 
     def ref(self, leaf: torch.Tensor | nn.Module) -> Ref | nn.Module:
-        """The reference that stands for a tensor or a module."""
+        """The reference of a tensor or a module."""
         if isinstance(leaf, nn.Module):
             return Ref("module", self.paths[leaf]) if leaf in self.paths else leaf
         if (name := self.state.get(id(leaf))) is not None:

@@ -202,7 +202,7 @@ class Tape:
             del self.values[name]
 
     def get(self, ref: Ref) -> Any:
-        """What a reference stands for."""
+        """The tensor or module of a reference."""
         match ref.kind:
             case "value":
                 return self.values[ref.name]
@@ -223,7 +223,7 @@ def _at(model: nn.Module, path: str) -> Any:
 
 
 def fill(template: Any, lookup: Callable[[Ref], Any]) -> Any:
-    """The structure with what the references stand for."""
+    """The structure with the tensors and modules of its references."""
     if type(template) is Ref:
         return lookup(template)
     if type(template) is tuple or type(template) is list:

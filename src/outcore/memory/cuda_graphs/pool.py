@@ -119,13 +119,13 @@ def grow_segments_from_now_on() -> None:
 
 def _expandable_segments(*, on: bool) -> bool:
     """Configure the allocator; returns False if the user has configured this."""
-    told = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
-    if "expandable_segments" in told or "backend" in told:
+    configured = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    if "expandable_segments" in configured or "backend" in configured:
         return False
     tell: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     if tell is None:  # as it was called before
         tell = torch.cuda.memory._set_allocator_settings
-    tell(",".join(filter(None, (told, f"expandable_segments:{on}"))))
+    tell(",".join(filter(None, (configured, f"expandable_segments:{on}"))))
     return True
 
 

@@ -51,8 +51,8 @@ def _as_called(step: Step, model: nn.Module) -> tuple[Callable[..., Any] | None,
     """The call as it was recorded, and whether it writes in place; None where it does more than ReLU."""
     if step.kind != "module":
         name = getattr(step.target, "__name__", "")
-        told = step.kwargs.get("inplace", step.args[1] if len(step.args) > 1 else False)
-        return step.target, name.endswith("_") or bool(told)
+        inplace = step.kwargs.get("inplace", step.args[1] if len(step.args) > 1 else False)
+        return step.target, name.endswith("_") or bool(inplace)
     module: Any = model.get_submodule(step.target)
     return (None if type(module) is not nn.ReLU or hooked(module) else module), bool(getattr(module, "inplace", False))
 

@@ -162,7 +162,7 @@ class ReplayBuffer:
     coded: Encoded | None = None
     survey: tuple[NonZeros, int] | None = None
     """The count of nonzeros that was started before it is encoded, and the version it is of."""
-    trip: OffloadedBuffer | None = None
+    offloaded: OffloadedBuffer | None = None
     away = False
     """The memory was released; what is there now was restored and is temporary."""
     spoiled = False
@@ -197,7 +197,7 @@ class ReplayBuffer:
         self.away = True
         if self.policy == "offload":
             assert tier is not None
-            self.trip = tier.evict(raw(memory))
+            self.offloaded = tier.evict(raw(memory))
             return  # the memory is held until the copy is over
         if codec := codec_of(self.policy):
             survey = self.survey[0] if self.survey is not None and self.survey[1] == memory._version else None
@@ -205,22 +205,22 @@ class ReplayBuffer:
             self.survey = None
             self.dtype = torch.int8 if codec == "sign" else None
         if self.coded is not None and moves(self.policy) and tier is not None:
-            self.trip = EncodedBuffer(self.coded, tier, raw, _like)
+            self.offloaded = EncodedBuffer(self.coded, tier, raw, _like)
             self.coded = None
         self.memory = None
 
     def left(self) -> None:
         """Release the memory, after the copy out."""
-        if self.trip is not None and (self.memory is not None or codec_of(self.policy)):
-            self.trip.wait_out()
+        if self.offloaded is not None and (self.memory is not None or codec_of(self.policy)):
+            self.offloaded.wait_out()
             self.memory = None
 
     # Backward
 
     def fetch(self) -> None:
         """Start to fetch it."""
-        if self.memory is None and self.trip is not None:
-            self.trip.fetch()
+        if self.memory is None and self.offloaded is not None:
+            self.offloaded.fetch()
 
     def view(self, geometry: Geometry, version: int | None = None) -> torch.Tensor:
         """A tensor in its memory, which is restored if it must be; `version` is that of the memory when it was
@@ -240,10 +240,10 @@ class ReplayBuffer:
 
     def bring_back(self) -> torch.Tensor:
         """Restore the memory and keep it for later uses."""
-        if self.trip is not None:
-            self.memory = self.trip.bytes_back()
+        if self.offloaded is not None:
+            self.memory = self.offloaded.bytes_back()
             if not graph_is_kept():
-                self.trip = None
+                self.offloaded = None
         elif self.coded is not None:
             self.memory = self.coded.decoded()
             if not graph_is_kept():
@@ -255,13 +255,13 @@ class ReplayBuffer:
 
     def recompute_chain(self) -> None:
         """Recompute it, after all that it is recomputed from (chains may be longer than Python's stack)."""
-        if all(s.memory is not None or s.trip is not None or s.coded is not None for s in self.made_from()):
+        if all(s.memory is not None or s.offloaded is not None or s.coded is not None for s in self.made_from()):
             self.recompute()
             return
         waiting = [self]
         while waiting:
             cell = waiting[-1]
-            missing = [s for s in cell.made_from() if s.memory is None and s.trip is None and s.coded is None]
+            missing = [s for s in cell.made_from() if s.memory is None and s.offloaded is None and s.coded is None]
             if missing and cell.memory is None:
                 waiting.extend(missing)
                 continue

@@ -67,8 +67,8 @@ def _paired(
     if not few:
         # Too many places to look at all pairs of them: every stage as if its partner held as much.
         always = line.always_bytes()
-        alone = [2 * always + line.moving_bytes(pipeline, k, count) for k in range(count)]
-        return [*found, *_listed(smallest_maximum(alone))]
+        single = [2 * always + line.moving_bytes(pipeline, k, count) for k in range(count)]
+        return [*found, *_listed(smallest_maximum(single))]
     ranks = PairedLoads.of(line, pipeline, count)
     if balance == "search" and limit < np.inf:
         for slowest in _limits(line.forward_s, count):

@@ -271,7 +271,7 @@ class _Program:
             for _, nbytes, users in parameters:
                 here = self.any_of([self.inside(u, k) for u in users])
                 always = self.total([always, here], [1.0, copies * nbytes / scale])
-        alone: Terms = {(workspace := self.variable()): 1.0}
+        temporary: Terms = {(workspace := self.variable()): 1.0}
         for v, nbytes in enumerate(pieces.workspace_bytes):
             if nbytes:
                 self.above(workspace, self.total([self.inside(v, k)], [nbytes / scale]))
@@ -290,15 +290,15 @@ class _Program:
         for flow, places in zip(pieces.flows, received, strict=True):
             incoming[places[k]] = flow.bytes / scale
             if flow.has_gradient:
-                alone = self.total([alone, {places[k]: flow.bytes / scale}])
+                temporary = self.total([temporary, {places[k]: flow.bytes / scale}])
                 sent = self.sent(flow.producer, places, k)
                 leaving = self.total([leaving, sent], [1.0, flow.bytes / scale])
-        alone = self.total([alone, leaving])
-        full = self.total([held, alone], [float(self.pipeline.in_flight(k, self.count)), 1.0])
+        temporary = self.total([temporary, leaving])
+        full = self.total([held, temporary], [float(self.pipeline.in_flight(k, self.count)), 1.0])
         gradient, value = self.pipeline.waits_for(k, self.count)
         waiting = [*([leaving] if gradient else []), *([incoming] if value else [])]
         moving = [self.total([full, more]) for more in waiting] or [full]
-        return _Memory(always, moving, self.total([held, alone]), incoming)
+        return _Memory(always, moving, self.total([held, temporary]), incoming)
 
     def sent(self, producer: int, places: list[int], k: int) -> Terms:
         """To how many stages the value goes if its producer is in stage k, else at least 0."""

@@ -112,11 +112,11 @@ class Pipeline:
         found = []
         for k, stage in enumerate(stages.stages):
             always = stage.parameter_bytes + stage.gradient_bytes + stage.state_bytes
-            alone = stage.workspace_bytes + arriving[k] + leaving[k]
+            temporary = stage.workspace_bytes + arriving[k] + leaving[k]
             gradient, value = self.waits_for(k, count)
             waiting = max(leaving[k] * gradient, incoming[k] * value)
-            moving = self.in_flight(k, count) * stage.saved_bytes + alone + waiting
-            found.append(StageLoad(always, moving, stage.saved_bytes + alone, incoming[k]))
+            moving = self.in_flight(k, count) * stage.saved_bytes + temporary + waiting
+            found.append(StageLoad(always, moving, stage.saved_bytes + temporary, incoming[k]))
         return found
 
     def peak_bytes(self, stages: Stages) -> tuple[int, ...]:

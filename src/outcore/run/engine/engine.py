@@ -220,15 +220,15 @@ class Engine:
             accumulate=self.accumulate,
             seed=self.seed,
         )
-        wire: PointToPoint | None = None
+        p2p: PointToPoint | None = None
         if shared_rows is not None:
             group, watched_wait, on_gpu = self.world.p2p_group, self.world.watched_wait, self.device.type == "cuda"
-            wire = (
+            p2p = (
                 StagedPointToPoint(group, shared_rows, self.device, watched_wait)
                 if on_gpu
                 else HostPointToPoint(group, shared_rows, watched_wait)
             )
-        self.worker = Worker(made, wire, loss, execute, self.update)
+        self.worker = Worker(made, p2p, loss, execute, self.update)
         self.worker.gauge.holding = self._held
 
     def _offload_idle_stages(self) -> None:
@@ -248,8 +248,8 @@ class Engine:
             for row in self.optimizer.state.values():
                 found += [value for value in row.values() if isinstance(value, torch.Tensor)]
         yield from (tensor for tensor in found if tensor.data_ptr() not in offloaded)
-        if isinstance(self.worker.wire, HostPointToPoint):
-            yield from self.worker.wire.arena.rows()
+        if isinstance(self.worker.p2p, HostPointToPoint):
+            yield from self.worker.p2p.arena.rows()
 
     # Facts
 

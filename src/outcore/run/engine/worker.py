@@ -96,14 +96,14 @@ class Worker:
     def __init__(
         self,
         made: EngineParts,
-        wire: PointToPoint | None,
+        p2p: PointToPoint | None,
         loss: Callable[[Any, Any], torch.Tensor] | None,
         execute: Execute,
         update: GradientUpdate,
     ) -> None:
         self.forms, self.statistics, self.first_holders = made.forms, made.statistics, made.first_holders
         self.rank, self.place = made.rank, made.world.place
-        self.wire, self.loss, self.execute, self.update = wire, loss, execute, update
+        self.p2p, self.loss, self.execute, self.update = p2p, loss, execute, update
         update.on_reduced = self._reduced
         self.clock, self.gauge = DeviceClock(made.device), PeakGauge(made.device)
         self.started_s = 0.0
@@ -164,8 +164,8 @@ class Worker:
         given: list[Any] = [(piece.inputs, piece.targets) for piece in run.pieces]
         if self.idle_state is not None:
             given.append(self.idle_state.offloaded)
-        if self.wire is not None:
-            given.append(self.wire.shared_rows.sent_rows)
+        if self.p2p is not None:
+            given.append(self.p2p.shared_rows.sent_rows)
         self.gauge.start(tensor for _, tensor in leaves(given, torch.Tensor))
         self.started_s = self.clock.start()
         self._run, self._tags = run, tags
@@ -189,8 +189,8 @@ class Worker:
         for going in self._going:
             going.finish()
         self._going.clear()
-        if self.wire is not None:
-            self.wire.end_step()
+        if self.p2p is not None:
+            self.p2p.end_step()
         self.gauge.stop()
         self._run = _IDLE  # what the user gave is the user's again
 
@@ -209,9 +209,9 @@ class Worker:
         self.update.close()
         if isinstance(self.execute, StagePolicies):
             self.execute.close()
-        if self.wire is not None:
-            self.wire.close()
-            self.wire = None
+        if self.p2p is not None:
+            self.p2p.close()
+            self.p2p = None
 
     def record(self, stream: str, kind: str, name: str, start: Moment, end: Moment, *labels: int) -> None:
         """Record an event of the timeline; labels are stage, micro-batch, replica and bytes."""
@@ -343,7 +343,7 @@ class Worker:
         return self._run.pieces[transfer.micro_batch].form.layouts[transfer.value]
 
     def _receive(self, to: Receive) -> None:
-        assert self.wire is not None
+        assert self.p2p is not None
         layout = self._layout(to)
         labels = (to.stage, to.micro_batch, to.replica, layout.nbytes)
         kind, name = "gradient" if to.gradient else "value", str(to)
@@ -352,10 +352,10 @@ class Worker:
             self.record(stream, kind, name, start, end, *labels)
 
         with self.place.communicating():
-            self._coming[to.key] = self.wire.receive(layout, to.source, self._tags[to.key], done)
+            self._coming[to.key] = self.p2p.receive(layout, to.source, self._tags[to.key], done)
 
     def _send(self, of: Send) -> None:
-        assert self.wire is not None
+        assert self.p2p is not None
         layout = self._layout(of)
         labels = (of.stage, of.micro_batch, of.replica, layout.nbytes)
         kind, name = "gradient" if of.gradient else "value", str(of)
@@ -365,7 +365,7 @@ class Worker:
 
         with self.place.communicating():
             self._going = [going for going in self._going if not going.ended()]
-            self._going.append(self.wire.send(self._made.pop(of.key), layout, of.target, self._tags[of.key], done))
+            self._going.append(self.p2p.send(self._made.pop(of.key), layout, of.target, self._tags[of.key], done))
 
     # Notes
 

@@ -220,14 +220,14 @@ class FaultMonitor:
         self._store.set(f"beat/{self.rank}", json.dumps(self.place.to_json() | {"beat": number}))
         rows = self._store.ages("")
         self._answered = time.monotonic()
-        hearts = {}
+        heartbeats = {}
         for key, (age_s, text) in rows.items():
             kind, _, rank = key.partition("/")
             if kind == "fault":
                 self._report = self._report or _read_report(text)
             elif kind == "beat" and rank.isdigit():
-                hearts[int(rank)] = age_s, json.loads(text)
-        self._heartbeats = hearts
+                heartbeats[int(rank)] = age_s, json.loads(text)
+        self._heartbeats = heartbeats
 
     def _accuse_silent(self) -> None:
         """Report a rank whose heartbeat has stopped though nothing broke: seen twice, since the store may have been

@@ -45,7 +45,7 @@ _joined = 0
 
 @dataclass(frozen=True, slots=True)
 class LauncherEnvironment:
-    """What a launcher told this process through environment variables."""
+    """The rank, size and address that a launcher set in environment variables."""
 
     launcher: str
     rank: int
@@ -97,8 +97,10 @@ def meet(identity: LauncherEnvironment, timeout_s: float) -> Rendezvous:
     server = None
     address, number = identity.address, identity.port
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        alone = os.environ.get("LOCAL_WORLD_SIZE") == str(identity.size)
-        server, address, number = _through_agent(identity, secret, _LOOPBACK if alone else address, timeout_s, prefix)
+        one_host = os.environ.get("LOCAL_WORLD_SIZE") == str(identity.size)
+        server, address, number = _through_agent(
+            identity, secret, _LOOPBACK if one_host else address, timeout_s, prefix
+        )
     elif identity.rank == 0:
         server = _serve(secret, address, number)
     return Rendezvous(_enter(identity, secret, address, number, timeout_s, prefix), server)

@@ -31,14 +31,16 @@ class MapStore:
     def write(self, name: str, shape: tuple[int, ...], region: Region, part: torch.Tensor) -> None:
         """Write a tile into a map."""
         whole = all(hi - lo == n for (lo, hi), n in zip(region, shape, strict=True))
-        home = self.map_devices.get(name, self.device)
-        if whole and home == part.device:
+        map_device = self.map_devices.get(name, self.device)
+        if whole and map_device == part.device:
             self.values[name] = part
             return
         if name not in self.values:
             form = memory_format(part)
-            pinned = home.type == "cpu" and part.is_cuda
-            self.values[name] = torch.empty(shape, dtype=part.dtype, device=home, memory_format=form, pin_memory=pinned)
+            pinned = map_device.type == "cpu" and part.is_cuda
+            self.values[name] = torch.empty(
+                shape, dtype=part.dtype, device=map_device, memory_format=form, pin_memory=pinned
+            )
         cut(self.values[name], region).copy_(part)
 
     def read(self, name: str, region: Region) -> torch.Tensor:
@@ -57,11 +59,11 @@ class MapStore:
             if whole:
                 self.gradients[name] = part.clone()
                 return
-            home = self.map_devices.get(name, self.device)
+            map_device = self.map_devices.get(name, self.device)
             form = memory_format(part)
-            pinned = home.type == "cpu" and part.is_cuda
+            pinned = map_device.type == "cpu" and part.is_cuda
             self.gradients[name] = torch.empty(
-                shape, dtype=part.dtype, device=home, memory_format=form, pin_memory=pinned
+                shape, dtype=part.dtype, device=map_device, memory_format=form, pin_memory=pinned
             ).zero_()
         held = cut(self.gradients[name], region)
         held.add_(part if part.device == held.device else part.to(held.device))

@@ -67,7 +67,7 @@ class StreamCandidates:
         self._bytes: dict[TileCandidate, StreamBytes] = {}
         self._rests: dict[tuple[str, ...] | None, UntiledTail] = {}
         self._divided: dict[tuple[tuple[str, ...] | None, tuple[str, ...]], TilePasses] = {}
-        self.pace = TileTimes(network, costs, training=allowed.training, dense=allowed.dense)
+        self.times = TileTimes(network, costs, training=allowed.training, dense=allowed.dense)
 
     def candidates(self) -> Iterator[TileCandidate]:
         """Each boundary with each choice of kept maps and each tile size."""
@@ -93,8 +93,8 @@ class StreamCandidates:
         tile = (tile,) * self.network.rank if isinstance(tile, int) else tile
         boundary = (boundary,) if isinstance(boundary, str) else boundary
         streaming = self.streaming(boundary, keep)
-        seconds, _ = self.pace.streamed(streaming, cut_up(self.network, streaming, tile))
-        seconds += self.pace.tail_s(streaming)
+        seconds, _ = self.times.streamed(streaming, cut_up(self.network, streaming, tile))
+        seconds += self.times.tail_s(streaming)
         made = TileCandidate(boundary, tile, seconds, 0, keep, how["maps_on_host"], managed=bool(how["rest"]))
         if how["rest"]:
             self._rests[boundary] = rest = UntiledTail(self.prepared(made))
@@ -199,8 +199,8 @@ class StreamCandidates:
         streaming: TilePasses,
         grids: tuple[Grid, ...],
     ) -> Iterator[TileCandidate]:
-        time_s, numbers = self.pace.streamed(streaming, grids)
-        tail_s, tail = self.pace.tail_s(streaming), self._tail_bytes(streaming)
+        time_s, numbers = self.times.streamed(streaming, grids)
+        tail_s, tail = self.times.tail_s(streaming), self._tail_bytes(streaming)
         tile_bytes = int(self._bytes_per_number * numbers)
         kept = sum(map(self._map_bytes, streaming.kept))
         most = self._rough(streaming, tile_bytes, kept, tail)
@@ -220,10 +220,10 @@ class StreamCandidates:
         """Lower bounds of seconds and rough bytes of all variants, by their grids: without halos, and with equal
         tiles."""
         wholes = [
-            self.pace.streamed_stage(streaming, stage, cut)
+            self.times.streamed_stage(streaming, stage, cut)
             for stage, cut in zip(streaming.stages, cut_up(self.network, streaming, self.pixels), strict=True)
         ]
-        tail_s, tail = self.pace.tail_s(streaming), self._tail_bytes(streaming)
+        tail_s, tail = self.times.tail_s(streaming), self._tail_bytes(streaming)
         kept = sum(map(self._map_bytes, streaming.kept))
         if self.allowed.policies:
             kept, tail = 0, tail // 4

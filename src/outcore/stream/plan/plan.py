@@ -204,7 +204,7 @@ def _described(
         best.time_s,
         ways.bytes(best),
         len(cut),
-        sum(ways.pace.computed(stage, cut)[0].values()) / max(1, whole),
+        sum(ways.times.computed(stage, cut)[0].values()) / max(1, whole),
         len(prepared.streaming.stages),
         rivals,
         best.keep,
