@@ -230,7 +230,7 @@ class _Search:
         return others if others and chance < 0.6 else [*others, self.moved(old, before)]
 
     def moved(self, padding_block: PaddingBlock, before: int | None = None) -> PaddingBlock:
-        """A padding block that differs from the given one in one of three properties; or None."""
+        """A padding block that differs from the given one in one of three properties, or in all."""
         other, what = self.padding_block(before), self.draw.randrange(3 if before is None else 4)
         until = self.last if padding_block.ends is None else padding_block.ends
         if what == 0:

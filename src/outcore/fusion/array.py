@@ -134,7 +134,7 @@ class FusedArray(MemberSlots):
         with torch.no_grad(), eval_mode([slot.trainings[name] for slot in self.slots]):
             args = self.arguments(batch, each)
             key, program = self.program(name, args)
-            return self._collect(self.runner.forward(key, name, program, args, self._alone(program)))
+            return self._collect(self.runner.forward(key, name, program, args, self._runs_own_models(program)))
 
     def schedule(self, metrics: Sequence[float] | Tensor | None = None) -> None:
         """Advance every living member's schedulers; a plateau scheduler gets its member's metric, or its loss."""
@@ -171,7 +171,7 @@ class FusedArray(MemberSlots):
         program = self._recordings.last
         if program is None:
             return {}
-        return dict.fromkeys(program.graph.calls, "members") if self._alone(program) else dict(program.ways)
+        return dict.fromkeys(program.graph.calls, "members") if self._runs_own_models(program) else dict(program.ways)
 
     # Inside
 
@@ -192,7 +192,7 @@ class FusedArray(MemberSlots):
         shown = substitute(args, Stacked, lambda s: s.tensor[0])
         key = ProgramCache.key(objective, self.terms.autocast, members[0], shown)
         if (found := self._recordings.programs.get(key)) is not None:
-            if self._alone(found) and (found.varying or not self.way.graphed):
+            if self._runs_own_models(found) and (found.varying or not self.way.graphed):
                 return key, found  # the models run their own code
             if sum(group.stack.adopt() for group in self.groups):
                 self.runner.forget()
@@ -204,13 +204,13 @@ class FusedArray(MemberSlots):
             except VaryingError as error:
                 found.varying, found.obstacle = True, f"{error.what} changes in every call"
                 warnings.warn(f"outcore: {found.obstacle}, so members run by themselves", stacklevel=4)
-                self._stand_alone(found.obstacle)
+                self._run_member_by_member(found.obstacle)
                 return key, found
             self.runner.forget()
         with self.groups[0].autocast(), _leaving_nothing():
             made = self._recordings.programs[key] = StackedProgram.record(members, shown, self.unfused)
         if made.obstacle is not None:
-            self._stand_alone(made.obstacle)
+            self._run_member_by_member(made.obstacle)
         elif self._check and torch.is_grad_enabled() and len(self.groups[-1]) > 1:
             self._verify(objective, made, args)
         return key, made
@@ -220,16 +220,17 @@ class FusedArray(MemberSlots):
         self._recordings = other._recordings.copied(self._members())
 
     def _verify(self, objective: str, program: StackedProgram, args: tuple[Any, ...]) -> None:
-        """Raise or fall back where the fused gradients differ from the model's own."""
+        """Compare the fused gradients of one member with its model's own; where they differ, warn and run member by
+        member."""
         group = self.groups[-1]
         with program.without_dropout() as certain, self.runner.beside(group):
             wrong = disagreement(group, objective, program, cut(group, args)) if certain else None
         if wrong is not None:
             warnings.warn(f"fused gradients of {wrong} are not the model's own; members run alone", stacklevel=5)
             program.obstacle = f"the fused gradient of {wrong} was not the model's own"
-            self._stand_alone(program.obstacle)
+            self._run_member_by_member(program.obstacle)
 
-    def _stand_alone(self, why: str) -> None:
+    def _run_member_by_member(self, why: str) -> None:
         note = f"members run by themselves: {why}"
         if note not in self.notes:
             self.notes.append(note)
@@ -237,12 +238,12 @@ class FusedArray(MemberSlots):
             graphed = self.device.type == "cuda"
             self.arrange(RunMode(1, graphed, graphed, channels_last=self.way.channels_last))
 
-    def _alone(self, program: StackedProgram) -> bool:
+    def _runs_own_models(self, program: StackedProgram) -> bool:
         return program.obstacle is not None or self.way.width == 1
 
     def _step(self, objective: str, args: tuple[Any, ...]) -> Tensor:
         key, program = self.program(objective, args)
-        return self._collect(self.runner.step(key, objective, program, args, self._alone(program)))
+        return self._collect(self.runner.step(key, objective, program, args, self._runs_own_models(program)))
 
     def _collect(self, outcomes: Sequence[GroupOutcome]) -> Tensor:
         all_of = GroupOutcome.joined(outcomes, outputs=self.device.type == "cpu")

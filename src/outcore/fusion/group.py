@@ -58,8 +58,7 @@ class GroupOutcome:
 
 @dataclass(frozen=True, slots=True)
 class TrainingTerms:
-    """What is trained for besides model and optimizer (metrics, clipping, loss weights), for all members of an
-    array."""
+    """Clipping, loss weights, loss scales and precision of all members of an array."""
 
     clip: Tensor | None = None
     weights: Tensor | None = None

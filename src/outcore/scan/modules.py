@@ -69,7 +69,7 @@ class _Scanned(torch.nn.RNNBase):
         return given.results(self, *self._layers(given.x, given.packing, given.state, *extent(self, input)))
 
     def _why_not(self, tensor: Tensor, hx: Any) -> str | None:
-        """Why this call has no use for a scan; empty if it may have."""
+        """Why this call has no use for a scan; None if it may have."""
         if self.options.backward == "torch":
             return "asked for"
         if torch.compiler.is_compiling() or isinstance(tensor, FakeTensor):

@@ -255,7 +255,8 @@ def _obstacle(graph: Graph, recording: Recording) -> str | None:
 
 
 def _asks(recording: Recording) -> str | None:
-    """A guard on numbers that depend on the batch or the weights; None if every guard has always the same answer."""
+    """The name of a guard on numbers that depend on the batch or the weights; None if every guard always has one
+    answer."""
     varying = set(recording.inputs)
     for step in recording.steps:
         refs = [ref for _, ref in leaves((step.args, step.kwargs), Ref)]

@@ -102,7 +102,7 @@ class HostBackend:
             buffer.gone = None
 
     def empty(self) -> None:
-        """Forget the events of all buffers, when none is left and every copy is over."""
+        """Start with an empty arena, after all copies are over, so that no event of an earlier buffer is waited for."""
         torch.cuda.synchronize(self.device)
         self.arena = Arena(self.arena.size)
 

@@ -42,7 +42,7 @@ def norms_of(graph: Graph, model: nn.Module) -> dict[str, str | None]:
 
 
 def _fusible(step: Step, type_: str, model: nn.Module) -> bool:
-    """Whether a step is a batch norm in training mode whose statistics are not shared with other ranks."""
+    """Whether a step is a plain batch norm module in training mode, with weights and without hooks."""
     if step.kind != "module" or type_ not in NORMS or len(step.args) != 1 or not isinstance(step.args[0], Ref):
         return False
     module = model.get_submodule(step.target)

@@ -30,7 +30,7 @@ class PairedLoads:
     """What each stage holds only while a step runs."""
     single: Table | None = None
     incoming: Table | None = None
-    """Buffers: while a stage finishes a batch, the input of the other stage has arrived."""
+    """Bytes of a stage's input, which is received while the other stage of its rank finishes a batch."""
     returning: bool = False
     """Whether the first stage comes after the second again."""
     middle_twice: bool = False

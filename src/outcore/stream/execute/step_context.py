@@ -31,7 +31,7 @@ class PrefetchedPixels:
     """What was read for a tile, by a prefetching thread."""
 
     crops: Mapping[str, torch.Tensor]
-    """Of the images, as they are stored; None for a tile whose colours were known."""
+    """Of the images, as they are stored; empty for a tile whose colours were known."""
     colours: Hashable | None = None
     """The colours of images that are each of one colour; None if one is not. Found by the thread that read them, so
     that the one that launches kernels need not."""
