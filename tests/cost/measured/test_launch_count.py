@@ -96,4 +96,4 @@ def test_what_is_between_calls_is_given_for_the_pace_that_is_asked_for(monkeypat
     monkeypatch.setattr(host_time, "_known", {})
     monkeypatch.setattr(host_time, "_step_s", lambda *_: 1.0)
     here = host_time.between_calls(torch.device("cpu"), measure)
-    assert host_time.between_calls(torch.device("cpu"), measure, host_speed=3e-4) == pytest.approx(3 * here)
+    assert host_time.between_calls(torch.device("cpu"), measure, reference=3e-4) == pytest.approx(3 * here)

@@ -140,7 +140,7 @@ class _Names:
     """Recognises tensors of one call by their memory."""
 
     def __init__(self, isolated: IsolatedCall) -> None:
-        self._alone = isolated
+        self._isolated = isolated
         self._of: dict[int | None, tuple[str, str]] = {}
         for name, tensor in isolated.state.items():
             kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "buffer"
@@ -152,7 +152,7 @@ class _Names:
 
     def outputs(self, tensors: list[torch.Tensor]) -> None:
         """Note the outputs; those in memory of their own get a size."""
-        for name, tensor in zip(self._alone.call.outputs, tensors, strict=True):
+        for name, tensor in zip(self._isolated.call.outputs, tensors, strict=True):
             key = storage_key(tensor)
             if key is not None and key not in self._of:
                 self._of[key] = (name, "value")
@@ -176,11 +176,11 @@ class _Names:
         self, found: tuple[torch.Tensor | None, ...], roots: list[torch.Tensor], given: list[torch.Tensor]
     ) -> Iterator[Gradient]:
         """The memory of each gradient, and whether it is only passed on."""
-        names = {id(t): n for n, t in (*self._alone.state.items(), *self._alone.values.items())}
+        names = {id(t): n for n, t in (*self._isolated.state.items(), *self._isolated.values.items())}
         root_names = {id(t): n for n, t in reversed(self._outputs)}
         origin = {storage_key(g): root_names.get(id(r), "") for r, g in zip(roots, given, strict=True)}
         seen: dict[int | None, str] = {}
-        for tensor, gradient in zip(self._alone.wanted, found, strict=True):
+        for tensor, gradient in zip(self._isolated.wanted, found, strict=True):
             if gradient is None:
                 continue
             key, name = storage_key(gradient), names[id(tensor)]

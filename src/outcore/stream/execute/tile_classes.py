@@ -77,7 +77,7 @@ class TileClasses:
     def tile(self, number: tuple[int, ...]) -> StreamTile | None:
         """One tile; None if it has no part in any target."""
         if self._lines is None:
-            return self._alone(number)
+            return self._single_tile(number)
         places = [line[k] for line, k in zip(self._lines, number, strict=True)]
         targets = {t: self.cut.region(self.network, value, number) for t, value in self.stage.targets.items()}
         moved = {name: self._region(name, places) for name in self.stage.sources if name in places[0].regions}
@@ -100,7 +100,7 @@ class TileClasses:
             del self._plans[next(iter(self._plans))]
         self._plans[key] = plan
 
-    def _alone(self, number: tuple[int, ...]) -> StreamTile | None:
+    def _single_tile(self, number: tuple[int, ...]) -> StreamTile | None:
         plan = plan_tile(self.network, self.stage, self.cut, number)
         if plan is None:
             return None
