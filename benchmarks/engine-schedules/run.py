@@ -274,7 +274,7 @@ def _peaks(runs: dict[str, Any], args: argparse.Namespace) -> dict[str, int]:
             run.step()
             found[name] = run.engine.timeline().peak_bytes[run.engine.rank]
             run.engine.count_memory(False)
-            run.idle_bytes = run.engine.worker.wire.shelf.idle_bytes
+            run.idle_bytes = run.engine.worker.p2p.shared_rows.idle_bytes
         else:
             held = [t for p in run.part.parameters() for t in (p,)]
             with LiveBytes([*held, run.x, run.t]) as live:

@@ -241,7 +241,7 @@ def checked(array: outcore.fusion.FusedArray, batch: tuple[torch.Tensor, ...]) -
         _, program = array.program(name, args)
         if program.obstacle is not None:
             return program.obstacle
-        with program.without_chance() as certain, array.runner.beside(array.groups[0]):
+        with program.without_dropout() as certain, array.runner.beside(array.groups[0]):
             wrong = disagreement(array.groups[0], name, program, args) if certain else "nothing: it draws numbers"
         if wrong is not None:
             return wrong

@@ -41,12 +41,12 @@ def main() -> None:
     import outcore
     from outcore.memory.offload.bandwidth import measured_disk
     from outcore.memory.offload.disk_spill import SpillBackend
-    from outcore.memory.offload.host_limit import host_room
+    from outcore.memory.offload.host_limit import host_limit_bytes
     from outcore.memory.saved_tensors import managed_forward
 
     device = torch.device(given.device)
     if device.type == "cpu":  # the tier that is below a GPU
-        managed_forward.tier_for = lambda where, size: SpillBackend(where, size, host_room())  # type: ignore[assignment]
+        managed_forward.tier_for = lambda where, size: SpillBackend(where, size, host_limit_bytes())  # type: ignore[assignment]
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     torch.backends.cudnn.deterministic = True
     torch.manual_seed(0)

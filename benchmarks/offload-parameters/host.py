@@ -24,30 +24,30 @@ from ways import wait
 from outcore.memory.offload.copy_streams import CudaRoundTripCopy, _Event
 from outcore.memory.param_offload.bucketed_step import PartialOptimizer
 from outcore.memory.param_offload.flat_buffer import FlatBuffer
-from outcore.memory.param_offload.hooks import _Arrival
+from outcore.memory.param_offload.hooks import _BeforeForward
 from outcore.memory.param_offload.in_flight_params import InFlightParams
 from outcore.memory.param_offload.offloader import StateOffloader
 from outcore.memory.param_offload.writeback import Writebacks
 from run import MODELS, Row, network, pictures
 
 FUNCTIONS: tuple[tuple[type, str], ...] = (
-    (StateOffloader, "enter"),
-    (StateOffloader, "need"),
-    (StateOffloader, "arrived"),
+    (StateOffloader, "begin_forward"),
+    (StateOffloader, "fetch"),
+    (StateOffloader, "gradient_ready"),
     (StateOffloader, "update"),
     (StateOffloader, "step"),
-    (StateOffloader, "settle"),
+    (StateOffloader, "synchronize"),
     (PartialOptimizer, "_narrowed"),
     (Writebacks, "updated"),
-    (Writebacks, "leave"),
-    (FlatBuffer, "arrive"),
-    (FlatBuffer, "owe"),
-    (InFlightParams, "expect"),
-    (InFlightParams, "admit"),
-    (CudaRoundTripCopy, "book"),
+    (Writebacks, "start_delayed"),
+    (FlatBuffer, "make_resident"),
+    (FlatBuffer, "mark_updated"),
+    (InFlightParams, "mark"),
+    (InFlightParams, "wait_for"),
+    (CudaRoundTripCopy, "start"),
     (torch.cuda.CUDAGraph, "replay"),
     (_Event, "wait"),
-    (_Arrival, "__call__"),
+    (_BeforeForward, "__call__"),
 )
 
 

@@ -36,21 +36,21 @@ class Following(Writebacks):
         for bucket in others:
             whole = writeback.WritebackPart(bucket.weights, 0, bucket.weights.bytes)
             self.parts[bucket] = whole.split(int(0.55 * whole.end), least=writeback._HALVED_BYTES)
-        self.updates = {bucket: Writeback(self.parts[bucket][:1], copy_streams, size) for bucket in others}
+        self.after_update = {bucket: Writeback(self.parts[bucket][:1], copy_streams, size) for bucket in others}
         rest = [part for bucket in others for part in self.parts[bucket][1:]]
-        self.updates[first], self.stays = Writeback([*self.parts[first], *rest], copy_streams, size), None
+        self.after_update[first], self.delayed = Writeback([*self.parts[first], *rest], copy_streams, size), None
 
 
 class Apart(Writebacks):
     """Every part is a graph of its own."""
 
-    def _book(self, trip: Writeback) -> Any:
-        owed = [part for part in trip.parts if part.owed]
-        for part in owed:
-            if part not in self.alone:
-                self.alone[part] = Writeback([part], self.copy_streams, trip.piece_bytes)
-            self.alone[part].book()
-        return list(dict.fromkeys(part.flat_buffer for part in owed))
+    def _start(self, started: Writeback) -> Any:
+        pending = [part for part in started.parts if part.pending]
+        for part in pending:
+            if part not in self.single_parts:
+                self.single_parts[part] = Writeback([part], self.copy_streams, started.piece_bytes)
+            self.single_parts[part].start()
+        return list(dict.fromkeys(part.flat_buffer for part in pending))
 
 
 ORDERS: dict[str, tuple[Callable[..., Writebacks], dict[str, float]]] = {
@@ -99,11 +99,13 @@ def main() -> None:
     for name in ("plain", *options.orders):
         rows[name] = row = Row("baseline" if name == "plain" else "outcore", model, *data, options.batch)
         if name != "plain":
-            governor = row.model.__dict__["forward"]
-            assert isinstance(governor, ManagedForward) and governor.keeper is not None
+            managed_forward = row.model.__dict__["forward"]
+            assert isinstance(managed_forward, ManagedForward) and managed_forward.keeper is not None
             kind, values = ORDERS[name]
             with changed(values):
-                governor.keeper.trips = kind(governor.keeper.buckets, governor.keeper.copy_streams)
+                managed_forward.keeper.writebacks = kind(
+                    managed_forward.keeper.buckets, managed_forward.keeper.copy_streams
+                )
         row.train(8)
     weights = {name: row.weights() for name, row in rows.items()}
     document["link"] = link(4 * sum(p.numel() for p in model.parameters()), device)
@@ -113,8 +115,8 @@ def main() -> None:
             row.round(steps)
         for name, row in rows.items():
             equal = all(torch.equal(weights[name][k], v) for k, v in weights["plain"].items())
-            alone = document["orders"].get(name, {}).get("issue_s", [])
-            found = {"rounds_s": row.rounds_s, "weights_equal": equal, "issue_s": [*alone, issue_s(row)]}
+            earlier = document["orders"].get(name, {}).get("issue_s", [])
+            found = {"rounds_s": row.rounds_s, "weights_equal": equal, "issue_s": [*earlier, issue_s(row)]}
             document["orders"][name] = found
         if options.out is not None:
             options.out.mkdir(parents=True, exist_ok=True)

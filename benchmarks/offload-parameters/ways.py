@@ -65,9 +65,9 @@ class ByTensor:
         self.hosts: dict[nn.Parameter, torch.Tensor] = {}
         for p in model.parameters() if pinned else ():
             self.hosts[p] = torch.empty_like(p, device="cpu", pin_memory=device.type == "cuda")
-        self.trips = Copies()
+        self.copied = Copies()
         self.leave()
-        self.trips = Copies()
+        self.copied = Copies()
 
     def come(self) -> None:
         wait(self.device)
@@ -75,7 +75,7 @@ class ByTensor:
         for p in self.model.parameters():
             p.data = p.data.to(self.device, non_blocking=self.non_blocking)
         wait(self.device)
-        self.trips.to_device_s.append(time.perf_counter() - start)
+        self.copied.to_device_s.append(time.perf_counter() - start)
 
     def leave(self) -> None:
         wait(self.device)
@@ -88,7 +88,7 @@ class ByTensor:
             else:
                 p.data = p.data.to("cpu", non_blocking=self.non_blocking)
         wait(self.device)
-        self.trips.to_host_s.append(time.perf_counter() - start)
+        self.copied.to_host_s.append(time.perf_counter() - start)
 
 
 class Way:
@@ -138,55 +138,59 @@ class Way:
 
     def copies(self, run: Callable[[], None], steps: int) -> Copies:
         """What copies took over some steps; for outcore, by events around each copy on its own stream."""
-        governor = self.model.__dict__.get("forward")
+        managed_forward = self.model.__dict__.get("forward")
         if self.mover is not None:
-            return self.mover.trips
-        trips = Copies()
-        if not isinstance(governor, ManagedForward) or governor.keeper is None or self.device.type != "cuda":
-            return trips
-        copy_streams = TimedLanes(self.device)
-        governor.keeper.trips = Writebacks(governor.keeper.buckets, copy_streams)
+            return self.mover.copied
+        found_copies = Copies()
+        if (
+            not isinstance(managed_forward, ManagedForward)
+            or managed_forward.keeper is None
+            or self.device.type != "cuda"
+        ):
+            return found_copies
+        copy_streams = TimedCopyStreams(self.device)
+        managed_forward.keeper.writebacks = Writebacks(managed_forward.keeper.buckets, copy_streams)
         for _ in range(steps):
             copy_streams.events = []
             run()
             wait(self.device)
-            for out, found in ((False, trips.to_device_s), (True, trips.to_host_s)):
+            for out, found in ((False, found_copies.to_device_s), (True, found_copies.to_host_s)):
                 found.append(sum(a.elapsed_time(b) for o, a, b in copy_streams.events if o is out) / 1e3)
-        return trips
+        return found_copies
 
 
-class TimedTurn:
+class TimedRoundTrip:
     """Copies out and back, each timed."""
 
-    def __init__(self, copy_streams: TimedLanes, parts: Any) -> None:
+    def __init__(self, copy_streams: TimedCopyStreams, parts: Any) -> None:
         self.copy_streams, self.parts = copy_streams, parts
 
-    def book(self) -> Any:
+    def start(self) -> Any:
         ready, marks = self.copy_streams.now(), []
         for part in self.parts:
-            for here, home in part:
-                left = self.copy_streams.copy([(home, here, [ready])], out=True)
-                mark = self.copy_streams.copy([(here, home, left)], out=False)
+            for on_device, off_device in part:
+                left = self.copy_streams.copy([(off_device, on_device, [ready])], out=True)
+                mark = self.copy_streams.copy([(on_device, off_device, left)], out=False)
             marks += mark
         return marks
 
 
-class TimedLanes(CudaCopyStreams):
+class TimedCopyStreams(CudaCopyStreams):
     """Copy streams that time every copy."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.events: list[tuple[bool, Any, Any]] = []
 
-    def turn(self, parts: Any) -> Any:
-        return TimedTurn(self, parts)
+    def round_trip(self, parts: Any) -> Any:
+        return TimedRoundTrip(self, parts)
 
-    def copy(self, copies: Any, *, out: bool, express: bool = False) -> Any:
-        stream, marks = self.streams[out, express], []
+    def copy(self, copies: Any, *, out: bool, small: bool = False) -> Any:
+        stream, marks = self.streams[out, small], []
         for to, source, after in copies:
             for mark in after:
                 stream.wait_event(mark.event)
             start = stream.record_event(torch.cuda.Event(enable_timing=True))
-            marks += super().copy([(to, source, ())], out=out, express=express)
+            marks += super().copy([(to, source, ())], out=out, small=small)
             self.events.append((out, start, stream.record_event(torch.cuda.Event(enable_timing=True))))
         return marks

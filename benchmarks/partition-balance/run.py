@@ -100,9 +100,9 @@ def sizes(pieces: WeightedUnits, in_flight: int) -> list[float]:
         found[users[0]] += nbytes
     for _, nbytes, users in pieces.parameters:
         found[users[0]] += (2 + pieces.state_per_parameter) * nbytes
-    for family in pieces.families:
-        for unit in family.keepers[:1]:
-            found[unit] += in_flight * family.bytes
+    for memory_use in pieces.memory_uses:
+        for unit in memory_use.savers[:1]:
+            found[unit] += in_flight * memory_use.bytes
     return found
 
 

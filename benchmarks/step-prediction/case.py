@@ -13,7 +13,7 @@ from networks import Network, Training
 
 import outcore
 from outcore.cost.costs import Costs
-from outcore.cost.measured.host_speed import beat_s
+from outcore.cost.measured.host_speed import reference_work_s
 from outcore.cost.measured.live_bytes import LiveBytes
 from outcore.cost.measured.measure import measure
 from outcore.cost.measured.saved_bytes import account
@@ -84,7 +84,7 @@ class Case:
             accounted=self.accounted,
             progress=steps.between,
         )
-        optimizer = measure_optimizer(self.model, Adam, self.device, beat=costs.beat_s)
+        optimizer = measure_optimizer(self.model, Adam, self.device, reference=costs.beat_s)
         measured_s = time.perf_counter() - start - steps.spent_s
         clean(self.device)
         trained = steps.result(others)
@@ -177,14 +177,14 @@ class Steps:
         begin = time.perf_counter()
         for place in range(untimed + timed):
             synchronise(self.device)
-            beat = beat_s()
+            beat = reference_work_s()
             start, busy = time.perf_counter(), time.process_time()
             self.step()
             synchronise(self.device)
             if place >= untimed:
                 self.wall.append(time.perf_counter() - start)
                 self.processor.append(time.process_time() - busy)
-                self.beats.append((beat + beat_s()) / 2)
+                self.beats.append((beat + reference_work_s()) / 2)
         self.spent_s += time.perf_counter() - begin
 
     def _living(self) -> int:

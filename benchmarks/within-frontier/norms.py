@@ -87,7 +87,7 @@ def run(side: int, ways: list[str], *, bf16: bool) -> Iterator[dict[str, Any]]:
         row = {"precision": precision, "how": exact, "share": share, "ms": taken, "host_ms": host}
         row |= {"ratio": taken / milliseconds, "peak_bytes": most, "peak_share": most / peak}
         row |= {"predicted_peak_bytes": plan.peak_bytes, "predicted_ms": 1e3 * plan.outcome.time_s}
-        contests = list(model.__dict__["forward"].contest.times.values())
+        contests = list(model.__dict__["forward"].ab_test.times.values())
         row |= {"replaced_calls": len(entry.holding.instead), "fused_and_library_s": contests}
         yield row | {"gradient": compared(want, gradient(model, images, bf16=bf16))}
 

@@ -1,7 +1,8 @@
-"""What a model takes, asked with the model itself: costs of its calls, and the memory of a plain training step.
+"""Predictions from the model itself: costs of its calls, and the memory of a plain training step.
 
-`outcore.capture` takes a model and its inputs, and everything else is made from the graph. Whoever only wants a number
-should not have to know that, so these two take what `capture` takes; nothing is run and no memory is used for the data.
+`outcore.capture` takes a model and its inputs, and everything else is made from the graph. A user who only wants a
+number should not have to know that, so these two take what `capture` takes; nothing is run and no memory is used for
+the data.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def estimate(
         source: a model, or a graph of one.
         args: of a model, what `outcore.capture` takes; of a graph, the machine may stand here.
         kwargs: keyword arguments of the model.
-        machine: what it would run on, also by name; this machine if not told.
+        machine: what it would run on, also by name; this machine if not given.
         tf32: whether float32 matrix products may use TF32 where the device has it.
         calibrations: by precision, instead of those that are kept for the device.
     """
@@ -83,7 +84,7 @@ def memory_of(
         args: the positional arguments of ``forward``: tensors, or shapes as tuples.
         kwargs: the keyword arguments.
         optimizer: an optimizer or what makes one, or its state over the bytes of the parameters: 2 for Adam.
-        device: ``"cpu"`` or ``"cuda"``; kernels hold other things for backward there. That of the weights if not told.
+        device: ``"cpu"`` or ``"cuda"``; kernels hold other things for backward there. That of the weights if not given.
     """
     graph = capture(model, args, kwargs)
     first = next(model.parameters(), None)

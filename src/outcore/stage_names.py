@@ -96,12 +96,12 @@ def _refuse_backward_flow(graph: Graph, stage_of: Mapping[str, int]) -> None:
 
 
 def _refuse_torn_memory(graph: Graph, stage_of: Mapping[str, int]) -> None:
-    families: dict[str, list[str]] = {}
+    aliases: dict[str, list[str]] = {}
     for value in graph.values.values():
-        families.setdefault(value.alias_of or value.name, []).append(value.name)
+        aliases.setdefault(value.alias_of or value.name, []).append(value.name)
     for name, call in graph.calls.items():
         for written in call.mutates:
-            for shared in families[graph.values[written].alias_of or written]:
+            for shared in aliases[graph.values[written].alias_of or written]:
                 for reader in graph.values[shared].consumers:
                     if name in graph.calls[reader].after and stage_of[reader] != stage_of[name]:
                         raise PlanError(

@@ -130,7 +130,7 @@ def verify_job(
     args, kwargs, target = substitute(
         crop_batch(batch, side) if side is not None else batch, torch.Tensor, lambda t: t.to(where)
     )
-    twin = copy.deepcopy(model)
+    plain_model = copy.deepcopy(model)
     costs = by_bytes(account(capture(model, args, kwargs)), memory_rate(where))
     optimizer: Any = job.optimizer or (lambda params: torch.optim.SGD(params, lr=1e-3))
     options: dict[str, Any] = {"optimizer": optimizer, "costs": costs, "quiet": True}
@@ -145,7 +145,7 @@ def verify_job(
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         ours = list(_train(model, job, args, kwargs, target, optimizer, steps))
-        plain = list(_train(twin, job, args, kwargs, target, optimizer, steps))
+        plain = list(_train(plain_model, job, args, kwargs, target, optimizer, steps))
     finally:
         torch.use_deterministic_algorithms(deterministic)
     largest = max((float(g.abs().max()) for _, grads in plain for g in grads.values()), default=0.0)
@@ -153,7 +153,7 @@ def verify_job(
     for name in plain[0][1]:
         off = max(float((a[name] - b[name]).abs().max()) for (_, a), (_, b) in zip(ours, plain, strict=True))
         rows.append(ParameterRow(name, off, off / largest if largest else 0.0))
-    theirs = dict(twin.named_buffers())
+    theirs = dict(plain_model.named_buffers())
     dtype = next((p.dtype for p in model.parameters()), torch.float32)
     return Verdict(
         rows=tuple(rows),

@@ -41,7 +41,7 @@ from outcore.memory.cuda_graphs.step_graph import StepGraph
 from outcore.memory.op_fusion.channels_last import FormatTrial, faster, other_order
 from outcore.memory.param_offload.bucketed_step import can_be_parted, in_parts
 from outcore.memory.param_offload.buckets import offloadable_of, uses_of
-from outcore.memory.param_offload.escalation import StateDuty
+from outcore.memory.param_offload.escalation import StatePlacement
 from outcore.memory.saved_tensors.lossy_error import effect_on_gradients
 from outcore.memory.saved_tensors.managed_forward import ManagedForward, Settings
 from outcore.memory.saved_tensors.trial_steps import run_trial_steps
@@ -136,8 +136,8 @@ def within(
     from outcore.stream.managed_forward import (
         StreamSettings,
         bytes_on,
-        conduct,
         has_lazy,
+        install_streamed_forward,
         loss_on_output,
         without_memory,
     )
@@ -175,7 +175,7 @@ def within(
     beside = loss_bytes + bytes_on(graph_device(graph), (args, kwargs))
     wanted = StreamSettings(budget, cost, beside, statistics, by_hand, dense=loss is not on_output)
     if lazy or stream or by_hand is not None:
-        step = conduct(model, graph, wanted, without_gaps(costs))
+        step = install_streamed_forward(model, graph, wanted, without_gaps(costs))
         return _announced(model, step, budget, assumed=optimizer is None, quiet=quiet)
     reserved, margin = 0, _MARGIN.get(costs.device_kind, 0.0)
     if graphs:
@@ -218,7 +218,7 @@ def within(
     except PlanError as refused:
         if stream is False or plan is not None or state is not None:
             raise
-        step = conduct(model, graph, wanted, without_gaps(costs), refused)
+        step = install_streamed_forward(model, graph, wanted, without_gaps(costs), refused)
         return _announced(model, step, budget, assumed=optimizer is None, quiet=quiet)
     if not any(managed_forward.admitted.values()):
         raise OutcoreError(
@@ -261,9 +261,9 @@ def _keep_state(managed_forward: ManagedForward, graph: Graph, optimizer: Any) -
     """Where the plan says that state lives below the device, let it; and further down, should that be needed."""
     where, states = managed_forward.plan.state, managed_forward.settings.states
     if len(states) > 1 or not where.idle:
-        managed_forward.duty = StateDuty(weakref.ref(in_parts(optimizer)), tuple(_calls(graph)), where)
+        managed_forward.placement = StatePlacement(weakref.ref(in_parts(optimizer)), tuple(_calls(graph)), where)
         managed_forward.settings = replace(managed_forward.settings, states=states[states.index(where) :])
-        managed_forward.duty.keep(managed_forward)
+        managed_forward.placement.start(managed_forward)
 
 
 def _choose_graphs(managed_forward: ManagedForward, call: tuple[tuple[Any, ...], dict[str, Any]]) -> None:

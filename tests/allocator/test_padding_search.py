@@ -161,10 +161,10 @@ def test_padding_blocks_of_one_step_come_as_they_were_tried(monkeypatch: pytest.
         return torch.zeros(size, dtype=torch.uint8)
 
     monkeypatch.setattr(torch, "empty", empty)
-    spacing = PaddingSearch(torch.device("cpu"), padding_blocks)
-    spacing.reached(0)
+    padding = PaddingSearch(torch.device("cpu"), padding_blocks)
+    padding.reached(0)
     tried = [size for _, size in _beside(padding_blocks, [0, 4])[0]]
-    assert asked == tried == [64, 32, 32] and len(spacing.held) == 3
+    assert asked == tried == [64, 32, 32] and len(padding.held) == 3
 
 
 def test_a_trace_is_put_in_order() -> None:
@@ -178,10 +178,10 @@ def test_a_trace_is_put_in_order() -> None:
 
 def test_padding_blocks_are_there_between_their_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[int]] = []
-    spacing = PaddingSearch(torch.device("cpu"), [PaddingBlock(64, 1, 3), PaddingBlock(32, 2)])
-    monkeypatch.setattr(Tape, "step", lambda *_: seen.append(sorted(t.nbytes for t in spacing.held.values())))
+    padding = PaddingSearch(torch.device("cpu"), [PaddingBlock(64, 1, 3), PaddingBlock(32, 2)])
+    monkeypatch.setattr(Tape, "step", lambda *_: seen.append(sorted(t.nbytes for t in padding.held.values())))
     for _ in range(5):
-        spacing.perform(None, None)  # type: ignore[arg-type]
+        padding.perform(None, None)  # type: ignore[arg-type]
     assert seen == [[], [64], [32, 64], [32], [32]]
-    spacing.turn()
-    assert not spacing.held
+    padding.end_forward()
+    assert not padding.held

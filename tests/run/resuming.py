@@ -68,7 +68,7 @@ def go(
     if save:
         engine.save(path, extra={"epoch": 3}, wait=wait)
         if not wait:
-            engine.keeper.finish()
+            engine.engine_state.finish()
     answer = {
         "losses": losses,
         "weights": {n: t.clone() for n, t in engine.state_dict().items()},

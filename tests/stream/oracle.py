@@ -43,8 +43,8 @@ def total(output: Any) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def any_overhang(most: float = math.inf) -> Iterator[None]:
-    """As much overhang as is said: on images as small as those of tests, the ordinary share would allow none."""
+def any_excess(most: float = math.inf) -> Iterator[None]:
+    """As much excess as is said: on images as small as those of tests, the ordinary share would allow none."""
     before, border_padding._MOST = border_padding._MOST, most
     try:
         yield
@@ -66,7 +66,7 @@ def assert_equal_to_plain(
     expected.backward()
     torch.manual_seed(7)
     streamed = stream(model, tile=tile, **options)
-    with any_overhang(most):
+    with any_excess(most):
         loss = total(streamed(*ours))
         loss.backward()
 

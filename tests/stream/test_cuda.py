@@ -21,7 +21,7 @@ from outcore.stream.plan.prepared import bound, divided
 from outcore.stream.plan.step_document import StreamedStep
 from outcore.stream.plan.tile_memory import predict_bytes
 
-from .oracle import any_overhang, with_statistics
+from .oracle import any_excess, with_statistics
 
 pytestmark = pytest.mark.gpu
 
@@ -60,7 +60,7 @@ def test_gradients_are_those_of_plain(dtype: torch.dtype, tolerance: float, most
     plain = copy.deepcopy(net)
     x = torch.randn(1, 3, 257, 301, device="cuda", dtype=dtype).contiguous(memory_format=torch.channels_last)
     plain(x).square().sum().backward()
-    with any_overhang(most):
+    with any_excess(most):
         stream(net, tile=64)(x).square().sum().backward()
     largest = max(p.grad.abs().max() for p in plain.parameters())
     for (name, mine), other in zip(net.named_parameters(), plain.parameters(), strict=True):

@@ -33,12 +33,12 @@ from outcore.stream.plan.passes import divide
 from outcore.stream.plan.tiles import trace
 from outcore.stream.rules.border import sliced
 
-from .oracle import any_overhang
+from .oracle import any_excess
 
 
-@pytest.fixture(autouse=True, scope="module", params=[1.0, math.inf], ids=["no overhang", "any overhang"])
+@pytest.fixture(autouse=True, scope="module", params=[1.0, math.inf], ids=["no excess", "any excess"])
 def most(request) -> Iterator[None]:
-    with any_overhang(request.param):
+    with any_excess(request.param):
         yield
 
 

@@ -1,4 +1,4 @@
-"""What torch's caching allocator takes from a GPU to hold tensors that come and go.
+"""What torch's caching allocator reserves on a GPU to hold tensors that come and go.
 
 A graph that runs on a stream of its own has memory of its own, which is never given back; so an array of streams costs
 not the bytes of its tensors at their peak but the segments that the allocator once took for them. Its rules are few:
@@ -63,7 +63,7 @@ class CachingAllocator:
 
 
 class ReservedBytes(LiveBytes):
-    """Counts living bytes, and what an allocator would have taken for them."""
+    """Counts allocated bytes, and what an allocator would have reserved for them."""
 
     def __init__(self, known: Any = ()) -> None:
         self.allocator = CachingAllocator()

@@ -1,4 +1,4 @@
-"""What torch's caching allocator takes for tensors that come and go, where its segments grow.
+"""What torch's caching allocator reserves for tensors that come and go, with expandable segments.
 
 Up to one MiB tensors lie in one segment, larger ones in another; both grow at their end, by two and by twenty MiB at a
 time. Blocks are taken as everywhere (`outcore.allocator.free_blocks`), and split however little is left (in segments
@@ -18,7 +18,7 @@ __all__ = ["Event", "Segment", "reserved_by"]
 _GROWTH = {True: 2 * MIB, False: 20 * MIB}
 
 Event = tuple[int, int]
-"""Which tensor, and its bytes; none where it goes."""
+"""Number of a tensor, and its bytes; 0 where it is freed."""
 
 
 class Segment(FreeBlocks):

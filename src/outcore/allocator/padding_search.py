@@ -1,15 +1,15 @@
-"""Fewer holes in the memory of CUDA graphs, by padding blocks.
+"""Less fragmentation in the memory of CUDA graphs, by padding blocks.
 
-Where the allocator puts a tensor follows from what is free at that moment, so a piece of memory that is taken for a
-while and never used, a *padding block*, moves what comes after it to other places. It costs no time: a graph records
-what runs, not what is allocated. The first recording tells in which order tensors come and go. The allocator's rules
-are known (`growing`), so any padding block can be tried on that order without recording again; the best one found in a
-moment is put into the second recording, which takes what was foretold. On six networks holes shrank from 3 to 21 % of
-the memory to 1 to 6 %.
+Where the allocator puts a tensor follows from what is free at that moment, so a piece of memory that is allocated for a
+while and never used, a *padding block*, moves what comes after it to other places. It costs no time: a graph captures
+what runs, not what is allocated. The first capture shows in which order tensors come and go. The allocator's rules are
+known (`outcore.allocator.expandable_segments`), so any padding block can be tried on that order without capturing
+again; the best ones found in a short search are put into the second capture, which reserves what was predicted. On six
+networks fragmentation shrank from 3 to 21 % of the memory to 1 to 6 %.
 
-A padding block comes before a step of forward, and goes before another or when backward begins. They are searched for
-in two ways: by what the step takes with them, which most changes leave as it is, and by how much of it fits into one
-piece of growth less, which tells sooner whether a change is a good one.
+A padding block is allocated before a step of forward, and freed before another or when backward begins. They are
+searched for in two ways: by what the step reserves with them, which most changes leave as it is, and by how much of the
+step fits into a segment that is one increment smaller, which shows sooner whether a change is a good one.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ __all__ = ["PaddingBlock", "PaddingSearch", "best_padding_blocks"]
 _MIB = 2**20
 _SEED, _MOST, _MOST_REACHING, _NEAR = 0, 4, 6, 2**20
 _BY_SIZE, _IDLE, _GROWTH = 0.6, 600, 20 * _MIB
-"""Share of the time for the first kind of search; changes in vain before the second begins anew; how segments grow."""
+"""Share of the time for the first kind of search; failed changes before the second begins anew; how segments grow."""
 _ROUND = (2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 _OTHERWISE = (AttributeError, KeyError, IndexError, TypeError)
-"""What is raised where a version of torch notes its allocations in another form; then there are no padding blocks."""
+"""What is raised where a version of torch records its allocations in another form; then there are no padding blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class PaddingBlock:
-    """A piece of memory that is there for a while."""
+    """Memory that is allocated for a while and not used."""
 
     bytes: int
     begins: int
-    """The step of forward before which it comes."""
+    """The step of forward before which it is allocated."""
     ends: int | None = None
-    """The step before which it goes; none: when backward begins."""
+    """The step before which it is freed; None: when backward begins."""
 
 
 @dataclass
 class PaddingSearch:
-    """Follows a recording step by step: puts the padding blocks in, and notes what the allocator is asked for."""
+    """Follows a capture step by step: allocates the padding blocks, and records what the allocator is asked for."""
 
     device: torch.device
     padding_blocks: Sequence[PaddingBlock] = ()
     steps: list[int] = field(default_factory=list)
-    """How many tensors had come and gone before every step, and before backward."""
+    """How many tensors had been allocated and freed before every step, and before backward."""
 
     def __post_init__(self) -> None:
         self.held: dict[int, torch.Tensor] = {}
@@ -68,12 +68,12 @@ class PaddingSearch:
         self.at += 1
         Tape.step(tape, step)
 
-    def turn(self) -> None:
-        """Forward is over."""
+    def end_forward(self) -> None:
+        """Note that forward is over."""
         self.reached(None)
 
     def reached(self, at: int | None) -> None:
-        """Before a step, or before backward."""
+        """Allocate and free the padding blocks that are due before a step, or before backward."""
         for number in [n for n in self.held if self.padding_blocks[n].ends == at]:
             del self.held[number]
         if self.tracing:
@@ -83,7 +83,7 @@ class PaddingSearch:
                 self.held[number] = torch.empty(padding_block.bytes, dtype=torch.uint8, device=self.device)
 
     def trace(self) -> bool:
-        """Begin to note; not if somebody else does."""
+        """Begin to record allocations; returns False if somebody else does."""
         enabled: Any = getattr(torch._C, "_cuda_isHistoryEnabled", None)
         if enabled is not None and enabled():
             return False
@@ -110,7 +110,7 @@ class PaddingSearch:
 
 
 def _count(device: torch.device) -> int:
-    """How many tensors have come and gone."""
+    """How many tensors have been allocated and freed on a device."""
     stats = torch.cuda.memory_stats_as_nested_dict(device)["allocation"]["all"]
     return int(stats["allocated"]) + int(stats["freed"])
 
@@ -118,7 +118,7 @@ def _count(device: torch.device) -> int:
 def _ordered(
     trace: Sequence[Mapping[str, Any]], places: Sequence[tuple[int, int]], steps: Sequence[int]
 ) -> tuple[list[Event], list[int]]:
-    """The part of a trace that lies in some places, tensors numbered; and where in it the steps begin."""
+    """The part of a trace that lies in some segments, tensors numbered; and where in it the steps begin."""
     events: list[Event] = []
     before: list[int] = []
     names: dict[int, int] = {}
@@ -141,12 +141,12 @@ def _ordered(
 def best_padding_blocks(
     events: Sequence[Event], steps: Sequence[int], *, time_limit_s: float = 3.0
 ) -> tuple[list[PaddingBlock], int]:
-    """Padding blocks with which the allocator takes least, and what it takes; none if that is not less.
+    """Padding blocks with which the allocator reserves least, and how much; none if that is not less than without.
 
     Args:
-        events: tensors as they come and go.
+        events: tensors as they are allocated and freed.
         steps: number of the event before which every step begins; the last one is the beginning of backward.
-        time_limit_s: for the search, of the processor.
+        time_limit_s: for the search, of processor time.
     """
     search = _Search(*_large(events, steps))
     now, before = time.thread_time(), reserved_by(events)
@@ -167,7 +167,7 @@ class _Search:
         self.least, self.floor = self.top([]), _living(events)
 
     def by_size(self, end: float) -> None:
-        """Change what is best so far in any way that takes no more."""
+        """Accept any change to the best so far that reserves no more."""
         simple = [[PaddingBlock(n * _MIB, 0)] for n in range(6, 258, 6)]
         while time.thread_time() < end and self.least - self.floor > _NEAR:
             wanted = simple.pop() if simple else self.changed(self.found)
@@ -176,7 +176,7 @@ class _Search:
                 self.found, self.least = wanted, taken
 
     def by_reach(self, end: float) -> None:
-        """Get by with as much less as the segment grows by: by changes with which more of the step fits into that."""
+        """Try to reserve one increment less, accepting changes with which more of the step fits into that."""
         tried, idle, goal = self.found, 0, self.lower()
         at = self.reach(tried, goal)[0]
         while time.thread_time() < end and goal >= self.floor:
@@ -216,7 +216,7 @@ class _Search:
         return len(self.events) + 1, segment.top
 
     def changed(self, found: Sequence[PaddingBlock], before: int | None = None) -> list[PaddingBlock]:
-        """What is best so far with one padding block more, less or another one; or something new.
+        """The best so far with one padding block more, less or another one; or a new set.
 
         Args:
             found: the best.
@@ -231,7 +231,7 @@ class _Search:
         return others if others and chance < 0.6 else [*others, self.moved(old, before)]
 
     def moved(self, padding_block: PaddingBlock, before: int | None = None) -> PaddingBlock:
-        """Another one that shares two of three things with a padding block, or nothing."""
+        """A padding block that differs from the given one in one of three properties, or in all."""
         other, what = self.padding_block(before), self.draw.randrange(3 if before is None else 4)
         until = self.last if padding_block.ends is None else padding_block.ends
         if what == 0:
@@ -245,7 +245,7 @@ class _Search:
         return other
 
     def padding_block(self, before: int | None = None) -> PaddingBlock:
-        """Any; or any that begins before an event, often shortly before it and for a short time."""
+        """A random padding block; or one that begins before an event, often shortly before it and for a short time."""
         size, near, length = self.draw.choice(self.sizes), self.draw.random(), self.draw.random()
         steps = self.last if before is None else min(bisect_right(self.steps, before), self.last)
         begins = self.draw.randrange(max(steps, 1))
@@ -260,7 +260,7 @@ class _Search:
 
 
 def _large(events: Sequence[Event], steps: Sequence[int]) -> tuple[list[Event], list[int]]:
-    """Events of large tensors alone, and before which of them the steps begin."""
+    """Events of large tensors only, and before which of them the steps begin."""
     kept: list[Event] = []
     small: set[int] = set()
     places = []
@@ -276,7 +276,7 @@ def _large(events: Sequence[Event], steps: Sequence[int]) -> tuple[list[Event], 
 
 
 def _beside(padding_blocks: Sequence[PaddingBlock], steps: Sequence[int]) -> dict[int, list[Event]]:
-    """Padding blocks as allocator events, by the step they precede; before a step frees come first."""
+    """Padding blocks as allocator events, by the step they precede; before a step, frees come first."""
     last = len(steps) - 1
     changes: list[tuple[int, int, int]] = []
     for i, padding_block in enumerate(padding_blocks):
@@ -289,7 +289,7 @@ def _beside(padding_blocks: Sequence[PaddingBlock], steps: Sequence[int]) -> dic
 
 
 def _living(events: Sequence[Event]) -> int:
-    """The most that lives at a time."""
+    """The most bytes that are allocated at a time."""
     now = most = 0
     sizes: dict[int, int] = {}
     for name, size in events:

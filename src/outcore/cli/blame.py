@@ -1,4 +1,5 @@
-"""What a message leaves out when a job's own code fails: the block it failed in, and the line that mends an install.
+"""What an error message leaves out when a job's own code fails: the block it failed in, and the command that repairs an
+install.
 
 torch says which shapes did not match, and a traceback says on which line; the name of the block, as `outcore graph`
 shows it, is in neither. It is read from the frames of the traceback: the outermost module is the model, the innermost
@@ -18,7 +19,7 @@ __all__ = ["block_of", "hints", "install_torchvision", "matching_torchvision"]
 
 
 def hints(error: BaseException) -> list[str]:
-    """What may be said beside an error's own words, a line each."""
+    """Lines to print beside an error's own words."""
     found = []
     if block := block_of(error):
         found.append(f"it happened in block {block}")

@@ -1,8 +1,8 @@
-"""Sizes of images that a network takes.
+"""Sizes of images that a network accepts.
 
 A U-Net of four levels takes images whose sides are multiples of 16, and fails with a sentence about two tensors for all
-others. Which multiple a network asks for is found by recording it, which costs a fraction of a second and no memory:
-the smallest power of two an odd multiple of which is taken.
+others. Which multiple a network needs is found by recording it, which costs a fraction of a second and no memory: the
+smallest power of two an odd multiple of which is accepted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MOST = 1 << 16
 
 
 def multiple_of(job: Job, size: int | None, side: int) -> int:
-    """What the sides of images must be multiples of; 1 if anything will do, or nothing was found."""
+    """What the sides of images must be multiples of; 1 if any size is accepted, or nothing was found."""
     for multiple in _TRIED:
         odd = max(1, round(side / multiple)) // 2 * 2 + 1
         try:

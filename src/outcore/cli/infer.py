@@ -129,7 +129,7 @@ def infer(
 
 
 class _Written:
-    """What is written, and how it is told."""
+    """What is written, and how it is reported."""
 
     def __init__(self, values: Any, heat: str | None, overlay: bool, overwrite: bool, json: bool) -> None:
         self.values, self.heat, self.overlay, self.overwrite, self.json = values, heat, overlay, overwrite, json
@@ -147,7 +147,7 @@ class _Written:
 def _check_paths(
     data: Path, output: Path | None, weights: Path | None, job: str, overwrite: bool, *, several: bool
 ) -> None:
-    """What is wrong with the paths is said before anything is loaded."""
+    """Check the paths before anything is loaded."""
     from outcore.infer.partial import check_free, check_not_read
 
     if not data.exists():
@@ -272,8 +272,8 @@ def _numbered(folder: ResultsFolder, slides: list[SlideInput]) -> Iterator[tuple
     left, start = list(folder.left(slides)), time.monotonic()
     for number, slide in enumerate(left):
         rest = (time.monotonic() - start) / number * (len(left) - number) if number else None
-        told = "" if rest is None else f", about {_duration(rest)} left"
-        yield f"{len(slides) - len(left) + number + 1} of {len(slides)}{told}", slide
+        remaining = "" if rest is None else f", about {_duration(rest)} left"
+        yield f"{len(slides) - len(left) + number + 1} of {len(slides)}{remaining}", slide
 
 
 def _duration(seconds: float) -> str:

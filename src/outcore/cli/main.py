@@ -47,7 +47,7 @@ class _Command(TyperCommand):
 
 
 class _Commands(TyperGroup):
-    """Commands that are imported when they are called: what needs none of them does not wait for torch."""
+    """Commands that are imported when they are called, so that what needs none of them does not wait for torch."""
 
     _listing = False
 
@@ -116,7 +116,7 @@ def _options(
 
 
 def main() -> None:
-    """Run the command; every refusal becomes one message and an exit code."""
+    """Run the command; every `OutcoreError` becomes one message and an exit code."""
     from outcore.cli.wording import typed
     from outcore.errors import OutcoreError
 
@@ -153,7 +153,7 @@ def _is_interruption(error: BaseException | None) -> bool:
 
 
 def _hints(error: BaseException) -> list[str]:
-    """What the frames of an error tell beside its words; nothing is worth failing again for."""
+    """Hints from the frames of an error; a failure to find any is ignored."""
     from outcore.cli.blame import hints
 
     try:
@@ -163,7 +163,7 @@ def _hints(error: BaseException) -> list[str]:
 
 
 def _below_the_command(frames: TracebackType | None) -> TracebackType | None:
-    """A traceback without the frames that read the command line: whoever wrote the job knows none of them."""
+    """A traceback without the frames that read the command line, which mean nothing to the author of the job."""
     at = frames
     while at is not None:
         module = str(at.tb_frame.f_globals.get("__name__"))

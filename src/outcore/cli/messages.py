@@ -1,4 +1,4 @@
-"""What a command says while it works: a spinner where it takes its time, and a line for every file it wrote.
+"""What a command prints while it works: a spinner where it takes its time, and a line for every file it wrote.
 
 Both go to standard error, so that what a command prints can be piped. Without a terminal there is no spinner.
 """
@@ -28,7 +28,7 @@ def working(what: str, *, quiet: bool = False) -> Iterator[None]:
 
 
 def wrote(*paths: Path | None) -> None:
-    """Say which files were written."""
+    """Print which files were written."""
     for path in paths:
         if path is not None:
             Console(stderr=True).print(f"wrote {path}", highlight=False, markup=False, soft_wrap=True)
@@ -55,7 +55,7 @@ class Interruption:
             signal.signal(signal.SIGINT, self._before)
 
     def check(self) -> None:
-        """Raise what came."""
+        """Raise `KeyboardInterrupt` if Ctrl-C was pressed."""
         if self.came:
             raise KeyboardInterrupt
 

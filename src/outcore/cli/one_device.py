@@ -1,4 +1,5 @@
-"""`outcore plan` for one device: which memory is kept, moved, encoded or made again, and the frontier around it.
+"""`outcore plan` for one device: which saved tensors are kept, offloaded, encoded or recomputed, and the frontier
+around it.
 
 Where no policy meets the budget, images are streamed in tiles, and the plan says how.
 """

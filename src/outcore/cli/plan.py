@@ -81,8 +81,8 @@ def plan(
     where = _machine(machine)
     found = Job.load(job, inputs=inputs or (), arguments=arguments or ())
     count = devices or where.ranks
-    told = batch is not None or bool(inputs) or vertical or stages is not None
-    chosen = batch_for(found, count) if count > 1 and not told else None
+    explicit = batch is not None or bool(inputs) or vertical or stages is not None
+    chosen = batch_for(found, count) if count > 1 and not explicit else None
     with working(f"recording {job}", quiet=json):
         graph = found.capture(batch or chosen)
     budget = where.devices[0].memory_bytes

@@ -166,7 +166,7 @@ def _show_sizes(
 
 
 def _taken(sides: list[int], multiple: int, *, quiet: bool) -> list[int]:
-    """Sides that the network takes; said where they are others than those that were asked for."""
+    """The sides that the network accepts; printed where they differ from those that were asked for."""
     taken = sorted({rounded(side, multiple) for side in sides})
     if taken != sorted(set(sides)) and not quiet:
         said = f"this network takes sides in multiples of {multiple}: {', '.join(map(str, taken))}"
@@ -210,7 +210,7 @@ def _sizes(text: str, option: str) -> list[int]:
 
 
 def _here() -> Machine:
-    """This machine; measured on the first call where no catalogue knows it."""
+    """This machine; measured on the first call where it is not in the catalogue."""
     with working("looking at this machine"):
         return known()
 

@@ -117,7 +117,7 @@ def sweep(
 
 def _run(running: Sweep, console: Console, total: int, *, live: bool) -> None:
     """Run, and show what is being done: from the first second on, and at most a few times in each."""
-    said, begun, told, stated = 0, time.monotonic(), 0.0, ""
+    said, begun, last_line_s, stated = 0, time.monotonic(), 0.0, ""
     quiet_s = 0.25 if live else _QUIET_S
 
     def change(now: Sweep) -> None:
@@ -142,9 +142,9 @@ def _run(running: Sweep, console: Console, total: int, *, live: bool) -> None:
                 console.print(line, highlight=False, markup=False)
 
     def progress(now: Sweep) -> None:
-        nonlocal told
-        if time.monotonic() - told >= quiet_s:
-            told = time.monotonic()
+        nonlocal last_line_s
+        if time.monotonic() - last_line_s >= quiet_s:
+            last_line_s = time.monotonic()
             if shown is not None:
                 shown.update(Group(_table(now), _activity(now, total, begun)))
             else:

@@ -1,8 +1,8 @@
-"""Messages in the words of the command line.
+"""Error messages in the words of the command line.
 
-The package's errors name arguments of functions, because most are raised for whoever calls those. A command has other
-names for the same things, and a message that says what to type next must say what can be typed. So names are put into
-the command's words once, where the message leaves.
+The package's errors name arguments of functions, because most are raised for callers of those. A command has other
+names for the same things, and a message that says what to type next must say what can be typed. So names are replaced
+by the command's once, where the message is printed.
 """
 
 from __future__ import annotations

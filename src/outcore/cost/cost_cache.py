@@ -54,11 +54,15 @@ def measured(graph: Graph, *, time_limit_s: float, between: bool = True) -> Cost
 
 
 def cache_folder() -> Path | None:
-    """Where files are kept; none if they are not."""
-    told = os.environ.get("OUTCORE_CACHE")
-    if told is not None and told.strip().lower() in ("", "off", "0", "no"):
+    """The folder of the files; None if none are kept."""
+    configured = os.environ.get("OUTCORE_CACHE")
+    if configured is not None and configured.strip().lower() in ("", "off", "0", "no"):
         return None
-    base = Path(told) if told else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "outcore"
+    base = (
+        Path(configured)
+        if configured
+        else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "outcore"
+    )
     return base / "costs"
 
 

@@ -30,13 +30,13 @@ __all__ = ["CallCost", "Costs", "Gradient", "Saved", "Source", "Totals"]
 FORMAT = 1
 
 Source = Literal["measured", "analytic", "scaled", "unknown"]
-"""Where a number came from: a run of the real thing on the device; shapes and rules alone; a run of a smaller
-version, multiplied; nowhere."""
+"""Where a number came from: "measured" on the device; "analytic", from shapes and rules only; "scaled" from a smaller
+version; or "unknown"."""
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """Memory that a call keeps for its backward."""
+    """Memory that a call saves for its backward."""
 
     of: str
     """Name of the value (the first in that memory), of the parameter or buffer, or of the derived tensor."""
@@ -53,7 +53,7 @@ class Gradient:
     of: str
     """Name of the input value or parameter."""
     bytes: int
-    """Memory it takes; 0 if it is the gradient of an output, handed on."""
+    """Memory it takes; 0 if it is the gradient of an output, passed on."""
     passes: str | None = None
     """The output whose gradient it is, in the same memory."""
     stride: tuple[int, ...] | None = None
@@ -78,17 +78,17 @@ class CallCost:
     flops_backward: int = 0
     issue_forward: float = 0.0
     issue_backward: float = 0.0
-    """Work of the host to issue its operations, in simple ones (`outcore.cost.measured.launch_count`)."""
+    """Work of the host to launch its operations, in simple operations (`outcore.cost.measured.launch_count`)."""
     parameter_bytes: int = 0
     output_bytes: int = 0
     """Memory of the outputs that is not shared with inputs or weights."""
     outputs: Mapping[str, int] = field(default_factory=dict)
-    """That memory, by the value that is first in it."""
+    """That memory, by the first value in it."""
     saved: tuple[Saved, ...] = ()
     gradients: tuple[Gradient, ...] = ()
     """In the order of the inputs, then the parameters."""
     arriving: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Strides of gradients of outputs that arrive in another layout than the outputs'."""
+    """Strides of gradients of outputs that have another layout than the outputs."""
     saved_source: Source = "unknown"
     workspace_forward_bytes: int = 0
     workspace_backward_bytes: int = 0
@@ -102,7 +102,7 @@ class CallCost:
 
     @property
     def dispatch_s(self) -> float:
-        """What the host needs to issue forward and backward; 0 where unknown."""
+        """Host time to launch forward and backward; 0 where unknown."""
         return sum(t.dispatch_s for t in (self.forward, self.backward) if t is not None)
 
     def at_depth(self, depth: int) -> str:
@@ -112,7 +112,7 @@ class CallCost:
 
     @property
     def has_backward(self) -> bool:
-        """Whether anything flows back through it."""
+        """Whether any gradient flows through it."""
         return bool(self.gradients)
 
 
@@ -128,7 +128,7 @@ class Totals:
     parameter_bytes: int
     output_bytes: int
     saved_bytes: int
-    """Feature maps and derived tensors kept for backward, each memory once; without weights."""
+    """Feature maps and derived tensors saved for backward, each memory once; without weights."""
     workspace_bytes: int
     """The largest of a single call."""
     unmeasured: tuple[str, ...]
@@ -146,7 +146,7 @@ class Costs:
 
     model: str
     fingerprint: str
-    """Of the graph; costs of another graph are refused by whoever uses both."""
+    """Of the graph; using costs with another graph raises."""
     device: str
     """Name of the device, e.g. "NVIDIA H200" or "cpu (2 threads)"."""
     device_kind: str
@@ -157,17 +157,18 @@ class Costs:
     fixed_bytes: int = 0
     """Bytes of frozen parameters and of buffers."""
     library_bytes: int = 0
-    """What the device's libraries took during the measurement and keep (matrix product workspaces)."""
+    """Bytes that the device's libraries allocated during the measurement and keep (matrix product workspaces)."""
     between_s: float = 0.0
-    """Host time per call and direction beyond what a call takes alone."""
+    """Host time per call and direction beyond what an isolated call takes."""
     start_s: float = 0.0
     """Host time of starting backward, once a step."""
     beat_s: float = 0.0
-    """The host's speed at which launch times hold (`outcore.cost.measured.host_speed`); 0: does not matter."""
+    """Seconds of the reference work at which launch times hold (`outcore.cost.measured.host_speed`); 0: does not
+    matter."""
     sum_bytes_per_s: float = 0.0
     """Rate at which backward adds up gradients of one value, in bytes read and written; 0 where it is not known."""
     sum_dispatch_s: float = 0.0
-    """Host time of issuing one such sum."""
+    """Host time of launching one such sum."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -199,7 +200,7 @@ class Costs:
         return total(self.inside(path))
 
     def by_depth(self, depth: int = 1) -> dict[str, Totals]:
-        """The network taken apart at one depth: each block there, and leaves above it, with its total."""
+        """The costs at one depth: each block there, and leaves above it, with its total."""
         groups: dict[str, list[CallCost]] = {}
         for cost in self.calls.values():
             groups.setdefault(cost.at_depth(depth), []).append(cost)

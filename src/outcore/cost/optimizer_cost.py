@@ -1,9 +1,9 @@
 """What an optimizer keeps and needs per parameter, found by taking two steps on a handful of numbers.
 
-Optimizers differ in state (Adam two numbers per parameter, SGD with momentum one) and in what a step needs for a
-moment: the loop over parameters needs room for the largest, the fused-over-parameters form ("foreach", the default
-on GPUs) room for all of them. Nobody documents these, and users bring their own optimizers, so they are counted. So
-is the memory traffic of a step, which is all the time it takes on large models.
+Optimizers differ in state (Adam two numbers per parameter, SGD with momentum one) and in the workspace of a step: the
+loop over parameters needs room for the largest, the fused-over-parameters form ("foreach", the default on GPUs) room
+for all of them. These are not documented, and users bring their own optimizers, so they are counted. So is the memory
+traffic of a step, which is all the time it takes on large models.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class OptimizerCost:
         return round(self.state_per_parameter * sum(parameters.values()))
 
     def workspace_bytes(self, parameters: Mapping[str, int]) -> int:
-        """Room a step needs."""
+        """The workspace of a step."""
         if not parameters:
             return 0
         sizes = parameters.values()

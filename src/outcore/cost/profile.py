@@ -157,7 +157,7 @@ def profile(
     time_limit_s: float = 60.0,
     progress: Progress | None = None,
 ) -> Profile:
-    """Profile a job on a device: by estimate, or by measuring every call alone where the device is present.
+    """Profile a job on a device: by estimate, or by measuring every call in isolation where the device is present.
 
     Args:
         job: what is trained; its loss and optimizer are part of the step where it has them.

@@ -1,6 +1,6 @@
 """A job's model and its loss as one network.
 
-What a loss computes and keeps for backward is part of the step: of a segmentation, as large as the last feature maps.
+What a loss computes and saves for backward is part of the step: of a segmentation, as large as the last feature maps.
 The model is given a forward that ends in the loss, in place, so that every block keeps the name the user knows.
 """
 

@@ -53,7 +53,7 @@ def load_array(path: Path) -> Pixels:
 
 
 def _said(error: Exception) -> str:
-    """The first line of what went wrong."""
+    """The first line of an error."""
     return (str(error) or type(error).__name__).splitlines()[0]
 
 

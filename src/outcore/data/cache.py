@@ -1,9 +1,9 @@
-"""What stays open and decoded: bounded, shared by all slides of a process, safe among threads.
+"""The cache of open files and decoded tiles: bounded, shared by all slides of a process, thread-safe.
 
 Neighbouring regions share tiles, and the second pass of a step reads what the first has read, so decoded tiles are
 worth keeping; a data set of a thousand slides must neither keep a thousand files open nor all their tiles. Two least
-recently used lists bound both. A file that falls out of the list is closed when its last reader lets go of it, so a
-read never finds its file closed.
+recently used lists bound both. A file that falls out of the list is closed when its last reader releases it, so a read
+never finds its file closed.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Handles(Generic[Handle]):
             return handle
 
     def drop(self, key: Hashable) -> None:
-        """Let go of a file; it is closed when no read uses it any more. Never waits.
+        """Release a file; it is closed when no read uses it any more. Never waits.
 
         The interpreter frees slides in whatever thread it happens to be in. That may be the one which the thread that
         holds the lock waits for, because it opens a file with it.

@@ -1,8 +1,8 @@
-"""Which tiles of a file are of one colour, as far as they were looked at.
+"""Which tiles of a file are of one colour, as far as they were decoded.
 
-Most of a slide is glass, or was never scanned. A tile of one colour need be decoded once: its colour says all of it.
-What is known is one small number for each tile of the file, two bytes, so it can be kept for all slides of a data set:
-an epoch later nobody reads the glass again.
+Most of a slide is glass, or was never scanned. A tile of one colour need be decoded once: its colour describes all of
+it. What is known is one small number for each tile of the file, two bytes, so it can be kept for all slides of a data
+set: an epoch later the glass is not read again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Colour = tuple[int | float, ...]
 
 _MIXED = -1
 _MOST = 32_000
-"""Colours that are told apart; tiles of further ones count as mixed."""
+"""The number of colours that are distinguished; tiles of further ones count as mixed."""
 
 
 class Colours:
@@ -37,7 +37,7 @@ class Colours:
 
     def __init__(self, layout: FileLayout) -> None:
         self._numbers = [np.zeros(level.grid, np.int16) for level in layout.levels]
-        """For each tile the number of its colour; 0 where it was not looked at."""
+        """For each tile the number of its colour; 0 where it was not decoded."""
         self._known: list[Colour] = []
         self._by_colour: dict[Colour, int] = {}
         self._last: tuple[Pixels | None, Colour | None] = None, None
@@ -45,7 +45,7 @@ class Colours:
         self._lock = threading.Lock()
 
     def note(self, level: int, index: tuple[int, ...], pixels: Pixels) -> Colour | None:
-        """Look at a tile; its colour, or none."""
+        """Note the colour of a tile; returns it, or None if it has several."""
         before, colour = self._last
         if pixels is before and colour is not None:
             self._numbers[level][index] = self._number(colour)
@@ -63,7 +63,7 @@ class Colours:
         return colour
 
     def of(self, level: int, places: Sequence[range]) -> Colour | None:
-        """The one colour of a box of tiles; none if there are several, or one of the tiles was not looked at."""
+        """The one colour of a box of tiles; None if there are several, or one of the tiles was not decoded."""
         numbers = self._numbers[level][tuple(slice(p.start, p.stop) for p in places)]
         first = int(numbers.flat[0]) if numbers.size else 0
         return self._known[first - 1] if first > 0 and bool((numbers == first).all()) else None

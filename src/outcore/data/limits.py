@@ -1,8 +1,8 @@
-"""What a file may make the process hold before anyone has looked at it.
+"""The most memory that a file may make the process allocate.
 
 A file of a few bytes can claim any size: a million pixels a side in one tile, a chunk of a terabyte. Whatever a file
-claims is checked against these limits before memory is taken for it. `limits.at_most` makes them smaller for a while,
-to what a budget allows.
+claims is checked against these limits before memory is allocated for it. `limits.at_most` lowers them for a while, to
+what a budget allows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Limits", "check_layout", "limits"]
 
 _LARGEST_SIDE = 1 << 31
 _MOST_TILES = 50_000_000
-"""Two bytes are kept for each."""
+"""The most tiles of a file; two bytes are kept for each."""
 _MOST_CHANNELS = 65_536
 _MOST_LEVELS = 64
 
@@ -60,7 +60,7 @@ smaller tiles, or allow more memory
 
 
 limits = Limits()
-"""Of this process."""
+"""The limits of this process."""
 
 
 def check_layout(name: str, layout: FileLayout) -> None:

@@ -22,7 +22,7 @@ _TIFF = (".tif", ".tiff", ".btf", ".tf8", ".svs")
 _SCANNERS = (".svs", ".ndpi", ".mrxs", ".scn", ".bif", ".vms", ".vmu", ".svslide", ".dcm", ".czi")
 _IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
 SLIDE_ENDINGS = frozenset((*_TIFF, *_SCANNERS, *_IMAGES, ".npy", ".zarr"))
-"""What names of readable files and folders end in."""
+"""The endings of readable files and folders."""
 
 
 def open_slide(source: str | Path | np.ndarray[Any, Any] | Tensor, *, on_damage: OnDamage = "raise") -> Slide:

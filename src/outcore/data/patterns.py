@@ -1,4 +1,4 @@
-"""What synthetic tissue is made of: a few tiles of each kind, drawn once.
+"""The tiles of synthetic tissue: a few of each kind, drawn once.
 
 Flat colours and hard edges on purpose: such tiles compress tenfold without loss, so a slide of ten thousand million
 pixels is a file of moderate size whose every pixel is known. Cells lie whole inside their tile, so any tile can lie
@@ -15,7 +15,7 @@ import numpy as np
 __all__ = ["KINDS", "VARIANTS", "patterns"]
 
 KINDS = ("round", "tall", "stroma")
-"""Two kinds of tissue that a label speaks of, and one that no label depends on."""
+"""Two kinds of tissue that labels depend on, and one that none does."""
 VARIANTS = 16
 _CELL = 32
 _CYTOPLASM = ((236, 186, 214), (206, 172, 226), (240, 214, 222))

@@ -1,8 +1,8 @@
-"""What a file format has to offer so that a slide can be read from it: levels, each a grid of tiles.
+"""The interface of a file format from which slides can be read: levels, each a grid of tiles.
 
 Every format is brought to one form: levels of decreasing size, each cut into equal tiles (the last of a row may be cut
-off), each tile an array of channels first. Everything else (regions, caching, damaged tiles, resampling) is the slide's
-business and is written once.
+off), each tile an array of channels first. Everything else (regions, caching, damaged tiles, resampling) is in
+`outcore.data.slide` and is written once.
 """
 
 from __future__ import annotations

@@ -74,7 +74,8 @@ class Slide:
         self._begin()
 
     def _begin(self) -> None:
-        """What belongs to this process alone; the token keeps its tiles apart from those of a slide long gone."""
+        """Set up what belongs to this process only; the token separates its tiles from those of a slide that was
+        closed."""
         self._lock = threading.Lock()
         self._token = next(_tokens)
 

@@ -42,7 +42,7 @@ class SlideRow:
 
 @dataclass(frozen=True)
 class Example:
-    """An opened slide with what is to be learned of it."""
+    """An opened slide with its target."""
 
     row: SlideRow
     image: Slide
@@ -102,7 +102,7 @@ class SlideTable:
         return Example(row, image, mask)
 
     def _opened(self, path: Path) -> Slide:
-        """A slide stays: what is known of its glass is not found out again in every epoch."""
+        """The slide of a path, kept open: what is known of its glass is not found out again in every epoch."""
         if path not in self._slides:
             slide = open_slide(path, on_damage=self.on_damage)
             slide.damage = self.damage
@@ -110,7 +110,7 @@ class SlideTable:
         return self._slides[path]
 
     def examples(self, order: Sequence[int] | None = None) -> Iterator[Example]:
-        """The examples in an order; bad ones stop it or are skipped, as told."""
+        """The examples in an order; bad ones raise or are skipped, as configured."""
         for index in range(len(self)) if order is None else order:
             try:
                 yield self[index]
@@ -118,7 +118,7 @@ class SlideTable:
                 self.skip(index, str(error), error)
 
     def skip(self, index: int, reason: str, cause: Exception | None = None) -> None:
-        """Note a slide as bad; raises unless the table was told to skip such slides, or a package is missing."""
+        """Note a slide as bad; raises unless such slides are to be skipped, or if a package is missing."""
         if isinstance(cause, MissingPackageError):
             raise cause
         if self.on_bad == "raise":

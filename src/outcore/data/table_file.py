@@ -2,8 +2,8 @@
 
 Spreadsheets write CSV as UTF-8 with or without a mark at its beginning, as UTF-16 with tabs ("Unicode text"), with
 semicolons where the comma is the decimal sign, and on some systems in an encoding of the country. The first three are
-read. The last cannot be told from other encodings, and a wrong guess would change the names of files and classes
-silently, so it is refused in a sentence.
+read. The last cannot be distinguished from other encodings, and a wrong guess would change the names of files and
+classes silently, so it is an error.
 """
 
 from __future__ import annotations

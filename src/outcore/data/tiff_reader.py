@@ -34,9 +34,9 @@ __all__ = ["TiffReader", "inflated"]
 _Stored = tuple[bytes, ...] | None
 
 _FEW_BYTES = 4096
-"""Tiles of no more are remembered by their bytes,"""
+"""Tiles of no more compressed bytes are remembered by their bytes,"""
 _MET_BYTES = 16 << 20
-"""so many bytes of pixels."""
+"""up to so many bytes of pixels."""
 _LARGEST_STRIP = 4096
 _MICRONS = {2: 25400.0, 3: 10000.0}
 """Microns in the unit of a resolution tag: inch, centimetre."""

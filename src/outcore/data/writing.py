@@ -30,7 +30,7 @@ Pixels = np.ndarray[Any, Any]
 Encoder = Callable[[Pixels], bytes]
 
 _AHEAD = 16
-"""Tiles being made while one is written."""
+"""Tiles that are computed while one is written."""
 
 
 def write_slide(

@@ -162,5 +162,5 @@ def _members(group: Any) -> str:
 
 
 def _said(error: Exception) -> str:
-    """The first line of what went wrong."""
+    """The first line of an error."""
     return (str(error) or type(error).__name__).splitlines()[0][:300]

@@ -7,7 +7,7 @@
 
 Every member has its own weights, buffers, optimizer, schedule, clip, loss weight and random numbers; the batch is
 shared, or there is one for each. A member whose loss is no longer finite is frozen as it is and reported; the others
-do not notice. A slot can be stopped and given to another model while the rest trains on.
+go on. A slot can be stopped and given to another model while the rest trains on.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from outcore.fusion.program.recordings import ProgramCache, same_settings
 from outcore.fusion.program.values import Stacked
 from outcore.fusion.runner import RunMode, cut
 from outcore.fusion.slots import MemberSlots
-from outcore.fusion.training import judging
+from outcore.fusion.training import eval_mode
 from outcore.fusion.verify import disagreement
 from outcore.graph.record.versions import ChangeCounter
 from outcore.graph.structure import substitute
@@ -58,13 +58,13 @@ class FusedArray(MemberSlots):
         super().__init__(models, kind, terms, seeds=seeds, way=way or RunMode(len(models)))
         self._way_given, self._check, self.unfused = way is not None, check, tuple(unfused)
         self.choice: AutotuneResult | None = None
-        """What was measured to decide how to run; none if it was not."""
+        """The measurements that decided how to run; None if there were none."""
         self._recordings = ProgramCache()
         self._changes = ChangeCounter()
         self.steps = self._counted = 0
         self._begun = 0.0
         self.losses: Tensor | None = None
-        """Of the last step, one per member."""
+        """The losses of the last step, one per member."""
         self.metrics: dict[str, Tensor] = {}
         self.output: Any = None
         """What the models returned in the last step, if asked for, members first; on a GPU valid until the next."""
@@ -111,7 +111,8 @@ class FusedArray(MemberSlots):
         return self.choice
 
     def report(self) -> str:
-        """What was predicted before training, and what was achieved since, with all that happened between steps."""
+        """What was predicted before training, and what was achieved since, including all that happened between
+        steps."""
         if self.choice is None:
             return f"{len(self)} members, {self.way}; nothing was measured: array.tune(x, y)"
         if self.device.type == "cuda":
@@ -130,10 +131,10 @@ class FusedArray(MemberSlots):
     ) -> Tensor:
         """Losses on a batch without training, in eval mode; `metrics` and `output` are set as by `step`."""
         name = objective or next(iter(self.slots[0].trainings))
-        with torch.no_grad(), judging([slot.trainings[name] for slot in self.slots]):
+        with torch.no_grad(), eval_mode([slot.trainings[name] for slot in self.slots]):
             args = self.arguments(batch, each)
             key, program = self.program(name, args)
-            return self._collect(self.runner.forward(key, name, program, args, self._alone(program)))
+            return self._collect(self.runner.forward(key, name, program, args, self._runs_own_models(program)))
 
     def schedule(self, metrics: Sequence[float] | Tensor | None = None) -> None:
         """Advance every living member's schedulers; a plateau scheduler gets its member's metric, or its loss."""
@@ -154,14 +155,14 @@ class FusedArray(MemberSlots):
         if not same_settings(released, model):
             self._recordings = ProgramCache()
         if not self._recordings.programs or len(self._place(slot)[0]) == 1:
-            self.runner.forget()  # alone, the captured step is that of the other model's own modules
+            self.runner.forget()  # in a group of one, the captured step is that of the other model's own modules
         self.runner.rename(self._recordings.rebind(self._members()))
 
     def keep(self, slots: Sequence[int]) -> None:
-        """Go on with these members alone, in this order; the others leave, their models with memory of their own."""
+        """Continue with these members only, in this order; the others leave, their models with memory of their own."""
         super().keep(slots)
         if any(program.others for program in self._recordings.programs.values()):
-            self._recordings = ProgramCache()  # what some members do otherwise is known by their slots
+            self._recordings = ProgramCache()  # differences between members are stored by slot
         self._recordings = self._recordings.copied(self._members())
 
     @property
@@ -170,12 +171,12 @@ class FusedArray(MemberSlots):
         program = self._recordings.last
         if program is None:
             return {}
-        return dict.fromkeys(program.graph.calls, "members") if self._alone(program) else dict(program.ways)
+        return dict.fromkeys(program.graph.calls, "members") if self._runs_own_models(program) else dict(program.ways)
 
     # Inside
 
     def arguments(self, batch: tuple[Any, ...], each: Sequence[tuple[Any, ...]] | None) -> tuple[Any, ...]:
-        """A batch as the members' training takes it, on their device."""
+        """A batch as `MemberTraining` takes it, on the members' device."""
         return arguments(
             batch,
             each,
@@ -191,7 +192,7 @@ class FusedArray(MemberSlots):
         shown = substitute(args, Stacked, lambda s: s.tensor[0])
         key = ProgramCache.key(objective, self.terms.autocast, members[0], shown)
         if (found := self._recordings.programs.get(key)) is not None:
-            if self._alone(found) and (found.varying or not self.way.graphed):
+            if self._runs_own_models(found) and (found.varying or not self.way.graphed):
                 return key, found  # the models run their own code
             if sum(group.stack.adopt() for group in self.groups):
                 self.runner.forget()
@@ -203,32 +204,33 @@ class FusedArray(MemberSlots):
             except VaryingError as error:
                 found.varying, found.obstacle = True, f"{error.what} changes in every call"
                 warnings.warn(f"outcore: {found.obstacle}, so members run by themselves", stacklevel=4)
-                self._stand_alone(found.obstacle)
+                self._run_member_by_member(found.obstacle)
                 return key, found
             self.runner.forget()
         with self.groups[0].autocast(), _leaving_nothing():
             made = self._recordings.programs[key] = StackedProgram.record(members, shown, self.unfused)
         if made.obstacle is not None:
-            self._stand_alone(made.obstacle)
+            self._run_member_by_member(made.obstacle)
         elif self._check and torch.is_grad_enabled() and len(self.groups[-1]) > 1:
             self._verify(objective, made, args)
         return key, made
 
-    def borrow(self, other: FusedArray) -> None:
-        """Take over the recordings of an array whose first members these are copies of."""
+    def share_recordings(self, other: FusedArray) -> None:
+        """Use the recordings of an array whose first members these are copies of."""
         self._recordings = other._recordings.copied(self._members())
 
     def _verify(self, objective: str, program: StackedProgram, args: tuple[Any, ...]) -> None:
-        """Do not fuse what gives other gradients than the model itself."""
+        """Compare the fused gradients of one member with its model's own; where they differ, warn and run member by
+        member."""
         group = self.groups[-1]
-        with program.without_chance() as certain, self.runner.beside(group):
+        with program.without_dropout() as certain, self.runner.beside(group):
             wrong = disagreement(group, objective, program, cut(group, args)) if certain else None
         if wrong is not None:
             warnings.warn(f"fused gradients of {wrong} are not the model's own; members run alone", stacklevel=5)
             program.obstacle = f"the fused gradient of {wrong} was not the model's own"
-            self._stand_alone(program.obstacle)
+            self._run_member_by_member(program.obstacle)
 
-    def _stand_alone(self, why: str) -> None:
+    def _run_member_by_member(self, why: str) -> None:
         note = f"members run by themselves: {why}"
         if note not in self.notes:
             self.notes.append(note)
@@ -236,12 +238,12 @@ class FusedArray(MemberSlots):
             graphed = self.device.type == "cuda"
             self.arrange(RunMode(1, graphed, graphed, channels_last=self.way.channels_last))
 
-    def _alone(self, program: StackedProgram) -> bool:
+    def _runs_own_models(self, program: StackedProgram) -> bool:
         return program.obstacle is not None or self.way.width == 1
 
     def _step(self, objective: str, args: tuple[Any, ...]) -> Tensor:
         key, program = self.program(objective, args)
-        return self._collect(self.runner.step(key, objective, program, args, self._alone(program)))
+        return self._collect(self.runner.step(key, objective, program, args, self._runs_own_models(program)))
 
     def _collect(self, outcomes: Sequence[GroupOutcome]) -> Tensor:
         all_of = GroupOutcome.joined(outcomes, outputs=self.device.type == "cpu")
@@ -251,7 +253,8 @@ class FusedArray(MemberSlots):
 
 @contextlib.contextmanager
 def _leaving_nothing() -> Iterator[None]:
-    """Collect the garbage that was made inside, and only that: all of a large process takes a tenth of a second.
+    """Collect the garbage that was made inside, and only that: a full collection of a large process takes a tenth of a
+    second.
 
     Nodes of a recording would tie parameters to the stream that it was made on.
     """

@@ -37,7 +37,7 @@ def fuse(
     unfused: Sequence[str] = (),
     outputs: bool = False,
 ) -> FusedArray:
-    """Train many models of one architecture as one; each as if it were alone.
+    """Train many models of one architecture as one; each as if it were trained by itself.
 
     >>> import outcore, torch
     >>> rates = [0.1, 0.01]
@@ -110,7 +110,7 @@ _INDEX = ("i", "index", "member", "slot")
 
 
 def _made(optimizer: Callable[..., torch.optim.Optimizer], params: Any, i: int) -> torch.optim.Optimizer:
-    """Call what the user gave with the parameters, and with the index if it takes one."""
+    """The optimizer that the user's function makes of the parameters, and of the index if it takes one."""
     if isinstance(optimizer, type):
         made: torch.optim.Optimizer = optimizer(params)
         return made

@@ -33,7 +33,7 @@ __all__ = ["Group", "GroupOutcome", "TrainingTerms"]
 
 @dataclass(slots=True)
 class GroupOutcome:
-    """What a step of a group gave, members first."""
+    """The results of a step of a group, members first."""
 
     losses: Tensor
     metrics: dict[str, Tensor]
@@ -41,7 +41,8 @@ class GroupOutcome:
 
     @classmethod
     def joined(cls, outcomes: Sequence[GroupOutcome], *, outputs: bool) -> GroupOutcome:
-        """Of all groups as of one; without `outputs` those stay as the groups left them: joining would copy them."""
+        """The results of all groups as one; without `outputs` those stay as the groups left them: joining would copy
+        them."""
 
         def cat(parts: Sequence[Tensor]) -> Tensor:
             return parts[0] if len(parts) == 1 else torch.cat(list(parts))
@@ -57,7 +58,7 @@ class GroupOutcome:
 
 @dataclass(frozen=True, slots=True)
 class TrainingTerms:
-    """What training is about besides model and optimizer, for all members of an array."""
+    """Clipping, loss weights, loss scales and precision of all members of an array."""
 
     clip: Tensor | None = None
     weights: Tensor | None = None
@@ -65,7 +66,7 @@ class TrainingTerms:
     autocast: torch.dtype | None = None
 
     def only(self, slots: Sequence[int]) -> TrainingTerms:
-        """For some of the members."""
+        """The same for some of the members."""
         clip, weights = (None if t is None else t[list(slots)] for t in (self.clip, self.weights))
         return TrainingTerms(clip, weights, None if self.scale is None else self.scale.only(slots), self.autocast)
 
@@ -87,7 +88,7 @@ class Group:
         self.steppers = {name: StackedOptimizer(self.stack, members) for name, members in optimizers.items()}
         self.device = next((t.device for t in self.stack.parameters.values()), torch.device("cpu"))
         self.alive = torch.ones(len(self), dtype=torch.bool, device=self.device)
-        """Which members are trained; a member with a loss that is not finite leaves by itself."""
+        """Which members are trained; a member with a loss that is not finite drops out."""
         self.weights = self._own(terms.weights)
         self.clip = self._own(terms.clip)
 
@@ -99,11 +100,13 @@ class Group:
         """The members' models."""
         return self.stack.models
 
-    def forward(self, objective: str, program: StackedProgram, args: tuple[Any, ...], *, alone: bool) -> GroupOutcome:
-        """Losses, metrics and outputs of all members on a batch."""
+    def forward(
+        self, objective: str, program: StackedProgram, args: tuple[Any, ...], *, own_model: bool
+    ) -> GroupOutcome:
+        """Losses, metrics and outputs of all members on a batch; with `own_model`, by the one member's own forward."""
         members = self.trainings[objective]
         with self.autocast():
-            if alone or program.obstacle is not None:
+            if own_model or program.obstacle is not None:
                 if len(self) != 1:
                     raise FuseError("a group of several members cannot run a model that must run by itself")
                 with self.randomness.of(self.first):
@@ -119,10 +122,10 @@ class Group:
         measured = {name: self._spread(value).tensor.detach() for name, value in metrics.items()}
         return GroupOutcome(loss.tensor, measured, substitute(output, Stacked, lambda s: s.tensor.detach()))
 
-    def gradients(self, objective: str, losses: Tensor, *, alone: bool) -> dict[str, Tensor]:
+    def gradients(self, objective: str, losses: Tensor, *, own_model: bool) -> dict[str, Tensor]:
         """Gradients of every member's own loss, stacked."""
         names = [n for n in self.steppers[objective].names if self.stack.parameters[n].requires_grad]
-        wanted = [self.stack.member(n, 0) if alone else self.stack.parameters[n] for n in names]
+        wanted = [self.stack.member(n, 0) if own_model else self.stack.parameters[n] for n in names]
         for leaf in wanted:
             leaf.grad = None
         weighted = losses if self.weights is None else losses * self.weights.to(losses.dtype)
@@ -130,33 +133,33 @@ class Group:
         found = {}
         for name, leaf in zip(names, wanted, strict=True):
             if leaf.grad is not None:
-                found[name] = leaf.grad.unsqueeze(0) if alone else leaf.grad
+                found[name] = leaf.grad.unsqueeze(0) if own_model else leaf.grad
                 leaf.grad = None
         return found
 
     def compute(
-        self, objective: str, program: StackedProgram, args: tuple[Any, ...], *, alone: bool
+        self, objective: str, program: StackedProgram, args: tuple[Any, ...], *, own_model: bool
     ) -> tuple[GroupOutcome, dict[str, Tensor]]:
         """Forward and backward; members whose loss is not finite are not alive afterwards."""
-        outcome = self.forward(objective, program, args, alone=alone)
+        outcome = self.forward(objective, program, args, own_model=own_model)
         scale = self.terms.scale
         losses = outcome.losses
         if scale is not None:
             losses = losses * scale.of(self.first, len(self), self.device)
-        grads = self.gradients(objective, losses, alone=alone)
+        grads = self.gradients(objective, losses, own_model=own_model)
         outcome.losses = outcome.losses.detach()
         self.alive &= outcome.losses.isfinite()
         return outcome, grads
 
     def update(self, objective: str, grads: Mapping[str, Tensor]) -> None:
-        """Clip and step, once the numbers of the step are there; only kernels where no loss scale is used."""
+        """Clip and step, once the numbers of the step are on the device; only kernels where no loss scale is used."""
         if self.clip is not None:
             clip_by_norm(grads, self.clip)
         self.steppers[objective].apply(grads, self.alive)
 
-    def step(self, objective: str, program: StackedProgram, args: tuple[Any, ...], *, alone: bool) -> GroupOutcome:
+    def step(self, objective: str, program: StackedProgram, args: tuple[Any, ...], *, own_model: bool) -> GroupOutcome:
         """One training step, eagerly."""
-        outcome, grads = self.compute(objective, program, args, alone=alone)
+        outcome, grads = self.compute(objective, program, args, own_model=own_model)
         alive, scale = self.alive, self.terms.scale
         if scale is not None:
             alive = alive & scale.unscale(grads, self.first)

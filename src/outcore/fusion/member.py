@@ -1,4 +1,4 @@
-"""One member of an array: an ordinary model with an ordinary optimizer, which happens to train with others."""
+"""One member of an array: an ordinary model with an ordinary optimizer, which trains together with others."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from outcore.fusion.array import FusedArray
 
-__all__ = ["Member", "twin"]
+__all__ = ["Member", "independent_copy"]
 
 
-def twin(model: nn.Module) -> nn.Module:
+def independent_copy(model: nn.Module) -> nn.Module:
     """A copy with memory of its own; a plain deepcopy of a member would copy the memory of all."""
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
@@ -61,12 +61,12 @@ class Member:
 
     @property
     def loss(self) -> float:
-        """Of the last step."""
+        """The loss of the last step."""
         return float("nan") if self.array.losses is None else float(self.array.losses[self.slot])
 
     def state_dict(self) -> dict[str, Tensor]:
         """A copy of the weights under the model's own names: what a serial model would save."""
-        self.array.settle(self.slot)
+        self.array.restore_buffers(self.slot)
         return {
             name: value.clone() if isinstance(value, Tensor) else value
             for name, value in self.model.state_dict().items()
@@ -80,11 +80,11 @@ class Member:
 
     def copy(self) -> nn.Module:
         """The model with memory of its own, as it is now."""
-        self.array.settle(self.slot)
-        return twin(self.model)
+        self.array.restore_buffers(self.slot)
+        return independent_copy(self.model)
 
     def checkpoint(self) -> dict[str, Any]:
-        """Copies of everything to go on from: weights, optimizers, schedulers."""
+        """Copies of everything needed to continue: weights, optimizers, schedulers."""
         own = self.array.slots[self.slot]
         return {
             "model": self.state_dict(),
@@ -93,7 +93,7 @@ class Member:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint, of this or another slot."""
+        """Continue from a checkpoint, of this or another slot."""
         own = self.array.slots[self.slot]
         self.model.load_state_dict(state["model"])
         for name, optimizer in own.optimizers.items():

@@ -44,7 +44,7 @@ class MemberFactory:
     outputs: bool = False
 
     def slot(self, model: nn.Module, index: int) -> MemberState:
-        """A member for a slot."""
+        """The state of a new member for a slot."""
         optimizers = self.optimizers(model, index)
         made = [self.scheduler(o, index) for o in optimizers.values()] if self.scheduler is not None else []
         flat = [s for m in made for s in (m if isinstance(m, list | tuple) else [m])]

@@ -2,7 +2,7 @@
 
 Each member keeps its weights and optimizer state all the time; its feature maps and gradients only while it runs.
 Members that run at the same time need both, groups that run one after the other share the room for the second. A group
-on a stream of its own has memory of its own, and holds what its allocator once took.
+on a stream of its own has a memory pool of its own, and holds what its allocator once reserved.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Forecast:
     resting_bytes: int
     """Weights and optimizer state of one member."""
     running_bytes: int
-    """What one member needs besides while it runs: feature maps, and gradients of both kinds."""
+    """What one member needs in addition while it runs: feature maps, and gradients of both kinds."""
     batch_bytes: int
     group_bytes: int = 0
-    """What a group takes besides, for libraries and for its graph."""
+    """What a group needs in addition, for libraries and for its graph."""
     groups: int = 1
     """How many run at once."""
     width: int | None = None
@@ -105,7 +105,7 @@ def forecast(array: FusedArray, *batch: Any, each: Sequence[tuple[Any, ...]] | N
 _LIBRARY_BYTES = 64 * 2**20
 """Workspace of cuBLAS for a stream of an H200: 32 MiB each for the threads of forward and backward."""
 _STREAM_BYTES = 20 * 2**20
-"""What the first steps of a stream, before its graph was captured, leave in pieces: 10 to 60 MiB were measured, above
+"""Fragments that the first steps of a stream, before its graph was captured, leave: 10 to 60 MiB were measured, above
 200 where feature maps are of hundreds."""
 _RECURRENT_BYTES = 43 * 2**20
 """Workspace of cuDNN's recurrent layers; 38 and 43 MiB were measured."""
@@ -116,12 +116,12 @@ _LONG = 256
 def _dry_run(array: FusedArray, name: str, program: StackedProgram, args: tuple[Any, ...]) -> DryRunBytes | None:
     """A step of the first group on fake tensors, where that tells more than the memory model of one member."""
     group = array.groups[0]
-    alone = len(group) == 1
+    own_model = len(group) == 1
     short = program.obstacle is None and _time_steps(program) <= _LONG
-    if not (array.way.parallel if alone else short):
+    if not (array.way.parallel if own_model else short):
         return None
     with contextlib.suppress(NotImplementedError, RuntimeError):  # an operation that fake tensors cannot do
-        return dry_run(group, name, program, cut(group, args), alone=alone)
+        return dry_run(group, name, program, cut(group, args), own_model=own_model)
     return None
 
 

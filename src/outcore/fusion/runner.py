@@ -29,8 +29,8 @@ from outcore.graph.structure import leaves, substitute
 
 __all__ = ["GroupRunner", "RunMode"]
 
-_Asked = tuple[str, Hashable]
-"""Train or look, and the key of the recording."""
+_RunKey = tuple[str, Hashable]
+""""train" or "look", and the key of the recording."""
 _WARM = 2
 """Eager steps before a capture."""
 
@@ -67,55 +67,55 @@ class GroupRunner:
         self.groups, self.way = list(groups), way
         self.refused: str | None = None
         """Why steps are not captured, if they were meant to be."""
-        self._seen: dict[_Asked, int] = {}
-        self._captured: dict[_Asked, _Captured] = {}
+        self._seen: dict[_RunKey, int] = {}
+        self._captured: dict[_RunKey, _Captured] = {}
         self._streams: list[Any] = []
         if groups and groups[0].device.type == "cuda" and (way.graphed or way.parallel):
             count = len(groups) if way.parallel else 1
             made = [torch.cuda.Stream(groups[0].device) for _ in range(count)]
             self._streams = [made[i % count] for i in range(len(groups))]
-        self._eager_looks: set[_Asked] = set()
+        self._eager_evaluations: set[_RunKey] = set()
         """Evaluations that could not be captured."""
         self._pools: dict[Any, Any] = {}
         """Memory of the graphs, by stream."""
         self._settled = not self._streams
 
     def step(
-        self, key: Hashable, objective: str, program: StackedProgram, args: tuple[Any, ...], alone: bool
+        self, key: Hashable, objective: str, program: StackedProgram, args: tuple[Any, ...], own_model: bool
     ) -> list[GroupOutcome]:
         """A training step of all groups."""
-        return self._run(("train", key), objective, program, args, alone)
+        return self._run(("train", key), objective, program, args, own_model)
 
     def forward(
-        self, key: Hashable, objective: str, program: StackedProgram, args: tuple[Any, ...], alone: bool
+        self, key: Hashable, objective: str, program: StackedProgram, args: tuple[Any, ...], own_model: bool
     ) -> list[GroupOutcome]:
         """Losses, metrics and outputs of all groups, without training."""
-        return self._run(("look", key), objective, program, args, alone)
+        return self._run(("look", key), objective, program, args, own_model)
 
     def _run(
-        self, key: _Asked, objective: str, program: StackedProgram, args: tuple[Any, ...], alone: bool
+        self, key: _RunKey, objective: str, program: StackedProgram, args: tuple[Any, ...], own_model: bool
     ) -> list[GroupOutcome]:
         trains = key[0] == "train"
-        if key not in self._eager_looks and self._capturable(objective, program, alone):
+        if key not in self._eager_evaluations and self._capturable(objective, program, own_model):
             captured = self._captured.get(key)
             if captured is not None and (not trains or captured.arrangement == self._arrangement()):
                 return captured.replay(args)
             self._seen[key] = self._seen.get(key, 0) + 1
             if self._seen[key] > _WARM:
-                return self._capture(key, objective, program, args, alone)
-        return self._eager(trains, objective, program, args, alone)
+                return self._capture(key, objective, program, args, own_model)
+        return self._eager(trains, objective, program, args, own_model)
 
     def forget(self) -> None:
-        """Something was replaced: capture anew."""
+        """Drop the captured graphs, because something was replaced."""
         self._captured.clear()
         self._seen.clear()
         self._pools.clear()  # they went with the last graph
 
     def rename(self, keys: Mapping[Any, Hashable]) -> None:
-        """The same steps are asked for by other keys from here on."""
+        """Change the keys under which the same steps are asked for."""
         self._captured = {(how, keys.get(key, key)): made for (how, key), made in self._captured.items()}
         self._seen = {(how, keys.get(key, key)): count for (how, key), count in self._seen.items()}
-        self._eager_looks = {(how, keys.get(key, key)) for how, key in self._eager_looks}
+        self._eager_evaluations = {(how, keys.get(key, key)) for how, key in self._eager_evaluations}
 
     def _arrangement(self) -> list[int]:
         return [stepper.arrangement for group in self.groups for stepper in group.steppers.values()]
@@ -133,7 +133,7 @@ class GroupRunner:
         if stream is None:
             yield
             return
-        self._settle()
+        self._preallocate()
         here = torch.cuda.current_stream()
         stream.wait_stream(here)
         with torch.cuda.stream(stream):
@@ -141,15 +141,15 @@ class GroupRunner:
         here.wait_stream(stream)
 
     def _eager(
-        self, trains: bool, objective: str, program: StackedProgram, args: tuple[Any, ...], alone: bool
+        self, trains: bool, objective: str, program: StackedProgram, args: tuple[Any, ...], own_model: bool
     ) -> list[GroupOutcome]:
         def run(group: Group) -> GroupOutcome:
             do = group.step if trains else group.forward
-            return do(objective, program, cut(group, args), alone=alone)
+            return do(objective, program, cut(group, args), own_model=own_model)
 
         if not self._streams:
             return [run(group) for group in self.groups]
-        self._settle()
+        self._preallocate()
         found = []
         here = torch.cuda.current_stream()
         for group, stream in zip(self.groups, self._streams, strict=True):
@@ -160,32 +160,32 @@ class GroupRunner:
             here.wait_stream(stream)
         return found
 
-    def _settle(self) -> None:
-        """Let optimizers and cuBLAS take the memory that stays before feature maps come and go.
+    def _preallocate(self) -> None:
+        """Let optimizers and cuBLAS allocate the memory that stays before feature maps come and go.
 
-        Taken in the middle of a step it would be cut from what large feature maps left, and hold all of that.
+        Allocated in the middle of a step it would be cut from freed blocks of large feature maps, and hold all of them.
         """
         if self._settled:
             return
         self._settled = True
         for group in self.groups:
             for stepper in group.steppers.values():
-                stepper.settle()
+                stepper.preallocate()
         for stream in dict.fromkeys(self._streams):
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream), torch.enable_grad():
                 x = torch.ones(16, 16, device=self.groups[0].device, requires_grad=True)
                 (x @ x).sum().backward()  # a workspace each for the threads of forward and of backward
 
-    def _capturable(self, objective: str, program: StackedProgram, alone: bool) -> bool:
+    def _capturable(self, objective: str, program: StackedProgram, own_model: bool) -> bool:
         if not self.way.graphed or self.refused is not None or not self._streams:
             return False
-        if alone and program.recording.uses_data:
+        if own_model and program.recording.uses_data:
             self.refused = "the model looks at numbers in tensors"
-        if alone and (program.varying or not program.recording.is_pure):
+        if own_model and (program.varying or not program.recording.is_pure):
             self.refused = "the model's code does something else in every call"
-        if any(group.steppers[objective].alone for group in self.groups):
-            self.refused = self.groups[0].steppers[objective].alone
+        if any(group.steppers[objective].separate_reason for group in self.groups):
+            self.refused = self.groups[0].steppers[objective].separate_reason
         if self.groups[0].terms.scale is not None:
             self.refused = "loss scales change with the gradients"
         if self.groups[0].randomness.per_member:
@@ -193,18 +193,18 @@ class GroupRunner:
         return self.refused is None
 
     def _capture(
-        self, key: _Asked, objective: str, program: StackedProgram, args: tuple[Any, ...], alone: bool
+        self, key: _RunKey, objective: str, program: StackedProgram, args: tuple[Any, ...], own_model: bool
     ) -> list[GroupOutcome]:
         trains = key[0] == "train"
         try:
-            made = _Captured(self, trains, objective, program, args, alone)
+            made = _Captured(self, trains, objective, program, args, own_model)
         except (RuntimeError, torch.AcceleratorError) as error:
             if trains:
                 self.refused = f"capture failed: {str(error).splitlines()[0]}"
             else:
-                self._eager_looks.add(key)
+                self._eager_evaluations.add(key)
             torch.cuda.synchronize()
-            return self._eager(trains, objective, program, args, alone)
+            return self._eager(trains, objective, program, args, own_model)
         self._captured[key] = made
         return made.replay(args)
 
@@ -219,7 +219,7 @@ class _Captured:
         objective: str,
         program: StackedProgram,
         args: tuple[Any, ...],
-        alone: bool,
+        own_model: bool,
     ) -> None:
         self.groups, self.streams, self.trains, self.objective = runner.groups, runner._streams, trains, objective
         self.args = substitute(args, (Tensor, Stacked), _fixed)
@@ -233,41 +233,41 @@ class _Captured:
         torch.cuda.synchronize()
         self.arrangement = runner._arrangement()
         if runner.way.joined:
-            self._capture_joined(program, alone)
+            self._capture_joined(program, own_model)
         else:
-            self._capture_each(program, alone, runner.pool)
+            self._capture_each(program, own_model, runner.pool)
 
-    def _capture_each(self, program: StackedProgram, alone: bool, pool: Callable[[Any], Any]) -> None:
+    def _capture_each(self, program: StackedProgram, own_model: bool, pool: Callable[[Any], Any]) -> None:
         for group, stream in zip(self.groups, self.streams, strict=True):
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool(stream), stream=stream):
-                self._record(group, program, alone)
+                self._record(group, program, own_model)
             self.graphs.append(graph)
 
-    def _capture_joined(self, program: StackedProgram, alone: bool) -> None:
+    def _capture_joined(self, program: StackedProgram, own_model: bool) -> None:
         graph, root = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         with torch.cuda.graph(graph, stream=root):
             for group, stream in zip(self.groups, self.streams, strict=True):
                 stream.wait_stream(root)
                 with torch.cuda.stream(stream):
-                    self._record(group, program, alone)
+                    self._record(group, program, own_model)
             for stream in self.streams:
                 root.wait_stream(stream)
         self.graphs.append(graph)
 
-    def _record(self, group: Group, program: StackedProgram, alone: bool) -> None:
+    def _record(self, group: Group, program: StackedProgram, own_model: bool) -> None:
         part = cut(group, self.args)
         grads: dict[str, Tensor] = {}
         if self.trains:
-            outcome, grads = group.compute(self.objective, program, part, alone=alone)
+            outcome, grads = group.compute(self.objective, program, part, own_model=own_model)
             group.update(self.objective, grads)
         else:
-            outcome = group.forward(self.objective, program, part, alone=alone)
+            outcome = group.forward(self.objective, program, part, own_model=own_model)
         self.outcomes.append(outcome)
         self.names.append(list(grads))
 
     def replay(self, args: tuple[Any, ...]) -> list[GroupOutcome]:
-        """Bring the batch and every member's numbers, and run."""
+        """Copy the batch and every member's hyperparameters to their fixed memory, and run."""
         for target, (_, source) in zip(self.inputs, leaves(args, (Tensor, Stacked)), strict=True):
             target.copy_(_tensor(source), non_blocking=True)
         here = torch.cuda.current_stream()
@@ -276,7 +276,7 @@ class _Captured:
                 self._prepare(group, names)
             self.graphs[0].replay()
         else:
-            # A group's graph is sent off before the next group is prepared: the device need not wait for the last.
+            # A group's graph is launched before the next group is prepared: the device need not wait for the last.
             begun = here.record_event()
             for group, names, graph, stream in zip(self.groups, self.names, self.graphs, self.streams, strict=True):
                 with torch.cuda.stream(stream):

@@ -1,7 +1,7 @@
-"""Who is in which slot of an array, and where its tensors are.
+"""Which member is in which slot of an array, and where its tensors are.
 
 A slot holds one member: its model, optimizers, schedulers and status. Groups hold the tensors of consecutive slots,
-stacked, and step them. Members come and go, are stopped and go on, and the groups can be arranged in another way at
+stacked, and step them. Members come and go, are stopped and continue, and the groups can be arranged in another way at
 any time; each member's training is as if nothing had happened.
 """
 
@@ -46,12 +46,12 @@ class MemberSlots:
 
     @property
     def device(self) -> torch.device:
-        """Where the members are."""
+        """The device of the members."""
         return self.groups[0].device
 
     @property
     def status(self) -> list[str]:
-        """Of each member: training, stopped, or diverged."""
+        """The status of each member: training, stopped, or diverged."""
         self._look()
         return [slot.status for slot in self.slots]
 
@@ -68,12 +68,12 @@ class MemberSlots:
         self._mark(slot, "stopped")
 
     def resume(self, slot: int) -> None:
-        """Train a stopped member on."""
-        self.settle(slot)
+        """Continue to train a stopped member."""
+        self.restore_buffers(slot)
         self._mark(slot, "training")
 
-    def settle(self, slot: int) -> None:
-        """Put a stopped member's buffers back as they were when it was stopped."""
+    def restore_buffers(self, slot: int) -> None:
+        """Set a stopped member's buffers back to what they were when it was stopped."""
         group, place = self._place(slot)
         for name, content in self.slots[slot].frozen.items():
             group.stack.buffers[name][place].copy_(content)
@@ -93,7 +93,7 @@ class MemberSlots:
         self._mark(slot, "training")
 
     def keep(self, slots: Sequence[int]) -> None:
-        """Go on with these members alone, in this order; the others leave, their models with memory of their own."""
+        """Continue with these members only, in this order; the others leave, their models with memory of their own."""
         if not slots or len(set(slots)) < len(slots):
             raise FuseError(f"an array keeps at least one member, and none twice; given were {list(slots)}")
         self.release()
@@ -105,17 +105,17 @@ class MemberSlots:
         """Give every model memory of its own again; the array must not be used afterwards."""
         self._look()
         for slot in range(len(self)):
-            self.settle(slot)
+            self.restore_buffers(slot)
         for group in self.groups:
             group.stack.release()
         self.groups = []
         return self.models
 
     def arrange(self, way: RunMode) -> None:
-        """Run in another way from the next step on; what the members have learned goes with them."""
+        """Run in another way from the next step on; the state of the members is kept."""
         self._look()
         for i in range(len(self) if self.groups else 0):
-            self.settle(i)
+            self.restore_buffers(i)
         self.way, self.groups = way, []
         for slot in self.slots:
             form = torch.channels_last if way.channels_last else torch.contiguous_format
@@ -138,7 +138,7 @@ class MemberSlots:
         return self.groups[slot // self.way.width], slot % self.way.width
 
     def _look(self) -> None:
-        """Notice who has diverged; groups know it first."""
+        """Update the status of members that have diverged, which the groups know."""
         living = [alive for group in self.groups for alive in group.alive.tolist()]
         for slot, alive in zip(self.slots, living, strict=bool(self.groups)):
             if not alive and slot.status == "training":

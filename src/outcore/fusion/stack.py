@@ -32,13 +32,13 @@ class Stack:
         self.names: dict[str, str] = {}
         """Every name, also of tied tensors, with the first one."""
         self.owners: dict[int, tuple[str, int]] = {}
-        """Which stacked tensor and slot a member's own parameter is, by its identity."""
+        """Identity of a member's own parameter -> its stacked tensor and slot."""
         self.tensors: list[dict[str, torch.Tensor]] = []
         """The members' own tensors by their first names."""
         self.flat: dict[torch.dtype, torch.Tensor] = {}
         """The memory of all trained parameters of a dtype."""
-        self._homes: dict[int, list[tuple[dict[str, Any], str, str]]] = {}
-        """Where the tensors of a model are looked up, by its identity."""
+        self._lookups: dict[int, list[tuple[dict[str, Any], str, str]]] = {}
+        """Identity of a model -> the dictionaries in which its tensors are looked up."""
         self._adopted: set[int] = set()
         """Parameters of a single member that stay where they are: cuDNN wants a recurrent layer's in one piece."""
         self.places: dict[str, int] = {}
@@ -75,17 +75,17 @@ class Stack:
             for name, tensor in _first(model):
                 self[name].detach()[slot].copy_(tensor)
                 self._bind(name, slot, tensor)
-        self._homes.pop(id(self.models[slot]), None)
+        self._lookups.pop(id(self.models[slot]), None)
         self.models[slot], self.tensors[slot] = model, dict(_first(model))
 
     def adopt(self) -> bool:
-        """Take in the numbers of buffers that were assigned to members since; whether there were any."""
+        """Copy buffers that were assigned to members since into the stack; returns whether there were any."""
         found = False
         for slot, model in enumerate(self.models):
-            homes = self._homes.get(id(model))
-            if homes is None:
-                homes = self._homes[id(model)] = [(*_home(model, name), name) for name in self.tensors[slot]]
-            for store, leaf, name in homes:
+            lookups = self._lookups.get(id(model))
+            if lookups is None:
+                lookups = self._lookups[id(model)] = [(*_lookup(model, name), name) for name in self.tensors[slot]]
+            for store, leaf, name in lookups:
                 tensor, known = store.get(leaf), self.tensors[slot][name]
                 if tensor is known:
                     continue
@@ -126,7 +126,8 @@ class Stack:
                 self._bind(name, slot, member[name])
 
     def _allocate(self, first: Mapping[str, torch.Tensor]) -> None:
-        """Room for everything, each member's slice laid out as the member's own; trained parameters in one piece."""
+        """Allocate everything, each member's slice in the layout of the member's own; trained parameters in one
+        piece."""
         members = len(self)
         sizes: dict[tuple[torch.dtype, torch.device], int] = {}
         for name, tensor in first.items():
@@ -201,7 +202,7 @@ def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     return torch.empty(tensor.shape, device="meta").stride()
 
 
-def _home(model: nn.Module, name: str) -> tuple[dict[str, Any], str]:
+def _lookup(model: nn.Module, name: str) -> tuple[dict[str, Any], str]:
     """The dictionary of a module that a parameter or buffer is in, and its name there."""
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)

@@ -1,7 +1,7 @@
-"""What a member does in a step, as one module: its model, its loss, its metrics.
+"""A member's step as one module: its model, its loss, its metrics.
 
-Captured as a whole, the loss is part of the recording, so every member's loss comes out of the same replay, and the
-sum of the losses gives every member the gradients it would have alone.
+Captured as a whole, the loss is part of the recording, so every member's loss comes out of the same replay, and the sum
+of the losses gives every member the gradients it would have by itself.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["MemberTraining", "judging"]
+__all__ = ["MemberTraining", "eval_mode"]
 
 Loss = Callable[..., torch.Tensor]
 
@@ -54,11 +54,11 @@ class MemberTraining(nn.Module):
 
 
 @contextlib.contextmanager
-def judging(members: Sequence[MemberTraining]) -> Iterator[None]:
-    """Every module of all members in eval mode, and back as each was.
+def eval_mode(members: Sequence[MemberTraining]) -> Iterator[None]:
+    """Put every module of all members in eval mode, and back as each was.
 
-    Of hundreds of modules the mode is written where it lies: torch's way to set an attribute takes longer than a
-    captured evaluation. What has its own idea of modes is asked.
+    Of hundreds of modules the flag is written directly: torch's way to set an attribute takes longer than a captured
+    evaluation. A module with a `train` method of its own is asked.
     """
     modes = [(module, module.training) for member in members for module in member.modules()]
     plain = all(

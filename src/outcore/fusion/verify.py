@@ -1,9 +1,9 @@
-"""Are the fused gradients those of the model?
+"""Whether the fused gradients are those of the model.
 
-The last member of a group is run by itself, by its own forward, on the same batch, and every gradient is compared. It
-costs one step of one member, once per recording, and catches what no table of rules can promise: a layer of a new
-torch version, a module that does more than its type says. The last member is taken because a rule that only looks at
-the first is the usual mistake.
+The last member of a group is run by its own forward on the same batch, and every gradient is compared. It costs one
+step of one member, once per recording, and catches what no table of rules can promise: a layer of a new torch version,
+a module that does more than its type says. The last member is taken because a rule that only looks at the first is the
+usual mistake.
 
 Some networks amplify rounding without bound (normalisation over two samples), so that no two ways of summing agree. A
 difference counts only if it is larger than what the model itself does when its weights change by a rounding or two, or
@@ -41,7 +41,7 @@ Gradients = Sequence[Tensor | None]
 
 
 def disagreement(group: Group, objective: str, program: StackedProgram, args: tuple[Any, ...]) -> str | None:
-    """The name of a parameter whose fused gradient is not the model's own; none if all are."""
+    """The name of a parameter whose fused gradient is not the model's own; None if all are."""
     slot = len(group) - 1
     training = group.trainings[objective][slot]
     buffers = {name: t.clone() for name, t in group.stack.buffers.items()}
@@ -49,20 +49,20 @@ def disagreement(group: Group, objective: str, program: StackedProgram, args: tu
     names = [n for n in group.steppers[objective].names if group.stack.parameters[n].requires_grad]
     own = [group.stack.member(n, slot) for n in names]
 
-    def alone(*, full: bool = False) -> Gradients:
+    def own_gradients(*, full: bool = False) -> Gradients:
         before.restore()
         with rnn_weights_anywhere(), torch.autocast(group.device.type, enabled=False) if full else group.autocast():
             loss = training(*member_of(args, slot))[0]
         return torch.autograd.grad(loss, own, allow_unused=True)
 
     try:
-        outcome = group.forward(objective, program, args, alone=False)
-        fused = group.gradients(objective, outcome.losses, alone=False)
+        outcome = group.forward(objective, program, args, own_model=False)
+        fused = group.gradients(objective, outcome.losses, own_model=False)
         weight = 1.0 if group.weights is None else float(group.weights[slot])
         found = [None if (g := fused.get(n)) is None else g[slot] / weight for n in names]
         low = any(enabled for _, enabled, _ in program.recording.ambient.autocast)
-        again = partial(alone, full=True) if low else partial(_rounded, own, alone)
-        return _compare(names, found, alone(), low, again)
+        again = partial(own_gradients, full=True) if low else partial(_rounded, own, own_gradients)
+        return _compare(names, found, own_gradients(), low, again)
     finally:
         before.restore()
         with torch.no_grad():
@@ -91,7 +91,7 @@ def _compare(names: Sequence[str], found: Gradients, expected: Gradients, low: b
     return None
 
 
-def _rounded(own: Sequence[Tensor], alone: Any) -> Gradients:
+def _rounded(own: Sequence[Tensor], own_gradients: Any) -> Gradients:
     """The gradients with every weight changed by a rounding or two."""
     kept = [p.detach().clone() for p in own]
     generator = torch.Generator(own[0].device).manual_seed(0)
@@ -100,7 +100,7 @@ def _rounded(own: Sequence[Tensor], alone: Any) -> Gradients:
             for p in own:
                 noise = torch.randn(p.shape, generator=generator, dtype=p.dtype, device=p.device)
                 p.mul_(1 + torch.finfo(p.dtype).eps * noise.sign() * 2)
-        found: Gradients = alone()
+        found: Gradients = own_gradients()
         return found
     finally:
         with torch.no_grad():

@@ -1,8 +1,8 @@
 """Which values share memory, and which calls must keep their order because of it.
 
 A view and its base are two tensors in one storage; an in-place operation writes to all values in it. Data flow alone
-does not show that ``y = x[0]; x.add_(1); z = y * 2`` needs the addition before the product, so every storage remembers
-who wrote it last and who has read it since.
+does not show that ``y = x[0]; x.add_(1); z = y * 2`` needs the addition before the product, so for every storage the
+last writer and the readers since are recorded.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _NOT_WRITING = {"requires_grad_", "share_memory_", "rename_", "refine_names_"}
 
 @dataclass(slots=True)
 class _Memory:
-    """What happened to one storage so far."""
+    """The last writer and the readers of one storage so far."""
 
     first: str
     writer: str | None = None
@@ -55,7 +55,7 @@ class StorageHistory:
         self._of: dict[int, _Memory] = {}
 
     def place(self, name: str, tensor: torch.Tensor) -> str | None:
-        """Note where a value lies; returns the first value in the same memory if it is not this one."""
+        """Record the storage of a value; returns the first value in the same memory if it is not this one."""
         key = _storage(tensor)
         if key is None:
             return None
@@ -63,14 +63,14 @@ class StorageHistory:
         return memory.first if memory.first != name else None
 
     def read(self, call: str, tensors: Iterable[torch.Tensor]) -> set[str]:
-        """Note that a call reads; returns the calls whose writes it must come after."""
+        """Record that a call reads; returns the calls whose writes it must come after."""
         found = self._find(tensors)
         for memory in found:
             memory.readers.append(call)
         return {memory.writer for memory in found if memory.writer}
 
     def write(self, call: str, tensors: Iterable[torch.Tensor]) -> set[str]:
-        """Note that a call writes; returns the calls that must have read before."""
+        """Record that a call writes; returns the calls that must have read before."""
         after: set[str] = set()
         for memory in self._find(tensors):
             after.update(memory.readers)

@@ -1,4 +1,4 @@
-"""The tree of blocks, one-to-one with the user's modules, functions in their place."""
+"""The tree of blocks, one-to-one with the user's modules, with functions in between."""
 
 from __future__ import annotations
 

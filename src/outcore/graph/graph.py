@@ -54,7 +54,7 @@ class Graph:
     """Where each output stands in what the model returns: a key of a dictionary, a number in a tuple, empty for one
     tensor alone; nothing at all where that is not known."""
     executable: tuple[CapturedModule, Recording] | None = field(default=None, compare=False, repr=False)
-    """What runs it; none where the graph was read from a file, or shows a part of another."""
+    """What runs it; None where the graph was read from a file, or shows a part of another."""
 
     @property
     def module(self) -> CapturedModule:

@@ -1,21 +1,21 @@
-"""The order in which a network has images in memory, as a choice.
+"""The memory format of images in a network, as a choice.
 
-Fast convolutions read the channels of a pixel side by side. Given images channel by channel, as PyTorch makes them, the
-library turns every convolution's input, output and gradient in a workspace of that size, around each of them: at 64
-channels of 4096 x 4096 pixels that is 8 to 12 GiB, and a fifth to 30 % of the step. Turned once, at the entrance, the
-whole network runs in the other order: convolutions, norms, pools and sums answer in the order of what they are given.
+Fast convolutions read the channels of a pixel contiguously. Given images channel by channel, as PyTorch makes them, the
+library converts every convolution's input, output and gradient in a workspace of that size, around each of them: at 64
+channels of 4096 x 4096 pixels that is 8 to 12 GiB, and a fifth to 30 % of the step. Converted once, at the entrance,
+the whole network runs with channels last: convolutions, norms, pools and sums return the format of their inputs.
 
     images ─▶ to(channels last) ─▶ the network as it is ─▶ contiguous() ─▶ what plain training returns
 
-Both are recorded as calls of the network like its own, so they are measured, counted, planned (the turned images can be
-made again) and run like any other. Nothing of the model changes: weights keep their strides (the library turns each
-where it uses it, which is little beside images), and with them state_dict, optimizers and their state, copies and what
-is wrapped around the model. Without gradients the model runs as it always did.
+Both conversions are recorded as calls of the network like its own, so they are measured, counted, planned (the
+converted images can be recomputed) and run like any other. Nothing of the model changes: weights keep their strides
+(the library converts each where it uses it, which is little beside images), and with them state_dict, optimizers and
+their state, copies and what is wrapped around the model. Without gradients the model runs as it always did.
 
 Other kernels sum in another order, so this needs ``exact="reassociated"``; and it is taken only where the calls as
-measured in both orders say that it is faster, or where nothing else meets the budget. Some networks cannot: those that
-call ``view`` on what is not in order any more, that write into their input, or that look at numbers while they run.
-Random numbers are drawn in the order of memory, so a network that draws them for images would draw others (`drawn`).
+measured in both formats say that it is faster, or where nothing else meets the budget. Some networks cannot: those that
+call ``view`` on what is no longer contiguous, that write into their input, or that read data while they run. Random
+numbers are drawn in memory order, so a network that draws them for images would draw others (`drawn`).
 """
 
 from __future__ import annotations
@@ -45,24 +45,24 @@ _CONVOLUTIONS = {
 }
 """Type of a block -> dimensions of its images."""
 _BY_CHANNEL = {"Dropout2d", "Dropout3d", "dropout2d", "dropout3d", "FeatureAlphaDropout", "feature_alpha_dropout"}
-"""Draw one number for a channel of an image, however that lies in memory."""
+"""Functions that draw one number for a channel of an image, whatever its layout."""
 _NEW = {"new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"}
-"""Make a tensor in the usual order, whatever they are asked of."""
+"""Functions that make a contiguous tensor, whatever their arguments."""
 
 
 @dataclass(frozen=True)
 class ChannelsLast:
-    """How a model is recorded so that images have their channels last inside."""
+    """How a model is recorded so that images are channels last inside."""
 
     dims: frozenset[int]
     """Dimensions of the images: 4, or 5 for volumes."""
     outputs: tuple[tuple[int, ...] | None, ...]
-    """For every output the order in which plain training gives it, the innermost dimension last; none for one that has
-    gaps or repeats itself."""
+    """For every output the dimension order in which plain training gives it, the innermost dimension last; None for one
+    that has gaps or repeats itself."""
 
     @contextlib.contextmanager
     def around(self, model: nn.Module) -> Iterator[None]:
-        """Images are turned where they enter the model, and back where they leave it."""
+        """A context in which images are converted where they enter the model, and back where they leave it."""
         before = model.__dict__.get("forward")
         model.__dict__["forward"] = self.turned(model.forward)
         try:
@@ -73,7 +73,7 @@ class ChannelsLast:
                 model.__dict__["forward"] = before
 
     def turned(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        """A model's forward with images turned where they enter and back where they leave."""
+        """A model's forward with images converted where they enter and back where they leave."""
 
         @functools.wraps(inner)
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -90,7 +90,7 @@ class ChannelsLast:
 
 
 def recorded(model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None, order: ChannelsLast | None) -> Graph:
-    """A model as a graph, in its own order or another.
+    """A model as a graph, in its own format or another.
 
     Raises:
         CaptureError: it cannot be recorded so.
@@ -104,7 +104,7 @@ def recorded(model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None, orde
 
 
 def channels_last(graph: Graph) -> ChannelsLast | str:
-    """How a network runs with its channels last; or why it stays as it is, in words, nothing if there are no images."""
+    """How a network runs with channels last; or why it stays as it is, in words, empty if there are no images."""
     used = {_CONVOLUTIONS.get(graph.blocks[call.block].type) for call in graph.calls.values()}
     images = [graph.values[name] for name in graph.inputs]
     images = [v for v in images if len(v.shape) in used and getattr(torch, v.dtype).is_floating_point]
@@ -123,7 +123,7 @@ def channels_last(graph: Graph) -> ChannelsLast | str:
 
 
 def drawn(graph: Graph, turned: Graph) -> str | None:
-    """A call that may draw other random numbers where a network is turned: it is random, or nothing is known of it."""
+    """A call that may draw other random numbers where the format changes: it is random, or nothing is known of it."""
     for name, call in graph.calls.items():
         type_ = graph.blocks[call.block].type
         if again(type_) in ("pure", "statistics") or type_ in _BY_CHANNEL | _NEW or name not in turned.calls:
@@ -141,13 +141,13 @@ def _nesting(value: Value) -> list[int]:
 
 
 def _is_turned(image: Value) -> bool:
-    """Whether an image has its channels last, also where it has only one."""
+    """Whether an image is channels last, also where it has only one channel."""
     strides = [image.stride[i] for i in (1, *range(len(image.shape) - 1, 1, -1), 0)]
     return strides == sorted(strides) and strides[0] < strides[-1]
 
 
 def _order_of(value: Value) -> tuple[int, ...] | None:
-    """The dimensions of a value, the innermost last; none where it has gaps or repeats itself."""
+    """The dimensions of a value, the innermost last; None where it has gaps or repeats itself."""
     if len(value.stride) != len(value.shape):
         return None
     order = tuple(sorted(range(len(value.shape)), key=lambda i: -value.stride[i]))

@@ -1,4 +1,4 @@
-"""What blocks are called and what kind they are."""
+"""The names and kinds of blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a planner asks of a graph: where it can be cut, what crosses, what jumps far.
+"""Queries of a planner: where a graph can be cut, what crosses, which skip connections are long.
 
 Both questions are asked at a level of detail (see `outcore.graph.view`). The boxes of that view, in order of execution,
 form a line; a *cut* lies between two neighbours on it, a *skip* is a value whose last reader stands further along the

@@ -69,7 +69,7 @@ class Subgraph(nn.Module):
 
 
 def _refuse_torn_memory(graph: Graph, calls: set[str]) -> None:
-    """Memory that is written on one side of the cut and read afterwards on the other cannot be cut."""
+    """Raise where memory that is written on one side of the cut is read afterwards on the other."""
     for name in calls:
         for written in graph.calls[name].mutates:
             base = graph.values[written].alias_of or written

@@ -34,7 +34,7 @@ __all__ = ["Fitted", "decoding_bytes", "fit"]
 _CACHE_BYTES = 256 << 20
 _CACHE_SHARE = 8
 _COPIES = 3
-"""Of a tile while it is decoded: its bytes, its pixels, and those with channels first."""
+"""Copies of a tile while it is decoded: its bytes, its pixels, and those with channels first."""
 _TRIES = 4
 
 
@@ -51,7 +51,7 @@ class Fitted:
     reading_bytes: int
     """Read-ahead, decoding and kept tiles, at most."""
     kernel_bytes: int
-    """What kernels take for themselves, about."""
+    """About how many bytes kernels take for themselves."""
     cache_bytes: int
 
     @property
@@ -61,7 +61,7 @@ class Fitted:
 
 
 def decoding_bytes(slide: Slide) -> int:
-    """What one thread takes to decode the largest tile of a slide."""
+    """Bytes that one thread takes to decode the largest tile of a slide."""
     layout = slide.layout
     if layout.format in ("array", "image"):
         return 0
@@ -70,7 +70,7 @@ def decoding_bytes(slide: Slide) -> int:
 
 
 def held_bytes(slide: Slide) -> int:
-    """What a slide holds as long as it is open: ordinary images are decoded whole."""
+    """Bytes that a slide holds as long as it is open: ordinary images are decoded whole."""
     layout = slide.layout
     return math.prod(slide.shape) * layout.dtype.itemsize if layout.format == "image" else 0
 
@@ -128,7 +128,7 @@ def _kernels(plan: StreamPlan) -> int:
 
 
 def _refusal(slide: Slide, memory: int, decoding: int, error: PlanError) -> PlanError:
-    """The refusal of a plan, with what reading takes in it."""
+    """The planner's error, with the memory for reading added."""
     tiles = error.least_bytes or 0
     # Kernels take half as much again, reading ahead some, and an eighth of the budget is for kept tiles.
     beside = math.ceil(tiles * 0.7)
@@ -146,5 +146,5 @@ def _refusal(slide: Slide, memory: int, decoding: int, error: PlanError) -> Plan
 
 
 def bound_cache(fitted: Fitted) -> None:
-    """Hold the cache of decoded tiles to what was counted."""
+    """Limit the cache of decoded tiles to what was counted."""
     tile_cache.limit_bytes = fitted.cache_bytes

@@ -31,11 +31,11 @@ __all__ = ["MapFile", "Progress", "check_kind", "write_map"]
 
 _CHUNK = 512
 _SYNC_S = 5.0
-"""Seconds between two times at which what was filled is put on the disk."""
+"""Seconds between two writes to the disk."""
 
 
 def check_kind(path: Path, shape: tuple[int, ...]) -> None:
-    """Refuse a file name that no map of this shape can be written under, before anything is computed."""
+    """Raise for a file name that no map of this shape can be written under, before anything is computed."""
     suffix = path.suffix.lower()
     if suffix not in (".tif", ".tiff", ".zarr", ".npy"):
         raise DataError(f"a map is written as .tif, .zarr or .npy, not {path.name}")
@@ -77,7 +77,7 @@ class Progress:
     _synced: float = field(default_factory=time.monotonic)
 
     def read(self) -> None:
-        """Take up what a run before has listed; a line that was cut off does not count."""
+        """Read what an earlier run has listed; a line that was cut off does not count."""
         if not self.path.is_file():
             return
         for line in self.path.read_text(errors="replace").splitlines():
@@ -97,7 +97,7 @@ class Progress:
             self.sync()
 
     def sync(self) -> None:
-        """Put the numbers on the disk, then the list."""
+        """Write the values to the disk, then the list."""
         for pixels in self.maps:
             pixels.flush()
         if self._waiting:

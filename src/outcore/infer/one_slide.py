@@ -33,7 +33,7 @@ __all__ = ["MapOutputs", "Values", "class_scores", "infer_map", "probabilities"]
 
 Values = Literal["classes", "scores", "probabilities"]
 Report = Callable[[int, int], None]
-"""Of tiles that are done, and all."""
+"""Called with the number of tiles that are done, and of all."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def probabilities(logits: torch.Tensor, dim: int = 0) -> torch.Tensor:
 
 
 def class_scores(network: InferNetwork, made: Any) -> dict[str, Any]:
-    """The row of a network that gives scores of classes."""
+    """The result row of a network that gives scores of classes."""
     if not isinstance(made, torch.Tensor):
         raise JobError(f"the model returned {type(made).__name__}; infer writes one tensor, a map or class scores")
     scores = made.float().flatten().cpu()
@@ -109,7 +109,7 @@ def infer_map(
         image: the same, as the network sees it.
         outputs: what is written.
         about: whatever else the result depends on.
-        report: told after every tile.
+        report: called after every tile.
     """
     prepared = fitted.streamed.prepare(image)
     _, channels, *pixels = prepared.network.shapes[prepared.graph.outputs[0]]
@@ -151,7 +151,7 @@ def infer_map(
 
 @contextlib.contextmanager
 def _synced(progress: Progress) -> Iterator[None]:
-    """However tiles end, what was written is listed."""
+    """A context after which what was written is listed, however it ends."""
     try:
         yield
     finally:

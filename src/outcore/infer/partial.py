@@ -32,7 +32,7 @@ __all__ = ["Partial", "check_free", "check_not_read"]
 
 
 def check_free(path: Path, *, overwrite: bool) -> None:
-    """Refuse an output that exists, or has no folder to be in.
+    """Raise for an output that exists, or whose folder does not.
 
     Raises:
         DataError: says what is there and what to type.
@@ -48,7 +48,7 @@ def check_free(path: Path, *, overwrite: bool) -> None:
 
 
 def check_not_read(path: Path, read: Iterable[Path]) -> None:
-    """Refuse an output that is one of the inputs, lies inside of one, or has one inside of it."""
+    """Raise for an output that is one of the inputs, lies inside of one, or has one inside of it."""
     place = path.resolve()
     for given in read:
         source = given.resolve()
@@ -98,7 +98,7 @@ class Partial:
         self._release()
 
     def begin(self, about: Mapping[str, Any]) -> bool:
-        """Say what the work is for; returns whether work for the same was left here by a run before."""
+        """Record what the work is for; returns whether an earlier run left work for the same."""
         said = json.dumps(about, sort_keys=True)
         file = self.folder / "about.json"
         if file.is_file() and file.read_text(errors="replace") == said:
@@ -110,7 +110,7 @@ class Partial:
         return False
 
     def clear(self) -> None:
-        """Remove what a run before has left, except the lock."""
+        """Remove what an earlier run has left, except the lock."""
         for entry in self.folder.iterdir():
             if entry.name == "lock":
                 continue

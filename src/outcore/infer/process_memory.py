@@ -1,7 +1,7 @@
-"""What the process holds: anonymous memory, as the system counts it.
+"""The memory of the process: anonymous memory, as the system counts it.
 
-A budget on a CPU is about tensors and about what reading takes; Python and torch themselves come on top. Pages of
-files that are mapped are not counted: the system takes them back when it needs them.
+A budget on a CPU is about tensors and about what reading takes; Python and torch themselves come on top. Pages of files
+that are mapped are not counted: the system takes them back when it needs them.
 
 The allocator of the C library keeps what was freed: it raises the size from which blocks are given back to the system
 with every large block that is freed, up to 32 MiB, and tiles of a network are of that size. `give_back_freed` holds
@@ -25,7 +25,7 @@ _M_MMAP_THRESHOLD = -3
 
 
 def anonymous_bytes() -> int | None:
-    """Anonymous memory of this process that is resident; none where the system does not say."""
+    """Resident anonymous memory of this process; None where the system does not say."""
     try:
         with Path("/proc/self/status").open() as file:
             for line in file:
@@ -43,7 +43,7 @@ def give_back_freed() -> None:
 
 
 class ProcessMemory:
-    """The most that is held inside of a ``with`` statement, looked at by a thread of its own."""
+    """The most that is held inside of a ``with`` statement, sampled by a thread of its own."""
 
     def __init__(self) -> None:
         self.before_bytes = self.peak_bytes = anonymous_bytes()

@@ -31,7 +31,7 @@ _ABOUT = "infer.json"
 
 
 def result_row(slide: SlideInput, row: Mapping[str, Any]) -> dict[str, Any]:
-    """What was found about a slide, a column for each number.
+    """The results of a slide, a column for each number.
 
     >>> slide = SlideInput(Path("a.tif"), "a.tif", "a", "tall")
     >>> row = {"class": 1, "name": "tall", "names": ["low", "tall"], "scores": [0, 2], "probabilities": [0.1, 0.9]}
@@ -121,7 +121,7 @@ class ResultsFolder:
         )
 
     def _hold(self) -> None:
-        """Keep other processes out, until this one is gone."""
+        """Lock the folder against other processes, until this one ends."""
         import fcntl
 
         self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)

@@ -1,7 +1,7 @@
 """Slides one after the other through one network, each within the budget.
 
-What was found out for an image of one size (`outcore.infer.fit`) serves all of that size, so a folder of thousands of
-small images is planned once.
+The fit for an image of one size (`outcore.infer.fit`) is used for all of that size, so a folder of thousands of small
+images is planned once.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class SlideRunner:
     _fitted: dict[Hashable, Fitted] = field(default_factory=dict, repr=False)
 
     def open(self, path: Path) -> Opened:
-        """Open a slide and find out how to run it.
+        """Open a slide and choose how to run it.
 
         Raises:
             DataError: it cannot be read, or would take more than the budget.
@@ -112,14 +112,14 @@ class SlideRunner:
         return self.network.weights_digest()
 
     def describe(self) -> dict[str, Any]:
-        """What results depend on, for telling one set of them from another."""
+        """What results depend on, to distinguish one set of them from another."""
         model = hashlib.blake2b(repr(self.network.model).encode(), digest_size=16).hexdigest()
         seen = self.network.data
         prepared = [seen.level, seen.microns_per_pixel, seen.resize, list(seen.mean), list(seen.std)]
         return {"weights": self._digest, "model": model, "prepared": prepared, "classes": list(self.network.classes)}
 
     def _check_resize(self, slide: Slide, budget: int) -> None:
-        """An image that is brought to one size is read whole."""
+        """Check that an image that is resized, and so read whole, fits."""
         if self.network.data.resize is None:
             return
         level = slide.levels[min(self.network.data.level, len(slide.levels) - 1)]
@@ -146,7 +146,7 @@ def _full_disk_named() -> Iterator[None]:
 
 
 def _stamp(path: Path) -> list[Any]:
-    """What tells a file from another one under the same name."""
+    """A key that distinguishes a file from another one under the same name."""
     if path.is_dir():
         path = next((path / n for n in ("zarr.json", ".zarray", ".zgroup") if (path / n).is_file()), path)
     facts = path.stat()

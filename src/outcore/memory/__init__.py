@@ -1,4 +1,4 @@
-"""Executes policies for what backward needs: kept, made again, moved to a slower tier, encoded."""
+"""Executes policies for what backward needs: kept, recomputed, offloaded, encoded."""
 
 from outcore.memory.replay.compile_policies import CompiledRecording as CompiledRecording
 from outcore.memory.replay.compile_policies import prepare as prepare

@@ -5,7 +5,7 @@ to each stage that uses it, and its gradient right after the backward of each us
 computes before the one that needs it: early enough for the transfer to overlap, late enough that only so many buffers
 exist (posting all at the start would hold one buffer per micro-batch). Transfers between two ranks keep one order at
 both ends. Reductions come last and in ascending order of stages on every rank, so that ranks which share two groups
-(as under GEMS) meet in the same order.
+(as under GEMS) issue them in the same order.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def keys_needed(
 
 
 class _Channels:
-    """What is sent on each channel, and how much of it has its receive."""
+    """The transfers of each channel, and how many of them have their receive."""
 
     def __init__(self, sends: Iterable[Send]) -> None:
         self._queues: dict[Channel, list[Send]] = {}

@@ -1,8 +1,8 @@
 """Several stages on one rank: orders of computing for pipelines that are folded onto fewer ranks.
 
 A named schedule knows one stage per rank. If stages share ranks, the pipeline is first simulated as if each had its
-own; then the orders of the stages that share a rank are merged by the time at which each compute began. One clock rules
-all ranks, so whatever a compute waits for stands before it everywhere, and nothing can wait in a circle.
+own; then the orders of the stages that share a rank are merged by the time at which each compute began. One clock
+orders all ranks, so whatever a compute waits for stands before it everywhere, and there is no deadlock.
 
     stages on ranks 0 1 2 1 0, model parallel     rank 0  F0 F4 B4 B0
                                                   rank 1  F1 F3 B3 B1

@@ -44,7 +44,7 @@ class InstructionAt(NamedTuple):
 
 
 def refuse(spot: InstructionAt, reason: str) -> NoReturn:
-    """Say which instruction breaks which rule."""
+    """Raise the error that names the instruction and the rule it breaks."""
     raise ProgramError(f"{spot}: {reason}")
 
 

@@ -3,7 +3,7 @@
 Instructions are issued in order. `Forward`, `Backward` and `OptimizerStep` compute, one after the other. All others
 return at once: a `Receive` provides a buffer, a `Send` offers a value, and the bytes move when both have been issued;
 a forward waits for the values it uses, a backward for the gradients of all consumers, which it adds, and an optimizer
-step for the reduction of its stage. So values travel while other things are computed, and nothing blocks but real
+step for the reduction of its stage. So values are sent while other things are computed, and nothing blocks but real
 dependencies.
 
 `replica` counts copies of the network over the whole program. `stage` of a transfer is the stage that *uses* the
@@ -112,7 +112,7 @@ class Receive:
 
 @dataclass(frozen=True, slots=True)
 class CopyOut:
-    """Copy what a forward saved (one value, or all of it when unnamed) to the slower tier."""
+    """Copy what a forward saved (one value, or all of it when unnamed) to off-device storage."""
 
     stage: int
     micro_batch: int

@@ -1,14 +1,14 @@
 """The second level of a program: what happens to single values inside one forward or backward.
 
-A script is ordered, and its order is its timing: `Run` computes some of the stage's calls, and whatever stands
-between two of them happens between them. Copies start where they stand and go on beside the computing; `Wait` is
-where a fetched value must have come back.
+A script is ordered, and its order is its timing: `Run` computes some of the stage's calls, and whatever stands between
+two of them happens between them. Copies start where they stand and run beside the computing; `Wait` is where a fetched
+value must have come back.
 
     forward   Run(conv1) Run(bn1) Evict(conv1:out) Drop(bn1:out) Run(relu1) Release(conv1:out) Encode(relu1:out) …
     backward  Fetch(conv1:out) Run(…) Decode(relu1:out) Wait(conv1:out) Recompute(bn1:out) Run(bn1) Drop(bn1:out) …
 
 A script without `Run` or `Tile` leaves the stage's computing whole: before the first action of a forward, after the
-last of a backward. Whatever is still held for the micro-batch is gone when its backward ends.
+last of a backward. Whatever is still held for the micro-batch is freed when its backward ends.
 """
 
 from __future__ import annotations
@@ -86,14 +86,14 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Go on when the fetched value is here."""
+    """Continue when the fetched value is on the device."""
 
     value: str
 
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """Make a dropped value again from values that are here."""
+    """Recompute a dropped value from values that are on the device."""
 
     value: str
     calls: tuple[str, ...] = ()

@@ -1,6 +1,6 @@
 """What a schedule needs to know of a network that was cut into stages.
 
-The partitioner makes it from a graph and its costs; schedules, static checks and the simulator work on it alone. All
+The partitioner makes it from a graph and its costs; schedules, static checks and the simulator use nothing else. All
 figures are for one micro-batch, of one replica.
 """
 
@@ -24,7 +24,8 @@ class Stage:
     forward_s: float
     backward_s: float
     saved_bytes: int
-    """Held from the forward of a micro-batch until its backward, with what it receives from and makes for others."""
+    """Held from the forward of a micro-batch until its backward, including what it receives from and makes for
+    others."""
     workspace_bytes: int
     """Needed on top while a forward or backward runs."""
     parameter_bytes: int
@@ -41,7 +42,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """A value that crosses from the stage that makes it straight to each stage that uses it."""
+    """A value that is sent from the stage that makes it directly to each stage that uses it."""
 
     value: str
     source: int

@@ -2,10 +2,9 @@
 
     {"format": 1, "title": "ResNet", "graph": {…}, "drawing": {…}, "start": {"depth": 1, …}, …}
 
-Each part of the page reads its own key and is left out where the key is missing, so reports grow by adding
-keys (costs, plans, timelines) and old bundles stay readable. ``graph`` is `Graph.to_json`; ``drawing`` is
-what the page cannot work out itself: the text and size of every box and the scheme of every container, once
-with functions and once without.
+Each part of the page reads its own key and is left out where the key is missing, so reports grow by adding keys (costs,
+plans, timelines) and old bundles stay readable. ``graph`` is `Graph.to_json`; ``drawing`` is what the page cannot
+compute itself: the text and size of every box and the scheme of every container, once with functions and once without.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ __all__ = ["FORMAT", "bundle", "sketch_json"]
 FORMAT = 1
 
 FEW = 4
-"""A first view of fewer boxes than this says too little; the next depth is shown instead."""
+"""A first view with fewer boxes than this shows too little; the next depth is shown instead."""
 MANY = 2
-"""Functions that pass things on are hidden at first where there are more than this many to a module."""
+"""Functions that only pass values on are hidden at first where there are more than this many to a module."""
 
 
 def bundle(

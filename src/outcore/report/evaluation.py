@@ -54,7 +54,7 @@ class Evaluation:
     counts: tuple[int, ...]
     """Examples of each class."""
     confusion: tuple[tuple[int, ...], ...]
-    """Rows are true classes, columns what was said."""
+    """Rows are true classes, columns predicted ones."""
     accuracy: float
     accuracy_low: float
     accuracy_high: float
@@ -118,7 +118,7 @@ def evaluate(path: Path, classes: Sequence[str] = ()) -> Evaluation | None:
 
     Args:
         path: ``predictions.csv`` of a run.
-        classes: their names; numbers if not told.
+        classes: their names; numbers if not given.
     """
     rows = _rows(path)
     if not rows:

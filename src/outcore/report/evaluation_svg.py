@@ -42,7 +42,7 @@ def curves_svg(curves: Sequence[EvaluationCurve], *, kind: str) -> str:
 
 
 def confusion_svg(found: Evaluation) -> str:
-    """True classes down, what was said across; shaded by the share of the true class."""
+    """True classes down, predicted ones across; shaded by the share of the true class."""
     cell = 46.0 if len(found.classes) <= 8 else 30.0
     beside = max(text_width(name, 12) for name in found.classes) + 34
     top, size = 58.0, cell * len(found.classes)

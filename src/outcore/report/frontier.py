@@ -1,8 +1,8 @@
 """The frontier of time against memory, as a table for a terminal and as a picture.
 
-A frontier is found in the time that the device computes. What a user is told elsewhere is the time of a step, with the
-host's share and the optimizer in it, so every time that is shown here is that step's times what the frontier says it
-becomes: one number for plain training, whoever is asked.
+A frontier is found in the time that the device computes. What a user sees elsewhere is the time of a step, including
+the host's share and the optimizer, so every time that is shown here is that step's time multiplied by the slowdown on
+the frontier: one number for plain training everywhere.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def frontier_table(
         keeping: the network's memory.
         found: the frontier.
         chosen: the plan's own assignment.
-        plain_s: the time of a plain step, as it is told elsewhere.
+        plain_s: the time of a plain step, as it is shown elsewhere.
     """
     table = Table(title="time against memory (predicted)", title_justify="left", box=None, pad_edge=False)
     for name in ("peak", "of plain", "step", "of plain", ""):

@@ -125,7 +125,7 @@ class ProfileView:
 
 
 def scaling_table(scaling: Scaling) -> Table:
-    """Sizes one under the other, each with the one time that is known best for it; the largest that fits last."""
+    """Sizes one under the other, each with its most reliable time; the largest that fits last."""
     measured = any(p.measured_s is not None for p in scaling.points)
     table = Table(scaling.along, "step", "from", "to", box=None)
     for name in ("samples/s", "peak memory"):

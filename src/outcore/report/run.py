@@ -75,7 +75,7 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 
 def _evaluation(folder: Path, classes: Sequence[str]) -> dict[str, Any] | None:
-    """How well the best epoch does, with its pictures; None where nothing was said about single examples."""
+    """How well the best epoch does, with its pictures; None where there are no predictions for single examples."""
     if not (folder / "predictions.csv").is_file() or (found := evaluate(folder / "predictions.csv", classes)) is None:
         return None
     wrong = [e for e in found.examples if not e["right"]][:SHOWN_SLIDES]

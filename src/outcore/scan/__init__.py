@@ -1,7 +1,7 @@
 """Back-propagation as a parallel scan over time (BPPSA), and the forward pass by Newton's method.
 
 RNN, GRU, LSTM       torch.nn's, with a backward pass in parallel over time
-    convert              the same for the layers of a given model, in place
+convert              the same for the layers of a given model, in place
 Options, Newton      how they run
 choices              what was measured to be faster, scan or torch, per shape
 linear_recurrence    h_t = a_t h_{t-1} + b_t, real or complex

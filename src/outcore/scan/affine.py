@@ -32,9 +32,9 @@ def states(matrices: Tensor, offsets: Tensor | None, start: Tensor, levels: int 
 
     Args:
         matrices: ``[n, ..., d, d]``.
-        offsets: ``[n, ..., d]``, or none for zeros.
+        offsets: ``[n, ..., d]``, or None for zeros.
         start: ``[..., d]``.
-        levels: halvings before the rest is run one by one; none: down to a single element.
+        levels: halvings before the rest is run one by one; None: down to a single element.
     """
     n = len(matrices)
     if n == 0:

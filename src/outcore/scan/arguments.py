@@ -1,6 +1,6 @@
-"""What a recurrent layer of torch.nn is called with, and what it returns: sorted out once, checked as torch does.
+"""The arguments and results of a recurrent layer of torch.nn: normalised once, checked as torch does.
 
-Time first, a batch always, the initial states there and sorted like a packed sequence, everything in the precision that
+Time first, always a batch, initial states given and sorted like a packed sequence, everything in the precision that
 autocast asks for.
 """
 
@@ -54,7 +54,7 @@ class LayerArguments:
 
     @classmethod
     def of(cls, module: torch.nn.RNNBase, input: Any, hx: Any) -> LayerArguments:
-        """Sort out what a module was called with; torch's own checks and messages."""
+        """The normalised arguments of a call of a module; torch's own checks and messages."""
         steps, batch = extent(module, input)
         if isinstance(input, PackedSequence):
             x, batch_sizes, order, _ = input

@@ -20,8 +20,8 @@ sequential result. It needs at most K sweeps, and as few as two or three when gr
 as they do in most trained recurrences. The rate seen in the first sweeps tells whether it will be quicker
 than the products.
 
-On a GPU all of this runs as kernels, where a chunk's first sweep and its guess are one (`sweep_kernels`); here is
-the same as batched matrix products, for any device.
+On a GPU all of this runs as kernels, where a chunk's first sweep and its guess are one
+(`outcore.scan.kernels.backward`); here is the same as batched matrix products, for any device.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = ["AdjointRecurrence", "StateGradients", "WeightGradientInputs", "chunk
 
 @dataclass(frozen=True, slots=True)
 class WeightGradientInputs:
-    """What the gradients of the weights are made from beside those of the states."""
+    """What the gradients of the weights are computed from, beside those of the states."""
 
     x: Tensor
     """``[D, T, N, I]``."""
@@ -92,7 +92,7 @@ class StateGradients:
     """Gradients of the initial states ``[D, N, S]``."""
     outcome: SolveOutcome
     summed: Summed | None = None
-    """Gradients of the weights, where they came along."""
+    """Gradients of the weights, where they were computed in the same pass."""
     engine: str = "torch"
 
 
@@ -153,9 +153,9 @@ def _relax(adjoint: AdjointRecurrence, chunk: int, previous: Tensor | None) -> t
 
 
 def _change(change: Tensor, size: Tensor) -> float:
-    """Largest change of a carry in units of what rounding does to it: 4 ulp of its largest number.
+    """Largest change of a carry relative to its rounding: 4 ulp of its largest number.
 
-    Carries that are nothing beside the largest (below the square of the precision) count as settled.
+    Carries that are negligible beside the largest (below the square of the precision) count as converged.
     """
     eps = torch.finfo(change.dtype).eps
     return float((change / (4 * eps * size + eps * eps * size.amax())).nan_to_num(0).amax())

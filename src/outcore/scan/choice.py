@@ -36,7 +36,7 @@ SHORTEST = 32
 MARGIN = 0.85
 """The scan must be faster by this factor: what is measured varies, and torch's way is the known one."""
 RETRY = 64
-"""Calls after which a layer whose gradients did not fade is given another try."""
+"""Calls after which a layer whose gradients did not fade is tried again."""
 _REPEATS, _SHORT_REPEATS, _SHORT_S = 3, 7, 0.02
 """Runs of each that are timed, and of those that take less than so many seconds, which vary with the host."""
 Run = Callable[[], Any]

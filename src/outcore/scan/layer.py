@@ -41,7 +41,7 @@ _FORWARD: dict[str, Callable[..., tuple[Tensor, ...]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What a layer needs to know beside its tensors."""
+    """The settings of a layer, beside its tensors."""
 
     cell: CellShape
     bias: bool

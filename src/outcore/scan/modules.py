@@ -69,7 +69,7 @@ class _Scanned(torch.nn.RNNBase):
         return given.results(self, *self._layers(given.x, given.packing, given.state, *extent(self, input)))
 
     def _why_not(self, tensor: Tensor, hx: Any) -> str | None:
-        """Why this call has no use for a scan."""
+        """Why this call has no use for a scan; None if it may have."""
         if self.options.backward == "torch":
             return "asked for"
         if torch.compiler.is_compiling() or isinstance(tensor, FakeTensor):
@@ -83,7 +83,8 @@ class _Scanned(torch.nn.RNNBase):
         return None
 
     def _choose(self, input: Any, hx: Any) -> tuple[str, str]:
-        """Which backward pass, and why; as little work as can be, for where torch's is taken that is all there is."""
+        """Which backward pass, and why; with as little work as possible, because where torch's is taken that is all the
+        overhead."""
         if self.options.backward == "scan" or self.options.forward is not None:
             return "scan", "asked for"
         steps, batch = extent(self, input)
@@ -99,7 +100,7 @@ class _Scanned(torch.nn.RNNBase):
         return choices.timings[key].choose(self._settled())
 
     def _settled(self) -> bool:
-        """Whether the last scanned call got by without products; forgotten after a while."""
+        """Whether the last scanned call needed no products; forgotten after a while."""
         layers = [] if self.report is None else self.report.layers
         if any(outcome.known and outcome.gave_up for layer in layers for outcome in layer.outcomes):
             self._unsettled = RETRY
@@ -120,7 +121,7 @@ class _Scanned(torch.nn.RNNBase):
         choices.measure(key, scanned, products, run(self._first_layer(None)), x.device)
 
     def _first_layer(self, options: Options | None) -> torch.nn.Module:
-        """A copy of the first layer alone, as torch.nn's or, with options, as ours."""
+        """A copy of the first layer only, as torch.nn's or, with options, as ours."""
         bases = {
             "RNN_TANH": torch.nn.RNN,
             "RNN_RELU": torch.nn.RNN,
@@ -199,7 +200,7 @@ class _Scanned(torch.nn.RNNBase):
 
 @functools.cache
 def _always_free(device: torch.device) -> int:
-    """Bytes that are taken without asking how many are free: few beside what the device has."""
+    """Bytes that are allocated without asking how many are free: few beside what the device has."""
     total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
     return max(2**26, total // 64)
 

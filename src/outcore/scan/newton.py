@@ -16,8 +16,8 @@ damped) costs iterations, never correctness. A network whose Jacobians grow ampl
 Newton may not get there within the iterations allowed, and the caller runs the layer sequentially.
 
 On a GPU, where nothing else is asked for, the same idea as in the backward pass comes first: each chunk starts some
-steps early and guesses its first state from them (`forward_kernels`). That is Picard's iteration in one launch, and
-needs no look at the result.
+steps early and guesses its first state from them (`outcore.scan.kernels.forward`). That is Picard's iteration in one
+launch, and needs no look at the result.
 
 The largest correction is the linearised distance to the solution; the states returned were run from guesses
 within `tolerance` of it.

@@ -14,8 +14,8 @@ __all__ = ["LayerReport", "Report", "SolveOutcome"]
 class SolveOutcome:
     """How the gradients of one segment, or the states of a parallel forward pass, were found.
 
-    Where that was decided on the device it is asked there when first read, which waits for it; a pass recorded
-    in a CUDA graph tells of its last replay.
+    Where that was decided on the device it is read from there when first asked for, which synchronises; a pass recorded
+    in a CUDA graph reports its last replay.
     """
 
     _solver: str
@@ -46,7 +46,7 @@ class SolveOutcome:
 
     @property
     def known(self) -> bool:
-        """Whether reading it does not have to wait; while a CUDA graph is recorded, nothing may be asked."""
+        """Whether reading it does not have to wait; while a CUDA graph is recorded, nothing may be read."""
         if self._cells is None or not self._cells.is_cuda:
             return True
         if torch.cuda.is_current_stream_capturing():

@@ -1,6 +1,7 @@
 """The gradients of a layer's weights: sums over all steps and sequences, and over the segments of a long sequence.
 
-Here as matrix products, for any device; as kernels in `weight_kernels`, or on the way in `sweep_kernels`.
+Here as matrix products, for any device; as kernels in `outcore.scan.kernels.weight_gradients`, or within the sweeps of
+`outcore.scan.kernels.backward`.
 """
 
 from __future__ import annotations

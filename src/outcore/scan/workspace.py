@@ -59,8 +59,7 @@ class SequenceCut:
 
 
 def peak_bytes(shape: BackwardShape, segment: int, chunk: int, *, fused: bool) -> int:
-    """Most bytes alive beyond what forward kept and the gradients that backward returns for the
-    parameters."""
+    """The most bytes alive beyond what forward saved and the gradients that backward returns for the parameters."""
     cell = shape.cell
     H, P, S, projected = cell.hidden, cell.output, cell.state, 1 if cell.projection else 0
     D, steps = shape.directions, min(segment, shape.steps)
@@ -138,7 +137,7 @@ def best_chunk(shape: BackwardShape, steps: int) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory to be had on a device: of a GPU, what the driver and PyTorch's cache hold free."""
+    """Free memory of a device: of a GPU, what the driver and PyTorch's cache hold free."""
     if device.type == "cuda":
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + held

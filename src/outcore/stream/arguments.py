@@ -1,6 +1,6 @@
 """What a streamed model is called with: tensors, and images that are read lazily.
 
-For recording, every one of them is stood for by a tensor without memory.
+For recording, each of them is represented by a fake tensor without memory.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from torch import nn
 from outcore.graph.structure import substitute
 from outcore.stream.source import StreamedImage, image_of
 
-__all__ = ["LazyImage", "device_of", "is_shape", "lazily", "stood", "whole_image"]
+__all__ = ["LazyImage", "device_of", "is_shape", "whole_image", "with_fake_tensors", "with_lazy_images"]
 
 
 @dataclass(frozen=True)
 class LazyImage:
-    """A lazy image, and the tensor without memory that stands for it while recording."""
+    """A lazy image, and the fake tensor that represents it while recording."""
 
     image: StreamedImage
     stand_in: torch.Tensor
 
 
-def lazily(tree: Any) -> Any:
+def with_lazy_images(tree: Any) -> Any:
     """Replace lazy images in the arguments."""
 
     def is_image(leaf: Any) -> bool:
@@ -52,8 +52,8 @@ def _without_memory(
     return torch.empty_strided(shape, stride, dtype=dtype, device="meta").requires_grad_(requires_grad)
 
 
-def stood(tree: Any) -> Any:
-    """The arguments with tensors without memory in place of all images and tensors."""
+def with_fake_tensors(tree: Any) -> Any:
+    """The arguments with fake tensors in place of all images and tensors."""
 
     def stand_in(leaf: Any) -> torch.Tensor:
         if isinstance(leaf, LazyImage):
@@ -70,11 +70,11 @@ def whole_image(image: StreamedImage, device: torch.device) -> torch.Tensor:
 
 
 def is_shape(value: Any) -> bool:
-    """Whether an argument is a shape that stands for a tensor."""
+    """Whether an argument is a shape given in place of a tensor."""
     return isinstance(value, tuple) and all(isinstance(n, int) for n in value)
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where a model computes."""
+    """The device of a model."""
     first = next(iter((*model.parameters(), *model.buffers())), None)
     return first.device if first is not None else torch.device("cpu")

@@ -30,8 +30,8 @@ __all__ = [
     "RuleContext",
     "StreamCall",
     "WideningRule",
-    "overhanging",
     "rule",
+    "widening_rule",
 ]
 
 
@@ -41,10 +41,10 @@ class NotStreamable(Exception):  # noqa: N818 - a signal to whoever binds, who t
 
 @dataclass(frozen=True)
 class RuleContext:
-    """What a rule may look at while it runs, beside its operands."""
+    """What a rule may read while it runs, beside its operands."""
 
     seed: int = 0
-    """Of this step; random masks are functions of it, of the call and of the position."""
+    """The seed of this step; random masks are functions of it, of the call and of the position."""
 
 
 class RegionRule(Protocol):
@@ -61,10 +61,11 @@ class RegionRule(Protocol):
         """A region of the output from exactly the regions it needs."""
 
     def follow(self, operand: int, dim: int) -> int | None:
-        """The output's dimension that an operand's becomes; none where all of it is needed."""
+        """The output's dimension that an operand's dimension becomes; None where all of it is needed."""
 
     def place(self, out: Region) -> Any:
-        """What of its absolute position the result depends on, beside the contents of the operands."""
+        """A key of what the result depends on beside the contents of the operands: its absolute position, as far as it
+        matters."""
 
 
 @runtime_checkable
@@ -72,13 +73,13 @@ class WideningRule(Protocol):
     """A rule that can also run on more of its first operand than it needs, and then gives more than is wanted."""
 
     def widened(self, held: Region, out: Region) -> WidenedInput | None:
-        """How it runs on all that is held; none if what is wanted would be wrong, or not worth what comes with it."""
+        """How it runs on all that is held; None if what is wanted would be wrong, or the excess not worth it."""
 
     def run_widened(self, crops: Sequence[torch.Tensor], widened: WidenedInput) -> torch.Tensor:
-        """All of it, the first operand as it is held."""
+        """The whole output, from all that is held of the first operand."""
 
 
-def overhanging(rule: object) -> WideningRule | None:
+def widening_rule(rule: object) -> WideningRule | None:
     """The rule, if it can run on more than it needs."""
     kind: type = type(rule)
     return cast(WideningRule, rule) if _can_overhang(kind) else None
@@ -90,23 +91,23 @@ def _can_overhang(kind: type) -> bool:
 
 
 class Reduction(Protocol):
-    """A call whose output needs all of its first operand, but as a sum of shares that tiles can give one by one."""
+    """A call whose output needs all of its first operand, but as a sum of terms that tiles give one by one."""
 
     @property
     def operands(self) -> tuple[Ref, ...]:
         """The tensors it takes, the one it is over first."""
 
     def start(self) -> Any:
-        """Nothing seen yet."""
+        """The state before any tile."""
 
     def add(self, state: Any, crop: torch.Tensor, at: Region, times: int) -> Any:
-        """One more part of the operand, which occurs so many times."""
+        """Add one more part of the operand, which occurs `times` times, to the state."""
 
     def finish(self, state: Any) -> torch.Tensor:
-        """The output, all parts seen."""
+        """The output, after all parts."""
 
     def share(self, crop: torch.Tensor, at: Region, result: torch.Tensor, state: Any, times: int) -> torch.Tensor:
-        """A tensor whose sum over all parts, of which this one occurs so many times, has the output's derivative."""
+        """A tensor whose sum over all parts, of which this one occurs `times` times, has the output's derivative."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ class StreamCall:
     type: str
     """Class of torch.nn or name of the function."""
     path: str
-    """Of the module; empty for a function."""
+    """The path of the module; empty for a function."""
     module: nn.Module | None
     target: Any
     args: tuple[Any, ...]
@@ -126,9 +127,9 @@ class StreamCall:
     index: int
     """Which output of the call."""
     lengths: tuple[int, ...]
-    """Of all outputs, along the dimension they differ in."""
+    """The sizes of all outputs, along the dimension they differ in."""
     shape: tuple[int, ...]
-    """Of the output."""
+    """The shape of the output."""
     dtype: torch.dtype
     shapes: Callable[[Ref], tuple[int, ...]]
     streamed: Callable[[Ref], frozenset[int]]
@@ -160,7 +161,7 @@ class StreamCall:
         return tuple(r for _, r in leaves((self.args, self.kwargs), Ref) if r.kind != "module")
 
     def recall(self) -> Callable[[Sequence[torch.Tensor]], Any]:
-        """The call again, on other tensors in place of its own, never in place and without the module's hooks."""
+        """A function that makes the call again on other tensors, never in place and without the module's hooks."""
         if self.module is not None:
             module = copy.copy(self.module)
             if hasattr(module, "inplace"):

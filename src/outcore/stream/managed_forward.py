@@ -34,7 +34,7 @@ from outcore.errors import PlanError, StreamError
 from outcore.graph import Graph
 from outcore.graph.structure import leaves
 from outcore.machine.units import format_bytes
-from outcore.stream.arguments import LazyImage, device_of, lazily, stood
+from outcore.stream.arguments import LazyImage, device_of, with_fake_tensors, with_lazy_images
 from outcore.stream.execute.pixel_loss import Function, PixelLoss
 from outcore.stream.plan.plan import StreamPlan, how_of, plan_by_hand, plan_tiles
 from outcore.stream.plan.step_document import StreamedStep
@@ -44,8 +44,8 @@ __all__ = [
     "StreamSettings",
     "StreamedForward",
     "bytes_on",
-    "conduct",
     "has_lazy",
+    "install_streamed_forward",
     "loss_on_output",
     "pixel_loss",
     "planned",
@@ -54,7 +54,7 @@ __all__ = [
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _READERS = 4
-"""Threads that read lazy images ahead."""
+"""Threads that prefetch lazy images."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,13 @@ class StreamSettings:
     budget_bytes: int | None
     optimizer: OptimizerCost
     reserved_bytes: int = 0
-    """To leave free, for the loss and for images that lie on the device."""
+    """Bytes to leave free, for the loss and for images that lie on the device."""
     statistics: bool = False
     """Whether further passes for norms over the image are accepted."""
     by_hand: Mapping[str, Any] | None = None
     """What a plan says under ``stream``."""
     dense: bool = False
-    """The loss is over pixels and taken in one pass."""
+    """Whether the loss is over pixels and taken in one pass."""
 
 
 class StreamedForward:
@@ -80,7 +80,7 @@ class StreamedForward:
         self._model = weakref.ref(model)
         self.wanted, self.costs = wanted, costs
         self.step: StreamedStep | None = None
-        """What was decided first."""
+        """The first step that was planned."""
         self._streamed: Streamed | None = None
 
     @property
@@ -121,16 +121,16 @@ class StreamedForward:
         return self._streamed
 
     def close(self) -> None:
-        """Let go of what was prepared, which holds the model: the next call prepares again."""
+        """Drop what was prepared, which holds the model: the next call prepares again."""
         self._streamed = None
 
     @property
     def tiles_bytes(self) -> int | None:
-        """What the budget leaves for weights, gradients, tiles, maps and the rest."""
+        """Bytes that the budget leaves for weights, gradients, tiles, maps and the untiled tail."""
         return None if self.wanted.budget_bytes is None else self.wanted.budget_bytes - self.beside_bytes
 
-    def admit(self, graph: Graph) -> StreamedStep:
-        """Decide for the graph of a call; raises `PlanError` or `StreamError` if it cannot be done."""
+    def decide(self, graph: Graph) -> StreamedStep:
+        """Plan for the graph of a call; raises `PlanError` or `StreamError` if it cannot be done."""
         with self.suspended():
             if self.wanted.by_hand is not None:
                 plan = plan_by_hand(graph, self.wanted.by_hand, costs=self.costs, dense=self.wanted.dense)
@@ -141,7 +141,7 @@ class StreamedForward:
         return self.step
 
     def choose(self, graph: Graph, dense: bool) -> StreamPlan:
-        """The fastest within the budget."""
+        """The fastest plan within the budget."""
         wanted = self.wanted
         costs = self.costs if self.costs is not None and belong(self.costs, graph) else None
         memory = self.tiles_bytes
@@ -160,14 +160,14 @@ class StreamedForward:
 
     @property
     def beside_bytes(self) -> int:
-        """What is held beside what streaming counts: the optimizer's state, the loss, what libraries hold."""
+        """Bytes that are held beside what streaming counts: the optimizer's state, the loss, what libraries hold."""
         sizes = {n: p.numel() * p.element_size() for n, p in self.model.named_parameters() if p.requires_grad}
         libraries = self.costs.library_bytes if self.costs is not None else 0
         return self.wanted.reserved_bytes + self.wanted.optimizer.state_bytes(sizes) + libraries
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
-        """The model as it was, without its own hooks: those run around this."""
+        """A context in which the model has its own forward, without its own hooks: those run around this."""
         attributes = self.model.__dict__
         here, hooks = attributes.pop("forward", None), {name: attributes[name] for name in _HOOKS}
         attributes.update({name: type(found)() for name, found in hooks.items()})
@@ -185,10 +185,10 @@ class StreamedForward:
         self.__init__(**state)  # type: ignore[misc]
 
 
-def conduct(
+def install_streamed_forward(
     model: nn.Module, graph: Graph, wanted: StreamSettings, costs: Costs | None, refused: PlanError | None = None
 ) -> StreamedStep:
-    """Put a streamed forward where a model's forward is.
+    """Replace a model's forward by a streamed one.
 
     Args:
         model: as it is.
@@ -209,13 +209,13 @@ def conduct(
 def planned(
     graph: Graph, wanted: StreamSettings, costs: Costs | None, refused: PlanError | None = None
 ) -> StreamedStep:
-    """What `conduct` would do to the model of a graph; nothing is changed."""
+    """The plan that `install_streamed_forward` would make for the model of a graph; nothing is changed."""
     return _admitted(StreamedForward(graph._running()[0].model, wanted, costs), graph, refused)
 
 
 def _admitted(streamed_forward: StreamedForward, graph: Graph, refused: PlanError | None) -> StreamedStep:
     try:
-        return streamed_forward.admit(graph)
+        return streamed_forward.decide(graph)
     except (PlanError, StreamError) as error:
         if refused is None:
             raise
@@ -223,7 +223,7 @@ def _admitted(streamed_forward: StreamedForward, graph: Graph, refused: PlanErro
 
 
 def _with_statistics(graph: Graph, options: dict[str, Any], refused: Exception, costs: Costs | None) -> Exception:
-    """The refusal, with what further passes would make of it."""
+    """The error, with what further passes would change about it."""
     try:
         plan = plan_tiles(graph, statistics=True, **options)
     except (PlanError, StreamError):
@@ -262,13 +262,13 @@ def pixel_loss(model: nn.Module, *args: Any, target: Any, loss: PixelLoss | Func
 
 
 def loss_on_output(loss: Callable[[Any], torch.Tensor] | PixelLoss | None) -> Callable[[Any], torch.Tensor] | None:
-    """A loss that is taken on the whole output; none for one over pixels, which is taken tile by tile."""
+    """A loss that is taken on the whole output; None for one over pixels, which is taken tile by tile."""
     return None if isinstance(loss, PixelLoss) else loss
 
 
 def has_lazy(tree: Any) -> bool:
     """Whether the arguments hold images that are read lazily."""
-    found = lazily(tree)
+    found = with_lazy_images(tree)
 
     def inside(leaf: Any) -> bool:
         if isinstance(leaf, (tuple, list)):
@@ -281,10 +281,10 @@ def has_lazy(tree: Any) -> bool:
 
 
 def bytes_on(device: torch.device, tree: Any) -> int:
-    """Of the tensors in the arguments that lie on a device; lazy images and shapes take nothing there."""
+    """Bytes of the tensors in the arguments that lie on a device; lazy images and shapes take nothing there."""
     return sum(t.numel() * t.element_size() for _, t in leaves(tree, torch.Tensor) if t.device == device)
 
 
 def without_memory(tree: Any) -> Any:
-    """The arguments with tensors without memory in place of lazy images and tensors; shapes stay."""
-    return stood(lazily(tree))
+    """The arguments with fake tensors in place of lazy images and tensors; shapes stay."""
+    return with_fake_tensors(with_lazy_images(tree))

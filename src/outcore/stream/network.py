@@ -76,7 +76,7 @@ class RegionNetwork:
         self.contexts = {s.name: s.context for s in recording.steps if s.context != recording.ambient}
         """Modes that the model itself puts some calls under."""
         self.rank = max((len(graph.values[name].shape) - 2 for name in graph.inputs), default=0)
-        """Dimensions of pixels."""
+        """The number of pixel dimensions."""
         for name in graph.inputs:
             value = graph.values[name]
             self._know(name, value.shape, _dtype(value.dtype), _pixels(value.shape, self.rank))
@@ -90,7 +90,7 @@ class RegionNetwork:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Those that are images."""
+        """The inputs that are images."""
         return tuple(n for n in self.graph.inputs if self.is_streamed(n))
 
     def is_streamed(self, value: str) -> bool:
@@ -103,7 +103,7 @@ class RegionNetwork:
         return call.block or "the model"
 
     def closure(self, values: Iterable[str], stop: Iterable[str] = ()) -> list[RegionNode]:
-        """The nodes that values are made by, in order, not looking behind some values."""
+        """The nodes that compute some values, in order, not going beyond the values in `stop`."""
         wanted, stopped = set(values) - set(stop), set(stop)
         found = []
         for node in reversed(self.nodes.values()):
@@ -204,7 +204,7 @@ class RegionNetwork:
         )
 
     def _carried(self, rule: RegionRule, rank: int) -> Axes:
-        """Which axes the output's dimensions are; every streamed dimension of an operand must become one."""
+        """The axes of the output's dimensions; every streamed dimension of an operand must become one."""
         axes: list[int | None] = [None] * rank
         for i, ref in enumerate(rule.operands):
             if ref.kind != "value":
@@ -257,5 +257,5 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _pixels(shape: tuple[int, ...], rank: int) -> Axes:
-    """Of (batch, channels, pixels...), the pixels, counted so that the last dimension is the last axis."""
+    """The axes of (batch, channels, pixels...), counted so that the last dimension is the last axis."""
     return tuple(d - len(shape) + rank if d >= 2 else None for d in range(len(shape)))

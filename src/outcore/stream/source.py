@@ -1,8 +1,8 @@
 """Images that need not be in memory, as tiles see them.
 
 Anything with ``shape``, ``dtype`` and ``read(region)`` is a source (`outcore.data.Source`): a slide, a memory map, a
-function. Tiles ask for regions from worker threads, ahead of the compute and in any order. What is read travels to
-the device as it is stored (bytes stay bytes, a quarter of what floats would take) and becomes the model's numbers
+function. Tiles ask for regions from worker threads, ahead of the compute and in any order. What is read is copied to
+the device as it is stored (bytes stay bytes, a quarter of what floats would take) and converted to the model's dtype
 there.
 """
 
@@ -31,13 +31,13 @@ class StreamedImage(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what the model sees."""
+        """The dtype of what the model sees."""
 
     def read(self, region: Region) -> torch.Tensor:
         """A region as it is stored; called from any thread."""
 
     def colour(self, region: Region) -> Hashable | None:
-        """The numbers of a region that is the same at every pixel, where that is known without reading."""
+        """The values of a region that is the same at every pixel, where that is known without reading."""
 
     def prepare(self, crop: torch.Tensor) -> torch.Tensor:
         """What was read, now on the device, as the model sees it."""
@@ -117,7 +117,7 @@ class _Lazy:
 
 
 def image_of(given: Any) -> StreamedImage:
-    """What was given, as tiles see it."""
+    """A tensor or source as a streamed image."""
     if isinstance(given, torch.Tensor):
         return _Tensor(given)
     if isinstance(given, Source):

@@ -29,7 +29,7 @@ from outcore.graph.record.versions import RecordingVersions
 from outcore.graph.structure import leaves
 from outcore.machine.units import parse_bytes
 from outcore.ops.region import Region
-from outcore.stream.arguments import LazyImage, device_of, is_shape, lazily, stood, whole_image
+from outcore.stream.arguments import LazyImage, device_of, is_shape, whole_image, with_fake_tensors, with_lazy_images
 from outcore.stream.execute.boundary import run, run_loss
 from outcore.stream.execute.execution import Execution
 from outcore.stream.execute.pixel_loss import Function, PixelLoss
@@ -43,7 +43,7 @@ __all__ = ["StreamOptions", "Streamed", "stream"]
 
 
 Planner = Callable[[Graph, bool], StreamPlan]
-"""Of a graph and whether there is one pass."""
+"""Plans for a graph, and for one pass or several."""
 
 _SIZES = 64
 """Sizes of images that are remembered."""
@@ -60,7 +60,7 @@ class StreamOptions:
     keep: frozenset[str] = frozenset()
     fold: bool = True
     rest: Mapping[str, str] | None = None
-    """Policies of what runs untiled."""
+    """Policies of the untiled tail."""
 
     def __post_init__(self) -> None:
         if self.tile is None and self.memory is None:
@@ -82,9 +82,9 @@ class Streamed(nn.Module):
         self.counts = TileCounts()
         """What the last step ran."""
         self.planner: Planner | None = None
-        """Chooses where no tile was given, for each size class; by default for the memory that was given."""
+        """Plans where no tile was given, for each size class; by default for the memory that was given."""
         self.plans: list[tuple[bool, StreamPlan]] = []
-        """What was chosen, and whether for one pass; the latest last."""
+        """The plans that were made, and whether for one pass; the latest last."""
         self._prepared: dict[Hashable, PreparedStream] = {}
         self._versions = RecordingVersions()
         self._rests: dict[int, UntiledTail] = {}
@@ -156,17 +156,17 @@ class Streamed(nn.Module):
 
     def prepare(self, *args: Any, **kwargs: Any) -> PreparedStream:
         """Record and divide the model for inputs of this size; shapes may stand for tensors."""
-        args, kwargs = lazily((args, kwargs))
+        args, kwargs = with_lazy_images((args, kwargs))
         dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), torch.get_default_dtype())
         shapes = [torch.empty(a, dtype=dtype, device="meta") if is_shape(a) else a for a in args]
-        return self._prepare(*stood((tuple(shapes), kwargs)), dense=False)
+        return self._prepare(*with_fake_tensors((tuple(shapes), kwargs)), dense=False)
 
     def _begin(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, dense: bool = False
     ) -> tuple[PreparedStream, Execution, dict[str, torch.Tensor | StreamedImage]]:
         device = device_of(self.model)
-        args, kwargs = lazily((args, kwargs))
-        prepared = self._prepare(*stood((args, kwargs)), dense=dense)
+        args, kwargs = with_lazy_images((args, kwargs))
+        prepared = self._prepare(*with_fake_tensors((args, kwargs)), dense=dense)
         found = [leaf for _, leaf in leaves((args, kwargs), (torch.Tensor, LazyImage))]
         given = {
             name: leaf.image if isinstance(leaf, LazyImage) else leaf
@@ -239,7 +239,7 @@ class Streamed(nn.Module):
         return plan_tiles(graph, memory=how.memory, statistics=how.statistics, fold=how.fold, dense=dense)
 
     def _finish(self, prepared: PreparedStream, values: dict[str, Any], given: dict[str, Any]) -> Any:
-        """Run the rest untiled."""
+        """Run the untiled tail."""
         rest = self._rests.get(id(prepared)) or UntiledTail(prepared)
         for name in rest.inputs:
             if name in given:
@@ -280,7 +280,7 @@ def stream(
         keep: values that are put together and kept, so that later passes start from them.
         fold: fold batch norms with frozen statistics into the convolutions before them.
         workers: threads that read lazy images ahead.
-        duplicate tiles: compute tiles of equal, constant pixels once.
+        duplicates: compute tiles of equal, constant pixels once.
         maps_on_host: keep maps that later passes start from in host memory.
         cache: host memory for pixels read in the first pass, so that the second need not read them again.
         rest: policies of what runs untiled, by value, as `outcore.within` chooses them.

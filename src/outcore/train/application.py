@@ -48,7 +48,7 @@ __all__ = ["train"]
 
 
 def train(config: Config, console: Console) -> int:
-    """Run to the end, or to where it is asked to stop."""
+    """Run to the end, or until it is asked to stop."""
     if config.resume not in ("auto", "never") and not has_checkpoint(Path(config.resume)):
         raise CheckpointError(
             f"no good checkpoint in {config.resume}, which --resume names; give the folder of one, like "
@@ -57,14 +57,14 @@ def train(config: Config, console: Console) -> int:
     if config.plan.ranks > 1 and identify(os.environ) is None:
         return _launch(config, console)
     stop_request = StopRequest()
-    with listening(stop_request, speaks=first_rank()):
+    with listening(stop_request, prints=first_rank()):
         if (parent := launcher_pid()) is not None:
             end_with_parent(parent)()
         return _train(config, console, stop_request)
 
 
 def _launch(config: Config, console: Console) -> int:
-    """Start the ranks; what is wrong with the job or its tables is said once, before there are any."""
+    """Start the ranks; errors of the job or its tables are reported once, before there are any."""
     folder = RunFolder(Path(config.out))
     job = Job.load(config.job, inputs=config.input, arguments=config.arguments)
     config = _with_batch(config, job, folder, config.plan.ranks, console)
@@ -99,7 +99,7 @@ def _train_in(
     *,
     apart: bool,
 ) -> int:
-    """Train in a folder that is this run's."""
+    """Train in a folder that this run owns."""
     with console.status("planning") if first_rank() else contextlib.nullcontext():
         expected = forecast(job, first.inputs, config)
         supply.check_labels(expected.graph)
@@ -148,7 +148,7 @@ def _train_in(
 def _first(supply: ExampleSupply, config: Config, job: Job, ranks: int) -> tuple[MicroBatch, bool]:
     """The first micro-batch, and whether every rank has a slide of its own instead of a share of a batch.
 
-    Whole slides differ in size, if not the first two then the next, and cannot be put together.
+    Whole slides differ in size, if not the first two then the next, and cannot be stacked.
     """
     whole = config.data.train is not None and config.data.crop is None and config.data.resize is None
     asked = config.plan.file is not None or config.plan.schedule is not None or config.data.on_bad == "skip"
@@ -158,7 +158,7 @@ def _first(supply: ExampleSupply, config: Config, job: Job, ranks: int) -> tuple
 
 
 def _with_batch(config: Config, job: Job, folder: RunFolder, ranks: int, console: Console) -> Config:
-    """The settings with a batch that the ranks can share; said where it was not told."""
+    """The settings with a batch that the ranks can share; printed where it was not given."""
     made = with_batch(config, job, folder, ranks)
     if made.train.batch != config.train.batch and not folder.begun and first_rank():
         said = f"a step trains on {made.train.batch} examples, one for each rank; --batch sets another number"
@@ -180,13 +180,13 @@ def begin(folder: RunFolder, config: Config, console: Console) -> bool:
 
 
 def first_rank() -> bool:
-    """Whether this process is the one that speaks."""
+    """Whether this process is the one that prints."""
     identity = identify(os.environ)
     return identity is None or identity.rank == 0
 
 
 def _run(loop: Loop, supply: ExampleSupply, console: Console) -> int:
-    """Run the loop, and write down how it went whatever happens."""
+    """Run the loop, and record how it ended whatever happens."""
     folder, began = loop.folder, time.monotonic()
     ended = "failed"
     try:
@@ -209,7 +209,7 @@ def _run(loop: Loop, supply: ExampleSupply, console: Console) -> int:
 
 
 def _write_down(loop: Loop, supply: ExampleSupply, ended: str, time_s: float, console: Console) -> None:
-    """The end of a run in its folder; a disk that is full is said and hides nothing that went wrong before."""
+    """Record the end of a run in its folder; a full disk is reported and hides no earlier error."""
     try:
         write_ending(loop, supply, ended, time_s)
     except OSError as error:

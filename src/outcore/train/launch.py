@@ -1,7 +1,7 @@
 """Several ranks from one command, on this computer: the same program started once for each, as torchrun would.
 
-Each process gets the variables that torchrun sets and finds its rank in them. The ranks meet in a store that this
-process keeps, on loopback, behind a secret of this run (`outcore.run.ranks.store`): a rank that is killed or stopped,
+Each process gets the variables that torchrun sets and finds its rank in them. The ranks rendezvous in a store that this
+process runs, on loopback, behind a secret of this run (`outcore.run.ranks.store`): a rank that is killed or stopped,
 the first one too, does not take it along, and the others can say which it was. Signals are passed on to all of them;
 each finishes its step, saves and leaves. A terminal sends Ctrl-C to a whole process group, so the ranks have groups of
 their own: heard twice it would mean to stop at once, without saving. If one ends with an error the others are asked to

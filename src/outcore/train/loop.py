@@ -1,8 +1,8 @@
-"""The training loop: epochs of steps, a validation after each, checkpoints, and every kind of trouble on the way.
+"""The training loop: epochs of steps, a validation after each, checkpoints, and the handling of errors.
 
-Nothing here knows how a step is executed (`Runner`), where examples come from (`Feed`) or who looks on
-(`ProgressDisplay`, `Journal`). What the loop itself remembers is a `TrainingPosition`, saved with every checkpoint, so
-that a run that goes on after an interruption does bitwise what it would have done without one.
+Nothing here knows how a step is executed (`Runner`), where examples come from (`Feed`) or where figures are shown
+(`ProgressDisplay`, `Journal`). The loop's own state is a `TrainingPosition`, saved with every checkpoint, so that a run
+that continues after an interruption does bitwise what it would have done without one.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Loop:
     """Fingerprints of what is trained on what, saved with every checkpoint."""
     checkpoints_lost: int = 0
     unsaved: bool = False
-    """Whether the last checkpoint to go on from could not be written."""
+    """Whether the last checkpoint could not be written."""
     timeline: Timeline | None = None
     """Of the last step of the last epoch."""
     _times: list[float] = field(default_factory=list)
@@ -77,10 +77,10 @@ class Loop:
     """Of the last validation."""
     _relieved: bool = False
     _bookkeeping_s: float = 0.0
-    """Logs, the bar and checks, of all steps."""
+    """Seconds for logs, the progress bar and checks, over all steps."""
 
     def resume(self) -> bool:
-        """Take up the last checkpoint, or the one that was named; False if there is none."""
+        """Continue from the last checkpoint, or the one that was named; False if there is none."""
         named = Path(self.config.resume) if self.config.resume not in ("auto", "never") else None
         # One rank decides for all: a file system need not show everybody the same at once.
         begun = bool(self.runner.agree(int(has_checkpoint(self.folder.last))))
@@ -124,7 +124,7 @@ class Loop:
         return RunEnd("finished")
 
     def save(self, *, best: bool = False) -> None:
-        """Write a checkpoint; a disk that is full is said and counted, and the last good one is kept."""
+        """Write a checkpoint; a full disk is reported and counted, and the last good one is kept."""
         schedule = None if self.schedule is None else _plain_state(self.schedule.state_dict())
         state = {"position": self.position.to_json(), "schedule": schedule, "experiment": self.experiment}
         try:
@@ -203,13 +203,13 @@ class Loop:
         self._bookkeeping_s += time.perf_counter() - began - time_s
 
     def _attempt(self, micro_batches: list[MicroBatch]) -> StepOutcome:
-        """A step; where memory runs out, once in a run, again with more room left."""
+        """Make a step; where memory runs out, once in a run, replan with more memory left free and try again."""
         while True:
             try:
                 return self.runner.step(micro_batches)
             except torch.OutOfMemoryError as error:
                 first_line = str(error).splitlines()[0]
-            said = None if self._relieved else self.runner.relieve()
+            said = None if self._relieved else self.runner.replan()
             if said is None:
                 names = ", ".join(micro_batches[0].names[:3])
                 raise TrainError(
@@ -220,7 +220,7 @@ class Loop:
             self.show.say(f"warning: out of memory in step {self.position.step}; {said}")
 
     def _not_finite(self, outcome: StepOutcome, micro_batches: list[MicroBatch]) -> None:
-        """A loss or gradient that is not a number: skip it and count, or stop and say where."""
+        """Handle a loss or gradient that is not finite: skip the step and count it, or stop and say where."""
         where = self.position
         where.not_finite += 1
         names = ", ".join(name for m in micro_batches for name in m.names[:3])
@@ -234,7 +234,7 @@ class Loop:
         raise TrainError(f"{said}; {advice}; the last checkpoint is from before it")
 
     def _end_epoch(self) -> None:
-        """Validate, note, and save."""
+        """Validate, record, and save."""
         where = self.position
         if where.not_finite and where.examples and not where.loss_examples:
             raise TrainError(
@@ -251,12 +251,12 @@ class Loop:
             "time_s": where.epoch_time_s,
         }
         # Only the first rank has the outputs; what follows is decided from its figures, on all ranks alike.
-        figures = self.runner.tell(self._validate())
+        figures = self.runner.broadcast(self._validate())
         row |= figures
         if self.schedule is not None and self.config.schedule.every == "epoch":
             self._advance(figures)
         watched = figures.get(f"validation_{self.config.watch}", row["loss"] if self.config.watch == "loss" else None)
-        better = watched is not None and where.judge(self.config.watch, watched)
+        better = watched is not None and where.note_validation(self.config.watch, watched)
         where.end_epoch()
         if self.journal is not None:
             self.journal.add_epoch(row)
@@ -270,7 +270,7 @@ class Loop:
         self.save()
 
     def _write_predictions(self) -> None:
-        """The table of the best epoch; a disk that is full ends no run."""
+        """Write the table of the best epoch; a full disk ends no run."""
         try:
             self._predictions.write(self.folder.predictions)
         except OSError as error:

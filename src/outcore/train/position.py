@@ -1,4 +1,4 @@
-"""Where a run stands: everything the loop itself remembers, as numbers that go into a checkpoint."""
+"""The position of a run: the loop's own state, as numbers that go into a checkpoint."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TrainingPosition:
     """Over all epochs."""
     examples: int = 0
     loss_sum: float = 0.0
-    """Of this epoch, by examples."""
+    """The sum of losses in this epoch, over examples."""
     loss_examples: int = 0
     best: float | None = None
     best_epoch: int | None = None
@@ -47,7 +47,7 @@ class TrainingPosition:
     epoch_time_s: float = 0.0
 
     def add(self, loss: float, examples: int, time_s: float) -> None:
-        """A step was made."""
+        """Count a step."""
         self.step += 1
         self.step_in_epoch += 1
         self.examples += examples
@@ -57,7 +57,7 @@ class TrainingPosition:
             self.loss_examples += examples
 
     def leave_out(self) -> None:
-        """A step had nothing to learn from."""
+        """Count a step without any example to train on."""
         self.step += 1
         self.step_in_epoch += 1
 
@@ -72,7 +72,7 @@ class TrainingPosition:
         self.step_in_epoch = 0
         self.loss_sum, self.loss_examples, self.epoch_time_s = 0.0, 0, 0.0
 
-    def judge(self, name: str, value: float) -> bool:
+    def note_validation(self, name: str, value: float) -> bool:
         """Whether a validation figure is the best so far; remembered if it is."""
         if not math.isfinite(value):
             return False

@@ -1,4 +1,4 @@
-"""How a run shows itself while it goes: a bar on a terminal, plain lines elsewhere, nothing on other ranks."""
+"""The progress of a run: a bar on a terminal, plain lines elsewhere, nothing on other ranks."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from outcore.machine.units import format_bytes
 __all__ = ["BarDisplay", "LineDisplay", "NoDisplay", "ProgressDisplay", "count_rate", "make_show"]
 
 _DRAW_S = 0.5
-"""How often the bar is drawn."""
+"""Seconds between two drawings of the bar."""
 
 
 class ProgressDisplay(Protocol):
-    """Where a run tells what it does."""
+    """Where the progress of a run is shown."""
 
     def begin(self, epochs: int, steps: int, done: int) -> None:
-        """So many steps in all, so many done before."""
+        """Start with so many steps in all, so many done before."""
 
     def step(self, row: Mapping[str, Any]) -> None:
-        """A step was made."""
+        """Show a step."""
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
 
     def end(self) -> None:
-        """No more steps."""
+        """Stop, after the last step."""
 
 
 class NoDisplay:
@@ -116,7 +116,7 @@ class BarDisplay:
 
 
 def make_show(console: Console, *, rank: int = 0) -> ProgressDisplay:
-    """What suits the place."""
+    """The display that suits the console and the rank."""
     if rank:
         return NoDisplay()
     return BarDisplay(console) if console.is_terminal else LineDisplay(console)

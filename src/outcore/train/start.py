@@ -32,7 +32,7 @@ __all__ = ["RunForecast", "device_here", "duration", "forecast", "start_table"]
 
 @dataclass(frozen=True)
 class RunForecast:
-    """What is expected of a run; figures that could not be predicted are None."""
+    """What is predicted for a run; figures that could not be predicted are None."""
 
     graph: Graph | None
     device: str
@@ -104,7 +104,7 @@ def forecast(job: Job, inputs: Any, config: Config) -> RunForecast:
 
 
 def _record(job: Job, inputs: Sequence[Any], precision: str) -> Graph:
-    """The graph for inputs of these shapes; nothing of this size is ever made."""
+    """The graph for inputs of these shapes; nothing of this size is ever allocated."""
     with torch.device("meta"):
         stand_ins = tuple(torch.empty(tuple(x.shape), dtype=x.dtype) if hasattr(x, "shape") else x for x in inputs)
     model = job.build("meta").train()

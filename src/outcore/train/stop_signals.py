@@ -1,4 +1,4 @@
-"""Being asked to stop: a signal is noted, the step that is running is finished, and then the run saves and leaves."""
+"""Stop requests: a signal is noted, the step that is running is finished, and then the run saves and leaves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HEARD = b"\nstopping when this step is done and saved; Ctrl-C again stops at on
 
 @dataclass
 class StopRequest:
-    """Whether somebody asked the run to stop, and how."""
+    """Whether the run was asked to stop, and by which signal."""
 
     signal: int | None = None
 
@@ -28,14 +28,14 @@ class StopRequest:
 
 
 @contextlib.contextmanager
-def listening(stop_request: StopRequest, *, speaks: bool = False) -> Iterator[None]:
-    """Take SIGTERM, SIGUSR1, SIGHUP and Ctrl-C as wishes; a second Ctrl-C ends the program as it always does.
+def listening(stop_request: StopRequest, *, prints: bool = False) -> Iterator[None]:
+    """Take SIGTERM, SIGUSR1, SIGHUP and Ctrl-C as stop requests; a second Ctrl-C ends the program as it always does.
 
     A signal that was ignored stays so: that is what ``nohup`` asks for.
 
     Args:
-        stop request: to be noted in.
-        speaks: whether this process says that it heard: a step may take minutes.
+        stop_request: where a signal is noted.
+        prints: whether this process prints that it noted the signal: a step may take minutes.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -46,7 +46,7 @@ def listening(stop_request: StopRequest, *, speaks: bool = False) -> Iterator[No
     def heard(number: int, frame: FrameType | None) -> None:
         if stop_request.signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
-        if stop_request.signal is None and speaks:
+        if stop_request.signal is None and prints:
             os.write(2, _HEARD)  # a handler must not enter a print that it interrupted
         stop_request.signal = number
 

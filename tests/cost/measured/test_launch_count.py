@@ -11,7 +11,7 @@ from torch import nn
 import outcore
 from outcore.cost.costs import Costs
 from outcore.cost.measured import host_speed, host_time
-from outcore.cost.measured.host_speed import HostSpeed, beat_s
+from outcore.cost.measured.host_speed import HostSpeed, reference_work_s
 from outcore.cost.measured.launch_count import issue_of
 from outcore.cost.measured.saved_bytes import account
 from outcore.cost.predicted.step_time import predict_step
@@ -64,7 +64,7 @@ def test_a_small_network_on_a_gpu_is_estimated_by_its_host() -> None:
 
 def test_times_taken_at_different_paces_are_equal_in_beats(monkeypatch: pytest.MonkeyPatch) -> None:
     beats, now = HostSpeed(), [1e-4]
-    monkeypatch.setattr(host_speed, "beat_s", lambda: now[0])
+    monkeypatch.setattr(host_speed, "reference_work_s", lambda: now[0])
     quick = beats.counted(TimedRuns.of([1e-3], dispatch_s=1e-5), 1e-4)
     now[0] = 2e-4
     slow = beats.counted(TimedRuns.of([1e-3], dispatch_s=2e-5), 2e-4)
@@ -75,15 +75,15 @@ def test_times_taken_at_different_paces_are_equal_in_beats(monkeypatch: pytest.M
 
 
 def test_a_slow_spell_does_not_change_the_pace() -> None:
-    assert HostSpeed().pace_s == 0.0
+    assert HostSpeed().reference_s == 0.0
     beats = HostSpeed()
     beats.seen += [7.4e-5, 7.5e-5, 7.6e-5] * 10 + [14e-5] * 60
-    assert beats.pace_s == pytest.approx(7.5e-5, rel=0.02)
+    assert beats.reference_s == pytest.approx(7.5e-5, rel=0.02)
 
 
 def test_a_beat_takes_time_and_changes_nothing() -> None:
     before = torch.get_rng_state()
-    assert beat_s() > 0
+    assert reference_work_s() > 0
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -96,4 +96,4 @@ def test_what_is_between_calls_is_given_for_the_pace_that_is_asked_for(monkeypat
     monkeypatch.setattr(host_time, "_known", {})
     monkeypatch.setattr(host_time, "_step_s", lambda *_: 1.0)
     here = host_time.between_calls(torch.device("cpu"), measure)
-    assert host_time.between_calls(torch.device("cpu"), measure, host_speed=3e-4) == pytest.approx(3 * here)
+    assert host_time.between_calls(torch.device("cpu"), measure, reference=3e-4) == pytest.approx(3 * here)

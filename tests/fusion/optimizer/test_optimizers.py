@@ -61,7 +61,7 @@ def _batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_members_step_as_torch_steps_them(name: str) -> None:
     array = assert_as_if_alone(_net, _batches(12), F.cross_entropy, OPTIMIZERS[name], clip=(1.0, 0.5, 0.05))
-    alone = array.groups[0].steppers["loss"].alone
+    alone = array.groups[0].steppers["loss"].separate_reason
     assert (alone is not None) == (name in ALONE), alone
 
 

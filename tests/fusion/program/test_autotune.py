@@ -181,8 +181,8 @@ def test_missing_and_wrong_arguments_are_refused() -> None:
 @pytest.mark.parametrize("members", [3, 1])
 @pytest.mark.parametrize("workload", ["lstm-b32", "pointnet-cls-b32", "transformer-b20"])
 def test_a_dry_run_counts_what_a_step_makes(workload: str, members: int, low: torch.dtype | None) -> None:
-    made, alone = TINY[workload], members == 1
-    if alone and workload == "lstm-b32":
+    made, own_model = TINY[workload], members == 1
+    if own_model and workload == "lstm-b32":
         pytest.skip("a CPU's own recurrent layer takes other steps on fake tensors; a GPU's is one operation")
     models = [made.build(0) for _ in range(members)]
     array = outcore.fuse(models, loss=F.cross_entropy, optimizer=momentum, autocast=low, check=False)
@@ -190,12 +190,12 @@ def test_a_dry_run_counts_what_a_step_makes(workload: str, members: int, low: to
     _, program = array.program("loss", args)
     (group,) = array.groups
     before = copy.deepcopy(group.stack.buffers)
-    expected = dry_run(group, "loss", program, args, alone=alone)
+    expected = dry_run(group, "loss", program, args, own_model=own_model)
     assert all(torch.equal(before[name], t) for name, t in group.stack.buffers.items())
     there = [*group.stack.parameters.values(), *group.stack.buffers.values(), *made.batch()]
     with ReservedBytes([*there, *models[0].parameters(), *models[0].buffers()]) as live:
-        outcome = group.forward("loss", program, args, alone=alone)
-        grads = group.gradients("loss", outcome.losses, alone=alone)
+        outcome = group.forward("loss", program, args, own_model=own_model)
+        grads = group.gradients("loss", outcome.losses, own_model=own_model)
     assert grads and live.peak == pytest.approx(expected.peak, rel=0.02)
     assert live.allocator.reserved == pytest.approx(expected.reserved, rel=0.02)
 

@@ -48,12 +48,12 @@ def managed(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ManagedForward, A
         managed_forward.tier.close()
 
 
-def again(managed_forward: ManagedForward, key: Any, images: torch.Tensor, taken: int) -> tuple[bool, Any]:
+def again(managed_forward: ManagedForward, key: Any, images: torch.Tensor, active: int) -> tuple[bool, Any]:
     """Let the graphs take so much in all."""
     entry = managed_forward.admitted[key]
     assert entry is not None
     entry.graphed = None
-    recorded = Recorded(taken - graph_budget._beside(managed_forward, entry, [images]))
+    recorded = Recorded(active - graph_budget._beside(managed_forward, entry, [images]))
     entry.graphed = recorded  # type: ignore[assignment]
     return graph_budget.planned_again(managed_forward, key, entry, [images], (images,), {}), recorded
 

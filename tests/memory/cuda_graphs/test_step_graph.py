@@ -16,8 +16,8 @@ from outcore.cost.measured.saved_bytes import account
 from outcore.cost.predicted.rough import by_bytes
 from outcore.graph.record.recording import Ref
 from outcore.memory.cuda_graphs import step_graph
-from outcore.memory.cuda_graphs.static_grads import StaticGrads, stand_ins
-from outcore.memory.cuda_graphs.step_graph import StepGraph, _Turn, _unowned, _wanted
+from outcore.memory.cuda_graphs.static_grads import StaticGrads, capture_parameters
+from outcore.memory.cuda_graphs.step_graph import StepGraph, _ForwardUnderWay, _unowned, _wanted
 from outcore.planner.memory.plan import plan_memory
 
 
@@ -33,7 +33,7 @@ class Stage(StepGraph):
 
     def __init__(self, model: nn.Linear) -> None:
         self.model, self.parameters = model, list(model.parameters())
-        self.turn, self.graphs = _Turn(), None
+        self.under_way, self.graphs = _ForwardUnderWay(), None
 
     def capture(self, tensors: list[torch.Tensor]) -> None:
         weight, bias = self.parameters
@@ -200,12 +200,12 @@ def test_padding_blocks_that_save_nothing_are_left_out_again(sizes: list[int], w
         def __init__(self) -> None:
             self.graphs = None
 
-        def record(self, pool: Any, spacing: PaddingSearch, *, trace: bool = False) -> list[PaddingBlock]:
+        def record(self, pool: Any, padding: PaddingSearch, *, trace: bool = False) -> list[PaddingBlock]:
             self.pool = pool
-            recorded.append(list(spacing.padding_blocks))
+            recorded.append(list(padding.padding_blocks))
             return [PaddingBlock(8, 0)] if trace and len(want) > 1 else []
 
-    Recorder().record_spaced(Pool(sizes), trace=True)  # type: ignore[arg-type]
+    Recorder().record_padded(Pool(sizes), trace=True)  # type: ignore[arg-type]
     assert recorded == want and not sizes
 
 
@@ -255,7 +255,7 @@ def test_differentiating_gives_the_outputs_up() -> None:
     assert all(torch.equal(place, gradient) for place, gradient in zip(stage.places.places, want, strict=True))
 
 
-def test_stand_ins_are_other_parameters_in_the_same_memory() -> None:
+def test_capture_parameters_are_other_parameters_in_the_same_memory() -> None:
     model = nn.ModuleDict({"rnn": nn.LSTM(4, 4), "a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
     model["b"].weight = model["a"].weight
     parameters, x = list(model.parameters()), torch.randn(3, 2, 4)
@@ -266,7 +266,7 @@ def test_stand_ins_are_other_parameters_in_the_same_memory() -> None:
     want = torch.autograd.grad(out(), parameters)
     for parameter in parameters:
         parameter.register_hook(lambda _: pytest.fail("a hook of the user's"))
-    with stand_ins(model, parameters) as others:
+    with capture_parameters(model, parameters) as others:
         got = torch.autograd.grad(out(), others)
         assert not set(map(id, others)) & set(map(id, parameters))
         assert [p.data_ptr() for p in others] == [p.data_ptr() for p in parameters]

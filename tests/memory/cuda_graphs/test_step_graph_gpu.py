@@ -92,7 +92,7 @@ def test_the_workspace_of_a_product_is_not_there_throughout(monkeypatch: pytest.
     torch.manual_seed(0)
     layers = [nn.Conv2d(3, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 64, 3, padding=1)]
     model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(1024, 10)).cuda()
-    images, taken, found = torch.randn(8, 3, 128, 128, device="cuda"), [], []
+    images, active, found = torch.randn(8, 3, 128, 128, device="cuda"), [], []
     for given_back in (True, False):
         if not given_back:
             monkeypatch.setattr("outcore.memory.cuda_graphs.step_graph.without_workspaces", lambda: None)
@@ -102,10 +102,10 @@ def test_the_workspace_of_a_product_is_not_there_throughout(monkeypatch: pytest.
             net.zero_grad()
             net(images).square().sum().backward()
         found.append([p.grad.clone() for p in net.parameters()])
-        taken.append(graphed(net).bytes)
+        active.append(graphed(net).bytes)
         del net
         gc.collect()
-    assert taken[0] < taken[1]
+    assert active[0] < active[1]
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 

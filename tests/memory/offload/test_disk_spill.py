@@ -120,7 +120,7 @@ def test_gradients_are_those_of_plain_training(host: str, monkeypatch: pytest.Mo
     made: list[SpillBackend] = []
 
     def as_below_a_gpu(device: torch.device, size: int) -> SpillBackend:
-        made.append(SpillBackend(device, size, host_limit.host_room()))
+        made.append(SpillBackend(device, size, host_limit.host_limit_bytes()))
         return made[-1]
 
     monkeypatch.setattr(managed_forward, "tier_for", as_below_a_gpu)
@@ -195,9 +195,9 @@ def test_a_machine_says_how_much_room_its_host_has() -> None:
 
 
 def test_the_room_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert host_limit.host_room() > 0
+    assert host_limit.host_limit_bytes() > 0
     monkeypatch.setenv("OUTCORE_HOST_MEMORY", "3GiB")
-    assert host_limit.host_room() == 3 << 30
+    assert host_limit.host_limit_bytes() == 3 << 30
 
 
 def test_the_disk_is_measured() -> None:

@@ -24,20 +24,20 @@ def test_the_same_bytes_come_back(seed: int) -> None:
     tier = SpillBackend(torch.device("cuda"), sum(sizes), int(draw.choice([0.0, 0.1, 0.4, 0.8]) * sum(sizes)))
     for _ in range(3):
         originals = [torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda") for size in sizes]
-        trips: list[SpilledBuffer | None] = []
+        buffers: list[SpilledBuffer | None] = []
         for flat in originals:
             leaving = flat.clone()
-            trips.append(trip := tier.evict(leaving))
-            trip.wait_out()
+            buffers.append(buffer := tier.evict(leaving))
+            buffer.wait_out()
             leaving.zero_()  # the computing stream comes after the copy out
         for i in reversed(range(len(sizes))):
             for j in range(i, max(-1, i - 3), -1):
-                if (trip := trips[j]) is not None:
-                    trip.fetch()
-            trip = trips[i]
-            assert trip is not None
-            assert torch.equal(trip.bytes_back(), originals[i])
-            trips[i] = trip = None
+                if (buffer := buffers[j]) is not None:
+                    buffer.fetch()
+            buffer = buffers[i]
+            assert buffer is not None
+            assert torch.equal(buffer.bytes_back(), originals[i])
+            buffers[i] = buffer = None
     assert tier.arena.free_bytes == tier.arena.size
     assert tier.scratch.arena.free_bytes == tier.scratch.arena.size
 

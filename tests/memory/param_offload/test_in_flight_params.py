@@ -17,7 +17,7 @@ from tests.memory.param_offload.test_offloader import SGD, batch, network, offlo
 from tests.memory.param_offload.test_offloader_loops import keeper
 
 
-class Late:
+class PendingCopy:
     """The end of copies that happen when somebody waits for them, and undo what was written in between."""
 
     waited = 0
@@ -26,9 +26,9 @@ class Late:
         self.ends: Sequence[Ends] = ends
 
     def wait(self) -> None:
-        Late.waited += bool(self.ends)
-        for here, home in self.ends:
-            here.copy_(home)
+        PendingCopy.waited += bool(self.ends)
+        for on_device, off_device in self.ends:
+            on_device.copy_(off_device)
         self.ends = ()
 
     finish = wait
@@ -37,25 +37,25 @@ class Late:
         return not self.ends
 
 
-class LateTurn:
+class PendingRoundTrip:
     def __init__(self, parts: Sequence[Sequence[Ends]]) -> None:
         self.parts = parts
 
-    def book(self) -> list[Late]:
-        for here, home in (ends for part in self.parts for ends in part):
-            home.copy_(here)
-        return [Late(part) for part in self.parts]
+    def start(self) -> list[PendingCopy]:
+        for on_device, off_device in (ends for part in self.parts for ends in part):
+            off_device.copy_(on_device)
+        return [PendingCopy(part) for part in self.parts]
 
 
-class LateLanes(ThreadCopyStreams):
-    def turn(self, parts: Sequence[Sequence[Ends]]) -> LateTurn:
-        return LateTurn(parts)
+class PendingCopyStreams(ThreadCopyStreams):
+    def round_trip(self, parts: Sequence[Sequence[Ends]]) -> PendingRoundTrip:
+        return PendingRoundTrip(parts)
 
 
 @pytest.fixture(autouse=True)
-def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(residency, "copy_streams_for", lambda device: LateLanes())
-    Late.waited = 0
+def pending_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(residency, "copy_streams_for", lambda device: PendingCopyStreams())
+    PendingCopy.waited = 0
     yield
 
 
@@ -63,7 +63,7 @@ def pair() -> tuple[nn.Module, torch.optim.Optimizer, nn.Module, torch.optim.Opt
     model, plain = network(), network()
     optimizer = offloaded(model, SGD, update="backward", optimizer="keep")
     train(model, optimizer, 4)
-    assert keeper(model).fast and keeper(model).late.flat_buffers
+    assert keeper(model).updates_in_backward and keeper(model).in_flight.flat_buffers
     train(plain, twin := SGD(plain.parameters()), 4)
     return model, optimizer, plain, twin
 
@@ -105,20 +105,20 @@ def test_what_is_written_while_they_are_coming_is_what_the_next_step_reads(how: 
         for net in (model, plain):
             WRITES[how](list(net.parameters())[-2])
         train(model, optimizer, 2), train(plain, twin, 2)
-        assert keeper(model).late.flat_buffers
+        assert keeper(model).in_flight.flat_buffers
     assert same(model, plain)
 
 
 def test_a_loop_that_leaves_its_parameters_alone_waits_where_they_are_used() -> None:
     model, optimizer, _, _ = pair()
-    coming = len(keeper(model).late.flat_buffers)
-    before = Late.waited
+    coming = len(keeper(model).in_flight.flat_buffers)
+    before = PendingCopy.waited
     optimizer.zero_grad()
     [(p.requires_grad, p.grad, p.shape) for p in model.parameters()]
-    assert Late.waited == before and len(keeper(model).late.flat_buffers) == coming
+    assert PendingCopy.waited == before and len(keeper(model).in_flight.flat_buffers) == coming
     seen: list[int] = []
-    model[0].register_forward_hook(lambda *_: seen.append(Late.waited))
-    model[-1].register_forward_hook(lambda *_: seen.append(Late.waited))
+    model[0].register_forward_hook(lambda *_: seen.append(PendingCopy.waited))
+    model[-1].register_forward_hook(lambda *_: seen.append(PendingCopy.waited))
     loss = model(batch(7)).square().mean()
     assert seen == [before, before + coming]  # the first bucket has stayed, the others are used last
     torch.manual_seed(5)

@@ -158,11 +158,11 @@ def test_what_is_written_while_parameters_are_coming_back_is_kept(write: Any) ->
             opt.zero_grad()
             net(images).square().mean().backward()
             opt.step()
-            late += len(keeper(model).late.flat_buffers) if net is model else 0
+            late += len(keeper(model).in_flight.flat_buffers) if net is model else 0
             for p in net.parameters() if i > 3 else ():
                 write(p)
     assert late > 0 and all(p.isfinite().all() for p in plain.parameters())
-    trips = keeper(model).trips
-    turns = [trip.turn for trip in (*trips.updates.values(), trips.stays)]
-    assert len(turns) > 1 and all(turn.graph is not None for turn in turns)
+    writebacks = keeper(model).writebacks
+    round_trips = [writeback.round_trip for writeback in (*writebacks.after_update.values(), writebacks.delayed)]
+    assert len(round_trips) > 1 and all(round_trip.graph is not None for round_trip in round_trips)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))

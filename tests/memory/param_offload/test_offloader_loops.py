@@ -165,7 +165,7 @@ def test_what_is_written_after_a_step_is_what_the_next_one_reads(evaluated: bool
                 with torch.no_grad():
                     net(batch(3))
             train(net, opt, 2)
-    assert keeper(model).fast
+    assert keeper(model).updates_in_backward
     assert same(model, plain)
 
 

@@ -101,13 +101,13 @@ def test_measured_bytes_are_at_most_what_was_predicted() -> None:
         outcore.within(model, (batch(),), memory=None, optimizer=optimizer, costs=costs, state=policy, quiet=True)
         plan = planned(model)
         fixed = [*model.parameters(), *model.buffers()] if policy.parameters == "keep" else []
-        homes = [] if policy.idle else [p.home for p in keeper(model).flat_buffers]
+        homes = [] if policy.idle else [p.off_device for p in keeper(model).flat_buffers]
         if not policy.idle and (gradients := keeper(model).gradients) is not None:
-            homes += [home.memory for home in gradients.homes.values()]
+            homes += [home.memory for home in gradients.storages.values()]
         for i in range(2):
             step(model, optimizer, i)
-        visits = None if policy.idle else keeper(model).visits
-        homes += [p.home for p in visits.flat_buffers.values()] if visits is not None else []
+        state_copies = None if policy.idle else keeper(model).state_copies
+        homes += [p.off_device for p in state_copies.flat_buffers.values()] if state_copies is not None else []
         state = [t for s in optimizer.state.values() for t in s.values() if policy.optimizer == "keep"]
         optimizer.zero_grad()
         with LiveBytes([*fixed, *homes, *state]) as live:
@@ -127,7 +127,7 @@ def test_a_plan_keeps_where_state_lives() -> None:
     outcore.release(model)
     outcore.within(model, (batch(),), memory=None, optimizer=optimizer, costs=rough(model), plan=document, quiet=True)
     assert planned(model).state == StatePolicy.of(state)
-    assert keeper(model).visits is not None
+    assert keeper(model).state_copies is not None
 
 
 def test_without_the_optimizer_itself_state_stays_and_too_small_a_budget_is_refused() -> None:

@@ -15,31 +15,31 @@ from outcore.cost.predicted.rough import by_bytes
 from outcore.memory.offload.copy_streams import Ends, RoundTripCopy, ThreadCopyStreams
 from outcore.memory.param_offload import flat_buffer, residency, writeback
 from outcore.policies import RECOMPUTE
-from tests.memory.param_offload.test_in_flight_params import Late
+from tests.memory.param_offload.test_in_flight_params import PendingCopy
 from tests.memory.param_offload.test_offloader import SGD, batch, network, offloaded, same, train
 from tests.memory.param_offload.test_offloader_loops import keeper
 
-booked: list[list[int]] = []
-"""Where in memory the parts of each trip begin, in the order in which trips were booked."""
+started: list[list[int]] = []
+"""Where in memory the parts of each round trip begin, in the order in which they were started."""
 
 
-class EmptyTurn:
+class EmptyRoundTrip:
     """Copies out and back, in between there are no numbers at all: who computes with them is found out."""
 
     def __init__(self, parts: Sequence[Sequence[Ends]]) -> None:
         self.parts = parts
 
-    def book(self) -> list[Late]:
-        booked.append([part[0][0].data_ptr() for part in self.parts])
-        for here, home in (ends for part in self.parts for ends in part):
-            home.copy_(here)
-            here.fill_(255)
-        return [Late(part) for part in self.parts]
+    def start(self) -> list[PendingCopy]:
+        started.append([part[0][0].data_ptr() for part in self.parts])
+        for on_device, off_device in (ends for part in self.parts for ends in part):
+            off_device.copy_(on_device)
+            on_device.fill_(255)
+        return [PendingCopy(part) for part in self.parts]
 
 
-class EmptyLanes(ThreadCopyStreams):
-    def turn(self, parts: Sequence[Sequence[Ends]]) -> RoundTripCopy:
-        return EmptyTurn(parts)
+class EmptyCopyStreams(ThreadCopyStreams):
+    def round_trip(self, parts: Sequence[Sequence[Ends]]) -> RoundTripCopy:
+        return EmptyRoundTrip(parts)
 
 
 @pytest.fixture(autouse=True)
@@ -51,8 +51,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, size in (("_PIECE_BYTES", 2048), ("_HALVED_BYTES", 8192), ("_BESIDE_BYTES", 1024)):
         monkeypatch.setattr(writeback, name, size)
     monkeypatch.setattr(buckets, "_FIRST_BYTES", 2560)
-    monkeypatch.setattr(residency, "copy_streams_for", lambda device: EmptyLanes())
-    booked.clear()
+    monkeypatch.setattr(residency, "copy_streams_for", lambda device: EmptyCopyStreams())
+    started.clear()
     yield
 
 
@@ -60,7 +60,7 @@ def running(steps: int = 4) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = network()
     optimizer = offloaded(model, SGD, update="backward", optimizer="keep")
     train(model, optimizer, steps)
-    assert keeper(model).fast and len(keeper(model).buckets) == 3
+    assert keeper(model).updates_in_backward and len(keeper(model).buckets) == 3
     return model, optimizer
 
 
@@ -73,20 +73,20 @@ def pair(steps: int = 4) -> tuple[nn.Module, torch.optim.Optimizer, nn.Module, t
 
 def starts(model: nn.Module) -> list[list[int]]:
     """Of every bucket, where its parts begin."""
-    rows = keeper(model).trips.parts.values()
+    rows = keeper(model).writebacks.parts.values()
     return [[part.flat_buffer.place.memory.data_ptr() + part.start for part in row] for row in rows]
 
 
 def test_what_is_needed_last_leaves_around_what_is_needed_sooner_and_the_first_bucket_at_the_turn() -> None:
     model, optimizer = running()
     (first,), (beside, second), (third, rest) = starts(model)
-    booked.clear()
+    started.clear()
     loss = model(batch()).square().mean()
-    assert booked == [[beside, first]]
+    assert started == [[beside, first]]
     loss.backward()
     optimizer.step()
-    assert booked == [[beside, first], [third], [second, rest]]
-    parts = [part for row in keeper(model).trips.parts.values() for part in row]
+    assert started == [[beside, first], [third], [second, rest]]
+    parts = [part for row in keeper(model).writebacks.parts.values() for part in row]
     assert sum(part.end - part.start for part in parts) == sum(
         flat_buffer.bytes for flat_buffer in keeper(model).flat_buffers
     )
@@ -105,7 +105,7 @@ def test_one_bucket_leaves_when_it_was_updated() -> None:
     model, plain = one(), one()
     optimizer, twin = offloaded(model, SGD, update="backward", optimizer="keep"), SGD(plain.parameters())
     train(model, optimizer), train(plain, twin)
-    assert len(keeper(model).buckets) == 1 and len(booked) == 3  # of five steps two are looked at
+    assert len(keeper(model).buckets) == 1 and len(started) == 3  # of five steps two are looked at
     assert same(model, plain)
 
 
@@ -167,7 +167,7 @@ def test_a_weight_that_is_used_once_more_is_waited_for() -> None:
     model, plain = Tied(), Tied()
     optimizer, twin = offloaded(model, SGD, update="backward", optimizer="keep"), SGD(plain.parameters())
     train(model, optimizer, 6), train(plain, twin, 6)
-    assert keeper(model).fast and same(model, plain)
+    assert keeper(model).updates_in_backward and same(model, plain)
 
 
 def test_a_forward_without_backward_and_a_second_one() -> None:
@@ -213,14 +213,14 @@ def test_all_of_a_bucket_is_at_home_when_backward_ends_early() -> None:
     with pytest.raises(StopError):
         model(batch()).square().mean().backward()
     hook.remove()
-    assert any(flat_buffer.owed for flat_buffer in keeper(model).flat_buffers)
-    keeper(model).late.receive()
+    assert any(flat_buffer.pending for flat_buffer in keeper(model).flat_buffers)
+    keeper(model).in_flight.wait_all()
     for each in keeper(model).flat_buffers:
-        each.arrive()
-    here = {name: p.detach().clone() for name, p in model.named_parameters()}
-    keeper(model).go_home()
-    assert all(torch.equal(p, here[name]) for name, p in model.named_parameters())
-    assert not any(flat_buffer.owed or flat_buffer.here for flat_buffer in keeper(model).flat_buffers)
+        each.make_resident()
+    on_device = {name: p.detach().clone() for name, p in model.named_parameters()}
+    keeper(model).offload_all()
+    assert all(torch.equal(p, on_device[name]) for name, p in model.named_parameters())
+    assert not any(flat_buffer.pending or flat_buffer.resident for flat_buffer in keeper(model).flat_buffers)
 
 
 def test_buckets_that_were_not_updated_in_order_are_completed_by_the_step() -> None:
@@ -230,7 +230,7 @@ def test_buckets_that_were_not_updated_in_order_are_completed_by_the_step() -> N
         torch.manual_seed(3)
         net[6:](torch.randn(4, 16, 12, 12, generator=torch.Generator().manual_seed(1))).square().mean().backward()
         opt.step()
-    assert not keeper(model).buckets[2].weights.owed
+    assert not keeper(model).buckets[2].weights.pending
     assert same(model, plain)
 
 
@@ -257,18 +257,18 @@ def test_values_that_are_made_again_find_the_weights_they_are_made_with() -> Non
     state = {"parameters": "offload", "update": "backward"}
     outcore.within(model, (batch(),), memory=None, costs=costs, optimizer=optimizer, plan=plan, state=state, quiet=True)
     train(model, optimizer, 6), train(plain, twin, 6)
-    assert plan and keeper(model).fast and booked and same(model, plain)
+    assert plan and keeper(model).updates_in_backward and started and same(model, plain)
 
 
 def test_nothing_leaves_while_the_model_is_looked_at() -> None:
     model, _ = running()
     state = keeper(model)
-    state.late.receive()
-    booked.clear()
-    state.inside = True
+    state.in_flight.wait_all()
+    started.clear()
+    state.in_forward = True
     with state.gathered():
-        assert {type(p) for p in model.parameters()} == {nn.Parameter} and not booked
-    state.inside = False
+        assert {type(p) for p in model.parameters()} == {nn.Parameter} and not started
+    state.in_forward = False
 
 
 @pytest.mark.parametrize("place", [0, 3, 8, 10])
@@ -301,7 +301,7 @@ def test_steps_leave_nothing_behind_and_a_model_takes_its_flat_buffers_with_it()
     counts = []
     for _ in range(3):
         train(model, optimizer, 20)
-        booked.clear()
+        started.clear()
         gc.collect()
         counts.append(len(gc.get_objects()))
     assert counts[2] <= counts[1] + 20

@@ -18,22 +18,24 @@ pytestmark = pytest.mark.gpu
 def test_who_waits_for_a_part_comes_after_it() -> None:
     device = torch.device("cuda")
     sizes = (3 * 2**20, 200 * 2**20)
-    here = [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]
-    home = [torch.zeros(size, dtype=torch.uint8, pin_memory=True) for size in sizes]
+    on_device = [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]
+    off_device = [torch.zeros(size, dtype=torch.uint8, pin_memory=True) for size in sizes]
     copy_streams = CudaCopyStreams(device)
-    turn = copy_streams.turn([list(zip(a.chunk(4), b.chunk(4), strict=True)) for a, b in zip(here, home, strict=True)])
-    assert isinstance(turn, CudaRoundTripCopy)
+    round_trip = copy_streams.round_trip(
+        [list(zip(a.chunk(4), b.chunk(4), strict=True)) for a, b in zip(on_device, off_device, strict=True)]
+    )
+    assert isinstance(round_trip, CudaRoundTripCopy)
     for i in range(6):
-        for memory in here:
+        for memory in on_device:
             memory.fill_(i)
-        for memory, mark in zip(here, turn.book(), strict=True):
-            mark.wait()
+        for memory, event in zip(on_device, round_trip.start(), strict=True):
+            event.wait()
             memory.fill_(100 + i)  # a copy that is still coming would undo it
         torch.cuda.synchronize()
-        assert all(mark.done() for mark in turn.marks)
-        assert all(bool((memory == i).all()) for memory in home)
-        assert all(bool((memory == 100 + i).all()) for memory in here)
-    assert turn.graph is not None
+        assert all(event.done() for event in round_trip.events)
+        assert all(bool((memory == i).all()) for memory in off_device)
+        assert all(bool((memory == 100 + i).all()) for memory in on_device)
+    assert round_trip.graph is not None
     copy_streams.close()
 
 
@@ -69,10 +71,16 @@ def test_buckets_in_parts_are_those_of_plain_training(between: Callable[[nn.Modu
                 between(net)
             loss.backward()
             opt.step()
-    trips = keeper(model).trips
-    assert [len(parts) for parts in trips.parts.values()] == [1, 2, 2]
-    turns = [trip.turn for trip in (*trips.updates.values(), trips.stays) if trip is not None]
-    assert len(turns) == 3 and all(isinstance(turn, CudaRoundTripCopy) and turn.graph is not None for turn in turns)
+    writebacks = keeper(model).writebacks
+    assert [len(parts) for parts in writebacks.parts.values()] == [1, 2, 2]
+    round_trips = [
+        writeback.round_trip
+        for writeback in (*writebacks.after_update.values(), writebacks.delayed)
+        if writeback is not None
+    ]
+    assert len(round_trips) == 3 and all(
+        isinstance(round_trip, CudaRoundTripCopy) and round_trip.graph is not None for round_trip in round_trips
+    )
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
     assert all(p.isfinite().all() for p in plain.parameters())
     outcore.release(model)

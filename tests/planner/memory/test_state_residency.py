@@ -117,11 +117,11 @@ def measured(model: nn.Module, batch: torch.Tensor, optimizer: torch.optim.Optim
         step()
     optimizer.zero_grad()
     keeper = model.__dict__["forward"].keeper
-    homes = [flat_buffer.home for flat_buffer in keeper.flat_buffers] if keeper is not None else []
+    homes = [flat_buffer.off_device for flat_buffer in keeper.flat_buffers] if keeper is not None else []
     if keeper is not None and keeper.gradients is not None:
-        homes += [home.memory for home in keeper.gradients.homes.values()]
-    if keeper is not None and keeper.visits is not None:
-        homes += [flat_buffer.home for flat_buffer in keeper.visits.flat_buffers.values()]
+        homes += [home.memory for home in keeper.gradients.storages.values()]
+    if keeper is not None and keeper.state_copies is not None:
+        homes += [flat_buffer.off_device for flat_buffer in keeper.state_copies.flat_buffers.values()]
     below = {home.untyped_storage().data_ptr() for home in homes}
     state = [t for s in optimizer.state.values() for t in s.values()]
     mine = [*model.parameters(), *model.buffers(), batch, *state]

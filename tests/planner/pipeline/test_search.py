@@ -26,7 +26,7 @@ from outcore.planner import (
 from outcore.planner.partition.quiet_solver import quiet
 from outcore.planner.pipeline.candidates import candidates_for
 from outcore.planner.pipeline.lower import predict_timeline
-from outcore.planner.pipeline.simulate_candidate import judge
+from outcore.planner.pipeline.simulate_candidate import simulate_candidate
 from outcore.program import Links
 from tests.planner.nets import build
 
@@ -89,7 +89,7 @@ def test_closed_forms_and_simulator_agree_on_equal_stages() -> None:
         Pipeline("1f1b", 6),
         Pipeline("gems", 1, 4),
     ):
-        assert judge(stages, pipeline, 1, free).time_s == pytest.approx(pipeline.step_s(stages, free))
+        assert simulate_candidate(stages, pipeline, 1, free).time_s == pytest.approx(pipeline.step_s(stages, free))
 
 
 def test_a_unet_is_folded_so_that_skips_stay_on_their_rank() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from outcore.machine.link import Link
 from outcore.planner import Pipeline, RankLink
 from outcore.planner.partition.strategies import PartitionTask
-from outcore.planner.pipeline.simulate_candidate import SCHEDULE_NAMES, judge
+from outcore.planner.pipeline.simulate_candidate import SCHEDULE_NAMES, simulate_candidate
 from outcore.program import Links, Stages, compile_program, simulate
 from tests.planner.nets import Net, nets, valid_cuts
 from tests.planner.partition.test_partition import PIPELINES, ROUTE
@@ -34,7 +34,7 @@ def test_closed_forms_of_memory_are_the_simulators(
     if stages is None:
         return
     even = Stages(tuple(replace(s, forward_s=1.0, backward_s=2.0) for s in stages.stages), stages.edges)
-    assert judge(even, pipeline, 1, FREE).peak_bytes == pipeline.peak_bytes(even)
+    assert simulate_candidate(even, pipeline, 1, FREE).peak_bytes == pipeline.peak_bytes(even)
 
 
 @relaxed
@@ -54,12 +54,12 @@ def test_one_replica_stands_for_all(
     )
     link = Link.symmetric(bandwidth_bytes_per_s=ROUTE.bytes_per_s, latency_s=ROUTE.latency_s)
     whole = simulate(program, stages, Links(link))
-    judged = judge(stages, pipeline, replicas, ROUTE)
-    assert judged.peak_bytes == whole.peak_bytes[: len(stages)]
+    simulated = simulate_candidate(stages, pipeline, replicas, ROUTE)
+    assert simulated.peak_bytes == whole.peak_bytes[: len(stages)]
     if pipeline.paired:  # two rings on one rank wait for each other a little differently
-        assert judged.time_s == pytest.approx(whole.step_s, rel=0.15)
+        assert simulated.time_s == pytest.approx(whole.step_s, rel=0.15)
     else:
-        assert judged.time_s == pytest.approx(whole.step_s)
+        assert simulated.time_s == pytest.approx(whole.step_s)
 
 
 @pytest.mark.parametrize(
@@ -69,9 +69,9 @@ def test_one_replica_stands_for_all(
 )
 def test_a_long_program_is_counted_on_from_short_ones(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     stages = Stages.uniform(4, saved_bytes=3, edge_bytes=1, gradient_bytes=2)
-    whole = judge(stages, pipeline, 1, RankLink(4.0, 0.25))
+    whole = simulate_candidate(stages, pipeline, 1, RankLink(4.0, 0.25))
     monkeypatch.setattr("outcore.planner.pipeline.simulate_candidate._LARGEST", 120)
-    short = judge(stages, pipeline, 1, RankLink(4.0, 0.25))
+    short = simulate_candidate(stages, pipeline, 1, RankLink(4.0, 0.25))
     assert short.judge != whole.judge == "simulated"
     assert short.time_s == pytest.approx(whole.time_s, rel=0.02) and short.bubble == pytest.approx(
         whole.bubble, abs=0.02

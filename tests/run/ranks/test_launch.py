@@ -11,7 +11,7 @@ import torch
 
 from outcore.errors import EngineError
 from outcore.graph import Value
-from outcore.run.engine.batch import cut, describe, fingerprint, parts, rows, stand_in
+from outcore.run.engine.batch import cut, describe, fingerprint, meta_batch, parts, rows
 from outcore.run.engine.loader import Loader, cut_epoch
 from outcore.run.ranks.launch import launch
 from outcore.run.ranks.world import identify
@@ -75,12 +75,12 @@ def test_batches_are_cut_in_rows_and_described() -> None:
     first, second = cut(batch, 5, [3, 2])
     assert first["x"].tolist() == [[0, 1], [2, 3], [4, 5]] and second["pair"][0].shape == (2,)
     assert first["scale"] is batch["scale"] and first["flag"] is True and second["pair"][1] == [None]
-    meta = stand_in(describe(batch))
+    meta = meta_batch(describe(batch))
     assert (
         meta["x"].is_meta and meta["x"].shape == (5, 2) and fingerprint(describe(meta)) == fingerprint(describe(batch))
     )
     with pytest.raises(EngineError, match="cannot know"):
-        stand_in(describe([object()]))
+        meta_batch(describe([object()]))
 
 
 @pytest.mark.parametrize(

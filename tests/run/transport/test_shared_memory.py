@@ -45,9 +45,9 @@ def _exchange() -> dict[str, Any]:
         world.barrier()
     idle = shared_rows.idle_bytes
     shared_rows.close()
-    near = sorted(shared_rows.near)
+    shared_memory_ranks = sorted(shared_rows.shared_memory_ranks)
     world.close()
-    return {"places": places, "sums": sums, "idle": idle, "near": near}
+    return {"places": places, "sums": sums, "idle": idle, "near": shared_memory_ranks}
 
 
 def test_a_row_is_used_again_when_its_reader_has_let_go(ranks: Pool) -> None:

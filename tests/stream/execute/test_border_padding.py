@@ -14,11 +14,11 @@ from torch import nn
 import outcore
 from outcore.ops.region import SlidingWindow, clip, elements
 from outcore.stream import stream
-from outcore.stream.execute.border_padding import window_overhang
+from outcore.stream.execute.border_padding import window_excess
 from outcore.stream.plan.tiles import plan_tile
 from outcore.stream.rules.convolve import Convolution
 from outcore.stream.rules.pool import MaxPool
-from tests.stream.oracle import any_overhang, assert_equal_to_plain, with_statistics
+from tests.stream.oracle import any_excess, assert_equal_to_plain, with_statistics
 
 
 @settings(max_examples=150, deadline=None)
@@ -38,8 +38,8 @@ def test_what_is_wanted_lies_where_it_is_said(data) -> None:
     a, b = clip(window.reach((lo, hi)), size)
     held = (max(a - data.draw(st.integers(0, 3)), 0), min(b + data.draw(st.integers(0, 3)), size))
     crop = image[..., held[0] : held[1]].clone()
-    crop[..., : a - held[0]] = crop[..., b - held[0] :] = 1e9  # overhang of the operand: must not matter
-    if (found := window_overhang(window, held, (lo, hi))) is None:
+    crop[..., : a - held[0]] = crop[..., b - held[0] :] = 1e9  # excess of the operand: must not matter
+    if (found := window_excess(window, held, (lo, hi))) is None:
         start, stop = window.reach((lo, hi))
         padded = max(-start, stop - size, 0)
         aligned = padded + (held[0] - padded - start) % stride
@@ -70,7 +70,7 @@ def test_almost_nothing_is_copied_for_the_padding_of_a_unet() -> None:
         return sum(p.elements() for p in plans), sum(padded)
 
     numbers, copies = numbers_and_copies()
-    with any_overhang(1.0):
+    with any_excess(1.0):
         exact_numbers, exact_copies = numbers_and_copies()
     assert exact_numbers < numbers < 1.02 * exact_numbers
     assert copies < 0.02 * exact_copies

@@ -16,7 +16,7 @@ from outcore.stream import stream
 from outcore.stream.execute.tile_dedup import signature
 from outcore.stream.plan.prepared import bound, divided
 from outcore.stream.plan.tiles import plan_tile
-from tests.stream.oracle import any_overhang, with_statistics
+from tests.stream.oracle import any_excess, with_statistics
 
 
 class Skips(nn.Module):
@@ -68,7 +68,7 @@ def test_kinds_say_what_planning_every_tile_says(name: str, sides: tuple[int, in
     net = NETWORKS[name]()
     if name == "random":
         net.train()
-    with any_overhang(most):
+    with any_excess(most):
         network = bound(capture(net, [(1, 3, *sides)]), folded=True)
         prepared = divided(network, tile=12)
         for stage, cut, kinds in zip(prepared.streaming.stages, prepared.grids, prepared.kinds, strict=True):

@@ -1,1 +1,1 @@
-"""Costs by measuring: every call timed and tried by itself on the device that is here."""
+"""Costs by measuring: every call timed and tried in isolation on the device that is present."""

@@ -1,9 +1,9 @@
-"""Where one call after the other of a network is timed.
+"""Times the calls of a network one by one.
 
 Backward is timed from a kept graph, without what it takes to start the autograd engine, which a whole step does once;
-on a GPU in the calling thread, because waking the engine's own takes longer than most calls. Gradients arrive in the
-layout in which they do in a step (`outcore.cost.measured.saved_bytes`), only what the call before made is in the cache
-(`outcore.cost.measured.cache_state`), and how fast the host is at the moment is taken out of the times to issue
+on a GPU in the calling thread, because waking the engine's own takes longer than most calls. Gradients have the layout
+that they have in a step (`outcore.cost.measured.saved_bytes`), only the results of the call before are in the cache
+(`outcore.cost.measured.cache_state`), and the speed of the host at the moment is divided out of the launch times
 (`outcore.cost.measured.host_speed`).
 """
 
@@ -22,7 +22,7 @@ import torch
 
 from outcore.cost.costs import CallCost, Costs, Source
 from outcore.cost.measured.cache_state import CacheState
-from outcore.cost.measured.host_speed import HostSpeed, beat_s
+from outcore.cost.measured.host_speed import HostSpeed, reference_work_s
 from outcore.cost.measured.isolated_call import IsolatedCall
 from outcore.cost.measured.saved_bytes import account, recording_of, signature
 from outcore.cost.measured.shrink_call import smaller
@@ -50,9 +50,9 @@ class CallBench:
         self.costs = accounted if accounted is not None else account(graph, device)
         self.recording: Recording = recording_of(graph)
         self.steps: Mapping[str, Step] = {s.name: s for s in self.recording.steps if s.kind != "guard"}
-        self.beats = HostSpeed()
+        self.host_speed = HostSpeed()
         self.engines: list[TimedRuns] = []
-        self.surroundings = CacheState(device)
+        self.cache_state = CacheState(device)
         self.before = 0
         if device.type == "cuda":
             torch._C._cuda_clearCublasWorkspaces()  # so that they are counted when they come back
@@ -60,7 +60,7 @@ class CallBench:
         self.limit = memory_limit_bytes if memory_limit_bytes is not None else _free_bytes(device)
 
     def likeness(self, name: str) -> Hashable:
-        """What makes two calls take the same time: settings and shapes, and in which layout their gradients arrive."""
+        """A key of calls that take the same time: settings, shapes, and the layout of their gradients."""
         outputs, arriving = self.graph.calls[name].outputs, self.costs.calls[name].arriving
         layouts = tuple((outputs.index(of), stride) for of, stride in arriving.items())
         return signature(self.graph, self.steps[name]), layouts
@@ -71,7 +71,7 @@ class CallBench:
         return cost.flops_forward + 20.0 * self.need(name)
 
     def need(self, name: str) -> int:
-        """Bytes one call needs alone, forward and backward."""
+        """Bytes one isolated call needs, forward and backward."""
         cost, call = self.costs.calls[name], self.graph.calls[name]
         given = sum(self.graph.values[v].bytes for v in call.inputs) + cost.parameter_bytes
         kept = sum(s.bytes for s in cost.saved if s.kind == "derived")
@@ -113,28 +113,30 @@ class CallBench:
                 break
         return replace(cost, reason=reason or f"it needs {self.need(name):,} bytes of {self.limit:,}")
 
-    def weighed(self, name: str) -> CallCost:
-        """The cost of a call whose time was not measured, with what it needs for a moment: it runs twice."""
+    def memory_only(self, name: str) -> CallCost:
+        """The cost of a call whose time was not measured, with its workspace: it runs twice."""
         cost = self.costs.calls[name]
         if self.device.type != "cuda" or self.need(name) > self.limit:
             return cost
         try:
-            alone = IsolatedCall(self.graph, self.steps[name], self.recording, self.device, arriving=cost.arriving)
-            return self._weigh(alone, cost)
+            isolated = IsolatedCall(self.graph, self.steps[name], self.recording, self.device, arriving=cost.arriving)
+            return self._measure_workspace(isolated, cost)
         except Exception:  # as it was counted, then
             torch.cuda.empty_cache()
             return cost
 
     def finished(self, cost: CallCost) -> CallCost:
-        """A cost as it was counted, without the engine's start, at the pace of an undisturbed host."""
+        """A cost as it was counted, without the engine's start, at the speed of an undisturbed host."""
         backward = cost.backward.less(self.engine) if cost.backward is not None else None
         if self.device.type == "cpu":
             return replace(cost, backward=backward)
-        return replace(cost, forward=self.beats.in_seconds(cost.forward), backward=self.beats.in_seconds(backward))
+        return replace(
+            cost, forward=self.host_speed.in_seconds(cost.forward), backward=self.host_speed.in_seconds(backward)
+        )
 
     @functools.cached_property
     def engine(self) -> TimedRuns:
-        """What it takes to start the engine: the median of all that was seen beside the backward passes."""
+        """Time to start the engine: the median of all that was measured beside the backward passes."""
         middle = statistics.median([e.median_s for e in self.engines])
         return replace(
             TimedRuns.of([middle]), dispatch_s=statistics.median([engine.dispatch_s for engine in self.engines])
@@ -142,23 +144,25 @@ class CallBench:
 
     def start_s(self) -> float:
         """Host time of starting backward in a thread of its own; on a CPU there is none."""
-        return self._engine().dispatch_s * self.beats.pace_s if self.device.type == "cuda" else 0.0
+        return self._engine().dispatch_s * self.host_speed.reference_s if self.device.type == "cuda" else 0.0
 
     def _engine(self) -> TimedRuns:
-        """What it takes to start the autograd engine for a graph that does nothing, counted in beats."""
+        """Time to start the autograd engine for an empty graph, in units of the reference work."""
         x = torch.ones(1, device=self.device, requires_grad=True)
         empty = _gradients([x.view(1)], [x], [torch.ones(1, device=self.device)])
         if self.device.type == "cpu":
             return time_calls(empty, self.device, seconds=0.002, most=5, clock=clock_for(self.device))
-        before = beat_s()
+        before = reference_work_s()
         most = 3 if self.engines else 9  # one of many, of which the median counts
-        return self.beats.counted(time_calls(empty, self.device, seconds=0.02, most=most), before)
+        return self.host_speed.counted(time_calls(empty, self.device, seconds=0.02, most=most), before)
 
     def library_bytes(self) -> int:
-        """What the device's libraries allocated since the start and still hold."""
+        """Bytes that the device's libraries allocated since the start and still hold."""
         if self.device.type != "cuda":
             return 0
-        x = torch.ones(8, 8, device=self.device, requires_grad=True)  # products take room, and small convolutions are
+        x = torch.ones(
+            8, 8, device=self.device, requires_grad=True
+        )  # matrix products have workspaces, and small convolutions are
         torch.autograd.grad((x @ x).sum(), x)
         del x
         return max(0, torch.cuda.memory_allocated(self.device) - self.before)
@@ -174,7 +178,7 @@ class CallBench:
         turned: bool = True,
     ) -> CallCost:
         cost = self.costs.calls[name]
-        alone = IsolatedCall(
+        isolated = IsolatedCall(
             self.graph,
             self.steps[name],
             self.recording,
@@ -184,14 +188,14 @@ class CallBench:
             arriving=cost.arriving if turned else None,
         )
         if self.device.type == "cuda" and scale == 1.0:
-            cost = self._weigh(alone, cost)
-        alone.prepare(self.runs + 5)
-        with alone.entered():
-            forward = self._clocked(alone.run, seconds, list(alone.values.values()))
+            cost = self._measure_workspace(isolated, cost)
+        isolated.prepare(self.runs + 5)
+        with isolated.entered():
+            forward = self._clocked(isolated.run, seconds, list(isolated.values.values()))
         backward = None
-        roots, gradients = alone.gradients_for(alone.forward())
-        if roots and alone.wanted and cost.has_backward:
-            backward = self._time_backward(alone, roots, gradients, forward, seconds)
+        roots, gradients = isolated.gradients_for(isolated.forward())
+        if roots and isolated.wanted and cost.has_backward:
+            backward = self._time_backward(isolated, roots, gradients, forward, seconds)
         source: Source = "measured" if scale == 1.0 else "scaled"
         return replace(
             cost,
@@ -202,31 +206,31 @@ class CallBench:
 
     def _time_backward(
         self,
-        alone: IsolatedCall,
+        isolated: IsolatedCall,
         roots: list[torch.Tensor],
         gradients: list[torch.Tensor],
         forward: TimedRuns,
         seconds: float,
     ) -> TimedRuns:
-        """Backward and the start of the engine, which is timed beside it."""
+        """The times of backward and of the start of the engine, which is timed beside it."""
         with in_this_thread(self.device):
             self.engines.append(self._engine())
             try:
-                return self._clocked(_gradients(roots, alone.wanted, gradients), seconds, gradients)
+                return self._clocked(_gradients(roots, isolated.wanted, gradients), seconds, gradients)
             except RuntimeError:  # a graph that can be used once only, as of a checkpointed region
 
                 def both() -> None:
-                    alone.backward(*alone.gradients_for(alone.forward()))
+                    isolated.backward(*isolated.gradients_for(isolated.forward()))
 
                 return self._clocked(both, seconds, gradients).less(forward)
 
     def _clocked(self, call: Callable[[], object], seconds: float, warm: list[torch.Tensor]) -> TimedRuns:
-        """Time a call as in a step: only what the call before made is in the cache."""
-        between = self.surroundings.before(warm)
+        """Time a call as in a step: only the results of the call before are in the cache."""
+        between = self.cache_state.before(warm)
         if self.device.type != "cpu":
-            before = beat_s()
+            before = reference_work_s()
             timing = time_calls(call, self.device, seconds=seconds, warmup=1, most=self.runs, between=between)
-            return self.beats.counted(timing, before)
+            return self.host_speed.counted(timing, before)
         clock, samples = clock_for(self.device), list[float]()
         begin = time.perf_counter()
         call()
@@ -239,20 +243,20 @@ class CallBench:
             samples.append(clock() - start)
         return TimedRuns.of(samples)
 
-    def _weigh(self, alone: IsolatedCall, cost: CallCost) -> CallCost:
+    def _measure_workspace(self, isolated: IsolatedCall, cost: CallCost) -> CallCost:
         """The workspace as the GPU's allocator saw it, with what libraries take inside of an operation."""
-        alone.backward(*alone.gradients_for(alone.forward())) if cost.has_backward else alone.forward()
+        isolated.backward(*isolated.gradients_for(isolated.forward())) if cost.has_backward else isolated.forward()
         torch.cuda.reset_peak_memory_stats(self.device)
-        outputs = alone.forward()
+        outputs = isolated.forward()
         after = torch.cuda.memory_allocated(self.device)
         forward = torch.cuda.max_memory_allocated(self.device) - after
         backward = 0
-        roots, gradients = alone.gradients_for(outputs)
+        roots, gradients = isolated.gradients_for(outputs)
         del outputs
         if roots and cost.has_backward:
             torch.cuda.reset_peak_memory_stats(self.device)
             before = torch.cuda.memory_allocated(self.device)
-            made = alone.backward(roots, gradients)
+            made = isolated.backward(roots, gradients)
             sizes = [-(-g.bytes // 512) * 512 for g in cost.gradients]
             backward = torch.cuda.max_memory_allocated(self.device) - before - sum(sizes)
             del made
@@ -267,12 +271,12 @@ class CallBench:
 def _gradients(
     roots: list[torch.Tensor], wanted: list[torch.Tensor], gradients: list[torch.Tensor]
 ) -> Callable[[], object]:
-    """Backward from roots to what is wanted, again and again."""
+    """A function that runs backward from roots to what is wanted, again and again."""
     return partial(torch.autograd.grad, roots, wanted, gradients, retain_graph=True, allow_unused=True)
 
 
 def in_this_thread(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Backward in the calling thread, where a device would have one of its own."""
+    """A context in which backward runs in the calling thread, where a device would have one of its own."""
     if device.type == "cpu":
         return contextlib.nullcontext()
     return torch.autograd.set_multithreading_enabled(False)

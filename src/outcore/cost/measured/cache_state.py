@@ -1,9 +1,9 @@
-"""What a call finds in the caches when its turn comes in a step.
+"""The cache state that a call finds in a step.
 
-Timed over and over, a call finds everything it touches in the cache: its weights, what it kept for backward, even the
-memory of its output. In a step only what the call before it made is there. So before every timed run the cache is
-filled with something else, and then the tensors that the call before would have written are written again: a forward
-call's inputs, a backward call's incoming gradients, as much of them as the cache holds beside what was read meanwhile.
+Timed over and over, a call finds everything it touches in the cache: its weights, its saved tensors, even the memory of
+its output. In a step only the results of the call before it are there. So before every timed run the cache is filled
+with something else, and then the tensors that the call before would have written are written again: a forward call's
+inputs, a backward call's incoming gradients, as much of them as the cache holds beside what was read meanwhile.
 
 Timed warm, networks of memory-bound layers come out 10 to 20 % too fast on CPUs and GPUs alike; timed all cold, small
 ones up to 70 % too slow.
@@ -18,7 +18,7 @@ import torch
 __all__ = ["CacheState"]
 
 _CPU_CACHE_BYTES = 4 * 2**20
-"""More than a core's own cache, less than what cores share: in a step the calls before leave about that much behind."""
+"""More than a core's own cache, less than what cores share: in a step the calls before leave about that much in it."""
 
 
 class CacheState:
@@ -34,12 +34,12 @@ class CacheState:
             self.cache_bytes = int(torch.cuda.get_device_properties(device).L2_cache_size)
 
     def hold(self) -> None:
-        """Take the memory that is needed on a GPU; until `release`."""
+        """Allocate the memory that is needed on a GPU; until `release`."""
         if self.device.type == "cuda":
             self._elsewhere = torch.empty(2 * self.cache_bytes, dtype=torch.uint8, device=self.device)
 
     def release(self) -> None:
-        """Give it back."""
+        """Free it."""
         if self.device.type == "cuda":
             self._elsewhere = torch.empty(0, dtype=torch.uint8)
 
@@ -63,7 +63,7 @@ class CacheState:
         return arrange_cpu
 
     def _pieces(self, warm: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The ends of the tensors' memory, together half of the cache: what was read to make them has the rest."""
+        """The ends of the tensors' memory, together half of the cache: the inputs they were made from take the rest."""
         left, found = self.cache_bytes // 2, []
         for tensor in {t.untyped_storage().data_ptr(): t for t in warm if not t.is_sparse and t.numel()}.values():
             memory = torch.empty(0, dtype=tensor.dtype, device=self.device).set_(tensor.untyped_storage())

@@ -1,13 +1,13 @@
 """What the host does between one call and the next.
 
-Calls measured alone do not add up to a step: the modules around them, the user's own Python, autograd's bookkeeping
-for each parameter, and code that is no longer in the processor's caches when its turn comes again lie between them. On
-a GPU that shows where the host is the slower one, on a CPU in networks of many small calls.
+Isolated calls do not add up to a step: the modules around them, the user's own Python, autograd's bookkeeping for each
+parameter, and code that has left the processor's caches by then lie between them. On a GPU that shows where the host is
+the slower one, on a CPU in networks of many small calls.
 
 None of it depends on how large the tensors are, so it is measured on a network of tiny layers of every common kind: the
-time of its real step, less what its calls take alone, over the number of calls. Once per device and process. Backward
-runs in the calling thread, as it did for the calls: the engine's own thread may be on a core of another pace, and the
-difference of two large numbers would be that.
+time of its real step, less what its isolated calls take, over the number of calls. Once per device and process.
+Backward runs in the calling thread, as it did for the calls: the engine's own thread may be on a core of another speed,
+and the difference of two large numbers would be that.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from outcore.cost.costs import Costs
 from outcore.cost.measured.bench import in_this_thread
-from outcore.cost.measured.host_speed import beat_s
+from outcore.cost.measured.host_speed import reference_work_s
 from outcore.graph import Graph, capture
 
 __all__ = ["between_calls", "remember"]
@@ -30,7 +30,7 @@ __all__ = ["between_calls", "remember"]
 _WIDTH = 8
 _STEPS = 18
 _known: dict[tuple[str, int], tuple[float, float]] = {}
-"""Seconds per call and direction, and the beat of the host at which they were measured."""
+"""Seconds per call and direction, and the reference time of the host at which they were measured."""
 
 
 class _Residual(nn.Module):
@@ -76,15 +76,15 @@ def between_calls(
     device: torch.device,
     measure: Callable[[Graph], Costs],
     clock: Callable[[], float] = time.perf_counter,
-    beat: float = 0.0,
+    reference: float = 0.0,
 ) -> float:
-    """Seconds of host time per call and direction that no call measured alone shows.
+    """Seconds of host time per call and direction that no isolated call shows.
 
     Args:
         device: where.
-        measure: measures every call of a graph alone.
+        measure: measures every call of a graph in isolation.
         clock: what a step is timed with.
-        beat: the pace of the host for which the answer is wanted; as measured if it is not given.
+        reference: the reference time of the host for which the answer is wanted; as measured if it is not given.
     """
     key = (str(device), torch.get_num_threads())
     if key not in _known:
@@ -98,27 +98,28 @@ def between_calls(
         rest_s = _step_s(model, x, clock, costs.beat_s) - alone_s
         _known[key] = max(0.0, rest_s / max(1, len(timings))), costs.beat_s
     seconds, measured_at = _known[key]
-    return seconds * beat / measured_at if beat and measured_at else seconds
+    return seconds * reference / measured_at if reference and measured_at else seconds
 
 
-def remember(device: torch.device, beats: float) -> None:
-    """Take what another process on the same machine measured, in beats of the host, instead of measuring it here."""
-    _known[str(device), torch.get_num_threads()] = beats, 1.0
+def remember(device: torch.device, references: float) -> None:
+    """Use what another process on the same machine measured, in units of the reference work, instead of measuring it
+    here."""
+    _known[str(device), torch.get_num_threads()] = references, 1.0
 
 
-def _step_s(model: nn.Module, x: Tensor, clock: Callable[[], float], beat: float) -> float:
-    """The time of a real step; if a beat is given, as if the host had kept it."""
+def _step_s(model: nn.Module, x: Tensor, clock: Callable[[], float], reference: float) -> float:
+    """The time of a real step; if `reference` is given, as if the host had kept that speed."""
     times = []
     for _ in range(_STEPS):
         model.zero_grad()
         _finish(x.device)
-        before = beat_s() if beat else 0.0
+        before = reference_work_s() if reference else 0.0
         with in_this_thread(x.device):
             start = clock()
             model(x).backward()
             _finish(x.device)
             took = clock() - start
-        times.append(took * 2 * beat / (before + beat_s()) if beat else took)
+        times.append(took * 2 * reference / (before + reference_work_s()) if reference else took)
     return statistics.median(times[3:])
 
 

@@ -6,11 +6,11 @@ the one before it left. So a prediction for a call of a network takes two more s
 
 - nothing is faster than its bytes beyond the cache can cross the memory bus;
 - the rest is multiplied by a factor: a Gaussian process over the logarithm of measured over predicted time, of calls
-  that real networks ran. Far from all of them it is 1, and the calibration stands alone.
+  that real networks ran. Far from all of them it is 1, and the calibration is used as it is.
 
 The process has fixed lengths (two standard deviations per feature, the same for all kinds) instead of fitted ones:
-calls of a dozen networks are too few and too much alike to choose sixty lengths by. How well it carries over is known
-by leaving out all calls of one network at a time, and stored beside it.
+calls of a dozen networks are too few and too similar to choose sixty lengths by. How well it generalises is known by
+leaving out all calls of one network at a time, and stored beside it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _MOST = 8.0
 """No factor is larger, or smaller than one over it."""
 _LEAST_SAMPLES = 12
 _LEAST_S = 8e-6
-"""Shorter calls are launches, of which the time says little."""
+"""Shorter calls are dominated by the launch and are not learned from."""
 _LENGTH, _NOISE, _LEAST_SPREAD = 2.0, 0.1, 0.1
 _COLUMNS = np.flatnonzero(
     np.isin(
@@ -62,7 +62,7 @@ class OperationUse:
     """Without what is moved beside it (`outcore.cost.predicted.memory_traffic`)."""
     network: str
     alone_s: float = 0.0
-    """What the calibration says of it; 0 as long as it was not asked."""
+    """What the calibration predicts for it; 0 before it was asked."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,7 +103,7 @@ def inside_a_network(calibration: Calibration, operations: Sequence[Operation], 
 
 
 def predicted_alone(used: Sequence[OperationUse], calibration: Calibration, device: Device) -> list[OperationUse]:
-    """Those of the calibration's precision that are long enough to learn from, with what it says of them."""
+    """The uses of the calibration's precision that are long enough to learn from, with its predictions."""
     chosen = [call for call in used if call.time_s > _LEAST_S and call.operation.dtype == calibration.dtype]
     predicted = _cold(calibration, [call.operation for call in chosen], device)
     return [replace(call, alone_s=p.time_s) for call, p in zip(chosen, predicted, strict=True)]
@@ -149,7 +149,7 @@ def _cold(calibration: Calibration, operations: Sequence[Operation], device: Dev
 
 
 def _times(prediction: Prediction, factor: float) -> Prediction:
-    """A prediction with its factor; the roofline stays below it."""
+    """A prediction with its factor; the roofline stays a lower bound."""
     time_s = max(prediction.roofline_s, prediction.time_s * factor)
     return replace(
         prediction,

@@ -1,9 +1,9 @@
-"""One call of a graph, by itself: its inputs made up, its weights borrowed, the rest of the model not there.
+"""One call of a graph in isolation: its inputs made up, its weights shared, the rest of the model absent.
 
 The call is the user's own module or function with the arguments it was recorded with. A module is copied so that
-nothing of the user's is written: the copy shares the parameters' memory where they are on the right device, and
-has buffers of its own. Inputs are random numbers of the recorded shape, stride and dtype; integers are indices
-that are valid for what reads them. On fake tensors nothing takes memory or time, and only shapes come out.
+nothing of the user's is written: the copy shares the parameters' memory where they are on the right device, and has
+buffers of its own. Inputs are random numbers of the recorded shape, stride and dtype; integers are indices that are
+valid for what reads them. On fake tensors nothing takes memory or time, and only shapes come out.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ class IsolatedCall:
         with self._mode():
             for name in self.call.parameters:
                 original = attrgetter(name)(model)
-                self.state[name] = memo[id(original)] = self._borrow(original)
+                self.state[name] = memo[id(original)] = self._share_memory(original)
             for name in {r.name for _, r in leaves((step.args, step.kwargs), Ref) if r.kind == "constant"}:
-                self.state[name] = self._borrow(recording.constants[name])
+                self.state[name] = self._share_memory(recording.constants[name])
             self.values = {name: self._make(graph.values[name]) for name in self.call.inputs}
             """Its inputs, by name; leaves of the autograd graph."""
             self.target = self._copy(model, step.target, memo) if step.kind == "module" else step.target
@@ -106,11 +106,11 @@ class IsolatedCall:
 
     @property
     def held(self) -> list[torch.Tensor]:
-        """All tensors that are there before the call runs."""
+        """All tensors that exist before the call runs."""
         return [*self.values.values(), *self.state.values()]
 
     def prepare(self, runs: int) -> None:
-        """Make what that many forward runs need, so that none of it is part of their time."""
+        """Make the inputs of that many forward runs, so that making them is no part of the time."""
         with self._mode():
             self._ready = [self._bind(self._entered()) for _ in range(runs if self.call.mutates else 1)]
 
@@ -128,7 +128,7 @@ class IsolatedCall:
             yield
 
     def run(self) -> None:
-        """Only the call, for a clock around it, inside of `entered` and after `prepare`."""
+        """Make the call only, for a clock around it, inside of `entered` and after `prepare`."""
         args, kwargs, _ = self._next()
         self.target(*args, **kwargs)
 
@@ -137,7 +137,7 @@ class IsolatedCall:
         return self.target(*args, **kwargs), entered
 
     def _next(self) -> tuple[Any, Any, dict[str, torch.Tensor]]:
-        """What the next run takes: what is written in place is new for each, anything else is used again."""
+        """The inputs of the next run: what is written in place is new for each, anything else is used again."""
         return self._ready.pop() if len(self._ready) > 1 else self._ready[0]
 
     def _bind(self, entered: dict[str, torch.Tensor]) -> tuple[Any, Any, dict[str, torch.Tensor]]:
@@ -161,7 +161,7 @@ class IsolatedCall:
     def backward(
         self, roots: list[torch.Tensor], gradients: list[torch.Tensor], *, keep: bool = False
     ) -> tuple[torch.Tensor | None, ...]:
-        """Run backward; returns the gradients of `wanted`, none where there is none."""
+        """Run backward; returns the gradients of `wanted`, None where there is none."""
         with self._mode():
             return torch.autograd.grad(roots, self.wanted, gradients, retain_graph=keep, allow_unused=True)
 
@@ -173,21 +173,20 @@ class IsolatedCall:
         return {n: _Enter.apply(t) if t.requires_grad else t for n, t in found.items()}  # type: ignore[no-untyped-call]
 
     def _copy(self, model: nn.Module, path: str, memo: dict[int, Any]) -> nn.Module:
-        """A module of the same settings around the borrowed tensors."""
+        """A module of the same settings around the shared tensors."""
         module = attrgetter(path)(model) if path else model
         module = getattr(module, "_orig_mod", module)
         for part in module.modules():
             plain = (v for v in part.__dict__.values() if isinstance(v, torch.Tensor))
             for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False), *plain):
                 if id(tensor) not in memo:
-                    memo[id(tensor)] = self._borrow(tensor)
+                    memo[id(tensor)] = self._share_memory(tensor)
         # deepcopy keeps what it met in the memo; the next module must not find stale entries of this one.
         made: nn.Module = copy.deepcopy(module, dict(memo))
         return made
 
-    def _borrow(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A parameter in its own memory, anything else as a copy; with its `requires_grad`, but no
-        history."""
+    def _share_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A parameter in its own memory, anything else as a copy; with its `requires_grad`, but no history."""
         is_weight = isinstance(tensor, nn.Parameter)
         if tensor.is_meta or (self.fake is not None and tensor.device != self.device):
             made = self._fresh(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
@@ -235,7 +234,7 @@ class IsolatedCall:
             memory.random_(0, bound)
 
     def _bound(self, value: Value) -> int:
-        """Below what an integer input must stay to be a valid index into whatever the call indexes."""
+        """The bound below which an integer input is a valid index into whatever the call indexes."""
         name = getattr(self.step.target, "__name__", "") if self.step.kind == "function" else ""
         tables = [t for t in self.state.values() if t.dim() == 2 and t.is_floating_point()]
         if self.step.kind == "module" or name == "embedding":
@@ -253,7 +252,7 @@ class IsolatedCall:
 
 @contextlib.contextmanager
 def _uncached_casts() -> Iterator[None]:
-    """Autocast may keep cast weights until its outermost region ends; here they belong to the one call."""
+    """A context in which autocast does not cache cast weights; here they belong to the one call."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:

@@ -1,13 +1,13 @@
-"""What it takes to issue a call, counted instead of timed.
+"""The work of launching a call, counted instead of timed.
 
-On a GPU a network of small layers takes the time the host needs to issue it, which does not depend on sizes: it is
+On a GPU a network of small layers takes the time the host needs to launch it, which does not depend on sizes: it is
 Python's call, autograd's bookkeeping, and below that one dispatched operation after the other, each with its memory to
-find and its kernel to launch. The operations are seen when a call is tried on fake tensors
+allocate and its kernel to launch. The operations are seen when a call is tried on fake tensors
 (`outcore.cost.measured.live_bytes`), casts under autocast included, so they are counted there, weighted by what kind of
 operation it is. The unit is one simple operation as `outcore machine` times it (`Device.dispatch_s`).
 
 The weights were fitted to calls measured one by one on an H200 (AlexNet, ResNet-18, ViT-B and Swin-T; see
-`benchmarks/step-prediction`), all at one pace of the host, at which a simple operation took 9 microseconds, and their
+`benchmarks/step-prediction`), all at one speed of the host, at which a simple operation took 9 microseconds, and their
 common factor to the steps of that benchmark.
 """
 
@@ -22,7 +22,7 @@ __all__ = ["BETWEEN", "CALL", "NODE", "START", "SUM", "issue_of"]
 CALL = 0.63
 """The call of a module or function in Python."""
 NODE = 1.27
-"""A node of backward: taken from the queue, its gradients checked and handed on."""
+"""A node of backward: taken from the queue, its gradients checked and passed on."""
 BETWEEN = 0.87
 """What lies between two calls: modules around them, the user's Python, accumulated gradients."""
 START = 8.0
@@ -53,7 +53,7 @@ _PRODUCTS = frozenset("mm addmm bmm baddbmm linear".split())
 
 
 def issue_of(operation: Any, args: Sequence[Any] = ()) -> float:
-    """The work of issuing one dispatched operation, in simple operations."""
+    """The work of launching one dispatched operation, in simple operations."""
     work = _work(operation)
     name = getattr(operation, "_opname", "")
     if name == "convolution" and len(args) > 2 and args[2] is not None:

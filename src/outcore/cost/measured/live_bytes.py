@@ -25,7 +25,7 @@ __all__ = ["LiveBytes", "storage_key"]
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:
-    """What identifies the memory of a tensor while it is alive; none for a tensor without one storage."""
+    """A key of the memory of a tensor while it is alive; None for a tensor without one storage."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
@@ -33,9 +33,9 @@ def storage_key(tensor: torch.Tensor) -> int | None:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts while active; `live` and `peak` are bytes, without what was announced as there before.
+    """Counts while active; `live` and `peak` are bytes, without what was announced as existing before.
 
-    Also counts FLOPs, as torch's own counter does. That one is not used because it cannot watch
+    Also counts FLOPs, as torch's own counter does. That one is not used because it cannot observe
     `torch.autograd.grad`.
     """
 
@@ -44,7 +44,7 @@ class LiveBytes(TorchDispatchMode):
         self.live = self.peak = 0
         self.flops = 0
         self.issued = 0.0
-        """Work of issuing what ran (`outcore.cost.measured.launch_count`)."""
+        """Work of launching what ran (`outcore.cost.measured.launch_count`)."""
         self.made_by: dict[int, tuple[str, int | None]] = {}
         """For each living storage that appeared: the operation and the storage of its first argument."""
         self._alive: dict[int, Any] = {}
@@ -58,7 +58,7 @@ class LiveBytes(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run the operation and look at what it returns."""
+        """Run the operation and count what it returns."""
         result = func(*args, **(kwargs or {}))
         self.issued += issue_of(func, args)
         packet = getattr(func, "_overloadpacket", func)
@@ -76,7 +76,7 @@ class LiveBytes(TorchDispatchMode):
         return storage_key(tensor) in self._alive
 
     def restart(self) -> int:
-        """Begin a new phase: the peak is forgotten; returns what is alive."""
+        """Begin a new phase: reset the peak; returns what is alive."""
         self.peak = self.live
         return self.live
 

@@ -1,12 +1,12 @@
-"""Time every call of a network by itself.
+"""Time every call of a network in isolation.
 
 Calls are taken one at a time, so a network that does not fit on the device is measured all the same as long as each of
-its calls fits, and a call that does not is measured on a smaller image or batch and scaled. Calls that are alike are
-measured once. What costs most is measured first: when the time is up or the user interrupts, the rest is small, and
-what was measured is kept.
+its calls fits, and a call that does not is measured on a smaller image or batch and scaled. Equal calls are measured
+once. What costs most is measured first: when the time is up or the user interrupts, the rest is small, and what was
+measured is kept.
 
 How one call is timed is in `outcore.cost.measured.bench`. What the host does between the calls is measured on a network
-of small layers (`outcore.cost.measured.host_time`), what it takes to add up gradients on two tensors
+of small layers (`outcore.cost.measured.host_time`), the cost of adding up gradients on two tensors
 (`outcore.cost.measured.gradient_sums`).
 """
 
@@ -72,13 +72,13 @@ def measure(
         raise MachineError("there is no GPU here to measure on; use outcore.estimate with a machine from the catalogue")
     costs = _measure(graph, target, time_limit_s, memory_limit_bytes, runs, accounted, progress)
 
-    def alone(small: Graph) -> Costs:
+    def isolated(small: Graph) -> Costs:
         return _measure(small, target, 5.0, None, 10, None, None)
 
     adding = GradientSumCost.on(target)
     return replace(
         costs,
-        between_s=between_calls(target, alone, clock_for(target), costs.beat_s) if between else costs.between_s,
+        between_s=between_calls(target, isolated, clock_for(target), costs.beat_s) if between else costs.between_s,
         sum_bytes_per_s=adding.bytes_per_s,
         sum_dispatch_s=adding.issued_s(costs.beat_s),
     )
@@ -93,7 +93,7 @@ def _measure(
     accounted: Costs | None,
     progress: Progress | None,
 ) -> Costs:
-    """Every call alone, without what is between them."""
+    """The cost of every isolated call, without what is between them."""
     bench = CallBench(graph, target, memory_limit_bytes, runs, accounted)
     groups: dict[Hashable, list[str]] = {}
     for name in graph.calls:
@@ -102,11 +102,12 @@ def _measure(
     end = time.monotonic() + time_limit_s
     share_s = min(0.1, 0.4 * time_limit_s / max(1, len(order)))
     found: dict[str, CallCost] = {}
-    weighed: dict[str, CallCost] = {}
-    """Calls for whose times there was no time: a peak that leaves out what libraries take would be worth nothing."""
+    memory_only: dict[str, CallCost] = {}
+    """Calls that were not timed, for lack of time, but whose memory is still measured: a peak without the workspaces of
+    libraries would be useless."""
     notes = list(bench.costs.notes)
     with preserved(graph.module.model, contents=False), quietly():
-        bench.surroundings.hold()
+        bench.cache_state.hold()
         try:
             for done, names in enumerate(order):
                 if time.monotonic() > end:
@@ -118,16 +119,16 @@ def _measure(
             for names in order[len(found) :]:
                 if time.monotonic() > end + max(2.0, time_limit_s):
                     break
-                weighed[names[0]] = bench.weighed(names[0])
+                memory_only[names[0]] = bench.memory_only(names[0])
         except KeyboardInterrupt:
             notes.append(f"interrupted after {len(found)} of {len(order)} calls")
         finally:
-            bench.surroundings.release()
+            bench.cache_state.release()
         if progress is not None:
             progress(len(found), len(order), "")
     reason = "" if len(found) == len(order) else notes[-1]
     found = {name: bench.finished(cost) for name, cost in found.items()} | {
-        name: replace(cost, reason=reason) for name, cost in weighed.items()
+        name: replace(cost, reason=reason) for name, cost in memory_only.items()
     }
     timed = {name: found.get(names[0]) for names in groups.values() for name in names}
     calls = {name: _with_time(cost, timed[name], reason) for name, cost in bench.costs.calls.items()}
@@ -137,12 +138,12 @@ def _measure(
         notes=tuple(notes),
         library_bytes=bench.library_bytes(),
         start_s=bench.start_s(),
-        beat_s=bench.beats.pace_s,
+        beat_s=bench.host_speed.reference_s,
     )
 
 
 def _with_time(cost: CallCost, timed: CallCost | None, reason: str) -> CallCost:
-    """A cost under its own name with the time of the call like it that was measured."""
+    """A cost under its own name with the time of the equal call that was measured."""
     if timed is None:
         return replace(cost, reason=reason)
     return replace(

@@ -68,7 +68,7 @@ class Bounds:
     """Which draws are worth measuring on a device."""
 
     short_s: float
-    """Below this roofline time of the forward operation all are alike: one in five is kept."""
+    """Below this roofline time of the forward operation all take the same: one in five is kept."""
     most_s: float
     """Above this roofline time none is kept."""
     most_bytes: int

@@ -55,9 +55,13 @@ def measure_samples(
     """Measure operations until the time or the list ends, appending to `path`; returns all it then holds.
 
     Args:
-        timer: measures one operation; one that raises `RuntimeError` (out of memory, not supported) is noted
-        and skipped. about: what the file belongs to; must equal what an existing file says. seconds: no
-        measurement starts later than this. most: stop once the file holds this many samples.
+        operations: what to measure, in this order.
+        timer: measures one operation; one that raises `RuntimeError` (out of memory, not supported) is skipped.
+        path: the samples file.
+        about: what the file belongs to; must equal what an existing file says.
+        seconds: no measurement starts later than this.
+        most: stop once the file holds this many samples.
+        progress: called before each measurement.
     """
     done = _open(path, about)
     kept = len(read_samples(path))

@@ -1,15 +1,15 @@
-"""What autograd keeps for backward, exactly, and the rest of a call's bytes and FLOPs: found by trying.
+"""What autograd saves for backward, exactly, and the rest of a call's bytes and FLOPs: found by trying.
 
-Each call runs once by itself, forward and backward, on fake tensors of the device: no memory, no time, any size of
-image, but the same autograd as in earnest (`outcore.cost.measured.trial_call`). Calls that are alike are tried once.
+Each call runs once in isolation, forward and backward, on fake tensors of the device: no memory, no time, any size of
+image, but the same autograd as in a real run (`outcore.cost.measured.trial_call`). Equal calls are tried once.
 
-Alone, the gradient of an output has the output's strides; in a step it has those in which whoever reads the output
-made it, and where they differ a backward that is free alone copies: the gradient of a view of transposed heads, for
-one. So the layouts are followed from the loss backward, and a call that gets its gradients in another one is tried
-again with them.
+In isolation, the gradient of an output has the output's strides; in a step it has those in which the reader of the
+output made it, and where they differ a backward that is free in isolation copies: the gradient of a view of transposed
+heads, for one. So the layouts are followed from the loss backward, and a call that gets its gradients in another one is
+tried again with them.
 
 A device that is not there cannot be faked (torch without CUDA knows no CUDA kernels); then the table in `outcore.ops`
-corrects what the CPU keeps.
+corrects what the CPU saves.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def account(graph: Graph, device: torch.device | str | None = None) -> Costs:
 
 
 class _Trials:
-    """The calls of a graph on one device, those that are alike tried once."""
+    """The calls of a graph on one device, equal ones tried once."""
 
     def __init__(self, graph: Graph, recording: Recording, device: torch.device) -> None:
         self.graph, self.recording, self.device = graph, recording, device
@@ -86,7 +86,7 @@ class _Trials:
         self.failures: dict[str, str] = {}
 
     def cost(self, call: Call) -> CallCost:
-        """What a call takes; to be asked in the order of execution."""
+        """The cost of a call; to be asked in the order of execution."""
         key = self.keys[call.name]
         if key not in self.tried:
             cost, reason = try_call(self.graph, self.steps[call.name], self.recording, self.device)
@@ -136,21 +136,21 @@ class _Trials:
 
 
 def recording_of(graph: Graph) -> Recording:
-    """How the graph was recorded."""
+    """The recording of the graph."""
     if graph.executable is None:
         raise OutcoreError("this graph was read from a file and cannot run; capture the model again to measure it")
     return graph.executable[1]
 
 
 def device_name(device: torch.device) -> str:
-    """What to call a device."""
+    """The name of a device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{device.type} ({torch.get_num_threads()} threads)" if device.type == "cpu" else str(device)
 
 
 def signature(graph: Graph, step: Step) -> Hashable:
-    """What makes two calls cost the same: target and settings, shapes, strides, dtypes, modes."""
+    """A key of calls that cost the same: target and settings, shapes, strides, dtypes, modes."""
     call, model = graph.calls[step.name], graph.module.model
     places = {name: i for i, name in enumerate(call.inputs)}
     if step.kind == "module":
@@ -212,7 +212,7 @@ def _named(graph: Graph, cost: CallCost, of: Call, call: Call, sizes: Mapping[st
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """What torch says of single operations on made-up numbers concerns nobody."""
+    """A context that hides torch's warnings about single operations on made-up numbers."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
     log.setLevel(logging.CRITICAL)
@@ -225,7 +225,7 @@ def quietly() -> Iterator[None]:
 
 
 def device_of(graph: Graph) -> torch.device:
-    """Where the model is; for one without memory, the best device here."""
+    """The device of the model; for one on meta, the best device of this machine."""
     model = graph.module.model
     first = next(iter((*model.parameters(), *model.buffers())), None)
     if first is None or first.is_meta:

@@ -1,7 +1,7 @@
 """Smaller versions of a call that does not fit on the device.
 
 Half of the batch as long as there is one, then half of the image, again and again: what is left out is the same work on
-other numbers, so the time is multiplied by how much less there is. Weights stay whole.
+other numbers, so the time is multiplied by the ratio of sizes. Weights stay whole.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _TRIED = 3
 
 
 def smaller(graph: Graph, name: str, need: int, limit: int) -> list[tuple[dict[str, tuple[int, ...]], float]]:
-    """Shapes of a call's inputs at which it fits, with what its time is multiplied by; the largest first.
+    """Shapes of a call's inputs at which it fits, with the factor for its time; the largest first.
 
     Args:
         graph: where the call is.

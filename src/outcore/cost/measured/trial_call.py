@@ -1,10 +1,9 @@
-"""One call tried once: what it keeps for backward, what it makes, what it needs for a moment.
+"""One call tried once: what it saves for backward, what it returns, and its workspace.
 
-The call runs alone (`outcore.cost.measured.isolated_call`), on fake tensors where it has a fake form, else on real ones
-if they are small. Hooks see every tensor that autograd keeps; its storage says which it is: an input, the output, a
-weight, or one that only backward knows of (a cast, indices, a mask, statistics). A count of the living bytes
-(`outcore.cost.measured.live_bytes`) sees what is needed for a moment. Gradients are noted with the layout in which they
-are made.
+The call runs in isolation (`outcore.cost.measured.isolated_call`), on fake tensors where it has a fake form, else on
+real ones if they are small. Hooks see every tensor that autograd saves; its storage says which it is: an input, the
+output, a weight, or one that only backward knows of (a cast, indices, a mask, statistics). A count of the living bytes
+(`outcore.cost.measured.live_bytes`) sees the workspace. Gradients are noted with the layout in which they are made.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _REAL_LIMIT = 256 * 2**20
 _UNFAITHFUL = {"RNN", "LSTM", "GRU"}
 """Layers whose fake form leaves out what the real one keeps (the workspace of the library that runs them)."""
 _PACKED = _UNFAITHFUL | {"pack_padded_sequence", "pad_packed_sequence"}
-"""What takes lengths of sequences as tensors and trusts them: made-up ones let it read and write anywhere."""
+"""Calls that take lengths of sequences as tensors without checks: made-up ones let them read and write anywhere."""
 
 
 def try_call(
@@ -41,7 +40,7 @@ def try_call(
 ) -> tuple[CallCost, str]:
     """The cost of a call tried on fake tensors, else on real ones, else what the graph alone says, with the reason.
 
-    `arriving` has the strides of gradients of its outputs that come in another layout than the outputs'.
+    `arriving` has the strides of gradients of its outputs that have another layout than the outputs.
     """
     call = graph.calls[step.name]
     block = graph.blocks[call.block]
@@ -66,8 +65,8 @@ def try_call(
         mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
         try:
             with _restored(graph.module.model) if not fake or whole else contextlib.nullcontext():
-                alone = IsolatedCall(graph, step, recording, device, fake=mode, integers=integers, arriving=arriving)
-                return _weigh(alone, blank, "analytic" if fake else "measured"), ""
+                isolated = IsolatedCall(graph, step, recording, device, fake=mode, integers=integers, arriving=arriving)
+                return _run_and_record(isolated, blank, "analytic" if fake else "measured"), ""
         except Exception as error:
             first = str(error).strip().splitlines()[0] if str(error).strip() else ""
             reason = reason or f"{type(error).__name__}: {first}"[:200]
@@ -76,7 +75,7 @@ def try_call(
 
 @contextlib.contextmanager
 def _restored(model: torch.nn.Module) -> Iterator[None]:
-    """Put back what a run writes into the model: one on real tensors, or of a part that brings its own modules."""
+    """A context after which the model is as before, whatever a run has written into it."""
     state = ModelState(model, state_tensors(model))
     try:
         yield
@@ -84,9 +83,9 @@ def _restored(model: torch.nn.Module) -> Iterator[None]:
         state.restore()
 
 
-def _weigh(alone: IsolatedCall, blank: CallCost, source: Source) -> CallCost:
-    """Run forward and backward once and write down what was kept and needed."""
-    names = _Names(alone)
+def _run_and_record(isolated: IsolatedCall, blank: CallCost, source: Source) -> CallCost:
+    """Run forward and backward once and record what was saved and needed."""
+    names = _Names(isolated)
     kept: dict[int, torch.Tensor] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -95,10 +94,10 @@ def _weigh(alone: IsolatedCall, blank: CallCost, source: Source) -> CallCost:
             kept.setdefault(key, handle)
         return handle
 
-    live = LiveBytes(alone.held)
+    live = LiveBytes(isolated.held)
     with live:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda handle: handle):
-            outputs = alone.forward()
+            outputs = isolated.forward()
         forward_peak, after = live.peak, live.live
         flops, issued = live.flops, live.issued
         names.outputs(outputs)
@@ -106,14 +105,14 @@ def _weigh(alone: IsolatedCall, blank: CallCost, source: Source) -> CallCost:
         derived = sum(s.bytes for s in saved if s.kind == "derived")
         hidden = after - derived - sum(names.sizes.values())
         kept.clear()
-        roots, gradients = alone.gradients_for(outputs)
+        roots, gradients = isolated.gradients_for(outputs)
         del outputs
         made: tuple[Gradient, ...] = ()
         rise = 0
         before = live.issued  # making gradients up is no part of it
         if roots:
             start = live.restart()
-            found = alone.backward(roots, gradients)
+            found = isolated.backward(roots, gradients)
             rise = live.peak - start
             made = tuple(names.gradients(found, roots, gradients))
             del found
@@ -125,7 +124,7 @@ def _weigh(alone: IsolatedCall, blank: CallCost, source: Source) -> CallCost:
         flops_backward=live.flops - flops,
         issue_forward=issued,
         issue_backward=live.issued - before,
-        parameter_bytes=sum(_bytes(t) for t in alone.state.values()),
+        parameter_bytes=sum(_bytes(t) for t in isolated.state.values()),
         output_bytes=sum(names.sizes.values()),
         outputs=names.sizes,
         saved=saved,
@@ -140,20 +139,20 @@ def _weigh(alone: IsolatedCall, blank: CallCost, source: Source) -> CallCost:
 class _Names:
     """Recognises tensors of one call by their memory."""
 
-    def __init__(self, alone: IsolatedCall) -> None:
-        self._alone = alone
+    def __init__(self, isolated: IsolatedCall) -> None:
+        self._isolated = isolated
         self._of: dict[int | None, tuple[str, str]] = {}
-        for name, tensor in alone.state.items():
+        for name, tensor in isolated.state.items():
             kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "buffer"
             self._of.setdefault(storage_key(tensor), (name, kind))
-        for name, tensor in alone.values.items():
+        for name, tensor in isolated.values.items():
             self._of.setdefault(storage_key(tensor), (name, "value"))
         self.sizes: dict[str, int] = {}
         self._outputs: list[tuple[str, torch.Tensor]] = []
 
     def outputs(self, tensors: list[torch.Tensor]) -> None:
-        """Learn the outputs; those in memory of their own get a size."""
-        for name, tensor in zip(self._alone.call.outputs, tensors, strict=True):
+        """Note the outputs; those in memory of their own get a size."""
+        for name, tensor in zip(self._isolated.call.outputs, tensors, strict=True):
             key = storage_key(tensor)
             if key is not None and key not in self._of:
                 self._of[key] = (name, "value")
@@ -161,7 +160,7 @@ class _Names:
             self._outputs.append((name, tensor))
 
     def saved(self, tensor: torch.Tensor, live: LiveBytes) -> Saved:
-        """What a kept tensor is."""
+        """The `Saved` entry of a saved tensor."""
         key, size = storage_key(tensor), tensor.untyped_storage().nbytes()
         if key in self._of:
             name, kind = self._of[key]
@@ -176,12 +175,12 @@ class _Names:
     def gradients(
         self, found: tuple[torch.Tensor | None, ...], roots: list[torch.Tensor], given: list[torch.Tensor]
     ) -> Iterator[Gradient]:
-        """What each gradient takes, and whether it is only handed on."""
-        names = {id(t): n for n, t in (*self._alone.state.items(), *self._alone.values.items())}
+        """The memory of each gradient, and whether it is only passed on."""
+        names = {id(t): n for n, t in (*self._isolated.state.items(), *self._isolated.values.items())}
         root_names = {id(t): n for n, t in reversed(self._outputs)}
         origin = {storage_key(g): root_names.get(id(r), "") for r, g in zip(roots, given, strict=True)}
         seen: dict[int | None, str] = {}
-        for tensor, gradient in zip(self._alone.wanted, found, strict=True):
+        for tensor, gradient in zip(self._isolated.wanted, found, strict=True):
             if gradient is None:
                 continue
             key, name = storage_key(gradient), names[id(tensor)]
@@ -197,12 +196,12 @@ class _Names:
 
 
 def same_layout(shape: Stride, first: Stride, second: Stride) -> bool:
-    """Whether strides lay a tensor out alike; where a dimension has one element its stride says nothing."""
+    """Whether strides give a tensor the same layout; the stride of a dimension of one element does not matter."""
     return all(n == 1 or a == b for n, a, b in zip(shape, first, second, strict=True))
 
 
 def _odd_stride(gradient: torch.Tensor, of: torch.Tensor) -> Stride | None:
-    """The strides of a gradient if it is laid out otherwise than what it belongs to."""
+    """The strides of a gradient if its layout differs from what it belongs to."""
     if gradient.layout is not torch.strided or of.layout is not torch.strided:
         return None
     odd = not same_layout(tuple(of.shape), gradient.stride(), of.stride())

@@ -4,7 +4,7 @@ It answers the question "how long would this operation take?" without the device
 time: an interval, the roofline it was derived from, the efficiency, and how far it can be trusted:
 
     measured range   a fitted kind, within the sizes that were sampled
-    extrapolated     a fitted kind, outside them; the answer leans on the median efficiency
+extrapolated     a fitted kind, outside them; the answer tends to the median efficiency
     roofline         a kind that was not sampled: roofline over the median efficiency of all kinds
     scaled           carried over to another device by its rates
 
@@ -46,7 +46,7 @@ VERSION = 1
 _NO_CACHE = 8.0
 _BIAS = NAMES.index("bias")
 _LEAST_OF_A_PART = 20
-"""Samples of single products below which both together say more."""
+"""With fewer samples of single products, a model of both products together is better."""
 
 Trust = Literal["measured range", "extrapolated", "roofline", "scaled"]
 
@@ -58,7 +58,7 @@ class Prediction:
     time_s: float
     low_s: float
     high_s: float
-    """Between these lies the measured time of four operations in five, as far as held-out samples tell."""
+    """The measured time of four operations in five lies between these, as held-out samples show."""
     roofline_s: float
     efficiency: float
     trust: Trust
@@ -106,7 +106,7 @@ class Calibration:
         return next((n for n in names if n in self.models), f"{operation.kind}/{operation.direction}")
 
     def _of(self, name: str, operations: Sequence[Operation]) -> list[Prediction]:
-        """Predictions by one model; of a backward pass of two products, with what they come to one by one.
+        """Predictions by one model; for a backward pass of two products, combined with the predictions of each.
 
         The two ways err differently, so the geometric mean of both is taken, if the single products are as well known
         as both together.
@@ -123,7 +123,7 @@ class Calibration:
         return [_together(w, i, p, _bias_s(o, self.base)) for o, p, w, i in rows]
 
     def _predict_biased(self, name: str, operations: Sequence[Operation]) -> list[Prediction]:
-        """Predictions of a model that may never have seen a convolution without bias: the pass for it is taken off."""
+        """Predictions of a model that may never have seen a convolution without bias: the pass for it is subtracted."""
         model = self.models.get(name)
         if model is None or model.low[_BIAS] < 1:
             return self._predict(name, operations)
@@ -274,11 +274,11 @@ def _shipped(name: str) -> Calibration | None:
 
 def _joined(samples: Sequence[Sample]) -> list[Sample]:
     """Whole backward passes from the two products of one convolution, measured one after the other."""
-    alone = {s.operation: s for s in samples if s.operation.part == "input"}
+    input_products = {s.operation: s for s in samples if s.operation.part == "input"}
     found = []
     for sample in samples:
         both = replace(sample.operation, input_grad=True)
-        other = alone.get(replace(both, weight_grad=False)) if sample.operation.part == "weight" else None
+        other = input_products.get(replace(both, weight_grad=False)) if sample.operation.part == "weight" else None
         if other is not None:
             found.append(Sample(both, _summed(sample.timing, other.timing)))
     return found

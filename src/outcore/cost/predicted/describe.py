@@ -38,14 +38,14 @@ _COPIES = frozenset("cat concat stack clone pad interpolate Upsample flip roll r
 
 @dataclass(frozen=True)
 class _Facts:
-    """What there is to know of one call."""
+    """What is known of one call."""
 
     graph: Graph
     step: Step
     call: Call
     type: str
     layer: Any
-    """The module; none for a function."""
+    """The module; None for a function."""
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
     dtype: str
@@ -271,8 +271,8 @@ def _flat(facts: _Facts, kind: str, variant: str) -> Operation:
 
 def _elementwise(facts: _Facts) -> Operation:
     variant = _VARIANT.get(facts.type, "add" if len(facts.inputs) > 1 else "relu")
-    alone = variant in ("add", "mul") and len(facts.inputs) == 1 and not facts.call.parameters
-    return _flat(facts, "elementwise", "relu" if alone else variant)  # with a number there is one tensor to read
+    one_tensor = variant in ("add", "mul") and len(facts.inputs) == 1 and not facts.call.parameters
+    return _flat(facts, "elementwise", "relu" if one_tensor else variant)  # with a number there is one tensor to read
 
 
 def _copy(facts: _Facts) -> Operation:

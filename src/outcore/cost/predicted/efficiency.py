@@ -61,7 +61,7 @@ class Efficiency:
     spread: tuple[float, float]
     """Held-out ratios of measured to predicted time, tenth and ninetieth percentile."""
     dispatch_s: float
-    """Median time the host needs to issue it."""
+    """Median time the host needs to launch it."""
 
     def predict(self, operations: Sequence[Operation]) -> tuple[Matrix, Matrix]:
         """Efficiency of each operation, and how many doublings outside the sampled box it lies."""

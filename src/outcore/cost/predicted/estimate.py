@@ -2,7 +2,7 @@
 
 Bytes and FLOPs come from `outcore.cost.measured.saved_bytes` (autograd on fake tensors), times from the device's
 calibration: the roofline of each operation divided by an efficiency that was fitted to measurements. A device without a
-calibration of its own borrows the shape of the nearest one's under its own rates, and says so.
+calibration of its own uses the efficiencies of the nearest one under its own rates, and says so.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def estimate(
 def _predicted(
     wanted: Sequence[tuple[str, Operation]], device: Device, calibrations: Mapping[str, Calibration]
 ) -> dict[tuple[str, str], Prediction]:
-    """By call and direction: what its operation takes, by the calibration of its precision."""
+    """By call and direction: the predicted time of its operation, by the calibration of its precision."""
     found: dict[tuple[str, str], Prediction] = {}
     for dtype in dict.fromkeys(operation.dtype for _, operation in wanted):
         pairs = [(name, operation) for name, operation in wanted if operation.dtype == dtype]
@@ -112,7 +112,7 @@ def _predicted(
 
 
 def _issued(costs: Costs, device: Device) -> Costs:
-    """Costs with the host's time to issue each call, from the operations that were counted in it."""
+    """Costs with the host's time to launch each call, from the operations that were counted in it."""
 
     def issued(timing: TimedRuns | None, work: float) -> TimedRuns | None:
         return replace(timing, dispatch_s=work * device.dispatch_s) if timing is not None else None
@@ -164,7 +164,7 @@ def _sheet(elements: int) -> Operation:
 
 
 def _fresh_bytes(cost: CallCost) -> tuple[int, int]:
-    """Bytes of outputs and of gradients that are so large that the system hands out new pages for them every time."""
+    """Bytes of outputs and of gradients that are so large that the system allocates new pages for them every time."""
     outputs = sum(size for size in cost.outputs.values() if size >= _FRESH_FROM)
     return outputs, sum(g.bytes for g in cost.gradients if g.bytes >= _FRESH_FROM)
 
@@ -182,7 +182,7 @@ def _moving(cost: CallCost, moved: tuple[int, int], rate: float, device: Device)
 
 
 def _calibration(device: Device, dtype: str) -> Calibration:
-    """The device's own calibration, or one lent by another under its rates, or plain roofline."""
+    """The device's own calibration, or another's scaled to its rates, or plain roofline."""
     for name in (device.name, f"NVIDIA {device.name.split()[0]}"):  # as the driver says it, and as the catalogue does
         try:
             own = Calibration.find(name, dtype)
@@ -222,7 +222,7 @@ def _timing(p: Prediction, device: Device) -> TimedRuns:
 
 
 def _by_bytes(cost: CallCost, device: Device) -> CallCost:
-    """An operation nobody described: its FLOPs and bytes at half the device's rates."""
+    """The time of an operation that is not described: its FLOPs and bytes at half the device's rates."""
     rate, bandwidth = device.rate("fp32"), device.bandwidth_bytes_per_s
 
     def timing(flops: int, nbytes: int) -> TimedRuns:

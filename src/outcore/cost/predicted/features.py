@@ -30,7 +30,7 @@ _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9), (128, 64, 0.7), (64
 """Rows, columns and share of the peak rate of the tiles that matrix kernels are built from."""
 
 _SHAPES = ((256, 128), (128, 128), (128, 64), (64, 64), (256, 64), (128, 32))
-"""Tiles whose last wave is looked at one by one: which of them a library takes is what a regression has to find out."""
+"""Tiles whose last wave is a feature each: which of them a library takes is what a regression has to find out."""
 
 NAMES: tuple[str, ...] = (
     "flops",

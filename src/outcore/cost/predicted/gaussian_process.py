@@ -1,15 +1,15 @@
-"""A Gaussian process: what the neighbours of a point say of it.
+"""A Gaussian process: a prediction from the neighbours of a point.
 
 The kernel is Matérn's of order 3/2 with one length per feature. Three things are found in turn: the lengths, over which
 distance each feature matters; which samples the others contradict; and the weights of all.
 
 The lengths are the most likely ones, by gradient. For all lengths at once the gradient costs two matrix products, since
 the kernel's derivative by a length is a weight times a squared difference: a second for 400 samples of sixty features.
-Sixty lengths can be fitted to the samples at hand better than they carry over to others, so before anything is seen a
-length is taken to be ten standard deviations, give or take a factor of e.
+Sixty lengths fit the samples at hand better than they generalise, so the prior of a length is ten standard deviations,
+give or take a factor of e.
 
 A sample that its neighbours contradict (a library that takes another algorithm for one shape is ten times slower there)
-is not followed: it gets the contradiction as its noise. What the others say of a sample is known without fitting
+is not followed: it gets the contradiction as its noise. What the others predict for a sample is known without fitting
 again, from the inverse of the gram matrix.
 
     Rasmussen and Williams, Gaussian Processes for Machine Learning, 2006, sections 5.4.1 and 5.4.2
@@ -39,7 +39,7 @@ _MOST_POINTS = 3000
 _LENGTH_POINTS = 800
 _STEPS = 60
 _BEFOREHAND, _GIVE_OR_TAKE = np.log(10.0), 1.0
-"""A length before anything is seen, as a logarithm in standard deviations of the feature."""
+"""The prior of a length, as a logarithm in standard deviations of the feature."""
 _START = (0.3, 5.0, 0.02)
 _BOUNDS = ((1e-2, 1e2), (0.3, 1e3), (1e-4, 1.0))
 """Variance of the function, lengths in standard deviations, variance of the noise."""
@@ -47,9 +47,9 @@ _JITTER = 1e-10
 _ROUNDS = 4
 _LEAST_NOISE = 0.01
 _APART, _DOUBTED = 3.0, 2.0
-"""Standard deviations by which the others contradict a sample that is left out of finding lengths, or is doubted."""
+"""A sample that the others contradict by so many standard deviations is left out of finding lengths, or is doubted."""
 _LONG = 30.0
-"""A length of so many standard deviations says that a feature does not matter; it is not stored."""
+"""A length of so many standard deviations means that a feature does not matter; it is not stored."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -52,12 +52,12 @@ _PARTS = frozenset("getitem select narrow unbind diagonal".split())
 _BACK_AGAIN = frozenset("roll pad flip repeat interpolate Upsample ZeroPad2d".split())
 _JOINED = frozenset("chunk split unbind".split())
 _SPREAD = {**dict.fromkeys("add add_ radd iadd sub rsub".split(), 1), **dict.fromkeys("mul mul_ rmul".split(), 4)}
-"""Passes over the result by which a smaller operand, spread over it, gets its gradient: a sum, after a product that is
-written and read again."""
+"""Passes over the result by which a smaller operand, broadcast over it, gets its gradient: a sum, after a product that
+is written and read again."""
 
 
 class MemoryTraffic:
-    """What the calls of one graph move on a GPU beside their own work."""
+    """Bytes that the calls of one graph move on a GPU beside their own work."""
 
     def __init__(self, graph: Graph, costs: Costs, steps: Mapping[str, Step]) -> None:
         self.graph, self.costs, self.steps = graph, costs, steps
@@ -138,7 +138,7 @@ class MemoryTraffic:
         return len(dims) if isinstance(dims, tuple | list) else 1
 
     def _turned(self, name: str, kind: str) -> int:
-        """Bytes of copies of gradients that do not arrive as they are needed."""
+        """Bytes of copies of gradients that do not have the layout they are needed in."""
         cost = self.costs.calls[name]
         whole = [of for of, stride in cost.arriving.items() if 0 not in stride]
         if kind in _PARTS or not whole:
@@ -152,7 +152,7 @@ class MemoryTraffic:
         return value.dtype == "float32" or value.name in self._wide
 
     def _bytes(self, value: Value) -> int:
-        """Of a value as it is on a GPU."""
+        """Bytes of a value as it is on a GPU."""
         return value.bytes * (2 if value.name in self._wide else 1)
 
 

@@ -1,8 +1,8 @@
 """Rough times, where none were measured: enough to compare choices, not to predict a step.
 
 Policies are chosen by what they cost relative to each other, and most of what is chosen between (norms, activations,
-sums) takes as long as its memory does. So a time in proportion to bytes is a usable stand-in: of all calls where
-nothing was measured, of single calls that were not, and of the calls of a network at another size.
+sums) takes as long as its memory does. So a time in proportion to bytes is a usable substitute: for all calls where
+nothing was measured, for single calls that were not, and for the calls of a network at another size.
 """
 
 from __future__ import annotations

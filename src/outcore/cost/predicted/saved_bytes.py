@@ -1,4 +1,4 @@
-"""What a call keeps for backward by the table, on a device that is here or is not."""
+"""What a call saves for backward by the table, whether or not the device is present."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def facts_of(graph: Graph, name: str) -> CallFacts:
 
 
 def kept(graph: Graph, call: str, device_kind: str) -> tuple[Saved, ...] | None:
-    """What backward of a call keeps, without weights and buffers; none if the table does not know the operation."""
+    """What backward of a call saves, without weights and buffers; None if the table does not know the operation."""
     facts, op = facts_of(graph, call), find(graph.blocks[graph.calls[call].block].type)
     if op is None or not facts.inputs:
         return None
@@ -59,13 +59,13 @@ def _is_cast(given: str, returned: str) -> bool:
 
 
 def keep_on(graph: Graph, cost: CallCost, device_kind: str) -> CallCost:
-    """The cost of a call as tried on a CPU, corrected for a device that keeps something else."""
+    """The cost of a call as tried on a CPU, corrected for a device that saves something else."""
     op = find(cost.type)
     if op is None or device_kind not in op.keeps_on or not cost.has_backward:
         return cost
     entries = kept(graph, cost.call, device_kind) or ()
     weights = tuple(s for s in cost.saved if s.kind in ("parameter", "buffer"))
-    # What the CPU's way of doing it needs for a moment says nothing about another device's.
+    # The workspace of the CPU's implementation says nothing about another device's.
     return replace(
         cost,
         saved=(*weights, *entries),

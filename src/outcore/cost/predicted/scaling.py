@@ -115,7 +115,7 @@ def ladder(
     Args:
         along: what the sizes are.
         sizes: to be predicted in any case.
-        predict: what one size takes; may refuse with an `OutcoreError`.
+        predict: the step of one size; may raise an `OutcoreError`.
         capacity_bytes: of the device.
         most: no size beyond this one is tried.
     """
@@ -145,7 +145,7 @@ def ladder(
 
 
 def _guess(points: dict[int, SizePoint], low: int, high: int, capacity: int) -> int:
-    """Where the line between two sizes meets the capacity, not too close to either."""
+    """The size at which the line between two sizes reaches the capacity, not too close to either."""
     if low in points and high in points:
         a, b = points[low].peak_bytes, points[high].peak_bytes
         middle = low + int((high - low) * (capacity - a) / max(1, b - a))

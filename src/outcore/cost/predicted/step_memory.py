@@ -1,16 +1,15 @@
 """How much memory a training step holds at every moment, and what is in it at the peak.
 
 The peak is not a sum over layers. A value lives from the call that makes it to the last that needs it, forward or
-backward; gradients of values live for a moment during backward; gradients of parameters appear one by one as
-backward produces them. `memory_curve` plays one step through (forward, backward in the opposite order, optimizer)
-and keeps a list of what is alive. The planner and the simulator ask the same function, with some values *released*
-in between.
+backward; gradients of values live for a moment during backward; gradients of parameters appear one by one as backward
+produces them. `memory_curve` simulates one step (forward, backward in the opposite order, optimizer) and keeps a list
+of what is alive. The planner and the simulator use the same function, with some values *released* in between.
 
-    forward    | v1 v2 v3 ........ vn |                      values needed by backward pile up
-    backward                          | gn ... g2 g1 |       and are given back, while gradients pile up
+    forward    | v1 v2 v3 ........ vn |                      values needed by backward accumulate
+    backward                          | gn ... g2 g1 |       and are freed, while gradients accumulate
 
-Autograd runs backward in exactly the reverse order of forward, adds up gradients of a value in place where nobody
-else holds them, and hands a gradient on without a copy where it can (sums, views): so does this.
+Autograd runs backward in exactly the reverse order of forward, adds up gradients of a value in place where nothing else
+holds them, and passes a gradient on without a copy where it can (sums, views): so does this.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from outcore.graph.parts import ROOT, ancestors
 __all__ = ["BytesByUse", "HeldMemory", "MemoryCurve", "MemoryMoment", "calls_with_backward", "memory_curve"]
 
 _GRANULARITY = {"cuda": 512}
-"""What the device's allocator rounds up to."""
+"""The device's allocator rounds sizes up to multiples of this."""
 
 Category = Literal["weights", "gradients", "state", "inputs", "feature_maps", "feature_gradients", "workspace"]
 
@@ -51,7 +50,7 @@ class BytesByUse:
     """Values of the network, and what backward derived from them."""
     feature_gradients: int = 0
     workspace: int = 0
-    """What an operation needs for itself."""
+    """The workspace of an operation."""
 
     @property
     def total(self) -> int:
@@ -165,7 +164,7 @@ def memory_curve(
 
 
 class _Play:
-    """One step, played through."""
+    """One step, simulated."""
 
     def __init__(
         self, graph: Graph, costs: Costs, optimizer: OptimizerCost, released: Collection[str], stop: int = -1
@@ -175,7 +174,7 @@ class _Play:
         self.trained = calls_with_backward(graph, costs)
         reached = {g.of for name in self.trained for g in costs.calls[name].gradients}
         self.stepped = {name: size for name, size in costs.parameters.items() if name in reached}
-        """The parameters that get a gradient; the optimizer passes over the others."""
+        """The parameters that get a gradient; the optimizer skips the others."""
         self.grain = _GRANULARITY.get(costs.device_kind, 1)
         self.held: dict[str, HeldMemory] = {}
         self.sums = dict.fromkeys((f.name for f in fields(BytesByUse)), 0)
@@ -196,7 +195,7 @@ class _Play:
         self.sharing: dict[str, int] = {}
 
     def run(self) -> list[MemoryMoment]:
-        """Play forward, backward and the optimizer's step."""
+        """Simulate forward, backward and the optimizer's step."""
         for name, size in self.costs.parameters.items():
             self.take(f"weight {name}", name.rpartition(".")[0], "weights", size)
         self.take("frozen weights and buffers", "", "weights", self.costs.fixed_bytes)
@@ -215,7 +214,7 @@ class _Play:
         return self.moments
 
     def forward(self, i: int, call: Call, cost: CallCost) -> None:
-        """Outputs appear, with what backward will need; values used for the last time go."""
+        """Outputs appear, with what backward will need; values used for the last time are freed."""
         for name, size in cost.outputs.items():
             if self.first(name) == name:
                 self.take(name, call.block, "feature_maps", size)
@@ -231,7 +230,7 @@ class _Play:
                 self.give(name)
 
     def backward(self, call: Call, cost: CallCost) -> None:
-        """Gradients of the inputs and parameters appear; those of the outputs go, and what was kept for this
+        """Gradients of the inputs and parameters appear; those of the outputs are freed, and what was saved for this
         call."""
         for saved in cost.saved:
             if saved.kind == "value" and saved.of not in self.held:
@@ -276,7 +275,7 @@ class _Play:
     def receive(self, name: str, memory: str, call: str = "") -> None:
         """Add a gradient to what a value has received.
 
-        Autograd adds in place only if nobody else holds the memory and the gradient fills it.
+        Autograd adds in place only if nothing else holds the memory and the gradient fills it.
         """
         before = self.gradient.get(name)
         if not memory:
@@ -304,14 +303,14 @@ class _Play:
         return memory
 
     def let_go(self, memory: str) -> None:
-        """One holder less of a gradient."""
+        """Drop one reference to a gradient."""
         if memory:
             self.sharing[memory] -= 1
             if not self.sharing[memory]:
                 self.give(memory)
 
     def moment(self, phase: Literal["forward", "backward", "optimizer"], call: str, workspace: int) -> None:
-        """Write down what is held now, with what the call needs for itself."""
+        """Record what is held now, with the workspace of the call."""
         block = self.graph.calls[call].block if call else ""
         self.take("workspace", block, "workspace", workspace)
         if len(self.moments) == self.stop:
@@ -320,7 +319,7 @@ class _Play:
         self.give("workspace")
 
     def take(self, name: str, block: str, category: Category, size: int) -> None:
-        """Memory is allocated."""
+        """Allocate memory."""
         if name in self.held or not size:
             return
         size = -(-size // self.grain) * self.grain
@@ -328,13 +327,13 @@ class _Play:
         self.sums[category] += size
 
     def give(self, name: str) -> None:
-        """Memory is given back."""
+        """Free memory."""
         held = self.held.pop(name, None)
         if held is not None:
             self.sums[held.category] -= held.bytes
 
     def first(self, name: str) -> str:
-        """The value that is first in the memory of a value."""
+        """The first value in the memory of a value."""
         return self.graph.values[name].alias_of or name
 
     def size(self, name: str) -> int:

@@ -1,13 +1,13 @@
 """How long a training step takes, from what its calls take.
 
-On a CPU a step is the sum of its calls, forward and backward, and of the optimizer's. A GPU works behind the
-interpreter's back, so there are two clocks: the host issues one call after the other, and the device does them in
-order, each when it is issued and the one before is done. A network of large operations takes the device's time, one
-of many small ones the host's:
+On a CPU a step is the sum of its calls, forward and backward, and of the optimizer's. A GPU works asynchronously, so
+there are two clocks: the host launches one call after the other, and the device runs them in order, each when it is
+launched and the one before is done. A network of large operations takes the device's time, one of many small ones the
+host's:
 
-    host    | issue a | issue b | issue c |
-    device            | a |     | b |     | c |        bound by the host: the device waits
-    device            | a ......| b ......| c ......|  bound by the device: the host is ahead
+    host    | launch a | launch b | launch c |
+    device             | a |      | b |      | c |       bound by the host: the device waits
+    device             | a .......| b .......| c ......| bound by the device: the host is ahead
 
 A value that several calls read gets several gradients, which autograd adds up: one more pass over memory for each
 beyond the first, part of no call (`Costs.sum_bytes_per_s`, and `sum_dispatch_s` of the host).
@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from outcore.cost.costs import Costs, Source
-from outcore.cost.measured.host_speed import beat_s
+from outcore.cost.measured.host_speed import reference_work_s
 from outcore.graph import Graph
 from outcore.machine.clock import TimedRuns, clock_for, time_calls
 
@@ -46,17 +46,17 @@ class StepTime:
     backward_s: float
     optimizer_s: float
     transfer_s: float
-    """Bringing the batch to the device."""
+    """Copying the batch to the device."""
     wait_s: float
     """How long the device waits for the host, in all; on a CPU what lies between the calls."""
     source: Source
-    """The least trustworthy of what it was made from."""
+    """The least trustworthy source of the times in it."""
     unmeasured: tuple[str, ...] = ()
     """Calls that are not in it because their time is not known."""
     less_s: float = 0.0
     more_s: float = 0.0
-    """How much less or more it may be, if different calls err independently: of an estimate where four in five
-    lie, of a measurement from the fastest to the slowest runs."""
+    """How much more it may be (and `less_s` how much less), if different calls err independently: of an estimate where
+    four in five lie, of a measurement from the fastest to the slowest runs."""
 
     @property
     def step_s(self) -> float:
@@ -65,7 +65,7 @@ class StepTime:
 
     @property
     def interval_s(self) -> tuple[float, float]:
-        """Between what the step should lie."""
+        """The bounds between which the step should lie."""
         return max(0.0, self.step_s - self.less_s), self.step_s + self.more_s
 
     def __str__(self) -> str:
@@ -110,7 +110,7 @@ def predict_step(
 
 
 def _spread_s(costs: Costs, side: Literal[-1, 1]) -> float:
-    """How far below or above the times of the calls may lie: calls that are alike err alike, different ones do not."""
+    """How far below or above the times of the calls may lie: equal calls err alike, different ones independently."""
     alike: dict[tuple[str, float], float] = {}
     for cost in costs.calls.values():
         for timing in (cost.forward, cost.backward):
@@ -122,7 +122,7 @@ def _spread_s(costs: Costs, side: Literal[-1, 1]) -> float:
 
 
 def _with_sums(graph: Graph, costs: Costs) -> list[TimedRuns]:
-    """Backward in its order; a call that makes a further gradient of a value has the adding up in its time.
+    """Backward in its order; the time of a call that makes a further gradient of a value includes the sum.
 
     Two are read and one is written for each gradient beyond the first of a value.
     """
@@ -144,8 +144,8 @@ def _with_sums(graph: Graph, costs: Costs) -> list[TimedRuns]:
 
 
 def _wait_s(forward: list[TimedRuns], backward: list[TimedRuns], optimizer: TimedRuns | None, costs: Costs) -> float:
-    """The time in which the device has nothing to do because the host is not there yet."""
-    if not any(timing.dispatch_s for timing in (*forward, *backward)):  # a CPU, where issuing is part of doing
+    """The time in which the device is idle because the host has not launched the next call yet."""
+    if not any(timing.dispatch_s for timing in (*forward, *backward)):  # a CPU, where launching is part of running
         return costs.between_s * (len(forward) + len(backward))
     host = device = busy = 0.0
     for calls, start_s in ((forward, 0.0), (backward, costs.start_s)):
@@ -167,12 +167,12 @@ def measure_optimizer(
     device: torch.device | str | None = None,
     *,
     runs: int = 10,
-    beat: float = 0.0,
+    reference: float = 0.0,
 ) -> TimedRuns:
     """Time an optimizer's step on parameters of the model's sizes, made up so that the model does not change.
 
-    Takes the memory of the weights, their gradients and the optimizer's state. With `beat` the time to issue is given
-    for that pace of the host (`Costs.beat_s`).
+    Takes the memory of the weights, their gradients and the optimizer's state. With `reference` the launch time is
+    given for a host with that time of the reference work (`Costs.beat_s`).
     """
     sizes = [p for p in {id(p): p for p in model.parameters()}.values() if p.requires_grad]
     where = torch.device(device) if device is not None else (sizes[0].device if sizes else torch.device("cpu"))
@@ -182,11 +182,11 @@ def measure_optimizer(
     for param in made:
         param.grad = torch.full_like(param, 1e-3)
     optimizer = make(made)
-    before = beat_s() if beat else 0.0
+    before = reference_work_s() if reference else 0.0
     timing = time_calls(optimizer.step, where, seconds=0.2, warmup=2, most=runs, clock=clock_for(where))
     if where.type == "cuda":
         timing = replace(timing, lead_s=max(0.0, _from_idle_s(optimizer.step, where) - timing.median_s))
-    scale = 2 * beat / (before + beat_s()) if beat else 1.0
+    scale = 2 * reference / (before + reference_work_s()) if reference else 1.0
     return replace(timing, dispatch_s=timing.dispatch_s * scale, lead_s=timing.lead_s * scale)
 
 

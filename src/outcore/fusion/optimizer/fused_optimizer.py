@@ -1,8 +1,8 @@
 """One kernel that steps all members on a GPU.
 
 The stacked parameters of a stack are one piece of memory, and so is the state this makes for them. A kernel of one
-program per thousand elements knows for each which member it belongs to, and reads that member's numbers; members that
-are not alive are passed over. SGD, Adam and AdamW in single precision have one; the others take the formula of
+program per thousand elements knows for each which member it belongs to, and reads that member's hyperparameters;
+members that are not alive are skipped. SGD, Adam and AdamW in single precision have one; the others take the formula of
 `outcore.fusion.optimizer.updates`, some ten kernels per parameter.
 """
 
@@ -35,8 +35,8 @@ class FlatUpdate:
     grads: Tensor
     state: tuple[Tensor, ...]
     table: Tensor
-    """``[4, programs]``: where in the parameters and where in gradients and state, which have only these parameters
-    in them, a program begins, how far it goes, and whose it is."""
+    """``[4, programs]``: where a program begins in the parameters, and where in gradients and state (which hold only
+    these parameters), how many elements it has, and whose it is."""
 
     @classmethod
     def find(
@@ -47,7 +47,7 @@ class FlatUpdate:
         names: Sequence[str],
         group: Mapping[str, Any],
     ) -> FlatUpdate | Literal[False]:
-        """A kernel for these parameters; moves their state into one piece of memory. False where there is none."""
+        """A kernel for these parameters, with their state moved into one piece of memory; False where there is none."""
         tensors = [stack.parameters[n] for n in names]
         known = optimizer in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW) and not group.get("amsgrad")
         there = all(t.is_cuda and t.dtype == torch.float32 for t in tensors) and stack.places.keys() >= set(names)

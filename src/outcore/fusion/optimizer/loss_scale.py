@@ -45,7 +45,7 @@ class MemberLossScale:
         return torch.tensor(self.scales[first : first + count], device=device)
 
     def unscale(self, grads: Mapping[str, Tensor], first: int) -> Tensor:
-        """Divide the gradients, say which members may step, and adjust their scales."""
+        """Divide the gradients, adjust the scales, and return which members may step."""
         some = next(iter(grads.values()))
         scale = self.of(first, some.shape[0], some.device)
         usable = torch.ones_like(scale, dtype=torch.bool)

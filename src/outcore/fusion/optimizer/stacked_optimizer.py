@@ -48,7 +48,7 @@ class _Clock:
 
 @dataclass(eq=False)
 class _Bundle:
-    """Parameters that take the same numbers: of one group, one clock and one dtype."""
+    """Parameters with the same hyperparameters: of one group, one clock and one dtype."""
 
     group: int
     clock: _Clock
@@ -60,7 +60,7 @@ class _Bundle:
     staged: Tensor | None = None
     """The same on the host, as last sent."""
     fast: FlatUpdate | Literal[False] | None = None
-    """One kernel for all of it; false where there is none, none where nobody has looked."""
+    """One kernel for all of it; False where there is none, None before it was looked for."""
 
 
 class StackedOptimizer:
@@ -74,12 +74,12 @@ class StackedOptimizer:
         self.clocks: dict[str, _Clock] = {}
         self.bundles: list[_Bundle] = []
         self._exposed: dict[int, dict[str, Tensor]] = {}
-        """What each optimizer was shown as the state of the first parameter."""
+        """The state of the first parameter that each optimizer was given."""
         self.arrangement = 0
-        """Changes when the tensors that hold the numbers do."""
-        self.alone = self._why_alone()
-        """Why the optimizers step one by one; none if they step together."""
-        if self.alone is None:
+        """A number that changes when the tensors that hold the hyperparameters do."""
+        self.separate_reason = self._why_separate()
+        """Why the optimizers step one by one; None if they step together."""
+        if self.separate_reason is None:
             with torch.no_grad():
                 self._gather()
 
@@ -89,19 +89,19 @@ class StackedOptimizer:
         return UPDATES[type(self.optimizers[0])]
 
     @torch.no_grad()
-    def settle(self) -> None:
-        """Take the memory that stays before a step takes any that does not."""
+    def preallocate(self) -> None:
+        """Allocate the state before a step allocates anything temporary."""
         for bundle in self.bundles:
             self._fast(bundle, self.optimizers[0].param_groups[bundle.group])
 
     def prepare(self, names: Sequence[str], counted: Sequence[bool] | None = None) -> None:
-        """Count the step and bring every member's numbers to the device.
+        """Count the step and copy every member's hyperparameters to the device.
 
         `names` are the parameters with a gradient; `counted` says which members step, where that is known.
         """
         for optimizer in self.optimizers:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look for
-        if self.alone is None:
+        if self.separate_reason is None:
             self._notice_loaded_state()
             stepped = set(names)
             self._split(stepped)
@@ -115,8 +115,8 @@ class StackedOptimizer:
 
     @torch.no_grad()
     def apply(self, grads: Mapping[str, Tensor], alive: Tensor | None) -> None:
-        """Step every living member; all of them where `alive` is none."""
-        if self.alone is not None:
+        """Step every living member; all of them where `alive` is None."""
+        if self.separate_reason is not None:
             self._step_alone(grads, alive)
             return
         for bundle in self._bundled(set(grads)):
@@ -140,17 +140,17 @@ class StackedOptimizer:
     def replace(self, slot: int, optimizer: torch.optim.Optimizer) -> None:
         """Another optimizer takes over a slot whose parameters were replaced."""
         self.optimizers[slot] = optimizer
-        reason = self._why_alone()
-        if (reason is None) != (self.alone is None):
+        reason = self._why_separate()
+        if (reason is None) != (self.separate_reason is None):
             raise FuseError(
                 f"slot {slot}: the new optimizer cannot join the others: {reason or 'they step one by one'}"
             )
-        if self.alone is None:
+        if self.separate_reason is None:
             self._take_over(slot)
 
     @torch.no_grad()
     def _take_over(self, slot: int) -> None:
-        """Continue from the state that a member's own optimizer has."""
+        """Continue from the state of a member's own optimizer."""
         for name in self.names:
             for key, tensor in self.state[name].items():
                 tensor[slot].copy_(self._imported(name, slot, key))
@@ -158,7 +158,7 @@ class StackedOptimizer:
             self._expose(name, slot)
 
     def _notice_loaded_state(self) -> None:
-        """``optimizer.load_state_dict`` puts new tensors where our views were."""
+        """Take in new state tensors that ``optimizer.load_state_dict`` put where our views were."""
         name = self.names[0]
         for slot, optimizer in enumerate(self.optimizers):
             for key, seen in self._exposed.get(slot, {}).items():
@@ -175,7 +175,7 @@ class StackedOptimizer:
                     self._expose(name, slot)
         return bundle.fast or None
 
-    def _why_alone(self) -> str | None:
+    def _why_separate(self) -> str | None:
         first = self.optimizers[0]
         if len(self.optimizers) == 1 and not any(p.is_cuda for p in self.stack.parameters.values()):
             return "it is one"
@@ -247,7 +247,7 @@ class StackedOptimizer:
         return self.optimizers[slot].param_groups[index]
 
     def _expose(self, name: str, slot: int) -> None:
-        """Let the member's own optimizer see its slice, as torch names it."""
+        """Give the member's own optimizer views of its slice of the state, under torch's names."""
         state = self.optimizers[slot].state[self.stack.member(name, slot)]
         wanted = self.update.state(self._group(name, slot))
         for key, tensor in self.state[name].items():
@@ -279,7 +279,7 @@ class StackedOptimizer:
         return [b for b in self.bundles if b.names[0] in names]
 
     def _split(self, stepped: set[str]) -> None:
-        """Parameters that are stepped while others of their clock are not go on with a clock of their own."""
+        """Give parameters that are stepped while others of their clock are not a clock of their own."""
         torn = [b.clock for b in self.bundles if 0 < len(stepped & set(b.names)) < len(b.names)]
         for clock in {id(c): c for c in torn}.values():
             for part in (set(clock.names) & stepped, set(clock.names) - stepped):
@@ -291,7 +291,7 @@ class StackedOptimizer:
             self._bundle()
 
     def _stage(self, bundle: _Bundle, *, first: bool) -> None:
-        """Compute and send the numbers of this step; the clock counts once, whichever dtypes share it."""
+        """Compute and copy the hyperparameters of this step; the clock counts once, whichever dtypes share it."""
         clock = bundle.clock
         rows: list[Numbers] = []
         for slot, optimizer in enumerate(self.optimizers):

@@ -28,11 +28,11 @@ class OptimizerUpdate:
     """How one optimizer steps."""
 
     flags: tuple[str, ...]
-    """Settings that change the formula: equal for all members, or they step by themselves."""
+    """Settings that change the formula: equal for all members, or they step one by one."""
     state: Callable[[Group], tuple[str, ...]]
     """Names of the tensors it keeps per parameter."""
     numbers: Callable[[Group, float, Numbers], Numbers]
-    """The numbers of a member's step, from its settings, the count of steps with this one, and scalars it keeps."""
+    """The scalars of a member's step, from its settings, the count of steps with this one, and scalars it keeps."""
     apply: Callable[[Tensor, Tensor, State, dict[str, Tensor], Group], Tensor]
     """The new parameter; `state` is replaced entry by entry."""
     scalars: Mapping[str, Callable[[Group], float]] | None = None

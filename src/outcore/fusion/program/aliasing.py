@@ -1,8 +1,8 @@
-"""May a recording be replayed with values that lie elsewhere in memory?
+"""Whether a recording may be replayed with values that lie elsewhere in memory.
 
-Alone, a model may write into a tensor and read the change through another that shares its memory. Stacked values are
-sometimes copies where the original was a view, so such a program would read the old numbers. This finds the writes
-for which that can happen; a model that has one runs member by member.
+A model may write into a tensor and read the change through another that shares its memory. Stacked values are sometimes
+copies where the original was a view, so such a program would read the old values. This finds the writes for which that
+can happen; a model that has one runs member by member.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _VIEWS = frozenset(
 
 
 def unsafe_write(graph: Graph, recording: Recording) -> str | None:
-    """The first call that writes memory which somebody reads, or had, under another name; none if all are private."""
+    """The first call that writes memory which another name reads, or had; None if all are private."""
     order = {name: i for i, name in enumerate(graph.calls)}
     groups: dict[str, list[str]] = {}
     for value in graph.values.values():
@@ -64,7 +64,7 @@ def _made_after(graph: Graph, value: str, call: Call, order: dict[str, int]) -> 
 
 
 def state_in_place(recording: Recording) -> frozenset[str]:
-    """Values that are a parameter or buffer itself: what an in-place function on it returned."""
+    """Values that are a parameter or buffer itself: the result of an in-place function on it."""
     found: set[str] = set()
     for step in recording.steps:
         refs = [ref for _, ref in leaves(step.args[:1], Ref)]

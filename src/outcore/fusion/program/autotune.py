@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from outcore.errors import FuseError
-from outcore.fusion.member import twin
+from outcore.fusion.member import independent_copy
 from outcore.fusion.memory_forecast import Forecast, forecast
 from outcore.fusion.program.layerwise import measure_convolutions
 from outcore.fusion.runner import RunMode
@@ -37,7 +37,7 @@ _WIDEST = 16
 _STREAMS = 32
 """Streams that torch has; more groups share them."""
 _CLOSE = 1.5
-"""How many times slower than the best a way may look to be tried again."""
+"""A way that looks at most so many times slower than the best is tried again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,9 @@ class TimedWay:
 
     way: RunMode
     times_s: dict[int, float]
-    """Seconds per step by how many members were tried."""
+    """Seconds per step by the number of members that were tried."""
     predicted_s: float
-    """Per step of all members."""
+    """Seconds per step of all members."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class AutotuneResult:
 
     members: int
     serial_s: float
-    """A step of one member in plain PyTorch."""
+    """Seconds of a step of one member in plain PyTorch."""
     trials: tuple[TimedWay, ...]
     memory: Forecast | None
 
@@ -148,7 +148,8 @@ def _forecast(array: FusedArray, batch: tuple[Any, ...], each: Any) -> Forecast 
 
 
 def _affordable(count: int, predicted: Forecast | None, limit: int | None) -> int:
-    """With how many members, so many at most, the best ways can be tried again beside the array itself."""
+    """The largest number of members, up to `count`, with which the best ways can be tried again beside the array
+    itself."""
     while count > 1 and predicted is not None and limit is not None and predicted.peak_bytes(count) > limit:
         count //= 2
     return count
@@ -177,13 +178,14 @@ def _candidates(array: FusedArray, at_once: int) -> list[RunMode]:
 
 
 def group_width(members: int, most: int = _WIDEST) -> int:
-    """How many members to fuse in a group, so that groups of at most so many are about equal."""
+    """How many members to fuse in a group, so that groups of at most `most` are about equal."""
     groups = -(-members // most)
     return -(-members // groups)
 
 
 def _extrapolated(times: dict[int, float], members: int, way: RunMode, at_once: int) -> float:
-    """A line through the two largest counts that were tried, or through none; groups one after the other add up."""
+    """A line through the two largest counts that were tried, or through the origin; groups one after the other add
+    up."""
     if members in times and at_once >= members:
         return times[members]
     if 1 < way.width < members and way.width in times:
@@ -204,12 +206,12 @@ def _extrapolated(times: dict[int, float], members: int, way: RunMode, at_once: 
 def _copy(array: FusedArray, count: int, way: RunMode) -> FusedArray:
     from outcore.fusion.array import FusedArray
 
-    models = [twin(model) for model in array.models[:count]]
+    models = [independent_copy(model) for model in array.models[:count]]
     width = 1 if way.width == 1 else min(count, way.width)
     made = FusedArray(
         models, array.kind, array.terms, way=replace(way, width=width), check=False, unfused=array.unfused
     )
-    made.borrow(array)
+    made.share_recordings(array)
     return made
 
 
@@ -222,7 +224,7 @@ def _time(
     seconds: float,
     layers: bool = False,
 ) -> float:
-    """A step of copies of some members; with `layers`, each convolution of fused ones in its faster form."""
+    """Seconds of a step of copies of some members; with `layers`, each convolution of fused ones in its faster form."""
     tried = _copy(array, count, way)
     share = None if each is None else each[:count]
     if layers and each is None and tried.way.width > 1:
@@ -234,8 +236,8 @@ def _time(
 
 
 def _time_serially(array: FusedArray, batch: tuple[Any, ...], each: Any, seconds: float) -> float:
-    """A step of one member as one writes it in plain PyTorch."""
-    model = twin(array.models[0])
+    """Seconds of a step of one member in plain PyTorch."""
+    model = independent_copy(array.models[0])
     slot = array.kind.slot(model, 0)
     args = array.arguments(batch, each)
     from outcore.fusion.program.values import member_of

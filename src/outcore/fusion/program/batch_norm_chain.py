@@ -1,14 +1,13 @@
-"""A batch norm with what stands around it: the bias of the convolution before, the ReLU and the maximum after.
+"""A batch norm with its neighbours: the bias of the convolution before, the ReLU and the maximum after.
 
 PointNet's step is memory traffic, and most of it is not products. A batched product with a bias first writes the bias
 everywhere and reads it again; a norm in training takes three passes, ReLU two, and in backward they take eight more.
-But a norm in training takes any bias before it away again: what is left of it is its share of the running mean, and a
-gradient of zero. A ReLU whose input nobody else reads needs no pass of its own
-(`outcore.memory.op_fusion.batch_norm_relu`). And where only the largest values along the points are wanted, the others
-need not be normalised (`rules.norm_max`).
+But a norm in training cancels any bias before it: what is left of it is its share of the running mean, and a gradient
+of zero. A ReLU whose input nothing else reads needs no pass of its own (`outcore.memory.op_fusion.batch_norm_relu`).
+And where only the largest values along the points are wanted, the others need not be normalised (`rules.norm_max`).
 
 So on a GPU the convolution leaves its bias out, and the norm does the rest. What the members compute is the same up to
-rounding; of a bias that has no effect, torch's gradient is the rounding itself.
+rounding; for a bias that has no effect, torch's gradient is rounding error.
 """
 
 from __future__ import annotations
@@ -38,17 +37,17 @@ class BatchNormChain:
 
     norm: str
     path: str
-    """Of the norm's module."""
+    """The path of the norm's module."""
     relu: str | None
     convolution: str | None = None
     bias: str | None = None
-    """Of the convolution, which the norm takes away: the name of the parameter."""
+    """The name of the convolution's bias, which the norm cancels."""
     largest: str | None = None
-    """A maximum along the last dimension, if that is all that happens to the result."""
+    """A maximum along the last dimension, if that is the only reader of the result."""
 
     @property
     def calls(self) -> tuple[str, ...]:
-        """All of them."""
+        """All calls of the chain."""
         return tuple(name for name in (self.convolution, self.norm, self.relu, self.largest) if name is not None)
 
 
@@ -96,7 +95,7 @@ def _has_bias(module: nn.Module) -> bool:
 
 
 def pays(modules: Sequence[Any], state: Iterable[Any], device: torch.device) -> bool:
-    """Whether the members' norms are one operation, where that is faster."""
+    """Whether the members' norms can be one operation that is faster."""
     first = modules[0]
     settings = ("momentum", "eps", "training", "track_running_stats", "affine")
     return (

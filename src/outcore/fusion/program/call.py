@@ -2,8 +2,8 @@
 
 A rule gets a `FusedCall`: the arguments with stacked values in them, the members' modules where the step is a module,
 and the ways to run it that are always right: once for all where nothing differs, by `torch.func.vmap`, or member by
-member. vmap is only taken where every operation has a batching rule of its own; where one has not, or the step looks
-at data, the members run one after the other.
+member. vmap is only taken where every operation has a batching rule of its own; where one has not, or the step reads
+data, the members run one after the other.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ __all__ = ["FusedCall", "MemberRandomness", "has_hooks", "rnn_weights_anywhere",
 
 
 class MemberRandomness:
-    """Where random numbers come from: one stream for all, or a stream per member that repeats a serial run's.
+    """Where random numbers come from: one generator for all, or one per member that repeats a serial run's.
 
-    With seeds, what a member draws on a CPU is bitwise what its serial twin draws after ``torch.manual_seed(seed)``.
+    With seeds, what a member draws on a CPU is bitwise what a serial run draws after ``torch.manual_seed(seed)``.
     """
 
     def __init__(self, seeds: Sequence[int] | None) -> None:
@@ -41,14 +41,14 @@ class MemberRandomness:
                 self.cuda_states = made
 
     def only(self, slots: Sequence[int]) -> MemberRandomness:
-        """For some of the members, each where it is in its stream."""
+        """The same for some of the members, each at its position in its stream."""
         made = MemberRandomness(None)
         made.states = None if self.states is None else [self.states[slot] for slot in slots]
         made.cuda_states = None if self.cuda_states is None else [self.cuda_states[slot] for slot in slots]
         return made
 
     def reseed(self, slot: int, seed: int) -> None:
-        """Begin a member's stream anew."""
+        """Restart a member's stream."""
         fresh = MemberRandomness([seed])
         if self.states is not None and fresh.states is not None:
             self.states[slot] = fresh.states[0]
@@ -62,7 +62,7 @@ class MemberRandomness:
 
     @contextlib.contextmanager
     def of(self, slot: int) -> Iterator[None]:
-        """Draw from a member's own stream inside."""
+        """A context in which numbers are drawn from a member's own stream."""
         if self.states is None:
             yield
             return
@@ -96,14 +96,14 @@ class FusedCall:
     modules: tuple[nn.Module, ...] = ()
     """The members' modules, where the step is one."""
     state: Mapping[str, Stacked | torch.Tensor | None] = field(default_factory=dict)
-    """The module's parameters and buffers by their names in it; none where it is to run without."""
+    """The module's parameters and buffers by their names in it; None where it is to run without."""
     per_member_args: tuple[tuple[tuple[Any, ...], dict[str, Any]], ...] | None = None
     """Arguments of each member where numbers in them differ; stacked values in all of them."""
     randomness: MemberRandomness = field(default_factory=lambda: MemberRandomness(None))
     ways: dict[str, str] = field(default_factory=dict)
     """How each step was run; what failed under vmap once is not tried again."""
     kept: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Small tensors a rule makes once: a captured CUDA graph cannot bring numbers from the host."""
+    """Small tensors a rule makes once: a captured CUDA graph cannot copy numbers from the host."""
     written: frozenset[str] = frozenset()
     """Names of values that a later step writes in place."""
     outputs: tuple[str, ...] = ()
@@ -127,11 +127,11 @@ class FusedCall:
         return all(getattr(m, a) == getattr(self.modules[0], a) for m in self.modules[1:] for a in attributes)
 
     def note(self, way: str) -> None:
-        """Say how the step was run."""
+        """Record how the step was run."""
         self.ways[self.name] = way
 
     def once(self) -> Any:
-        """Nothing differs: run it once, for all."""
+        """Run it once for all, since nothing differs."""
         self.note("shared")
         return self._run(self.args, self.kwargs, 0, dict(self.state))
 
@@ -172,7 +172,7 @@ class FusedCall:
 
     @property
     def _writes(self) -> bool:
-        """Whether the module works in place: that of one member must not write into what belongs to all."""
+        """Whether the module works in place: one member's must not write into what belongs to all."""
         return any(getattr(m, "inplace", False) for module in self.modules for m in module.modules())
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], slot: int, state: Mapping[str, Any]) -> Any:
@@ -200,14 +200,14 @@ class FusedCall:
         return {n: s for n, s in self.state.items() if isinstance(s, Stacked) and not s.tensor.requires_grad}
 
     def alike(self) -> bool:
-        """Whether one member's module can stand for all."""
+        """Whether one member's module can be used for all."""
         return not self.modules or (
             not has_hooks(self.modules[0]) and all(settings(m) == settings(self.modules[0]) for m in self.modules[1:])
         )
 
 
 class _Blank:
-    """Where a tensor was."""
+    """A placeholder of a tensor."""
 
 
 def _blank(_: torch.Tensor) -> _Blank:
@@ -224,7 +224,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def settings(module: nn.Module) -> dict[str, Any]:
-    """The plain attributes of a module: what its forward may look at beside tensors and other modules."""
+    """The plain attributes of a module: what its forward may read beside tensors and other modules."""
     return {
         name: value
         for name, value in module.__dict__.items()
@@ -236,7 +236,7 @@ def settings(module: nn.Module) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _no_slow_batching() -> Iterator[None]:
-    """Refuse vmap's own loop over samples: ours is as fast, and is reported."""
+    """Raise instead of falling back to vmap's own loop over samples: ours is as fast, and is reported."""
     functorch: Any = torch._C._functorch
     before = functorch._is_vmap_fallback_enabled()
     functorch._set_vmap_fallback_enabled(False)
@@ -248,7 +248,7 @@ def _no_slow_batching() -> Iterator[None]:
 
 @contextlib.contextmanager
 def rnn_weights_anywhere() -> Iterator[None]:
-    """A member's slices are not the one piece of memory that cuDNN likes; it copies them, and would say so."""
+    """A context without cuDNN's warning that recurrent weights, here slices, are not contiguous and are copied."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")

@@ -1,10 +1,10 @@
-"""A 1x1 convolution of joined maps, without joining them.
+"""A 1x1 convolution of concatenated maps, without concatenating them.
 
-To give every point the features of its cloud beside its own, a network repeats them for all points, joins both along
-the channels and convolves: most of what is then stored, read and multiplied is the same numbers again and again. But a
-1x1 convolution of joined maps is the sum of those of the parts, and that of a repeated part need be computed once. So
-where the only reader of a ``cat`` is such a convolution and a part is repeated, the parts stay apart
-(`outcore.fusion.rules.matmul.pointwise_joined`). The sums are the same in another order.
+To give every point the features of its cloud beside its own, a network repeats them for all points, concatenates both
+along the channels and convolves: most of what is then stored, read and multiplied is the same numbers again and again.
+But a 1x1 convolution of concatenated maps is the sum of those of the parts, and that of a repeated part need be
+computed once. So where the only reader of a ``cat`` is such a convolution and a part is repeated, the parts stay
+separate (`outcore.fusion.rules.matmul.pointwise_joined`). The sums are the same in another order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["joins_of"]
 
 
 def joins_of(graph: Graph, steps: Sequence[Step], model: nn.Module) -> dict[str, str]:
-    """Calls of ``cat`` along the channels, and the 1x1 convolution that alone reads each."""
+    """Calls of ``cat`` along the channels, and the 1x1 convolution that is the only reader of each."""
     readers: dict[str, list[str]] = {}
     for name, call in graph.calls.items():
         for value in call.inputs:

@@ -1,9 +1,9 @@
-"""A step of a group on tensors without memory: what it would need, counted.
+"""A step of a group on fake tensors: its memory, counted.
 
-Some layers are not the same when fused: cuDNN's LSTM keeps little, the one that steps through time for all members
-keeps every gate. So the memory of a group is not that of its members' own graphs; but a replay on fake tensors, with
+Some layers are not the same when fused: cuDNN's LSTM saves little, the one that steps through time for all members
+saves every gate. So the memory of a group is not that of its members' own graphs; but a replay on fake tensors, with
 backward, makes and drops exactly the tensors that the real one will, and counting them takes no device memory. Fed to
-the rules of the allocator, they also tell what a graph with memory of its own will hold.
+the simulated allocator, they also give what a graph with a pool of its own will reserve.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class DryRunBytes:
 
 
 def dry_run(
-    group: Group, objective: str, program: StackedProgram, args: tuple[Any, ...], *, alone: bool
+    group: Group, objective: str, program: StackedProgram, args: tuple[Any, ...], *, own_model: bool
 ) -> DryRunBytes:
-    """Count a step of a group; of one member that runs `alone`, of its own model."""
+    """Count a step of a group; with `own_model`, of one member's own model."""
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
 
         def fake(value: Any) -> Any:
@@ -58,12 +58,12 @@ def dry_run(
         tensors = [t for _, t in leaves(given, (Tensor, Stacked))]
         there = [*stack.parameters.values(), *stack.buffers.values(), *(_tensor(t) for t in tensors)]
         views = {first: stack[first][0] for first in stack.names.values()}
-        own = {f"model.{name}": views[first] for name, first in stack.names.items()} if alone else {}
+        own = {f"model.{name}": views[first] for name, first in stack.names.items()} if own_model else {}
         trained = [n for n in group.steppers[objective].names if stack.parameters[n].requires_grad]
-        wanted = [own[f"model.{n}"] if alone else stack.parameters[n] for n in trained]
+        wanted = [own[f"model.{n}"] if own_model else stack.parameters[n] for n in trained]
         apart = replace(program, ways={}, kept={})  # what is tried on fake tensors must not be remembered
         with ReservedBytes([*there, *own.values()]) as live, group.autocast():
-            if alone:
+            if own_model:
                 loss = functional_call(group.trainings[objective][0], own, member_of(given, 0))[0]
             else:
                 made = apart.replay(group.trainings[objective], stack, tensors, MemberRandomness(None), group.first)

@@ -1,6 +1,6 @@
 """Grouped, unfolded, one by one: measured for every convolution of a network.
 
-How fast a grouped convolution is depends on shapes in ways nobody can predict; for some it is slower than as many
+How fast a grouped convolution is depends on shapes in ways that are hard to predict; for some it is slower than as many
 plain ones. So the convolutions of one replay are collected, each shape is timed in all ways, forward and backward, on
 made-up numbers, and `outcore.fusion.rules.convolution.way` answers by what was found.
 """
@@ -32,7 +32,7 @@ def measure_convolutions(array: FusedArray, *batch: Any, seconds: float = 0.01) 
             _, program = array.program(name, args)
             if program.obstacle is None and len(group) > 1:
                 kept = {n: t.clone() for n, t in group.stack.buffers.items()}
-                group.forward(name, program, args, alone=False)
+                group.forward(name, program, args, own_model=False)
                 for buffer, content in kept.items():
                     group.stack.buffers[buffer].copy_(content)
     found: dict[str, int] = {}

@@ -1,11 +1,11 @@
 """A recorded training step of one member, and how to run it for many.
 
-Members of one architecture usually do the very same steps, so one recording stands for all. Where their modules
-differ in a number (a dropout rate, a slope), that member is recorded too, and the recordings are laid side by side:
-steps must agree; a step whose numbers differ keeps one set of arguments per member.
+Members of one architecture usually do the very same steps, so one recording serves all. Where their modules differ in a
+number (a dropout rate, a slope), that member is recorded too, and the recordings are compared step by step: steps must
+agree; a step whose numbers differ keeps one set of arguments per member.
 
-What cannot be replayed for many at once is found here, before anything runs (`Program.obstacle`): a model that looks
-at its data, parts that hide what they use, writes that others read (`outcore.fusion.program.aliasing`). Such a model
+What cannot be replayed for many at once is found here, before anything runs (`StackedProgram.obstacle`): a model that
+reads its data, parts that hide what they use, writes that others read (`outcore.fusion.program.aliasing`). Such a model
 runs member by member, which is always right.
 """
 
@@ -41,7 +41,7 @@ __all__ = ["StackedProgram"]
 _PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.memory_format)
 
 _Attribute = tuple[dict[str, Any], str, Any]
-"""Of a module: its dictionary, the name in it, the value that was there."""
+"""An attribute of a module: its dictionary, the name in it, the value that was there."""
 
 
 @dataclass
@@ -53,7 +53,7 @@ class StackedProgram:
     others: dict[int, Recording]
     """Recordings of members whose modules have other settings, by slot."""
     obstacle: str | None
-    """Why it cannot run for many members at once; none if it can."""
+    """Why it cannot run for many members at once; None if it can."""
     varying: bool = False
     """Whether something that its models read changes in every call."""
     members: tuple[MemberTraining, ...] = ()
@@ -72,9 +72,9 @@ class StackedProgram:
     state_values: frozenset[str] = frozenset()
     """Values that are parameters or buffers themselves, and are written as such."""
     chains: dict[str, BatchNormChain] = field(default_factory=dict)
-    """Norms that take what stands around them along, by each call in them."""
+    """Norms that are fused with their neighbours, by each call in them."""
     joins: dict[str, str] = field(default_factory=dict)
-    """Calls that join maps for a 1x1 convolution alone, and that."""
+    """Concatenations that only a 1x1 convolution reads, and that convolution."""
 
     @classmethod
     def record(
@@ -120,19 +120,19 @@ class StackedProgram:
         )
 
     def outdated(self) -> bool:
-        """Whether a number that a member's forward may have looked at has changed since."""
+        """Whether a number that a member's forward may have read has changed since."""
         seen = any(attributes.get(name, _GONE) != value for own in self.watched for attributes, name, value in own)
         return seen or not all(snapshot.holds() for snapshot in self.reads)
 
     def changed(self) -> Iterator[str]:
-        """What is not as it was, each as it is called in a sentence."""
+        """What has changed, each described in words."""
         for snapshot in self.reads:
             yield from snapshot.changed()
 
     def rebound(self, members: Sequence[MemberTraining]) -> StackedProgram:
         """The same for other members of the very same settings, or for the first of them.
 
-        What is watched is the new members', beside the values of the recording: one of evaluation stays one.
+        The new members' attributes are watched, with the values of the recording: one of evaluation stays one.
         """
         others = {slot: recording for slot, recording in self.others.items() if slot < len(members)}
         before = zip(members, self.members, self.watched, strict=False)
@@ -144,8 +144,9 @@ class StackedProgram:
         return replace(self, others=others, members=tuple(members), watched=watched, reads=reads)
 
     @contextlib.contextmanager
-    def without_chance(self) -> Iterator[bool]:
-        """Inside, dropout layers let everything pass; yields whether the step then draws no random numbers at all."""
+    def without_dropout(self) -> Iterator[bool]:
+        """A context in which dropout layers pass everything; yields whether the step then draws no random numbers at
+        all."""
         layers = [m for member in self.members for m in member.modules() if isinstance(m, _DropoutNd)]
         rates = [layer.p for layer in layers]
         try:
@@ -178,7 +179,7 @@ _GONE = object()
 def _reads(
     members: Sequence[MemberTraining], slot: int, recording: Recording, others: dict[int, Recording]
 ) -> Snapshot:
-    """What was read of a member: by its own recording, or by that which stands for it."""
+    """What was read of a member: by its own recording, or by the one that serves for it."""
     own = others.get(slot, recording).reads
     assert own is not None
     return own if slot == 0 or slot in others else own.moved(members[0], members[slot])
@@ -200,7 +201,7 @@ def _seen_on(member: MemberTraining, before: Sequence[_Attribute]) -> tuple[_Att
 
 
 def _signature(member: MemberTraining) -> list[Any]:
-    """All that a member's forward can look at beside tensors."""
+    """All that a member's forward can read beside tensors."""
     found: list[Any] = []
     for path, module in member.named_modules():
         if path and not path.startswith("model"):
@@ -239,8 +240,8 @@ def _obstacle(graph: Graph, recording: Recording) -> str | None:
     if recording.volatile:
         return "it draws numbers outside of torch"
     if recording.effects:
-        told = [*recording.effects.lost, *(write.told for write in recording.effects.writes)]
-        return f"its forward writes {told[0]}"
+        effects = [*recording.effects.lost, *(write.description for write in recording.effects.writes)]
+        return f"its forward writes {effects[0]}"
     for step in recording.steps:
         call = graph.calls.get(step.name)
         if call is None or graph.blocks[call.block].kind != "opaque":
@@ -254,7 +255,8 @@ def _obstacle(graph: Graph, recording: Recording) -> str | None:
 
 
 def _asks(recording: Recording) -> str | None:
-    """A question about numbers that depend on the batch or the weights; what has always the same answer is none."""
+    """The name of a guard on numbers that depend on the batch or the weights; None if every guard always has one
+    answer."""
     varying = set(recording.inputs)
     for step in recording.steps:
         refs = [ref for _, ref in leaves((step.args, step.kwargs), Ref)]
@@ -267,7 +269,7 @@ def _asks(recording: Recording) -> str | None:
 
 
 def _hides(step: Step) -> bool:
-    """Whether an argument is something we cannot look into."""
+    """Whether an argument is an object that cannot be inspected."""
     flat: list[Any] = list(step.args) + list(step.kwargs.values())
     while flat:
         value = flat.pop()

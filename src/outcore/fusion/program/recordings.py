@@ -1,4 +1,4 @@
-"""The recordings of an array, by what its members were given.
+"""The recordings of an array, by the inputs of its members.
 
 A recording is made when a batch of other shapes, another mode or another precision first appears, and kept. It tells
 modules by their identity; where a slot goes to another model of the very same settings, or copies of the members are
@@ -22,9 +22,9 @@ from outcore.graph.record.keys import key_of
 __all__ = ["Key", "ProgramCache", "same_settings"]
 
 Key = tuple[str, torch.dtype | None, tuple[Any, ...]]
-"""Of a recording: the objective, the precision, and what the model was given."""
+"""The key of a recording: the objective, the precision, and the inputs of the model."""
 Members = Mapping[str, Sequence[MemberTraining]]
-"""Of an array, by objective."""
+"""The members of an array, by objective."""
 
 
 class ProgramCache:
@@ -35,7 +35,7 @@ class ProgramCache:
 
     @staticmethod
     def key(objective: str, low: torch.dtype | None, member: MemberTraining, shown: tuple[Any, ...]) -> Key:
-        """What a recording of a batch is found by."""
+        """The key of the recording of a batch."""
         return objective, low, key_of(member, shown, {})  # type: ignore[return-value]
 
     @property
@@ -65,7 +65,7 @@ def _rekeyed(key: Key, member: MemberTraining) -> Key:
 
 
 def same_settings(a: nn.Module, b: nn.Module) -> bool:
-    """Whether one recording stands for both: no tensor in it that is neither parameter nor buffer."""
+    """Whether one recording serves both: no tensor in it that is neither parameter nor buffer."""
     pairs = zip(a.modules(), b.modules(), strict=False)
     own = any(isinstance(v, Tensor) for m in b.modules() for v in m.__dict__.values())
     return not own and all(type(x) is type(y) and settings(x) == settings(y) for x, y in pairs)

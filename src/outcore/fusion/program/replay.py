@@ -50,7 +50,7 @@ class StackedTape(Tape):
         self.chained: dict[BatchNormChain, bool] = {}
         """Whether the calls of a chain run as one."""
         self.largest: dict[BatchNormChain, Any] = {}
-        """Of chains that end in a maximum: it, and where."""
+        """For chains that end in a maximum: the values and their indices."""
         self.device = next((t.device for t in stack.parameters.values()), torch.device("cpu"))
 
     def step(self, step: Step) -> None:
@@ -93,7 +93,7 @@ class StackedTape(Tape):
             self.values.pop(name, None)
 
     def _left_apart(self, step: Step, call: FusedCall) -> UnjoinedConcat | None:
-        """The parts of a value that only a 1x1 convolution reads, where joining them would repeat one of them."""
+        """The parts of a value that only a 1x1 convolution reads, where concatenating them would repeat one of them."""
         reader = self.program.joins.get(step.name)
         if reader is None or any(name in self.program.differing or self._unfused(name) for name in (step.name, reader)):
             return None
@@ -121,7 +121,8 @@ class StackedTape(Tape):
         return chain if self.chained[chain] else None
 
     def _in_chain(self, step: Step, chain: BatchNormChain, call: FusedCall) -> Any:
-        """A convolution without its bias, the norm, or what the norm was asked for besides."""
+        """The result of one call of a chain: a convolution without its bias, the norm, or what the norm computed with
+        it."""
         if step.name == chain.convolution:
             call.state = {**call.state, "bias": None}
             return run(call)
@@ -140,7 +141,7 @@ class StackedTape(Tape):
         return call.args[0] if call.args else call.kwargs["input"]
 
     def _without_writing(self, step: Step) -> tuple[Any, dict[str, Any]]:
-        """A step that writes a value gets its out-of-place form, or a copy to write into."""
+        """Run a step that writes a value in its out-of-place form, or on a copy."""
         mutates = self.program.graph.calls[step.name].mutates
         if not mutates or self.program.state_values.issuperset(mutates):
             return step.target, step.kwargs
@@ -160,7 +161,7 @@ class StackedTape(Tape):
         return step.target, step.kwargs
 
     def get(self, ref: Ref) -> Any:
-        """What a reference stands for: a shared tensor, or the stacked one of all members."""
+        """The value of a reference: a shared tensor, or the stacked one of all members."""
         if ref.kind == "state":
             return self._state(ref.name)
         if ref.kind == "constant" and self.program.others:

@@ -24,16 +24,16 @@ from outcore.fusion.rules.normalisation import batch_norm
 __all__ = ["norm_in_one_pass"]
 
 _ORDER = 3
-"""Of rounding in the kernels, any would do: ``(x - mean) * (invstd * weight) + bias``."""
+"""The order of rounding in the kernels; any would do: ``(x - mean) * (invstd * weight) + bias``."""
 _LONG = 256
 """Positions of a channel that are worth a program of their own."""
 _LARGE = 2**22
-"""Elements that are worth it: of fewer, the kernels make fewer programs than an H200 has multiprocessors."""
+"""With fewer elements, the kernels have fewer programs than an H200 has multiprocessors."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Norm:
-    """What the kernels want to know of a module."""
+    """The attributes of a module that the kernels need."""
 
     weight: Tensor
     bias: Tensor
@@ -101,7 +101,7 @@ def _suits(x: Tensor) -> bool:
 
 
 class _WithoutEffect(torch.autograd.Function):
-    """A bias that the norm takes away has a gradient of zero; without any, optimizers would leave it out."""
+    """Gives a bias that the norm cancels a gradient of zero; without any, optimizers would skip it."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, bias: Tensor) -> Tensor:

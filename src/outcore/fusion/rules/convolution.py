@@ -131,7 +131,8 @@ class MemberConvolution:
         return replace(self, padding=padding), _Crop.apply(weight, spans)  # type: ignore[no-untyped-call]
 
     def as_product(self, x: Stacked, weight: torch.Tensor) -> tuple[Stacked, torch.Tensor] | None:
-        """Input and weights of the product that it is: of single positions, or of a window as large as the map."""
+        """Input and weights of the equivalent matrix product: of single positions, or of a window as large as the
+        map."""
         plain = self.groups == 1 and not self.transposed and set(self.dilation) == {1}
         if not plain or not (self.padding in ("same", "valid") or not any(self.padding)):
             return None
@@ -157,7 +158,7 @@ class MemberConvolution:
 
 
 class _Crop(torch.autograd.Function):
-    """A part of the weights; the gradient lies in memory as they do, which optimizers would copy it to otherwise."""
+    """A part of the weights; its gradient has their layout, to which optimizers would copy it otherwise."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, spans: list[slice]) -> torch.Tensor:
@@ -188,7 +189,7 @@ def signature(convolution: MemberConvolution, x: Stacked, weight: torch.Tensor) 
 
 
 def way(convolution: MemberConvolution, x: Stacked, weight: torch.Tensor) -> str:
-    """How to run it: grouped, unless it was measured."""
+    """How to run it: as measured, grouped otherwise."""
     if _SEEN:
         low = signature(convolution, x, weight)[4]
         _SEEN[-1][signature(convolution, x, weight)] = (
@@ -200,7 +201,7 @@ def way(convolution: MemberConvolution, x: Stacked, weight: torch.Tensor) -> str
 
 
 def decide(shape: Any, chosen: str) -> None:
-    """From here on, convolutions of this signature run this way."""
+    """Run convolutions of this signature this way from now on."""
     _WAYS[shape] = chosen
 
 

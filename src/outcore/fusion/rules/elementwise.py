@@ -1,10 +1,10 @@
-"""What works on every element alone, and what only rearranges.
+"""Element-wise operations, and those that only rearrange.
 
 Functions of one tensor, element by element, take the stacked tensor as it is. Functions of several broadcast; members
 come first, so a value of fewer dimensions gets ones after the member dimension. In-place forms become out-of-place
 ones: the recording was checked to have no other reader of the memory they write (`outcore.fusion.program.aliasing`),
 and writing into a view of a stacked tensor would make autograd copy all of it. ``view`` becomes ``reshape``, since a
-member's slice may lie in memory otherwise than the member's own tensor would.
+member's slice may have another layout than the member's own tensor would.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def reshape(call: FusedCall) -> Any:
 
 
 def contiguous(call: FusedCall) -> Any:
-    """How a value lies in memory is ours to choose, unless somebody writes into it."""
+    """The value as it is: its layout is ours to choose, unless another call writes into it."""
     x = call.args[0]
     if not isinstance(x, Stacked) or call.outputs[0] in call.written:
         return NotImplemented
@@ -91,7 +91,8 @@ def contiguous(call: FusedCall) -> Any:
 
 
 def per_channel(call: FusedCall, dims: int) -> Any:
-    """What treats each channel of each sample alone (pooling, resizing): channels of all members at once."""
+    """Run what treats each channel of each sample independently (pooling, resizing) on the channels of all members at
+    once."""
     x = call.args[0] if call.args else call.kwargs.get("input")
     if not isinstance(x, Stacked) or x.rank != dims + 2:
         return NotImplemented

@@ -29,7 +29,7 @@ _CHANNEL_POOLS = frozenset("max_pool avg_pool adaptive_avg_pool adaptive_max_poo
 
 
 def function_rule(name: str) -> Callable[[FusedCall], Any] | None:
-    """The rule of a function; none if it has none."""
+    """The rule of a function; None if it has none."""
     return _FUNCTIONS.get(name) or _by_family(name)
 
 
@@ -142,7 +142,7 @@ def _attention(
 
 
 def _attend(call: FusedCall) -> Any:
-    """All members draw their dropout together, unless each has a stream of its own."""
+    """Attention; all members draw their dropout together, unless each has a stream of its own."""
     dropout_p = call.args[4] if len(call.args) > 4 else call.kwargs.get("dropout_p", 0.0)
     if dropout_p and call.randomness.per_member:
         return call.one_by_one()

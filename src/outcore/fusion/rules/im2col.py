@@ -1,8 +1,8 @@
 """Convolutions of all members as one batched matrix product of unfolded maps (im2col).
 
 On maps of a few positions with many channels, grouped kernels are at their worst and unfolding costs little: every
-window becomes a row, and the members' weights are applied to all rows of a member at once. Rows are made again in
-backward instead of being kept, so that it takes no more memory than the convolution, but for a moment.
+window becomes a row, and the members' weights are applied to all rows of a member at once. Rows are recomputed in
+backward instead of being saved, so that it takes no more memory than the convolution, except temporarily.
 """
 
 from __future__ import annotations

@@ -51,7 +51,8 @@ def pointwise(x: Stacked, weight: torch.Tensor, bias: torch.Tensor | None) -> St
 
 
 def lowered(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """In the precision that autocast asks for: inside a function with its own backward it would ask in vain."""
+    """A cast to the precision that autocast asks for: inside a function with its own backward autocast has no
+    effect."""
     device = tensors[0].device.type if tensors[0] is not None else "cpu"
     if not torch.is_autocast_enabled(device):
         return list(tensors)
@@ -60,7 +61,8 @@ def lowered(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
 
 
 def pointwise_joined(joined: UnjoinedConcat, weight: torch.Tensor, bias: torch.Tensor | None) -> Stacked:
-    """Of parts along the channels, at least one of them repeated: that one once, then added everywhere."""
+    """A 1x1 convolution of parts along the channels, at least one of them repeated: that one is computed once, then
+    added everywhere."""
     sizes = [part.tensor.shape[2] for part in joined.parts]
     repeated: torch.Tensor | None = None
     whole: torch.Tensor | None = None

@@ -191,5 +191,5 @@ MODULES: dict[type[nn.Module], Callable[[FusedCall], Any]] = {
 
 
 def writes_nothing(module: nn.Module) -> bool:
-    """Whether the rule of a module that works in place alone does not when fused."""
+    """Whether a module that works in place by itself has a rule that does not."""
     return not has_hooks(module) and MODULES.get(type(module)) is _activation

@@ -22,7 +22,7 @@ from torch._subclasses import FakeTensor
 __all__ = ["Running", "norm_max"]
 
 Running = tuple[Tensor, Tensor] | None
-"""Mean and variance over all batches, which follow."""
+"""The running mean and variance, which are updated."""
 
 
 def norm_max(
@@ -38,7 +38,7 @@ class _NormMax(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, running: Running, momentum: float, eps: float, relu: bool
     ) -> tuple[Tensor, Tensor]:
-        """Statistics, extremes, and the norm of those that count."""
+        """Statistics, extremes, and the norm of those that are selected."""
         count = x.shape[0] * x.shape[1]
         sums, extremes, places = _scan(x)
         off, square = (sums.double().sum(1) / count).unbind(0)
@@ -61,7 +61,7 @@ class _NormMax(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Any) -> Any:
-        """The gradient at the places that counted, less what all positions change in the statistics."""
+        """The gradient at the selected positions, less what all positions change in the statistics."""
         x, where, centred, open_, mean, invstd, weight = ctx.saved_tensors
         count = x.shape[0] * x.shape[1]
         g = grad.to(centred.dtype)

@@ -112,7 +112,7 @@ def _run(mode: str, x: torch.Tensor, start: State, weights: tuple[Any, ...]) -> 
 
 
 def _lowered(weight: Any) -> Any:
-    """In the precision of autocast, once: it would convert, and keep, a copy in every time step."""
+    """The weight in the precision of autocast, cast once: it would cast, and save, a copy in every time step."""
     if weight is None or not torch.is_autocast_enabled(weight.tensor.device.type):
         return weight
     return Stacked(weight.tensor.to(torch.get_autocast_dtype(weight.tensor.device.type)))

@@ -1,6 +1,6 @@
 """Optuna as the source of a sweep's trials.
 
-Many trials are asked for before the first is told, as members of an array train together, so the samplers that can
+Many trials are asked for before the first is reported, as members of an array train together, so the samplers that can
 are made to keep concurrent trials apart (TPE's constant liar). All trials of an interval are reported before one is
 judged, so those that train side by side compete with each other, whichever slot they are in. Results are ordinary
 Optuna trials in an SQLite file, which its own dashboard and functions read. After a kill, trials that were running are

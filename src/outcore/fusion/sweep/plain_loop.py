@@ -1,8 +1,8 @@
 """Members one after the other, in plain PyTorch: what a sweep runs where fusing does not pay.
 
-Running members by themselves inside a fused array costs a tiny model half as much again, in bookkeeping that nobody
-needs there. This is the loop that one would write by hand, behind the few methods that a sweep uses: each member has
-its model, its optimizer and its random numbers, so what becomes of it does not depend on its neighbours.
+Running members one by one inside a fused array costs a tiny model half as much again, in bookkeeping that is not needed
+there. This is the loop that one would write by hand, behind the few methods that a sweep uses: each member has its
+model, its optimizer and its random numbers, so its results do not depend on its neighbours.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class PlainMember:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    chance: Tensor
-    """State of its random numbers."""
+    random_state: Tensor
+    """State of its random generator."""
     status: Literal["training", "stopped", "diverged"] = "training"
 
     def save(self, path: str | Path) -> None:
@@ -87,7 +87,7 @@ class PlainLoop:
         self.members[slot] = self._member(model, slot)
 
     def keep(self, slots: Sequence[int]) -> None:
-        """Go on with these members alone, in this order."""
+        """Continue with these members only, in this order."""
         self.members = [self.members[slot] for slot in slots]
 
     def _member(self, model: nn.Module, slot: int) -> PlainMember:
@@ -121,13 +121,13 @@ class PlainLoop:
 
     @contextlib.contextmanager
     def _drawing(self, member: PlainMember) -> Iterator[None]:
-        """Random numbers are the member's own."""
+        """A context in which random numbers are the member's own."""
         on_gpu = self.device.type == "cuda"
         generator = torch.cuda.default_generators[self.device.index or 0] if on_gpu else torch.default_generator
         before = generator.get_state()
-        generator.set_state(member.chance)
+        generator.set_state(member.random_state)
         try:
             yield
         finally:
-            member.chance = generator.get_state()
+            member.random_state = generator.get_state()
             generator.set_state(before)

@@ -1,7 +1,7 @@
 """Train many configurations of one job together.
 
 Configurations whose models have the same shapes and take the same batch size train in one array; others form arrays
-of their own, by themselves. Every `interval` steps each member is judged on held-out batches and its source told; one
+of their own, by themselves. Every `interval` steps each member is evaluated on held-out batches and reported; one
 that is given up, done or diverged makes room, and its slot goes to the next configuration while the others train on,
 with their weights and optimizers as they are.
 
@@ -25,7 +25,7 @@ from torch import nn
 
 from outcore.fusion.array import FusedArray
 from outcore.fusion.fuse import fuse
-from outcore.fusion.member import twin
+from outcore.fusion.member import independent_copy
 from outcore.fusion.program.autotune import AutotuneResult, group_width
 from outcore.fusion.runner import RunMode
 from outcore.fusion.sweep.curves import draw_curves
@@ -36,11 +36,11 @@ from outcore.fusion.sweep.trials import Outcome, Trial, TrialResult, TrialSource
 __all__ = ["Sweep", "SweepOptions"]
 
 _MEASURED = 120
-"""Steps of single members that measuring takes, about: two serial ones, two ways with two and with four members."""
+"""About how many steps of single members measuring takes: two serial ones, two ways with two and with four members."""
 _WORTH = 5.0
-"""How many times what measuring takes there must be to train."""
+"""Measuring pays if there is at least so many times its work to train."""
 _LONG_STEP_S = 0.05
-"""A step that takes longer on a CPU is made of operations that fill it: nothing is gained by fusing them."""
+"""A step that takes longer on a CPU is made of operations that fill it: fusing them gains nothing."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,11 @@ class SweepOptions:
     members: int = 16
     """Configurations that train at the same time."""
     held_out: int = 2
-    """Batches a configuration is judged on."""
+    """Batches a configuration is evaluated on."""
     device: str = "cpu"
     amp: bool = False
     measure: bool = True
-    """Try which way of running is fastest."""
+    """Measure which way of running is fastest."""
     seed: int = 0
     narrow: bool = True
     """Let an array shrink once there is nothing left to refill its slots with."""
@@ -101,7 +101,7 @@ class Sweep:
     seconds: float = 0.0
     """Spent training, without building models."""
     _exhausted: bool = False
-    """The source has no more."""
+    """Whether the source has no more trials."""
 
     @cached_property
     def recipe(self) -> Recipe:
@@ -162,7 +162,7 @@ class Sweep:
     # Making members
 
     def _ask(self, waiting: dict[Hashable, list[tuple[Trial, nn.Module]]], groups: dict[Hashable, _Group]) -> None:
-        """Have as many configurations at hand as there is room for."""
+        """Ask for as many configurations as there is room for."""
         running = sum(slot is not None for group in groups.values() for slot in group.slots)
         while running + sum(map(len, waiting.values())) < self.options.members:
             trial = self.source.ask()
@@ -215,10 +215,12 @@ class Sweep:
         if self.options.device != "cpu":
             return True
         self._say("timing one step")
-        alone = PlainLoop([twin(model)], loss=loss, optimizer=lambda params, i: torch.optim.SGD(params, lr=0.0))
-        alone.step(*batch)
+        plain = PlainLoop(
+            [independent_copy(model)], loss=loss, optimizer=lambda params, i: torch.optim.SGD(params, lr=0.0)
+        )
+        plain.step(*batch)
         begun = time.perf_counter()
-        alone.step(*batch)
+        plain.step(*batch)
         return time.perf_counter() - begun < _LONG_STEP_S
 
     def _say(self, activity: str) -> None:
@@ -236,7 +238,7 @@ class Sweep:
                 group.done[slot] = 0
 
     def _narrow(self, group: _Group) -> None:
-        """Let empty slots go once they are half of all: the last trials need not wait for what nobody uses."""
+        """Drop empty slots once they are half of all, so that the last trials do not pay for them."""
         kept = [slot for slot, trial in enumerate(group.slots) if trial is not None]
         if kept and 2 * len(kept) <= len(group.slots):
             begun = time.perf_counter()
@@ -248,7 +250,7 @@ class Sweep:
     # Training
 
     def _train(self, group: _Group) -> None:
-        """One interval of a group, then judge its members."""
+        """Train one interval of a group, then evaluate its members."""
         if not any(group.slots):
             return
         some = next(t for t in group.slots if t is not None)
@@ -267,7 +269,7 @@ class Sweep:
         values = self._judge(group)
         self.seconds += time.perf_counter() - begun
         self.member_steps += count * training
-        self._settle(group, count, values)
+        self._report_and_decide(group, count, values)
         self.write()
         self.on_change(self)
 
@@ -275,7 +277,7 @@ class Sweep:
         losses = [group.array.evaluate(*batch) for batch in group.judged_on]
         return [sum(of_one) / len(of_one) for of_one in zip(*(each.tolist() for each in losses), strict=True)]
 
-    def _settle(self, group: _Group, count: int, values: Sequence[float]) -> None:
+    def _report_and_decide(self, group: _Group, count: int, values: Sequence[float]) -> None:
         """Report all members, then decide on each: those that trained side by side compete with each other."""
         status, alive = group.array.status, []
         for slot, trial in enumerate(group.slots):

@@ -29,35 +29,35 @@ class Trial:
 
 @dataclass
 class TrialResult:
-    """What became of a trial."""
+    """The result of a trial."""
 
     number: int
     settings: dict[str, Any]
     state: str = "running"
     """running, complete, pruned or diverged."""
     value: float | None = None
-    """The last one reported; the lower the better."""
+    """The last value reported; the lower the better."""
     steps: int = 0
     curve: list[tuple[int, float]] = field(default_factory=list)
 
 
 class TrialSource(Protocol):
-    """What a sweep asks."""
+    """Where a sweep gets its trials from."""
 
     def ask(self) -> Trial | None:
-        """Another trial; none if there is no more to try."""
+        """The next trial; None if there is no more to try."""
 
     def report(self, number: int, step: int, value: float) -> None:
-        """A trial got this far."""
+        """Report the value of a trial after a step."""
 
     def hopeless(self, number: int) -> bool:
         """Whether to give a trial up, by what was reported of it and of all others."""
 
     def tell(self, number: int, state: Outcome, value: float | None) -> None:
-        """A trial is over."""
+        """Report that a trial is over."""
 
     def finished(self) -> list[TrialResult]:
-        """What was over before this run began."""
+        """The results of trials that were over before this run began."""
 
 
 class ListedTrials:
@@ -86,7 +86,7 @@ class ListedTrials:
         return False
 
     def tell(self, number: int, state: Outcome, value: float | None) -> None:
-        """Write it down."""
+        """Write the result into the journal."""
         curve = self._curves.pop(number, [])
         row = {
             "number": number,

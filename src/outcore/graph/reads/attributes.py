@@ -1,12 +1,12 @@
 """Which attributes of modules a run reads and writes.
 
-Every attribute of a module is looked up and set through two methods of ``nn.Module``'s class, so while a model is
-recorded, and on the recording thread only, we stand there. An attribute counts as read if it had the value from before
-the run when it was asked for: what ``forward`` sets itself and then uses depends on nothing outside. A name that was
-asked for and not found counts too (``hasattr``), and a look at the whole ``__dict__`` counts as reading all of it.
+Every attribute of a module is looked up and set through two methods of ``nn.Module``'s class, which are patched while a
+model is recorded, on the recording thread only. An attribute counts as read if it had the value from before the run
+when it was asked for: what ``forward`` sets itself and then uses depends on nothing outside. A name that was asked for
+and not found counts too (``hasattr``), and a look at the whole ``__dict__`` counts as reading all of it.
 
 What happens inside a call that a replay repeats as a whole (layers of torch.nn, hooks, custom autograd functions) is
-repeated with the attributes of then, and is not noted.
+repeated with the attributes of then, and is not recorded.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class AttributeReads:
 
     @contextlib.contextmanager
     def watching(self, quiet: Callable[[], int]) -> Iterator[None]:
-        """Note what is read and written on this thread, unless `quiet()`."""
+        """Record what is read and written on this thread, unless `quiet()`."""
         thread, get_ident = threading.get_ident(), threading.get_ident
         plain, assign, remove = object.__getattribute__, nn.Module.__setattr__, nn.Module.__delattr__
         outer = nn.Module.__dict__.get("__getattribute__")
@@ -98,7 +98,7 @@ class AttributeReads:
             nn.Module.__delattr__ = remove  # type: ignore[method-assign]
 
     def _stranger(self, module: nn.Module) -> dict[str, Any]:
-        """A module that the model does not own; what it is now stands for what it was."""
+        """Note a module that the model does not own; its present state is taken as that before the run."""
         self.strangers[id(module)] = module
         self.before[id(module)] = dict(object.__getattribute__(module, "__dict__"))
         return self.before[id(module)]

@@ -41,11 +41,11 @@ class _Gone:
 
 
 GONE = _Gone()
-"""The value of a name that is not there."""
+"""The value of a name that does not exist."""
 
 
 class SameObject:
-    """Equal to itself alone; holds its object, so that no other gets its identity."""
+    """Equal to itself only; holds its object, so that no other gets its identity."""
 
     __slots__ = ("value",)
 
@@ -91,11 +91,11 @@ def frozen(value: Any, depth: int = _DEPTH) -> Any:
 
 
 def relaxed(copy: Any, used: Collection[int] | None) -> Any:
-    """A frozen value in which tensors that a run did not compute with count by their kind alone.
+    """A frozen value in which tensors that a run did not compute with are compared by their kind only.
 
     Args:
         copy: the frozen value.
-        used: identities of those it did compute with; none for all.
+        used: identities of those it did compute with; None for all.
     """
     if used is None:
         return copy
@@ -108,13 +108,13 @@ def relaxed(copy: Any, used: Collection[int] | None) -> Any:
 
 
 def seen_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What of a tensor Python can see without its numbers."""
+    """What Python can see of a tensor without its data."""
     stride = tuple(tensor.stride()) if tensor.layout is torch.strided else None
     return type(tensor), tuple(tensor.shape), stride, tensor.dtype, str(tensor.device), tensor.requires_grad
 
 
 def attributes_of(value: Any) -> dict[str, Any] | None:
-    """What an object of a class of the user holds, by name; none for what is not opened."""
+    """What an object of a user's class holds, by name; None for what is not opened."""
     kind = type(value)
     if kind is not SimpleNamespace and (is_foreign(kind.__module__) or callable(value)):
         return None
@@ -127,7 +127,8 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
 
 
 def needs_look(value: Any) -> bool:
-    """Whether the identities of what is inside do not tell that it changed: it has to be copied to be compared."""
+    """Whether a change inside does not show in the identities of what it holds, so that it has to be copied to be
+    compared."""
     return isinstance(value, (set, np.ndarray, deque, *_GENERATORS))
 
 

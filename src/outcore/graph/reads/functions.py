@@ -40,13 +40,13 @@ class LookupPlace:
     owner: Any
     """A mapping, or an object of which `name` is an attribute."""
     name: str
-    told: str
-    """What it is called in a sentence."""
+    description: str
+    """Its name in a sentence."""
     item: bool = True
     """Whether it is an entry of a mapping, not an attribute."""
 
     def read(self) -> Any:
-        """What is there now."""
+        """The value that is there now."""
         if self.item:
             return self.owner.get(self.name, GONE)
         try:
@@ -77,7 +77,7 @@ class _Walk:
     def __init__(self) -> None:
         self.places: dict[tuple[int, str], LookupPlace] = {}
         self.names: set[str] = set()
-        """All that some function looks up."""
+        """All names that some function looks up."""
         self._functions: set[int] = set()
         self._classes: set[tuple[type, str]] = set()
         self._open: list[Any] = []  # nothing that was seen may lose its identity to another
@@ -112,26 +112,26 @@ class _Walk:
                 self.reach(part, names, depth - 1)
 
     def function(self, function: types.FunctionType) -> None:
-        """Note what a function looks up, and follow it."""
-        home = function.__globals__.get("__name__", function.__module__)
-        if id(function) in self._functions or is_foreign(home):
+        """Record what a function looks up, and follow it."""
+        module_name = function.__globals__.get("__name__", function.__module__)
+        if id(function) in self._functions or is_foreign(module_name):
             return
         self._functions.add(id(function))
         self._open.append(function)
         names = _names_of(function)
         self.names |= names
         for name in sorted(names & function.__globals__.keys()):
-            self.note(function.__globals__, name, f"{name} of {home}", names)
+            self.note(function.__globals__, name, f"{name} of {module_name}", names)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            told = f"{name} around {function.__qualname__} of {home}"
-            self.note(cell, "cell_contents", told, names, item=False)
+            description = f"{name} around {function.__qualname__} of {module_name}"
+            self.note(cell, "cell_contents", description, names, item=False)
         for name in ("__defaults__", "__kwdefaults__"):
             if getattr(function, name):
-                told = f"a default of {function.__qualname__} of {home}"
-                self.note(function, name, told, names, item=False)
+                description = f"a default of {function.__qualname__} of {module_name}"
+                self.note(function, name, description, names, item=False)
 
     def methods(self, cls: type, names: Iterable[str]) -> None:
-        """Note and follow what these names are on a class of the user."""
+        """Record and follow what these names are on a user's class."""
         for base in cls.__mro__:
             if is_foreign(base.__module__):
                 continue
@@ -140,23 +140,23 @@ class _Walk:
                     continue
                 self._classes.add((base, name))
                 value = base.__dict__[name]
-                told = f"{base.__name__}.{name} of {base.__module__}"
-                self.note(base.__dict__, name, told, frozenset(), key=base)
+                description = f"{base.__name__}.{name} of {base.__module__}"
+                self.note(base.__dict__, name, description, frozenset(), key=base)
                 self.methods(cls, _names_of(value) - {name})
 
     def note(
         self,
         owner: Any,
         name: str,
-        told: str,
+        description: str,
         names: frozenset[str],
         depth: int = _DEPTH,
         *,
         item: bool = True,
         key: Any = None,
     ) -> None:
-        """Remember a place, and follow what is there."""
-        place = LookupPlace(owner, name, told, item)
+        """Record a place, and follow what is there."""
+        place = LookupPlace(owner, name, description, item)
         where = (id(owner if key is None else key), name)
         if where in self.places and not names:
             return

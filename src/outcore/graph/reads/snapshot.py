@@ -53,15 +53,15 @@ class Snapshot:
         self._modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
         self._paths = {id(m): path for path, m in model.named_modules()}
         self._used = used
-        """Tensors that the recording computes with, by identity; none for all."""
+        """Tensors that the recording computes with, by identity; None for all."""
         self._values = [(place, relaxed(then, used)) for place, then in values]
-        """Each with a frozen copy of what was there."""
+        """Each place with a frozen copy of what was there."""
         self._state = [[(n, _tensor(t)) for n, t in _state(m)] for m in self._modules]
         self._hooks = [hooks_of(m) for m in self._modules]
         self._first = [dict(_state(m)) for m in self._modules]
         self._tensors = [t for tensors in self._first for t in tensors.values()]
         self.renewed = 0
-        """How often other parameters or buffers of the same kind were found, for whoever holds on to the tensors."""
+        """How often other parameters or buffers of the same kind were found, for callers that hold the tensors."""
         self._compile()
 
     def __len__(self) -> int:
@@ -93,45 +93,46 @@ class Snapshot:
         return True
 
     def refuse_replaced(self, who: str) -> None:
-        """Raise `VaryingError` if a parameter or buffer is another tensor than at first; `who` holds on to those."""
+        """Raise `VaryingError` if a parameter or buffer is another tensor than at first, because `who` holds the first
+        ones."""
         for module, before in zip(self._modules, self._first, strict=True):
             for name, tensor in _state(module):
                 if before.get(name, tensor) is not tensor:
                     raise VaryingError(
-                        f"{self._told(module, name)} is another tensor than before, and {who} goes on with the one it "
-                        f"was given; write into that one instead: {name}.copy_(value)"
+                        f"{self._describe(module, name)} is another tensor than before, and {who} goes on with the "
+                        f"one it was given; write into that one instead: {name}.copy_(value)"
                     )
 
     def changed(self) -> Iterator[str]:
-        """What is not as it was, each as it is called in a sentence."""
+        """What has changed, each described in words."""
         for place, then in self._values:
             if self._frozen(place) != then:
-                yield place.told
+                yield place.description
         for module, state, hooks in zip(self._modules, self._state, self._hooks, strict=True):
             now_there = dict(_state(module))
             for name, then in state:
                 if name not in now_there or _tensor(now_there[name]) != then:
-                    yield self._told(module, name)
+                    yield self._describe(module, name)
             for name in now_there.keys() - {n for n, _ in state}:
-                yield self._told(module, name)
+                yield self._describe(module, name)
             if hooks_of(module) != hooks:
-                yield self._told(module, "hooks")
+                yield self._describe(module, "hooks")
             if _is_patched(module.__dict__) and id(module.__dict__) in map(id, self._plain_forwards):
-                yield self._told(module, "forward")
+                yield self._describe(module, "forward")
 
     def moved(self, model: nn.Module, other: nn.Module) -> Snapshot:
         """The same places of another model of the same architecture, with what is there now."""
         pairs = zip(model.modules(), other.modules(), strict=True)
         there = {id(a.__dict__): b.__dict__ for a, b in pairs}
-        places = [LookupPlace(there.get(id(p.owner), p.owner), p.name, p.told, p.item) for p, _ in self._values]
+        places = [LookupPlace(there.get(id(p.owner), p.owner), p.name, p.description, p.item) for p, _ in self._values]
         used = self._used if other is model else None
         return Snapshot(other, [(p, _frozen_at(p)) for p in places], used)
 
     def _frozen(self, place: LookupPlace) -> Any:
         return relaxed(_frozen_at(place), self._used)
 
-    def _told(self, module: nn.Module, name: str) -> str:
-        return told(module, self._paths.get(id(module), ""), name)
+    def _describe(self, module: nn.Module, name: str) -> str:
+        return describe_attribute(module, self._paths.get(id(module), ""), name)
 
     def _compile(self) -> None:
         """Make the loops of `holds`."""
@@ -171,7 +172,8 @@ class Snapshot:
         self._owners.append(owner)
 
     def _open(self, value: Any, depth: int, seen: set[int]) -> bool:
-        """Watch what is inside a value that can change in place; whether it has to be looked at instead."""
+        """Watch what is inside a value that can change in place; returns whether it has to be compared by copy
+        instead."""
         if depth == 0 or isinstance(value, _ATOMS) or id(value) in seen:
             return False
         seen.add(id(value))
@@ -216,12 +218,12 @@ def _state(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _tensor(value: Any) -> Any:
-    """What of a parameter or buffer Python can see; another of the same kind is found by its name in a replay."""
+    """What Python can see of a parameter or buffer; another of the same kind is found by its name in a replay."""
     return seen_of(value) if isinstance(value, torch.Tensor) else SameObject(value)
 
 
-def told(module: nn.Module, path: str, name: str) -> str:
-    """An attribute as it is called in a sentence: ``self.step of Net``, and where that is."""
+def describe_attribute(module: nn.Module, path: str, name: str) -> str:
+    """The name of an attribute in a sentence: ``self.step of Net``, and where that is."""
     return f"self.{name} of {type(module).__name__}" + (f" ({path})" if path else "")
 
 
@@ -233,7 +235,7 @@ def outer_places(model: nn.Module) -> list[LookupPlace]:
 def attribute_places(model: nn.Module) -> list[tuple[nn.Module, LookupPlace]]:
     """All plain attributes of all modules."""
     return [
-        (module, LookupPlace(module.__dict__, name, told(module, path, name)))
+        (module, LookupPlace(module.__dict__, name, describe_attribute(module, path, name)))
         for path, module in model.named_modules()
         if not isinstance(module, torch.jit.ScriptModule)  # runs as it is, in replays too
         for name, value in module.__dict__.items()
@@ -265,13 +267,13 @@ def read_places(
         for name in sorted(reads.read.get(id(module), ())):
             if name in before:
                 if stranger:
-                    found.append(LookupPlace(module.__dict__, name, told(module, path, name)))
+                    found.append(LookupPlace(module.__dict__, name, describe_attribute(module, path, name)))
             elif not any(name in before[store] for store in _STATE if store in before):
                 if not hasattr(type(module), name) or not _is_torch(type(module), name):
-                    missing.append(LookupPlace(module.__dict__, name, told(module, path, name)))
+                    missing.append(LookupPlace(module.__dict__, name, describe_attribute(module, path, name)))
     return found, missing
 
 
 def _is_torch(cls: type, name: str) -> bool:
-    home = next((c for c in cls.__mro__ if name in c.__dict__), cls)
-    return home.__module__.partition(".")[0] == "torch"
+    module_name = next((c for c in cls.__mro__ if name in c.__dict__), cls)
+    return module_name.__module__.partition(".")[0] == "torch"

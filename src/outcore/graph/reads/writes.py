@@ -33,15 +33,15 @@ class ModuleWrite:
     """Something that forward writes to a module."""
 
     path: str
-    """Of the module."""
+    """The path of the module."""
     name: str
-    told: str
-    """What it is called in a sentence."""
+    description: str
+    """Its name in a sentence."""
     how: Literal["set", "buffer", "delete", "extend", "assign", "update"]
     template: Any = None
 
     def apply(self, model: nn.Module, get: Callable[[Ref], Any]) -> None:
-        """Do it again with other tensors."""
+        """Repeat the write with other tensors."""
         module = model.get_submodule(self.path)
         value = _fresh(fill(self.template, get))
         match self.how:
@@ -71,7 +71,7 @@ class Effects:
 
     writes: tuple[ModuleWrite, ...] = ()
     lost: tuple[str, ...] = ()
-    """What it changes that cannot be done again, each as it is called in a sentence."""
+    """Changes that cannot be repeated, each described in words."""
 
     def __bool__(self) -> bool:
         return bool(self.writes or self.lost)
@@ -83,19 +83,19 @@ class Effects:
             write.apply(model, get)
 
     def apply_plain(self, model: nn.Module, who: str) -> None:
-        """Do it where there are no tensors to write; raises `VaryingError` where there are."""
+        """Repeat the writes where none has tensors; raises `VaryingError` where one has."""
         self.refuse_lost()
         for write in self.writes:
             if next(leaves(write.template, Ref), None) is not None:
                 raise VaryingError(
-                    f"forward writes {write.told}, a tensor of its own, and {who} does not bring it back; return it "
-                    "from forward; or, if it is made only once, call the model once before"
+                    f"forward writes {write.description}, a tensor of its own, and {who} does not bring it back; "
+                    "return it from forward; or, if it is made only once, call the model once before"
                 )
         for write in self.writes:
             write.apply(model, _no_tensor)
 
     def refuse_lost(self) -> None:
-        """Raise `VaryingError` if a replay would not do all of it."""
+        """Raise `VaryingError` if a replay would not repeat all of it."""
         if self.lost:
             raise VaryingError(
                 f"forward changes {self.lost[0]}, which a recording cannot do again; assign a new value to an "
@@ -117,7 +117,7 @@ def templated(value: Any, ref: Callable[[Any], Any], depth: int = 6) -> Any:
 
 
 def change_of(before: Any, after: Any, content: Any) -> tuple[str, Any]:
-    """How an attribute came from one value to another; raises `TypeError` where that cannot be said.
+    """How an attribute came from one value to another; raises `TypeError` where that cannot be expressed.
 
     Args:
         before: the object before the run.

@@ -1,1 +1,1 @@
-"""Recording: one run of an unmodified model, watched, written down, and run again."""
+"""Recording: one observed run of an unmodified model, recorded and replayed."""

@@ -36,7 +36,7 @@ __all__ = ["arguments_as_called", "capture"]
 
 _REAL_INPUT_LIMIT = 64 * 2**20
 _ONE_AT_A_TIME = threading.RLock()
-"""While recording, torch's own functions are watched: one thread at a time."""
+"""A lock: while recording, torch's own functions are patched, so only one thread may record."""
 
 
 def capture(model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None = None) -> Graph:
@@ -258,7 +258,8 @@ def _refuse_lazy(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Run compiled functions as they are written (only shapes are wanted); silence torch's log of what we handle."""
+    """A context in which compiled functions run as they are written (only shapes are wanted) and torch's log is
+    silent."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
     log.setLevel(logging.CRITICAL)

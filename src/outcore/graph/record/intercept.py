@@ -1,8 +1,8 @@
-"""See calls that torch does not announce.
+"""Observe calls that torch does not announce.
 
 A `TorchFunctionMode` sees functions on tensors, but not calls of modules, custom autograd functions and checkpointed
-regions. All three pass through one attribute each that torch looks up at the time of the call; while recording, and on
-the recording thread only, we stand there:
+regions. All three pass through one attribute each that torch looks up at the time of the call; these are patched while
+recording, on the recording thread only:
 
 - ``nn.Module.__call__``;
 - ``_SingleLevelFunction.apply``, which every ``MyFunction.apply`` ends in, also one bound to a name long ago;
@@ -30,10 +30,10 @@ __all__ = ["CallObserver", "intercepted", "is_recording", "opened"]
 
 
 class CallObserver(Protocol):
-    """Who is told of the calls."""
+    """Receives the calls."""
 
     def on_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A module is called; returns the result."""
+        """Handle a call of a module; returns the result."""
 
     def on_opaque(
         self,
@@ -43,12 +43,12 @@ class CallObserver(Protocol):
         run: Callable[[], Any],
         name: str,
     ) -> Any:
-        """A part that must stay whole is called; `run` does what it does to shapes; returns the result."""
+        """Handle a call of a part that must stay whole; `run` does what it does to shapes; returns the result."""
 
 
 @contextlib.contextmanager
 def intercepted(observer: CallObserver) -> Iterator[None]:
-    """Tell the observer of calls made on this thread."""
+    """A context in which the observer receives the calls made on this thread."""
     thread = threading.get_ident()
 
     def here() -> bool:

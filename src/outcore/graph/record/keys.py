@@ -1,4 +1,4 @@
-"""When may a recording be used again?
+"""When a recording may be used again.
 
 While recording, Python sees shapes, dtypes, devices, flags and plain arguments, and may act on any of them. A recording
 is therefore stored under a key of all of it, and only replayed under the same key.
@@ -22,13 +22,13 @@ __all__ = ["hooks_of", "key_of"]
 def key_of(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device | None = None
 ) -> Hashable:
-    """Everything Python could have looked at, except the numbers in tensors.
+    """A key of everything Python could have read, except the data in tensors.
 
     Args:
         model: the model.
         args: of the call.
         kwargs: of the call.
-        device: where the model computes, if its parameters are elsewhere in between.
+        device: where the model computes, if its parameters are offloaded in between.
     """
     flags: list[tuple[int, bool]] = []
     frozen: list[bool] = []
@@ -53,7 +53,7 @@ def key_of(
 
 
 def hooks_of(module: nn.Module, *, backward: bool = True) -> tuple[int, ...]:
-    """The user's hooks on a module: those that let its parameters come to the device are ours."""
+    """The user's hooks on a module: not ours, which fetch its parameters."""
     kinds = [module._forward_pre_hooks, module._forward_hooks]
     kinds += [module._backward_pre_hooks, module._backward_hooks] if backward else []
     ours = "outcore."

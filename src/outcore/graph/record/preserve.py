@@ -1,10 +1,10 @@
-"""Leave a model as it was.
+"""Leaves a model as it was.
 
 Recording runs the user's ``forward`` once. That may set attributes, append to lists, update buffers, draw random
 numbers and fill caches (``functools.lru_cache`` around a function that makes position indices). `preserved(model)` puts
 all of it back, also after an exception: whatever can be reached from the model's attributes through lists, dicts and
 objects whose classes come from the packages that its modules come from. What a forward writes elsewhere (globals,
-files) it has written.
+files) is not undone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _ATOMS = frozenset({int, float, bool, complex, str, bytes, type(None), torch.Ten
 
 @contextlib.contextmanager
 def preserved(model: nn.Module, *, contents: bool) -> Iterator[None]:
-    """Restore the model on leaving; with `contents` all numbers in it, else the caches that may hold fake tensors."""
+    """A context that restores the model at its end; with `contents` the data of all tensors, else the caches that may
+    hold fake tensors."""
     state = ModelState(model, (*model.parameters(), *state_tensors(model)) if contents else ())
     caches = [] if contents else [(cache, cache.cache_info().misses) for cache in function_caches()]
     try:
@@ -45,7 +46,7 @@ def preserved(model: nn.Module, *, contents: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Every module in eval mode, and back as each was."""
+    """A context with every module in eval mode, and back as each was."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -97,7 +98,8 @@ class RandomStates:
             torch.cuda.set_rng_state_all(self.cuda)
 
     def host_drawn(self) -> bool:
-        """Whether Python's or NumPy's generator was used since: numbers no recorded tensor operation draws again."""
+        """Whether Python's or NumPy's generator was used since: numbers that no recorded tensor operation draws
+        again."""
         now = np.random.get_state(legacy=True)
         same = all(bool(np.all(a == b)) for a, b in zip(self.numpy, now, strict=True))
         return not same or random.getstate() != self.python

@@ -1,11 +1,11 @@
-"""Watch one run of a model and write down its steps.
+"""Records the steps of one run of a model.
 
 The recorder is a `TorchFunctionMode` that also observes module calls (`outcore.graph.record.intercept`). Leaf modules
 of torch.nn, opaque parts and functions become steps; the user's own modules are containers whose inside is recorded. A
 tensor is recognised by identity: the recorder knows the name of every tensor that a step returned.
 
 A tensor that no step made is one of three things. One that existed before the run is a constant. One that appeared
-during the run, out of sight, is an error when recording on fake tensors (another try is made on real data), and on real
+during the run, unobserved, is an error when recording on fake tensors (another try is made on real data), and on real
 data it is a fact of this run only, so that the recording must not be used for another (`Recording.volatile`).
 """
 
@@ -66,10 +66,10 @@ _THREAD = _Thread()
 
 @contextlib.contextmanager
 def planning() -> Iterator[None]:
-    """Recordings that are made here are never run in the model's place, so they need not be complete.
+    """A context whose recordings are never run in the model's place, so they need not be complete.
 
     A tensor that a ``torch.func`` transform made, or one that a checkpointed function has from the forward around it,
-    is then as good as a constant.
+    is then treated as a constant.
     """
     before, _THREAD.planning = _THREAD.planning, True
     try:
@@ -134,7 +134,7 @@ class Recorder(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """A function is called on tensors, or makes one."""
+        """Record a function that is called on tensors, or makes one."""
         kwargs = kwargs or {}
         hidden = torch._C._are_functorch_transforms_active()  # tensors of a vmap must not be held beyond it
         if self._quiet or hidden or isinstance(func, torch._ops.OpOverload) or _is_machinery(_caller()):
@@ -157,7 +157,7 @@ class Recorder(TorchFunctionMode):
         return result
 
     def on_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A module is called."""
+        """Record a call of a module."""
         path = self.paths.get(module)
         if self._quiet or path is None:
             return call_module(module, *args, **kwargs)
@@ -177,7 +177,7 @@ class Recorder(TorchFunctionMode):
         run: Callable[[], Any],
         name: str,
     ) -> Any:
-        """A part that must stay whole is called."""
+        """Record a call of a part that must stay whole."""
         if self._quiet:
             return run()
         versions = VersionCounters(args, kwargs)
@@ -257,7 +257,7 @@ class Recorder(TorchFunctionMode):
         written: list[torch.Tensor],
         state: Sequence[str] = (),
     ) -> None:
-        """Write down a call that has just happened."""
+        """Append a call that has just happened to the steps."""
         is_module = isinstance(target, str)
         type_ = type(self.model.get_submodule(target)).__name__ if is_module else block.rpartition(".")[2][:-2]
         name = self._next_call(block, kind, type_)
@@ -309,7 +309,7 @@ class Recorder(TorchFunctionMode):
         self.steps.append(Step(where, "guard", func, given, named, Context.current(self.devices), answer=answer))
 
     def ref(self, leaf: torch.Tensor | nn.Module) -> Ref | nn.Module:
-        """The reference that stands for a tensor or a module."""
+        """The reference of a tensor or a module."""
         if isinstance(leaf, nn.Module):
             return Ref("module", self.paths[leaf]) if leaf in self.paths else leaf
         if (name := self.state.get(id(leaf))) is not None:
@@ -336,7 +336,7 @@ class Recorder(TorchFunctionMode):
         return ref
 
     def _bind(self, name: str, tensor: torch.Tensor, producer: str | None) -> None:
-        """From here on, this tensor is called by this name."""
+        """Name a tensor; from here on it is known by this name."""
         self._names[id(tensor)] = Ref("value", name)
         self._alive.append(tensor)
         self.values[name] = Value(
@@ -352,7 +352,7 @@ class Recorder(TorchFunctionMode):
         )
 
     def _next_call(self, block: str, kind: BlockKind, type_: str) -> str:
-        """Name of the call of a block that is about to be written down."""
+        """Name of the call of a block that is about to be recorded."""
         self.kinds.setdefault(block, (kind, type_))
         self.sources.setdefault(block, call_site(sys._getframe(1)))
         self.counts[block] += 1
@@ -380,7 +380,7 @@ def _eager(module: nn.Module) -> Callable[..., Any]:
 
 
 def _living_tensors() -> dict[int, torch.Tensor]:
-    """All tensors there are, held so that no new one gets the identity of an old one."""
+    """All existing tensors, held so that no new one gets the identity of an old one."""
     return {id(o): o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)}
 
 

@@ -7,11 +7,10 @@ same order, under the same grad and autocast modes, so the result is bitwise the
 
 Numbers that Python saw while recording are part of the recording. Those that follow from input shapes, dtypes and
 training flags are covered by the key the recording is stored under (see `outcore.graph.record.captured_module`). Those
-that were read
-from tensors (``if mask.any():``) are *guards*: replaying evaluates them again and raises `Mismatch` if the answer, or
-the shape of a value in a recording made on real data, is another one. Those that came from plain attributes, globals
-and other Python are its *reads* (`outcore.graph.reads.snapshot`): whoever runs a recording again asks first whether
-they hold. What the model's code wrote to the model is written again (`outcore.graph.reads.writes`).
+that were read from tensors (``if mask.any():``) are *guards*: replaying evaluates them again and raises `Mismatch` if
+the answer, or the shape of a value in a recording made on real data, is another one. Those that came from plain
+attributes, globals and other Python are its *reads* (`outcore.graph.reads.snapshot`): whoever runs a recording again
+asks first whether they hold. What the model's code wrote to the model is written again (`outcore.graph.reads.writes`).
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ _PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device
 
 
 class Mismatch(Exception):  # noqa: N818 - a signal between replay and its caller, never shown
-    """The data leads another way than when the recording was made."""
+    """The data leads to another path than when the recording was made."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """Stands for a tensor (or module) in a template."""
+    """A placeholder of a tensor (or module) in a template."""
 
     kind: Literal["value", "state", "constant", "module"]
     name: str
@@ -65,7 +64,7 @@ class Context:
 
     @contextlib.contextmanager
     def entered(self) -> Any:
-        """Put these modes in force."""
+        """A context with these modes in force."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(self.grad))
             for device, enabled, dtype in self.autocast:
@@ -93,7 +92,7 @@ class Step:
     answer: Any = None
     """What a guard must return."""
     drop: tuple[str, ...] = ()
-    """Values nobody needs after this step."""
+    """Values that no later step needs."""
 
 
 @dataclass(slots=True)
@@ -107,7 +106,7 @@ class Recording:
     constants: Mapping[str, torch.Tensor]
     ambient: Context
     uses_data: bool
-    """Python looked at numbers in tensors."""
+    """Whether Python read data of tensors."""
     volatile: bool
     """Holds facts of this one run (numbers drawn by Python or NumPy); must not be used for another."""
     dropped: bool = field(default=False)
@@ -143,7 +142,7 @@ class Recording:
 
 
 def schedule_drops(steps: list[Step], kept: Iterable[str]) -> None:
-    """Note at each step which values are used there for the last time."""
+    """Record at each step which values are used there for the last time."""
     last: dict[str, Step] = {}
     for step in steps:
         for _, ref in leaves((step.args, step.kwargs), Ref):
@@ -203,7 +202,7 @@ class Tape:
             del self.values[name]
 
     def get(self, ref: Ref) -> Any:
-        """What a reference stands for."""
+        """The tensor or module of a reference."""
         match ref.kind:
             case "value":
                 return self.values[ref.name]
@@ -224,7 +223,7 @@ def _at(model: nn.Module, path: str) -> Any:
 
 
 def fill(template: Any, lookup: Callable[[Ref], Any]) -> Any:
-    """The structure with what the references stand for."""
+    """The structure with the tensors and modules of its references."""
     if type(template) is Ref:
         return lookup(template)
     if type(template) is tuple or type(template) is list:

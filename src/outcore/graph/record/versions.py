@@ -1,11 +1,11 @@
-"""Recordings of one key, told apart by what they read.
+"""Recordings of one key, distinguished by what they read.
 
 Under one key (shapes, flags, modes) a model may be recorded several times, because an attribute or a global name had
 another value. `RecordingVersions` finds the one whose reads hold now. If none does, the model is recorded again; and if
 that happens in call after call because of the same name, recording has no end: at the third value in three successive
-calls that name is told in one sentence, and whoever asked leaves the recordings or refuses.
+calls an error names it, and the caller gives up recording or raises.
 
-A few versions are kept, so that a value which comes back finds its recording again; the oldest go.
+A few versions are kept, so that a value which comes back finds its recording again; the oldest are dropped.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SUCCESSIVE = 2
 
 class _Changing(Protocol):
     def changed(self) -> Iterator[str]:
-        """What is not as it was, each as it is called in a sentence."""
+        """What has changed, each described in words."""
 
 
 class ChangeCounter:
@@ -37,7 +37,7 @@ class ChangeCounter:
         self._streaks: dict[Hashable, dict[str, int]] = {}
 
     def count(self, key: Hashable, before: _Changing) -> None:
-        """No recording is valid in this call; `before` is what the last one read.
+        """Count a call in which no recording is valid; `before` is what the last one read.
 
         Raises:
             VaryingError: something has changed in every call; names it.
@@ -54,7 +54,7 @@ class ChangeCounter:
             raise error
 
     def clear(self, key: Hashable) -> None:
-        """A recording is valid in this call."""
+        """Note that a recording is valid in this call."""
         self._streaks.pop(key, None)
 
 
@@ -95,7 +95,7 @@ class RecordingVersions:
         return key, known.made
 
     def add(self, found: tuple[Hashable, int], snapshot: Snapshot | None) -> list[tuple[Hashable, int]]:
-        """A recording was made under a key that `find` gave; returns keys that are not used any more."""
+        """Add a recording that was made under a key from `find`; returns keys that are not used any more."""
         key, number = found
         known = self._known.setdefault(key, _Known())
         known.snapshots.pop(number, None)

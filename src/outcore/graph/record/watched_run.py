@@ -1,9 +1,9 @@
-"""One run of a model, watched: what it depends on, and what it leaves behind.
+"""One observed run of a model: what it depends on, and what it changes.
 
 Before the run everything Python can see is copied (`outcore.graph.reads.frozen`): all plain attributes of all modules,
 and what the functions of the model may look up outside of it. While it runs, attributes that are read and written are
-noted (`outcore.graph.reads.attributes`). After it, and before the model is put back as it was, the copies are compared:
-what was read becomes the recording's `Snapshot`, what is different its `Effects`.
+recorded (`outcore.graph.reads.attributes`). After it, and before the model is put back as it was, the copies are
+compared: what was read becomes the recording's `Snapshot`, what is different its `Effects`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from outcore.graph.naming import kind_of
 from outcore.graph.reads.attributes import AttributeReads
 from outcore.graph.reads.frozen import GONE, frozen
 from outcore.graph.reads.functions import LookupPlace
-from outcore.graph.reads.snapshot import Snapshot, attribute_places, outer_places, read_places, told
+from outcore.graph.reads.snapshot import Snapshot, attribute_places, describe_attribute, outer_places, read_places
 from outcore.graph.reads.writes import Effects, ModuleWrite, change_of, templated
 
 __all__ = ["WatchedRun"]
@@ -52,7 +52,7 @@ class WatchedRun:
 
     @contextlib.contextmanager
     def watching(self, quiet: Callable[[], int]) -> Iterator[None]:
-        """Watch a run; generators of Python and NumPy that belong to the model are put back after it."""
+        """Observe a run; generators of Python and NumPy that belong to the model are put back after it."""
         try:
             with self.reads.watching(quiet):
                 yield
@@ -63,15 +63,15 @@ class WatchedRun:
                     _set_state(generator, state)
 
     def effects(self, ref: Callable[[Any], Any]) -> Effects:
-        """What the run has changed; asked before the model is put back.
+        """What the run has changed; called before the model is put back.
 
         Args:
-            ref: stands for a tensor of the run in a template.
+            ref: makes the placeholder of a tensor of the run in a template.
         """
         writes: list[ModuleWrite] = []
-        lost = [place.told for place, then in self._outer if _copied(place) != then]
+        lost = [place.description for place, then in self._outer if _copied(place) != then]
         places = [*(p for p, _ in self._outer), *(p for _, p, _ in self._attributes)]
-        lost += [place.told for place in places if id(place.read()) in self._drawn]
+        lost += [place.description for place in places if id(place.read()) in self._drawn]
         known = {(id(m), p.name) for m, p, _ in self._attributes}
         for module, place, then in self._attributes:
             if _copied(place) == then:
@@ -92,11 +92,11 @@ class WatchedRun:
                     self._note(module, name, "buffer", buffer, ref, writes, lost)
         for key, module in self.reads.strangers.items():
             if key not in self.reads.made and self.reads.written.get(key):
-                lost.append(told(module, "", sorted(self.reads.written[key])[0]))
+                lost.append(describe_attribute(module, "", sorted(self.reads.written[key])[0]))
         return Effects(tuple(writes), tuple(dict.fromkeys(lost)))
 
     def snapshot(self, constants: Iterable[torch.Tensor]) -> Snapshot:
-        """What the run depends on; asked when the model is as it was before.
+        """What the run depends on; called when the model is as it was before.
 
         Args:
             constants: the tensors, beside parameters and buffers, that it computed with.
@@ -123,7 +123,7 @@ class WatchedRun:
                 raise TypeError
             how, value = change_of(before, after, self._contents.get(key))
         except TypeError:
-            lost.append(told(module, self._paths[id(module)], name))
+            lost.append(describe_attribute(module, self._paths[id(module)], name))
             return
         self._note(module, name, how, value, ref, writes, lost)
 
@@ -132,9 +132,9 @@ class WatchedRun:
     ) -> None:
         path = self._paths[id(module)]
         try:
-            writes.append(ModuleWrite(path, name, told(module, path, name), how, templated(value, ref)))
+            writes.append(ModuleWrite(path, name, describe_attribute(module, path, name), how, templated(value, ref)))
         except (TypeError, CaptureError):
-            lost.append(told(module, path, name))
+            lost.append(describe_attribute(module, path, name))
 
     def _found_generators(self) -> list[Any]:
         values = [v for m in self.reads.modules for v in m.__dict__.values()] + [p.read() for p, _ in self._outer]

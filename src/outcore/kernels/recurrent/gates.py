@@ -3,8 +3,8 @@
     gru_values               the coefficients of a GRU in one pass over inputs and states
     lstm_gates, lstm_values  those of an LSTM, before and after the recurrence of its memories
 
-Index letters as in `outcore.scan.cells`; HP is H padded to a power of two. This module imports
-Triton and is imported only where it is about to be used.
+Index letters as in `outcore.scan.cells`; HP is H padded to a power of two. This module imports Triton and is imported
+only where it is about to be used.
 """
 
 # mypy: ignore-errors

@@ -1,10 +1,10 @@
-"""Graphs are held against the budget when they are recorded, before the first step is taken.
+"""Graphs are checked against the budget when they are captured, before the first step is taken.
 
-What the allocator will take for a plan's tensors depends on the order in which they come and go, holes and all, so it
-is not known from the plan; but it is known exactly once the graphs are recorded, because nothing is allocated when they
-run. If they take more than the budget leaves, the plan is made again with as much less and recorded again. If no plan
-is left, the step runs call by call, whose memory is used again more freely, and the smallest budget for graphs is
-named.
+What the allocator will reserve for a plan's tensors depends on the order in which they come and go, fragmentation
+included, so it is not known from the plan; but it is known exactly once the graphs are captured, because nothing is
+allocated when they run. If they take more than the budget leaves, the plan is made again with as much less and captured
+again. If no plan is left, the step runs call by call, which reuses memory more freely, and the smallest budget for
+graphs is named.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def planned_again(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> bool:
-    """Record the graphs of a step; whether they took more than the budget, so that there is another plan now."""
+    """Capture the graphs of a step; returns whether they took more than the budget, so that there is another plan
+    now."""
     assert entry.graphed is not None
     if any(t.requires_grad for t in tensors):
         return False
@@ -49,16 +50,16 @@ def planned_again(
         return False
     if settings.budget_bytes is None or settings.policy is not None:
         return False
-    taken = entry.graphed.bytes + _beside(managed_forward, entry, tensors)
-    missed = taken - settings.budget_bytes
+    active = entry.graphed.bytes + _beside(managed_forward, entry, tensors)
+    missed = active - settings.budget_bytes
     if not settings.quiet:
-        print(f"outcore: as CUDA graphs the step takes {format_bytes(taken)}", file=sys.stderr)
+        print(f"outcore: as CUDA graphs the step takes {format_bytes(active)}", file=sys.stderr)
     if missed <= 0:
         return False
     before = managed_forward.tried.get(key, [])
-    managed_forward.tried[key] = [*before, taken]
+    managed_forward.tried[key] = [*before, active]
     entry.graphed.free()
-    stuck = taken in before  # the smallest plan again
+    stuck = active in before  # the smallest plan again
     if not stuck and len(before) + 1 < _TRIES and _with_less(managed_forward, key, missed, args, kwargs):
         return True
     least = min(managed_forward.tried[key])
@@ -75,7 +76,7 @@ def planned_again(
 def _with_less(
     managed_forward: ManagedForward, key: Hashable, missed: int, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bool:
-    """Plan with so much less, or with as much less as can be; whether there is another plan."""
+    """Plan with so much less, or with as much less as can be; returns whether there is another plan."""
     before = managed_forward.settings
     assert before.budget_bytes is not None
     less = replace(before, reserved_bytes=before.reserved_bytes + missed)
@@ -84,7 +85,7 @@ def _with_less(
         return True
     if refused.least_bytes is None:
         return False
-    # Holes differ from plan to plan, so the smallest may do although it was not planned for.
+    # Fragmentation differs from plan to plan, so the smallest may fit although it was not planned for.
     over = int((1 - before.margin) * (refused.least_bytes - before.budget_bytes)) + 2**20
     if over >= missed:
         return False
@@ -93,7 +94,8 @@ def _with_less(
 
 
 def _beside(managed_forward: ManagedForward, entry: PlannedCall, tensors: list[torch.Tensor]) -> int:
-    """What the step holds beside its graphs: weights, optimizer state and room for its step, the inputs, the loss."""
+    """Bytes that the step holds beside its graphs: weights, optimizer state and room for its step, the inputs, the
+    loss."""
     settings, sizes = managed_forward.settings, entry.plan.keeping.costs.parameters
     optimizer = settings.optimizer.state_bytes(sizes) + settings.optimizer.workspace_bytes(sizes)
     model = sum(t.nbytes for t in (*managed_forward.model.parameters(), *managed_forward.model.buffers()))
@@ -101,6 +103,6 @@ def _beside(managed_forward: ManagedForward, entry: PlannedCall, tensors: list[t
 
 
 def _unused() -> int:
-    """What the allocator has taken for all others and nobody uses."""
+    """Bytes that the allocator has reserved outside the graphs and nothing uses."""
     rest = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == (0, 0)]
     return sum(s["total_size"] - s["allocated_size"] for s in rest)

@@ -124,7 +124,7 @@ class GraphChoice:
         if self.other is None:
             return
         for entry in self.other.admitted.values():
-            if entry is not None and entry.graphed is not None and not entry.graphed.turn.taken():
+            if entry is not None and entry.graphed is not None and not entry.graphed.under_way.active():
                 entry.graphed.free()
         self.other = None
         self._irregular()

@@ -1,12 +1,12 @@
 """The memory of a pair of CUDA graphs.
 
 Graphs have memory of their own, which stays reserved as long as they live; so what counts is not the bytes of their
-tensors at the peak but what the allocator once took for them. Three things make that little more than the peak:
-segments that grow instead of segments of fixed size, whose holes fit nothing else; one stream for running ahead and
-for recording, because libraries keep a workspace for every stream they have seen; and giving these workspaces back
-before and after a recording, so that the graphs' own is in their memory, where the next graph can use it again, and
-after every call in it, because one that stands is there throughout, from the first product on, and in the way of larger
-pieces. Whoever needs it next takes it again, which costs nothing when a graph runs.
+tensors at the peak but what the allocator once reserved for them. Three things make that little more than the peak:
+expandable segments instead of segments of fixed size, whose holes fit nothing else; one stream for warming up and for
+capturing, because libraries keep a workspace for every stream they have seen; and giving these workspaces back before
+and after a capture, so that the graphs' own is in their memory, where the next graph can use it again, and after every
+call in it, because a workspace that stays is there throughout, from the first product on, and in the way of larger
+blocks. Whoever needs one next takes it again, which costs nothing when a graph runs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
 
 
 class GraphPool:
-    """Records graphs one after the other into one memory."""
+    """Captures graphs one after the other into one memory pool."""
 
     _streams: dict[torch.device, torch.cuda.Stream] = {}  # noqa: RUF012  # one for the process: each brings workspaces
 
@@ -42,15 +42,15 @@ class GraphPool:
             self._streams[device] = torch.cuda.Stream(device)
         self.stream = self._streams[device]
         self.handle = handle
-        """Of the memory, which other graphs may use too."""
+        """Of the pool, which other graphs may use too."""
 
     def fresh(self) -> GraphPool:
-        """Another memory, on the same stream."""
+        """Another pool, on the same stream."""
         return GraphPool(self.device, self.tier)
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
-        """Run something on the stream that will be recorded, after all before and before all after."""
+        """Run something on the stream of the captures, ordered after all work before and before all work after."""
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
@@ -59,7 +59,7 @@ class GraphPool:
 
     @contextlib.contextmanager
     def recorded(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-        """Record what is run into a graph; copies that it starts are over when it is."""
+        """Capture what is run into a graph; copies that it starts are over when it is."""
         pool = {"pool": self.handle} if self.handle is not None else {}
         current, generator = torch.cuda.current_stream(self.device), _generator(self.device)
         before = generator.clone_state()
@@ -71,7 +71,7 @@ class GraphPool:
                 yield
                 for side in sides:
                     self.stream.wait_stream(side)
-        except BaseException:  # torch leaves both as they are in a recording
+        except BaseException:  # torch leaves both as they are in a capture
             torch.cuda.set_stream(current)
             generator.graphsafe_set_state(before)
             raise
@@ -81,24 +81,24 @@ class GraphPool:
 
     @property
     def bytes(self) -> int:
-        """What the graphs have reserved."""
+        """Bytes that the graphs have reserved."""
         return sum(s["total_size"] for s in self.segments())
 
     def segments(self) -> Sequence[dict[str, Any]]:
-        """The pieces of memory they have."""
+        """The segments of the pool."""
         if self.handle is None:
             return []
         return [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == tuple(self.handle)]
 
 
 def _generator(device: torch.device) -> torch.Generator:
-    """What draws random numbers on a device."""
+    """The random generator of a device."""
     return torch.cuda.default_generators[device.index if device.index is not None else torch.cuda.current_device()]
 
 
 @contextlib.contextmanager
 def growing_segments() -> Iterator[None]:
-    """Let the allocator take memory in segments that grow; afterwards as the user has told it."""
+    """Let the allocator use expandable segments; afterwards as the user has configured it."""
     if _stays or not _expandable_segments(on=True):
         yield
         return
@@ -109,11 +109,11 @@ def growing_segments() -> Iterator[None]:
 
 
 _stays = False
-"""Segments grow for good."""
+"""Whether expandable segments are on for good."""
 
 
 def grow_segments_from_now_on() -> None:
-    """Let the allocator take memory in segments that grow, unless the user has told it how to.
+    """Let the allocator use expandable segments, unless the user has configured it.
 
     Blocks of many sizes that come and go, as under a plan, leave holes in segments of fixed sizes: up to two thirds
     more than what is allocated was reserved so.
@@ -125,14 +125,14 @@ def grow_segments_from_now_on() -> None:
 
 
 def _expandable_segments(*, on: bool) -> bool:
-    """Tell the allocator; false if the user has told it something about this."""
-    told = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
-    if "expandable_segments" in told or "backend" in told:
+    """Configure the allocator; returns False if the user has configured this."""
+    configured = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    if "expandable_segments" in configured or "backend" in configured:
         return False
     tell: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     if tell is None:  # as it was called before
         tell = torch.cuda.memory._set_allocator_settings
-    tell(",".join(filter(None, (told, f"expandable_segments:{on}"))))
+    tell(",".join(filter(None, (configured, f"expandable_segments:{on}"))))
     return True
 
 
@@ -153,7 +153,7 @@ def without_limit(device: torch.device) -> Iterator[None]:
 
 
 def give_back() -> None:
-    """Return to the device what nobody uses, the workspaces of libraries among it."""
+    """Return unused memory to the device, the workspaces of libraries included."""
     gc.collect()
     without_workspaces()
     torch.cuda.empty_cache()

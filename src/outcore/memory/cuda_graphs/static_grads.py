@@ -1,16 +1,16 @@
 """Where CUDA graphs leave the gradients of parameters.
 
-A gradient outlives whatever backward works with beside it. In the graphs' own memory it would stand between pieces that
+A gradient outlives whatever backward works with beside it. In the graphs' own pool it would stand between blocks that
 come and go, and the holes around it would fit nothing; so every gradient is copied to its place in one piece of memory
-as soon as it is there, which takes the time of reading and writing it once.
+as soon as it is computed, which takes the time of reading and writing it once.
 
-The places are handed out as they are: they become the parameters' gradients without another copy. They are written
-again by the next backward, so a gradient that a parameter still has by then (because gradients are accumulated) is
-moved to memory of its own. If anybody else still holds one, the graphs are not launched.
+The places are handed out as they are: they become the parameters' gradients without another copy. They are overwritten
+by the next backward, so a gradient that a parameter still has by then (because gradients are accumulated) is moved to
+memory of its own. If anybody else still holds one, the graphs are not launched.
 
-Where a gradient is added up is a node of autograd that belongs to the stream on which its parameter was first used, and
-lives as long as any result of it: one of an ordinary step must not be part of a recording. So a recording has
-parameters of its own, in the same memory. What the user has hooked to the gradients is called when they are handed out.
+The node of autograd that accumulates a gradient belongs to the stream on which its parameter was first used, and lives
+as long as any result of it: one of an ordinary step must not be part of a capture. So a capture has parameters of its
+own, in the same memory. What the user has hooked to the gradients is called when they are handed out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import nn
 
-__all__ = ["StaticGrads", "stand_ins"]
+__all__ = ["StaticGrads", "capture_parameters"]
 
 _ALIGN = 512
 
@@ -50,7 +50,7 @@ class StaticGrads:
 
     @contextlib.contextmanager
     def filled(self, parameters: Sequence[nn.Parameter], then: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """While this is entered, the gradients that backward finds for these parameters go to their places.
+        """Copy the gradients that backward computes for these parameters to their places, while this is entered.
 
         Args:
             parameters: one for every place.
@@ -72,18 +72,18 @@ class StaticGrads:
             for handle in handles:
                 handle.remove()
 
-    def lent(self) -> list[nn.Parameter]:
-        """The parameters whose gradients are here."""
+    def handed_out(self) -> list[nn.Parameter]:
+        """The parameters whose gradients are in this memory."""
         address = self.memory.untyped_storage()._cdata
         return [p for p in self.parameters if p.grad is not None and p.grad.untyped_storage()._cdata == address]
 
     def free(self) -> bool:
-        """Whether nobody but the parameters holds a gradient."""
-        return self.holders() <= self.own + len(self.lent())
+        """Whether nothing but the parameters holds a gradient."""
+        return self.holders() <= self.own + len(self.handed_out())
 
     def clear(self) -> None:
-        """Before the places are written again, move what parameters have there."""
-        for parameter in self.lent():
+        """Move the gradients that parameters have there to memory of their own, before the places are overwritten."""
+        for parameter in self.handed_out():
             assert parameter.grad is not None
             parameter.grad = parameter.grad.clone()
         if self.holders() > self.own:
@@ -94,8 +94,8 @@ class StaticGrads:
 
 
 @contextlib.contextmanager
-def stand_ins(model: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Parameters of its own for a model while this is entered, in the memory of these."""
+def capture_parameters(model: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Give a model parameters of the capture's own while this is entered, in the memory of these."""
     new = {id(p): nn.Parameter(p.detach()) for p in parameters}
     tables = [(m._parameters, name, p) for m in model.modules() for name, p in m._parameters.items() if id(p) in new]
     layers = [m for m in model.modules() if isinstance(m, nn.RNNBase)]  # they have a list of their own
@@ -114,5 +114,5 @@ def stand_ins(model: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator[
 
 
 def _dense(parameter: torch.Tensor) -> tuple[int, ...]:
-    """The strides that the gradient of a parameter has."""
+    """The strides of the gradient of a parameter."""
     return torch.empty_like(parameter, device="meta").stride()

@@ -1,7 +1,7 @@
 """Flags as bits: which numbers are above zero, eight to a byte, and ReLU by them.
 
-ReLU lets a gradient through where its input was not below or at zero; what is no number is neither, and goes through.
-On a GPU each of these is one kernel, elsewhere a few elements at a time, so that no mask is ever whole.
+ReLU lets a gradient through where its input was not below or at zero; a NaN is neither, and goes through. On a GPU each
+of these is one kernel, elsewhere a few elements at a time, so that no mask is ever whole.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _CHUNK = 2**14
 
 
 def pack_bits(flat: torch.Tensor) -> torch.Tensor:
-    """Which elements are above zero (or no numbers), eight to a byte."""
+    """Which elements are above zero (or NaN), eight to a byte."""
     count = flat.numel()
     packed = torch.empty(-(-count // 8), dtype=torch.uint8, device=flat.device)
     if flat.is_cuda:
@@ -50,7 +50,7 @@ def unpack_bits(bits: torch.Tensor, count: int, level: torch.Tensor) -> torch.Te
 
 
 def _flags(bits: torch.Tensor, start: int, count: int) -> torch.Tensor:
-    """Some of the flags, a byte each; the first is the lowest of a byte."""
+    """Some of the flags, a byte each; the first is the lowest bit of a byte."""
     part = bits[start // 8 : -(-(start + count) // 8)]
     eights = torch.empty(part.numel(), 8, dtype=torch.uint8)
     for bit in range(8):
@@ -59,7 +59,8 @@ def _flags(bits: torch.Tensor, start: int, count: int) -> torch.Tensor:
 
 
 def rectified(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Write ReLU of a dense tensor into another that lies alike, or itself; returns where it let through."""
+    """Write ReLU of a dense tensor into another of the same layout, or itself; returns the bits of where it let
+    through."""
     if x.is_cuda:
         from outcore.kernels.bitmask import rectify
 
@@ -71,7 +72,7 @@ def rectified(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 
 
 def through(gradient: torch.Tensor, bits: torch.Tensor, out: torch.Tensor) -> None:
-    """Write a dense gradient into a tensor that lies alike where the bits are one, else zero."""
+    """Write a dense gradient into a tensor of the same layout where the bits are one, else zero."""
     if gradient.is_cuda:
         from outcore.kernels.bitmask import through as write
 

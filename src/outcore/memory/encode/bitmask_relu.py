@@ -1,15 +1,15 @@
-"""ReLU that keeps one bit per number (Gist's binarised ReLU), where nobody else needs its output in backward.
+"""ReLU that saves one bit per number (Gist's binarised ReLU), where nothing else needs its output in backward.
 
-Autograd keeps the whole output of a ReLU to know where it is above zero. Encoding that output when forward is done
-with it and making a mask of it again for backward takes two more passes over memory and, at the moment of its backward,
-a byte per number. Here the bits are made in the pass that computes ReLU, and backward reads them in the pass that
+Autograd saves the whole output of a ReLU to know where it is above zero. Encoding that output when forward is done with
+it and making a mask of it again for backward takes two more passes over memory and, at the moment of its backward, a
+byte per number. Here the bits are made in the pass that computes ReLU, and backward reads them in the pass that
 computes the gradient; nothing is ever decoded.
 
     forward     read x, write y and bits           (torch: read x, write y; then: read y, write bits)
     backward    read gradient and bits, write      (torch: read gradient and y, write)
 
 The numbers are torch's bit for bit. Gradients come back in the memory format in which torch gives them: where the
-gradient lies otherwise in memory than the output did, the mask is made after all, and torch's own operation runs.
+gradient has another layout than the output had, the mask is made after all, and torch's own operation runs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 def bit_relus(
     graph: Graph, steps: Mapping[str, Step], model: nn.Module, buffers: Mapping[str, Buffer], policy: Policies
 ) -> dict[str, Step]:
-    """The steps to run instead of those ReLUs whose outputs are held as signs."""
+    """The steps that replace those ReLUs whose outputs are saved as signs."""
     order = list(graph.calls)
     calls = [order[i] for name, how in policy.items() if how.codec == "sign" for i in buffers[name].savers]
     found = {}
@@ -49,11 +49,11 @@ def bit_relus(
 
 
 def _as_called(step: Step, model: nn.Module) -> tuple[Callable[..., Any] | None, bool]:
-    """The call as it was recorded, and whether it writes in place; none where it does more than ReLU."""
+    """The call as it was recorded, and whether it writes in place; None where it does more than ReLU."""
     if step.kind != "module":
         name = getattr(step.target, "__name__", "")
-        told = step.kwargs.get("inplace", step.args[1] if len(step.args) > 1 else False)
-        return step.target, name.endswith("_") or bool(told)
+        inplace = step.kwargs.get("inplace", step.args[1] if len(step.args) > 1 else False)
+        return step.target, name.endswith("_") or bool(inplace)
     module: Any = model.get_submodule(step.target)
     return (None if type(module) is not nn.ReLU or hooked(module) else module), bool(getattr(module, "inplace", False))
 
@@ -71,7 +71,7 @@ class _Bits:
 
 
 def rectified_by_bits(run: Callable[..., Any], *, inplace: bool, of_module: bool) -> Callable[..., Any]:
-    """What to call instead of a ReLU, with the same arguments.
+    """The function that replaces a ReLU, with the same arguments.
 
     Args:
         run: the ReLU itself, for what bits are not enough for.
@@ -89,7 +89,7 @@ def rectified_by_bits(run: Callable[..., Any], *, inplace: bool, of_module: bool
 
 
 def _suits(x: torch.Tensor, *, inplace: bool) -> bool:
-    """Whether bits are enough: only where there is something to keep, in memory that has an order."""
+    """Whether bits are enough: there must be something to save, in dense memory."""
     if not (torch.is_grad_enabled() and x.requires_grad) or x.dtype not in _FLOATS or type(x) is not torch.Tensor:
         return False
     whole = x.untyped_storage().nbytes() == x.numel() * x.element_size()
@@ -102,7 +102,7 @@ def _ordered(x: torch.Tensor) -> bool:
 
 
 def relu_by_bits(x: torch.Tensor, *, inplace: bool = False) -> torch.Tensor:
-    """ReLU of a dense tensor, of which backward keeps one bit per number.
+    """ReLU of a dense tensor, of which backward saves one bit per number.
 
     >>> x = torch.tensor([-1.0, 0.0, 2.0], requires_grad=True)
     >>> relu_by_bits(x).sum().backward()
@@ -159,9 +159,10 @@ def _let_through(gradient: torch.Tensor, bits: torch.Tensor, strides: tuple[int,
 
 
 def _room(like: torch.Tensor) -> torch.Tensor:
-    """Room for a result where torch's own operation has it: of a tensor that lies in memory both ways, contiguous.
+    """Memory for a result in the layout that torch's own operation gives it; contiguous where a tensor has both
+    formats.
 
-    Who comes next computes in another order otherwise.
+    Otherwise the next operation would compute in another order.
     """
     if like.is_contiguous():
         return torch.empty_like(like, memory_format=torch.contiguous_format)

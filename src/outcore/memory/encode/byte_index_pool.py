@@ -1,6 +1,6 @@
-"""Max pool over images that keeps one byte per output, on a GPU (Gist: the input is not needed, the index is small).
+"""Max pool over images that saves one byte per output, on a GPU (Gist: the input is not needed, the index is small).
 
-torch keeps an index of eight bytes per output, and its backward asks for the input too, although it reads nothing of it
+torch saves an index of eight bytes per output, and its backward asks for the input too, although it reads nothing of it
 but its shape. Here forward writes the position in the window, and backward reads that and the gradient; neither index
 nor input is ever whole in backward. The numbers are torch's bit for bit: maxima are picked, not computed, and backward
 adds up in torch's order.
@@ -24,13 +24,13 @@ __all__ = ["byte_pools", "pooled_by_bytes"]
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _MOST = 2**31 - 2**11
-"""Numbers of an image, with all its channels, that the kernels can count."""
+"""The most elements of an image, with all its channels, that the kernels can count."""
 
 
 def byte_pools(
     steps: Mapping[str, Step], model: nn.Module, windows: Mapping[str, PoolWindow | None]
 ) -> dict[str, Step]:
-    """The steps to run instead of the max pools with these windows, where that can be."""
+    """The steps that replace the max pools with these windows, where the kernels can do them."""
     found = {}
     for call, window in windows.items():
         run = _as_called(steps[call], model)
@@ -40,7 +40,7 @@ def byte_pools(
 
 
 def _as_called(step: Step, model: nn.Module) -> Callable[..., Any] | None:
-    """The call as it was recorded; none where it does more than pool."""
+    """The call as it was recorded; None where it does more than pool."""
     if step.kind != "module":
         wants_indices = step.kwargs.get("return_indices", step.args[6] if len(step.args) > 6 else False)
         return None if wants_indices else step.target
@@ -54,7 +54,7 @@ class _Pool:
     def __init__(self, run: Callable[..., Any], window: PoolWindow) -> None:
         self.run, self.window = run, window
         self.made: dict[tuple[torch.Size, tuple[int, ...]], tuple[torch.Size, torch.memory_format]] = {}
-        """Shape of the output and how it lies in memory, by those of the input."""
+        """Shape and layout of the output, by those of the input."""
 
     def __call__(self, x: torch.Tensor, *more: Any, **settings: Any) -> Any:
         if not _suits(x, self.window):
@@ -70,7 +70,7 @@ class _Pool:
 
 
 def pooled_by_bytes(run: Callable[..., Any], window: PoolWindow, *, of_module: bool) -> Callable[..., Any]:
-    """What to call instead of a max pool that returns no indices, with the same arguments.
+    """The function that replaces a max pool that returns no indices, with the same arguments.
 
     Args:
         run: the pool itself, for what the kernels cannot do.
@@ -90,7 +90,7 @@ def pooled_by_bytes(run: Callable[..., Any], window: PoolWindow, *, of_module: b
 
 
 def _suits(x: torch.Tensor, window: PoolWindow) -> bool:
-    """Whether the kernels can do it, and there is something to keep."""
+    """Whether the kernels can do it, and there is something to save."""
     if not (x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1") or type(x) is not torch.Tensor or x.dim() != 4:
         return False
     kept = torch.is_grad_enabled() and x.requires_grad and x.dtype in _FLOATS and x.shape[2:] == window.image
@@ -99,7 +99,7 @@ def _suits(x: torch.Tensor, window: PoolWindow) -> bool:
 
 
 def _format(made: torch.Tensor) -> torch.memory_format:
-    """How torch lays out what it makes: strides tell, also of a single pixel, which lies in memory both ways."""
+    """The memory format of what torch makes, by its strides, also for a single pixel, which has both formats."""
     last = torch.empty(made.shape, device="meta", memory_format=torch.channels_last)
     return torch.channels_last if made.stride() == last.stride() else torch.contiguous_format
 
@@ -119,7 +119,7 @@ class _MaxPool(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        """What every pixel gets from the windows it lies in."""
+        """The gradient of every pixel, from the windows it lies in."""
         from outcore.kernels.byte_index_pool import unpool
 
         (positions,), window = ctx.saved_tensors, ctx.window

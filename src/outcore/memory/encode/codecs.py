@@ -1,7 +1,7 @@
-"""Encodes what backward keeps, and decodes it again (`outcore.ops.encoding` says which codec fits what).
+"""Encodes saved tensors, and decodes them again (`outcore.ops.encoding` says which codec fits what).
 
-A codec works on the raw elements of a storage in the order in which they lie in memory, so a view or another memory
-format needs no care: what comes back has the old strides on the new elements.
+A codec works on the raw elements of a storage in memory order, so a view or another memory format needs no care: what
+comes back has the old strides on the new elements.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Encoded", "NonZeros", "PoolWindow", "encode", "pack_bits", "unpack_b
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """The smaller form, and the way back."""
+    """The encoded form, and how to decode it."""
 
     payload: tuple[torch.Tensor, ...]
     decode: Callable[..., torch.Tensor]
@@ -39,14 +39,14 @@ def encode(
     window: PoolWindow | None = None,
     survey: NonZeros | None = None,
 ) -> Encoded:
-    """The smaller form of a flat tensor of elements.
+    """The encoded form of a flat tensor of elements.
 
     Args:
         codec: one of `outcore.ops.encoding.CODECS`.
         flat: the elements of a storage.
         indices: the tensor that fills this storage, for the codec "window".
         window: of the pool, for the codec "window".
-        survey: of the same elements, for the codec "sparse", if one was made before.
+        survey: the count of nonzeros of the same elements, for the codec "sparse", if it was started before.
     """
     count, dtype = flat.numel(), flat.dtype
     match codec:

@@ -1,7 +1,7 @@
 """Positions in the window of a pool, one byte instead of an index of eight.
 
 A maximum lies in its window, with one exception: on a GPU with channels last, torch names the image's first pixel where
-it has found nothing above minus infinity, wherever the window is. That is a code of its own.
+it has found nothing above minus infinity, wherever the window is. That has a code of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["NOWHERE", "PoolWindow", "indices_of", "positions_of", "window_of", "
 
 
 _CHUNK = 2**14
-"""Elements that are coded at a time where it takes more memory on the way than in the end."""
+"""Elements that are encoded at a time, to limit temporary memory."""
 
 
 def window_of(call: Any, image: Sequence[int]) -> PoolWindow | None:
@@ -39,7 +39,7 @@ def window_of(call: Any, image: Sequence[int]) -> PoolWindow | None:
 def window_of_call(
     name: str, module: nn.Module | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> PoolWindow | None:
-    """The window of a max pool that is being called; none if the call is something else, or not one of images.
+    """The window of a max pool that is being called; None if the call is something else, or not one of images.
 
     Args:
         name: of the function or the type of the module.
@@ -61,7 +61,7 @@ def window_of_call(
 
 
 def positions_of(indices: torch.Tensor, window: PoolWindow) -> torch.Tensor:
-    """Where in its window each maximum lies."""
+    """The position of each maximum in its window."""
     small = torch.empty_like(indices, dtype=torch.uint8)
     if indices.is_cuda:
         from outcore.kernels.bitmask import to_positions
@@ -103,7 +103,7 @@ def indices_of(positions: torch.Tensor, window: PoolWindow) -> torch.Tensor:
 
 
 def _rows(a: torch.Tensor, b: torch.Tensor, window: PoolWindow) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Both tensors image by image, a few channels at a time, so that little memory is needed on the way."""
+    """Both tensors image by image, a few channels at a time, to limit temporary memory."""
     if a.dim() <= len(window.image) + 1:
         yield a, b
         return

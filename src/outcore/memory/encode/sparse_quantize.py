@@ -1,12 +1,12 @@
 """Numbers in less memory: without the zeros among them (exact), or with sixteen, eight or four bits each (lossy).
 
-*Without zeros*: one bit per number says whether it is there, and those that are follow each other. Words are compared
-as bits, so a zero with a sign is one that is there. How small it becomes is in the data.
+*Without zeros*: one bit per number says whether it is nonzero, and the nonzero ones follow each other. Words are
+compared as bits, so a zero with a sign counts as nonzero. How small it becomes depends on the data.
 
 *Eight or four bits in groups*: every group of numbers has its own range, in steps of a 255th or a 15th of it. A group
-with a number that is infinite or none comes back as none, all of it. **Where zero is the least, nothing else becomes
-zero**: that is the output of a ReLU, whose backward reads from it where the gradient goes through. To the nearest, what
-lies below half a step would be cut off, of 8 bits one number in some two hundred; going up to the first step instead,
+with an infinite number or a NaN comes back as NaN, all of it. **Where zero is the least, nothing else becomes zero**:
+that is the output of a ReLU, whose backward reads from it where the gradient goes through. Rounded to the nearest, what
+lies below half a step would be cut off, of 8 bits one number in some two hundred; rounded up to the first step instead,
 the gradients of ResNet-50 at 8 bits are wrong by 0.5 % and not by 30 %.
 
 On a GPU each way is one kernel (two, where zeros are left out), elsewhere the same steps in torch, a part at a time.
@@ -29,7 +29,7 @@ _PART = 2**18
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Packed = tuple[tuple[torch.Tensor, ...], Callable[..., torch.Tensor]]
-"""The smaller form, and the way back from it."""
+"""The smaller form, and how to decode it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +38,14 @@ class NonZeros:
 
     bits: torch.Tensor
     ends: torch.Tensor
-    """Numbers up to the end of every block."""
+    """The count up to the end of every block."""
     total: torch.Tensor
-    """All of them; on the host, once `counted` has happened."""
+    """The count of all; on the host, once the event `counted` is over."""
     counted: torch.cuda.Event | None
 
     @classmethod
     def of(cls, flat: torch.Tensor) -> NonZeros:
-        """Start to count; nobody waits."""
+        """Start to count, without waiting."""
         from outcore.kernels.sparse_quantize import survey
 
         words = _words(flat)
@@ -67,9 +67,10 @@ class NonZeros:
 
 
 def without_zeros(flat: torch.Tensor, survey: NonZeros | None = None) -> Packed:
-    """Which numbers are not zero, and those (Gist's sparse storage): exact, as small as the data allow.
+    """A bit for every number that is not zero, and those numbers (Gist's sparse storage): exact, as small as the data
+    allow.
 
-    On a GPU the host must know how many there are; a survey that was made before is known earlier.
+    On a GPU the host must know how many there are; a `survey` that was started before is known earlier.
     """
     count, dtype = flat.numel(), flat.dtype
     words = _words(flat)
@@ -86,7 +87,7 @@ def without_zeros(flat: torch.Tensor, survey: NonZeros | None = None) -> Packed:
 
 
 def _words(flat: torch.Tensor) -> torch.Tensor:
-    """Numbers as the bits they are."""
+    """Numbers as integers of the same bits."""
     return flat.view(_WORDS[flat.dtype.itemsize])
 
 
@@ -147,7 +148,7 @@ def grouped(flat: torch.Tensor, bits: int = 8) -> Packed:
 
 
 def least_step(dtype: torch.dtype) -> float:
-    """The smallest step of a group: one that is still a number in what comes back."""
+    """The smallest step of a group: one that is not zero in the decoded dtype."""
     return 2.0**-24 if dtype is torch.float16 else torch.finfo(torch.float32).tiny
 
 
@@ -176,7 +177,8 @@ def _from_levels(codes: torch.Tensor, low: torch.Tensor, scale: torch.Tensor, ou
 
 
 def _group_rows(flat: torch.Tensor) -> Iterator[tuple[int, slice, torch.Tensor]]:
-    """Some numbers at a time: the first, which groups they are, and they as float32, the last group filled up."""
+    """Some numbers at a time: the first group, the number of groups, and the numbers as float32, the last group filled
+    up."""
     for start in range(0, flat.numel(), _PART):
         part = flat[start : start + _PART].to(torch.float32, copy=True)
         if part.numel() % GROUP:

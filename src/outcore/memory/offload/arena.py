@@ -1,7 +1,7 @@
-"""One piece of memory, given out in parts.
+"""One piece of memory, given out in blocks.
 
-First fit over a sorted list of free parts, joined again when they are given back. A part may carry a *mark* (the event
-after which what was in it may be overwritten); who takes the memory next gets the marks of all parts it overlaps.
+First fit over a sorted list of free ranges, joined again when blocks are given back. A block may carry an *event*
+(after which what was in it may be overwritten); who takes the memory next gets the events of all blocks it overlaps.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _ALIGN = 512
 
 @dataclass(frozen=True, slots=True)
 class ArenaBlock:
-    """A part of the arena."""
+    """A block of the arena."""
 
     offset: int
     size: int
 
 
 class Arena:
-    """Gives out parts of a piece of memory.
+    """Gives out blocks of a piece of memory.
 
     >>> arena = Arena(2048)
     >>> first, second = arena.take(600), arena.take(1024)
@@ -37,11 +37,11 @@ class Arena:
     def __init__(self, size: int) -> None:
         self.size = self.rounded(size)
         self._free: list[tuple[int, int]] = [(0, self.size)] if size else []
-        self._marks: list[tuple[int, int, Any]] = []
+        self._events: list[tuple[int, int, Any]] = []
         self._lock = threading.Lock()
 
     def take(self, size: int) -> ArenaBlock | None:
-        """A part of at least this size; none if there is no room."""
+        """A block of at least this size; None if there is no room."""
         size = self.rounded(max(size, 1))
         with self._lock:
             for i, (offset, room) in enumerate(self._free):
@@ -51,11 +51,11 @@ class Arena:
                     return ArenaBlock(offset, size)
         return None
 
-    def give(self, slot: ArenaBlock, mark: Any = None) -> None:
-        """Give a part back."""
+    def give(self, slot: ArenaBlock, event: Any = None) -> None:
+        """Give a block back, with the event after which it may be overwritten."""
         with self._lock:
-            if mark is not None:
-                self._marks.append((slot.offset, slot.offset + slot.size, mark))
+            if event is not None:
+                self._events.append((slot.offset, slot.offset + slot.size, event))
             merged: list[tuple[int, int]] = []
             for offset, size in sorted([*self._free, (slot.offset, slot.size)]):
                 if merged and merged[-1][0] + merged[-1][1] == offset:
@@ -64,13 +64,13 @@ class Arena:
                     merged.append((offset, size))
             self._free = merged
 
-    def marks(self, slot: ArenaBlock) -> list[Any]:
-        """The marks of what was in this part before; they are forgotten."""
+    def events(self, slot: ArenaBlock) -> list[Any]:
+        """The events of what was in this block before; they are forgotten."""
         end = slot.offset + slot.size
         with self._lock:
-            hit = [m for m in self._marks if m[0] < end and slot.offset < m[1]]
-            self._marks = [m for m in self._marks if not (slot.offset <= m[0] and m[1] <= end)]
-        return [mark for _, _, mark in hit]
+            hit = [m for m in self._events if m[0] < end and slot.offset < m[1]]
+            self._events = [m for m in self._events if not (slot.offset <= m[0] and m[1] <= end)]
+        return [event for _, _, event in hit]
 
     def grow(self, size: int) -> None:
         """Add room at the end."""
@@ -80,10 +80,10 @@ class Arena:
 
     @property
     def free_bytes(self) -> int:
-        """What is not given out."""
+        """Bytes that are not given out."""
         return sum(size for _, size in self._free)
 
     @staticmethod
     def rounded(size: int) -> int:
-        """What a part of this size takes."""
+        """The bytes that a block of this size takes."""
         return -(-size // _ALIGN) * _ALIGN

@@ -1,13 +1,14 @@
-"""The slower memory below a device: the host's below a GPU and the disk below that (`spilling`), the disk below a CPU.
+"""The slower memory behind a device: the host's for a GPU, with the disk behind it
+(`outcore.memory.offload.disk_spill`), the disk for a CPU.
 
-A tier takes the raw bytes of a storage, so views and memory formats come back as they were. Copies run beside the
+A backend takes the raw bytes of a storage, so views and memory formats come back as they were. Copies run beside the
 computing: on a GPU on a stream of their own each way, on a CPU on a thread each way. Both kinds keep what they hold in
 one *arena* of the size the plan asks for, pinned once (registered memory, not torch's own pinned allocator, which
 rounds up to powers of two), so that nothing is allocated while training.
 
-Who frees memory on a GPU must know that the copy out of it is over. The host runs far ahead of the device, so it cannot
-ask; instead the computing stream waits for the copy at a place the plan has chosen, and the memory is dropped there:
-no `record_stream`, the same peak in every step.
+Before memory on a GPU is freed, the copy out of it must be over. The host runs far ahead of the device, so it cannot
+ask; instead the compute stream waits for the copy at a place the plan has chosen, and the memory is dropped there: no
+`record_stream`, the same peak in every step.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 from outcore.errors import OutcoreError
 from outcore.memory.offload.arena import Arena, ArenaBlock
 from outcore.memory.offload.disk_spill import SpillBackend
-from outcore.memory.offload.host_limit import host_room
+from outcore.memory.offload.host_limit import host_limit_bytes
 from outcore.memory.offload.scratch_file import ScratchFile
 from outcore.worker_threads import WorkerTask, WorkerThreads
 
@@ -31,23 +32,23 @@ __all__ = ["Backend", "DiskBackend", "HostBackend", "OffloadedBuffer", "tier_for
 
 
 class OffloadedBuffer(Protocol):
-    """One buffer on its way out and back."""
+    """One buffer that is offloaded and fetched again."""
 
     def wait_out(self) -> None:
-        """Whatever is computed from here on comes after the copy out."""
+        """Let what is computed from here on come after the copy out."""
 
     def fetch(self) -> None:
         """Start to copy it back into new memory."""
 
     def bytes_back(self) -> torch.Tensor:
-        """Its bytes, when they are here."""
+        """Its bytes on the device, after the copy back."""
 
 
 class Backend(Protocol):
-    """Where buffers go."""
+    """Where buffers are offloaded to."""
 
     device: torch.device
-    """Which they leave."""
+    """The device they are offloaded from."""
 
     def evict(self, flat: torch.Tensor) -> OffloadedBuffer:
         """Start to copy bytes out."""
@@ -57,10 +58,10 @@ class Backend(Protocol):
 
 
 def tier_for(device: torch.device, capacity_bytes: int) -> Backend:
-    """The tier below a device, with room for so many bytes."""
+    """The backend for a device, with room for so many bytes."""
     if device.type != "cuda":
         return DiskBackend(capacity_bytes)
-    if capacity_bytes > (room := host_room()):
+    if capacity_bytes > (room := host_limit_bytes()):
         return SpillBackend(device, capacity_bytes, room)
     return HostBackend(device, capacity_bytes)
 
@@ -86,21 +87,22 @@ class HostBackend:
         if int(status) != 0:
             raise OutcoreError(f"{capacity_bytes / 2**30:.2f} GiB of host memory could not be pinned ({status})")
         self.arena = arena
-        self.abroad: weakref.WeakSet[HostBuffer] = weakref.WeakSet()
+        self.buffers: weakref.WeakSet[HostBuffer] = weakref.WeakSet()
 
     def evict(self, flat: torch.Tensor) -> HostBuffer:
-        """Start to copy bytes out, after what the computing stream has done so far."""
-        trip = HostBuffer(self, flat)
-        self.abroad.add(trip)
-        return trip
+        """Start to copy bytes out, after what the compute stream has done so far."""
+        buffer = HostBuffer(self, flat)
+        self.buffers.add(buffer)
+        return buffer
 
     def settle(self) -> None:
-        """The computing stream comes after every copy so far; a CUDA graph must not wait for one in another graph."""
-        for trip in self.abroad:
-            trip.gone = None
+        """Note that the compute stream comes after every copy out so far; a CUDA graph must not wait for an event of
+        another graph."""
+        for buffer in self.buffers:
+            buffer.gone = None
 
     def empty(self) -> None:
-        """Nothing is here, and what was has been copied: forget when."""
+        """Start with an empty arena, after all copies are over, so that no event of an earlier buffer is waited for."""
         torch.cuda.synchronize(self.device)
         self.arena = Arena(self.arena.size)
 
@@ -133,19 +135,19 @@ class HostBuffer:
         ready = torch.cuda.current_stream(tier.device).record_event()
         tier.out.wait_event(ready)
         if self.slot is not None:
-            for event in tier.arena.marks(self.slot):
+            for event in tier.arena.events(self.slot):
                 tier.out.wait_event(event)
         with torch.cuda.stream(tier.out):
             self.host.copy_(flat, non_blocking=True)
         self.gone = tier.out.record_event()
 
     def wait_out(self) -> None:
-        """Let the computing stream wait for the copy out."""
+        """Let the compute stream wait for the copy out."""
         if self.gone is not None:
             torch.cuda.current_stream(self.tier.device).wait_event(self.gone)
 
     def fetch(self) -> None:
-        """Start to copy it back, into memory of the computing stream."""
+        """Start to copy it back, into memory of the compute stream."""
         if self.flat is not None:
             return
         tier = self.tier
@@ -159,7 +161,7 @@ class HostBuffer:
         self.here = tier.back.record_event()
 
     def bytes_back(self) -> torch.Tensor:
-        """Let the computing stream wait for the copy back."""
+        """Let the compute stream wait for the copy back."""
         self.fetch()
         assert self.flat is not None and self.here is not None
         torch.cuda.current_stream(self.tier.device).wait_event(self.here)
@@ -168,7 +170,7 @@ class HostBuffer:
 
     def __del__(self) -> None:
         if getattr(self, "flat", None) is not None and self.here is not None:
-            self.into.wait_event(self.here)  # fetched for nothing: whoever gets the memory next comes after the copy
+            self.into.wait_event(self.here)  # fetched in vain: whoever gets the memory next comes after the copy
         if getattr(self, "slot", None) is not None:
             assert self.slot is not None
             self.tier.arena.give(self.slot, self.here if self.here is not None else self.gone)
@@ -178,7 +180,7 @@ class HostBuffer:
 
 
 class DiskBackend:
-    """A file."""
+    """A scratch file."""
 
     def __init__(self, capacity_bytes: int, directory: str | Path | None = None) -> None:
         self.device = torch.device("cpu")
@@ -191,7 +193,7 @@ class DiskBackend:
         return DiskBuffer(self, flat)
 
     def close(self) -> None:
-        """Finish what is being copied and give the disk's room back."""
+        """Finish the copies and give the disk space back."""
         self.workers.close()
         self.scratch.close()
 
@@ -201,7 +203,7 @@ class DiskBackend:
 
 
 class DiskBuffer:
-    """A buffer in the file."""
+    """A buffer in the scratch file."""
 
     def __init__(self, tier: DiskBackend, flat: torch.Tensor) -> None:
         self.tier, self.size = tier, flat.numel()
@@ -233,7 +235,7 @@ class DiskBuffer:
     def __del__(self) -> None:
         try:
             self._give_back()
-        except KeyboardInterrupt:  # nobody would hear of it from here; a copy thread says it again, a little later
+        except KeyboardInterrupt:  # lost if raised here; a copy thread raises it again a little later
             self._give_back()
             self.tier.workers.submit(_thread.interrupt_main)
 

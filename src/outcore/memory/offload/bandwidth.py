@@ -1,4 +1,4 @@
-"""How fast the tiers below a device are, measured in a fraction of a second."""
+"""How fast a device copies to its host and disk, measured in a fraction of a second."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import cache
 import torch
 
 from outcore.memory.offload.backends import DiskBackend, HostBackend
-from outcore.memory.offload.host_limit import host_room
+from outcore.memory.offload.host_limit import host_limit_bytes
 from outcore.memory.offload.scratch_file import ScratchFile
 from outcore.planner.memory.copy_schedule import OffloadTarget
 
@@ -21,7 +21,7 @@ _PROBE_BYTES = {"cuda": 256 * 2**20, "cpu": 16 * 2**20}
 
 @cache
 def measured_tier(device: torch.device) -> OffloadTarget:
-    """The tier below a device with its rates."""
+    """The backend for a device with its measured rates."""
     size = _PROBE_BYTES[device.type]
     if device.type == "cuda":
         below = HostBackend(device, size)  # the very kind of memory that buffers will go to
@@ -33,27 +33,29 @@ def measured_tier(device: torch.device) -> OffloadTarget:
         return OffloadTarget(0.85 * size / out, 0.85 * size / back)
     tier, flat = DiskBackend(size), torch.ones(size, dtype=torch.uint8)
     start = time.perf_counter()
-    trip = tier.evict(flat)
-    trip.wait_out()
+    buffer = tier.evict(flat)
+    buffer.wait_out()
     middle = time.perf_counter()
-    trip.bytes_back()
+    buffer.bytes_back()
     end = time.perf_counter()
-    del trip
+    del buffer
     tier.close()
     return OffloadTarget(size / (middle - start), size / (end - middle), least_bytes=2**16)
 
 
 def tier_below(device: torch.device, most_bytes: int, *, spills: bool) -> OffloadTarget:
-    """The tier below a device for a step of which at most so much leaves; whether what has no room may go on."""
+    """The backend for a device for a step that offloads at most `most_bytes`; `spills` says whether what has no room on
+    the host may be written on to the disk."""
     tier = measured_tier(device)
-    if device.type != "cuda" or most_bytes <= (room := host_room()):
+    if device.type != "cuda" or most_bytes <= (room := host_limit_bytes()):
         return tier
     return replace(tier, capacity_bytes=room, beyond=measured_disk() if spills else None)
 
 
 @cache
 def measured_disk() -> OffloadTarget:
-    """The disk behind a full memory: of a file that is written to it, and read when the system has forgotten it."""
+    """The rates of the disk behind a full host memory: of a file that is really written to it, and read after the
+    system's cache has dropped it."""
     size = 4 * _PROBE_BYTES["cpu"]
     scratch, flat = ScratchFile(size), torch.ones(size, dtype=torch.uint8)
     place = scratch.take(size)

@@ -1,7 +1,7 @@
-"""Copies of dense memory between a device and the tier below it, beside the computing.
+"""Copies of dense memory between a device and off-device storage, beside the computing.
 
-A copy is *booked*: it starts when the marks it comes after are reached and gives a mark itself. On a GPU a mark is an
-event and the host goes on at once; on a CPU it is a task of a copying thread. There are two copy streams each way,
+A copy is enqueued: it starts when the events it comes after are reached and gives an event itself. On a GPU that is a
+CUDA event and the host goes on at once; on a CPU it is a task of a copy thread. There are two copy streams each way,
 because one large tensor that left first must not hold up a small one that is needed sooner.
 """
 
@@ -27,50 +27,51 @@ __all__ = [
 
 
 class CopyEvent(Protocol):
-    """The end of something."""
+    """The end of a copy, or of what was computed before one."""
 
     def wait(self) -> None:
-        """What is computed from here on comes after it."""
+        """Let what is computed from here on come after it."""
 
     def finish(self) -> None:
-        """The host waits for it."""
+        """Let the host wait for it."""
 
     def done(self) -> bool:
         """Whether it is over."""
 
 
 Copy = tuple[torch.Tensor, torch.Tensor, Sequence[CopyEvent]]
-"""Where to, where from, and what comes before."""
+"""Destination, source, and the events that come before."""
 Ends = tuple[torch.Tensor, torch.Tensor]
-"""The same piece on the device and at home."""
+"""The same piece on the device and off it."""
 
 
 class RoundTripCopy(Protocol):
-    """Copies out and back, in parts."""
+    """Copies off the device and back, in parts."""
 
-    def book(self) -> list[CopyEvent]:
-        """Book them after what was computed so far; gives the mark of each part, when the last of it is back."""
+    def start(self) -> list[CopyEvent]:
+        """Start them after what was computed so far; returns an event for each part, when the last of it is back."""
 
 
 class CopyStreams(Protocol):
-    """Books copies."""
+    """Enqueues copies."""
 
     def now(self) -> CopyEvent:
         """The end of what was computed so far."""
 
-    def copy(self, copies: Sequence[Copy], *, out: bool, express: bool = False) -> list[CopyEvent]:
-        """Book copies, out of the device or back to it; gives the mark of each."""
+    def copy(self, copies: Sequence[Copy], *, out: bool, small: bool = False) -> list[CopyEvent]:
+        """Enqueue copies off the device (`out`) or to it, on the stream for small ones if asked; returns the event of
+        each."""
 
-    def turn(self, parts: Sequence[Sequence[Ends]]) -> RoundTripCopy:
-        """Copies out of the device and, each when it has left, straight back, to be booked again and again; one part
-        after the other."""
+    def round_trip(self, parts: Sequence[Sequence[Ends]]) -> RoundTripCopy:
+        """Copies off the device and, each when it is out, straight back, one part after the other; they can be started
+        again and again."""
 
     def close(self) -> None:
-        """Finish everything that was booked."""
+        """Finish everything that was enqueued."""
 
 
 def copy_streams_for(device: torch.device) -> CopyStreams:
-    """The copy streams between a device and the tier below it."""
+    """The copy streams between a device and off-device storage."""
     return CudaCopyStreams(device) if device.type == "cuda" else ThreadCopyStreams()
 
 
@@ -78,7 +79,7 @@ def copy_streams_for(device: torch.device) -> CopyStreams:
 
 
 class _Event:
-    """A mark on a stream."""
+    """A CUDA event on a stream."""
 
     def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
         self.event, self.device = event, device
@@ -94,61 +95,64 @@ class _Event:
 
 
 class CudaCopyStreams:
-    """Streams: an ordinary and an express one each way."""
+    """CUDA streams: one for large and one for small copies each way."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.streams = {(out, express): torch.cuda.Stream(device) for out in (False, True) for express in (False, True)}
-        self.turns: list[CudaRoundTripCopy] = []
+        self.streams = {(out, small): torch.cuda.Stream(device) for out in (False, True) for small in (False, True)}
+        self.round_trips: list[CudaRoundTripCopy] = []
 
     def now(self) -> CopyEvent:
-        """The end of what was given to the computing stream."""
+        """The end of what was given to the compute stream."""
         return _Event(torch.cuda.current_stream(self.device).record_event(), self.device)
 
-    def copy(self, copies: Sequence[Copy], *, out: bool, express: bool = False) -> list[CopyEvent]:
-        """Book copies on a stream."""
-        stream = self.streams[out, express]
-        marks: list[CopyEvent] = []
+    def copy(self, copies: Sequence[Copy], *, out: bool, small: bool = False) -> list[CopyEvent]:
+        """Enqueue copies on a stream."""
+        stream = self.streams[out, small]
+        events: list[CopyEvent] = []
         with torch.cuda.stream(stream):
             for to, source, after in copies:
-                for mark in after:
-                    assert isinstance(mark, _Event)
-                    stream.wait_event(mark.event)
+                for event in after:
+                    assert isinstance(event, _Event)
+                    stream.wait_event(event.event)
                 to.copy_(source, non_blocking=True)
-                marks.append(_Event(stream.record_event(), self.device))
-        return marks
+                events.append(_Event(stream.record_event(), self.device))
+        return events
 
-    def turn(self, parts: Sequence[Sequence[Ends]]) -> RoundTripCopy:
-        """On streams of its own."""
-        self.turns.append(turn := CudaRoundTripCopy(parts, self.device))
-        return turn
+    def round_trip(self, parts: Sequence[Sequence[Ends]]) -> RoundTripCopy:
+        """A round trip on two streams of its own."""
+        self.round_trips.append(round_trip := CudaRoundTripCopy(parts, self.device))
+        return round_trip
 
     def close(self) -> None:
         """Wait for all streams."""
-        for stream in (*self.streams.values(), *(stream for turn in self.turns for stream in turn.streams)):
+        for stream in (
+            *self.streams.values(),
+            *(stream for round_trip in self.round_trips for stream in round_trip.streams),
+        ):
             stream.synchronize()
 
 
 class CudaRoundTripCopy:
-    """Copies out and back as one CUDA graph: the host is what small networks wait for, and copies by the dozen would
-    take it as long as as many kernels. Every part but the last ends with an event inside the graph, for others to wait
-    for while it goes on. The first time copies are booked one by one, and always where they could not be recorded."""
+    """Copies out and back as one CUDA graph: small networks wait for the host, and dozens of copies would take it as
+    long as dozens of kernels. Every part but the last ends with an event inside the graph, which others may wait for
+    while it goes on. The first time copies are enqueued one by one, and always where they could not be recorded."""
 
     def __init__(self, parts: Sequence[Sequence[Ends]], device: torch.device) -> None:
         self.parts, self.device = parts, device
         self.streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.booked = 0
+        self.starts = 0
         self.ready = torch.cuda.Event()
         self.back = [torch.cuda.Event(external=True) for _ in parts]
-        self.marks: list[CopyEvent] = [_Event(event, device) for event in self.back]
+        self.events: list[CopyEvent] = [_Event(event, device) for event in self.back]
 
-    def book(self) -> list[CopyEvent]:
-        """After what was computed so far; whoever waits for a mark waits for the last time it was booked."""
+    def start(self) -> list[CopyEvent]:
+        """Start after what was computed so far; an event stands for the last time the copies were started."""
         out, _ = self.streams
-        if self.booked == 1:
+        if self.starts == 1:
             self._record()
-        self.booked += 1
+        self.starts += 1
         self.ready.record(torch.cuda.current_stream(self.device))
         out.wait_event(self.ready)
         with torch.cuda.stream(out):
@@ -157,7 +161,7 @@ class CudaRoundTripCopy:
             else:
                 self._copy()
         self.back[-1].record(out)
-        return list(self.marks)
+        return list(self.events)
 
     def _record(self) -> None:
         for stream in self.streams:
@@ -170,18 +174,18 @@ class CudaRoundTripCopy:
                     self._copy()
                 finally:
                     graph.capture_end()
-        except RuntimeError:  # somebody else records; copies one by one are as right
+        except RuntimeError:  # another capture is under way; copies one by one are as right
             return
         self.graph = graph
 
     def _copy(self) -> None:
         out, back = self.streams
         for i, part in enumerate(self.parts):
-            for here, home in part:
-                home.copy_(here, non_blocking=True)
+            for on_device, off_device in part:
+                off_device.copy_(on_device, non_blocking=True)
                 back.wait_event(out.record_event())
                 with torch.cuda.stream(back):
-                    here.copy_(home, non_blocking=True)
+                    on_device.copy_(off_device, non_blocking=True)
             if i + 1 < len(self.parts):
                 with torch.cuda.stream(back):
                     self.back[i].record(back)
@@ -192,7 +196,7 @@ class CudaRoundTripCopy:
 
 
 class _Task:
-    """A mark of a copying thread."""
+    """A task of a copy thread."""
 
     def __init__(self, task: WorkerTask[None] | None) -> None:
         self.task = task
@@ -215,23 +219,23 @@ class ThreadCopyStreams:
         self.threads: dict[bool, WorkerThreads] = {}
 
     def now(self) -> CopyEvent:
-        """A CPU has computed what it was told to compute."""
+        """An event that is over: a CPU has computed all it was given."""
         return _Task(None)
 
-    def copy(self, copies: Sequence[Copy], *, out: bool, express: bool = False) -> list[CopyEvent]:
-        """Book copies on a thread; what comes before them was booked before them, so nobody waits for ever."""
+    def copy(self, copies: Sequence[Copy], *, out: bool, small: bool = False) -> list[CopyEvent]:
+        """Enqueue copies on a thread; the events they wait for were enqueued before them, so there is no deadlock."""
         if out not in self.threads:
             self.threads[out] = WorkerThreads(1, "outcore-state")
 
         def run(to: torch.Tensor, source: torch.Tensor, after: Sequence[CopyEvent]) -> None:
-            for mark in after:
-                mark.finish()
+            for event in after:
+                event.finish()
             to.copy_(source)
 
         return [_Task(self.threads[out].submit(run, *each)) for each in copies]
 
-    def turn(self, parts: Sequence[Sequence[Ends]]) -> RoundTripCopy:
-        """On both threads."""
+    def round_trip(self, parts: Sequence[Sequence[Ends]]) -> RoundTripCopy:
+        """A round trip on both threads."""
         return ThreadRoundTripCopy(parts, self)
 
     def close(self) -> None:
@@ -251,11 +255,11 @@ class ThreadRoundTripCopy:
     def __init__(self, parts: Sequence[Sequence[Ends]], copy_streams: ThreadCopyStreams) -> None:
         self.parts, self.copy_streams = parts, copy_streams
 
-    def book(self) -> list[CopyEvent]:
-        """Now: a CPU has computed what it was told to compute."""
-        marks = []
+    def start(self) -> list[CopyEvent]:
+        """Start at once: a CPU has computed all it was given."""
+        events = []
         for part in self.parts:
-            left = self.copy_streams.copy([(home, here, ()) for here, home in part], out=True)
-            back = [(here, home, [mark]) for (here, home), mark in zip(part, left, strict=True)]
-            marks.append(self.copy_streams.copy(back, out=False)[-1])
-        return marks
+            left = self.copy_streams.copy([(off_device, on_device, ()) for on_device, off_device in part], out=True)
+            back = [(on_device, off_device, [event]) for (on_device, off_device), event in zip(part, left, strict=True)]
+            events.append(self.copy_streams.copy(back, out=False)[-1])
+        return events

@@ -1,7 +1,8 @@
-"""A buffer that is encoded, and whose smaller form then leaves the device.
+"""A buffer that is encoded, and whose smaller form is then offloaded.
 
-The memory of the whole is free as soon as it is encoded, that of the smaller form when its copy out is over. On the way
-back the smaller form is fetched in time, and decoded when backward asks. What is too small for a copy stays.
+The memory of the whole is free as soon as it is encoded, that of the smaller form when its copy out is over. For
+backward the smaller form is fetched ahead of time, and decoded when it is asked for. What is too small for a copy stays
+on the device.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _LEAST_BYTES = 4096
 
 
 class EncodedBuffer:
-    """Several pieces on their way out and back, and how to make one of them."""
+    """The encoded pieces of one buffer, offloaded, and how to decode them."""
 
     def __init__(
         self,
@@ -31,31 +32,31 @@ class EncodedBuffer:
         self.decode, self.over = coded.decode, over
         self.payload: tuple[torch.Tensor, ...] | None = coded.payload
         self.shapes = tuple(torch.empty_like(t, device="meta") for t in coded.payload)
-        self.trips: tuple[OffloadedBuffer | torch.Tensor, ...] = tuple(
+        self.buffers: tuple[OffloadedBuffer | torch.Tensor, ...] = tuple(
             tier.evict(bytes_of(t)) if t.nbytes >= _LEAST_BYTES else t for t in coded.payload
         )
 
     def wait_out(self) -> None:
-        """Whatever is computed from here on comes after the copies out; the pieces here are let go."""
+        """Let what is computed from here on come after the copies out, and drop the pieces on the device."""
         if self.payload is not None:
-            for trip in self.trips:
-                if not isinstance(trip, torch.Tensor):
-                    trip.wait_out()
+            for buffer in self.buffers:
+                if not isinstance(buffer, torch.Tensor):
+                    buffer.wait_out()
             self.payload = None
 
     def fetch(self) -> None:
         """Start to copy the pieces back."""
         if self.payload is None:
-            for trip in self.trips:
-                if not isinstance(trip, torch.Tensor):
-                    trip.fetch()
+            for buffer in self.buffers:
+                if not isinstance(buffer, torch.Tensor):
+                    buffer.fetch()
 
     def bytes_back(self) -> torch.Tensor:
         """All elements, decoded."""
         if self.payload is not None:
             return self.decode(*self.payload)
         pieces = [
-            trip if isinstance(trip, torch.Tensor) else self.over(trip.bytes_back(), shape)
-            for trip, shape in zip(self.trips, self.shapes, strict=True)
+            buffer if isinstance(buffer, torch.Tensor) else self.over(buffer.bytes_back(), shape)
+            for buffer, shape in zip(self.buffers, self.shapes, strict=True)
         ]
         return self.decode(*pieces)

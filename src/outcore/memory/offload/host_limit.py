@@ -1,7 +1,7 @@
 """How much of the host's memory tensors may take.
 
-What the system and the container leave, with a fifth for everybody else; or what ``OUTCORE_HOST_MEMORY`` says, on a
-host that is shared. What has no room goes on to the disk.
+What the system and the container leave free, less a fifth for other programs; or what ``OUTCORE_HOST_MEMORY`` says, on
+a host that is shared. What has no room is written on to the disk.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from pathlib import Path
 
 from outcore.machine.units import parse_bytes
 
-__all__ = ["HOST_SHARE", "host_room"]
+__all__ = ["HOST_SHARE", "host_limit_bytes"]
 
 HOST_SHARE = 0.8
-"""Of the memory that is free."""
+"""The share of the free memory that may be taken."""
 
 
-def host_room() -> int:
-    """Bytes."""
-    if told := os.environ.get("OUTCORE_HOST_MEMORY"):
-        return parse_bytes(told)
+def host_limit_bytes() -> int:
+    """The number of bytes of host memory that tensors may take."""
+    if given := os.environ.get("OUTCORE_HOST_MEMORY"):
+        return parse_bytes(given)
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with contextlib.suppress(OSError):
         lines = Path("/proc/meminfo").read_text().splitlines()

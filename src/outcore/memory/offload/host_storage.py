@@ -1,7 +1,7 @@
-"""Homes: dense memory below a device.
+"""Off-device storage: dense memory that holds what is offloaded.
 
-What lives below a device has a *home*: pinned host memory below a GPU, a file mapped into memory below a CPU. A home is
-ordinary memory to whoever reads or writes it, so a tensor that is away is simply a tensor in its home.
+It is pinned host memory for a GPU, and a file mapped into memory for a CPU. Either is ordinary memory to whoever reads
+or writes it, so a tensor that is offloaded is simply a tensor in that memory.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 
 from outcore.errors import OutcoreError
 
-__all__ = ["FileStorage", "OffDeviceStorage", "PinnedStorage", "home_for"]
+__all__ = ["FileStorage", "OffDeviceStorage", "PinnedStorage", "off_device_storage"]
 
 
 class OffDeviceStorage(Protocol):
-    """Dense memory below a device."""
+    """Dense memory off the device."""
 
     memory: torch.Tensor
 
@@ -28,8 +28,8 @@ class OffDeviceStorage(Protocol):
         """Give it back when nothing refers to it any more."""
 
 
-def home_for(device: torch.device, size: int) -> OffDeviceStorage:
-    """A home of a size below a device."""
+def off_device_storage(device: torch.device, size: int) -> OffDeviceStorage:
+    """Storage of `size` bytes for what is offloaded from a device."""
     return PinnedStorage(size) if device.type == "cuda" else FileStorage(size)
 
 
@@ -59,7 +59,7 @@ class PinnedStorage:
 
 
 class FileStorage:
-    """A file without a name, mapped into memory: it goes when the last tensor in it does."""
+    """A file without a name, mapped into memory: it is gone when the last tensor in it is."""
 
     def __init__(self, size: int, directory: str | Path | None = None) -> None:
         folder = Path(directory or os.environ.get("OUTCORE_SCRATCH") or tempfile.gettempdir())

@@ -1,7 +1,7 @@
 """A file for bytes that have no room in memory.
 
-It has no name any more as soon as it is there, so it goes when the process does, however that ends. Its room is taken
-on the disk at once: what cannot be held is refused before training, not in the middle of a step.
+It is unlinked as soon as it is open, so it is gone when the process is, however that ends. Its space is taken on the
+disk at once: what cannot be held is refused before training, not in the middle of a step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["ScratchFile"]
 
 
 class ScratchFile:
-    """Gives out parts of a file in the folder ``OUTCORE_SCRATCH``, or where temporary files go."""
+    """Gives out blocks of a file in the folder ``OUTCORE_SCRATCH``, or where temporary files go."""
 
     def __init__(self, capacity_bytes: int, directory: str | Path | None = None) -> None:
         folder = Path(directory or os.environ.get("OUTCORE_SCRATCH") or tempfile.gettempdir())
@@ -38,7 +38,7 @@ class ScratchFile:
         self.arena = Arena(capacity_bytes)
 
     def take(self, size: int) -> ArenaBlock:
-        """A part of it; if there is more in flight than planned, the file grows."""
+        """A block of the file; if there is more in flight than planned, the file grows."""
         slot = self.arena.take(size)
         if slot is None:
             self.arena.grow(size)
@@ -47,11 +47,11 @@ class ScratchFile:
         return slot
 
     def give(self, slot: ArenaBlock) -> None:
-        """Give a part back."""
+        """Give a block back."""
         self.arena.give(slot)
 
     def write(self, flat: torch.Tensor, slot: ArenaBlock) -> None:
-        """Put bytes into a part."""
+        """Write bytes into a block."""
         memory: Any = flat.numpy()
         view, offset = memoryview(memory), slot.offset
         try:
@@ -65,7 +65,7 @@ class ScratchFile:
             ) from error
 
     def read(self, flat: torch.Tensor, slot: ArenaBlock) -> torch.Tensor:
-        """Fill memory from a part."""
+        """Fill memory from a block."""
         memory: Any = flat.numpy()
         view, offset = memoryview(memory), slot.offset
         while view:
@@ -76,7 +76,7 @@ class ScratchFile:
         return flat
 
     def close(self) -> None:
-        """Give the disk's room back."""
+        """Give the disk space back."""
         if self.file >= 0:
             os.close(self.file)
             self.file = -1

@@ -1,7 +1,7 @@
-"""The sum of two values with the ReLU that writes over it, as one operation: how blocks with a residual end.
+"""The sum of two values with the in-place ReLU that follows, as one operation: the end of residual blocks.
 
 Torch passes over memory three times for the sum and twice for ReLU; together it is three times. The numbers are torch's
-bit for bit, forward and backward, and what is kept is the same: ReLU's output.
+bit for bit, forward and backward, and what is saved is the same: ReLU's output.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from outcore.memory.saved_tensors.recompute_batch_norm import dense
 __all__ = ["Sums", "as_summed", "summed", "sums_of"]
 
 Sums = Mapping[str, str]
-"""Call of a sum -> call of the ReLU that writes over it."""
+"""Call of a sum -> call of the ReLU that overwrites it."""
 _SUMS = {"add", "add_", "iadd"}
 _DEVICES = {"cuda"}
-"""Where passes over memory are what a sum costs."""
+"""Devices on which a sum costs its passes over memory."""
 
 
 def sums_of(graph: Graph, model: nn.Module, device: torch.device) -> dict[str, str]:
-    """The sums that can be one operation with a ReLU."""
+    """The sums that can be fused with the ReLU that follows."""
     if device.type not in _DEVICES:
         return {}
     after = ReaderPatterns(graph, model)
@@ -41,7 +41,7 @@ def sums_of(graph: Graph, model: nn.Module, device: torch.device) -> dict[str, s
 
 
 def _alike(step: Step, graph: Graph) -> bool:
-    """Whether a step adds two different values that lie alike in memory."""
+    """Whether a step adds two different values of the same layout."""
     if step.kind != "function" or len(step.args) != 2 or step.kwargs or not all(isinstance(a, Ref) for a in step.args):
         return False
     if any(a.kind != "value" for a in step.args):
@@ -59,7 +59,7 @@ def _place(value: Value) -> str:
 
 
 def _writes_over(graph: Graph, name: str, relu: str) -> bool:
-    """Whether a ReLU writes where the sum is."""
+    """Whether a ReLU overwrites the sum in place."""
     total, result = (graph.values[graph.calls[call].outputs[0]] for call in (name, relu))
     return _place(total) == _place(result)
 
@@ -73,7 +73,7 @@ def as_summed(costs: Costs, sums: Sums) -> Costs:
 
 
 def summed(graph: Graph, sums: Sums) -> dict[str, Step]:
-    """The steps to run instead of the recorded ones."""
+    """The steps that replace the recorded ones."""
     assert graph.executable is not None
     steps = {s.name: s for s in graph.executable[1].steps if s.kind != "guard"}
     found = {}
@@ -89,7 +89,7 @@ def _as_it_is(x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
 
 
 class _Summed:
-    """A sum with its ReLU."""
+    """A sum fused with its ReLU."""
 
     def __init__(self, inplace: bool) -> None:
         self.inplace = inplace
@@ -104,7 +104,7 @@ class _Summed:
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor, inplace: bool) -> torch.Tensor:
-        """Both in one pass."""
+        """Sum and ReLU in one pass."""
         out = x if inplace else torch.empty_like(x)
         if x.is_cuda:
             from outcore.kernels.add_relu import rectified_sum
@@ -120,7 +120,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        """ReLU's, for both."""
+        """ReLU's gradient, which both operands get."""
         (out,) = ctx.saved_tensors
         through = torch.ops.aten.threshold_backward(gradient, out, 0)
         return through, through, None

@@ -1,6 +1,6 @@
-"""Convolutions of more numbers than 32 bits can count, in bands of rows.
+"""Convolutions with more elements than 32 bits can count, in bands of rows.
 
-Beyond 2^31 numbers cuDNN has only its slowest kernels left: on an H200 a 1x1 convolution of that size takes up to a
+Beyond 2^31 elements cuDNN has only its slowest kernels left: on an H200 a 1x1 convolution of that size takes up to a
 hundred times as long as one slightly smaller, a strided one ten seconds, and most need room for copies of all they read
 and write. torch cuts a batch into parts that can be counted; a single image that is too large it cannot cut. Here its
 output is computed in bands of rows, each from the rows that it depends on, with padding at true borders only:
@@ -32,12 +32,12 @@ __all__ = ["in_bands"]
 
 _COUNTED = 2**31 - 1
 _BAND = 2**27
-"""Numbers of a band: half a gigabyte in single precision, which is all the memory it takes beside."""
+"""Elements of a band: half a gigabyte in single precision, which is all the extra memory it takes."""
 _DEVICES = ("cuda",)
 
 
 def in_bands(graph: Graph, steps: Mapping[str, Step], model: nn.Module) -> dict[str, Step]:
-    """The steps to run instead of convolutions whose images are too large to count."""
+    """The steps that replace convolutions whose images have too many elements to count."""
     found = {}
     for name, call in graph.calls.items():
         if len(call.outputs) != 1 or not _plain(steps[name], model):
@@ -49,12 +49,12 @@ def in_bands(graph: Graph, steps: Mapping[str, Step], model: nn.Module) -> dict[
 
 
 def _numbers(shape: tuple[int, ...] | torch.Size) -> int:
-    """Of an image."""
+    """The elements of one image."""
     return torch.Size(shape[1:]).numel() if len(shape) == 4 else 0
 
 
 def _plain(step: Step, model: nn.Module) -> bool:
-    """Whether a step is a convolution and nothing else, in the precision of what it reads."""
+    """Whether a step is a convolution and nothing else, in the precision of its input."""
     if step.kind != "module" or len(step.args) != 1 or step.kwargs or any(row[1] for row in step.context.autocast):
         return False
     module = model.get_submodule(step.target)
@@ -64,7 +64,7 @@ def _plain(step: Step, model: nn.Module) -> bool:
 
 
 class _Banded:
-    """A convolution of the model."""
+    """A convolution of the model, computed in bands."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -90,7 +90,7 @@ class _Rows:
         self.step = max(1, _BAND // numbers)
 
     def bands(self) -> Iterator[tuple[int, int, int, int, int, int]]:
-        """Rows of the output, of the input, and how many of padding are above and below."""
+        """For each band: its rows of the output and of the input, and the rows of padding above and below."""
         for first in range(0, self.rows, self.step):
             last = min(first + self.step, self.rows)
             top = first * self.stride - self.padding
@@ -133,7 +133,7 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        """Every band's gradient goes to the rows it was computed from."""
+        """Send every band's gradient to the rows it was computed from, and add up those of the weight."""
         x, weight = ctx.saved_tensors
         stride, padding, dilation, groups = ctx.settings
         wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[2]]
@@ -154,6 +154,6 @@ class _Convolution(torch.autograd.Function):
 
 
 def _added(total: torch.Tensor | None, part: torch.Tensor) -> torch.Tensor:
-    """Sums of half precision are taken in single."""
+    """The running sum of parts; half precision is summed in single."""
     part = part.to(torch.promote_types(part.dtype, torch.float32))
     return part if total is None else total.add_(part)

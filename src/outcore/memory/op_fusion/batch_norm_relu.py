@@ -2,7 +2,7 @@
 
 In training, torch passes over memory three times for the norm and twice for the ReLU in forward, eight times in
 backward. As one operation it is three times and five, because ReLU needs neither its own pass nor its output: where the
-gradient goes through follows from the norm's input, which is kept anyway.
+gradient goes through follows from the norm's input, which is saved anyway.
 
                  torch                                          here
     forward      read; read, write; read, write                 read; read, write
@@ -32,7 +32,7 @@ __all__ = ["norms_of", "replacements"]
 
 
 def norms_of(graph: Graph, model: nn.Module) -> dict[str, str | None]:
-    """Call of a norm -> call of the ReLU that is all that happens to its output, if there is one."""
+    """Call of a norm -> call of the ReLU that is the only reader of its output, if there is one."""
     after = ReaderPatterns(graph, model)
     return {
         name: after.relu(name)
@@ -42,7 +42,7 @@ def norms_of(graph: Graph, model: nn.Module) -> dict[str, str | None]:
 
 
 def _fusible(step: Step, type_: str, model: nn.Module) -> bool:
-    """Whether a step is a batch norm in training whose numbers are all here."""
+    """Whether a step is a plain batch norm module in training mode, with weights and without hooks."""
     if step.kind != "module" or type_ not in NORMS or len(step.args) != 1 or not isinstance(step.args[0], Ref):
         return False
     module = model.get_submodule(step.target)
@@ -51,7 +51,7 @@ def _fusible(step: Step, type_: str, model: nn.Module) -> bool:
 
 
 def replacements(graph: Graph, model: nn.Module, norms: Norms) -> dict[str, Step]:
-    """The steps to run instead of the recorded ones, where these norms are fused."""
+    """The steps that replace the recorded ones, where these norms are fused."""
     assert graph.executable is not None
     steps = {s.name: s for s in graph.executable[1].steps if s.kind != "guard"}
     found = {}
@@ -88,7 +88,7 @@ class _Norm(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, module: Any, relu: bool
     ) -> torch.Tensor:
-        """Statistics, then the rest in one pass."""
+        """Statistics in one pass, normalisation and ReLU in another."""
         found = _statistics(x, module)
         ctx.save_for_backward(x, found)
         ctx.relu, ctx.kind = relu, weight.dtype
@@ -109,7 +109,7 @@ class _Norm(torch.autograd.Function):
 
 
 def _statistics(x: torch.Tensor, module: Any) -> torch.Tensor:
-    """Mean, inverse deviation, weight and bias of every channel; the module's statistics over all batches follow."""
+    """Mean, inverse deviation, weight and bias of every channel; updates the module's running statistics."""
     if x.is_cuda:
         from outcore.kernels.batch_norm_relu import statistics
 
@@ -122,7 +122,7 @@ def _statistics(x: torch.Tensor, module: Any) -> torch.Tensor:
 
 
 def _follow(module: Any, mean: torch.Tensor, variance: torch.Tensor, count: int) -> None:
-    """Let the statistics over all batches follow those of one."""
+    """Update the running statistics with those of one batch."""
     if module.running_mean is None:
         return
     if module.num_batches_tracked is not None:

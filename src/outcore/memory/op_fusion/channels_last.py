@@ -1,12 +1,13 @@
-"""Whether images are turned inside a network: both orders are recorded, measured and planned, and the faster is taken.
+"""Whether a network runs with channels last: both memory formats are recorded, measured and planned, and the faster is
+taken.
 
                   ┌─ as given ─────── costs ── plan ─┐
     a network ────┤                                  ├──▶ the faster of those within the budget
                   └─ channels last ── costs ── plan ─┘
 
 Which is faster depends on the kernels that a library has for these shapes on this device, so calls are measured one by
-one in both orders (each for half of the time). A difference of less than `_CLEARLY` is noise, and the order stays. On a
-CPU it is never asked: there, the gain is small and measuring costs the time of several steps.
+one in both formats (each for half of the time). A difference of less than `_CLEARLY` is noise, and the format stays. On
+a CPU it is never tried: there, the gain is small and measuring costs the time of several steps.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from outcore.planner.memory.plan import plan_memory
 __all__ = ["FormatTrial", "faster", "other_order"]
 
 _DEVICES = {"cuda"}
-"""Where the order is a question."""
+"""Devices on which the format makes a difference."""
 _CLEARLY = 0.98
-"""Of the time as given, what the other order must stay below."""
+"""The other format must take less than this share of the time as given."""
 
 
 @dataclass(frozen=True)
 class FormatTrial:
-    """A network in one order."""
+    """A network in one memory format."""
 
     graph: Graph
     costs: Costs
@@ -50,14 +51,14 @@ class FormatTrial:
 def other_order(
     model: nn.Module, graph: Graph, args: Any, kwargs: Mapping[str, Any] | None, device: torch.device | None
 ) -> tuple[Graph | None, MemoryFormat]:
-    """A network with its channels last; or none, and why.
+    """A network with its channels last; or None, and why.
 
     Args:
         model: the user's.
-        graph: of it, as images come.
+        graph: of it, in the format of its inputs.
         args: of the call.
         kwargs: of the call.
-        device: where it computes, if that is a reason; none where it was decided.
+        device: where it computes, if that may rule the trial out; None where the user has decided.
     """
     if device is not None and device.type not in _DEVICES:
         return None, MemoryFormat()
@@ -75,12 +76,12 @@ def other_order(
 
 
 def faster(given: FormatTrial, turned: Graph, costs: Costs, model: nn.Module, device: torch.device) -> FormatTrial:
-    """The order whose plan is the faster one within the budget.
+    """The format whose plan is the faster one within the budget.
 
     Args:
-        given: the network as images come; its settings name the other order.
-        turned: the network in that.
-        costs: of the network in that.
+        given: the network in the format of its inputs; its settings name the other format.
+        turned: the network in the other format.
+        costs: of the network in the other format.
         model: the user's.
         device: where it computes.
 
@@ -103,15 +104,15 @@ def faster(given: FormatTrial, turned: Graph, costs: Costs, model: nn.Module, de
     if isinstance(first, PlanError) and isinstance(second, PlanError):
         raise min(first, second, key=lambda refused: refused.least_bytes or 2**62)
     if isinstance(second, PlanError):
-        return _told(given, first, "with channels last no plan meets the budget")
+        return _chosen(given, first, "with channels last no plan meets the budget")
     if isinstance(first, PlanError):
-        return _told(other, second, "as given, no plan meets the budget")
+        return _chosen(other, second, "as given, no plan meets the budget")
     ratio = _seconds(second) / max(_seconds(first), 1e-12)
     if ratio > _CLEARLY:
-        return _told(given, first, f"with channels last the step would take {ratio:.2f}x")
+        return _chosen(given, first, f"with channels last the step would take {ratio:.2f}x")
     saved = _workspace(given) - _workspace(other)
     less = f", with {format_bytes(saved)} less workspace" if saved > 0 else ""
-    return _told(other, second, f"{ratio:.2f}x of the time as given{less}")
+    return _chosen(other, second, f"{ratio:.2f}x of the time as given{less}")
 
 
 def _planned(way: FormatTrial, model: nn.Module, device: torch.device) -> CallProposal | PlanError:
@@ -121,8 +122,8 @@ def _planned(way: FormatTrial, model: nn.Module, device: torch.device) -> CallPr
         return refused.with_traceback(None)  # whose frames would keep the model alive
 
 
-def _told(way: FormatTrial, found: CallProposal | PlanError, why: str) -> FormatTrial:
-    """A way that was chosen, with the reason."""
+def _chosen(way: FormatTrial, found: CallProposal | PlanError, why: str) -> FormatTrial:
+    """A trial that was chosen, with the reason in words."""
     assert isinstance(found, CallProposal)
     order = replace(found.plan.order, why=why)
     found = replace(found, plan=replace(found.plan, order=order))
@@ -134,6 +135,6 @@ def _seconds(found: CallProposal) -> float:
 
 
 def _workspace(way: FormatTrial) -> int:
-    """The most that one operation takes beside its inputs and outputs."""
+    """The largest workspace of one operation, beside its inputs and outputs."""
     rows = way.costs.calls.values()
     return max((max(c.workspace_forward_bytes, c.workspace_backward_bytes) for c in rows), default=0)

@@ -8,7 +8,7 @@ most of what is not convolution.
     forward      read, write; read, write                       read, write
     backward     read 2, write; read                            read 2, write
 
-The convolution runs without its bias, and ReLU's step adds it. What is kept is the same: ReLU's output, which is the
+The convolution runs without its bias, and ReLU's step adds it. What is saved is the same: ReLU's output, which is the
 next convolution's input. Numbers of forward are torch's bit for bit; the bias's gradient is summed in another order, so
 this needs results that may be *reassociated*. Gradients of gradients do not exist.
 """
@@ -33,15 +33,15 @@ from outcore.memory.saved_tensors.recompute_batch_norm import dense, memory_form
 __all__ = ["Biases", "as_biased", "biases_of", "rectifiers", "worth_it"]
 
 Biases = Mapping[str, str]
-"""Call of a convolution -> call of the ReLU that is all that happens to its output."""
+"""Call of a convolution -> call of the ReLU that is the only reader of its output."""
 _DEVICES = {"cuda"}
-"""Where the bias is a pass of its own."""
+"""Devices on which adding the bias is a pass of its own."""
 _ISSUE = 2.0
 """Host time of ReLU with a bias over that of torch's ReLU: an estimate."""
 
 
 def biases_of(graph: Graph, model: nn.Module, device: torch.device) -> dict[str, str]:
-    """The convolutions whose bias can go with a ReLU."""
+    """The convolutions whose bias can be fused with a ReLU."""
     if device.type not in _DEVICES:
         return {}
     after = ReaderPatterns(graph, model)
@@ -57,7 +57,7 @@ def _convolves(step: Step, model: nn.Module) -> bool:
 
 
 def worth_it(biases: Biases, costs: Costs, *, issued: bool) -> bool:
-    """Whether the host, which needs longer to issue them, stays ahead of the device."""
+    """Whether the host, which needs longer to launch fused calls, stays ahead of the device."""
     if not issued:
         return True
     device_s, host_s = totals(costs)
@@ -66,7 +66,7 @@ def worth_it(biases: Biases, costs: Costs, *, issued: bool) -> bool:
 
 
 def as_biased(costs: Costs, biases: Biases, memory_bytes_per_s: float) -> Costs:
-    """Costs in which biases go with their ReLUs: convolutions pass over their outputs three times less."""
+    """Costs in which biases are fused with their ReLUs: three passes over the convolution's output less."""
     calls = dict(costs.calls)
     for name in biases:
         cost = calls[name]
@@ -81,7 +81,7 @@ def _times(cost: CallCost) -> list[TimedRuns]:
 
 
 def rectifiers(graph: Graph, model: nn.Module, biases: Biases) -> dict[str, Step]:
-    """The steps to run instead of the recorded ones, where biases go with their ReLUs."""
+    """The steps that replace the recorded ones, where biases are fused with their ReLUs."""
     assert graph.executable is not None
     steps = {s.name: s for s in graph.executable[1].steps if s.kind != "guard"}
     found = {}
@@ -105,7 +105,7 @@ class _Unbiased:
 
 
 class _Rectifier:
-    """The bias of a convolution, then ReLU; always in place, since nobody else reads what it is given."""
+    """The bias of a convolution, then ReLU; always in place, since nothing else reads its input."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -121,7 +121,7 @@ class _Rectifier:
 class _Biased(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        """Both in one pass, in place."""
+        """Bias and ReLU in one pass, in place."""
         if x.is_cuda:
             from outcore.kernels.bias_relu import biased
 

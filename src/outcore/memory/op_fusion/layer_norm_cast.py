@@ -1,18 +1,18 @@
 """Layer norm as one pass over memory each way, in the types that its neighbours have.
 
 Torch gives a row to a block of threads, and rows of an image are short. Under autocast it also computes in copies: the
-input is cast to single precision, and kept so; what is written in single precision is cast again by the layer behind
-it, which keeps that. Here the kernel casts, in registers:
+input is cast to single precision, and saved so; what is written in single precision is cast again by the layer behind
+it, which saves that. Here the kernel casts, in registers:
 
                  torch, between a convolution and a linear layer in bf16        here
     forward      read 2, write 4; read 4, write 4; read 4, write 2 bytes        read 2, write 2
     backward     read 2, write 4; read 8; read 8, write 4; read 4, write 2      read 4, write 2
-    kept         4 and 2 bytes a number                                         2 and 2, the first there anyway
+    saved        4 and 2 bytes per element                                      2 and 2, the first there anyway
 
-The other type is written only where nobody needs the numbers of single precision: every reader, through views or at
-once, is a layer that would cast them, and no hook looks at them. Statistics are found again in backward from the input.
-Sums are taken in another order than torch's, so results must be allowed to be *reassociated*. Gradients of gradients do
-not exist.
+The other type is written only where nothing needs the values in single precision: every reader, directly or through
+views, is a layer that would cast them, and no hook looks at them. Statistics are computed again in backward from the
+input. Sums are taken in another order than torch's, so results must be allowed to be *reassociated*. Gradients of
+gradients do not exist.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ class FusedLayerNorm:
     call: str
     input: str
     width: int
-    """Numbers of a row."""
+    """Elements of a row."""
     kind: str
     """The type that it writes."""
     casting: tuple[str, ...] = ()
-    """The calls that would have cast what it writes."""
+    """The calls that would have cast its output."""
     gone: frozenset[str] = frozenset()
-    """Memory that is not made any more: copies in other types, statistics."""
+    """Buffers that are no longer made: copies in other types, statistics."""
 
 
 LayerNorms = Mapping[str, FusedLayerNorm]
 """By call."""
 _DEVICES = {"cuda"}
 _WIDEST = 8192
-"""Numbers of a row, which a program holds."""
+"""The most elements of a row, which one program of the kernel holds."""
 _ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 _ISSUE = 3.0
 """Host time over that of torch's layer norm: an estimate."""
@@ -88,7 +88,7 @@ def layer_norms_of(graph: Graph, model: nn.Module, costs: Costs, device: torch.d
 
 
 def _width(step: Step, model: nn.Module) -> int:
-    """The numbers that a layer norm goes over; 0 if a step is none that is known."""
+    """The elements that a layer norm normalises over; 0 if a step is no known layer norm."""
     if not step.args or not isinstance(step.args[0], Ref) or step.args[0].kind != "value":
         return 0
     if step.kind == "function":
@@ -104,7 +104,7 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _cast(after: ReaderPatterns, costs: Costs, out: str) -> tuple[str, tuple[str, ...]]:
-    """The type to which all readers of a value would cast it, and these; empty if there is somebody else."""
+    """The type to which all readers of a value would cast it, and these readers; empty if there is any other reader."""
     readers = after.behind_views(out)
     copies = [copy_of(out, costs.calls[name], after.graph) for name in readers]
     kinds = {"" if copy is None else copy.what.partition(" ")[0] for copy in copies}
@@ -128,7 +128,7 @@ def worth_it(norms: LayerNorms, graph: Graph, costs: Costs, rate: float, *, issu
 
 
 def rewrite(to: Rewrite, norms: LayerNorms, model: nn.Module, rate: float) -> None:
-    """Have layer norms as one pass in a network."""
+    """Replace layer norms by their one-pass form in a network."""
     assert to.graph.executable is not None
     steps = {s.name: s for s in to.graph.executable[1].steps if s.kind != "guard"}
     for name, norm in norms.items():
@@ -143,7 +143,7 @@ def rewrite(to: Rewrite, norms: LayerNorms, model: nn.Module, rate: float) -> No
 
 
 def _costs(to: Rewrite, norm: FusedLayerNorm, rate: float) -> None:
-    """What a layer norm and those who read it take then."""
+    """Change the costs of a layer norm and of its readers."""
     graph, cost = to.graph, to.rows[norm.call]
     x, out = graph.values[norm.input], graph.calls[norm.call].outputs[0]
     before, now = graph.values[out].bytes, math.prod(graph.values[out].shape) * _ITEM_BYTES[norm.kind]
@@ -216,9 +216,9 @@ class _Pass(torch.autograd.Function):
         eps: float,
         kind: torch.dtype,
     ) -> torch.Tensor:
-        """Statistics and numbers of a row at once."""
+        """Statistics and normalised values of a row in one pass."""
         ctx.save_for_backward(x, weight)
-        x = x.contiguous()  # rows that lie apart are brought together, here and again in backward, as torch does it
+        x = x.contiguous()  # strided rows are made contiguous, here and again in backward, as torch does it
         ctx.settings, ctx.kinds = (width, eps), tuple(None if t is None else (t.shape, t.dtype) for t in (weight, bias))
         if x.is_cuda:
             from outcore.kernels.layer_norm import normalised
@@ -232,7 +232,7 @@ class _Pass(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        """Of the input, and the sums for weight and bias, in one pass."""
+        """The gradient of the input, and the sums for weight and bias, in one pass."""
         x, weight = ctx.saved_tensors
         given = (gradient.contiguous(), x.contiguous(), weight, *ctx.settings)
         wanted = any(ctx.needs_input_grad[1:3])

@@ -1,9 +1,9 @@
 """The end of a residual block whose branch is scaled, as one operation: layer scale, stochastic depth and the sum.
 
-In ConvNeXt, CaiT and their kind a branch is multiplied by a parameter per channel, then in training by a random number
-per image, then added to what the block was given. Torch makes a pass over memory of each, under autocast in single
+In ConvNeXt, CaiT and similar networks a branch is multiplied by a parameter per channel, then in training by a random
+number per image, then added to the input of the block. Torch makes a pass over memory of each, under autocast in single
 precision although the branch is in half of it, and in backward the scale's gradient takes a product that is written and
-read again. Bytes a number, the branch in bf16:
+read again. Bytes per element, the branch in bf16:
 
                  torch                                                          here
     forward      read 2, write 4; read 4, write 4; read 8, write 4              read 6, write 4
@@ -13,9 +13,9 @@ read again. Bytes a number, the branch in bf16:
 Where a layer behind the sum casts it, as the next block's first convolution does, the copy is written in the same pass,
 and its gradient is added in backward's: 2 bytes more instead of 6 forward, 6 instead of 18 backward.
 
-What is kept is what was kept before: the branch. The products hand on what they are given, and the sum does it all, so
-the network is rewritten (`outcore.memory.op_fusion.rewrite`): between the branch and the sum there is no memory any
-more. The scale's gradient is summed in another order than torch's, so results must be allowed to be *reassociated*.
+What is saved is what was saved before: the branch. The products return their input as it is, and the sum does all of
+it, so the network is rewritten (`outcore.memory.op_fusion.rewrite`): between the branch and the sum there is no buffer
+any more. The scale's gradient is summed in another order than torch's, so results must be allowed to be *reassociated*.
 Gradients of gradients do not exist.
 """
 
@@ -50,7 +50,7 @@ _NOTHING = TimedRuns.of([0.0])
 
 
 def scales_of(graph: Graph, model: nn.Module, costs: Costs, device: torch.device) -> dict[str, ScaledBranch]:
-    """The sums whose branch is scaled, where that can be one operation."""
+    """The sums of a scaled branch that can be one operation."""
     if device.type not in _DEVICES:
         return {}
 
@@ -64,7 +64,8 @@ def scales_of(graph: Graph, model: nn.Module, costs: Costs, device: torch.device
 
 
 def _with_copy(row: ScaledBranch, after: ReaderPatterns, costs: Costs) -> ScaledBranch:
-    """With the copy that a layer would make of the sum, if one does and it is not written over before."""
+    """The branch with the cast copy that a layer would make of the sum, if one does and the sum is not overwritten
+    before."""
     (out,) = after.graph.calls[row.call].outputs
     found = [
         (name, copy)
@@ -93,7 +94,7 @@ def worth_it(scales: Scales, graph: Graph, costs: Costs, rate: float, *, issued:
 
 
 def rewrite(to: Rewrite, scales: Scales, rate: float) -> None:
-    """Have scaled branches as one operation with their sums in a network."""
+    """Replace scaled branches and their sums by one operation each in a network."""
     assert to.graph.executable is not None
     steps = {s.name: s for s in to.graph.executable[1].steps if s.kind != "guard"}
     for name, row in scales.items():
@@ -127,7 +128,7 @@ def rewrite(to: Rewrite, scales: Scales, rate: float) -> None:
 
 
 def _hand_copy(to: Rewrite, row: ScaledBranch, reader: Step) -> None:
-    """Have the copy as another output of the sum, which its reader reads instead of the sum."""
+    """Make the copy a second output of the sum, which its reader reads instead of the sum."""
     (out,) = to.calls[row.call].outputs
     value, size = to.values[out], to.rows[row.call].outputs[row.copy]
     to.values[row.copy] = replace(
@@ -145,7 +146,7 @@ def _hand_copy(to: Rewrite, row: ScaledBranch, reader: Step) -> None:
 
 
 def _costs(to: Rewrite, row: ScaledBranch, rate: float) -> None:
-    """What products and sum take then."""
+    """Change the costs of the products and the sum."""
     graph, cost, product = to.graph, to.rows[row.call], to.rows[row.products[0]]
     (out,), x = graph.calls[row.call].outputs, to.values[row.input]
     size, rows = graph.values[out].bytes, RATE * rate
@@ -193,7 +194,7 @@ def _costs(to: Rewrite, row: ScaledBranch, rate: float) -> None:
 
 
 def _timed(before: list[TimedRuns | None], seconds: float) -> TimedRuns | None:
-    """The time of a pass instead of several; on a CPU it is what they took."""
+    """The time of one pass instead of several; on a CPU it is what they took."""
     known = [t for t in before if t is not None]
     if not known:
         return None

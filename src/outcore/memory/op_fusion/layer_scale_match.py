@@ -1,10 +1,10 @@
-"""Where a residual block ends in a branch that is scaled: found by going back from every sum.
+"""Finds residual blocks that end in a scaled branch, by going back from every sum.
 
     branch ── * parameter per channel ── * number per image, if any ── + residual
                      └──────────── views in between are allowed ────────┘
 
-Nobody else may read what is in between, and no hook of the user's may look at it. The channels of a pixel must lie side
-by side, which is where the parameter goes along.
+Nothing else may read the values in between, and no hook of the user's may look at them. The channels of a pixel must be
+contiguous, which is the dimension of the parameter.
 """
 
 from __future__ import annotations
@@ -41,29 +41,29 @@ class ScaledBranch:
     scale: str
     """The parameter."""
     dim: int
-    """Of the branch, along which the parameter goes."""
+    """The dimension of the branch along which the parameter goes."""
     products: tuple[str, ...]
-    """The calls that multiply, that by the parameter first."""
+    """The calls that multiply, the one by the parameter first."""
     between: tuple[str, ...]
     """The values from the first product to the sum."""
     input: str
     """What the first product reads."""
     noise: str | None = None
-    """The number per image."""
+    """The random number per image."""
     reader: str = ""
-    """A layer that would cast the sum, which is written in that type too; empty if there is none."""
+    """A layer that would cast the sum, which is then written in that type too; empty if there is none."""
     copy: str = ""
-    """The copy that it keeps."""
+    """The copy that the reader saves."""
     copy_kind: str = ""
 
     @property
     def gone(self) -> frozenset[str]:
-        """Memory that is not made any more, or begins with another value."""
+        """Buffers that are no longer made, or begin with another value."""
         return frozenset(self.between)
 
 
 def scaled_branches(graph: Graph, model: nn.Module) -> dict[str, ScaledBranch]:
-    """By the call of the sum."""
+    """The scaled branches of a network, by the call of the sum."""
     walk, found = _Walk(graph, model), {}
     for name, call in graph.calls.items():
         if graph.blocks[call.block].type in _SUMS and len(call.outputs) == 1 and call.grad:
@@ -74,7 +74,7 @@ def scaled_branches(graph: Graph, model: nn.Module) -> dict[str, ScaledBranch]:
 
 
 class _Walk:
-    """Goes back from a sum to the parameter that scales what it adds."""
+    """Goes back from a sum to the parameter that scales one of its operands."""
 
     def __init__(self, graph: Graph, model: nn.Module) -> None:
         self.graph, self.after = graph, ReaderPatterns(graph, model)
@@ -113,7 +113,8 @@ class _Walk:
             value = operands[1 - drawn.index(True)]
 
     def alike(self, call: str, branch: str, residual: str) -> bool:
-        """Whether both lie alike, apart from each other, and what is written over is the branch, if anything."""
+        """Whether both operands have the same layout and separate memory, and the sum overwrites nothing but the
+        branch."""
         values, first = self.graph.values, self.after.first
         a, b, out = (values[v] for v in (branch, residual, self.graph.calls[call].outputs[0]))
         same = a.shape == b.shape == out.shape and a.stride == b.stride == out.stride and b.dtype in _FLOATS
@@ -121,7 +122,8 @@ class _Walk:
         return same and over and first(branch) != first(residual)
 
     def scale(self, step: Step, out: str, branch: str) -> tuple[str, int, str] | None:
-        """Parameter, its dimension in the branch and what it multiplies, if a product is by a parameter per channel."""
+        """The parameter, its dimension in the branch and what it multiplies, if a product is by a parameter per
+        channel."""
         refs = sorted((a for a in step.args if isinstance(a, Ref)), key=lambda ref: ref.kind)
         if [ref.kind for ref in refs] != ["state", "value"]:
             return None
@@ -136,14 +138,14 @@ class _Walk:
         return state.name, inner[0], given.name
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """Of a parameter in floating point."""
+        """The shape of a parameter in floating point."""
         found: Any = self.after.model
         for part in name.split("."):
             found = getattr(found, part, None)
         return tuple(found.shape) if isinstance(found, nn.Parameter) and found.is_floating_point() else None
 
     def drawn(self, name: str, product: str) -> bool:
-        """Whether a value is a number per image, or a single one."""
+        """Whether a value is one number per image, or a single one."""
         value, out = self.graph.values[name], self.graph.values[product]
         if value.requires_grad or value.dtype not in _FLOATS or len(value.shape) != len(out.shape):
             return False
@@ -152,7 +154,7 @@ class _Walk:
 
 
 def _operands(step: Step) -> tuple[str, str] | None:
-    """The two values that a step takes, if that is all."""
+    """The two values that a step takes, if it takes nothing else."""
     refs = [a for a in step.args if isinstance(a, Ref) and a.kind == "value"]
     if step.kind != "function" or len(step.args) != 2 or len(refs) != 2 or step.kwargs:
         return None
@@ -160,5 +162,5 @@ def _operands(step: Step) -> tuple[str, str] | None:
 
 
 def _innermost(value: Value) -> list[int]:
-    """The dimension whose numbers lie side by side."""
+    """The dimension whose elements are contiguous."""
     return [i for i, size in enumerate(value.shape) if size > 1 and value.stride[i] == 1]

@@ -1,10 +1,10 @@
-"""A residual and a branch that is scaled, added in one pass over memory each way.
+"""A residual and a scaled branch, added in one pass over memory each way.
 
     out = residual + branch * parameter per channel * number per image
 
 Where the next layer wants the result in another type too, both are written in the same pass, and their gradients are
-added in backward's. Numbers are computed with in single precision (double, if that is their type). What does not lie in
-memory as the kernels need it is computed by torch. Gradients of gradients do not exist.
+added in backward's. Computation is in single precision (double, if that is the type). Tensors whose layout the kernels
+do not support are computed by torch. Gradients of gradients do not exist.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["ScaledSum"]
 
 
 class ScaledSum:
-    """The sum of a residual and a branch that is scaled."""
+    """The sum of a residual and a scaled branch."""
 
     def __init__(self, dim: int, kind: torch.dtype, copy_kind: torch.dtype | None = None) -> None:
         self.dim, self.kind, self.copy_kind = dim, kind, copy_kind
@@ -51,7 +51,7 @@ class _Sum(torch.autograd.Function):
         kind: torch.dtype,
         copy_kind: torch.dtype | None,
     ) -> Any:
-        """All in one pass."""
+        """Products and sum in one pass."""
         ctx.save_for_backward(x, scale, noise)
         ctx.dim, ctx.kind = dim, residual.dtype
         out = torch.empty_like(x, dtype=kind)
@@ -69,7 +69,8 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor, of_copy: torch.Tensor | None = None) -> Any:
-        """Of branch and scale in one pass; the residual's is handed on, or written in that pass if there are two."""
+        """The gradients of branch and scale in one pass; the residual's is passed on, or written in that pass if there
+        are two."""
         x, scale, noise = ctx.saved_tensors
         g, h = (t if t is None or t.stride() == x.stride() else _alike(t, x) for t in (gradient, of_copy))
         assert g is not None
@@ -90,12 +91,12 @@ class _Sum(torch.autograd.Function):
 
 
 def _alike(t: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """A tensor that lies as another does."""
+    """A tensor in the layout of another."""
     return torch.empty_like(x, dtype=t.dtype).copy_(t)
 
 
 def _factor(x: torch.Tensor, scale: torch.Tensor, noise: torch.Tensor | None, dim: int) -> torch.Tensor:
-    """What every number of a branch is multiplied by."""
+    """The factor of every element of a branch."""
     precision = torch.promote_types(x.dtype, torch.float32)
     by = scale.detach().to(precision).reshape([x.shape[dim] if i == dim else 1 for i in range(x.dim())])
     return by if noise is None else by * noise.to(precision)

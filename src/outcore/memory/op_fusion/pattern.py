@@ -1,7 +1,7 @@
-"""Who reads a value, and which ReLU is all that happens to it.
+"""Who reads a value, and which ReLU is its only reader.
 
-Norms, biases and sums can be one operation with the ReLU that follows, if nobody else sees what is between the two: no
-other call reads it, it is not an output of the model, and no hook of the user's looks at it.
+Norms, biases and sums can be one operation with the ReLU that follows, if nothing else sees the value between the two:
+no other call reads it, it is not an output of the model, and no hook of the user's looks at it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["ReaderPatterns", "hooked"]
 
 
 class ReaderPatterns:
-    """Looks them up in one network."""
+    """Looks up the readers of values in one network."""
 
     def __init__(self, graph: Graph, model: nn.Module) -> None:
         assert graph.executable is not None
@@ -29,7 +29,7 @@ class ReaderPatterns:
                 self._readers.setdefault(value, []).append(name)
 
     def relu(self, call: str) -> str | None:
-        """The ReLU that is all that happens to the output of a call."""
+        """The ReLU that is the only reader of the output of a call, if there is one."""
         outputs = self.graph.calls[call].outputs
         if len(outputs) != 1 or outputs[0] in self.graph.outputs:
             return None
@@ -41,13 +41,14 @@ class ReaderPatterns:
         return self._readers.get(value, [])
 
     def first(self, value: str) -> str:
-        """The value that is first in the memory of a value."""
+        """The first value in the memory that a value lies in."""
         return self.graph.values[value].alias_of or value
 
     def behind_views(self, value: str) -> list[str]:
-        """The calls that read a value that is first in its memory, at once or through views; none if the user sees it.
+        """The calls that read the memory that begins with a value, directly or through views; empty if the user sees
+        it.
 
-        A view that somebody looks at, or that is of another type, counts as a reader.
+        A view that a hook looks at, or that has another type, counts as a reader.
         """
         found, waiting = [], [value]
         while waiting:
@@ -65,7 +66,7 @@ class ReaderPatterns:
         return found
 
     def hooked(self, call: str) -> bool:
-        """Whether something of the user's is called with a call."""
+        """Whether a call has hooks of the user's."""
         step = self.steps[call]
         return step.kind == "module" and hooked(self.model.get_submodule(step.target))
 
@@ -76,6 +77,6 @@ class ReaderPatterns:
 
 
 def hooked(module: nn.Module) -> bool:
-    """Whether something of the user's is called with a module."""
+    """Whether a module has hooks of the user's."""
     kinds = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     return any(kinds)

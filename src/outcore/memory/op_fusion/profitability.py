@@ -1,8 +1,8 @@
 """Which batch norms become one operation with their ReLU.
 
 Fused, a norm passes over memory eight times in a step instead of thirteen, and its statistics are not left to one
-multiprocessor per channel. But it is issued from Python, which takes the host several times as long as torch's own.
-A step takes as long as the slower of the two: the host, which issues it, and the device, which computes it. So those
+multiprocessor per channel. But it is launched from Python, which takes the host several times as long as torch's own. A
+step takes as long as the slower of the two: the host, which launches it, and the device, which computes it. So those
 norms are fused that save the device most, as long as the host keeps ahead:
 
     norms fused      0 ──────────────▶ all, those that save most first
@@ -24,12 +24,12 @@ from outcore.machine.clock import TimedRuns
 __all__ = ["RATE", "Norms", "ahead", "as_fused", "less", "step_s", "totals", "worth_fusing"]
 
 Norms = Mapping[str, str | None]
-"""Call of a norm -> call of the ReLU that is all that happens to its output, if there is one."""
+"""Call of a norm -> call of the ReLU that is the only reader of its output, if there is one."""
 
 _FORWARD, _BACKWARD = 3, 5
 """Passes over memory of a fused norm."""
 RATE = 0.8
-"""Of the rate of a copy, what its kernels reach."""
+"""The share of a copy's rate that the kernels reach."""
 _ISSUE = 4.0
 """Host time of a fused norm over that of torch's norm and ReLU: an estimate; the first steps show where it is wrong."""
 
@@ -77,14 +77,14 @@ def ahead(saved: Mapping[str, float], added: Mapping[str, float], costs: Costs, 
 
 
 def less(timing: TimedRuns | None, seconds: float) -> TimedRuns | None:
-    """A time that is so much shorter, of which at least half is left."""
+    """A timing that is shorter by so many seconds, but keeps at least half."""
     if timing is None or not seconds:
         return timing
     return TimedRuns.of([max(0.5 * timing.median_s, timing.median_s - seconds)], dispatch_s=timing.dispatch_s)
 
 
 def as_fused(costs: Costs, norms: Norms, memory_bytes_per_s: float) -> Costs:
-    """Costs in which norms are fused: their ReLUs take no time and keep nothing."""
+    """Costs in which norms are fused: their ReLUs take no time and save nothing."""
     nothing = TimedRuns.of([0.0])
     calls = dict(costs.calls)
     for name, relu in norms.items():
@@ -124,7 +124,7 @@ def _times(name: str, relu: str | None, costs: Costs) -> list[TimedRuns]:
 
 
 def _fused(cost: CallCost, rate: float) -> CallCost:
-    """The cost of a norm that is fused; on a CPU it is left as it is."""
+    """The cost of a fused norm; on a CPU it is left as it is."""
     if cost.forward is None or not cost.forward.dispatch_s:
         return cost
     second = cost.output_bytes / (RATE * rate)

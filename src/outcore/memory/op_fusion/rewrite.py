@@ -1,7 +1,7 @@
 """A network with some of its calls replaced, as planning and replaying see it.
 
 Where a fused operation only takes less time, its step is replaced when it runs and nothing else changes. Where it also
-writes another type, keeps other things or makes a call needless, memory changes, and plans have to know: then graph,
+writes another type, saves other tensors or makes a call needless, memory changes, and plans have to know: then graph,
 recording and costs are rewritten before anything is planned. The user's own recording is left as it is.
 """
 
@@ -21,7 +21,7 @@ __all__ = ["Rewrite", "copy_of", "written_later"]
 
 @dataclass
 class Rewrite:
-    """What becomes of a graph and its costs."""
+    """A graph and its costs while calls are being replaced."""
 
     graph: Graph
     costs: Costs
@@ -39,7 +39,7 @@ class Rewrite:
         return [name for name, other in self.values.items() if (other.alias_of or name) == value]
 
     def renamed(self, old: str, new: str) -> None:
-        """Memory that began with one value begins with another, which all that was kept of it is now called by."""
+        """Rename a buffer that began with one value and begins with another now, in everything that refers to it."""
         for name in self.sharing(old):
             self.values[name] = replace(self.values[name], alias_of=None if name == new else new)
         for name, row in self.rows.items():
@@ -48,7 +48,7 @@ class Rewrite:
                 self.rows[name] = replace(row, saved=kept)
 
     def result(self) -> tuple[Graph, Costs]:
-        """The graph with its recording, and the costs."""
+        """The rewritten graph with its recording, and the costs."""
         if not self.steps:
             return self.graph, replace(self.costs, calls=self.rows)
         assert self.graph.executable is not None
@@ -64,13 +64,14 @@ class Rewrite:
 
 @dataclass(frozen=True)
 class _Rewritten(Graph):
-    """A network that is still the user's: its plans and costs are known by the name of what was recorded."""
+    """A rewritten graph that keeps the fingerprint of the user's, so that its plans and costs are found in the
+    caches."""
 
     of: str = ""
 
     @property
     def fingerprint(self) -> str:
-        """Of what was recorded."""
+        """The fingerprint of what was recorded."""
         return self.of
 
 
@@ -79,19 +80,21 @@ _CAST = re.compile(r"(?:float16|bfloat16) [\dx]+ of _to_copy of (.+)")
 
 
 def copy_of(value: str, cost: CallCost, graph: Graph) -> Saved | None:
-    """The copy in half precision that a layer makes of what is in the memory of a value, and keeps; if it does."""
+    """The half-precision copy that a layer makes and saves of what is in the memory of a value, if it does."""
     if cost.type not in _CASTING or graph.values[value].dtype != "float32":
         return None
     for saved in cost.saved:
         match = _CAST.fullmatch(saved.what)
         of = match[1] if saved.kind == "derived" and match is not None else ""
-        if of in graph.values and _first(graph.values, of) == _first(graph.values, value):  # else it is a parameter's
+        if of in graph.values and _first(graph.values, of) == _first(
+            graph.values, value
+        ):  # else it is the copy of a parameter
             return saved
     return None
 
 
 def written_later(graph: Graph, value: str, call: str) -> bool:
-    """Whether the memory of a value is written into after a call has read it."""
+    """Whether the memory of a value is overwritten after a call has read it."""
     first = _first(graph.values, value)
     order = list(graph.calls)
     later = order[order.index(call) + 1 :]

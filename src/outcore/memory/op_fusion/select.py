@@ -1,9 +1,9 @@
-"""What becomes one operation where results may be reassociated: norms, biases of convolutions and sums with their ReLU,
-layer norms with the casts around them, scaled branches with the sums they end in.
+"""Which calls are fused where results may be reassociated: norms, biases of convolutions and sums with their ReLU,
+layer norms with the casts around them, scaled branches with their sums.
 
 Each has a file of its own that finds its pairs, says what they are expected to save and how they run. Here they are
-chosen together, because all are issued by the same host. The last two
-change what memory there is, so the network is rewritten before it is planned (`outcore.memory.op_fusion.rewrite`).
+chosen together, because all are launched by the same host. The last two change which buffers there are, so the network
+is rewritten before it is planned (`outcore.memory.op_fusion.rewrite`).
 """
 
 from __future__ import annotations
@@ -71,18 +71,18 @@ class SelectedFusions:
         return replace(found, scales=scales)
 
     def sparing(self, named: Collection[str]) -> SelectedFusions:
-        """Those that leave memory there that has a policy by hand."""
+        """The fusions that keep every buffer with a policy given by hand."""
         rows = {name: norm for name, norm in self.layer_norms.items() if not norm.gone.intersection(named)}
         scales = {name: row for name, row in self.scales.items() if not row.gone.intersection(named)}
         return replace(self, layer_norms=rows, scales=scales)
 
     @property
     def ab_tested(self) -> bool:
-        """Whether there is something whose host time is an estimate, so that the first steps have to decide."""
+        """Whether a fusion's host time is an estimate, so that the first steps have to decide."""
         return bool(self.norms or self.layer_norms or self.scales)
 
     def applied(self, graph: Graph, model: nn.Module, costs: Costs, rate: float) -> tuple[Graph, Costs]:
-        """The network and its costs under them."""
+        """The network and its costs with these fusions."""
         to = Rewrite(graph, self._expected(costs, rate))
         rewrite_layer_norms(to, self.layer_norms, model, rate)
         rewrite_scales(to, self.scales, rate)
@@ -94,17 +94,17 @@ class SelectedFusions:
         return as_summed(as_biased(costs, self.biases, rate), self.sums)
 
     def with_state_elsewhere(self) -> SelectedFusions:
-        """Those that are left where parameters leave the device: they are back only for the calls that read them."""
+        """The fusions that work where parameters are offloaded, which are fetched only for the calls that read them."""
         return replace(self, biases={}, scales={})
 
     def instead(self, graph: Graph, model: nn.Module, others: Mapping[str, Step], planned: set[str]) -> dict[str, Step]:
-        """The steps to run instead of the recorded ones, those that are in the rewritten recording already among them.
+        """The steps that replace the recorded ones, including those in the rewritten recording.
 
         Args:
             graph: the network, rewritten.
             model: the user's.
-            others: steps that are replaced already; their calls are left alone.
-            planned: memory that has a policy or is made something from; between two calls that are one there is none.
+            others: steps that are replaced already; their calls are left as they are.
+            planned: buffers that have a policy or are the source of another; no fusion may remove them.
         """
 
         def free(name: str, relu: str) -> bool:

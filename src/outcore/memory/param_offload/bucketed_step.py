@@ -1,8 +1,8 @@
-"""The optimizer's step, a few parameters at a time.
+"""The optimizer's step, one bucket of parameters at a time.
 
 An optimizer that treats every parameter by itself (all of torch's but LBFGS) does the same if it is shown some of its
-parameters, then others. So the user's own optimizer is called, with its groups narrowed to the parameters whose turn
-it is; its state for them can be brought to the device just before, and taken away just after.
+parameters, then others. So the user's own optimizer is called with its groups narrowed to the parameters of one bucket;
+its state for them can be fetched just before and written back just after.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks as _all_before
 
 from outcore.errors import OutcoreError
 from outcore.memory.offload.copy_streams import CopyStreams
-from outcore.memory.offload.host_storage import OffDeviceStorage, home_for
+from outcore.memory.offload.host_storage import OffDeviceStorage, off_device_storage
 from outcore.memory.param_offload.device_window import AllocatorWindow
 from outcore.memory.param_offload.flat_buffer import FlatBuffer, lay_out, movable
 
-__all__ = ["PartialOptimizer", "StateCopies", "can_be_parted", "in_parts", "stepping_for"]
+__all__ = ["PartialOptimizer", "StateCopies", "bucketed_step_for", "can_be_parted", "in_parts"]
 
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 def in_parts(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer, if its step can be done in parts."""
+    """The optimizer itself, if its step can be done in parts; raises otherwise."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise OutcoreError("state is offloaded together with its optimizer: pass it as it is, optimizer=optimizer")
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -47,17 +47,17 @@ def can_be_parted(optimizer: Any) -> bool:
 
 
 class BucketedStep(Protocol):
-    """Does an optimizer's step in its place."""
+    """What replaces an optimizer's step."""
 
     stepper: PartialOptimizer
 
     def step(self) -> None:
-        """All that is left to do."""
+        """Do all that is left of the step."""
 
 
-def stepping_for(keeper: BucketedStep) -> Callable[..., Any]:
-    """What an optimizer's ``step`` becomes, as long as the keeper lives."""
-    reference, own, optimizer = weakref.ref(keeper), keeper.stepper.step, keeper.stepper.optimizer
+def bucketed_step_for(offloader: BucketedStep) -> Callable[..., Any]:
+    """The function that replaces an optimizer's ``step`` as long as the offloader lives."""
+    reference, own, optimizer = weakref.ref(offloader), offloader.stepper.step, offloader.stepper.optimizer
 
     def step(_: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
@@ -82,12 +82,14 @@ class PartialOptimizer:
         """The optimizer's own step, whatever it was wrapped in."""
         self._bare = _bare(optimizer, step)
         self._parts: dict[int, tuple[tuple[nn.Parameter, ...], list[list[nn.Parameter]]]] = {}
-        """By who were updated before (their id), what each group has of them, as long as the groups are the same."""
+        """Id of a tuple of parameters that was updated before -> that tuple, and what each group has of it, as long as
+        the groups stay the same."""
         self._whole: list[list[nn.Parameter]] = []
         self._ids: list[list[int]] = []
 
     def run(self, parameters: tuple[nn.Parameter, ...]) -> None:
-        """Update these parameters, as far as they have gradients; a tuple that comes again is known by its id."""
+        """Update these parameters, as far as they have gradients; a tuple that was given before is recognised by its
+        id."""
         whole = [group["params"] for group in self.optimizer.param_groups]
         if (ids := [[*map(id, params)] for params in whole]) != self._ids:
             self._parts, self._whole, self._ids = {}, [list(params) for params in whole], ids
@@ -97,14 +99,14 @@ class PartialOptimizer:
             known = self._parts[id(parameters)] = parameters, parts
         self._narrowed(known[1])
 
-    def rest(self, done: Collection[int]) -> None:
+    def update_others(self, done: Collection[int]) -> None:
         """Update all parameters but these (ids)."""
         groups = self.optimizer.param_groups
         if left := {id(p) for group in groups for p in group["params"] if id(p) not in done}:
             self._narrowed([[p for p in group["params"] if id(p) in left] for group in groups])
 
     def _narrowed(self, parts: Sequence[list[nn.Parameter]]) -> None:
-        """The optimizer's step with some of the parameters of each group."""
+        """Run the optimizer's step with these parameters of each group."""
         optimizer: Any = self.optimizer
         groups = optimizer.param_groups
         whole = [group["params"] for group in groups]
@@ -124,9 +126,9 @@ class PartialOptimizer:
 
     @contextlib.contextmanager
     def hooked(self) -> Iterator[None]:
-        """Call the hooks on the optimizer's step around a whole step."""
+        """Call the hooks on the optimizer's step once around a whole step."""
         before, after = (tuple(self.optimizer.__dict__[name].values()) for name in _HOOKS)
-        if self._bare is not None:  # and those on everybody's, which nobody else does then
+        if self._bare is not None:  # and the global ones, which torch's wrapper would have called
             before, after = (*_all_before.values(), *before), (*after, *_all_after.values())
         for hook in before:
             hook(self.optimizer, (), {})
@@ -135,14 +137,14 @@ class PartialOptimizer:
             hook(self.optimizer, (), {})
 
     def settings(self) -> list[dict[str, Any]]:
-        """What the groups say beside their parameters."""
+        """The options of each parameter group."""
         return [
             {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
             for group in self.optimizer.param_groups
         ]
 
     def refuse_changes(self, before: list[dict[str, Any]] | None) -> None:
-        """Refuse settings other than those that parameters were updated with in backward."""
+        """Raise if the settings differ from those that parameters were updated with in backward."""
         if before is not None and repr(before) != repr(self.settings()):
             raise OutcoreError(
                 "the optimizer's settings changed between backward() and step(), after the parameters were updated in "
@@ -150,7 +152,7 @@ class PartialOptimizer:
             )
 
     def tensors(self, parameters: Collection[nn.Parameter]) -> list[torch.Tensor]:
-        """The state of parameters, as far as it is as large as they are."""
+        """The optimizer's state tensors of parameters, as far as they have the size of their parameter."""
         found = []
         for p in parameters:
             state = self.optimizer.state.get(p, {})
@@ -159,7 +161,7 @@ class PartialOptimizer:
 
 
 def _bare(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> Callable[..., Any] | None:
-    """The step without what torch puts around it for hooks and profilers, which takes the host as long as a third of a
+    """The step without what torch wraps it in for hooks and profilers, which takes the host as long as a third of a
     small step; None where somebody else has wrapped it too."""
     outer: Any = type(optimizer).step
     inner = getattr(outer, "__wrapped__", None) if getattr(outer, "hooked", False) else None
@@ -169,22 +171,22 @@ def _bare(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> Callabl
 
 
 class StateCopies:
-    """State that lives at home and visits the device for the update."""
+    """Optimizer state that lives off the device and is fetched for the update."""
 
     def __init__(self, stepper: PartialOptimizer, device: torch.device, copy_streams: CopyStreams) -> None:
         self.stepper, self.device, self.copy_streams = stepper, device, copy_streams
         self.flat_buffers: dict[int, FlatBuffer] = {}
-        """By the bucket's number."""
-        self.homes: dict[int, OffDeviceStorage] = {}
-        self.stage = AllocatorWindow(device, copy_streams)
+        """By the number of the bucket."""
+        self.storages: dict[int, OffDeviceStorage] = {}
+        self.window = AllocatorWindow(device, copy_streams)
 
-    def book(self, number: int) -> None:
-        """Start to bring the state of a bucket."""
+    def prefetch(self, number: int) -> None:
+        """Start to fetch the state of a bucket."""
         if (flat_buffer := self.flat_buffers.get(number)) is not None:
-            flat_buffer.book()
+            flat_buffer.prefetch()
 
-    def arrive(self, number: int, parameters: Collection[nn.Parameter]) -> None:
-        """The state of a bucket is here, if it has any yet."""
+    def make_resident(self, number: int, parameters: Collection[nn.Parameter]) -> None:
+        """Have the state of a bucket on the device, if there is any yet."""
         tensors = self.stepper.tensors(parameters)
         flat_buffer = self.flat_buffers.get(number)
         if flat_buffer is not None and [id(m.tensor) for m in flat_buffer.members] != [id(t) for t in tensors]:
@@ -195,47 +197,47 @@ class StateCopies:
                 if tensor.device != self.device:
                     tensor.data = tensor.data.to(self.device)
             return
-        flat_buffer.book()
-        flat_buffer.arrive()
+        flat_buffer.prefetch()
+        flat_buffer.make_resident()
 
-    def leave(self, number: int, parameters: Collection[nn.Parameter]) -> None:
-        """The update is over: the state goes home."""
+    def write_back(self, number: int, parameters: Collection[nn.Parameter]) -> None:
+        """Offload the state of a bucket after its update."""
         flat_buffer = self.flat_buffers.get(number)
         if flat_buffer is None:
             tensors = self.stepper.tensors(parameters)
             if not tensors or not all(movable(t) for t in tensors):
                 return
             ((members, size),) = lay_out(tensors, 2**62)
-            home = self.homes[number] = home_for(self.device, size)
+            storage = self.storages[number] = off_device_storage(self.device, size)
             flat_buffer = self.flat_buffers[number] = FlatBuffer(
-                f"state {number}", members, home.memory, self.stage, self.copy_streams
+                f"state {number}", members, storage.memory, self.window, self.copy_streams
             )
-            flat_buffer.adopt()
+            flat_buffer.rebind()
             return
-        flat_buffer.send()
-        flat_buffer.depart()
+        flat_buffer.write_back()
+        flat_buffer.evict()
 
     def forget(self, number: int) -> None:
-        """The bucket's state is an ordinary one."""
+        """Stop managing the state of a bucket; its tensors are ordinary ones again."""
         flat_buffer = self.flat_buffers.pop(number, None)
         if flat_buffer is not None:
-            flat_buffer.depart()
-            flat_buffer.settle()
-            self.homes.pop(number)
+            flat_buffer.evict()
+            flat_buffer.synchronize()
+            self.storages.pop(number)
 
-    def settle(self) -> None:
-        """The host waits until everything is at home; what it was copied from is free."""
+    def synchronize(self) -> None:
+        """Let the host wait until all state is written back, and drop the device memory it was copied from."""
         for flat_buffer in self.flat_buffers.values():
-            flat_buffer.settle()
-        self.stage.tidy()
+            flat_buffer.synchronize()
+        self.window.tidy()
 
     def close(self) -> None:
-        """All state is on the device again, as ordinary tensors."""
+        """Move all state back to the device, as ordinary tensors."""
         for flat_buffer in self.flat_buffers.values():
-            flat_buffer.depart()
-            flat_buffer.settle()
+            flat_buffer.evict()
+            flat_buffer.synchronize()
             for member in flat_buffer.members:
                 member.tensor.data = member.tensor.data.to(self.device, copy=True)
-        for home in self.homes.values():
-            home.close()
-        self.flat_buffers, self.homes = {}, {}
+        for storage in self.storages.values():
+            storage.close()
+        self.flat_buffers, self.storages = {}, {}

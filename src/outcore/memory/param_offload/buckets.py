@@ -1,4 +1,5 @@
-"""Buckets: parameters that come, are updated and leave together, in the order in which the model uses them."""
+"""Buckets: parameters that are fetched, updated and written back together, in the order in which the model uses
+them."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from outcore.memory.offload.copy_streams import CopyStreams
-from outcore.memory.offload.host_storage import OffDeviceStorage, home_for
+from outcore.memory.offload.host_storage import OffDeviceStorage, off_device_storage
 from outcore.memory.param_offload.device_window import AllocatorWindow, FixedWindow
 from outcore.memory.param_offload.flat_buffer import FlatBuffer, lay_out, movable
 from outcore.memory.replay.replay_buffer import Geometry, SavedHandle
@@ -27,33 +28,39 @@ Use = tuple[str, nn.Module, Sequence[nn.Parameter]]
 
 
 class Bucket:
-    """Some parameters."""
+    """Parameters that are moved together.
+
+    Args:
+        number: its place in the order of use.
+        parameters: what it holds.
+        weights: the flat buffer they are in, None where they stay on the device.
+    """
 
     def __init__(self, number: int, parameters: Sequence[nn.Parameter], weights: FlatBuffer | None) -> None:
         self.number, self.parameters, self.weights = number, tuple(parameters), weights
         self.trained = tuple(p for p in parameters if p.requires_grad)
-        self.arrived: set[int] = set()
-        """Parameters (ids) whose gradients backward has brought."""
+        self.gradients_ready: set[int] = set()
+        """Parameters (ids) whose gradients backward has accumulated."""
         self.updated = False
-        """In this step, before ``optimizer.step()``."""
+        """Whether it was updated in this step's backward, before ``optimizer.step()``."""
 
 
 class BucketTensor(SavedHandle):
-    """A saved tensor that lies in the memory of a bucket: when backward asks, the bucket is brought here."""
+    """A saved tensor that lies in the memory of a bucket: when backward unpacks it, the bucket is fetched."""
 
-    __slots__ = ("bucket", "keeper", "member")
+    __slots__ = ("bucket", "member", "residency")
 
-    def __init__(self, tensor: torch.Tensor, bucket: Bucket, keeper: ParamResidency) -> None:
+    def __init__(self, tensor: torch.Tensor, bucket: Bucket, residency: ParamResidency) -> None:
         assert bucket.weights is not None
         self.tensor, self.cell, self.device, self.position = None, None, None, 0
-        self.geometry, self.bucket, self.keeper = Geometry.of(tensor), bucket, keeper
+        self.geometry, self.bucket, self.residency = Geometry.of(tensor), bucket, residency
         at = self.geometry.offset * tensor.element_size()
         members = bucket.weights.members
         self.member = members[bisect_right([m.offset for m in members], at) - 1].tensor
         self.version = self.member._version
 
     def unpack(self) -> torch.Tensor:
-        """The saved tensor, where the bucket is now."""
+        """The saved tensor, as a view of where the bucket is now."""
         assert self.geometry is not None and self.bucket.weights is not None
         if self.member._version != self.version:
             raise RuntimeError(
@@ -61,7 +68,7 @@ class BucketTensor(SavedHandle):
                 f"parameter of {list(self.member.shape)} is at version {self.member._version}; expected version "
                 f"{self.version}"
             )
-        self.keeper.need(self.bucket, backward=True)
+        self.residency.fetch(self.bucket, backward=True)
         place = self.bucket.weights.place
         assert place is not None
         dtype, size, stride, offset = self.geometry
@@ -72,7 +79,8 @@ class BucketTensor(SavedHandle):
 def make_buckets(
     parameters: Iterable[nn.Parameter], policy: StatePolicy, device: torch.device, copy_streams: CopyStreams
 ) -> tuple[list[Bucket], OffDeviceStorage | None]:
-    """Pack parameters into buckets, those that are trained and those that are not apart; and their home."""
+    """Pack parameters into buckets, trained and frozen ones apart; returns them and their off-device storage, if
+    any."""
     ordered = list({id(p): p for p in parameters}.values())
     place = {id(p): i for i, p in enumerate(ordered)}
     most, first = limits(policy, sum(p.numel() * p.element_size() for p in ordered))
@@ -85,16 +93,16 @@ def make_buckets(
     if policy.parameters == "keep" or not laid:
         return [Bucket(i, _parameters(m.tensor for m in members), None) for i, (members, _) in enumerate(laid)], None
     total = sum(size for _, size in laid)
-    home = home_for(device, total)
+    storage = off_device_storage(device, total)
     fixed, loose = FixedWindow(device, total, copy_streams), AllocatorWindow(device, copy_streams)
     buckets, at = [], 0
     for i, (members, size) in enumerate(laid):
-        stage = fixed.part(at) if policy.stage_bytes is None else loose
-        flat_buffer = FlatBuffer(f"parameters {i}", members, home.memory[at : at + size], stage, copy_streams)
-        flat_buffer.adopt()
+        window = fixed.part(at) if policy.stage_bytes is None else loose
+        flat_buffer = FlatBuffer(f"parameters {i}", members, storage.memory[at : at + size], window, copy_streams)
+        flat_buffer.rebind()
         buckets.append(Bucket(i, _parameters(m.tensor for m in members), flat_buffer))
         at += size
-    return buckets, home
+    return buckets, storage
 
 
 def uses_of(model: nn.Module, calls: Iterable[tuple[str, str, Sequence[str]]]) -> list[Use]:
@@ -120,7 +128,7 @@ def uses_of(model: nn.Module, calls: Iterable[tuple[str, str, Sequence[str]]]) -
 
 
 def offloadable_of(model: nn.Module, uses: Sequence[Use]) -> OffloadableParams:
-    """The same for whoever plans: names and sizes."""
+    """The names and sizes of the parameters that `uses` reads, as the planner takes them."""
     names: dict[int, str] = {}
     others: dict[str, str] = {}
     for name, p in model.named_parameters(remove_duplicate=False):

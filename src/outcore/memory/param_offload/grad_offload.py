@@ -1,8 +1,8 @@
-"""Gradients that go home as they arrive and come back for the update.
+"""Gradients that are offloaded as they are complete and fetched for the update.
 
-When backward has brought all gradients of a bucket, they are gathered into one dense piece and copied home; from then
-on ``p.grad`` is a view of the home, beside ``p`` itself, for whoever looks at it before the optimizer's step. A second
-backward brings them back first, because it adds to them.
+When backward has accumulated all gradients of a bucket, they are gathered into one dense piece and copied off the
+device; from then on ``p.grad`` is a view of off-device storage, as ``p`` itself is, for whoever looks at it before the
+optimizer's step. A second backward fetches them first, because it adds to them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 
 from outcore.memory.offload.copy_streams import CopyEvent, CopyStreams
-from outcore.memory.offload.host_storage import OffDeviceStorage, home_for
+from outcore.memory.offload.host_storage import OffDeviceStorage, off_device_storage
 from outcore.memory.param_offload.buckets import Bucket
 from outcore.memory.param_offload.flat_buffer import movable
 
@@ -20,95 +20,99 @@ __all__ = ["GradientStorage"]
 
 
 class GradientStorage:
-    """Where the gradients of buckets live between backward and the update."""
+    """Off-device storage of the gradients of buckets, between backward and the update."""
 
     def __init__(self, buckets: list[Bucket], device: torch.device, copy_streams: CopyStreams) -> None:
         self.device, self.copy_streams = device, copy_streams
-        self.homes: dict[int, OffDeviceStorage] = {}
-        self.leaving: tuple[torch.Tensor, CopyEvent] | None = None
-        """Memory that is still being copied home; who comes next waits for it."""
+        self.storages: dict[int, OffDeviceStorage] = {}
+        self.copying_out: tuple[torch.Tensor, CopyEvent] | None = None
+        """Memory that is still being copied out; the next copy waits for it."""
         for bucket in buckets:
             if bucket.trained and bucket.weights is not None:
-                self.homes[bucket.number] = home_for(device, bucket.weights.bytes)
+                self.storages[bucket.number] = off_device_storage(device, bucket.weights.bytes)
 
-    def leave(self, bucket: Bucket) -> torch.Tensor | None:
-        """Start to copy the gradients of a bucket home; returns their home, for `stay`, if they can go there."""
-        home = self.homes.get(bucket.number)
+    def offload(self, bucket: Bucket) -> torch.Tensor | None:
+        """Start to copy the gradients of a bucket off the device; returns their storage, for `point_grads_at_storage`,
+        or None where they cannot be offloaded."""
+        storage = self.storages.get(bucket.number)
         assert bucket.weights is not None
         given = [p.grad for p in bucket.trained if p.grad is not None]
-        if home is None or not given or any(g.layout is not torch.strided or g.device != self.device for g in given):
+        if storage is None or not given or any(g.layout is not torch.strided or g.device != self.device for g in given):
             return None
-        if self.leaving is not None:
-            self.leaving[1].wait()
-            self.leaving = None
-        flat = _as_it_is(bucket) if len(bucket.trained) == 1 else None
+        if self.copying_out is not None:
+            self.copying_out[1].wait()
+            self.copying_out = None
+        flat = _only_gradient_flat(bucket) if len(bucket.trained) == 1 else None
         if flat is None:
             flat = torch.empty(bucket.weights.bytes, dtype=torch.uint8, device=self.device)
             for member in bucket.weights.members:
                 if member.tensor.grad is not None:
                     member.over(flat).copy_(member.tensor.grad)
-        (mark,) = self.copy_streams.copy([(home.memory[: flat.numel()], flat, (self.copy_streams.now(),))], out=True)
-        self.leaving = flat, mark
-        return home.memory
+        (event,) = self.copy_streams.copy(
+            [(storage.memory[: flat.numel()], flat, (self.copy_streams.now(),))], out=True
+        )
+        self.copying_out = flat, event
+        return storage.memory
 
-    def stay(self, bucket: Bucket, home: torch.Tensor) -> None:
-        """``p.grad`` is at home; the parameters must be there too."""
+    def point_grads_at_storage(self, bucket: Bucket, storage: torch.Tensor) -> None:
+        """Make every ``p.grad`` of a bucket a view of its storage; the parameters must be off the device too."""
         assert bucket.weights is not None
         for member in bucket.weights.members:
             if member.tensor.grad is not None:
                 member.tensor.grad = None
-                member.tensor.grad = member.over(home)
+                member.tensor.grad = member.over(storage)
 
-    def hold(self, bucket: Bucket, gradients: Mapping[int, torch.Tensor]) -> None:
-        """Take gradients (by the id of their parameter) home that were there before; the parameters are there."""
+    def store(self, bucket: Bucket, gradients: Mapping[int, torch.Tensor]) -> None:
+        """Copy gradients (by the id of their parameter) that existed before into storage; the parameters are off the
+        device."""
         assert bucket.weights is not None
-        if (home := self.homes.get(bucket.number)) is None:
+        if (storage := self.storages.get(bucket.number)) is None:
             return
         for member in bucket.weights.members:
             if (grad := gradients.get(id(member.tensor))) is not None:
-                view = member.over(home.memory)
+                view = member.over(storage.memory)
                 view.copy_(grad)
                 member.tensor.grad = view
 
-    def away(self, bucket: Bucket) -> bool:
-        """Whether some of its gradients are at home."""
-        home = self.homes.get(bucket.number)
-        if home is None:
+    def offloaded(self, bucket: Bucket) -> bool:
+        """Whether some gradients of a bucket are off the device."""
+        storage = self.storages.get(bucket.number)
+        if storage is None:
             return False
-        here = home.memory.untyped_storage().data_ptr()
-        return any(p.grad is not None and p.grad.untyped_storage().data_ptr() == here for p in bucket.trained)
+        resident = storage.memory.untyped_storage().data_ptr()
+        return any(p.grad is not None and p.grad.untyped_storage().data_ptr() == resident for p in bucket.trained)
 
-    def come(self, bucket: Bucket) -> None:
-        """Bring the gradients of a bucket to the device, where its parameters must be."""
+    def fetch(self, bucket: Bucket) -> None:
+        """Copy the gradients of a bucket to the device, where its parameters must be."""
         assert bucket.weights is not None
-        self.settle()
-        home = self.homes[bucket.number].memory
+        self.synchronize()
+        storage = self.storages[bucket.number].memory
         flat = torch.empty(bucket.weights.bytes, dtype=torch.uint8, device=self.device)
-        (mark,) = self.copy_streams.copy([(flat, home, (self.copy_streams.now(),))], out=False)
-        mark.wait()
-        start = home.untyped_storage().data_ptr()
+        (event,) = self.copy_streams.copy([(flat, storage, (self.copy_streams.now(),))], out=False)
+        event.wait()
+        start = storage.untyped_storage().data_ptr()
         for member in bucket.weights.members:
             grad = member.tensor.grad
             if grad is not None and grad.untyped_storage().data_ptr() == start:
                 member.tensor.grad = None
                 member.tensor.grad = member.over(flat)
 
-    def settle(self) -> None:
-        """The host waits until everything is at home."""
-        if self.leaving is not None:
-            self.leaving[1].finish()
-            self.leaving = None
+    def synchronize(self) -> None:
+        """Let the host wait until all gradients are copied out."""
+        if self.copying_out is not None:
+            self.copying_out[1].finish()
+            self.copying_out = None
 
     def close(self) -> None:
-        """Give the homes back."""
-        self.settle()
-        for home in self.homes.values():
-            home.close()
-        self.homes = {}
+        """Give the storage back."""
+        self.synchronize()
+        for storage in self.storages.values():
+            storage.close()
+        self.storages = {}
 
 
-def _as_it_is(bucket: Bucket) -> torch.Tensor | None:
-    """The memory of the only gradient of a bucket, where it lies as its home will."""
+def _only_gradient_flat(bucket: Bucket) -> torch.Tensor | None:
+    """The memory of the only gradient of a bucket, if it is laid out as its storage is; then no gathering is needed."""
     (p,) = bucket.trained
     grad = p.grad
     if grad is None or not movable(grad) or (grad.dtype, grad.stride()) != (p.dtype, p.stride()):

@@ -1,8 +1,8 @@
 """Hooks on modules and on gradients.
 
-What a forward computes with must be on the device when it begins. A module that calls others in between keeps its own
-parameters there until it is over, where they pass through a window. And in backward a gradient that arrives may be the
-last that an update waits for.
+What a forward computes with must be on the device when it begins. Where parameters pass through a window, a module that
+calls others in between holds its own parameters there until it is over. In backward, a gradient that was accumulated
+may be the last that an update waits for.
 """
 
 from __future__ import annotations
@@ -20,92 +20,97 @@ if TYPE_CHECKING:
     from outcore.memory.param_offload.offloader import StateOffloader
     from outcore.memory.param_offload.residency import ParamResidency
 
-__all__ = ["hook_gradients", "hook_modules", "thin_out"]
+__all__ = ["drop_redundant_hooks", "hook_gradients", "hook_modules"]
 
 
-class _Arrival:
-    """Before a module's forward."""
+class _BeforeForward:
+    """Fetches the buckets that a module reads, before its forward."""
 
     def __init__(
-        self, traffic: ParamResidency | None = None, buckets: Sequence[Bucket] = (), *, holds: bool = False
+        self, residency: ParamResidency | None = None, buckets: Sequence[Bucket] = (), *, holds: bool = False
     ) -> None:
-        self.traffic = weakref.ref(traffic) if traffic is not None else None
+        self.residency = weakref.ref(residency) if residency is not None else None
         self.buckets, self.holds = tuple(buckets), holds
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        """Before forward."""
-        traffic = self.traffic() if self.traffic is not None else None
-        if traffic is not None and not traffic.asleep:
-            traffic.need(*self.buckets)
+        """Fetch the buckets, and hold them if the module calls others."""
+        residency = self.residency() if self.residency is not None else None
+        if residency is not None and not residency.hooks_disabled:
+            residency.fetch(*self.buckets)
             if self.holds:
-                traffic.held.update(self.buckets)
+                residency.held.update(self.buckets)
 
-    def __reduce__(self) -> tuple[type[_Arrival], tuple[()]]:
-        return type(self), ()  # a copied or saved model has no state elsewhere
+    def __reduce__(self) -> tuple[type[_BeforeForward], tuple[()]]:
+        return type(self), ()  # a copied or saved model has no offloaded state
 
 
-class _Departure(_Arrival):
-    """After the forward of a module that called others in between."""
+class _AfterForward(_BeforeForward):
+    """Lets go of the buckets of a module that called others in between, after its forward."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
-        """After forward."""
-        traffic = self.traffic() if self.traffic is not None else None
-        if traffic is not None and not traffic.asleep:
-            for bucket in self.buckets:  # who has come in the middle of a forward has not seen it begin
-                traffic.held[bucket] = max(0, traffic.held[bucket] - 1)
+        """Let go of the buckets."""
+        residency = self.residency() if self.residency is not None else None
+        if residency is not None and not residency.hooks_disabled:
+            for bucket in self.buckets:  # a hook installed in the middle of a forward has not seen it begin
+                residency.held[bucket] = max(0, residency.held[bucket] - 1)
 
 
-def hook_modules(traffic: ParamResidency, uses: Iterable[Use]) -> list[Any]:
-    """Let parameters come before the modules that read them; returns what removes the hooks."""
+def hook_modules(residency: ParamResidency, uses: Iterable[Use]) -> list[Any]:
+    """Fetch parameters before the modules that read them; returns the handles that remove the hooks."""
     buckets: dict[nn.Module, dict[Bucket, None]] = {}
     for _, module, parameters in uses:
-        buckets.setdefault(module, {}).update(dict.fromkeys(traffic.of[id(p)] for p in parameters))
+        buckets.setdefault(module, {}).update(dict.fromkeys(residency.bucket_of[id(p)] for p in parameters))
     handles: list[Any] = []
     for module, needed in buckets.items():
-        holds = traffic.windowed and any(True for _ in module.children())
-        handles.append(module.register_forward_pre_hook(_Arrival(traffic, list(needed), holds=holds)))
+        holds = residency.windowed and any(True for _ in module.children())
+        handles.append(module.register_forward_pre_hook(_BeforeForward(residency, list(needed), holds=holds)))
         if holds:
-            handles.append(module.register_forward_hook(_Departure(traffic, list(needed)), always_call=True))
+            handles.append(module.register_forward_hook(_AfterForward(residency, list(needed)), always_call=True))
     return handles
 
 
-def _first_uses(traffic: ParamResidency, uses: Iterable[Use]) -> list[Use]:
-    """The first use of each bucket: whoever comes later finds it here."""
+def _first_uses(residency: ParamResidency, uses: Iterable[Use]) -> list[Use]:
+    """The first use of each bucket: later ones find it resident."""
     found: dict[Bucket, Use] = {}
     for call, module, parameters in uses:
         for p in parameters:
-            found.setdefault(traffic.of[id(p)], (call, module, [p]))
+            found.setdefault(residency.bucket_of[id(p)], (call, module, [p]))
     return list(found.values())
 
 
-def hook_gradients(keeper: StateOffloader, *, both: bool) -> tuple[dict[int, Any], list[Any]]:
-    """Tell a keeper of gradients that have arrived, by parameter (id), and on request of those about to."""
-    reference = weakref.ref(keeper)
+def hook_gradients(offloader: StateOffloader, *, both: bool) -> tuple[dict[int, Any], list[Any]]:
+    """Tell an offloader of gradients that were accumulated, and with `both` of those about to be; returns the first
+    hooks by parameter (id), and the handles of the second."""
+    reference = weakref.ref(offloader)
 
-    def arrived(p: torch.Tensor) -> None:
-        if (found := reference()) is not None and not found.asleep:
-            found.arrived(p)
+    def gradient_ready(p: torch.Tensor) -> None:
+        if (found := reference()) is not None and not found.hooks_disabled:
+            found.gradient_ready(p)
 
     def before(number: int) -> Callable[[torch.Tensor], None]:
         def hook(_: torch.Tensor) -> None:
-            if (found := reference()) is not None and not found.asleep:
-                found.arriving(found.buckets[number])
+            if (found := reference()) is not None and not found.hooks_disabled:
+                found.before_gradient(found.buckets[number])
 
         return hook
 
-    after = {id(p): p.register_post_accumulate_grad_hook(arrived) for bucket in keeper.buckets for p in bucket.trained}
-    handles = [p.register_hook(before(bucket.number)) for bucket in keeper.buckets for p in bucket.trained if both]
+    after = {
+        id(p): p.register_post_accumulate_grad_hook(gradient_ready)
+        for bucket in offloader.buckets
+        for p in bucket.trained
+    }
+    handles = [p.register_hook(before(bucket.number)) for bucket in offloader.buckets for p in bucket.trained if both]
     return after, handles
 
 
-def thin_out(keeper: StateOffloader, last: Iterable[int]) -> None:
-    """From now on only the last gradient of each bucket (parameters, by id) is of interest, and its first use."""
-    for other in keeper.hooks.keys() - set(last):
-        keeper.hooks.pop(other).remove()
-    for p in (p for bucket in keeper.buckets for p in bucket.trained):
+def drop_redundant_hooks(offloader: StateOffloader, last: Iterable[int]) -> None:
+    """Keep only the hooks on the last gradient of each bucket (parameters, by id) and before its first use."""
+    for other in offloader.hooks.keys() - set(last):
+        offloader.hooks.pop(other).remove()
+    for p in (p for bucket in offloader.buckets for p in bucket.trained):
         if not p._post_accumulate_grad_hooks:  # backward would ask an empty table for every parameter
             p._post_accumulate_grad_hooks = None  # type: ignore[assignment]
-    if keeper.policy.parameters == "offload" and not keeper.windowed:
-        for hook in keeper.needs:
+    if offloader.policy.parameters == "offload" and not offloader.windowed:
+        for hook in offloader.needs:
             hook.remove()
-        keeper.needs, keeper.thin = hook_modules(keeper, _first_uses(keeper, keeper.uses)), True
+        offloader.needs, offloader.few_hooks = hook_modules(offloader, _first_uses(offloader, offloader.uses)), True

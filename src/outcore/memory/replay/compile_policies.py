@@ -1,8 +1,9 @@
-"""Policies made ready to run: for every call of a recording, what is born, what leaves and what comes back there.
+"""Policies compiled for execution: for every call of a recording, which buffers begin, are released and are fetched
+there.
 
 This is the second level of a program (`outcore.program.script`) in the form in which it is executed: the places of
-`Evict`, `Wait` and `Fetch` are tables by call; `Encode` happens where a buffer leaves, `Decode` and `Recompute` where
-it is first asked for.
+`Evict`, `Wait` and `Fetch` are tables by call; `Encode` happens after the last use in forward, `Decode` and `Recompute`
+where a buffer is first asked for.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from outcore.memory.encode.codecs import PoolWindow, window_of
 from outcore.memory.offload.arena import Arena
 from outcore.memory.op_fusion.banded_conv import in_bands
 from outcore.memory.op_fusion.select import SelectedFusions
-from outcore.memory.replay.replay_recompute import BufferRecompute, compile_rerun
+from outcore.memory.replay.replay_recompute import BufferRecompute, compile_recompute
 from outcore.memory.saved_tensors.recompute_batch_norm import BatchNormCall, BatchNormRecompute
 from outcore.ops.encoding import held_bytes
 from outcore.policies import KEEP, Policy, Recompute
@@ -42,12 +43,12 @@ class ReplayBufferPlan:
     buffer: str
     policy: Policy
     dependents: int = 0
-    """How often other buffers are made from it."""
+    """How often other buffers are recomputed from it."""
     rerun: BufferRecompute | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
-    """Value -> buffer it lies in, for what the rerun reads."""
+    """Value -> buffer it lies in, for what the recomputation reads."""
     inputs: tuple[str, ...] = ()
-    """Inputs of the model that the rerun reads."""
+    """Inputs of the model that the recomputation reads."""
     window: PoolWindow | None = None
     bytes: int = 0
 
@@ -62,43 +63,43 @@ class CompiledRecording:
     births: Mapping[str, tuple[tuple[str, ReplayBufferPlan], ...]]
     """Call -> values that are first in a buffer with a policy."""
     derived: Mapping[str, Mapping[int, ReplayBufferPlan]]
-    """Call -> place among the tensors that autograd keeps -> what to do with it."""
+    """Call -> place among the tensors that autograd saves -> what to do with it."""
     leaving: Mapping[str, tuple[str, ...]]
     """Call -> buffers whose last use in forward it is."""
     counted: Mapping[str, tuple[str, ...]]
-    """Call -> buffers whose numbers are counted after it, because how small they become is in the data."""
+    """Call -> buffers whose nonzeros are counted after it, because how small they become depends on the data."""
     released: Mapping[str, tuple[str, ...]]
     """Call -> buffers whose copy out must be over after its forward."""
     released_late: Mapping[int, tuple[str, ...]]
-    """Position -> the same before its backward."""
+    """Position -> buffers whose copy out must be over before its backward."""
     fetched: Mapping[int, tuple[str, ...]]
-    """Position -> buffers that start to come back before its backward."""
+    """Position -> buffers that are prefetched before its backward."""
     stops: frozenset[str]
     """Calls before whose backward something is released or fetched."""
     shape_only: Mapping[str, set[str]]
     """Call -> buffers of which its backward needs only the shape."""
     noted: frozenset[str]
-    """Values whose place in memory must be known."""
+    """Values whose layout must be known."""
     random: frozenset[str]
-    """Calls whose generator's state must be known."""
+    """Calls whose generator states must be known."""
     inputs: frozenset[str]
     """Inputs of the model that are needed in backward."""
     views: Mapping[str, str]
     """Value -> input it is a view of, for what is needed of an input under another name."""
     busy: frozenset[str]
-    """Calls that there is something to do for; the others run as they are."""
+    """Calls for which there is something to do; the others run as they are."""
     norms: Mapping[str, BatchNormCall]
-    """Call -> the batch norm it is, where that is made again."""
+    """Call -> the batch norm it is, where that is recomputed."""
     renorm: BatchNormRecompute
     instead: Mapping[str, Step]
-    """Call -> the step to run instead of the recorded one."""
+    """Call -> the step that replaces the recorded one."""
     ahead: bool = False
-    """A call does what a later one would: the model's own code cannot run in between."""
+    """A call does the work of a later one, so the model's own code cannot run in between."""
     offloaded_bytes: int = 0
     like_source: dict[str, bool] = field(default_factory=dict)
-    """Copy in another type -> whether it lies in memory as a cast of its source does; filled in by the first run."""
+    """Copy in another type -> whether it has the layout of a cast of its source; filled in by the first run."""
     geometry: dict[str, Any] = field(default_factory=dict)
-    """Value -> how it lies in its memory; filled in by the first run."""
+    """Value -> its layout; filled in by the first run."""
 
     @property
     def idle(self) -> bool:
@@ -107,7 +108,7 @@ class CompiledRecording:
 
     @property
     def sized_by_data(self) -> bool:
-        """Whether the host must look at numbers to know how much memory something takes."""
+        """Whether the host must read data to know the size of an encoded buffer."""
         plans = [plan for born in self.births.values() for _, plan in born]
         plans += [plan for made in self.derived.values() for plan in made.values()]
         return any(plan.policy.codec == "sparse" for plan in plans)
@@ -123,7 +124,7 @@ def prepare(
     reassociated: bool = False,
     fused: SelectedFusions | None = None,
 ) -> CompiledRecording:
-    """Make policies ready to run.
+    """Compile policies for execution.
 
     Args:
         graph: the network.
@@ -132,7 +133,7 @@ def prepare(
         buffers: of the graph.
         script: of the forward and the backward (`outcore.planner.memory.script`).
         reassociated: whether results may differ by rounding.
-        fused: what becomes one operation with its ReLU.
+        fused: the fused operations.
     """
     schedule_drops(recording.steps, [ref.name for _, ref in leaves(recording.result, Ref)])
     recording.dropped = True
@@ -165,7 +166,7 @@ def prepare(
             needed, rerun = {buffer.copy_of: None}, BufferRecompute.cast(buffer.copy_of, buffer.dtype)
         else:
             needed = dict.fromkeys(v for w in buffer.writers for v in graph.calls[w].inputs if first(v) != name)
-            rerun = compile_rerun([steps[w] for w in buffer.writers], name, model, types, trained)
+            rerun = compile_recompute([steps[w] for w in buffer.writers], name, model, types, trained)
         sources = {v: first(v) for v in needed if buffers[first(v)].born >= 0}
         for value, source in sources.items():
             reads.setdefault(source, []).append(value)
@@ -203,7 +204,7 @@ def prepare(
     random = frozenset(name for rerun in reruns for name in rerun.random)
     saving = {order[i] for name in plans for i in (*buffers[name].savers, *buffers[name].shapes)}
     fused = fused or SelectedFusions()
-    saving |= {total for total, relu in fused.sums.items() if relu in saving}  # which keeps what was its ReLU's
+    saving |= {total for total, relu in fused.sums.items() if relu in saving}  # which saves what its ReLU did
     stops = frozenset(order[place] for place in (*late, *fetched))
     makers = {maker for v in noted if (maker := graph.values[v].producer) is not None}
     windows = {n.rpartition("~")[0]: p.window for n, p in plans.items() if p.policy.codec == "window"}

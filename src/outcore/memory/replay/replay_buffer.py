@@ -1,14 +1,13 @@
-"""A saved tensor is a handle to a buffer; the buffer's policy says how it comes back.
+"""A saved tensor is a handle to a buffer; the buffer's policy says how it is restored.
 
 Autograd holds `SavedHandle`s instead of tensors. A handle of a buffer that is kept holds the tensor. Any other points
-to the buffer's `ReplayBuffer`, of which there is one per forward pass, and remembers which view of the memory was
-saved. When backward asks, the cell brings the memory back (fetches it, decodes it, or makes it again from other cells),
-shares it
-with all who ask, and lets go when as many have asked as will.
+to the buffer's `ReplayBuffer` (its cell), of which there is one per forward pass, and remembers which view of the
+memory was saved. When backward unpacks a handle, the cell restores the memory (fetches it, decodes it, or recomputes it
+from other cells), shares it with all handles, and releases it after the expected number of uses.
 
-Nobody counts references to find out when a pass is over: autograd lets go of its handles, they of their cells, and
-these of the cells they are made from. A graph that is never differentiated takes its memory with it; one that is kept
-(`retain_graph`) brings everything back a second time.
+No references are counted to find out when a pass is over: autograd drops its handles, they their cells, and these the
+cells they are recomputed from. A graph that is never differentiated takes its memory with it; one that is kept
+(`retain_graph`) restores everything a second time.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ __all__ = ["Geometry", "ReplayBuffer", "SavedHandle", "as_it_lay", "graph_is_kep
 
 
 class Geometry(NamedTuple):
-    """How a tensor lies in its memory."""
+    """The layout of a tensor in its memory."""
 
     dtype: torch.dtype
     size: torch.Size
@@ -43,12 +42,12 @@ class Geometry(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Geometry:
-        """Of a tensor."""
+        """The layout of a tensor."""
         return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
 
 def over(memory: torch.Tensor, geometry: Geometry, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A tensor that lies in the memory of another."""
+    """A tensor with a layout, in the memory of another."""
     dtype_, size, stride, offset = geometry
     if (dtype is None or dtype == dtype_) and memory.dtype is dtype_ and memory.shape == size:
         if memory.stride() == stride and memory.storage_offset() == offset:
@@ -58,7 +57,7 @@ def over(memory: torch.Tensor, geometry: Geometry, dtype: torch.dtype | None = N
 
 
 def as_it_lay(made: torch.Tensor, lay: Geometry | None) -> torch.Tensor:
-    """What was made again, in the layout of before: without autograd, torch may have laid it out otherwise (pools)."""
+    """A recomputed tensor in the layout of before: without autograd, torch may lay it out otherwise (pools)."""
     if lay is None:
         return made
     if made.storage_offset() == lay.offset:
@@ -77,7 +76,7 @@ def raw(tensor: torch.Tensor, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
 
 
 def _like(memory: torch.Tensor, shape: torch.Tensor) -> torch.Tensor:
-    """A tensor that lies in memory as another does."""
+    """A tensor in the layout of another."""
     return over(memory, Geometry.of(shape))
 
 
@@ -96,7 +95,7 @@ class SavedHandle:
         self.position = 0
 
     def point_to(self, cell: ReplayBuffer, position: int) -> None:
-        """From now on the cell is responsible for the memory."""
+        """Drop the tensor; the cell restores its memory from now on."""
         assert self.tensor is not None
         self.cell, self.geometry, self.position = cell, Geometry.of(self.tensor), position
         cell.version = self.version
@@ -105,7 +104,8 @@ class SavedHandle:
         self.tensor = None
 
     def keep_shape(self, cell: ReplayBuffer) -> None:
-        """Backward needs to know no more than how the tensor lay in memory: its own if that is there, or any."""
+        """Hold no more than the layout: backward reads the shape only, so any memory will do where its own is not
+        there."""
         assert self.tensor is not None
         self.geometry, self.device, self.tensor = Geometry.of(self.tensor), self.tensor.device, None
         self.like = weakref.ref(cell)
@@ -147,40 +147,40 @@ class ReplayBuffer:
     ) -> None:
         self.name, self.policy, self.owner, self.rerun, self.window = name, policy, owner, rerun, window
         self.uses = dependents
-        """How often backward will ask."""
+        """How often backward will ask for it."""
 
     # Most cells never change these, and there is one cell per buffer and step.
     sources: Mapping[str, ReplayBuffer] = MappingProxyType({})
-    """Value -> cell of the memory it lies in, for what the rerun reads."""
+    """Value -> cell of the memory it lies in, for what the recomputation reads."""
     asked = 0
     memory: torch.Tensor | None = None
     dtype: torch.dtype | None = None
-    """Of the elements when they are back, where it is another."""
+    """The dtype of the restored elements, where it is another."""
     version = 0
     saved = False
-    """Autograd has a handle of it."""
+    """Whether autograd has a handle of it."""
     coded: Encoded | None = None
     survey: tuple[NonZeros, int] | None = None
-    """What was counted before it leaves, and of which version."""
-    trip: OffloadedBuffer | None = None
+    """The count of nonzeros that was started before it is encoded, and the version it is of."""
+    offloaded: OffloadedBuffer | None = None
     away = False
-    """The memory was given away; what is there now is there for a while."""
+    """The memory was released; what is there now was restored and is temporary."""
     spoiled = False
     """It was overwritten after autograd had saved it."""
 
     # Forward
 
     def born(self, tensor: torch.Tensor) -> None:
-        """The memory is there."""
+        """Note the memory of the buffer, which was just made."""
         self.memory = tensor.detach()
 
     def count(self) -> None:
-        """It is written for the last time: on a GPU, what sparse storage must know of it is counted beside its uses."""
+        """Start to count its nonzeros after its last write, on a GPU, beside its uses."""
         if self.memory is not None and self.memory.is_cuda:
             self.survey = NonZeros.of(raw(self.memory, self.memory.dtype)), self.memory._version
 
     def leave(self, tier: Backend | None) -> None:
-        """Its last use in forward is over."""
+        """Offload, encode or drop it after its last use in forward."""
         memory = self.memory
         if memory is not None and not self.saved:
             self.version = memory._version
@@ -197,7 +197,7 @@ class ReplayBuffer:
         self.away = True
         if isinstance(self.policy, Offload):
             assert tier is not None
-            self.trip = tier.evict(raw(memory))
+            self.offloaded = tier.evict(raw(memory))
             return  # the memory is held until the copy is over
         if codec := self.policy.codec:
             survey = self.survey[0] if self.survey is not None and self.survey[1] == memory._version else None
@@ -218,12 +218,13 @@ class ReplayBuffer:
     # Backward
 
     def fetch(self) -> None:
-        """Start to bring it back."""
-        if self.memory is None and self.trip is not None:
-            self.trip.fetch()
+        """Start to fetch it."""
+        if self.memory is None and self.offloaded is not None:
+            self.offloaded.fetch()
 
     def view(self, geometry: Geometry, version: int | None = None) -> torch.Tensor:
-        """A tensor in its memory, which comes back if it must; `version` is that of the memory when it was saved."""
+        """A tensor in its memory, which is restored if it must be; `version` is that of the memory when it was
+        saved."""
         if self.spoiled or (self.memory is not None and not self.away and self.memory._version != self.version):
             raise RuntimeError(
                 f"{self.name}, which is needed for gradient computation, has been modified by an inplace operation"
@@ -238,48 +239,48 @@ class ReplayBuffer:
         return tensor
 
     def bring_back(self) -> torch.Tensor:
-        """Get the memory back and keep it for those who ask next."""
-        if self.trip is not None:
-            self.memory = self.trip.bytes_back()
+        """Restore the memory and keep it for later uses."""
+        if self.offloaded is not None:
+            self.memory = self.offloaded.bytes_back()
             if not graph_is_kept():
-                self.trip = None
+                self.offloaded = None
         elif self.coded is not None:
             self.memory = self.coded.decoded()
             if not graph_is_kept():
                 self.coded = None
         else:
-            self.remake_chain()
+            self.recompute_chain()
         assert self.memory is not None
         return self.memory
 
-    def remake_chain(self) -> None:
-        """Make it again, after whatever it is made from (chains may be longer than Python's stack)."""
-        if all(s.memory is not None or s.trip is not None or s.coded is not None for s in self.made_from()):
-            self.remake()
+    def recompute_chain(self) -> None:
+        """Recompute it, after all that it is recomputed from (chains may be longer than Python's stack)."""
+        if all(s.memory is not None or s.offloaded is not None or s.coded is not None for s in self.made_from()):
+            self.recompute()
             return
         waiting = [self]
         while waiting:
             cell = waiting[-1]
-            missing = [s for s in cell.made_from() if s.memory is None and s.trip is None and s.coded is None]
+            missing = [s for s in cell.made_from() if s.memory is None and s.offloaded is None and s.coded is None]
             if missing and cell.memory is None:
                 waiting.extend(missing)
                 continue
             waiting.pop()
             if cell.memory is None:
-                cell.remake()
+                cell.recompute()
 
     def made_from(self) -> Iterable[ReplayBuffer]:
-        """The cells that making it again reads."""
+        """The cells that its recomputation reads."""
         return self.sources.values()
 
-    def remake(self) -> None:
-        """Make it again from its sources."""
+    def recompute(self) -> None:
+        """Recompute it from its sources."""
         assert self.rerun is not None
         values = {name: cell.view(self.owner.geometry[name]) for name, cell in self.sources.items()}
         values |= self.owner.given()
         if self.owner.keeper is not None:
-            self.owner.keeper.summon(self.rerun.steps)
-        self.memory = self.owner.renormalised(self.rerun.norm, values)
+            self.owner.keeper.fetch_for_recompute(self.rerun.steps)
+        self.memory = self.owner.recompute_norm(self.rerun.norm, values)
         if self.memory is None:
             made = self.rerun.run(self.owner.model, self.owner.constants, values, self.owner.states)
             self.memory = as_it_lay(made, self.owner.geometry.get(self.name))
@@ -298,7 +299,7 @@ def _fills(tensor: torch.Tensor) -> bool:
 
 
 def graph_is_kept() -> bool:
-    """Whether the running backward was told to keep the graph."""
+    """Whether the running backward keeps the graph (`retain_graph`)."""
     autograd: Any = torch._C._autograd
     if torch._C._current_graph_task_id() == -1:
         return True

@@ -2,7 +2,8 @@
 
 The recording is replayed as it is, with hooks on what autograd saves. A hook is called in the middle of an operation,
 when its result has no name yet, so handles are collected and given to their cells when the operation is over. A saved
-tensor is recognised by its storage; the addresses are forgotten when a buffer leaves, before they can be used again.
+tensor is recognised by its storage; the addresses are forgotten when a buffer is released, before they can be used
+again.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class ReplayPass:
         self.states: dict[str, States] = {}
         """Call -> states of its generators before it."""
         self.statistics: dict[str, Statistics] = {}
-        """Norm -> what it has found, for making it again."""
+        """Norm -> its statistics, for recomputing it."""
         self.position = len(compiled.positions)
         """How far backward has come."""
         self.waiting: dict[str, weakref.ref[ReplayBuffer]] = {}
@@ -71,7 +72,7 @@ class ReplayPass:
             tape.forget()
 
     def given(self) -> dict[str, torch.Tensor]:
-        """The inputs of the model, for whoever is made from them."""
+        """The inputs of the model, for what is recomputed from them."""
         for name, (tensor, version) in self.inputs.items():
             if tensor._version != version:
                 raise RuntimeError(
@@ -82,14 +83,14 @@ class ReplayPass:
             name: over(self.inputs[base][0], self.geometry[name]) for name, base in views
         }
 
-    def renormalised(self, norm: BatchNormCall | None, values: dict[str, torch.Tensor]) -> torch.Tensor | None:
-        """A batch norm again from its own statistics, where that is known to give the same numbers."""
+    def recompute_norm(self, norm: BatchNormCall | None, values: dict[str, torch.Tensor]) -> torch.Tensor | None:
+        """Recompute a batch norm from its own statistics, where that is known to give the same numbers."""
         if norm is None or (statistics := self.statistics.get(norm.call)) is None:
             return None
         return self.compiled.renorm.run(norm, values[norm.input], statistics)
 
     def reached(self, position: int) -> None:
-        """Backward has come to a call: release and fetch what is due."""
+        """Release and fetch what is due when backward has come to a call."""
         if position >= self.position or not self.waiting:
             return
         compiled = self.compiled
@@ -116,7 +117,7 @@ class _Tape(Tape):
     ) -> None:
         super().__init__(owner.model, owner.constants, values)
         self.perform = perform
-        """Runs one step; whoever needs more done around it brings its own."""
+        """Runs one step; a caller that needs more done around it passes its own."""
         self.owner, self.compiled = owner, owner.compiled
         self.cells: dict[str, ReplayBuffer] = {}
         self.plans: dict[str, ReplayBufferPlan] = {}
@@ -124,18 +125,19 @@ class _Tape(Tape):
         """Address of a storage -> the cell of what is in it."""
         self.pending: list[SavedHandle] = []
         self.hooks: contextlib.AbstractContextManager[None] = self.hooked()
-        """Around the calls that there is something to do for; what others save stays with autograd, which is faster."""
+        """Around the calls for which there is something to do; what others save stays with autograd, which is
+        faster."""
 
     def hooked(self) -> contextlib.AbstractContextManager[None]:
-        """Hold what autograd saves."""
+        """Hooks that replace what autograd saves by handles."""
         keeper = self.owner.keeper
 
         def pack(tensor: torch.Tensor) -> Any:
             if type(tensor) not in _ORDINARY or tensor.layout is not torch.strided or tensor.is_conj():
                 return tensor.detach()
-            if keeper is not None and (borrowed := keeper.claim(tensor)) is not None:
-                self.pending.append(borrowed)  # it counts among what the call keeps
-                return borrowed
+            if keeper is not None and (handle := keeper.claim(tensor)) is not None:
+                self.pending.append(handle)  # it counts among what the call saves
+                return handle
             handle = SavedHandle(tensor)
             self.pending.append(handle)
             return handle
@@ -143,7 +145,8 @@ class _Tape(Tape):
         return torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
 
     def forget(self) -> None:
-        """From here on only autograd holds the cells (torch may hold the hooks, and with them this tape)."""
+        """Drop all references, so that only autograd holds the cells (torch may hold the hooks, and with them this
+        tape)."""
         for table in (self.cells, self.at, self.plans, self.values):
             table.clear()
         self.pending.clear()
@@ -188,14 +191,14 @@ class _Tape(Tape):
                 cell.left()
 
     def note(self, norm: BatchNormCall) -> None:
-        """A norm has run that will be made again: keep its statistics."""
+        """Keep the statistics of a norm that has run and will be recomputed."""
         saved = [h.tensor for h in self.pending if h.tensor is not None]
         found = self.compiled.renorm.statistics(norm, self.values[norm.input], self.values[norm.output], saved)
         if found is not None:
             self.owner.statistics[norm.call] = found
 
     def stop(self, step: Step) -> None:
-        """Backward is to stop before a call, whether or not that asks for something it saved."""
+        """Make backward stop before a call, whether or not that asks for something it saved."""
         owner, position = weakref.ref(self.owner), self.compiled.positions[step.name]
 
         def reached(_: Any) -> None:
@@ -207,7 +210,7 @@ class _Tape(Tape):
                 node.register_prehook(reached)
 
     def bear(self, value: str, plan: ReplayBufferPlan) -> None:
-        """A buffer is made: its cell takes responsibility."""
+        """Create the cell of a buffer that was just made."""
         tensor = self.values[value]
         self.compiled.geometry.setdefault(value, Geometry.of(tensor))
         cell = self.cells[value] = self.cell(plan)
@@ -250,8 +253,8 @@ class _Tape(Tape):
             if plans is not None:
                 place = seen.setdefault(address, len(seen))
                 plan = plans.get(place)
-                # What an operation derives is foretold on fake tensors; where it keeps something else, that is kept.
-                if cell is None and plan is not None and self.as_foretold(plan, tensor):
+                # What an operation derives is predicted on fake tensors; where it saves something else, that is kept.
+                if cell is None and plan is not None and self.as_predicted(plan, tensor):
                     if address not in made:
                         made[address] = self.cells[plan.buffer] = self.cell(plan)
                         made[address].born(tensor)
@@ -265,8 +268,8 @@ class _Tape(Tape):
         for cell in made.values():
             cell.leave(self.owner.tier)
 
-    def as_foretold(self, plan: ReplayBufferPlan, tensor: torch.Tensor) -> bool:
-        """Whether a derived tensor is the one that the plan means, and can come back as it says."""
+    def as_predicted(self, plan: ReplayBufferPlan, tensor: torch.Tensor) -> bool:
+        """Whether a derived tensor is the one that was predicted, and can be restored as planned."""
         if tensor.untyped_storage().nbytes() != plan.bytes:
             return False
         if plan.rerun is None:
@@ -282,11 +285,11 @@ class _Tape(Tape):
         return known[plan.buffer]
 
     def leave(self, buffer: str) -> None:
-        """The last use of a buffer in forward is over."""
+        """Handle a buffer after its last use in forward."""
         cell = self.cells[buffer]
         if cell.memory is not None:
             address = cell.memory.untyped_storage().data_ptr()
-            if self.at.get(address) is cell:  # another may be there by now, where two became one operation
+            if self.at.get(address) is cell:  # another may be there by now, where two calls were fused
                 del self.at[address]
         # Only now: what is written into it in place may be made after it was.
         cell.sources = {value: self.cells[source] for value, source in self.plans[buffer].sources.items()}

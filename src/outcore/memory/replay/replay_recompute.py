@@ -1,9 +1,9 @@
-"""Making a buffer again: its writers run once more, without autograd, from values that are there.
+"""Recomputing a buffer: its writers run once more, without autograd, from values that are there.
 
-They run under the modes they ran under in forward. A layer that keeps statistics normalises again without touching
-them; a random one draws the same numbers, because the states of its generators were noted in forward. Which these are
-the step itself says, by the generator or the device it names and by the tensors it reads: a model on a GPU also draws
-on the host.
+They run under the modes they ran under in forward. A layer that keeps running statistics normalises again without
+touching them; a random one draws the same numbers, because the states of its generators were noted in forward. Which
+generators these are the step itself says, by the generator or the device it names and by the tensors it reads: a model
+on a GPU also draws on the host.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from outcore.graph.structure import leaves
 from outcore.memory.saved_tensors.recompute_batch_norm import BatchNormCall, norm_of
 from outcore.ops.recomputable import again
 
-__all__ = ["BufferRecompute", "States", "compile_rerun", "generator_states"]
+__all__ = ["BufferRecompute", "States", "compile_recompute", "generator_states"]
 
 States = Mapping[torch.Generator, torch.Tensor]
 
 _FOLDING = {"matmul", "__matmul__", "__rmatmul__", "linear", "Linear"}
-"""A product with a matrix that requires a gradient is one product, not a batch of them, however the other lies."""
+"""Functions that compute a product with a matrix that requires a gradient as one product, not as a batch of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class BufferRecompute:
-    """How one buffer is made again."""
+    """How one buffer is recomputed."""
 
     steps: tuple[Step, ...]
     random: frozenset[str]
-    """Steps that draw numbers."""
+    """Steps that draw random numbers."""
     result: str
     """The value that ends up in the buffer's memory."""
     norm: BatchNormCall | None = None
@@ -48,7 +48,7 @@ class BufferRecompute:
 
     @classmethod
     def cast(cls, value: str, dtype: str) -> BufferRecompute:
-        """A copy of a value in another type."""
+        """A recomputation that is a cast of a value to another type."""
         return cls((), frozenset(), value, dtype=getattr(torch, dtype))
 
     def run(
@@ -84,14 +84,14 @@ class BufferRecompute:
             tape.values[value] = tape.values[value].detach()
 
 
-def compile_rerun(
+def compile_recompute(
     steps: Sequence[Step],
     result: str,
     model: nn.Module,
     types: Mapping[str, str],
     trained: Callable[[Step], tuple[str, ...]] = lambda _: (),
 ) -> BufferRecompute:
-    """Prepare to make a buffer again.
+    """Prepare the recomputation of a buffer.
 
     Args:
         steps: its writers.
@@ -120,7 +120,7 @@ def generator_states(step: Step, tape: Tape) -> States:
 
 
 def _generator(device: torch.device) -> torch.Generator:
-    """What operations on a device draw from."""
+    """The generator that operations on a device draw from."""
     if device.type != "cuda":
         return torch.default_generator
     torch.cuda.init()
@@ -156,7 +156,7 @@ class _Flagged:
 
 
 class _Normalised(_Flagged):
-    """A batch or instance norm that leaves its statistics alone."""
+    """A batch or instance norm that does not update its running statistics."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         m: Any = self.module
@@ -172,7 +172,7 @@ class _Normalised(_Flagged):
 def _others(
     weight: torch.Tensor | None, mean: torch.Tensor | None, var: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Statistics to write into instead: none, unless theirs is the only type that says in which torch adds up."""
+    """Statistics to write into instead: None, unless their type decides in which type torch adds up."""
     if weight is not None or mean is None or var is None:
         return None, None
     return torch.zeros_like(mean), torch.zeros_like(var)
@@ -218,7 +218,7 @@ def _changed(context: Context) -> list[tuple[str, bool, torch.dtype]]:
 
 @contextlib.contextmanager
 def _modes(changed: list[tuple[str, bool, torch.dtype]]) -> Iterator[None]:
-    """Put autocast modes in force."""
+    """A context with these autocast modes in force."""
     with contextlib.ExitStack() as stack:
         for device, enabled, dtype in changed:
             stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
@@ -227,7 +227,7 @@ def _modes(changed: list[tuple[str, bool, torch.dtype]]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _generators(states: States) -> Iterator[None]:
-    """Draw from generators in states of before."""
+    """A context in which generators draw from earlier states."""
     now = {generator: generator.get_state() for generator in states}
     try:
         for generator, state in states.items():

@@ -51,7 +51,7 @@ from outcore.memory.cuda_graphs.step_graph import StepGraph
 from outcore.memory.offload.backends import Backend, tier_for
 from outcore.memory.offload.bandwidth import memory_rate
 from outcore.memory.op_fusion.ab_test import AbTest
-from outcore.memory.param_offload.escalation import StateDuty, follow, move
+from outcore.memory.param_offload.escalation import StatePlacement, follow, move
 from outcore.memory.param_offload.offloader import StateOffloader
 from outcore.memory.replay.compile_policies import prepare
 from outcore.memory.replay.replay_forward import ReplayPass
@@ -103,7 +103,7 @@ class ManagedForward:
         self.tier_bytes = 0
         self.keeper: StateOffloader | None = None
         """Keeps parameters and optimizer state below the device, where the plan says so."""
-        self.duty: StateDuty | None = None
+        self.placement: StatePlacement | None = None
         """How that is done, and where they are to be."""
         self.elsewhere: torch.device | None = None
         """Where the model computes, if it is the copy of one whose parameters were not there."""
@@ -127,8 +127,8 @@ class ManagedForward:
 
     def called(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; nothing is compiled around it."""
-        if self.duty is not None and torch.is_grad_enabled():
-            move(self, self.duty)
+        if self.placement is not None and torch.is_grad_enabled():
+            move(self, self.placement)
         if self.keeper is not None:
             return self.keeper.around(self.run, *args, **kwargs)
         if self.elsewhere is not None:
@@ -435,7 +435,7 @@ class ManagedForward:
         if key in self.ab_test.waiting:
             stays = self.admitted[key] = self.ab_test.end(key, entry, seen)
             if not self.settings.quiet:
-                print(f"outcore: {self.ab_test.told(key)}", file=sys.stderr)
+                print(f"outcore: {self.ab_test.outcome(key)}", file=sys.stderr)
             self.settings = replace(self.settings, fuse=stays is not entry)
             return stays is not entry
         if not self.ab_test.wanted(entry, seen):

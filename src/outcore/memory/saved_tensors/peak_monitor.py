@@ -137,9 +137,9 @@ class PeakMonitor:
 
 def homes_of(keeper: StateOffloader) -> list[torch.Tensor]:
     """Memory below the device in which state lives."""
-    found = [flat_buffer.home for flat_buffer in keeper.flat_buffers]
-    if keeper.visits is not None:
-        found += [flat_buffer.home for flat_buffer in keeper.visits.flat_buffers.values()]
+    found = [flat_buffer.off_device for flat_buffer in keeper.flat_buffers]
+    if keeper.state_copies is not None:
+        found += [flat_buffer.off_device for flat_buffer in keeper.state_copies.flat_buffers.values()]
     if keeper.gradients is not None:
-        found += [home.memory for home in keeper.gradients.homes.values()]
+        found += [home.memory for home in keeper.gradients.storages.values()]
     return found

@@ -146,8 +146,8 @@ class RecordedCall:
             traffic: whoever brings parameters that are not on the device.
         """
         if traffic is not None:
-            buckets = (traffic.of.get(id(a.tensor)) for a in self.arguments if a.tensor is not None)
-            traffic.need(*dict.fromkeys(bucket for bucket in buckets if bucket is not None), backward=True)
+            buckets = (traffic.bucket_of.get(id(a.tensor)) for a in self.arguments if a.tensor is not None)
+            traffic.fetch(*dict.fromkeys(bucket for bucket in buckets if bucket is not None), backward=True)
         for argument in self.arguments:  # parameters of a layer are among them, though not among what it is given
             if argument.tensor is not None:
                 argument.check()

@@ -123,7 +123,7 @@ class SavedBuffer(ReplayBuffer):
         """The cells that making it again reads."""
         return (source for call in self.writers for source in self._sources(call))
 
-    def remake(self) -> None:
+    def recompute(self) -> None:
         """Make it again from what its writers read."""
         keeper, renorm = self.owner.keeper, self.owner.table.renorm
         first, *more = self.writers

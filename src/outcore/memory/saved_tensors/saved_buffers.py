@@ -246,7 +246,7 @@ class SavedBuffers:
             if self.at.get(address) is cell:
                 del self.at[address]
         cell.leave(self.tier)
-        if cell.trip is not None and cell.memory is not None:
+        if cell.offloaded is not None and cell.memory is not None:
             self._copying[address] = cell
 
     def _stop(self, position: int, result: Any) -> None:

@@ -14,7 +14,7 @@ __all__ = ["all_partitions"]
 
 
 _STEPS = 40
-"""Steps for each partition that may be found, after which the search is given up: most ways may lead nowhere."""
+"""Steps for each partition that may be found, after which the search stops: most branches may lead nowhere."""
 
 
 def all_partitions(pieces: WeightedUnits, count: int, most: int) -> list[list[int]] | None:

@@ -33,7 +33,7 @@ def fastest(
     """Ends of the stages with the smallest sum of `extra` plus `repeats` times the largest of `busy`.
 
     For each candidate limit of the largest, the smallest sum below it is found; all entries of `busy` are candidates if
-    there are few, otherwise as many limits as told, from the smallest possible maximum upwards.
+    there are few, otherwise as many limits as `candidates` says, from the smallest possible maximum upwards.
     """
     bound = smallest_maximum(busy)
     if bound is None:

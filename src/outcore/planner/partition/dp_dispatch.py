@@ -1,6 +1,6 @@
 """Cutting one row of units for a balance: which dynamic program answers which question.
 
-balance    alone on its rank                                in pairs (GEMS)
+balance    one stage per rank                               in pairs (GEMS)
 compute    smallest slowest stage, then fewest bytes sent   smallest pair by time
 memory     smallest peak, then fewest bytes sent            smallest pair by memory
 search     smallest sum of messages, with the slowest       the same without regard of pairs; if a rank is then
@@ -28,7 +28,7 @@ _PAIR_STATES = 10_000
 def cut_line(
     line: IntervalTables, count: int, balance: str, pipeline: Pipeline, cap: float | None, route: RankLink
 ) -> list[list[int]]:
-    """Places where stages end, for each of the few cuts that may be best; none if the cap cannot be met."""
+    """Places where stages end, for each of the few cuts that may be best; empty if the cap cannot be met."""
     limit = np.inf if cap is None else cap
     if pipeline.paired and count > 1:
         return _paired(line, count, balance, pipeline, limit, route)
@@ -67,8 +67,8 @@ def _paired(
     if not few:
         # Too many places to look at all pairs of them: every stage as if its partner held as much.
         always = line.always_bytes()
-        alone = [2 * always + line.moving_bytes(pipeline, k, count) for k in range(count)]
-        return [*found, *_listed(smallest_maximum(alone))]
+        single = [2 * always + line.moving_bytes(pipeline, k, count) for k in range(count)]
+        return [*found, *_listed(smallest_maximum(single))]
     ranks = PairedLoads.of(line, pipeline, count)
     if balance == "search" and limit < np.inf:
         for slowest in _limits(line.forward_s, count):

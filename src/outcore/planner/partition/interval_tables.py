@@ -57,12 +57,12 @@ class IntervalTables:
         return table
 
     def single_bytes(self) -> Table:
-        """What one micro-batch holds on its way back: activations, workspace, gradients that come and go."""
+        """Bytes of one micro-batch in its backward: activations, workspace, temporary gradients."""
         table: Table = self.held_bytes + self.workspace_bytes + self.arriving_bytes + self.leaving_bytes
         return table
 
     def moving_bytes(self, pipeline: Pipeline, stage: int, count: int) -> Table:
-        """Activations in flight, workspace, gradients that come and go, and buffers for what comes next.
+        """Activations in flight, workspace, temporary gradients, and buffers for what comes next.
 
         A gradient that comes from several stages is counted as coming from one: from how many is not known here.
         """
@@ -114,33 +114,33 @@ class IntervalTables:
 
     def _held(self) -> Table:
         corners = _Corners(self.size)
-        for family in self.pieces.families:
-            users = self._at(family.users) + ([self.size - 1] if family.to_loss else [])
-            keepers = self._at(family.keepers)
-            touches = sorted({*users, *keepers})
-            home = INPUT if family.producer == INPUT else self._at([family.producer])[0]
-            corners.touched(home, touches, family.bytes)
-            if home != INPUT:
-                # Held by its own stage while a user lies beyond the end, or as soon as a keeper lies inside.
-                last = max(users, default=home)
-                first = min(keepers, default=self.size)
-                corners.add(0, home, home + 1, last, family.bytes)
-                corners.add(0, home, max(first, last) + 1, self.size, family.bytes)
+        for memory_use in self.pieces.memory_uses:
+            users = self._at(memory_use.users) + ([self.size - 1] if memory_use.to_loss else [])
+            savers = self._at(memory_use.savers)
+            touches = sorted({*users, *savers})
+            producer = INPUT if memory_use.producer == INPUT else self._at([memory_use.producer])[0]
+            corners.touched(producer, touches, memory_use.bytes)
+            if producer != INPUT:
+                # Held by its own stage while a user lies beyond the end, or as soon as a saver lies inside.
+                last = max(users, default=producer)
+                first = min(savers, default=self.size)
+                corners.add(0, producer, producer + 1, last, memory_use.bytes)
+                corners.add(0, producer, max(first, last) + 1, self.size, memory_use.bytes)
         return self._only(corners.table())
 
     def _flows(self) -> None:
         messages, moved, incoming = _Corners(self.size), _Corners(self.size), _Corners(self.size)
         arriving, leaving = _Corners(self.size), _Corners(self.size)
         for flow in self.pieces.flows:
-            home = self._at([flow.producer])[0]
+            producer = self._at([flow.producer])[0]
             users = sorted({*self._at(flow.users), *([self.size - 1] if flow.to_loss else [])})
             ways = 2 if flow.has_gradient else 1
-            messages.touched(home, users, ways)
-            moved.touched(home, users, ways * flow.bytes)
-            incoming.touched(home, users, flow.bytes)
+            messages.touched(producer, users, ways)
+            moved.touched(producer, users, ways * flow.bytes)
+            incoming.touched(producer, users, flow.bytes)
             if flow.has_gradient:
-                arriving.touched(home, users, flow.bytes)
-                leaving.add(0, home, home + 1, max(users, default=home), flow.bytes)
+                arriving.touched(producer, users, flow.bytes)
+                leaving.add(0, producer, producer + 1, max(users, default=producer), flow.bytes)
         self.messages = self._only(messages.table())
         self.message_bytes = self._only(moved.table())
         self.incoming_bytes = self._only(incoming.table())
@@ -166,11 +166,11 @@ class _Corners:
         self.differences[first_i, last_j + 1] -= amount
         self.differences[last_i + 1, last_j + 1] += amount
 
-    def touched(self, home: int, touches: Sequence[int], amount: float) -> None:
-        """Add where a stage begins after `home` and has one of the touched places inside: each such stage once."""
-        previous = home
+    def touched(self, producer: int, touches: Sequence[int], amount: float) -> None:
+        """Add where a stage begins after `producer` and has one of the touched places inside: each such stage once."""
+        previous = producer
         for touch in touches:
-            if touch > home:
+            if touch > producer:
                 self.add(previous + 1, touch, touch + 1, self.size, amount)
                 previous = touch
 

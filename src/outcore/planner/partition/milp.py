@@ -110,7 +110,7 @@ class _Memory:
 
     always: Terms
     moving: list[Terms]
-    """Each of them, at some time."""
+    """Alternatives, each of them held at some time."""
     single: Terms
     incoming: Terms
 
@@ -125,7 +125,9 @@ class _Program:
         self.rows: list[tuple[Terms, float]] = []
         self.objective: Terms = {}
         self.time_scale = max(sum(pieces.time_s), 1e-30)
-        self.byte_scale = float(max(sum(f.bytes for f in pieces.families) + sum(b for _, b, _ in pieces.parameters), 1))
+        self.byte_scale = float(
+            max(sum(f.bytes for f in pieces.memory_uses) + sum(b for _, b, _ in pieces.parameters), 1)
+        )
         for v in range(n):
             for k in range(count - 2):
                 self.at_least({v * (count - 1) + k + 1: 1.0, v * (count - 1) + k: -1.0}, 0.0)
@@ -181,7 +183,7 @@ class _Program:
         return found
 
     def above(self, variable: int, terms: Terms) -> None:
-        """The variable is at least the expression."""
+        """Constrain a variable to be at least an expression."""
         self.at_least(self.total([{variable: 1.0}, terms], [1.0, -1.0]), 0.0)
 
     def users(self, users: Sequence[int], to_loss: bool, k: int) -> list[Terms]:
@@ -195,9 +197,9 @@ class _Program:
             places = []
             for k in range(self.count):
                 places.append(variable := self.variable())
-                home = self.inside(flow.producer, k)
+                made_here = self.inside(flow.producer, k)
                 for user in self.users(flow.users, flow.to_loss, k):
-                    self.above(variable, self.total([user, home], [1.0, -1.0]))
+                    self.above(variable, self.total([user, made_here], [1.0, -1.0]))
             found.append(places)
         return found
 
@@ -269,34 +271,34 @@ class _Program:
             for _, nbytes, users in parameters:
                 here = self.any_of([self.inside(u, k) for u in users])
                 always = self.total([always, here], [1.0, copies * nbytes / scale])
-        alone: Terms = {(workspace := self.variable()): 1.0}
+        temporary: Terms = {(workspace := self.variable()): 1.0}
         for v, nbytes in enumerate(pieces.workspace_bytes):
             if nbytes:
                 self.above(workspace, self.total([self.inside(v, k)], [nbytes / scale]))
         held: Terms = {}
-        for family in pieces.families:
-            reasons = [self.inside(u, k) for u in family.keepers]
-            reading = self.users(family.users, family.to_loss, k)
-            if family.producer == INPUT:
+        for memory_use in pieces.memory_uses:
+            reasons = [self.inside(u, k) for u in memory_use.savers]
+            reading = self.users(memory_use.users, memory_use.to_loss, k)
+            if memory_use.producer == INPUT:
                 reasons += reading
             else:
-                home = self.inside(family.producer, k)
-                reasons += [self.total([u, home], [s, -s]) for u in reading for s in (1.0, -1.0)]
-            held = self.total([held, self.any_of(reasons)], [1.0, family.bytes / scale])
+                made_here = self.inside(memory_use.producer, k)
+                reasons += [self.total([u, made_here], [s, -s]) for u in reading for s in (1.0, -1.0)]
+            held = self.total([held, self.any_of(reasons)], [1.0, memory_use.bytes / scale])
         incoming: Terms = {}
         leaving: Terms = {}
         for flow, places in zip(pieces.flows, received, strict=True):
             incoming[places[k]] = flow.bytes / scale
             if flow.has_gradient:
-                alone = self.total([alone, {places[k]: flow.bytes / scale}])
+                temporary = self.total([temporary, {places[k]: flow.bytes / scale}])
                 sent = self.sent(flow.producer, places, k)
                 leaving = self.total([leaving, sent], [1.0, flow.bytes / scale])
-        alone = self.total([alone, leaving])
-        full = self.total([held, alone], [float(self.pipeline.in_flight(k, self.count)), 1.0])
+        temporary = self.total([temporary, leaving])
+        full = self.total([held, temporary], [float(self.pipeline.in_flight(k, self.count)), 1.0])
         gradient, value = self.pipeline.waits_for(k, self.count)
         waiting = [*([leaving] if gradient else []), *([incoming] if value else [])]
         moving = [self.total([full, more]) for more in waiting] or [full]
-        return _Memory(always, moving, self.total([held, alone]), incoming)
+        return _Memory(always, moving, self.total([held, temporary]), incoming)
 
     def sent(self, producer: int, places: list[int], k: int) -> Terms:
         """To how many stages the value goes if its producer is in stage k, else at least 0."""
@@ -305,14 +307,14 @@ class _Program:
         everywhere = self.total([dict.fromkeys(places, 1.0), absent], [1.0, -float(self.count)])
         self.above(variable, everywhere)
         # A tighter relaxation: at least one stage, if any unit that reads it is elsewhere.
-        home = self.inside(producer, k)
+        made_here = self.inside(producer, k)
         for j, place in enumerate(places):
             if j > k:
-                self.above(variable, self.total([{place: 1.0}, home, {-1: 1.0}], [1.0, 1.0, -1.0]))
+                self.above(variable, self.total([{place: 1.0}, made_here, {-1: 1.0}], [1.0, 1.0, -1.0]))
         return {variable: 1.0}
 
     def any_of(self, reasons: Sequence[Terms]) -> Terms:
-        """At least each of the expressions, and 0."""
+        """A variable that is at least each of the expressions, and 0."""
         if len(reasons) == 1:
             lowest = sum(factor for v, factor in reasons[0].items() if v < 0 or factor < 0)
             if lowest >= 0:

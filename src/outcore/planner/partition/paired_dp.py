@@ -27,10 +27,10 @@ class PairedLoads:
 
     always: Table
     moving: Sequence[Table]
-    """For each stage."""
+    """What each stage holds only while a step runs."""
     single: Table | None = None
     incoming: Table | None = None
-    """While a stage finishes a batch, the input of the other stage waits already."""
+    """Bytes of a stage's input, which is received while the other stage of its rank finishes a batch."""
     returning: bool = False
     """Whether the first stage comes after the second again."""
     middle_twice: bool = False

@@ -69,7 +69,7 @@ class Partition:
 
     @property
     def message_bytes(self) -> int:
-        """What crosses between stages in one micro-batch, values and gradients."""
+        """Bytes sent between stages in one micro-batch, values and gradients."""
         return sum(e.bytes * len(e.targets) * (2 if e.has_gradient else 1) for e in self.stages.edges)
 
 
@@ -94,7 +94,7 @@ def split(
         stages: how many.
         balance: what to make small: the time of the slowest stage, the peak of the largest rank, or the step.
         granularity: "block", "layer", or modules down to a depth.
-        pipeline: how it will be run, which decides what is in flight; plain model parallelism if not told.
+        pipeline: how it will be run, which decides what is in flight; plain model parallelism if not given.
         memory_bytes: what no rank may exceed.
         route: the link between ranks, for "search".
         tied: whether calls that share a parameter stay together.

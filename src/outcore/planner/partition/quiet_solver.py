@@ -1,8 +1,8 @@
-"""Keeping a library's own printing off the terminal.
+"""Keeps a library's own printing off the terminal.
 
 HiGHS prints a line of its internals now and then, from C and whatever its options say. While it runs, the process's
-standard output is pointed at nothing; what C still holds in its buffer is flushed before and after, so that lines of
-others are neither lost nor let through late. Whoever prints from another thread meanwhile is not heard.
+standard output is redirected to nothing; what C still holds in its buffer is flushed before and after, so that lines of
+others are neither lost nor let through late. What another thread prints meanwhile is lost.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _STDOUT = 1
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Let nothing be written to the process's standard output."""
+    """A context in which nothing is written to the process's standard output."""
     try:
         kept = os.dup(_STDOUT)
     except OSError:  # there is none

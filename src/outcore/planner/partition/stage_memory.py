@@ -1,8 +1,8 @@
-"""Which stage holds which memory, for any assignment of units to stages: one matrix of yes and no.
+"""Which stage holds which memory, for any assignment of units to stages: one Boolean matrix.
 
-A family of memory is held by every stage in which a unit keeps it, and, if it crosses a border, by the stage that makes
-it and those that read it; a parameter by every stage that uses it. Which unit touches what is written down once, as two
-lists of numbers; an assignment then takes a few passes over them, so thousands of assignments can be compared.
+A piece of memory is held by every stage in which a unit saves it, and, if it crosses a border, by the stage that makes
+it and those that read it; a parameter by every stage that uses it. Which unit touches what is stored once, as two lists
+of numbers; an assignment then takes a few passes over them, so thousands of assignments can be compared.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 __all__ = ["INPUT", "Parameter", "SharedMemoryUse", "StageMemory", "merged"]
 
 INPUT = -1
-"""The producer of what the model is given."""
+"""The producer of the model's inputs."""
 
 Parameter = tuple[str, int, tuple[int, ...]]
 """Name, bytes and the units that use it."""
@@ -26,7 +26,7 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class SharedMemoryUse:
-    """Memory that several units may touch."""
+    """One piece of memory, and the units that touch it."""
 
     name: str
     bytes: int
@@ -34,8 +34,8 @@ class SharedMemoryUse:
     """Unit that makes it, or `INPUT`."""
     users: tuple[int, ...]
     """Units that read it, ascending, without the producer."""
-    keepers: tuple[int, ...]
-    """Units that keep it for backward, ascending."""
+    savers: tuple[int, ...]
+    """Units that save it for backward, ascending."""
     to_loss: bool = False
 
 
@@ -49,36 +49,36 @@ def merged(parameters: Iterable[Parameter]) -> tuple[Parameter, ...]:
 
 
 class StageMemory:
-    """Who touches what."""
+    """Which units touch which memory."""
 
     def __init__(
-        self, families: Sequence[SharedMemoryUse], parameters: Sequence[Parameter], fixed: Sequence[Parameter]
+        self, memory_uses: Sequence[SharedMemoryUse], parameters: Sequence[Parameter], fixed: Sequence[Parameter]
     ) -> None:
-        self._sizes = np.array([f.bytes for f in families], dtype=np.int64)
-        self._producer = np.array([f.producer for f in families], dtype=np.int64)
-        self._to_loss = np.array([i for i, f in enumerate(families) if f.to_loss], dtype=np.int64)
-        self._keepers = _touches([f.keepers for f in families])
-        self._users = _touches([f.users for f in families])
+        self._sizes = np.array([f.bytes for f in memory_uses], dtype=np.int64)
+        self._producer = np.array([f.producer for f in memory_uses], dtype=np.int64)
+        self._to_loss = np.array([i for i, f in enumerate(memory_uses) if f.to_loss], dtype=np.int64)
+        self._keepers = _touches([f.savers for f in memory_uses])
+        self._users = _touches([f.users for f in memory_uses])
         self._trained = _touches([users for _, _, users in parameters])
         self._trained_sizes = np.array([nbytes for _, nbytes, _ in parameters], dtype=np.int64)
         self._fixed = _touches([users for _, _, users in fixed])
         self._fixed_sizes = np.array([nbytes for _, nbytes, _ in fixed], dtype=np.int64)
 
     def held(self, stage_of: Numbers, count: int) -> list[int]:
-        """Bytes of the families that each stage holds."""
+        """Bytes of memory that each stage holds."""
         holds = np.zeros((len(self._sizes), count), dtype=bool)
-        family, unit = self._keepers
-        holds[family, stage_of[unit]] = True
-        family, unit = self._users
+        memory_use, unit = self._keepers
+        holds[memory_use, stage_of[unit]] = True
+        memory_use, unit = self._users
         stage = stage_of[unit]
         if len(self._to_loss):
-            family = np.concatenate((family, self._to_loss))
+            memory_use = np.concatenate((memory_use, self._to_loss))
             stage = np.concatenate((stage, np.full(len(self._to_loss), count - 1)))
-        home = np.where(self._producer == INPUT, INPUT, stage_of[self._producer])[family]
-        away = stage != home
-        holds[family[away], stage[away]] = True
-        made = away & (home != INPUT)
-        holds[family[made], home[made]] = True
+        producer_stage = np.where(self._producer == INPUT, INPUT, stage_of[self._producer])[memory_use]
+        elsewhere = stage != producer_stage
+        holds[memory_use[elsewhere], stage[elsewhere]] = True
+        made = elsewhere & (producer_stage != INPUT)
+        holds[memory_use[made], producer_stage[made]] = True
         return _sums(self._sizes, holds)
 
     def trained(self, stage_of: Numbers, count: int) -> list[int]:

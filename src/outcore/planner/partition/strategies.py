@@ -1,7 +1,7 @@
 """Finding the stage of every unit: all partitions of small graphs, otherwise linear orders cut by dynamic programs.
 
-What is best depends on the balance: a score compares candidates of any origin by the same ruler, so the order in which
-they are found does not matter and the best of all is returned. From the surest to the quickest way:
+What is best depends on the balance: one score compares candidates of any origin, so the order in which they are found
+does not matter and the best of all is returned. From the most thorough to the quickest way:
 
     every partition           up to a few thousand of them: the best there is
     integer program           over all orders at once, up to some dozen units
@@ -52,7 +52,7 @@ Found = tuple[tuple[float, ...], list[int], str]
 
 @dataclass(frozen=True)
 class PartitionTask:
-    """What is to be cut, into how many stages, and what counts."""
+    """What is to be cut, into how many stages, and what is to be small."""
 
     pieces: WeightedUnits
     count: int
@@ -108,7 +108,7 @@ def cut_pieces(
 
 
 def _smallest(task: PartitionTask, every: list[list[int]] | None) -> tuple[list[int], str]:
-    """The smallest peak there is, made faster as far as the cap allows; refuses if that is above the cap."""
+    """The cut with the smallest peak, made faster as far as the cap allows; raises if it is above the cap."""
     assert task.cap is not None
     if every is None:
         smallest, how = cut_pieces(task.pieces, task.count, "memory", task.pipeline, None, task.route)

@@ -2,9 +2,9 @@
 
 The user says how fine: the model's own children ("block"), modules down to a depth, or single calls ("layer"). Then
 what must stay together is joined: calls that write memory and calls that read it afterwards; calls that share a
-parameter (unless copies of it are to be kept in step); calls of a module that keeps statistics; calls that do nothing,
-like a view, and the call whose result they look at, so that no rank is ever without work. Joining can close a circle (A
-before B before A), and a circle cannot be cut, so the strongly connected components of what results are the *units*.
+parameter (unless copies of it are to be kept equal); calls of a module that keeps statistics; calls that do nothing,
+like a view, and the call that makes their input, so that no rank is ever without work. Joining can close a cycle (A
+before B before A), and a cycle cannot be cut, so the strongly connected components of what results are the *units*.
 They form a directed acyclic graph, numbered in the order of execution.
 """
 
@@ -117,13 +117,13 @@ def _inseparable(graph: Graph, weights: CallWeights, tied: str) -> Iterable[tupl
                 readers.setdefault(parameter, []).append(name)
     yield from (tuple(calls) for calls in readers.values())
     yield from _idle(graph, weights)
-    families: dict[str, list[str]] = {}
+    aliases: dict[str, list[str]] = {}
     for value in graph.values.values():
-        families.setdefault(value.alias_of or value.name, []).append(value.name)
+        aliases.setdefault(value.alias_of or value.name, []).append(value.name)
     for name, call in graph.calls.items():
         for written in call.mutates:
-            family = families[graph.values[written].alias_of or written]
-            late = {c for v in family for c in graph.values[v].consumers if name in graph.calls[c].after}
+            shared = aliases[graph.values[written].alias_of or written]
+            late = {c for v in shared for c in graph.values[v].consumers if name in graph.calls[c].after}
             if late:
                 yield (name, *sorted(late))
 

@@ -1,12 +1,12 @@
 """Units with their weights: all that a partitioner looks at.
 
-Memory is followed in *families*: a value together with its views, which are one piece of memory. A stage holds a
-family from the forward of a micro-batch to its backward if one of its calls keeps it for backward, or if it crosses the
-stage's border: what was received stays until its gradient is sent, what was sent stays until its gradient has come. So
-a long skip counts on both ends, for as long as it lives there.
+Memory is counted by storage: a value together with its views is one piece. A stage holds it from the forward of a
+micro-batch to its backward if one of its calls saves it for backward, or if it crosses the stage's border: what was
+received stays until its gradient is sent, what was sent stays until its gradient has come. So a long skip counts on
+both ends, for as long as it lives there.
 
-Inputs of the model are given to every rank that reads them; outputs made early travel to the last stage, where the loss
-is.
+Inputs of the model are given to every rank that reads them; outputs made early are sent to the last stage, where the
+loss is.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ValueFlow:
 
 @dataclass(frozen=True)
 class WeightedUnits:
-    """Units, what they take and what flows between them."""
+    """Units, their costs and the values that flow between them."""
 
     units: Units
     forward_s: tuple[float, ...]
@@ -49,7 +49,7 @@ class WeightedUnits:
     workspace_bytes: tuple[int, ...]
     fixed: tuple[Parameter, ...]
     """Buffers and frozen parameters."""
-    families: tuple[SharedMemoryUse, ...]
+    memory_uses: tuple[SharedMemoryUse, ...]
     flows: tuple[ValueFlow, ...]
     parameters: tuple[Parameter, ...]
     """The trained ones."""
@@ -87,16 +87,16 @@ class WeightedUnits:
                 min(t, o) + max(0.0, t - o) * fraction for t, o in zip(self.backward_s, least, strict=True)
             ),
             workspace_bytes=tuple(round(b * fraction) for b in self.workspace_bytes),
-            families=tuple(replace(f, bytes=round(f.bytes * fraction)) for f in self.families),
+            memory_uses=tuple(replace(f, bytes=round(f.bytes * fraction)) for f in self.memory_uses),
             flows=tuple(replace(f, bytes=round(f.bytes * fraction)) for f in self.flows),
         )
 
     @cached_property
     def _holding(self) -> StageMemory:
-        return StageMemory(self.families, self.parameters, self.fixed)
+        return StageMemory(self.memory_uses, self.parameters, self.fixed)
 
     def held_bytes(self, stage_of: Sequence[int], count: int) -> list[int]:
-        """What every stage holds of one micro-batch, from its forward to its backward."""
+        """Bytes that every stage holds of one micro-batch, from its forward to its backward."""
         return self._holding.held(np.asarray(stage_of), count)
 
     def weight_bytes(self, stage_of: Sequence[int], count: int) -> list[int]:
@@ -113,10 +113,10 @@ class WeightedUnits:
         fixed = self.fixed_bytes(stage_of, count)
         edges = []
         for flow in self.flows:
-            home = stage_of[flow.producer]
+            producer_stage = stage_of[flow.producer]
             places = {stage_of[u] for u in flow.users} | ({count - 1} if flow.to_loss else set())
-            if targets := tuple(sorted(places - {home})):
-                edges.append(Edge(flow.value, home, targets, flow.bytes, flow.has_gradient))
+            if targets := tuple(sorted(places - {producer_stage})):
+                edges.append(Edge(flow.value, producer_stage, targets, flow.bytes, flow.has_gradient))
         members: list[list[int]] = [[] for _ in range(count)]
         for i in range(len(self)):
             members[stage_of[i]].append(i)
@@ -149,7 +149,7 @@ class WeightedUnits:
 
 
 def weigh(graph: Graph, weights: CallWeights, units: Units) -> WeightedUnits:
-    """Put weights on units."""
+    """The units of a graph with their weights."""
     unit_of = units.of_call
     calls = [[weights.calls[c] for c in unit.calls] for unit in units.units]
     outputs = {graph.values[v].alias_of or v for v in graph.outputs}
@@ -165,17 +165,17 @@ def weigh(graph: Graph, weights: CallWeights, units: Units) -> WeightedUnits:
         if producer != INPUT and (to_loss or users - {producer}):
             rest = tuple(sorted(users - {producer}))
             flows.append(ValueFlow(name, value.bytes, producer, rest, to_loss, value.requires_grad))
-    keepers: dict[str, set[int]] = {}
+    savers: dict[str, set[int]] = {}
     sizes: dict[str, int] = {}
     for i, rows in enumerate(calls):
         for row in rows:
             for name, nbytes in row.saved.items():
-                keepers.setdefault(name, set()).add(i)
+                savers.setdefault(name, set()).add(i)
                 sizes[name] = max(nbytes, sizes.get(name, 0))
     alike: dict[tuple[int, tuple[int, ...], tuple[int, ...], bool], SharedMemoryUse] = {}
-    for name in dict.fromkeys((*sharing, *keepers)):
+    for name in dict.fromkeys((*sharing, *savers)):
         producer, found = sharing.get(name, (INPUT, set()))
-        keeping = keepers.get(name, set())
+        keeping = savers.get(name, set())
         size = sizes.get(name) or (graph.values[name].bytes if name in graph.values else 0)
         to_loss = name in outputs and producer != INPUT
         if keeping or to_loss or found - {producer}:

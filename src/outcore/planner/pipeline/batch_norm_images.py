@@ -3,7 +3,7 @@
 Batch norms are the one place where a plan changes what is computed: each micro-batch is normalised by its own mean and
 variance, so a batch of 8 that two replicas share, or that passes in two pieces, is normalised 4 images at a time. That
 is a choice about the network and not about speed. A plan therefore says in words what its norms see, prefers the most
-images where the time is the same, and can be told to let them see all (`batch_norm="synchronised"`), which needs the
+images where the time is the same, and can be asked to let them see all (`batch_norm="synchronised"`), which needs the
 share of every replica in one piece.
 
 Invariant: `norms_see` names fewer images than the batch has exactly if the plan normalises over fewer.
@@ -51,7 +51,7 @@ def norms_see(plan: Plan, graph: Graph, samples: int | None = None) -> str | Non
     Args:
         plan: the plan.
         graph: the network.
-        samples: of a step, over all replicas; those of the recorded batch if not told.
+        samples: of a step, over all replicas; those of the recorded batch if not given.
     """
     if not batch_norms(graph):
         return None

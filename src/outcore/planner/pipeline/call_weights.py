@@ -1,10 +1,11 @@
 """What the planner knows of every call: seconds, bytes, and which memory and parameters they are in.
 
-Measured costs and estimates from shapes both become `CallWeights`, so partitioning does not care where a number came
-from. Memory kept for backward is listed by name: the same memory kept by two calls of one stage is held once, but if a
-cut separates the two, both sides hold it. Parameters are listed by name too: one that several calls use is *tied*.
+Measured costs and estimates from shapes both become `CallWeights`, so partitioning does not depend on where a number
+came from. Memory saved for backward is listed by name: the same memory saved by two calls of one stage is held once,
+but if a cut separates the two, both sides hold it. Parameters are listed by name too: one that several calls use is
+*tied*.
 
-`Weights.of` takes any costs that list calls, be it the package's own or a handful of numbers;
+`CallWeights.of` takes any costs that list calls, be it the package's own or a handful of numbers;
 `outcore.planner.weights_from_shapes` makes weights from shapes alone.
 """
 
@@ -22,13 +23,12 @@ __all__ = ["CallWeight", "CallWeights", "fixed_tensors"]
 
 @dataclass(frozen=True, slots=True)
 class CallWeight:
-    """What one call takes, for the batch the graph was recorded with."""
+    """The costs of one call, for the batch the graph was recorded with."""
 
     forward_s: float = 0.0
     backward_s: float = 0.0
     saved: Mapping[str, int] = field(default_factory=dict)
-    """Memory kept from forward to backward: name of the value that is first in it (or of what backward derived) ->
-    bytes."""
+    """Memory saved from forward to backward: name of the first value in it (or of what backward derived) -> bytes."""
     workspace_bytes: int = 0
     parameters: tuple[str, ...] = ()
     """Names of the trained parameters it reads."""
@@ -37,7 +37,7 @@ class CallWeight:
 
     @property
     def saved_bytes(self) -> int:
-        """All it keeps for backward."""
+        """All bytes it saves for backward."""
         return sum(self.saved.values())
 
     @property
@@ -58,7 +58,7 @@ class CallWeights:
     update_bytes_per_s: float = float("inf")
     """Parameter, gradient and state bytes an optimizer's step gets through in a second."""
     overhead_s: float = 0.0
-    """What a call takes however small the batch: added in forward and again in backward, contained in both."""
+    """Time of a call that does not depend on the batch: contained in both forward and backward."""
     source: str = "given"
 
     @property

@@ -1,7 +1,7 @@
 """Ways to share devices: stages x replicas, a schedule, micro-batches and batches.
 
 The batch of a step is divided among the replicas, and each replica's share into pieces of equal size, each divisor of
-the share being a possible number of pieces. How pieces go through the pipeline is the schedule's matter: GPipe and GEMS
+the share being a possible number of pieces. The schedule decides how pieces go through the pipeline: GPipe and GEMS
 group them into batches that pass one after the other, which bounds what is in flight.
 """
 
@@ -20,7 +20,7 @@ MOST_PIECES = 1024
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A way to share the devices, with what it is expected to take."""
+    """A way to share the devices, with its expected time and memory."""
 
     stages: int
     replicas: int
@@ -64,7 +64,7 @@ def candidates_for(
 ) -> list[Candidate]:
     """Every way to share so many devices and samples.
 
-    Whoever names a schedule wants a pipeline: on several devices the network is then cut.
+    Where a schedule is named, a pipeline is wanted: on several devices the network is then cut.
     """
     found = []
     for stages in _divisors(devices):
@@ -99,7 +99,7 @@ def _divisors(number: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class EvenCut:
-    """What pieces of one size would take if they could be cut evenly: nothing is faster or smaller."""
+    """Lower bounds from pieces of one size that are cut evenly: nothing is faster or smaller."""
 
     forward_s: float
     backward_s: float
@@ -112,7 +112,7 @@ class EvenCut:
         """The figures of pieces."""
         weights = sum(nbytes for _, nbytes, _ in pieces.parameters)
         always = (2 + pieces.state_per_parameter) * weights + sum(nbytes for _, nbytes, _ in pieces.fixed)
-        held = sum(f.bytes for f in pieces.families if f.keepers)
+        held = sum(f.bytes for f in pieces.memory_uses if f.savers)
         return cls(sum(pieces.forward_s), sum(pieces.backward_s), held, always, weights)
 
     def time_s(self, candidate: Candidate, route: RankLink) -> float:
@@ -124,7 +124,7 @@ class EvenCut:
         )
 
     def peak_bytes(self, candidate: Candidate) -> float:
-        """What the largest rank cannot be below."""
+        """A lower bound of the largest rank's peak."""
         flying = 1 if candidate.pipeline.schedule == "1f1b" else candidate.pipeline.in_flight(0, candidate.stages)
         copies = 2 if candidate.pipeline.paired and candidate.stages > 1 else 1
         return (copies * self.always_bytes + flying * self.held_bytes) / candidate.stages

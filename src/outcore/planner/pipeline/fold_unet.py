@@ -43,7 +43,7 @@ class Fold:
     placement: tuple[int, ...]
     """Rank of every stage."""
     peak_bytes: tuple[int, ...]
-    """Of every rank, simulated; memory that both its stages hold counts once."""
+    """The simulated peak of every rank; memory that both its stages hold counts once."""
 
     @property
     def names(self) -> tuple[tuple[str, ...], ...]:
@@ -64,7 +64,7 @@ def split_vertically(
     Args:
         graph: the network; its skips are looked for between the model's own children.
         weights: of its calls.
-        ranks: levels are joined until there are so many; one rank per level if not told.
+        ranks: levels are joined until there are so many; one rank per level if not given.
         pipeline: how it is run; not GEMS, which places its two replicas itself.
         fraction: the part of the recorded batch that a micro-batch is.
     """

@@ -1,6 +1,6 @@
 """When a budget cannot be met: the smallest that can, and how many ranks would do.
 
-Both are found as the planner itself would find them, so what a refusal promises is what the next attempt gets: the
+Both are found as the planner itself would find them, so what the error promises is what the next attempt gets: the
 smallest budget is the peak of a plan that was cut and simulated. How many ranks would do is asked of rough cuts first,
 and of at most a few careful ones.
 """
@@ -17,7 +17,7 @@ _CAREFUL = 3
 
 
 def refusal(search: PlanSearch, devices: int, cap: int | None) -> str:
-    """Why there is no plan, and what to ask for instead."""
+    """The error that says why there is no plan, and what to ask for instead."""
     smallest = [max(predicted.peak_bytes) for predicted, _, _ in search.smallest(devices)]
     if cap is None or not smallest:
         return f"no candidate for {devices} devices could be cut"

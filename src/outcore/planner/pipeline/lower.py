@@ -39,7 +39,7 @@ def lower(plan: Plan, graph: Graph, weights: CallWeights) -> tuple[Program, Stag
 
 
 def predict_timeline(plan: Plan, graph: Graph, weights: CallWeights, links: Links) -> Timeline:
-    """What a step of the plan is expected to look like."""
+    """The predicted timeline of a step of the plan."""
     program, stages = lower(plan, graph, weights)
     return replace(simulate(program, stages, links), name=plan.arrangement)
 

@@ -2,8 +2,8 @@
 
     plan = outcore.plan(job, devices=4, memory="8GiB")
 
-The parts (weights, links, the search) stay available for whoever has measured them; this call fills in what was left
-out and says in the plan what it chose. What is left out and chosen here:
+The parts (weights, links, the search) stay available to callers that have measured them; this call fills in what was
+left out and says in the plan what it chose. What is left out and chosen here:
 
 batch    The job's own; where that is smaller than the number of devices, one sample for each, because one sample cannot
          be shared and three of four devices would wait.
@@ -40,7 +40,7 @@ __all__ = ["batch_for", "links_of", "plan"]
 
 UNKNOWN_LINK = Link.symmetric(bandwidth_bytes_per_s=12e9, latency_s=10e-6)
 _LONG = 2000
-"""Micro-batches over all ranks above which a timeline is not simulated again."""
+"""With more micro-batches over all ranks a timeline is not simulated again."""
 
 
 def plan(
@@ -70,15 +70,15 @@ def plan(
 
     Args:
         source: a job, or a graph that was recorded with the batch of one step.
-        devices: how many; all of the machine's if not told.
-        memory: what no device may exceed, like ``"8GiB"``; all it has if not told.
-        machine: ``"v100x8"``, a machine, or the path of one; this machine if not told.
-        batch: samples of a step over all devices; see `batch_for` if not told. Only for a job.
+        devices: how many; all of the machine's if not given.
+        memory: what no device may exceed, like ``"8GiB"``; all it has if not given.
+        machine: ``"v100x8"``, a machine, or the path of one; this machine if not given.
+        batch: samples of a step over all devices; see `batch_for` if not given. Only for a job.
         schedule: the only one to look at: model_parallel, gpipe, 1f1b or gems. The network is then cut into stages.
-        balance: what to cut by, "compute" or "memory"; the fastest step if not told.
+        balance: what to cut by, "compute" or "memory"; the fastest step if not given.
         granularity: how fine the parts are: "block", "layer" or a depth.
         batch_norm: what batch norms see: "micro_batch", "deferred" or "synchronised" (the whole batch).
-        costs: of every call, measured or estimated; estimated for the machine if not told.
+        costs: of every call, measured or estimated; estimated for the machine if not given.
         shared: False if every replica is given a batch of the recorded size.
 
     Raises:
@@ -115,12 +115,12 @@ def plan(
 
 
 def batch_for(job: Job, devices: int) -> int:
-    """The batch of a step that was not told: the job's own, or one sample for each device where that is more."""
+    """The batch of a step that was not given: the job's own, or one sample for each device where that is more."""
     return max(job.size, devices)
 
 
 def links_of(machine: Machine) -> Links:
-    """The links of a machine; those between devices that nobody measured are taken as PCIe's."""
+    """The links of a machine; unmeasured ones between devices are taken as PCIe's."""
     try:
         found = Links.of(machine)
     except OutcoreError:

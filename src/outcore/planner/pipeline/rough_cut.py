@@ -24,7 +24,7 @@ class RoughCut:
     def cut(
         self, count: int, balance: Balance, pipeline: Pipeline, cap: float | None, route: RankLink, replicas: int
     ) -> tuple[float, int] | None:
-        """Seconds of a step and peak of the largest rank, or None if these places do not do."""
+        """Seconds of a step and peak of the largest rank, or None if no cut at these places fits."""
         line = self._line(max(2 * count, 24 if pipeline.paired else 64))
         if count > line.size:
             return None

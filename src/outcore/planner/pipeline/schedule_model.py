@@ -11,7 +11,7 @@ at one time is what a schedule decides:
                     activations of the larger of its two stages, and the parameters of both
 
 The closed forms of time and memory here rank candidates. Those of memory are what the simulator of `outcore.program`
-finds if transfers take no time; with slow links gradients may wait longer for theirs, so it has the last word.
+finds if transfers take no time; with slow links gradients may wait longer for theirs, so the simulation decides.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class StageLoad:
 
     always: int
     moving: int
-    """At most, while a step runs."""
+    """The most that is held only while a step runs."""
     single: int
-    """While a single micro-batch goes back through it."""
+    """Held while a single micro-batch is in its backward."""
     incoming: int
     """Values that it receives for one micro-batch."""
 
@@ -91,7 +91,7 @@ class Pipeline:
         return self.micro_batches
 
     def waits_for(self, stage: int, count: int) -> tuple[bool, bool]:
-        """Whether, while a stage is fullest, a buffer waits for the next gradient, and for the next value.
+        """Whether, when a stage holds most, there is a buffer for the next gradient, and one for the next value.
 
         A receive is issued one compute before the one that needs it, so a backward that is followed by another one has
         a second gradient's buffer beside it, and one that is followed by a forward has that forward's input.
@@ -112,11 +112,11 @@ class Pipeline:
         found = []
         for k, stage in enumerate(stages.stages):
             always = stage.parameter_bytes + stage.gradient_bytes + stage.state_bytes
-            alone = stage.workspace_bytes + arriving[k] + leaving[k]
+            temporary = stage.workspace_bytes + arriving[k] + leaving[k]
             gradient, value = self.waits_for(k, count)
             waiting = max(leaving[k] * gradient, incoming[k] * value)
-            moving = self.in_flight(k, count) * stage.saved_bytes + alone + waiting
-            found.append(StageLoad(always, moving, stage.saved_bytes + alone, incoming[k]))
+            moving = self.in_flight(k, count) * stage.saved_bytes + temporary + waiting
+            found.append(StageLoad(always, moving, stage.saved_bytes + temporary, incoming[k]))
         return found
 
     def peak_bytes(self, stages: Stages) -> tuple[int, ...]:

@@ -37,11 +37,11 @@ from outcore.planner.pipeline.candidates import Candidate, EvenCut, candidates_f
 from outcore.planner.pipeline.order_search import best_order
 from outcore.planner.pipeline.rough_cut import RoughCut
 from outcore.planner.pipeline.schedule_model import RankLink, Schedule
-from outcore.planner.pipeline.simulate_candidate import judge
+from outcore.planner.pipeline.simulate_candidate import simulate_candidate
 from outcore.program.stages import Stages
 from outcore.stage_names import name_stages
 
-__all__ = ["Judged", "PlanSearch", "plan"]
+__all__ = ["PlanSearch", "SimulatedCandidate", "plan"]
 
 _SIMULATED = 4
 _FINALISTS = 7
@@ -51,9 +51,9 @@ _COARSE_UNITS = 160
 _TRIES = 3
 _TIE = 1.01
 _EVEN = 1.25
-"""How much longer a step of even stages may take where stages wait for each other in any case."""
+"""A step of even stages may take so many times as long where stages wait for each other in any case."""
 
-Judged = tuple[PredictedStep, Candidate, Stages]
+SimulatedCandidate = tuple[PredictedStep, Candidate, Stages]
 
 
 def plan(
@@ -78,13 +78,13 @@ def plan(
         weights: of its calls.
         devices: all of them are used.
         memory_bytes: what no rank may exceed.
-        balance: "compute" or "memory" to cut by; the fastest step if not told.
+        balance: "compute" or "memory" to cut by; the fastest step if not given.
         schedule: the only one to look at.
-        link: between ranks; 12 GB/s if not told.
+        link: between ranks; 12 GB/s if not given.
         granularity: how fine the parts are.
         tied: whether calls that share a parameter stay together.
         machine: fingerprint to note in the plan.
-        batch_norm: what batch norms are to see; "synchronised" for the whole batch, each micro-batch if not told.
+        batch_norm: what batch norms are to see; "synchronised" for the whole batch, each micro-batch if not given.
         shared: whether replicas divide the batch among them, or each is given one of its own.
 
     Raises:
@@ -105,7 +105,7 @@ def plan(
             f"{devices} devices cannot share {len(search.finest)} units and a batch of {samples} under "
             f"{schedule or 'any'} schedule{norms}; use fewer devices, a larger batch or a finer granularity"
         )
-    found = search.judged(candidates, memory_bytes)
+    found = search.simulated(candidates, memory_bytes)
     if not found and memory_bytes is not None:
         found = [j for j in search.smallest(devices) if max(j[0].peak_bytes) <= memory_bytes]
     if not found:
@@ -136,7 +136,7 @@ def plan(
 
 @dataclass
 class PlanSearch:
-    """One network, at several levels of detail, and what is asked of its plan."""
+    """One network, at several levels of detail, and the constraints on its plan."""
 
     levels: Sequence[WeightedUnits]
     """The finest first."""
@@ -155,7 +155,7 @@ class PlanSearch:
         self._parts: dict[tuple[int, float], WeightedUnits] = {}
         self._quick: dict[float, RoughCut] = {}
         self._ideals: dict[float, EvenCut] = {}
-        self._smallest: dict[int, list[Judged]] = {}
+        self._smallest: dict[int, list[SimulatedCandidate]] = {}
 
     @property
     def finest(self) -> WeightedUnits:
@@ -173,15 +173,18 @@ class PlanSearch:
         """How much a candidate changes, to compare by: what norms do not see, the pieces of a batch, their order."""
         return -candidate.fraction if self.normed else 0.0, candidate.pipeline.pieces, bool(candidate.order)
 
-    def in_order(self, found: Sequence[Judged]) -> list[Judged]:
+    def in_order(self, found: Sequence[SimulatedCandidate]) -> list[SimulatedCandidate]:
         """The fastest first, per batch; of those that take the same time, the one that changes least."""
 
-        def pace_s(row: Judged) -> float:
+        def time_per_batch_s(row: SimulatedCandidate) -> float:
             return row[0].time_s / row[1].batches_trained
 
-        best = min(map(pace_s, found))
-        tied = sorted((j for j in found if pace_s(j) <= _TIE * best), key=lambda j: (self.change(j[1]), pace_s(j)))
-        return tied + sorted((j for j in found if pace_s(j) > _TIE * best), key=pace_s)
+        best = min(map(time_per_batch_s, found))
+        tied = sorted(
+            (j for j in found if time_per_batch_s(j) <= _TIE * best),
+            key=lambda j: (self.change(j[1]), time_per_batch_s(j)),
+        )
+        return tied + sorted((j for j in found if time_per_batch_s(j) > _TIE * best), key=time_per_batch_s)
 
     def part(self, level: int, fraction: float) -> WeightedUnits:
         """The pieces of a level for a part of the batch."""
@@ -190,13 +193,13 @@ class PlanSearch:
         return self._parts[key]
 
     def ideal(self, candidate: Candidate) -> EvenCut:
-        """What even cuts would take."""
+        """The lower bounds of even cuts."""
         if candidate.fraction not in self._ideals:
             self._ideals[candidate.fraction] = EvenCut.of(self.part(0, candidate.fraction))
         return self._ideals[candidate.fraction]
 
     def ranked(self, candidates: Sequence[Candidate], balance: Balance, cap: float | None) -> list[Candidate]:
-        """The candidates that a quick cut makes fit, the fastest first; those that cannot be among them are not cut."""
+        """The candidates for which a rough cut fits, the fastest first; those that cannot be among them are not cut."""
         found = []
         bounds = {c: self.ideal(c).time_s(c, self.route) / c.batches_trained for c in candidates}
         best: dict[str, float] = {}
@@ -215,18 +218,18 @@ class PlanSearch:
         return sorted(found, key=lambda c: self._rank(c, fastest))
 
     def _rank(self, candidate: Candidate, fastest: float) -> tuple[float, ...]:
-        pace_s = candidate.time_s / candidate.batches_trained
-        return max(pace_s, _TIE * fastest), *self.change(candidate), pace_s, candidate.peak_bytes
+        time_per_batch_s = candidate.time_s / candidate.batches_trained
+        return max(time_per_batch_s, _TIE * fastest), *self.change(candidate), time_per_batch_s, candidate.peak_bytes
 
     def rough(self, candidate: Candidate, balance: Balance, cap: float | None) -> Candidate | None:
-        """The candidate with what a quick cut takes."""
+        """The candidate with the figures of a rough cut."""
         if candidate.fraction not in self._quick:
             self._quick[candidate.fraction] = RoughCut(self.part(0, candidate.fraction))
         quick = self._quick[candidate.fraction]
         figures = quick.cut(candidate.stages, balance, candidate.pipeline, cap, self.route, candidate.replicas)
         return None if figures is None else replace(candidate, time_s=figures[0], peak_bytes=figures[1])
 
-    def judged(self, candidates: Sequence[Candidate], cap: float | None) -> list[Judged]:
+    def simulated(self, candidates: Sequence[Candidate], cap: float | None) -> list[SimulatedCandidate]:
         """The best candidates, cut with full effort and simulated, as far as they are within the cap."""
         coarsest = len(self.levels) - 1
         finalists = _finalists(self.ranked(candidates, self.balance, cap))
@@ -240,9 +243,9 @@ class PlanSearch:
                 found[candidate] = fine
         return [j for j in found.values() if j is not None]
 
-    def reordered(self, found: Sequence[Judged], cap: float | None) -> list[Judged]:
+    def reordered(self, found: Sequence[SimulatedCandidate], cap: float | None) -> list[SimulatedCandidate]:
         """The best few of those that were cut and simulated, in orders that no schedule has a name for."""
-        made: dict[tuple[int, int, int], Judged] = {}
+        made: dict[tuple[int, int, int], SimulatedCandidate] = {}
         for _, candidate, stages in self.in_order(found) if self.schedule is None else ():
             key = candidate.stages, candidate.replicas, candidate.pipeline.pieces
             if len(made) == _REORDERED or key in made:
@@ -251,35 +254,35 @@ class PlanSearch:
                 made[key] = *better, stages
         return list(made.values())
 
-    def smallest(self, devices: int) -> list[Judged]:
+    def smallest(self, devices: int) -> list[SimulatedCandidate]:
         """The candidates with the smallest peaks, cut for that and simulated."""
         if devices not in self._smallest:
             self._smallest[devices] = self._find_smallest(self.candidates(devices))
         return self._smallest[devices]
 
-    def _find_smallest(self, candidates: Sequence[Candidate]) -> list[Judged]:
+    def _find_smallest(self, candidates: Sequence[Candidate]) -> list[SimulatedCandidate]:
         rough = [r for c in fewest_in_flight(candidates) if (r := self.rough(c, "memory", None)) is not None]
         rough.sort(key=lambda c: (c.peak_bytes, c.time_s))
         found = []
         for candidate in rough[:2]:
             cuts = (self._cut(candidate, level, "memory", None) for level in range(len(self.levels)))
-            found += [judged for judged in cuts if judged is not None]
+            found += [simulated for simulated in cuts if simulated is not None]
         return found
 
-    def _fitting(self, candidate: Candidate, level: int, cap: float | None) -> Judged | None:
+    def _fitting(self, candidate: Candidate, level: int, cap: float | None) -> SimulatedCandidate | None:
         """The candidate cut and simulated; cut again under a lower cap while the simulator finds too much."""
         limit = cap
         for _ in range(_TRIES):
-            judged = self._cut(candidate, level, self.balance, limit)
-            if judged is None or cap is None or limit is None:
-                return judged
-            if (excess := max(judged[0].peak_bytes) - cap) <= 0:
-                return judged
+            simulated = self._cut(candidate, level, self.balance, limit)
+            if simulated is None or cap is None or limit is None:
+                return simulated
+            if (excess := max(simulated[0].peak_bytes) - cap) <= 0:
+                return simulated
             limit -= excess
         smallest = self._cut(candidate, level, "memory", None)
         return smallest if smallest is not None and cap is not None and max(smallest[0].peak_bytes) <= cap else None
 
-    def _cut(self, candidate: Candidate, level: int, balance: Balance, cap: float | None) -> Judged | None:
+    def _cut(self, candidate: Candidate, level: int, balance: Balance, cap: float | None) -> SimulatedCandidate | None:
         part = self.part(level, candidate.fraction)
         if len(part) < candidate.stages:
             return None
@@ -288,7 +291,7 @@ class PlanSearch:
         except PlanError:
             return None
         stages = part.cut(stage_of, candidate.stages)
-        found = judge(stages, candidate.pipeline, candidate.replicas, self.route)
+        found = simulate_candidate(stages, candidate.pipeline, candidate.replicas, self.route)
         if balance == "search" and candidate.pipeline.schedule == "model_parallel" and candidate.stages > 1:
             # One rank works at a time, so hardly any cut is slower than another: take even stages.
             even = self._cut(candidate, level, "compute", cap)
@@ -344,7 +347,7 @@ def _copies(weights: CallWeights, stages: Stages) -> dict[str, tuple[int, ...]]:
     return {name: found for name, found in places.items() if len(found) > 1}
 
 
-def _why(found: Sequence[Judged], considered: int) -> tuple[str, ...]:
+def _why(found: Sequence[SimulatedCandidate], considered: int) -> tuple[str, ...]:
     best = found[0][0]
     lines = [f"chosen of {considered} candidates: {found[0][1]}: {format_time(best.time_s)}"]
     for predicted, candidate, _ in found[1:6]:

@@ -1,10 +1,10 @@
 """Weights from shapes alone: nothing is run, so a network for any machine can be planned anywhere.
 
-Time is the longer of arithmetic over the device's rate and bytes moved over its bandwidth, plus what a launch takes.
+Time is the longer of arithmetic over the device's rate and bytes moved over its bandwidth, plus the launch overhead.
 Arithmetic has closed forms for convolutions, linear layers, matrix products, attention and recurrent layers; everything
-else moves bytes. What backward needs follows the rule of the operation (a convolution keeps its input, a ReLU its
-result, an addition nothing); an unknown operation keeps what it reads. Good for comparing places to cut; for promises,
-measure.
+else moves bytes. What backward needs follows the rule of the operation (a convolution saves its input, a ReLU its
+result, an addition nothing); an unknown operation saves what it reads. Good for comparing places to cut; for reliable
+figures, measure.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def weights_from_shapes(
     launch_s: float = 5e-6,
     state_per_parameter: float = 2.0,
 ) -> CallWeights:
-    """Weights of a recorded network on a device of these rates (a V100 in float32, unless told otherwise).
+    """Weights of a recorded network on a device of these rates (a V100 in float32 by default).
 
     >>> import torch, outcore
     >>> graph = outcore.capture(torch.nn.Sequential(torch.nn.Linear(1000, 1000)), torch.empty(100, 1000))

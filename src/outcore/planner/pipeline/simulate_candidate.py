@@ -1,9 +1,10 @@
-"""What a step of a candidate takes: the event simulator's word, on the program that would run.
+"""The time and peak of a candidate's step, by simulating the program that would run.
 
 Closed forms rank hundreds of candidates; the few best are compiled and simulated, and what stands in the plan as
-predicted is what the simulator said, with all replicas in it: a rank that waits for a sum of gradients waits, here and
-in the timeline that is shown. A program of very many pieces repeats itself: two shorter ones of a single replica are
-simulated, the ring over all replicas counting into its step, and what one piece more takes is counted on.
+predicted is what the simulator found, with all replicas in it: a rank that waits for an all-reduce waits, here and in
+the timeline that is shown. A program of very many pieces repeats itself: two shorter ones of a single replica are
+simulated, with the time of the all-reduce over all replicas added to its step, and the time of one more piece is
+extrapolated.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from outcore.plan_document import PredictedStep
 from outcore.planner.pipeline.schedule_model import Pipeline, RankLink
 from outcore.program import Links, Stages, Timeline, compile_program, simulate
 
-__all__ = ["SCHEDULE_NAMES", "judge"]
+__all__ = ["SCHEDULE_NAMES", "simulate_candidate"]
 
 SCHEDULE_NAMES = {"model_parallel": "model-parallel", "gpipe": "gpipe", "1f1b": "1f1b", "gems": "gems-master"}
 _LARGEST = 3_000
-"""Forwards in a program beyond which a shorter one stands for it."""
+"""A program with more forwards is extrapolated from shorter ones."""
 
 
-def judge(stages: Stages, pipeline: Pipeline, replicas: int, route: RankLink) -> PredictedStep:
+def simulate_candidate(stages: Stages, pipeline: Pipeline, replicas: int, route: RankLink) -> PredictedStep:
     """Time, peak per rank of a replica, and bubble."""
     if replicas * len(stages) * pipeline.pieces <= _LARGEST:
         timeline = _timeline(stages, pipeline, route, replicas)
@@ -67,7 +68,7 @@ def _timeline(stages: Stages, pipeline: Pipeline, route: RankLink, replicas: int
 
 
 def _with_rings(stages: Stages, pipeline: Pipeline, replicas: int, route: RankLink) -> Stages:
-    """The stages of one replica, whose steps take as long as the rings over all of them take longer than its own."""
+    """The stages of one replica, whose steps include the extra time of the all-reduces over all replicas."""
     if replicas == 1:
         return stages
     rows = []

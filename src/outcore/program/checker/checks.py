@@ -1,7 +1,7 @@
 """Static checks: what must hold for any program, compiled or written by hand.
 
-Each rule names the first instruction which breaks it. Together they say that the program computes
-the gradient of every parameter, once, and ends:
+Each rule names the first instruction which breaks it. Together they say that the program computes the gradient of every
+parameter, once, and ends:
 
 - every stage of every replica is computed, forward and then backward, once for each micro-batch of the replica, on
   one rank;
@@ -10,7 +10,7 @@ the gradient of every parameter, once, and ends:
 - what is sent is received, in the same order on each channel (source, target, replica), and nothing else is;
 - a stage's gradients are added over all ranks that hold it, after their last backward; then it steps, once on each;
 - followed in order, with reductions as barriers, all ranks reach the end;
-- copies and scripts bring back what they took away before it is needed;
+- copies and scripts fetch what they evicted before it is needed;
 - the simulated peak of each rank is within its cap.
 
 A program of forwards alone evaluates: it saves, reduces and steps nothing.

@@ -1,9 +1,8 @@
 """Whether all ranks reach the end.
 
-The program is followed without clock, in any order that its waits allow: a compute waits until what it needs has been
-sent, a reduction until its whole group is there. Sends and receives never wait. Reductions are taken as barriers
-although the engine need not stop at them: ranks that issue two of them in opposite orders would hang in a real
-library.
+The program is followed without a clock, in any order that its waits allow: a compute waits until what it needs has been
+sent, a reduction until its whole group has reached it. Sends and receives never wait. Reductions are taken as barriers
+although the engine need not stop at them: ranks that issue two of them in opposite orders would hang in a real library.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def check_channels(index: ProgramIndex) -> None:
 
 
 def check_copies(index: ProgramIndex) -> None:
-    """What is copied out comes back before its backward."""
+    """What is copied out is copied back before its backward."""
     for (of, _), out in index.copies_out.items():
         forward, backward = index.forwards.get(of), index.backwards.get(of)
         if forward is None or backward is None or not _follow(forward, out, backward):

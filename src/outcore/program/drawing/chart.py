@@ -1,7 +1,7 @@
 """A timeline as a static SVG: a lane per rank with what it computes, its network below, its memory under both.
 
 The time axis is below the lanes, what the colours mean below that; both copies of a stage that a rank holds under GEMS
-are told apart by the shade. A bar carries its name and times as a tooltip, and its micro-batch as a number where there
+have different shades. A bar carries its name and times as a tooltip, and its micro-batch as a number where there
 is room.
 """
 
@@ -16,7 +16,7 @@ from outcore.program.timeline import COMPUTE, Event, Timeline
 
 __all__ = ["chart"]
 
-LANE, BAR, WIRE, MEMORY = 52, 18, 5, 18
+LANE, BAR, NETWORK, MEMORY = 52, 18, 5, 18
 LEFT, TOP, RIGHT = 66, 56, 92
 SHOWN_RANKS = 64
 FILL = {
@@ -55,9 +55,9 @@ def chart(timeline: Timeline, *, width: int = 720, ranks: int = SHOWN_RANKS) -> 
     for rank in range(count):
         top, curve = TOP + rank * LANE, timeline.memory[rank]
         out.append(text(12, top + 14, f"rank {rank}"))
-        out.append(rectangle(LEFT, top, axes.width, BAR + WIRE, "light"))
-        out.append(_memory(curve, axes, unit, top + BAR + WIRE + MEMORY + 2, timeline.step_s, highest))
-        out.append(text(width - RIGHT + 7, top + BAR + WIRE + MEMORY, format_bytes(curve.peak_bytes), "small"))
+        out.append(rectangle(LEFT, top, axes.width, BAR + NETWORK, "light"))
+        out.append(_memory(curve, axes, unit, top + BAR + NETWORK + MEMORY + 2, timeline.step_s, highest))
+        out.append(text(width - RIGHT + 7, top + BAR + NETWORK + MEMORY, format_bytes(curve.peak_bytes), "small"))
     used: dict[str, None] = {}
     firsts = _first_replicas(timeline)
     for event in timeline.events:
@@ -104,7 +104,7 @@ def _bar(event: Event, kind: str, axes: Axes, unit: float) -> Iterator[str]:
     wide = axes.at(event.end_s / unit, 0.0)[0] - x
     top = TOP + event.rank * LANE
     times = f"{format_time(event.start_s)} to {format_time(event.end_s)}"
-    y, high = (top, BAR) if event.stream == COMPUTE else (top + BAR, WIRE)
+    y, high = (top, BAR) if event.stream == COMPUTE else (top + BAR, NETWORK)
     yield rectangle(x, y, wide, high, FILL[kind], f"{event.name} ({event.stream}), {times}")
     if event.stream == COMPUTE and wide > 8 + 6 * len(str(event.micro_batch)) and event.micro_batch >= 0:
         yield text(x + wide / 2, top + 13, str(event.micro_batch), "small middle")

@@ -1,9 +1,8 @@
 """The links a simulated step uses, and when each of them is free.
 
-Every rank has a way out and a way in, which do not disturb each other; a node has one way out and in for all its
-ranks. A transfer occupies both ends for as long as its bytes take, and arrives one latency later. Copies to and from
-the slower tier have a direction each; when both are busy the later one gets what the first leaves of the rate of both
-together.
+Every rank sends and receives independently; a node has one link out and one in for all its ranks. A transfer occupies
+both ends for as long as its bytes take, and arrives one latency later. Copies to and from off-device storage have a
+direction each; when both are busy the later one gets what the first leaves of the rate of both together.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Links:
     devices_per_node: int | None = None
     """None when all ranks are on one node."""
     host: Link | None = None
-    """From a device to the slower tier (away) and back."""
+    """From a device to off-device storage and back."""
 
     def __post_init__(self) -> None:
         if self.devices_per_node is not None and self.devices_per_node < 1:
@@ -42,7 +41,7 @@ class Links:
 
     @classmethod
     def of(cls, machine: Machine) -> Links:
-        """The links of a machine; one that it needs and does not know is refused, not taken as free."""
+        """The links of a machine; raises for one that it needs and does not know, instead of taking it as free."""
         for needed, link, name in (
             (len(machine.devices) > 1, machine.between_devices, "between_devices"),
             (machine.nodes > 1, machine.between_nodes, "between_nodes"),
@@ -69,7 +68,7 @@ class Links:
 
 
 class LinkSchedule:
-    """When each way is free, in the course of one simulated step; asked in the order of time."""
+    """When each link is free, in the course of one simulated step; queried in the order of time."""
 
     def __init__(self, links: Links) -> None:
         self.links = links
@@ -77,7 +76,7 @@ class LinkSchedule:
         self._copying: dict[tuple[int, str], tuple[float, float]] = {}
 
     def transfer(self, source: int, target: int, nbytes: int, ready_s: float) -> tuple[float, float, float]:
-        """Reserve a transfer that can begin at `ready_s`; returns its start, its end on the wire, and its arrival."""
+        """Reserve a transfer that can begin at `ready_s`; returns its start, its end on the link, and its arrival."""
         ways = [("out", source), ("in", target)]
         if (out := self.links.node(source)) != (into := self.links.node(target)):
             ways += [("node out", out), ("node in", into)]
@@ -106,7 +105,7 @@ class LinkSchedule:
         return start, end
 
     def copy(self, rank: int, direction: Literal["away", "back"], nbytes: int, ready_s: float) -> tuple[float, float]:
-        """Reserve a copy to or from the slower tier; returns its start and end."""
+        """Reserve a copy to or from off-device storage; returns its start and end."""
         start = max(ready_s, self._free[direction, rank])
         link = self.links.host
         if link is None:

@@ -1,7 +1,7 @@
-"""Who holds how much memory when: entries in, one curve and one peak out.
+"""How much memory a rank holds over time: entries in, one curve and one peak out.
 
-Entries of one moment are taken in the order in which they were made, except that what a transfer or copy gives back
-comes first: an instruction that begins when another ends finds the memory that one left.
+Entries of one moment are taken in the order in which they were made, except that what a transfer or copy frees comes
+first: an instruction that begins when another ends finds the memory that one left.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from outcore.typed_schema import Row
 __all__ = ["PARTS", "MemoryLedger", "RankMemory"]
 
 PARTS = ("parameters", "gradients", "state", "saved", "buffers", "workspace")
-"""What memory is held for: `saved` for backward, `buffers` for values on their way between stages."""
+"""What memory is held for: `saved` for backward, `buffers` for values that are sent between stages."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from outcore.program.timeline import COMPUTE, Event
 __all__ = ["ScriptTiming", "perform"]
 
 Hold = Callable[[float, int], None]
-"""Keep so many bytes more from that time on."""
+"""Hold so many bytes more from that time on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,16 +1,16 @@
 """The simulator: from a program, its stages and its links to a timeline.
 
-Event-driven. A rank issues its instructions in order until it reaches a compute; that waits for the values,
-gradients, copies and reductions it needs, then runs, and the rank goes on when it ends. A transfer begins when it has
-been sent and its receive issued, the transfers before it on the same channel have begun, and both ends are free.
-Everything happens in the order of time, so each way is granted to whoever asks first.
+Event-driven. A rank issues its instructions in order until it reaches a compute; that waits for the values, gradients,
+copies and reductions it needs, then runs, and the rank goes on when it ends. A transfer begins when it has been sent
+and its receive issued, the transfers before it on the same channel have begun, and both ends are free. Everything
+happens in the order of time, so each link is granted to whoever asks first.
 
 Memory. Parameters, gradients and optimizer state are held throughout. What a forward saves is held from its start to
 its backward's end; values that it received or that it makes for other stages are part of that, so a receive's buffer
-counts on its own only until the forward begins, and what two stages of one rank hand over counts once. A gradient for
-another stage is held from the start of the backward that makes it until its transfer or local use is over, a received
-one from the issue of its receive until its user ends, workspace while a compute runs. Without backwards nothing is
-saved, and values count like gradients.
+counts on its own only until the forward begins, and what two stages of one rank pass to each other counts once. A
+gradient for another stage is held from the start of the backward that makes it until its transfer or local use is over,
+a received one from the issue of its receive until its user ends, workspace while a compute runs. Without backwards
+nothing is saved, and values count like gradients.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = ["simulate"]
 
 
 def simulate(program: Program, stages: Stages, links: Links | None = None) -> Timeline:
-    """What a step of the program takes; without links, transfers and copies take no time.
+    """The timeline of a step of the program; without links, transfers and copies take no time.
 
     >>> from outcore.program.compile import compile_program
     >>> chain = Stages.uniform(4)
@@ -152,7 +152,7 @@ class _Simulation:
         return needed
 
     def move(self, channel: tuple[int, int, int], now: float) -> None:
-        """Begin the transfers of a channel that are sent and awaited, in order."""
+        """Begin the transfers of a channel that are sent and received, in order."""
         queue = self.channels[channel]
         while queue and queue[0].key in self.posted:
             send = queue.popleft()
@@ -166,7 +166,7 @@ class _Simulation:
             self.schedule(arrival, send.target, send.key)
 
     def release(self, key: Key, rank: int, time_s: float, *, first: bool) -> None:
-        """One use of what a compute made is over; a value is gone after the last, a gradient has one."""
+        """End one use of what a compute made; a value is freed after the last, a gradient has one."""
         value, _, micro_batch, replica, gradient = key
         if not gradient:
             if self.trains:
@@ -177,7 +177,7 @@ class _Simulation:
         self.ledgers[rank].add(time_s, "buffers", -self.sizes.get(value, 0), first=first)
 
     def join(self, rank: int, reduce: Reduce, now: float) -> None:
-        """A reduction begins when its whole group has come."""
+        """Start a reduction when its whole group has reached it."""
         self.reducing.add((rank, reduce.stage))
         arrived = self.joined[reduce.stage, reduce.group]
         arrived.append(now)
@@ -192,7 +192,7 @@ class _Simulation:
             self.schedule(end, member, ("reduced", reduce.stage))
 
     def tie(self, rank: int, now: float) -> None:
-        """The gradients of tied copies are added up when the last of their ranks has come to its steps."""
+        """Add up the gradients of tied copies when the last of their ranks has reached its steps."""
         for number, (tie, ranks) in enumerate(zip(self.stages.ties, self.tied, strict=True)):
             if rank not in ranks or rank in self.tying[number]:
                 continue
@@ -248,18 +248,18 @@ class _Simulation:
         return end
 
     def hold(self, rank: int, of: tuple[int, int, int], time_s: float, nbytes: int) -> None:
-        """Keep more or less for the backward of a micro-batch, as a script says."""
+        """Hold more or less for the backward of a micro-batch, as a script says."""
         self.held[of] += nbytes
         self.ledgers[rank].add(time_s, "saved", nbytes, first=nbytes < 0)
 
     def shared_bytes(self, rank: int, forward: Forward) -> int:
-        """What a forward saves that another stage of the rank holds already."""
+        """Bytes that a forward saves and that another stage of the rank holds already."""
         saved, replica = self.stages.stages[forward.stage].saved_bytes, forward.replica
         local = (e.bytes for e in self.incoming[forward.stage] if self.placement.get((e.source, replica)) == rank)
         return min(saved, sum(local))
 
     def make(self, rank: int, compute: Compute, now: float) -> None:
-        """Hold what a compute makes for other stages; what stays on the rank is there for those that come after."""
+        """Hold what a compute makes for other stages; what stays on the rank is available to later computes."""
         stage, micro_batch, replica = compute.stage, compute.micro_batch, compute.replica
         if isinstance(compute, Forward):
             for edge in self.outgoing[stage]:
@@ -277,7 +277,7 @@ class _Simulation:
                     self.here[rank].add((edge.value, stage, micro_batch, replica, True))
 
     def use(self, rank: int, compute: Compute, start: float, end: float) -> None:
-        """Give back what a compute used: its own receive buffers, and its part in values of the same rank."""
+        """Free what a compute used: its own receive buffers, and its part in values of the same rank."""
         saves = isinstance(compute, Forward) and self.trains
         for key in keys_needed(compute, self.incoming, self.outgoing):
             self.here[rank].discard(key)

@@ -23,28 +23,31 @@ from outcore.program.stages import Stages
 __all__ = ["RULES", "Rule", "SchedulerSettings", "list_schedule"]
 
 Rule = Callable[[bool, float, int, float], tuple[float, ...]]
-"""From whether it is a backward, the longest way from it to the end, its micro-batch and the time of the busiest rank
-for one micro-batch, to a preference: the greatest begins."""
+"""From whether it is a backward, the longest time from it to the end, its micro-batch and the time of the busiest rank
+for one micro-batch, to a priority: the greatest begins."""
 
 Token = tuple[type[Compute], int, int]
-"""A forward or backward of a stage and micro-batch: what an arrival is for."""
+"""A forward or backward of a stage and micro-batch, which an arrival is for."""
 
-Happening = tuple[float, int, Compute | None, Token | None]
-"""When, on which rank, the compute that ends, what arrives."""
+SchedulerEvent = tuple[float, int, Compute | None, Token | None]
+"""Time, rank, the compute that ends, what arrives."""
 
 RULES: Mapping[str, Rule] = {
-    "backward first": lambda backward, way_s, number, pace_s: (backward, -number),
-    "oldest first": lambda backward, way_s, number, pace_s: (-number, backward),
-    "forward first": lambda backward, way_s, number, pace_s: (not backward, -number),
-    "longest way": lambda backward, way_s, number, pace_s: (way_s, -number),
-    "longest way, in pace": lambda backward, way_s, number, pace_s: (way_s - number * pace_s, backward),
+    "backward first": lambda backward, remaining_s, number, busiest_s: (backward, -number),
+    "oldest first": lambda backward, remaining_s, number, busiest_s: (-number, backward),
+    "forward first": lambda backward, remaining_s, number, busiest_s: (not backward, -number),
+    "longest way": lambda backward, remaining_s, number, busiest_s: (remaining_s, -number),
+    "longest way, in pace": lambda backward, remaining_s, number, busiest_s: (
+        remaining_s - number * busiest_s,
+        backward,
+    ),
 }
 """All rules of preference, by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerSettings:
-    """What one try of the list scheduler is told."""
+    """The settings of one try of the list scheduler."""
 
     rule: str
     window: int
@@ -60,7 +63,7 @@ class SchedulerSettings:
 def list_schedule(
     stages: Stages, micro_batches: int, setting: SchedulerSettings, links: Links
 ) -> list[list[Compute]] | None:
-    """The order of each rank of one pipeline, or None when the setting leaves no way to the end."""
+    """The order of each rank of one pipeline, or None when the setting leads to a deadlock."""
     return _Listing(stages, micro_batches, setting, links).run()
 
 
@@ -71,12 +74,12 @@ class _Listing:
         self.depth, self.count = len(stages), micro_batches
         self.rule = RULES[setting.rule]
         self.numbers = [range(replica, micro_batches, self.replicas) for replica in range(self.replicas)]
-        self.ways_s = _ways(stages)
+        self.ways_s = _remaining_times(stages)
         self.holds = [
             [(self.depth - 1 - rank if replica else rank, replica) for replica in range(self.replicas)]
             for rank in range(self.depth)
         ]
-        self.pace_s = max(
+        self.busiest_s = max(
             sum(stages.stages[s].forward_s + stages.stages[s].backward_s for s, _ in held) / self.replicas
             for held in self.holds
         )
@@ -101,7 +104,7 @@ class _Listing:
         return self.depth - 1 - stage if number % self.replicas else stage
 
     def _room(self, rank: int) -> float:
-        """What a rank has for saved activations: its cap less what it always holds, and its largest compute."""
+        """Bytes that a rank has for saved activations: its cap less what it always holds, and its largest compute."""
         if self.setting.memory_bytes is None:
             return float("inf")
         held = [self.stages.stages[s] for s in {s for s, _ in self.holds[rank]}]
@@ -147,8 +150,8 @@ class _Listing:
                 number = self.numbers[replica][position]
                 if self.missing[kind, stage, number] or (kind is Forward and not self.fits(rank, stage, number)):
                     continue
-                way_s = self.ways_s[kind][stage]
-                preference = self.rule(kind is Backward, way_s, number, self.pace_s)
+                remaining_s = self.ways_s[kind][stage]
+                preference = self.rule(kind is Backward, remaining_s, number, self.busiest_s)
                 if best is None or preference > best[0]:
                     best = (preference, kind(stage, number, replica))
         return None if best is None else best[1]
@@ -159,8 +162,8 @@ class _Listing:
         passing = sum(edge.bytes for edge in (*self.incoming[stage], *self.outgoing[stage]))
         return self.stages.stages[stage].saved_bytes + passing <= self.free[rank]
 
-    def begin(self, rank: int, compute: Compute, now: float) -> list[Happening]:
-        """Begin a compute; returns what will happen: its end, and the arrival of what it makes."""
+    def begin(self, rank: int, compute: Compute, now: float) -> list[SchedulerEvent]:
+        """Begin a compute; returns the events that follow: its end, and the arrival of what it makes."""
         stage, number = compute.stage, compute.micro_batch
         costs, kind = self.stages.stages[stage], type(compute)
         self.next[kind, stage, compute.replica] += 1
@@ -176,7 +179,7 @@ class _Listing:
         else:
             end = now + costs.backward_s
             uses = [(Backward, edge.source, edge.bytes) for edge in self.incoming[stage] if edge.has_gradient]
-        events: list[Happening] = [(end, rank, compute, None)]
+        events: list[SchedulerEvent] = [(end, rank, compute, None)]
         for wanted, user, nbytes in uses:
             there = self._rank_of(user, number)
             per_byte, latency_s = self.links.between(rank, there) if there != rank else (0.0, 0.0)
@@ -184,8 +187,8 @@ class _Listing:
         return events
 
 
-def _ways(stages: Stages) -> dict[type[Compute], Sequence[float]]:
-    """The longest way from each forward and backward to the end of its micro-batch, itself included."""
+def _remaining_times(stages: Stages) -> dict[type[Compute], Sequence[float]]:
+    """The longest time from each forward and backward to the end of its micro-batch, itself included."""
     depth, outgoing, incoming = len(stages), stages.outgoing(), stages.incoming()
     backward, forward = [0.0] * depth, [0.0] * depth
     for s in range(depth):

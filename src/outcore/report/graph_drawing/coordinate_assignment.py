@@ -3,7 +3,7 @@
 Every column wants to be at the mean of its neighbours; positions are then the nearest ones (least squares,
 weighted by the boxes in a column) that keep the distances, found by merging columns that push each other into
 blocks, as T. Dwyer, K. Marriott, P. Stuckey: *Fast node overlap removal* (2005) do. A few rounds of this
-settle the picture. Lanes weigh next to nothing and boxes do not listen to skips, so lanes gather beside the
+converge. Lanes have almost no weight and boxes are not pulled by skips, so lanes gather beside the
 main line and do not bend it.
 """
 
@@ -41,7 +41,7 @@ def nearest(want: Sequence[float], weight: Sequence[float], apart: Sequence[dict
 
     Args:
         want: one position per column; columns are numbered such that each comes after those left of it.
-        weight: how much it matters.
+        weight: of each column in the least squares.
         apart: for each column those left of it, with their distances.
     """
     size = len(want)

@@ -1,4 +1,4 @@
-"""What an engine saves and loads: the bridge between its parts and checkpoint files."""
+"""What an engine saves and loads, between its parts and checkpoint files."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class EngineState:
         return self._writing is None or self._writing.done
 
     def save(self, root: Path, extra: Any, *, keep: int, wait: bool) -> Path | None:
-        """Write a checkpoint; in the background if not told to wait. Collective."""
+        """Write a checkpoint; in the background unless `wait`. Collective."""
         engine = self.engine
         self.finish()
         if engine.steps % engine.accumulate:
@@ -67,7 +67,7 @@ class EngineState:
         return commit(self.engine.world, writing)
 
     def load(self, path: str | Path) -> Any:
-        """Take over a checkpoint; returns what was saved as `extra`. Collective."""
+        """Load a checkpoint; returns what was saved as `extra`. Collective."""
         engine = self.engine
         stored = find_checkpoint(engine.world, path)
         stored.load_weights(engine.assembly.local_state(), engine.model.state_dict())

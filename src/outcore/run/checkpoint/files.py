@@ -81,7 +81,7 @@ class CheckpointWriter:
     rows: dict[str, list[Any]] = field(default_factory=dict)
     """File -> size and checksum."""
     names: dict[str, dict[str, str]] = field(default_factory=lambda: {"weights": {}, "state": {}})
-    """Which tensor is in which file."""
+    """Tensor -> the file it is in."""
     error: str | None = None
     thread: threading.Thread | None = None
 
@@ -92,7 +92,7 @@ class CheckpointWriter:
 
     @property
     def aside(self) -> Path:
-        """Where it is written until it is complete."""
+        """The directory it is written to until it is complete."""
         return self.root / f".{self.name}.partial"
 
     @property
@@ -114,8 +114,8 @@ def write(
             writing.aside.mkdir()
         except OSError as error:
             trouble = f"{writing.aside} cannot be made: {error.strerror}"
-    if told := next((t for t in world.share(trouble) if t), None):
-        raise CheckpointError(f"{told}; give a directory that can be written")
+    if shared := next((t for t in world.share(trouble) if t), None):
+        raise CheckpointError(f"{shared}; give a directory that can be written")
     if wait:
         _write_files(writing, files)
     else:
@@ -143,12 +143,12 @@ def commit(world: World, writing: CheckpointWriter) -> Path:
     if writing.thread is not None:
         writing.thread.join()
     mine = {"rows": writing.rows, "names": writing.names, "error": writing.error}
-    told = world.share(mine)
-    failed = [f"rank {rank}: {row['error']}" for rank, row in enumerate(told) if row["error"]]
+    shared = world.share(mine)
+    failed = [f"rank {rank}: {row['error']}" for rank, row in enumerate(shared) if row["error"]]
     trouble = None
     if world.rank == 0 and not failed:
         try:
-            _finish(writing, told)
+            _finish(writing, shared)
         except OSError as error:
             trouble = f"rank 0: {error}"
     failed += [t for t in world.share(trouble) if t]
@@ -160,10 +160,10 @@ def commit(world: World, writing: CheckpointWriter) -> Path:
     return writing.root / writing.name
 
 
-def _finish(writing: CheckpointWriter, told: list[dict[str, Any]]) -> None:
-    rows = {file: row for one in told for file, row in one["rows"].items()}
+def _finish(writing: CheckpointWriter, shared: list[dict[str, Any]]) -> None:
+    rows = {file: row for one in shared for file, row in one["rows"].items()}
     names: dict[str, dict[str, str]] = {"weights": {}, "state": {}}
-    for one in told:
+    for one in shared:
         for kind, found in names.items():
             found.update(one["names"][kind])
     total = sum(size for file, (size, _) in rows.items() if file.startswith("weights"))
@@ -195,7 +195,7 @@ def complete_ones(root: Path) -> list[Path]:
 
 
 def replaced_ones(root: Path) -> list[Path]:
-    """Checkpoints that were moved aside for one of the same step, which then did not come."""
+    """Checkpoints that were moved aside for one of the same step, which was then not completed."""
     found = [path for path in root.glob(".step-*.replaced") if _LEFTOVER.fullmatch(path.name)]
     return [path for path in found if not (root / path.name.removeprefix(".").removesuffix(".replaced")).exists()]
 

@@ -146,7 +146,7 @@ def _candidates(root: Path) -> list[Path]:
 
 
 def _verify(world: World, path: Path) -> str | None:
-    """Check the documents, and this rank's share of the files; what is wrong, if something is."""
+    """Check the documents, and this rank's share of the files; returns what is wrong, if something is."""
     try:
         sums = _sums(path)
         stored = StoredCheckpoint(path)

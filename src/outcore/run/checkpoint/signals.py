@@ -2,8 +2,8 @@
 
 A signal that was ignored stays so: that is what ``nohup`` asks for.
 
-A handler only notes the wish. The ranks tell each other at the beginning of the next step, so all of them save after
-the same step, whichever of them was signalled.
+A handler only notes the request. The ranks exchange requests at the beginning of the next step, so all of them save
+after the same step, whichever of them was signalled.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class SaveSignals:
     """Notes signals until it is closed; does nothing outside the main thread, where Python allows no handlers."""
 
     def __init__(self) -> None:
-        self.wish = 0
+        self.request = 0
         self._before: dict[signal.Signals, Any] = {}
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP):
@@ -31,7 +31,7 @@ class SaveSignals:
                 self._before[number] = signal.signal(number, self._note)
 
     def _note(self, number: int, _: FrameType | None) -> None:
-        self.wish |= SAVE if number == signal.SIGUSR1 else STOP
+        self.request |= SAVE if number == signal.SIGUSR1 else STOP
 
     def close(self) -> None:
         """Put the handlers back that were there before."""

@@ -38,7 +38,7 @@ def optimizer_tensors(
 def scalars_of(
     optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, nn.Parameter], names: Iterable[str]
 ) -> dict[str, dict[str, Any]]:
-    """What else it keeps for them."""
+    """The other values an optimizer keeps for the named parameters."""
     if optimizer is None:
         return {}
     found = {}
@@ -64,7 +64,7 @@ def load_optimizer(
     scalars: Mapping[str, Mapping[str, Any]],
     options: list[dict[str, Any]],
 ) -> None:
-    """Give an optimizer the stored state of the parameters it has here."""
+    """Give an optimizer the stored state of the parameters it has on this rank."""
     if len(options) != len(optimizer.param_groups):
         raise CheckpointError(
             f"the checkpoint has {len(options)} parameter groups, this optimizer {len(optimizer.param_groups)}; "
@@ -120,7 +120,7 @@ def generators() -> dict[str, torch.Tensor]:
 
 
 def restore_generators(states: Mapping[str, torch.Tensor]) -> None:
-    """Go back to stored states."""
+    """Set the generators to stored states."""
     torch.set_rng_state(states["torch"])
     version, *numbers, has = states["python"].tolist()
     random.setstate((version, tuple(numbers), float(states["python_gauss"]) if has else None))

@@ -4,8 +4,8 @@ Inputs and targets are whatever the user's model and loss take: tensors in tuple
 first dimension is that of the batch (of the first tensor of the inputs) are cut along it, the others go whole to every
 micro-batch. Parts differ in size by at most one row, larger ones first.
 
-A rank that holds only middle stages needs shapes, not data. `describe` turns a batch into plain JSON, `stand_in` makes
-meta tensors of it.
+A rank that holds only middle stages needs shapes, not data. `describe` turns a batch into plain JSON, `meta_batch`
+makes meta tensors of it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from outcore.errors import EngineError
 from outcore.graph.structure import leaves, substitute
 
-__all__ = ["arguments", "cut", "describe", "difference", "fingerprint", "joined", "parts", "rows", "stand_in"]
+__all__ = ["arguments", "cut", "describe", "difference", "fingerprint", "joined", "meta_batch", "parts", "rows"]
 
 _PLAIN = (int, float, bool, str, type(None))
 
@@ -57,7 +57,7 @@ def cut(batch: Any, count: int, sizes: Sequence[int]) -> list[Any]:
 
 
 def joined(outputs: Sequence[Any]) -> Any:
-    """Outputs of micro-batches as one: tensors are put together along the first dimension."""
+    """The outputs of micro-batches as one: tensors are concatenated along the first dimension."""
     columns = [[t for _, t in leaves(output, torch.Tensor)] for output in outputs]
     whole = iter([torch.cat(row) if row[0].ndim else torch.stack(row) for row in zip(*columns, strict=True)])
     return substitute(outputs[0], torch.Tensor, lambda _: next(whole))
@@ -116,7 +116,7 @@ def _in_words(description: Any) -> str:
     return repr(content) if kind == "plain" else content if kind == "object" else f"a {kind}"
 
 
-def stand_in(description: Any) -> Any:
+def meta_batch(description: Any) -> Any:
     """A batch of meta tensors from its description."""
     ((kind, content),) = description.items()
     match kind:
@@ -124,11 +124,11 @@ def stand_in(description: Any) -> Any:
             shape, stride, dtype = content
             return torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device="meta")
         case "dict":
-            return {key: stand_in(value) for key, value in content}
+            return {key: meta_batch(value) for key, value in content}
         case "tuple":
-            return tuple(stand_in(value) for value in content)
+            return tuple(meta_batch(value) for value in content)
         case "list":
-            return [stand_in(value) for value in content]
+            return [meta_batch(value) for value in content]
         case "plain":
             return content
         case _:

@@ -1,8 +1,8 @@
-"""How an engine comes to be: from a job and a plan to this rank's part of both.
+"""How an engine is built: from a job and a plan to this rank's part of both.
 
 The model is built and recorded, the plan checked against the recording and against all other ranks, the program
-compiled. The rank keeps the stages the program gives it, on its device; it meets the ranks that hold copies of the same
-stages or of tied parameters in one process group each, and all copies start from the numbers of the first.
+compiled. The rank keeps the stages the program gives it, on its device; it joins the ranks that hold copies of the same
+stages or of tied parameters in one process group each, and all copies start from the weights of the first.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class EngineParts:
         self.stages = self.forms.own = tuple(sorted({s for (s, _), rank in placement.items() if rank == self.rank}))
         """The stages this rank holds."""
         self.owners = ParameterOwners.of(self.model, graph, self.forms.stage_of, self.step_programs.training)
-        self.home = self._take_home(graph, bare=weights is not None)
-        """The first form; its parts hold this rank's weights."""
-        self.forms.keep(self.home, inputs)
+        self.recorded = self._keep_own_stages(graph, bare=weights is not None)
+        """The stages recorded with the first batch shape; their parts hold this rank's weights."""
+        self.forms.keep(self.recorded, inputs)
         every = dict(self.model.named_parameters())
         self.parameters = {name: every[name] for name in self.owners.on(self.rank)}
         """The parameters this rank holds, by name."""
@@ -85,8 +85,8 @@ class EngineParts:
                 raise EngineError("this model makes tensors that no checkpoint holds; leave weights= out, and load")
         raise EngineError("this model cannot be recorded")
 
-    def _take_home(self, graph: Graph, *, bare: bool) -> RecordedStages:
-        """Keep this rank's stages, on its device, and drop the others where they are ours to drop."""
+    def _keep_own_stages(self, graph: Graph, *, bare: bool) -> RecordedStages:
+        """Keep this rank's stages, on its device, and drop the others where the engine built the model."""
         state = self.model.state_dict(keep_vars=True)
         used = {id(state[n]) for call in graph.calls.values() for n in call.parameters if n in state}
         self.unclaimed = {n for n, t in state.items() if id(t) not in used}
@@ -106,13 +106,13 @@ class EngineParts:
         return form
 
     def _meet(self, timeout_s: float) -> None:
-        """Meet the other ranks that hold the same stages or parameters, and start from the same numbers."""
+        """Join the other ranks that hold the same stages or parameters, and start from the same weights."""
         holders = self.step_programs.training.holders()
         members: dict[tuple[int, ...], tuple[int, ...]] = {(stage,): ranks for stage, ranks in holders.items()}
         members |= {share.stages: share.ranks for share in self.owners.shares}
         shared = [(key, ranks) for key, ranks in sorted(members.items()) if len(ranks) > 1]
         self.groups = {key: self.world.new_group(ranks, timeout_s) for key, ranks in shared}
-        """By stages, the ranks that hold a copy of them, or of what ties them."""
+        """Stages -> the ranks that hold a copy of them, or of what ties them."""
         self.first_holders = {stage: ranks[0] for stage, ranks in holders.items()}
         copies = {stage: len(ranks) for stage, ranks in holders.items()}
         self.statistics = RunningStatistics(self.plan, copies, self.groups, self.world.watched_wait)
@@ -121,12 +121,12 @@ class EngineParts:
                 names = sorted({n for share in self.owners.shares if share.stages == key for n in share.names})
                 tensors = [self.parameters[n].data for n in names]
                 if len(key) == 1:
-                    tensors += [b for _, b in sorted(self.home.parts[key[0]].named_buffers())]
+                    tensors += [b for _, b in sorted(self.recorded.parts[key[0]].named_buffers())]
                 make_equal(tensors, ranks[0], self.groups[key], self.world.watched_wait)
 
     def stage_state(self, stage: int) -> dict[str, torch.Tensor]:
         """Weights and buffers of one of this rank's stages under the model's own names."""
-        state: dict[str, torch.Tensor] = self.home.parts[stage].state_dict()
+        state: dict[str, torch.Tensor] = self.recorded.parts[stage].state_dict()
         return state
 
     def local_state(self) -> dict[str, torch.Tensor]:
@@ -138,6 +138,6 @@ class EngineParts:
         return found
 
     def close(self) -> None:
-        """Let go of all connections."""
+        """Close all connections."""
         self.groups = {}
         self.statistics.close()

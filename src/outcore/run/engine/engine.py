@@ -58,7 +58,7 @@ __all__ = ["Engine"]
 Loss = Callable[[Any, Any], torch.Tensor]
 
 _WRITTEN = 4
-"""Among the wishes of a rank: its part of a checkpoint is on the disk."""
+"""A flag among the requests of a rank: its part of a checkpoint is on the disk."""
 
 
 class Engine:
@@ -169,13 +169,13 @@ class Engine:
                 execute = StagePolicies(parse_policies(self.plan.policy), self.device)
             self._prepare(loss, execute, reduction, clip_norm, loss_scale)
             if offload_idle and len(self.stages) > 1:
-                self._park()
+                self._offload_idle_stages()
             if optimizer is not None:
                 every = list(self.model.named_parameters())
                 self.update.optimizer = make_optimizer(optimizer, groups, every, self.parameters)
                 check_optimizer(self.update.optimizer, self.parameters.values(), EngineError)
             self.scheduler = scheduler(self.optimizer) if scheduler is not None and self.optimizer is not None else None
-            self.keeper = EngineState(self)
+            self.engine_state = EngineState(self)
 
     def _start_watch(self, grace_s: float) -> FaultMonitor | None:
         if self.world.size == 1:
@@ -185,7 +185,13 @@ class Engine:
         meeting = self.world.meeting
         assert meeting is not None
         watch = FaultMonitor(
-            meeting.store, self.rank, self.world.size, self.place, number, grace_s=grace_s, keeper=meeting.keeper
+            meeting.store,
+            self.rank,
+            self.world.size,
+            self.place,
+            number,
+            grace_s=grace_s,
+            store_rank=meeting.store_rank,
         )
         self.world.watched_wait.look = watch.look
         return watch
@@ -220,9 +226,9 @@ class Engine:
         self.worker = Worker(made, wire, loss, execute, self.update)
         self.worker.gauge.holding = lambda: held_tensors(made, self.worker, self.optimizer)
 
-    def _park(self) -> None:
-        """Of this rank's stages, have one at a time on the device."""
-        parts = self.assembly.home.parts
+    def _offload_idle_stages(self) -> None:
+        """Keep one of this rank's stages at a time on the device, the others offloaded."""
+        parts = self.assembly.recorded.parts
         idle_state = IdleStateOffload({stage: list(parts[stage].parameters()) for stage in self.stages}, self.device)
         self.worker.idle_state = idle_state
         self.update.take_step, self.update.make_row = idle_state.step, idle_state.make_row
@@ -275,7 +281,7 @@ class Engine:
     ) -> Loader:
         """Batches of a dataset of (input, target) for this rank; its position is saved and loaded with the engine."""
         first, last = 0 in self.stages, len(self.plan.stages) - 1 in self.stages
-        wanted = first or last or any(self.assembly.home.needs_inputs(stage) for stage in self.stages)
+        wanted = first or last or any(self.assembly.recorded.needs_inputs(stage) for stage in self.stages)
         self.loader_state = Loader(
             dataset,
             batch_size,
@@ -300,32 +306,32 @@ class Engine:
         with self._guarded():
             scale = self.update.scale.scale if self.update.scale is not None else 1.0
             run, script = self.splitter.take(
-                inputs, targets, training=True, step=self.steps, scale=scale, wish=self._wish()
+                inputs, targets, training=True, step=self.steps, scale=scale, request=self._own_request()
             )
             self.steps, self.samples = self.steps + 1, self.samples + run.samples
             update = self.steps % self.accumulate == 0
             loss = run_for_loss(self.world, self.worker, run, script, update=update)
             if update and self.scheduler is not None:
                 self.scheduler.step()
-            self._grant(self.splitter.wishes)
+            self._serve_requests(self.splitter.requests)
             return loss
 
-    def _wish(self) -> int:
-        """What this rank asks of all others: a checkpoint, an end; or says: its checkpoint is written."""
-        asked = self.signals.wish if self.signals is not None else 0
-        return asked | (_WRITTEN if self.keeper.is_ready else 0)
+    def _own_request(self) -> int:
+        """The flags this rank sends to all others: save a checkpoint, stop, or my checkpoint is written."""
+        asked = self.signals.request if self.signals is not None else 0
+        return asked | (_WRITTEN if self.engine_state.is_ready else 0)
 
-    def _grant(self, wishes: list[int]) -> None:
+    def _serve_requests(self, requests: list[int]) -> None:
         """Do what any rank asked for, when an update is complete."""
-        if self.keeper.is_writing and all(w & _WRITTEN for w in wishes):
-            self.keeper.finish()
-        asked = max(w & ~_WRITTEN for w in wishes)
+        if self.engine_state.is_writing and all(w & _WRITTEN for w in requests):
+            self.engine_state.finish()
+        asked = max(w & ~_WRITTEN for w in requests)
         if not asked or self.steps % self.accumulate:
             return
         if self.checkpoints is not None:
-            self.keeper.save(self.checkpoints, None, keep=2, wait=True)
+            self.engine_state.save(self.checkpoints, None, keep=2, wait=True)
         if self.signals is not None:
-            self.signals.wish = 0
+            self.signals.request = 0
         if asked & STOP:
             self.close()
             raise SystemExit(128 + signal.SIGTERM)
@@ -340,12 +346,12 @@ class Engine:
             wait: False to write in the background; it becomes valid at a later step, or when the engine is closed.
         """
         with self._guarded(CheckpointError):
-            return self.keeper.save(Path(path), extra, keep=keep, wait=wait)
+            return self.engine_state.save(Path(path), extra, keep=keep, wait=wait)
 
     def load(self, path: str | Path) -> Any:
         """Go on from a checkpoint (the newest good one in a directory), whoever saved it; returns its `extra`."""
         with self._guarded(CheckpointError):
-            return self.keeper.load(path)
+            return self.engine_state.load(path)
 
     def evaluate(self, inputs: Any = None, targets: Any = None) -> float:
         """The loss on one batch in eval mode; changes nothing."""
@@ -396,7 +402,8 @@ class Engine:
 
     @contextlib.contextmanager
     def _guarded(self, harmless: type[BaseException] = SystemExit) -> Iterator[None]:
-        """After a failure nothing is left in flight, and all ranks learn of it; what all share is harmless."""
+        """A context after whose failure nothing is left in flight and all ranks learn of it; errors of the `harmless`
+        types, which all ranks raise alike, leave the engine usable."""
         self.place.step = self.steps
         try:
             yield
@@ -405,12 +412,12 @@ class Engine:
                 raise
             if hasattr(self, "worker"):
                 self.worker.abandon()
-            told = self.watch.failed(error) if self.watch is not None else None
+            reported = self.watch.failed(error) if self.watch is not None else None
             self.world.cut()
             self.close()
-            if told is None:
+            if reported is None:
                 raise
-            raise told from error
+            raise reported from error
 
     def close(self) -> None:
         """Leave the other ranks; the engine cannot be used afterwards."""
@@ -430,5 +437,5 @@ class Engine:
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
-            self.keeper.finish()
+            self.engine_state.finish()
         self.close()

@@ -18,12 +18,12 @@ def held_tensors(
 ) -> Iterator[torch.Tensor]:
     """Tensors that take memory of this rank's device; idle state that waits elsewhere does not."""
     idle_state = worker.idle_state
-    away = {t.data_ptr() for t in idle_state.away} if idle_state is not None else set()
+    away = {t.data_ptr() for t in idle_state.offloaded} if idle_state is not None else set()
     found = [*assembly.local_state().values()]
     found += [p.grad for p in assembly.parameters.values() if p.grad is not None]
     if optimizer is not None:
         for row in optimizer.state.values():
             found += [value for value in row.values() if isinstance(value, torch.Tensor)]
     yield from (tensor for tensor in found if tensor.data_ptr() not in away)
-    if isinstance(worker.wire, HostPointToPoint):
-        yield from worker.wire.arena.rows()
+    if isinstance(worker.p2p, HostPointToPoint):
+        yield from worker.p2p.arena.rows()

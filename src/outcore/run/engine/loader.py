@@ -89,9 +89,9 @@ class Loader:
             yield batch
 
     def state(self) -> dict[str, int]:
-        """Where it is, for a checkpoint."""
+        """Its position, for a checkpoint."""
         return {"epoch": self.epoch, "position": self.position, "seed": self.seed}
 
     def load(self, state: dict[str, int]) -> None:
-        """Go there."""
+        """Continue from a stored position."""
         self.epoch, self.position, self.seed = state["epoch"], state["position"], state["seed"]

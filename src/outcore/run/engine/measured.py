@@ -23,15 +23,15 @@ def gather(world: World, worker: Worker, name: str) -> Timeline:
         "events": [list(event) for event in worker.events()],
         "memory": worker.gauge.curve(worker.started_s).to_json(),
     }
-    told = world.share(mine)
-    zero = min(row["start"] for row in told)
+    shared = world.share(mine)
+    zero = min(row["start"] for row in shared)
     events = []
-    for row in told:
+    for row in shared:
         late = row["start"] - zero
         for event in (Event(*fields) for fields in row["events"]):
             events.append(event._replace(start_s=event.start_s + late, end_s=event.end_s + late))
     events.sort(key=lambda event: event.start_s)
-    return Timeline(name, tuple(events), tuple(RankMemory.from_json(row["memory"]) for row in told))
+    return Timeline(name, tuple(events), tuple(RankMemory.from_json(row["memory"]) for row in shared))
 
 
 def with_measured_times(stages: Stages, timeline: Timeline) -> Stages:
@@ -64,7 +64,8 @@ class Comparison:
 
     @classmethod
     def with_schedule(cls, program: Program, stages: Stages, measured: Timeline) -> Comparison:
-        """Predicted from the program and the measured times of single stages: what the schedule alone explains."""
+        """Compare with a prediction from the program and the measured times of single stages: what the schedule alone
+        explains."""
         return cls(simulate(program, with_measured_times(stages, measured)), measured)
 
     @property

@@ -25,14 +25,14 @@ class PeakGauge:
         self.counting = False
         """Whether to count on the host."""
         self.holding: Callable[[], Iterable[torch.Tensor]] = lambda: ()
-        """What is there before a step."""
+        """The tensors that are there before a step."""
         self.samples: list[tuple[float, int]] = []
         self.peak_bytes = 0
         self._live: LiveBytes | None = None
         self._base = 0
 
     def start(self, given: Iterable[torch.Tensor]) -> None:
-        """Begin a step; what the user gave is the user's and not counted on the host."""
+        """Begin a step; the user's own tensors (`given`) are not counted on the host."""
         self.samples.clear()
         self.peak_bytes = 0
         if self.device.type == "cuda":
@@ -45,7 +45,7 @@ class PeakGauge:
         self.sample()
 
     def sample(self) -> None:
-        """Note what is held now."""
+        """Note how many bytes are held now."""
         if self.device.type == "cuda":
             self.samples.append((time.perf_counter(), torch.cuda.memory_allocated(self.device)))
         elif self._live is not None:

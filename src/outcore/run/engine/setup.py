@@ -1,7 +1,7 @@
 """What an engine is made of before it runs: device, model, first recording, optimizer.
 
 A job builds its model once more on the meta device, where it takes no memory; that skeleton is what is recorded, so a
-rank keeps the weights of its own stages alone (`strip`). A model that is handed over as a module is recorded as it is,
+rank keeps the weights of its own stages only (`strip`). A model that is handed over as a module is recorded as it is,
 and trained in place.
 """
 
@@ -115,7 +115,8 @@ def first_graph(skeleton: nn.Module, model: nn.Module, record: Callable[[], Grap
 
 
 def agree(world: World, plan: Plan, graph: Graph) -> None:
-    """All ranks run the same plan on the same network with the same code; raises naming the ranks that do not."""
+    """Check that all ranks run the same plan on the same network with the same code; raises naming the ranks that do
+    not."""
     plan.validate(graph, ranks=world.size)
     from outcore import __version__
 

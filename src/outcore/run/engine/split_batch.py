@@ -4,8 +4,9 @@ One exchange of a few numbers per step tells every rank how many samples each re
 that a rank without data meets for the first time is described to it once. Refused here, on all ranks at once: batches
 of one replica that differ between its ranks, replicas without samples, and data missing where a stage reads it.
 
-Where there is one replica, and a batch has a shape that was agreed on before, a rank knows what the others will say
-unless somebody erred: it begins to compute, and hears them before it sends or uses anything (`Pass.agree`).
+Where there is one replica, and a batch has a shape that was agreed on before, a rank can predict what the others will
+send unless somebody made a mistake: it begins to compute, and reads the exchange before it sends or uses anything
+(`ProgramRun.agree`).
 """
 
 from __future__ import annotations
@@ -41,19 +42,19 @@ class BatchSplitter:
         self.world, self.plan, self.forms, self.step_programs = world, plan, forms, step_programs
         self.reduction, self.accumulate, self.seed = reduction, accumulate, seed
         self.replica = world.rank // plan.ranks_per_replica
-        self.wishes: list[int] = []
-        """What every rank asked for in the last exchange, as `take` was told."""
+        self.requests: list[int] = []
+        """The `request` that every rank gave to `take` in the last exchange."""
         self._described: dict[int, Any] = {}
         self._agreed: set[int] = set()
 
     def take(
-        self, inputs: Any, targets: Any, *, training: bool, step: int, scale: float = 1.0, wish: int = 0
+        self, inputs: Any, targets: Any, *, training: bool, step: int, scale: float = 1.0, request: int = 0
     ) -> tuple[ProgramRun, TaggedProgram]:
         """Agree on a batch with all ranks; returns what is to be run, and the program."""
         description = batches.describe(inputs) if inputs is not None else None
         count = batches.rows(inputs) if inputs is not None else -1
         mark = batches.fingerprint(description) if description is not None else 0
-        answers = self.world.start_numbers([count, mark, step, wish])
+        answers = self.world.start_numbers([count, mark, step, request])
         later = self.plan.replicas == 1 and mark in self._agreed
         counts, description = ([count], description) if later else self._agree(answers(), step, description)
         if inputs is not None:
@@ -62,7 +63,7 @@ class BatchSplitter:
         pieces = min(self.step_programs.pieces, *counts)
         sizes = batches.parts(mine, pieces)
         has_data = inputs is not None
-        whole = inputs if has_data else batches.stand_in(description)
+        whole = inputs if has_data else batches.meta_batch(description)
         cut_inputs = batches.cut(whole, mine, sizes)
         cut_targets = batches.cut(targets, mine, sizes)
         found: list[RankMicroBatch] = []
@@ -84,8 +85,8 @@ class BatchSplitter:
         return run, script
 
     def _agree(self, table: list[list[int]], step: int, description: Any) -> tuple[list[int], Any]:
-        """Samples of every replica, and what this replica's batch looks like."""
-        self.wishes = [row[3] for row in table]
+        """The samples of every replica, and the description of this replica's batch."""
+        self.requests = [row[3] for row in table]
         if any(row[2] != step for row in table):
             steps = ", ".join(f"rank {r}: {row[2]}" for r, row in enumerate(table))
             raise EngineError(f"ranks are at different steps ({steps}); resume all from one checkpoint")
@@ -98,8 +99,8 @@ class BatchSplitter:
             first = min(rows)
             for rank, row in rows.items():
                 if row[:2] != rows[first][:2]:
-                    told = self.world.share(description)  # every rank sees the same table, so every rank comes here
-                    differs = batches.difference(told[first], told[rank]) or "their descriptions"
+                    shared = self.world.share(description)  # every rank sees the same table, so every rank comes here
+                    differs = batches.difference(shared[first], shared[rank]) or "their descriptions"
                     raise EngineError(
                         f"ranks {first} and {rank} belong to one replica, but were given different batches "
                         f"({differs}); give them the same batch"
@@ -113,11 +114,11 @@ class BatchSplitter:
         return counts, description
 
     def _describe(self, table: list[list[int]], marks: list[int], description: Any) -> Any:
-        """Tell ranks without data about shapes that are new; all ranks know which these are."""
+        """Describe new shapes to ranks without data; all ranks know which shapes these are."""
         if any(mark not in self._described for mark in marks):
-            for row, told in zip(table, self.world.share(description), strict=True):
+            for row, shared in zip(table, self.world.share(description), strict=True):
                 if row[0] >= 0:
-                    self._described[row[1]] = told
+                    self._described[row[1]] = shared
         return self._described[marks[self.replica]]
 
     def _refuse_missing(self, form: RecordedStages, has_data: bool, targets: Any) -> None:

@@ -33,7 +33,7 @@ class StepPrograms:
 
     plan: Plan
     stages: Stages
-    """As recorded in training."""
+    """The stages as recorded in training."""
     given: Program | None = None
     """A program to run in place of the plan's own schedule."""
     _known: dict[tuple[object, ...], TaggedProgram] = field(default_factory=dict)

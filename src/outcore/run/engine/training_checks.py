@@ -1,4 +1,4 @@
-"""What must hold for a step to teach a network anything, checked where it costs nothing.
+"""What must hold for a step to change the model, checked where it costs nothing.
 
 An optimizer over other parameters than the model's, and a loss that does not depend on them, train nothing and raise
 nothing: such a run ends "finished". Both are refused with the first step at the latest.

@@ -1,9 +1,9 @@
 """From gradients to new weights: reduction over copies, one loss scale, clipping over all stages, the user's optimizer.
 
-Reductions run while other stages still compute: `reduce` starts one, `settle` waits for all. The gradients of a share
-travel as one row, together with a mark per parameter that says whether it has one: a parameter that nothing used this
-step keeps no gradient at all, as in plain PyTorch, instead of one that is zero. Afterwards the gradients are views of
-that row. Every copy gets the same sums, bit for bit, and takes the same step.
+Reductions run while other stages still compute: `reduce` starts one, `finish_reductions` waits for all. The gradients
+of parameters with the same owners are sent as one row, together with a flag per parameter that says whether it has one:
+a parameter that nothing used this step keeps no gradient at all, as in plain PyTorch, instead of one that is zero.
+Afterwards the gradients are views of that row. Every copy gets the same sums, bit for bit, and takes the same step.
 
 Clipping and the search for infinities look at all parameters of the model once, wherever they are: the norms of all
 ranks are put into one row in the order of the model's parameters, and every rank computes the same total from it, with
@@ -32,7 +32,7 @@ from outcore.run.transport.shared_memory import SharedRows
 __all__ = ["GradientUpdate"]
 
 _TAGS = 1 << 20
-"""Above the tags of a program's transfers."""
+"""The first tag above those of a program's transfers."""
 _BY_GLOO = frozenset((torch.float64, torch.float32, torch.float16, torch.bfloat16))
 
 
@@ -40,12 +40,12 @@ _BY_GLOO = frozenset((torch.float64, torch.float32, torch.float16, torch.bfloat1
 class _Started:
     share: SharedParameters
     rows: list[tuple[torch.Tensor, list[str], AllReduce]]
-    """Row on its device, names of parameters, the sum under way."""
+    """The row on its device, the names of its parameters, the all-reduce under way."""
     began: float
 
 
 class GradientUpdate:
-    """What happens to gradients on one rank."""
+    """Reduces, unscales and clips gradients and steps the optimizer, on one rank."""
 
     def __init__(
         self,
@@ -64,17 +64,17 @@ class GradientUpdate:
         self.clip_norm, self.scale = clip_norm, scale
         self.optimizer: torch.optim.Optimizer | None = None
         self.norm: float | None = None
-        """Of all gradients in the last step, before clipping; known where clipping is on."""
+        """The norm of all gradients in the last step, before clipping; known where clipping is on."""
         self.skipped = 0
         """Steps left out because of an overflow."""
         self.on_reduced: Callable[[SharedParameters, float, float, int], None] = lambda *_: None
-        """Told of every reduction: begin, end, bytes."""
+        """Called with begin, end and bytes of every reduction."""
         self.before_step: Callable[[], None] = lambda: None
-        """Called when all gradients are there, unscaled and clipped."""
+        """Called when all gradients are complete, unscaled and clipped."""
         self.take_step: Callable[[torch.optim.Optimizer], None] = lambda optimizer: optimizer.step()
-        """Has the optimizer take its step."""
+        """Runs the optimizer's step."""
         self.make_row: Callable[[nn.Parameter, int, torch.dtype], torch.Tensor] = _row_beside
-        """Memory for the gradients of parameters of which one is given: so many numbers."""
+        """Allocates a row of so many elements for the gradients of parameters of which one is given."""
         self._groups, self._shared_rows = groups, shared_rows
         self._owner = owners.owner()
         self._started: list[_Started] = []
@@ -88,7 +88,7 @@ class GradientUpdate:
             if share.stages == (instruction.stage,):
                 self._start(share)
 
-    def settle(self) -> None:
+    def finish_reductions(self) -> None:
         """Add up the gradients of tied copies, and wait for all reductions."""
         for share in self.owners.shares:
             if share.tied and self.world.rank in share.ranks and len(share.ranks) > 1:
@@ -97,7 +97,7 @@ class GradientUpdate:
             self._finish(self._started.pop(0))
 
     def step(self) -> None:
-        """Unscale, clip and step, when everything is settled."""
+        """Unscale, clip and step, when all reductions are finished."""
         if not self._has_learned and self.optimizer is not None:
             held = torch.tensor([float(sum(p.grad is not None for p in self.parameters.values()))])
             check_gradients(float(self.world.sum_(held)), EngineError)
@@ -115,7 +115,7 @@ class GradientUpdate:
         self.zero()
 
     def zero(self) -> None:
-        """Forget all gradients."""
+        """Drop all gradients."""
         for parameter in self.parameters.values():
             parameter.grad = None
 
@@ -125,7 +125,7 @@ class GradientUpdate:
         self._started.clear()
 
     def close(self) -> None:
-        """Let go of all connections."""
+        """Close all connections."""
         self.abandon()
         self._groups, self._shared_rows = {}, None
 
@@ -141,7 +141,7 @@ class GradientUpdate:
         for number, (dtype, names) in enumerate(by_dtype.items()):
             row = self._row(names, dtype if dtype in _BY_GLOO else torch.float32)
             tag = _TAGS + 16 * self.owners.shares.index(share) + number
-            with self.world.place.talking():
+            with self.world.place.communicating():
                 rows.append((row, names, self._add_up(row, share, tag)))
         self._started.append(_Started(share, rows, began))
 
@@ -149,11 +149,11 @@ class GradientUpdate:
         others = [rank for rank in share.ranks if rank != self.world.rank]
         nbytes = row.numel() * row.element_size()
         if len(others) == 1 and self._shared_rows is not None and self._shared_rows.reaches(others[0], nbytes):
-            return SharedMemoryAllReduce(row, others[0], tag, self._shared_rows, self.world.mail)
+            return SharedMemoryAllReduce(row, others[0], tag, self._shared_rows, self.world.p2p_group)
         return GlooAllReduce(row, self._groups[share.stages], self.world.watched_wait)
 
     def _row(self, names: Sequence[str], dtype: torch.dtype) -> torch.Tensor:
-        """Gradients one after the other, then a mark for each: 1 where there is one."""
+        """Gradients one after the other, then a flag for each: 1 where there is one."""
         parameters = [self.parameters[name] for name in names]
         total = sum(p.numel() for p in parameters)
         row = self.make_row(parameters[0], total + len(names), dtype)
@@ -170,7 +170,7 @@ class GradientUpdate:
     def _finish(self, started: _Started) -> None:
         nbytes = 0
         for row, names, total in started.rows:
-            with self.world.place.talking():
+            with self.world.place.communicating():
                 total.wait()
             nbytes += row.numel() * row.element_size()
             marks = row[-len(names) :].tolist()
@@ -185,7 +185,7 @@ class GradientUpdate:
     # Over all parameters
 
     def _unscale(self) -> bool:
-        """Divide by the loss scale; whether any gradient of any rank is not finite."""
+        """Divide by the loss scale; returns whether any gradient of any rank is not finite."""
         assert self.scale is not None
         bad = torch.zeros(1)
         factor = 1.0 / self.scale.scale

@@ -1,8 +1,8 @@
 """Executes the instructions of one rank, one step at a time.
 
-Instructions are taken in order. Forwards and backwards compute here and now; sends and receives are handed to the wire
-and return at once; a compute waits for what it needs and nothing else does. A value is made once and goes straight to
-every stage that uses it; the gradients that come back from several users are added, the furthest user's first, as
+Instructions are taken in order. Forwards and backwards compute at once; sends and receives are posted to the transport
+and return at once; a compute waits for what it needs and nothing else does. A value is computed once and sent directly
+to every stage that uses it; the gradients that come back from several users are added, the furthest user's first, as
 autograd would. What a forward leaves for its backward is the edge into autograd's graph, not the tensor: memory that
 backward does not need is free as soon as it has been sent.
 """
@@ -52,12 +52,12 @@ class RankMicroBatch:
     weight: float
     """Its share in the loss of the step."""
     number: int
-    """Among all micro-batches of the step, over all replicas."""
+    """Its number among all micro-batches of the step, over all replicas."""
 
 
 @dataclass(slots=True)
 class ProgramRun:
-    """What one run through a program is given, and what it leaves."""
+    """The inputs of one run through a program, and its results."""
 
     pieces: Sequence[RankMicroBatch]
     training: bool
@@ -67,9 +67,9 @@ class ProgramRun:
     weights: Sequence[float]
     """Share of every micro-batch of the step in its loss, over all replicas."""
     samples: int
-    """Over all replicas."""
+    """The samples of all replicas."""
     agree: Callable[[], object] | None = None
-    """Hears from all ranks whether they were given the same batch; called before anything is exchanged."""
+    """Checks that all ranks were given the same batch; called before anything is sent."""
     after_forwards: Callable[[], None] | None = None
     """Called when the last forward of this rank is over."""
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class ProgramRun:
 
 
 @dataclass(slots=True)
-class _Flight:
+class _SavedForward:
     """What a forward left for its backward."""
 
     roots: dict[str, GradientEdge | None]
@@ -96,23 +96,23 @@ class Worker:
     def __init__(
         self,
         made: EngineParts,
-        wire: PointToPoint | None,
+        p2p: PointToPoint | None,
         loss: Callable[[Any, Any], torch.Tensor] | None,
         execute: Execute,
         update: GradientUpdate,
     ) -> None:
         self.forms, self.statistics, self.first_holders = made.forms, made.statistics, made.first_holders
         self.rank, self.place = made.rank, made.world.place
-        self.wire, self.loss, self.execute, self.update = wire, loss, execute, update
+        self.p2p, self.loss, self.execute, self.update = p2p, loss, execute, update
         update.on_reduced = self._reduced
         self.clock, self.gauge = DeviceClock(made.device), PeakGauge(made.device)
         self.started_s = 0.0
         self._noted: list[tuple[str, str, str, Moment, Moment, tuple[int, ...]]] = []
         self.keep_outputs = False
         self.idle_state: IdleStateOffload | None = None
-        """Where the stages that do not compute are, if not on the device."""
+        """Offloads the stages that do not compute, if that was asked for."""
         self._run = _IDLE
-        self._flights: dict[Of, _Flight] = {}
+        self._flights: dict[Of, _SavedForward] = {}
         self._made: dict[Key, torch.Tensor] = {}
         self._coming: dict[Key, IncomingTensor] = {}
         self._going: list[OutgoingTensor] = []
@@ -155,7 +155,7 @@ class Worker:
                     if not steps:
                         self._step(instruction)
         if update and not trained:
-            self.update.settle()
+            self.update.finish_reductions()
             self.update.step()  # nothing to train here, but norms and overflows concern all ranks
         self._end(run)
 
@@ -163,17 +163,17 @@ class Worker:
         self._noted.clear()
         given: list[Any] = [(piece.inputs, piece.targets) for piece in run.pieces]
         if self.idle_state is not None:
-            given.append(self.idle_state.away)
-        if self.wire is not None:
-            given.append(self.wire.shared_rows.lent)
+            given.append(self.idle_state.offloaded)
+        if self.p2p is not None:
+            given.append(self.p2p.shared_rows.sent_rows)
         self.gauge.start(tensor for _, tensor in leaves(given, torch.Tensor))
         self.started_s = self.clock.start()
         self._run, self._tags = run, tags
 
     def _step(self, last: OptimizerStep) -> None:
-        """The optimizer's step of all stages of this rank, when it comes to the last of them."""
+        """Step the optimizer for all stages of this rank, when it comes to the last of them."""
         self.place.stage, self.place.doing = last.stage, "optimizer step"
-        self.update.settle()
+        self.update.finish_reductions()
         began = self.clock.now()
         self.update.step()
         self.record(COMPUTE, "step", str(last), began, self.clock.now(), last.stage)
@@ -184,13 +184,13 @@ class Worker:
             self.idle_state.leave()
         self.place.doing = "end of step"
         if run.training:
-            self.statistics.settle(run.pieces[0].form)
+            self.statistics.update_running(run.pieces[0].form)
             self.statistics.share_buffers(run.pieces[0].form, self.first_holders)
         for going in self._going:
             going.finish()
         self._going.clear()
-        if self.wire is not None:
-            self.wire.end_step()
+        if self.p2p is not None:
+            self.p2p.end_step()
         self.gauge.stop()
         self._run = _IDLE  # what the user gave is the user's again
 
@@ -204,21 +204,21 @@ class Worker:
             held.clear()
 
     def close(self) -> None:
-        """Let go of all connections."""
+        """Close all connections."""
         self.abandon()
         self.update.close()
         if isinstance(self.execute, StagePolicies):
             self.execute.close()
-        if self.wire is not None:
-            self.wire.close()
-            self.wire = None
+        if self.p2p is not None:
+            self.p2p.close()
+            self.p2p = None
 
     def record(self, stream: str, kind: str, name: str, start: Moment, end: Moment, *labels: int) -> None:
-        """Note what took time: labels are stage, micro-batch, replica and bytes."""
+        """Record an event of the timeline; labels are stage, micro-batch, replica and bytes."""
         self._noted.append((stream, kind, name, start, end, labels))
 
     def events(self) -> list[Event]:
-        """What took time in the last step, in seconds since it began here."""
+        """The events of the last step, in seconds since it began on this rank."""
         found = []
         for stream, kind, name, start, end, labels in self._noted:
             since, until = (self.clock.seconds(moment) - self.started_s for moment in (start, end))
@@ -259,7 +259,7 @@ class Worker:
             for user in edge.targets:
                 self._made[edge.value, user, of.micro_batch, of.replica, False] = tensor.detach()
         if run.training:
-            self._flights[of.stage, of.micro_batch, of.replica] = _Flight(roots, slots, loss)
+            self._flights[of.stage, of.micro_batch, of.replica] = _SavedForward(roots, slots, loss)
         self._ended("forward", of, began)
 
     def _loss(self, of: Forward, piece: RankMicroBatch, made: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
@@ -302,7 +302,7 @@ class Worker:
                 roots.append(root)
                 gradients.append(total)
             del back
-        slots, flight = flight.slots, _Flight({}, {}, None)
+        slots, flight = flight.slots, _SavedForward({}, {}, None)
         began = self.clock.now()
         if roots:
             torch.autograd.backward(roots, gradients)
@@ -320,29 +320,30 @@ class Worker:
     # Moving
 
     def _agree(self) -> None:
-        """Hear, once in a run, that all ranks were given the same: before a message, and after the last forward."""
+        """Check, once in a run, that all ranks were given the same: before the first message, and after the last
+        forward."""
         agree, self._run.agree = self._run.agree, None
         if agree is not None:
             agree()
 
     def _here(self, data: Any) -> Any:
-        """What the user gave, on this rank's device; a micro-batch at a time."""
+        """A micro-batch of the user's data on this rank's device."""
         device = self.forms.device
         return substitute(data, torch.Tensor, lambda t: t.to(device, non_blocking=True))
 
     def _take(self, key: Key) -> torch.Tensor:
-        """A value or gradient that a compute uses: made here, or received."""
+        """A value or gradient that a compute uses: made on this rank, or received."""
         if key in self._made:
             return self._made.pop(key)
         self._agree()
-        with self.place.talking():
+        with self.place.communicating():
             return self._coming.pop(key).wait()
 
     def _layout(self, transfer: Send | Receive) -> TensorLayout:
         return self._run.pieces[transfer.micro_batch].form.layouts[transfer.value]
 
     def _receive(self, to: Receive) -> None:
-        assert self.wire is not None
+        assert self.p2p is not None
         layout = self._layout(to)
         labels = (to.stage, to.micro_batch, to.replica, layout.nbytes)
         kind, name = "gradient" if to.gradient else "value", str(to)
@@ -350,11 +351,11 @@ class Worker:
         def done(stream: str, start: Moment, end: Moment) -> None:
             self.record(stream, kind, name, start, end, *labels)
 
-        with self.place.talking():
-            self._coming[to.key] = self.wire.receive(layout, to.source, self._tags[to.key], done)
+        with self.place.communicating():
+            self._coming[to.key] = self.p2p.receive(layout, to.source, self._tags[to.key], done)
 
     def _send(self, of: Send) -> None:
-        assert self.wire is not None
+        assert self.p2p is not None
         layout = self._layout(of)
         labels = (of.stage, of.micro_batch, of.replica, layout.nbytes)
         kind, name = "gradient" if of.gradient else "value", str(of)
@@ -362,9 +363,9 @@ class Worker:
         def done(stream: str, start: Moment, end: Moment) -> None:
             self.record(stream, kind, name, start, end, *labels)
 
-        with self.place.talking():
+        with self.place.communicating():
             self._going = [going for going in self._going if not going.ended()]
-            self._going.append(self.wire.send(self._made.pop(of.key), layout, of.target, self._tags[of.key], done))
+            self._going.append(self.p2p.send(self._made.pop(of.key), layout, of.target, self._tags[of.key], done))
 
     # Notes
 

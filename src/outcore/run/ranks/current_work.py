@@ -1,4 +1,4 @@
-"""Where a rank is: what others are told when it fails, hangs or dies."""
+"""What a rank is doing, for the report to the others when it fails, hangs or dies."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class CurrentWork:
     call: str = ""
     step: int = 0
     waiting: bool = False
-    """For other ranks; still set after an error that came from there."""
+    """Whether it waits for other ranks; still set after an error that came from there."""
 
     @contextlib.contextmanager
-    def talking(self) -> Iterator[None]:
-        """Around whatever waits for other ranks."""
+    def communicating(self) -> Iterator[None]:
+        """A context around whatever waits for other ranks."""
         self.waiting = True
         yield
         self.waiting = False

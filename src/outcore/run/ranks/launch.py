@@ -6,9 +6,10 @@ runs ``train("plan.json")`` in four processes on this machine and returns what e
 importable (not a lambda), as for any process that is started anew. Ranks that fail are restarted together as often as
 `restarts` says; a function that resumes from the last checkpoint then goes on from there.
 
-The ranks meet in a store that this process keeps, on loopback, behind a secret made for each attempt; torch's elastic
-rendezvous, which listens everywhere and unpickles what it is sent, is not used. What a rank returns comes back through
-a pipe that only the two of them have. No signal handler is changed here. Ranks end with this process, however it ends.
+The ranks rendezvous in a store that this process runs, on loopback, behind a secret made for each attempt; torch's
+elastic rendezvous, which listens everywhere and unpickles what it is sent, is not used. What a rank returns comes back
+through a pipe that only the two of them have. No signal handler is changed here. Ranks end with this process, however
+it ends.
 """
 
 from __future__ import annotations
@@ -34,11 +35,12 @@ from outcore.run.stopped import LOOK_S, StoppedRanks
 __all__ = ["launch", "rank_variables"]
 
 _GRACE_S = 20.0
-"""Until the other ranks have noticed that one failed; then they are ended."""
+"""Seconds for the other ranks to notice that one failed; then they are ended."""
 
 
 def rank_variables(rank: int, ranks: int, store: StoreServer, secret: str) -> dict[str, str]:
-    """What a rank on this machine is told: torchrun's variables, where the store is, and the run's secret."""
+    """The environment variables of a rank on this machine: torchrun's, the address of the store, and the run's
+    secret."""
     threads = max(1, (os.cpu_count() or 1) // ranks)
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     return {
@@ -98,7 +100,7 @@ def _attempt(
 def _collect(
     processes: list[Any], pipes: Mapping[connection.Connection, int], server: StoreServer
 ) -> tuple[str | None, dict[int, Any]]:
-    """Until every rank has answered, or one has failed and the others had time to notice."""
+    """Wait until every rank has answered, or one has failed and the others had time to notice."""
     waiting, found = dict(pipes), dict[int, Any]()
     failed: str | None = None
     deadline: float | None = None
@@ -160,7 +162,7 @@ def _rank(pipe: connection.Connection, function: Callable[..., Any], args: tuple
 
 @contextlib.contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Variables that a process started meanwhile inherits; afterwards all is as it was."""
+    """Set variables that a process started meanwhile inherits; afterwards all is as it was."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

@@ -16,15 +16,15 @@ from collections.abc import Callable
 __all__ = ["LAUNCHER", "end_with_parent", "launcher_pid"]
 
 LAUNCHER = "OUTCORE_LAUNCHER"
-"""The variable that tells a rank the process id of outcore's launcher."""
+"""The variable that holds the process id of outcore's launcher."""
 
 _PR_SET_PDEATHSIG = 1
 
 
 def launcher_pid() -> int | None:
     """The process id of the launcher that started this rank, if it was outcore's own."""
-    told = os.environ.get(LAUNCHER, "")
-    return int(told) if told.isdigit() else None
+    given = os.environ.get(LAUNCHER, "")
+    return int(given) if given.isdigit() else None
 
 
 def end_with_parent(parent: int) -> Callable[[], None]:

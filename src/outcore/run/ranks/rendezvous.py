@@ -1,14 +1,14 @@
-"""How the ranks of a run find each other: who keeps the store, at which address, and who may enter.
+"""How the ranks of a run find each other: who runs the store, at which address, and who may connect.
 
-| started by | kept by | at |
+| started by | run by | at |
 |---|---|---|
 | `outcore train --ranks`, `outcore.run.ranks.launch` | the launcher | loopback |
-| torchrun | rank 0, which tells the others through torchrun's own store | loopback, or MASTER_ADDR over several hosts |
+| torchrun | rank 0, which sends it through torchrun's own store | loopback, or MASTER_ADDR over several hosts |
 | SLURM, mpirun | rank 0 | MASTER_ADDR:MASTER_PORT; loopback on one host |
-| a process group of the user's | rank 0, which tells the others through the group | loopback, or its host's address |
+| a process group of the user's | rank 0, which sends the address through the group | loopback, or its host's address |
 
-What others are told through a store of torch's is an address and nothing more: whoever answers there still has to prove
-that it knows the secret (`outcore.run.ranks.store`).
+What is sent through a store of torch's is an address and nothing more: whoever answers there still has to prove that it
+knows the secret (`outcore.run.ranks.store`).
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
 __all__ = ["ADDRESS", "LauncherEnvironment", "Rendezvous", "meet", "meet_over"]
 
 ADDRESS = "OUTCORE_STORE"
-"""The variable in which outcore's launcher tells its ranks where the store is."""
+"""The variable in which outcore's launcher gives its ranks the address of the store."""
 _LOOPBACK = "127.0.0.1"
 _LINGER_S = 5.0
-"""How long the rank that keeps the store stays for the others to read why it failed, or to leave too."""
+"""Seconds that the rank that runs the store stays for the others to read why it failed, or to leave too."""
 
 _joined = 0
 
 
 @dataclass(frozen=True, slots=True)
 class LauncherEnvironment:
-    """What a launcher told this process."""
+    """The rank, size and address that a launcher set in environment variables."""
 
     launcher: str
     rank: int
@@ -57,23 +57,23 @@ class LauncherEnvironment:
 
 @dataclass(slots=True, eq=False)
 class Rendezvous:
-    """A rank's way into the store, and the store where it keeps it."""
+    """A rank's connection to the store, and the store itself on the rank that runs it."""
 
     store: StoreClient
     server: StoreServer | None = None
-    keeper: int | None = 0
-    """The rank that keeps the store; None where the launcher does."""
+    store_rank: int | None = 0
+    """The rank that runs the store; None where the launcher does."""
 
     worlds: int = 0
-    """Further worlds that met through this one."""
+    """Further worlds that were made through this one."""
 
     def beside(self) -> Rendezvous:
-        """A connection of its own for another world of the same ranks; they make them in one order."""
+        """A connection of its own for another world of the same ranks; all ranks make them in the same order."""
         self.worlds += 1
-        return Rendezvous(self.store.another(f"world{self.worlds}/"), keeper=self.keeper)
+        return Rendezvous(self.store.another(f"world{self.worlds}/"), store_rank=self.store_rank)
 
     def leave(self, *, failed: bool = False) -> None:
-        """Hang up. A failed rank waits until the others know; one that is done does not keep its caller."""
+        """Disconnect. A failed rank waits until the others know; one that is done does not delay its caller."""
         self.store.close()
         server, self.server = self.server, None
         if server is None:
@@ -85,27 +85,29 @@ class Rendezvous:
 
 
 def meet(identity: LauncherEnvironment, timeout_s: float) -> Rendezvous:
-    """Meet the other ranks that a launcher started."""
+    """Rendezvous with the other ranks that a launcher started."""
     global _joined
     _joined += 1  # all ranks join as often, so a second world does not find the addresses of the first
     prefix = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_joined}/"
     secret = find_secret()
-    if told := os.environ.get(ADDRESS):
-        address, _, port = told.rpartition(":")
+    if given := os.environ.get(ADDRESS):
+        address, _, port = given.rpartition(":")
         there = _enter(identity, secret, address, int(port), timeout_s, prefix, is_there=True)
-        return Rendezvous(there, keeper=None)
+        return Rendezvous(there, store_rank=None)
     server = None
     address, number = identity.address, identity.port
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        alone = os.environ.get("LOCAL_WORLD_SIZE") == str(identity.size)
-        server, address, number = _through_agent(identity, secret, _LOOPBACK if alone else address, timeout_s, prefix)
+        one_host = os.environ.get("LOCAL_WORLD_SIZE") == str(identity.size)
+        server, address, number = _through_agent(
+            identity, secret, _LOOPBACK if one_host else address, timeout_s, prefix
+        )
     elif identity.rank == 0:
         server = _serve(secret, address, number)
     return Rendezvous(_enter(identity, secret, address, number, timeout_s, prefix), server)
 
 
 def _wait_for_all(identity: LauncherEnvironment, store: StoreClient, timeout_s: float) -> None:
-    """Until every rank is here; names one that is not."""
+    """Wait until every rank is here; raises naming one that is not."""
     store.set(f"here/{identity.rank}", "")
     deadline = time.monotonic() + timeout_s
     for rank in range(identity.size):
@@ -119,22 +121,22 @@ def _wait_for_all(identity: LauncherEnvironment, store: StoreClient, timeout_s: 
 
 
 def meet_over(world: World, timeout_s: float) -> Rendezvous:
-    """Meet over a process group that is there already; collective."""
+    """Rendezvous over an existing process group; collective."""
     hosts = world.share(_network())
-    server, told = None, None
+    server, given = None, None
     if world.rank == 0:
         address = _LOOPBACK if len(set(hosts)) == 1 else socket.gethostbyname(socket.gethostname())
         secret = new_secret()
         server = _serve(secret, address, 0)
-        told = [server.address, server.port, secret]
-    address, port, secret = world.share(told)[0]
+        given = [server.address, server.port, secret]
+    address, port, secret = world.share(given)[0]
     return Rendezvous(StoreClient(secret, address, port, timeout_s=timeout_s), server)
 
 
 def _through_agent(
     identity: LauncherEnvironment, secret: str, address: str, timeout_s: float, prefix: str
 ) -> tuple[StoreServer | None, str, int]:
-    """Rank 0 keeps the store at a free port and tells the others through the store of torchrun's agent."""
+    """Rank 0 runs the store at a free port and sends its address through the store of torchrun's agent."""
     key = f"outcore/{prefix}address"
     try:
         agent: Any = dist.TCPStore(  # type: ignore[attr-defined]
@@ -144,8 +146,8 @@ def _through_agent(
             server = _serve(secret, address, 0)
             agent.set(key, f"{server.address}:{server.port}")
             return server, server.address, server.port
-        told, _, port = agent.get(key).decode().rpartition(":")
-        return None, told, int(port)
+        given, _, port = agent.get(key).decode().rpartition(":")
+        return None, given, int(port)
     except (dist.DistNetworkError, dist.DistStoreError, ValueError) as error:
         raise _unreachable(identity, identity.address, identity.port, error) from error
 
@@ -185,7 +187,7 @@ def _unreachable(identity: LauncherEnvironment, address: str, port: int, error: 
 
 
 def _network() -> str:
-    """What ranks that reach each other over loopback have in common."""
+    """The identity of the network namespace, equal for ranks that reach each other over loopback."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/net').readlink()}"

@@ -2,7 +2,8 @@
 
 A launcher of outcore's own makes one for each run and gives it to its ranks in their environment, which only their user
 can read. Ranks that something else started (torchrun, SLURM, mpirun) look for ``OUTCORE_SECRET`` too; where it is not
-set they use a file of the user's own, made with the first run, which clusters share between hosts with the home.
+set they use a file of the user's own, made with the first run, which clusters share between hosts with the home
+directory.
 """
 
 from __future__ import annotations

@@ -1,17 +1,18 @@
-"""Where ranks meet: a small key-value store that only those who know the run's secret may enter.
+"""The rendezvous store: a small key-value store that only those who know the run's secret may use.
 
 torch's own TCPStore listens on every interface, lets anybody read and write any key, and waits for ever on a server
 that has stopped. Here the server listens on one address (loopback unless ranks of several hosts were asked for), a
 connection begins with a proof on both sides that the run's secret is known (HMAC-SHA256 over fresh nonces), and every
-operation ends in bounded time. Nothing is unpickled. Sizes read from the wire are bounded before they are believed.
+operation ends in bounded time. Nothing is unpickled. Sizes read from a connection are checked before they are used.
 
     server                                   client
       ── nonce ───────────────────────────────▶
       ◀── nonce, HMAC(secret, "client", both) ──
       ── HMAC(secret, "server", both) ────────▶     then requests: length, JSON line {do, key, …}, bytes
 
-Whoever fails the proof is cut off and counted, and the first is said on standard error. The proof is of the beginning:
-on a network where somebody can write into open connections, use one that nobody can (a cluster's own, or a VPN).
+Whoever fails the proof is disconnected and counted, and the first is reported on standard error. The proof is of the
+beginning: on a network where somebody can write into open connections, use one that nobody can (a cluster's own, or a
+VPN).
 
 The other end is `outcore.run.ranks.store_client`.
 """
@@ -35,7 +36,7 @@ __all__ = ["NONCE_BYTES", "SILENT_S", "StoreServer", "exactly", "new_secret", "p
 SILENT_S = 10.0
 """Without an answer for so long, an operation ends with an error."""
 _LIMIT = 1 << 22
-"""The largest message, in bytes: what ranks tell each other here are addresses and places."""
+"""The largest message, in bytes: ranks exchange only addresses and short reports here."""
 NONCE_BYTES = 32
 _HANDSHAKE_S = 5.0
 _STRANGERS = 64
@@ -48,7 +49,7 @@ def new_secret() -> str:
 
 
 class StoreServer:
-    """Keeps the keys of one run, on threads of its own; `port` 0 takes a free one."""
+    """Holds the keys of one run, on threads of its own; `port` 0 takes a free one."""
 
     def __init__(self, secret: str, address: str = "127.0.0.1", port: int = 0) -> None:
         self._secret = secret.encode()
@@ -65,23 +66,23 @@ class StoreServer:
         self._thread = threading.Thread(target=self._accept, name="outcore store", daemon=True)
 
     def start(self) -> StoreServer:
-        """Begin to answer; whoever connected before has waited."""
+        """Begin to answer; clients that connected before have waited."""
         self._thread.start()
         return self
 
     def fail(self, why: str) -> None:
-        """End all waits, now and later: a rank that others wait for will not come."""
+        """End all waits, now and later, because a rank that others wait for will not come."""
         with self._changed:
             self._failure = why
             self._changed.notify_all()
 
     def find(self, ending: str) -> bytes | None:
-        """The first value whose key ends so."""
+        """The first value whose key ends with `ending`."""
         with self._changed:
             return next((value for key, (value, _) in self._values.items() if key.endswith(ending)), None)
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Stop to answer, when nobody is connected any more or after a while."""
+        """Stop answering, when nobody is connected any more or after a while."""
         deadline = time.monotonic() + linger_s
         while self._connections and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -148,7 +149,7 @@ class StoreServer:
         return not self._open or self._failure is not None or all(key in self._values for key in keys)
 
     def _answer(self, request: bytes) -> bytes:
-        """Do one request; the first byte says how it went."""
+        """Answer one request; the first byte says whether it succeeded."""
         line, _, value = request.partition(b"\n")
         asked = json.loads(line)
         do, keys = asked["do"], [str(key) for key in asked["keys"]]
@@ -198,7 +199,7 @@ def _listen(address: str, port: int) -> socket.socket:
 
 
 def prove(secret: bytes, side: bytes, server: bytes, client: bytes) -> bytes:
-    """What one side shows of the secret, for the nonces of both."""
+    """The proof of one side that it knows the secret, for the nonces of both."""
     return hmac.digest(secret, side + server + client, "sha256")
 
 
@@ -210,7 +211,7 @@ def send(line: socket.socket, message: bytes) -> None:
 
 
 def receive(line: socket.socket) -> bytes:
-    """Read one message; its size is bounded before it is believed."""
+    """Read one message; its size is checked before it is read."""
     (size,) = struct.unpack(">I", exactly(line, 4))
     if size > _LIMIT:
         raise ValueError(f"a message of {size:,} bytes was announced; at most {_LIMIT:,} are read")

@@ -1,8 +1,8 @@
-"""A rank's connection to the store where ranks meet (`outcore.run.ranks.store`).
+"""A rank's connection to the rendezvous store (`outcore.run.ranks.store`).
 
-It is a `torch.distributed.Store`, so gloo meets through it as well. Every operation ends in bounded time: a server that
-has stopped (a frozen machine, SIGSTOP) is an error after `SILENT_S` seconds, where torch's own client waits for ever. A
-connection that broke is made again with the next operation, so a server that was only slow does no harm.
+It is a `torch.distributed.Store`, so gloo connects through it as well. Every operation ends in bounded time: a server
+that has stopped (a frozen machine, SIGSTOP) is an error after `SILENT_S` seconds, where torch's own client waits for
+ever. A connection that broke is made again with the next operation, so a server that was only slow does no harm.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class StoreClient(dist.Store):  # type: ignore[name-defined]
         self._line = self._connect(min(timeout_s, 2 * SILENT_S) if is_there else timeout_s)
 
     def another(self, prefix: str = "") -> StoreClient:
-        """A further connection, so that who waits on this one keeps nobody else from asking."""
+        """A further connection, so that a wait on this one blocks nobody else."""
         where = (self._secret, self.address, self.port)
         return StoreClient(*where, timeout_s=self._timeout_s, is_there=True, prefix=f"{self.prefix}{prefix}")
 
     def close(self) -> None:
-        """Hang up; an operation of another thread ends with an error."""
+        """Disconnect; an operation of another thread ends with an error."""
         self._closed = True
         line, self._line = self._line, None
         if line is not None:
@@ -64,15 +64,15 @@ class StoreClient(dist.Store):  # type: ignore[name-defined]
     # What torch asks of a store
 
     def set(self, key: str, value: Any) -> None:
-        """Put a value."""
+        """Store a value."""
         self._ask("set", [key], _bytes(value))
 
     def get(self, key: str) -> bytes:
-        """A value, when it is there."""
+        """A value, once it is there."""
         return self._waited("get", [key], self._timeout_s)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Until all keys are there."""
+        """Wait until all keys are there."""
         self._waited("wait", keys, self._timeout_s if timeout is None else timeout.total_seconds())
 
     def check(self, keys: list[str]) -> bool:
@@ -84,21 +84,21 @@ class StoreClient(dist.Store):  # type: ignore[name-defined]
         return int(self._ask("add", [key], b"%d" % amount))
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
-        """Put a value if the one there is as expected ("" for none); returns what is there then."""
+        """Store a value if the one there is as expected ("" for none); returns what is there then."""
         return self._ask("compare", [key], _bytes(desired), expected=_bytes(expected).decode())
 
     def delete_key(self, key: str) -> bool:
-        """Remove a key; whether there was one."""
+        """Remove a key; returns whether there was one."""
         return self._ask("delete", [key]) == b"1"
 
     def num_keys(self) -> int:
-        """Keys of all prefixes."""
+        """The number of keys of all prefixes."""
         return int(self._ask("count", [""]))
 
     # More than torch asks
 
     def ages(self, key: str) -> dict[str, tuple[float, str]]:
-        """Of all keys that begin so: how long ago they were set, in seconds, and their values."""
+        """For all keys that begin with `key`: how long ago they were set, in seconds, and their values."""
         rows = json.loads(self._ask("ages", [key]))
         return {k.removeprefix(self.prefix): (float(age), str(value)) for k, (age, value) in rows.items()}
 
@@ -131,7 +131,7 @@ class StoreClient(dist.Store):  # type: ignore[name-defined]
                 raise ConnectionError(f"the store at {self.address}:{self.port} does not answer: {error}") from error
 
     def _again(self) -> socket.socket:
-        """A new connection to a server that was there: tried once, whoever asks may ask again."""
+        """Reconnect to a server that was there: tried once, whoever asks may ask again."""
         try:
             return self._entered(SILENT_S)
         except OSError as error:

@@ -1,9 +1,9 @@
-"""The ranks of a run: who this process is, who the others are, and small talk between them.
+"""The ranks of a run: which rank this process is, which others there are, and small collectives between them.
 
 A process learns its rank from whatever launched it: torchrun, SLURM, mpirun, or nobody, which is a world of one that
-needs no process group at all. The ranks meet in a store that only they may enter (`outcore.run.ranks.rendezvous`).
-Small facts (shapes, losses, norms, checksums) travel as numbers or JSON text through one gloo group on the hosts;
-nothing is pickled. `share` and `numbers` are collective: every rank calls them, in one order.
+needs no process group at all. The ranks rendezvous in a store that only they may use (`outcore.run.ranks.rendezvous`).
+Small values (shapes, losses, norms, checksums) are exchanged as numbers or JSON text through one gloo group on the
+hosts; nothing is pickled. `share` and `numbers` are collective: every rank calls them, in one order.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LAUNCHERS = (
 )
 _PORT = 29500
 _met: list[Rendezvous] = []
-"""How this process met the others that its launcher started, as long as it is with them."""
+"""The rendezvous of this process with the others that its launcher started, as long as it is one of them."""
 
 
 def identify(variables: Mapping[str, str]) -> LauncherEnvironment | None:
@@ -88,15 +88,15 @@ class World:
         self.place = CurrentWork()
         self.rank, self.size, self.local_rank = rank, size, local_rank
         self.group, self.meeting = group, meeting
-        self.mail: Any = None
-        """A group for what goes from one rank to another. A collective that fails on `group` leaves its connections
-        clogged by messages that nobody takes any more, and what comes behind them would never arrive."""
+        self.p2p_group: Any = None
+        """A group for point-to-point messages. A collective that fails on `group` leaves messages in its connections
+        that nobody reads any more, and what is sent behind them would never arrive."""
         self._owned = owned
         self._groups: list[Any] = []
         self._lines = GroupSockets()
         self.watched_wait = WatchedWait(self.place)
         self.leftovers: list[Any] = []
-        """What was under way when this rank failed: gloo may still write into it."""
+        """Buffers of what was under way when this rank failed: gloo may still write into them."""
 
     @classmethod
     def join(cls, *, timeout_s: float) -> World:
@@ -107,7 +107,7 @@ class World:
             if size == 1:
                 return cls(0, 1, local, None, None, owned=False)
             world = cls(rank, size, local, None, None, owned=False)
-            world.group, world.mail = (world.new_group(range(size), timeout_s) for _ in range(2))
+            world.group, world.p2p_group = (world.new_group(range(size), timeout_s) for _ in range(2))
             known = _met[-1].beside() if _met else None
             world.meeting = known if known is not None else meet_over(world, timeout_s)
             return world
@@ -125,7 +125,7 @@ class World:
             dist.init_process_group(
                 "gloo", store=meeting.store, rank=world.rank, world_size=world.size, timeout=timeout
             )
-        world.group, world.mail = dist.group.WORLD, world.new_group(range(world.size), timeout_s)
+        world.group, world.p2p_group = dist.group.WORLD, world.new_group(range(world.size), timeout_s)
         return world
 
     def new_group(self, ranks: Sequence[int], timeout_s: float) -> Any:
@@ -141,7 +141,8 @@ class World:
         return self.start_numbers(row)()
 
     def start_numbers(self, row: Sequence[int]) -> Callable[[], list[list[int]]]:
-        """Tell all ranks a row of whole numbers; what is returned waits for theirs, by rank."""
+        """Start to exchange a row of whole numbers with all ranks; returns a function that waits for theirs, by
+        rank."""
         if self.size == 1:
             return lambda: [list(row)]
         table = torch.zeros(self.size, len(row), dtype=torch.int64)
@@ -173,21 +174,21 @@ class World:
         return self.watched_wait.sum_(tensor, self.group) if self.size > 1 else tensor
 
     def start_sum(self, tensor: torch.Tensor) -> Callable[[], None]:
-        """Begin to add a tensor on the host over all ranks, in place; what is returned waits for it."""
+        """Start to add a tensor on the host over all ranks, in place; returns a function that waits for it."""
         if self.size == 1:
             return lambda: None
         work: Any = dist.all_reduce(tensor, group=self.group, async_op=True)
         return lambda: self.watched_wait.wait(work)
 
     def broadcast_(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        """Give a tensor on the host of one rank to all, in place."""
+        """Copy a tensor on the host of one rank to all, in place."""
         return self.watched_wait.broadcast_(tensor, source, self.group) if self.size > 1 else tensor
 
     def gather(self, mine: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Tensors of all ranks by name, on the host of every rank; of equal names, the first rank's."""
         found: dict[str, torch.Tensor] = {}
-        told = self.share({n: [list(t.shape), str(t.dtype).removeprefix("torch.")] for n, t in mine.items()})
-        for rank, row in enumerate(told):
+        shared = self.share({n: [list(t.shape), str(t.dtype).removeprefix("torch.")] for n, t in mine.items()})
+        for rank, row in enumerate(shared):
             for name, (shape, dtype) in row.items():
                 if name not in found:
                     empty = torch.empty(shape, dtype=getattr(torch, dtype))
@@ -200,14 +201,14 @@ class World:
         self.numbers([0])
 
     def cut(self) -> None:
-        """After a failure: break all connections, so that whoever waits for this rank stops to wait, now."""
+        """Break all connections after a failure, so that whoever waits for this rank stops waiting now."""
         self._lines.cut()
 
     def close(self) -> None:
         """Leave; only what this world made is taken down."""
         last = [self.leftovers, *self._groups, self.group]
         meeting, self.meeting = self.meeting, None
-        self.group = self.mail = self.watched_wait.look = None
+        self.group = self.p2p_group = self.watched_wait.look = None
         while self._groups:
             dist.destroy_process_group(self._groups.pop())
         self.leftovers = []

@@ -96,7 +96,7 @@ class RunningStatistics:
                 module.momentum = momentum
 
     def _collected(self, form: RecordedStages, stage: int) -> dict[str, _Layer]:
-        """The layers whose statistics are not torch's business alone."""
+        """The layers whose running statistics are collected here and not left to torch."""
         if self.mode == "synchronised" or (self.mode == "micro_batch" and self._copies[stage] == 1):
             return {}
         layers = self._layers.setdefault(stage, {})
@@ -130,8 +130,8 @@ class RunningStatistics:
         layer.mean += rows * mean
         layer.var += (rows - 1) * var + rows * mean * mean
 
-    def settle(self, form: RecordedStages) -> None:
-        """Let the running statistics move, on all copies alike; collective over the copies of each stage."""
+    def update_running(self, form: RecordedStages) -> None:
+        """Update the running statistics, on all copies alike; collective over the copies of each stage."""
         for stage in sorted(form.parts):
             # Also those that collected nothing here: another copy may have.
             if not (layers := list(self._collected(form, stage).values())):
@@ -166,11 +166,11 @@ class RunningStatistics:
             module.num_batches_tracked += steps
 
     def close(self) -> None:
-        """Let go of all connections."""
+        """Close all connections."""
         self._groups = {}
 
     def _synchronise(self, form: RecordedStages, stage: int) -> None:
-        """Let the layers of a stage that has copies be normalised over all of them."""
+        """Make the layers of a stage that has copies normalise over all of them."""
         part = form.parts[stage]
         if self._copies[stage] == 1 or part.instead:
             return
@@ -179,11 +179,11 @@ class RunningStatistics:
                 part.instead[name] = synchronised_norm(module, partial(self._total, stage=stage))
 
     def _total(self, row: torch.Tensor, stage: int) -> torch.Tensor:
-        """A row added up over the copies of a stage."""
+        """The sum of a row over the copies of a stage."""
         return self._watched_wait.sum_(row.cpu(), self._groups[stage,]).to(row.device)
 
     def share_buffers(self, form: RecordedStages, first: Mapping[int, int]) -> None:
-        """Other buffers that a step wrote become those of the first copy."""
+        """Copy other buffers that a step wrote from the first copy to all."""
         for stage, part in form.parts.items():
             if self._copies[stage] == 1:
                 continue
@@ -195,7 +195,7 @@ class RunningStatistics:
 
 
 def make_equal(tensors: Sequence[torch.Tensor], source: int, group: Any, watched_wait: WatchedWait) -> None:
-    """Give the numbers of one rank to all of a group, in place."""
+    """Copy the values of one rank to all of a group, in place."""
     with torch.no_grad():
         for tensor in tensors:
             host = watched_wait.broadcast_(tensor.detach().cpu().contiguous(), source, group)
@@ -204,7 +204,7 @@ def make_equal(tensors: Sequence[torch.Tensor], source: int, group: Any, watched
 
 
 def _rows(form: RecordedStages, name: str) -> int:
-    """Over how many elements a channel was averaged."""
+    """The number of elements over which a channel was averaged."""
     call = next(c for c in form.graph.calls.values() if c.block == name)
     shape = form.graph.values[call.inputs[0]].shape
     return prod(shape) // shape[1]

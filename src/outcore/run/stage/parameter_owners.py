@@ -1,4 +1,4 @@
-"""Who holds which parameter, over all ranks.
+"""Which ranks hold which parameter.
 
 A parameter belongs to the stages whose calls read it, and its gradient is added over every rank that holds one of them.
 Usually that is one stage, on the ranks of its replicas. A *tied* parameter belongs to several stages: each of their
@@ -25,7 +25,7 @@ class SharedParameters:
 
     stages: tuple[int, ...]
     ranks: tuple[int, ...]
-    """That hold a copy, ascending."""
+    """The ranks that hold a copy, ascending."""
     names: tuple[str, ...]
     """First name of each parameter in the model."""
 
@@ -37,7 +37,7 @@ class SharedParameters:
 
 @dataclass(frozen=True, slots=True)
 class ParameterOwners:
-    """The parameters of a model, by who holds them."""
+    """The parameters of a model, by the ranks that hold them."""
 
     shares: tuple[SharedParameters, ...]
     """In ascending order of stages."""
@@ -46,7 +46,7 @@ class ParameterOwners:
 
     @classmethod
     def of(cls, model: nn.Module, graph: Graph, stage_of: Mapping[str, int], program: Program) -> ParameterOwners:
-        """Find out from the calls of a graph."""
+        """Derive the owners from the calls of a graph."""
         name_of = {id(p): name for name, p in model.named_parameters()}
         every = dict(model.named_parameters(remove_duplicate=False))
         stages: dict[str, set[int]] = {}

@@ -1,9 +1,10 @@
 """The plan's policies for values, applied inside the stages of a rank.
 
 A stage's part of the network becomes a small graph and recording of its own, and the memory engine runs that in place
-of `Part.run`. What enters and leaves a stage belongs to the pipeline and is kept; what lives inside is kept, made
-again, moved out or encoded as the plan says. What a random call made is never made again: its seed is set call by call,
-of which the memory engine does not know. Nor is what a synchronised norm made: other ranks would have to take part.
+of `Part.run`. What enters and leaves a stage belongs to the pipeline and is kept; what lives inside is kept,
+recomputed, offloaded or encoded as the plan says. The result of a random call is never recomputed: its seed is set call
+by call, of which the memory engine does not know. Nor is that of a synchronised norm: other ranks would have to take
+part.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from outcore.run.stage.stage_module import Part, Values
 __all__ = ["StagePolicies"]
 
 _ROOM = 8
-"""Micro-batches whose values may be away at one time."""
+"""Micro-batches whose values may be offloaded at one time."""
 
 
 class StagePolicies:
@@ -42,7 +43,7 @@ class StagePolicies:
         self._known: dict[int, tuple[Part, CompiledRecording | None, Backend | None]] = {}
 
     def __call__(self, part: Part, inputs: Values, draws: RandomDraws) -> Values:
-        """Run a part; what autograd would keep is treated by its policy."""
+        """Run a part; what autograd would save is treated by its policy."""
         if not torch.is_grad_enabled():
             return part.run(inputs, draws)
         if id(part) not in self._known:
@@ -75,7 +76,7 @@ class StagePolicies:
         return None if compiled.idle else compiled
 
     def close(self) -> None:
-        """Give the room of what was moved out back."""
+        """Give the memory of offloaded values back."""
         for _, _, tier in self._known.values():
             if tier is not None:
                 tier.close()
@@ -100,7 +101,8 @@ def _as_graph(part: Part) -> tuple[Graph, Recording]:
 
 
 def _rebased(inside: Graph) -> dict[str, Value]:
-    """Values whose memory was first another stage's lie in that of the first of them here: it came as a tensor."""
+    """Rename the buffers of values that another stage made: here they arrive as tensors, and the first of them names
+    the memory."""
     values: dict[str, Value] = {}
     first: dict[str, str] = {}
     for name, value in inside.values.items():

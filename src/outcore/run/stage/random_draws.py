@@ -45,7 +45,7 @@ class RandomDraws:
         self._device = device
 
     def seed(self, call: str) -> None:
-        """Make the generators ready for a call."""
+        """Seed the generators for a call."""
         number = int.from_bytes(hashlib.blake2b((self._prefix + call).encode(), digest_size=7).digest(), "big")
         torch.default_generator.manual_seed(number)
         if self._device.type == "cuda":
@@ -53,7 +53,7 @@ class RandomDraws:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Give the user's generators back as they were."""
+        """A context after which the user's generators are as they were."""
         state = torch.default_generator.get_state()
         cuda = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
         try:

@@ -51,7 +51,7 @@ class RecordedStages:
         recorded, self.recording = _executable(graph)
         self.graph, self.stage_of = graph, stage_of
         self.reads: Snapshot | None = None
-        """What its recording has read of the model."""
+        """The Python state of the model that its recording has read."""
         random = random_calls(graph)
         self.parts: dict[int, Part] = {}
         for stage in own:
@@ -62,10 +62,10 @@ class RecordedStages:
         self.layouts = {name: TensorLayout.of(value) for name, value in graph.values.items()}
         self.last = depth - 1
         self.edges = tuple(replace(edge, bytes=0) for edge in edges_of(graph, stage_of, depth))
-        """What crosses between stages; sizes are in the layouts."""
+        """The values that cross between stages; sizes are in the layouts."""
 
     def needs_inputs(self, stage: int) -> bool:
-        """Whether a stage reads what the model is given."""
+        """Whether a stage reads inputs of the model."""
         of_loss = stage == self.last and any(name in self.graph.inputs for name in self.graph.outputs)
         return of_loss or any(
             self.stage_of[call] == stage for name in self.graph.inputs for call in self.graph.values[name].consumers
@@ -154,7 +154,7 @@ class RecordedStagesByShape:
             self._known.pop(old, None)
 
     def flags(self) -> tuple[Any, ...]:
-        """What Python code of the model may look at and a recording depends on: asked at every step."""
+        """The Python state of the model that a recording depends on, read at every step."""
         if self._modules is None:
             self._modules = list(self.model.modules())
         trained = (p.requires_grad for m in self._modules for p in m._parameters.values() if p is not None)
@@ -188,10 +188,10 @@ def edges_of(graph: Graph, stage_of: Mapping[str, int], depth: int) -> tuple[Edg
     for name, value in graph.values.items():
         if value.producer is None:
             continue
-        home = stage_of[value.producer]
+        producer = stage_of[value.producer]
         places = {stage_of[c] for c in value.consumers} | ({depth - 1} if name in graph.outputs else set())
-        if targets := tuple(sorted(places - {home})):
-            edges.append(Edge(name, home, targets, value.bytes, value.requires_grad))
+        if targets := tuple(sorted(places - {producer})):
+            edges.append(Edge(name, producer, targets, value.bytes, value.requires_grad))
     return tuple(edges)
 
 

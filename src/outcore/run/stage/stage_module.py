@@ -45,7 +45,7 @@ class Part(Subgraph):
         self._random = frozenset(calls & random)
         self.place = CurrentWork()
         self.instead: dict[str, Callable[..., Any]] = {}
-        """By path, what is called in place of a module."""
+        """Path -> what is called in place of the module."""
 
     def run(self, inputs: Values, draws: RandomDraws) -> Values:
         """Run the calls with the random numbers of a micro-batch."""
@@ -70,7 +70,7 @@ class Part(Subgraph):
         return Recording(self.inputs, self._steps, results, self._constants, self._ambient, False, False)
 
     def perform(self, tape: Tape, step: Step, draws: RandomDraws | None) -> None:
-        """Run one step, noted and seeded."""
+        """Run one step, with its name noted and its random numbers seeded."""
         self.place.call = step.name
         if self.instead and step.kind == "module" and step.target in self.instead:
             step = replace(step, kind="function", target=self.instead[step.target])
@@ -90,14 +90,14 @@ class Part(Subgraph):
         return {name: tape.values[name] for name in self.outputs}
 
     def relocate(self, device: torch.device) -> None:
-        """Run what was recorded on the host on another device."""
+        """Prepare to run on another device what was recorded on the host."""
         self._steps = [relocate(step, device, self._ambient) for step in self._steps]
         used = {ref.name for s in self._steps for _, ref in leaves((s.args, s.kwargs), Ref) if ref.kind == "constant"}
         self._constants = {name: self._constants[name].to(device) for name in used}
 
 
 Execute: TypeAlias = Callable[[Part, Values, RandomDraws], Values]
-"""Runs a part on its inputs: `Part.run`, or something that keeps less for backward."""
+"""Runs a part on its inputs: `Part.run`, or something that saves less for backward."""
 
 
 class _Tape(Tape):
@@ -131,7 +131,7 @@ def relocate(step: Step, device: torch.device, ambient: Context) -> Step:
 
 @dataclass(slots=True)
 class GradientSlot:
-    """Where the gradient of an arrived tensor is put."""
+    """Where the gradient of a received tensor is put."""
 
     shape: torch.Size
     gradient: torch.Tensor | None = field(default=None)
@@ -154,7 +154,7 @@ _TRIGGERS: dict[torch.device, torch.Tensor] = {}
 
 
 def arrive(tensor: torch.Tensor) -> tuple[torch.Tensor, GradientSlot]:
-    """The tensor as an input whose gradient is wanted, and where that will be."""
+    """The tensor as an input whose gradient is wanted, and the slot for that gradient."""
     trigger = _TRIGGERS.get(tensor.device)
     if trigger is None:
         trigger = _TRIGGERS[tensor.device] = torch.zeros((), device=tensor.device, requires_grad=True)

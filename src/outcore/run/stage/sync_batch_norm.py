@@ -49,7 +49,7 @@ class _Normalise(torch.autograd.Function):
 
 
 def synchronised_norm(module: _BatchNorm, total_of: Total) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What to call in place of a layer."""
+    """The function to call in place of a layer."""
 
     def call(x: torch.Tensor) -> torch.Tensor:
         normal, mean, var, total = _Normalise.apply(x, module.eps, total_of)  # type: ignore[no-untyped-call]

@@ -18,10 +18,10 @@ __all__ = ["AllReduce", "GlooAllReduce", "SharedMemoryAllReduce"]
 
 
 class AllReduce(Protocol):
-    """A sum under way."""
+    """An all-reduce under way."""
 
     def wait(self) -> None:
-        """The row holds the sum when this returns."""
+        """Wait until the row holds the sum."""
 
 
 class GlooAllReduce:
@@ -32,7 +32,7 @@ class GlooAllReduce:
         self._work: Any = dist.all_reduce(self._host, group=group, async_op=True)
 
     def wait(self) -> None:
-        """The row holds the sum when this returns."""
+        """Wait until the row holds the sum."""
         self._watched_wait.wait(self._work)
         if self._host is not self._row:
             self._row.copy_(self._host)
@@ -52,7 +52,7 @@ class SharedMemoryAllReduce:
         ]
 
     def wait(self) -> None:
-        """The row holds the sum when this returns."""
+        """Wait until the row holds the sum."""
         for work in self._works:
             work.wait()
         nbytes = self._row.numel() * self._row.element_size()

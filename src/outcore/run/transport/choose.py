@@ -15,5 +15,5 @@ __all__ = ["point_to_point"]
 def point_to_point(world: World, device: torch.device, shared_rows: SharedRows) -> PointToPoint:
     """Between tensors on the hosts, or on GPUs through host memory."""
     if device.type == "cuda":
-        return StagedPointToPoint(world.mail, shared_rows, device, world.watched_wait)
-    return HostPointToPoint(world.mail, shared_rows, world.watched_wait)
+        return StagedPointToPoint(world.p2p_group, shared_rows, device, world.watched_wait)
+    return HostPointToPoint(world.p2p_group, shared_rows, world.watched_wait)

@@ -1,11 +1,11 @@
 """Tensors between ranks on the hosts: sends and receives that return at once, and the buffers they use.
 
-A transfer is known by a tag that both ends derive from the program, so any order of posting meets; gloo moves the bytes
-on its own thread as soon as both ends are posted. A tensor travels as its dense memory, in the layout the graph has for
-the value, so a channels-last activation arrives channels-last. Between ranks of one host it is written into shared
-memory (`SharedRows`), and gloo carries only where.
+A transfer is known by a tag that both ends derive from the program, so any order of posting matches; gloo moves the
+bytes on its own thread as soon as both ends are posted. A tensor is sent as its dense memory, in the layout the graph
+has for the value, so a channels-last activation arrives channels-last. Between ranks of one host it is written into
+shared memory (`SharedRows`), and gloo carries only the name of the row.
 
-Receive buffers come from an arena. A buffer is free when nobody else holds its storage (autograd keeps a received
+Receive buffers come from an arena. A buffer is free when nothing else holds its storage (autograd keeps a received
 activation exactly as long as backward needs it), so the arena never grows beyond what is in flight at once, for both
 replicas of GEMS together, while torch's own pipelining holds one per micro-batch.
 """
@@ -42,7 +42,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """How a value lies in memory, at both ends of a transfer."""
+    """The layout of a value in memory, at both ends of a transfer."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -50,7 +50,7 @@ class TensorLayout:
 
     @classmethod
     def of(cls, value: Value) -> TensorLayout:
-        """The layout of a graph's value; one with gaps or overlaps travels contiguously."""
+        """The layout of a graph's value; one with gaps or overlaps is sent contiguously."""
         stride = value.stride if _is_dense(value.shape, value.stride) else _contiguous(value.shape)
         return cls(value.shape, stride, getattr(torch, value.dtype.removeprefix("torch.")))
 
@@ -60,7 +60,7 @@ class TensorLayout:
         return prod(self.shape) * self.dtype.itemsize
 
     def flat(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The memory of a tensor in this layout, as one row; a copy only where it lies otherwise."""
+        """The memory of a tensor in this layout, as one row; a copy only where it has another layout."""
         if not _same_stride(self.shape, tensor.stride(), self.stride) or tensor.dtype != self.dtype:
             laid = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=tensor.device)
             tensor = laid.copy_(tensor)
@@ -89,7 +89,7 @@ def _same_stride(shape: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...])
 
 
 class HostRows:
-    """Rows of bytes on the host that are used again when nobody holds them."""
+    """Rows of bytes on the host that are reused when nothing holds them."""
 
     def __init__(self, *, pinned: bool = False) -> None:
         self._pinned = pinned
@@ -98,7 +98,7 @@ class HostRows:
 
     @property
     def nbytes(self) -> int:
-        """All it holds."""
+        """The bytes of all rows."""
         return sum(size * len(rows) for size, rows in self._rows.items())
 
     def rows(self) -> list[torch.Tensor]:
@@ -118,21 +118,21 @@ class HostRows:
         return row.view(-1)
 
     def end_step(self) -> None:
-        """Forget sizes that a whole step did not use."""
+        """Drop rows of sizes that a whole step did not use."""
         for nbytes in self._rows.keys() - self._used:
             del self._rows[nbytes]
         self._used.clear()
 
 
 class IncomingTensor(Protocol):
-    """A tensor on its way to here."""
+    """A tensor that is being received."""
 
     def wait(self) -> torch.Tensor:
-        """The tensor, when it is there."""
+        """The tensor, once it is received."""
 
 
 class OutgoingTensor(Protocol):
-    """A tensor on its way from here."""
+    """A tensor that is being sent."""
 
     def ended(self) -> bool:
         """Whether its memory is free again."""
@@ -147,24 +147,24 @@ class PointToPoint(Protocol):
     shared_rows: SharedRows
 
     def send(self, tensor: torch.Tensor, layout: TensorLayout, target: int, tag: int, done: Moved) -> OutgoingTensor:
-        """Offer a tensor."""
+        """Post the send of a tensor."""
 
     def receive(self, layout: TensorLayout, source: int, tag: int, done: Moved) -> IncomingTensor:
-        """Provide for a tensor."""
+        """Post the receive of a tensor."""
 
     def end_step(self) -> None:
-        """All transfers of a step are over."""
+        """Clean up when all transfers of a step are over."""
 
     def close(self) -> None:
-        """Nothing will be moved any more."""
+        """Close the transport; nothing is sent or received afterwards."""
 
 
 Moved = Callable[[str, Moment, Moment], None]
-"""Told on which stream something moved, when it began and when it was seen to have ended."""
+"""Called with the stream of a transfer, when it began and when it was seen to have ended."""
 
 
 class _Received:
-    """Bytes on their way into a buffer of this rank."""
+    """Bytes that are being received into a buffer of this rank."""
 
     def __init__(self, work: Any, flat: torch.Tensor, layout: TensorLayout, done: Moved) -> None:
         self._work, self._flat, self._layout, self._done = work, flat, layout, done
@@ -177,7 +177,7 @@ class _Received:
 
 
 class _Named:
-    """The name of a shared row on its way to this rank."""
+    """The name of a shared row that is being received."""
 
     def __init__(
         self, work: Any, name: torch.Tensor, source: int, layout: TensorLayout, shared_rows: SharedRows, done: Moved
@@ -193,18 +193,18 @@ class _Named:
 
 
 class AnnouncedRow:
-    """The name of a shared row on its way from here; what was sent is free already."""
+    """The name of a shared row that is being sent; the tensor itself is free already."""
 
     def __init__(self, finish: Callable[[], None]) -> None:
         self.finish = finish
 
     def ended(self) -> bool:
-        """Known only to who waits; it costs no memory until then."""
+        """Always False, since gloo says so only to a wait; it costs no memory until then."""
         return False
 
 
 class SentTensor:
-    """A tensor on its way, of which another thread sees the end."""
+    """A tensor that is being sent, whose end another thread waits for."""
 
     def __init__(self, task: WorkerTask[None], watched_wait: WatchedWait) -> None:
         self._task, self._watched_wait = task, watched_wait
@@ -224,19 +224,19 @@ class HostPointToPoint:
     def __init__(self, group: Any, shared_rows: SharedRows, watched_wait: WatchedWait) -> None:
         self._group, self.shared_rows, self._watched_wait = group, shared_rows, watched_wait
         self.arena = HostRows()
-        self._told: list[Any] = []
+        self._announced: list[Any] = []
         self._waiting = WorkerThreads(1, "outcore send", finish=False)
 
     def send(self, tensor: torch.Tensor, layout: TensorLayout, target: int, tag: int, done: Moved) -> OutgoingTensor:
-        """Offer a tensor."""
+        """Post the send of a tensor."""
         flat = layout.flat(tensor).view(torch.uint8)
         posted = time.perf_counter()
         if self.shared_rows.reaches(target, layout.nbytes):
             row = self.shared_rows.take(layout.nbytes)
             row.tensor.copy_(flat)
-            self._told.append(dist.isend(row.name, dst=target, group=self._group, tag=tag))
+            self._announced.append(dist.isend(row.name, dst=target, group=self._group, tag=tag))
             done("send", posted, time.perf_counter())
-            return AnnouncedRow(self._finish_told)
+            return AnnouncedRow(self._finish_announced)
         work: Any = dist.isend(flat, dst=target, group=self._group, tag=tag)
 
         def finish() -> None:
@@ -245,14 +245,14 @@ class HostPointToPoint:
 
         return SentTensor(self._waiting.submit(finish), self._watched_wait)
 
-    def _finish_told(self) -> None:
-        """Wait until all names have left, with one change of threads."""
-        works, self._told = self._told, []
+    def _finish_announced(self) -> None:
+        """Wait until the names of all rows are sent, with one switch of threads."""
+        works, self._announced = self._announced, []
         if works:
             self._watched_wait.result(self._waiting.submit(lambda: [work.wait() for work in works]))
 
     def receive(self, layout: TensorLayout, source: int, tag: int, done: Moved) -> IncomingTensor:
-        """Provide for a tensor."""
+        """Post the receive of a tensor."""
         if self.shared_rows.reaches(source, layout.nbytes):
             name = torch.empty(2, dtype=torch.int64)
             work = dist.irecv(name, src=source, group=self._group, tag=tag)
@@ -262,12 +262,12 @@ class HostPointToPoint:
         return _Received(work, flat, layout, done)
 
     def end_step(self) -> None:
-        """All transfers of a step are over."""
+        """Clean up when all transfers of a step are over."""
         self.arena.end_step()
         self.shared_rows.end_step()
 
     def close(self) -> None:
-        """Nothing will be moved any more."""
+        """Close the transport."""
         self._group = None
         self._waiting.close(0.0)  # without waiting for transfers that may never end
         self.shared_rows.close()

@@ -1,10 +1,11 @@
-"""Tensors between GPUs through host memory, for ranks that share a GPU or have no direct way to another.
+"""Tensors between GPUs through host memory, for ranks that share a GPU or have no direct link to another.
 
 NCCL refuses two ranks on one device and gloo does not move device memory, so a tensor is copied to pinned memory on one
 copy stream, sent from there, and copied to the other device on another stream. Between ranks of one host the pinned
-memory is shared (`SharedRows`): what one copied out the other copies in, and gloo carries only where; between hosts
-gloo carries the bytes. Copies run beside kernels. A thread waits for the copy out before it tells the other rank,
-others wait to be told before they copy in, so the thread that issues kernels waits only for what a kernel needs.
+memory is shared (`SharedRows`): what one copied out the other copies in, and gloo carries only the name of the row;
+between hosts gloo carries the bytes. Copies run beside kernels. A thread waits for the copy out before it sends the
+name, others wait for a name before they copy in, so the thread that launches kernels waits only for what a kernel
+needs.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class StagedPointToPoint:
         )
 
     def send(self, tensor: torch.Tensor, layout: TensorLayout, target: int, tag: int, done: Moved) -> OutgoingTensor:
-        """Offer a tensor."""
+        """Post the send of a tensor."""
         flat = layout.flat(tensor).view(torch.uint8)
         if self.shared_rows.reaches(target, layout.nbytes):
             row = self.shared_rows.take(layout.nbytes)
@@ -78,7 +79,7 @@ class StagedPointToPoint:
         return SentTensor(self._sent.submit(finish), self._watched_wait)
 
     def receive(self, layout: TensorLayout, source: int, tag: int, done: Moved) -> IncomingTensor:
-        """Provide for a tensor."""
+        """Post the receive of a tensor."""
         shared = self.shared_rows.reaches(source, layout.nbytes)
         message = torch.empty(2, dtype=torch.int64) if shared else self.arena.take(layout.nbytes)
         posted = time.perf_counter()
@@ -100,17 +101,17 @@ class StagedPointToPoint:
         return _Landing(self._receivers.submit(land), layout, self._watched_wait)
 
     def _keep(self, host: torch.Tensor, until: Moment) -> None:
-        """Only when it has been copied may a row be used again; kernels that wait for the copy are issued before."""
+        """Hold a row until it has been copied; kernels that wait for the copy are launched before."""
         until.synchronize()
         del host
 
     def end_step(self) -> None:
-        """All transfers of a step are over."""
+        """Clean up when all transfers of a step are over."""
         self.arena.end_step()
         self.shared_rows.end_step()
 
     def close(self) -> None:
-        """Nothing will be moved any more."""
+        """Close the transport."""
         self._group = None
         for tasks in (self._senders, self._sent, self._receivers, self._landed):
             tasks.close(0.0)  # without waiting for transfers that may never end

@@ -2,7 +2,7 @@
 
 Through a socket every byte is copied into the kernel and out again, at little more than a gigabyte per second. Here the
 sender writes a tensor into a row of shared memory and sends only the name of the row; the receiver maps it and uses the
-bytes where they are. A mark at the end of the row says that it is in use: the sender sets it when it takes the row, the
+bytes where they are. A flag at the end of the row says that it is in use: the sender sets it when it takes the row, the
 receiver clears it when the last tensor over the row is gone. So the sender never holds more rows than are in flight or
 kept for a backward, and both replicas of GEMS share them.
 
@@ -39,7 +39,7 @@ _ALIGNED = 64
 
 
 class _Mapping:
-    """A row as one process sees it: the bytes, then the mark."""
+    """A row as one process maps it: the bytes, then the flag."""
 
     def __init__(self, fd: int, nbytes: int, device: torch.device) -> None:
         self.at = -(-nbytes // _ALIGNED) * _ALIGNED
@@ -57,7 +57,7 @@ class _Mapping:
         self.memory[self.at] = int(in_use)
 
     def lease(self) -> torch.Tensor:
-        """A tensor over the bytes; the mark is cleared when nobody holds its memory any more."""
+        """A tensor over the bytes; the flag is cleared when nothing holds its memory any more."""
         view = memoryview(self.memory)[: self.nbytes]
         weakref.finalize(view, self.mark, False).atexit = False
         return torch.frombuffer(view, dtype=torch.uint8)
@@ -75,7 +75,7 @@ class SharedRow:
 
     tensor: torch.Tensor
     name: torch.Tensor
-    """What the receiver has to be told."""
+    """The name that is sent to the receiver."""
 
 
 @dataclass(slots=True)
@@ -95,15 +95,15 @@ class SharedRows:
         self._used: set[int] = set()
         self._count = 0
         self._lock = threading.Lock()
-        self._pids, self.near = self._meet(world)
+        self._pids, self.shared_memory_ranks = self._meet(world)
         """Ranks that are reached through shared memory, in both directions."""
 
     def reaches(self, rank: int, nbytes: int) -> bool:
-        """Whether a tensor of this size goes to and comes from a rank this way."""
-        return nbytes >= LEAST_BYTES and rank in self.near
+        """Whether a tensor of this size is exchanged with a rank through shared memory."""
+        return nbytes >= LEAST_BYTES and rank in self.shared_memory_ranks
 
     def take(self, nbytes: int) -> SharedRow:
-        """A row to fill and send; it is free again when the receiver has let go of it."""
+        """A row to fill and send; it is free again when the receiver has released it."""
         self._used.add(nbytes)
         rows = self._rows.setdefault(nbytes, [])
         own = next((row for row in rows if not row.mapping.in_use), None)
@@ -114,7 +114,7 @@ class SharedRows:
         return SharedRow(own.mapping.tensor, own.name)
 
     def open(self, source: int, name: torch.Tensor, nbytes: int) -> torch.Tensor:
-        """What a rank has sent; its row is free when the last tensor over it is gone."""
+        """The tensor that a rank has sent; its row is free when the last tensor over it is gone."""
         serial, fd = name.tolist()
         with self._lock:
             self._used.add(nbytes)
@@ -124,17 +124,17 @@ class SharedRows:
         return mapping.lease()
 
     @property
-    def lent(self) -> list[torch.Tensor]:
-        """The rows this rank sends from: memory of those who read them."""
+    def sent_rows(self) -> list[torch.Tensor]:
+        """The rows this rank sends from; they count as memory of the ranks that read them."""
         return [own.mapping.tensor for rows in self._rows.values() for own in rows]
 
     @property
     def idle_bytes(self) -> int:
-        """Of rows this rank reads from, what is not in use now."""
+        """Bytes of the rows this rank reads from that are not in use now."""
         return sum(mapping.nbytes for mapping in self._read.values() if not mapping.in_use)
 
     def end_step(self) -> None:
-        """Forget sizes that a whole step did not use."""
+        """Drop rows of sizes that a whole step did not use."""
         for key in [k for k, mapping in self._read.items() if mapping.nbytes not in self._used]:
             self._read.pop(key).forget()
         for nbytes in self._rows.keys() - self._used:
@@ -142,10 +142,10 @@ class SharedRows:
         self._used.clear()
 
     def close(self) -> None:
-        """Forget everything."""
+        """Drop all rows."""
         self._used.clear()
         self.end_step()
-        self.near = frozenset()
+        self.shared_memory_ranks = frozenset()
 
     def _make(self, nbytes: int) -> _Own:
         fd = _memfd(-(-nbytes // _ALIGNED) * _ALIGNED + _ALIGNED)
@@ -158,7 +158,7 @@ class SharedRows:
             os.close(own.fd)
 
     def _meet(self, world: World) -> tuple[dict[int, int], frozenset[int]]:
-        """Try whom this rank can reach, and who reaches it; collective."""
+        """Try which ranks this one can reach, and which reach it; collective."""
         secret = secrets.token_bytes(_ALIGNED)
         try:
             fd = _memfd(2 * _ALIGNED)
@@ -167,16 +167,16 @@ class SharedRows:
         probe = _Mapping(fd, _ALIGNED, self._device) if fd >= 0 else None
         if probe is not None:
             probe.memory[:_ALIGNED] = secret
-        told = world.share([os.uname().nodename, os.getpid(), fd, secret.hex()])
+        shared = world.share([os.uname().nodename, os.getpid(), fd, secret.hex()])
         mine = [
             rank != world.rank and probe is not None and host == os.uname().nodename and self._sees(*row)
-            for rank, (host, *row) in enumerate(told)
+            for rank, (host, *row) in enumerate(shared)
         ]
         table = world.share(mine)
         if probe is not None:
             probe.forget()
             os.close(fd)
-        pids = {rank: row[1] for rank, row in enumerate(told)}
+        pids = {rank: row[1] for rank, row in enumerate(shared)}
         return pids, frozenset(r for r in range(world.size) if mine[r] and table[r][world.rank])
 
     def _sees(self, pid: int, fd: int, secret: str) -> bool:

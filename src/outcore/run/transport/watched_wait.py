@@ -2,12 +2,12 @@
 
 gloo ends a wait with an error when the connection breaks, but not always: what it was about to write at that moment is
 forgotten, and whoever waits for it waits until the timeout, minutes after all others have left. So a wait is not left
-to gloo alone. It looks up once a second: has a rank reported a failure, has a heart stopped (`Watch.look`)? Where all
-is well this costs nothing: the wait returns when the work is done, as it would without.
+to gloo alone. It looks up once a second: has a rank reported a failure, have heartbeats stopped (`FaultMonitor.look`)?
+Where all is well this costs nothing: the wait returns when the work is done, as it would without.
 
-Receives into host memory are the exception (`outcore.run.transport.p2p`, `SharedSum`): gloo takes the first wait for
-one that is not long enough as the end of the connection. They are told when it breaks; where they are not, the watch
-ends the rank.
+Receives into host memory are the exception (`outcore.run.transport.p2p`, `SharedMemoryAllReduce`): gloo takes the first
+wait for one that is not long enough as the end of the connection. They end when it breaks; where they do not, the fault
+monitor ends the rank.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class WatchedWait:
         """Raises if there is nothing to wait for any more."""
 
     def wait(self, work: Any) -> None:
-        """Until a collective operation of gloo is done; raises what went wrong."""
-        with self.place.talking():
+        """Wait until a collective operation of gloo is done; raises what went wrong."""
+        with self.place.communicating():
             while True:
                 try:
                     work.wait(timedelta(seconds=LOOK_S))
@@ -51,7 +51,7 @@ class WatchedWait:
 
     def result(self, task: WorkerTask[T]) -> T:
         """What another thread waits for."""
-        with self.place.talking():
+        with self.place.communicating():
             while True:
                 try:
                     return task.result(LOOK_S)
@@ -70,6 +70,6 @@ class WatchedWait:
         return tensor
 
     def broadcast_(self, tensor: torch.Tensor, source: int, group: Any) -> torch.Tensor:
-        """Give a tensor on the host of one rank to all of a group, in place."""
+        """Copy a tensor on the host of one rank to all of a group, in place."""
         self.wait(dist.broadcast(tensor, src=source, group=group, async_op=True))
         return tensor

@@ -1,4 +1,4 @@
-"""Where work runs as Triton kernels; `None` is the answer where there is none for the case.
+"""Where work runs as Triton kernels; None is returned where there is none for the case.
 
 Triton is optional. Where it is missing, or a kernel does not compile on this machine, the same work runs as
 batched matrix products; the first failure is said once, as a warning, and the kernel is not tried again.
@@ -71,7 +71,7 @@ def register_warps(registers: int) -> int:
 
 
 def or_none(name: str) -> Callable[[Callable[..., _Result]], Callable[..., _Result | None]]:
-    """Turn a kernel that fails into one that does not exist, and say so once."""
+    """Make a kernel that fails return None, and warn once."""
 
     def wrap(launch: Callable[..., _Result]) -> Callable[..., _Result | None]:
         @functools.wraps(launch)
@@ -99,7 +99,8 @@ def or_none(name: str) -> Callable[[Callable[..., _Result]], Callable[..., _Resu
 
 
 def _where(args: tuple[Any, ...]) -> AbstractContextManager[Any]:
-    """Kernels are launched on the current device; make that the one of the first tensor (or adjoint) given."""
+    """A context whose current device is that of the first tensor (or adjoint) given, since kernels are launched on
+    it."""
     for arg in args:
         tensor = getattr(arg, "values", arg)
         if isinstance(tensor, Tensor):

@@ -1,15 +1,15 @@
-"""The backward pass as kernels, with nothing to be looked at between two of them.
+"""The backward pass as kernels, without a host synchronisation between two of them.
 
-*Relaxation by overlap*: each chunk starts from zero some steps after its end and runs through them to guess
-what is carried into it; then it goes on through its own steps. The guess is right when it equals what left the
-next chunk, and if that holds for all chunks the result is the sequential one. How many steps it takes for a
-wrong start to fade below rounding depends on the network: a short warm-up is tried first, then longer ones,
-then products of Jacobians, and if those overflow one sequential sweep.
+*Relaxation by overlap*: each chunk starts from zero some steps after its end and runs through them to guess what is
+carried into it; then it goes on through its own steps. The guess is right when it equals what left the next chunk, and
+if that holds for all chunks the result is the sequential one. How many steps it takes for a wrong start to fade below
+rounding depends on the network: a short warm-up is tried first, then longer ones, then products of Jacobians, and if
+those overflow one sequential sweep.
 
-Each of these asks a cell on the device whether the one before it was enough, and returns at once if so. All are
-launched therefore (a few empty launches of microseconds), and the pass can be recorded in a CUDA graph and
-keeps the host free to run ahead. Only where the device is idle anyway, and waits for the host, is the cell
-looked at instead, to spare the launches.
+Each of these reads a flag on the device that says whether the one before it was enough, and returns at once if so. All
+are launched therefore (a few empty launches of microseconds), and the pass can be recorded in a CUDA graph and keeps
+the host free to run ahead. Only where the device is idle anyway, and waits for the host, is the flag read instead, to
+save the launches.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ _open: dict[torch.device, Tensor] = {}
 
 
 def open_guard(device: torch.device) -> Tensor:
-    """A cell that lets everything pass."""
+    """A flag that lets everything run."""
     if device not in _open:
         cell = torch.ones((), dtype=torch.int32, device=device)
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():

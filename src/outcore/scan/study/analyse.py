@@ -1,12 +1,11 @@
 """Could a scan pay for a chain of layers? The study of the BPPSA paper, for any captured network.
 
-The network is cut wherever a single value crosses; what lies between two cuts is a *link* with one Jacobian
-per sample. Back-propagation takes one step per link, each a product of a sparse Jacobian and a vector. A scan
-takes few steps, but multiplies Jacobians, which fill up as their receptive fields grow. This report counts
-both, level by level, without running
-anything: FLOPs along the critical path (the largest of each level, all others running beside it), all FLOPs,
-and the bytes of the products. The best number of levels (the paper's hybrid: tree below, one by one above) is
-chosen for the scan.
+The network is cut wherever a single value crosses; what lies between two cuts is a *link* with one Jacobian per sample.
+Back-propagation takes one step per link, each a product of a sparse Jacobian and a vector. A scan takes few steps, but
+multiplies Jacobians, which fill up as their receptive fields grow. This report counts both, level by level, without
+running anything: FLOPs along the critical path (the largest of each level, all others running beside it), all FLOPs,
+and the bytes of the products. The best number of levels (the paper's hybrid: tree below, one by one above) is chosen
+for the scan.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class _Boundary(torch.autograd.Function):
 
 
 class _Loss(torch.autograd.Function):
-    """The loss over pixels; its gradients are there when it is."""
+    """The loss over pixels; its gradients are computed in forward."""
 
     @staticmethod
     def forward(

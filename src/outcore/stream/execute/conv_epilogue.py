@@ -1,4 +1,4 @@
-"""What follows a convolution, in one pass: add the shift, add the skip, cut off below zero.
+"""The epilogue of a convolution in one pass: add the shift, add the skip, apply ReLU.
 
 After folding (`outcore.stream.execute.fold_batch_norm`) a residual block is convolutions with a shift per channel, a
 sum and ReLUs. Written out, these are three passes over memory that the convolution has just written, and they cost more

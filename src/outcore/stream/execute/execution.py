@@ -1,9 +1,9 @@
 """One step of the streamed part: forward over the tiles, and backward over them again.
 
-Forward runs every tile without gradients and keeps only what leaves it: its piece of the boundary map, its terms of
-the statistics. Backward runs every tile once more, with gradients on, hands it its slice of the gradients and adds up
-what it sends to parameters and inputs. The tiles' graphs are freed one by one, so memory is that of one tile and of
-the maps.
+Forward runs every tile without gradients and keeps only its results: its piece of the boundary map, its terms of the
+statistics. Backward runs every tile once more, with gradients on, passes it its slice of the gradients and adds up the
+gradients of parameters and inputs. The tiles' graphs are freed one by one, so memory is that of one tile and of the
+maps.
 
 Sums over tiles are kept in float32 where the tensors are of half precision: hundreds of small terms are added.
 """
@@ -49,7 +49,7 @@ class Execution(StepContext):
         return made
 
     def output_tiles(self, skip: Collection[Region] = ()) -> Iterator[tuple[Region, torch.Tensor]]:
-        """The parts of the one map that the last stage makes, one after the other, without those to skip."""
+        """The parts of the one map that the last stage makes, one after the other, without those in `skip`."""
         last = len(self.streaming.stages) - 1
         for index in range(last):
             self.forward_stage(index)
@@ -58,7 +58,7 @@ class Execution(StepContext):
         state = self.state_of(stage)
         (name,) = stage.maps
         duplicates: dict[Hashable, torch.Tensor] = {}
-        """The latest part of one colour; one of every colour and kind would be more than the budget knows of."""
+        """The latest part of one colour; one of every colour and kind would be more than the budget counts."""
         wanted = (plan for plan in self.plans(last) if plan.targets[name] not in skip)
         for plan, pixels in self.read(stage, wanted):
             key = self.duplicate_key(stage, plan, pixels)
@@ -74,13 +74,13 @@ class Execution(StepContext):
             yield plan.targets[name], part
 
     def run_globals(self, index: int) -> None:
-        """The small nodes before a pass."""
+        """Run the global nodes before a pass."""
         done = GlobalNodes.run(self.network, self.streaming.stages[index].globals, self.store.values, self.wants)
         self.globals.append(done)
         self.store.values.update({name: t.detach() for name, t in done.outputs.items()})
 
     def forward_stage(self, index: int) -> None:
-        """One pass, with the small nodes before it."""
+        """One pass, with the global nodes before it."""
         self.run_globals(index)
         with torch.no_grad():
             self._pass(index, self.streaming.stages[index])
@@ -91,9 +91,9 @@ class Execution(StepContext):
         sums = {r.output: r.reduction.start() for r in stage.reductions if r.reduction is not None}
         for plan, pixels in self.read(stage, self.plans(index)):
             key = self.duplicate_key(stage, plan, pixels)
-            if (family := duplicates.find(key)) is not None and family.made is not None:
-                made = family.made
-                family.plans.append(plan)
+            if (identical := duplicates.find(key)) is not None and identical.made is not None:
+                made = identical.made
+                identical.plans.append(plan)
                 self.counts.reused += 1
             else:
                 loaded = self.load(stage, plan, pixels)
@@ -106,7 +106,7 @@ class Execution(StepContext):
                     self.store.write(name, self.network.shapes[name], region, made[name])
                 elif (reduction := self.network.nodes[name].reduction) is not None:
                     sums[name] = reduction.add(sums[name], made[name], region, 1)
-            del made, pixels, family  # a tile must be gone when the next one begins
+            del made, pixels, identical  # a tile must be gone when the next one begins
         duplicates.forget()
         self.states.update(sums)
         for node in stage.reductions:
@@ -133,7 +133,7 @@ class Execution(StepContext):
         return sums, {name: self.store.gradients[name] for name in self.wants if name in self.store.gradients}
 
     def backward_stages(self, count: int, sums: GradientSums) -> None:
-        """Send back through the first stages what has arrived at what they made."""
+        """Run backward of the first `count` stages with the gradients of their outputs."""
         with self.context.entered():
             for index in reversed(range(count)):
                 self._backward_stage(index, self.streaming.stages[index], sums)
@@ -144,15 +144,15 @@ class Execution(StepContext):
             return
         state = self.state_of(stage)
         parameters = list({id(t): t for t in state.values() if t.requires_grad}.values())
-        families = {id(f.plans[0]): f for f in self.duplicates[index].families}
-        for plan, pixels in self.read(stage, (f.plans[0] for f in self.duplicates[index].families)):
-            family = families[id(plan)]
+        groups = {id(f.plans[0]): f for f in self.duplicates[index].groups}
+        for plan, pixels in self.read(stage, (f.plans[0] for f in self.duplicates[index].groups)):
+            identical = groups[id(plan)]
             loaded = self.load(stage, plan, pixels)
             leaves = {name: crop.requires_grad_() for name, crop in loaded.items() if self.is_wanted(name)}
             made = self.compute(stage, plan, loaded, state)
-            outputs, received = self._received(stage, family, made)
+            outputs, received = self._received(stage, identical, made)
             self.counts.backward += 1
-            self.counts.reused += len(family.plans) - 1
+            self.counts.reused += len(identical.plans) - 1
             del made, loaded, pixels
             wanted = [*leaves.values(), *parameters]
             if not outputs or not wanted:
@@ -167,26 +167,26 @@ class Execution(StepContext):
             torch.clear_autocast_cache()  # else it keeps what every tile's global weights were cast to
 
     def _received(
-        self, stage: TilePass, family: IdenticalTiles, made: Mapping[str, torch.Tensor]
+        self, stage: TilePass, identical: IdenticalTiles, made: Mapping[str, torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """What a tile gives, and the gradient of it; of duplicate tiles, the sum of their gradients."""
+        """The targets of a tile and their gradients; of duplicate tiles, the sum of their gradients."""
         outputs: list[torch.Tensor] = []
         received: list[torch.Tensor] = []
-        plan = family.plans[0]
+        plan = identical.plans[0]
         for name, region in plan.targets.items():
             gradient = self.store.gradient(name, region) if name in stage.maps else self.store.gradients.get(name)
             output = made[name]
             if gradient is None:
                 continue
             if name in stage.maps:
-                for duplicate in family.plans[1:]:
+                for duplicate in identical.plans[1:]:
                     more = self.store.gradient(name, duplicate.targets[name])
                     gradient = gradient + more if more is not None else gradient
             else:
                 reduction = self.network.nodes[name].reduction
                 assert reduction is not None
                 result = self.store.values[name]
-                output = reduction.share(output, region, result, self.states[name], len(family.plans))
+                output = reduction.share(output, region, result, self.states[name], len(identical.plans))
             if output.requires_grad:
                 outputs.append(output)
                 received.append(gradient.to(output.dtype))

@@ -1,11 +1,11 @@
 """One value, read by several nodes at different regions.
 
 autograd would make, for every region, a gradient of the whole value filled with zeros, and add them up: three passes
-over memory for a skip connection that is one pixel narrower than the value. Here the regions are handed out together,
-and in backward the smaller gradients are added into the one that covers the whole.
+over memory for a skip connection that is one pixel narrower than the value. Here the regions are made together, and in
+backward the smaller gradients are added into the one that covers the whole.
 
-Regions keep the value's order in memory, which is not a matter of course: of a batch of one that is stored channels
-last, `view_as` makes a view whose strides are no longer taken for channels last, and pools and joins would turn it.
+Regions keep the value's memory format, which needs care: of a batch of one that is stored channels last, `view_as`
+makes a view whose strides are no longer taken for channels last, and pools and concatenations would convert it.
 """
 
 from __future__ import annotations

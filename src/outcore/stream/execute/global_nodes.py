@@ -1,4 +1,4 @@
-"""The small nodes between passes: run once, as they were recorded, with their graph kept for backward.
+"""The global nodes between passes: run once, as they were recorded, with their graph kept for backward.
 
 Squeeze-excite's two layers on the pooled channels, noise that whole samples share, weights made from other weights,
 folded batch norms. They use the user's own modules and parameters; backward is autograd's.
@@ -36,7 +36,7 @@ class GlobalNodes:
         values: Mapping[str, torch.Tensor],
         wants: Collection[str],
     ) -> GlobalNodes:
-        """Run some nodes on finished values, gradients on where the caller has them on."""
+        """Run global nodes on finished values, with gradients where the caller has them on."""
         made = {n.output for n in nodes}
         done = cls()
         for name in dict.fromkeys(v for n in nodes for v in n.values if v not in made):
@@ -65,7 +65,7 @@ class GlobalNodes:
         return done
 
     def backward(self, store: MapStore, sums: GradientSums) -> None:
-        """Send what arrived at the outputs to the inputs and parameters."""
+        """Backward from the gradients of the outputs to those of the inputs and parameters."""
         outputs = [(t, store.gradients[n]) for n, t in self.outputs.items() if n in store.gradients and t.requires_grad]
         leaves = {n: t for n, t in self.inputs.items() if t.requires_grad}
         wanted = [*leaves.values(), *self.parameters]

@@ -23,51 +23,53 @@ class MapStore:
 
     device: torch.device
     """Where tiles are computed."""
-    homes: Mapping[str, torch.device] = field(default_factory=dict)
-    """Where maps are kept, if not there."""
+    map_devices: Mapping[str, torch.device] = field(default_factory=dict)
+    """Devices of maps that are kept elsewhere."""
     values: dict[str, torch.Tensor] = field(default_factory=dict)
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def write(self, name: str, shape: tuple[int, ...], region: Region, part: torch.Tensor) -> None:
-        """Put a tile into a map."""
+        """Write a tile into a map."""
         whole = all(hi - lo == n for (lo, hi), n in zip(region, shape, strict=True))
-        home = self.homes.get(name, self.device)
-        if whole and home == part.device:
+        map_device = self.map_devices.get(name, self.device)
+        if whole and map_device == part.device:
             self.values[name] = part
             return
         if name not in self.values:
             form = memory_format(part)
-            pinned = home.type == "cpu" and part.is_cuda
-            self.values[name] = torch.empty(shape, dtype=part.dtype, device=home, memory_format=form, pin_memory=pinned)
+            pinned = map_device.type == "cpu" and part.is_cuda
+            self.values[name] = torch.empty(
+                shape, dtype=part.dtype, device=map_device, memory_format=form, pin_memory=pinned
+            )
         cut(self.values[name], region).copy_(part)
 
     def read(self, name: str, region: Region) -> torch.Tensor:
-        """A region of a map, where tiles are computed."""
+        """A region of a map, on the device of the tiles."""
         part = cut(self.values[name], region)
         return part if part.device == self.device else part.to(self.device, non_blocking=True)
 
     def here(self, name: str) -> torch.Tensor:
-        """All of a value, where tiles are computed."""
+        """All of a value, on the device of the tiles."""
         return self.values[name].to(self.device)
 
     def add_gradient(self, name: str, shape: tuple[int, ...], region: Region, part: torch.Tensor) -> None:
-        """Add what a tile sends back into the gradient of a map."""
+        """Add the gradient of a tile's region to the gradient of a map."""
         whole = all(hi - lo == n for (lo, hi), n in zip(region, shape, strict=True))
         if name not in self.gradients:
             if whole:
                 self.gradients[name] = part.clone()
                 return
-            home = self.homes.get(name, self.device)
+            map_device = self.map_devices.get(name, self.device)
             form = memory_format(part)
-            pinned = home.type == "cpu" and part.is_cuda
+            pinned = map_device.type == "cpu" and part.is_cuda
             self.gradients[name] = torch.empty(
-                shape, dtype=part.dtype, device=home, memory_format=form, pin_memory=pinned
+                shape, dtype=part.dtype, device=map_device, memory_format=form, pin_memory=pinned
             ).zero_()
         held = cut(self.gradients[name], region)
         held.add_(part if part.device == held.device else part.to(held.device))
 
     def gradient(self, name: str, region: Region) -> torch.Tensor | None:
-        """A region of a map's gradient, where tiles are computed; none if nothing came back."""
+        """A region of a map's gradient, on the device of the tiles; None if there is none."""
         if name not in self.gradients:
             return None
         part = cut(self.gradients[name], region)
@@ -75,7 +77,7 @@ class MapStore:
 
 
 def memory_format(tensor: torch.Tensor) -> torch.memory_format:
-    """The order in which a tensor, which may be a region of another, is stored."""
+    """The memory format of a tensor, which may be a region of another."""
     last = tensor.shape[1:2] > (1,) and tensor.stride(1) == 1 and tensor.stride(-1) > 1
     if last and tensor.dim() in _CHANNELS_LAST:
         return _CHANNELS_LAST[tensor.dim()]

@@ -1,8 +1,8 @@
 """Losses that are sums over pixels: one pass.
 
-When the network's output is a map and the loss is a sum (or mean) over its pixels, a tile's loss can be sent back as
-soon as the tile is computed. Nothing is put together and nothing is run twice: each tile runs forward and backward
-once. Only stages before it (statistics of norms) still take passes of their own.
+When the network's output is a map and the loss is a sum (or mean) over its pixels, a tile's backward can run as soon as
+the tile is computed. No map is assembled and nothing is run twice: each tile runs forward and backward once. Only
+stages before it (statistics of norms) still take passes of their own.
 
 Tiles of constant pixels with a constant target are collected and run once at the end, weighted by how many there are.
 """

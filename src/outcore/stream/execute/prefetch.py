@@ -1,4 +1,4 @@
-"""Reading ahead: while one tile is computed, the next are read, decoded and on their way to the device."""
+"""Prefetching: while one tile is computed, the next are read, decoded and copied to the device."""
 
 from __future__ import annotations
 

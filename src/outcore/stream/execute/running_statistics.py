@@ -1,4 +1,4 @@
-"""Running statistics of batch norms, moved once per step, as torch does."""
+"""Running statistics of batch norms, updated once per step, as torch does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["update_statistics"]
 
 @torch.no_grad()
 def update_statistics(norm: Norm, moments: torch.Tensor, count: int) -> None:
-    """Move the running mean and (unbiased) variance of a batch norm towards those of this step."""
+    """Update the running mean and (unbiased) variance of a batch norm with those of this step."""
     m: Any = norm.module
     if m is None or not m.training or not m.track_running_stats or m.running_mean is None:
         return

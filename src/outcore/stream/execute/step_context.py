@@ -1,4 +1,4 @@
-"""What a step has at hand: its tiles, their pixels, the values between tiles, and how one tile is computed."""
+"""The context of a step: its tiles, their pixels, the values between tiles, and how one tile is computed."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ __all__ = ["PrefetchedPixels", "StepContext", "TileCounts", "TileOptions"]
 
 @dataclass(frozen=True)
 class PrefetchedPixels:
-    """What was read for a tile, by a thread that reads ahead."""
+    """What was read for a tile, by a prefetching thread."""
 
     crops: Mapping[str, torch.Tensor]
-    """Of the images, as they are stored; none of a tile whose colours were known."""
+    """Of the images, as they are stored; empty for a tile whose colours were known."""
     colours: Hashable | None = None
-    """Of images that are each of one colour; none if one is not. Looked for by the thread that read them, so that the
-    one that issues kernels need not."""
+    """The colours of images that are each of one colour; None if one is not. Found by the thread that read them, so
+    that the one that launches kernels need not."""
     beside: torch.Tensor | None = None
-    """What else the tile takes."""
+    """Other data that the tile takes (its target)."""
 
     @property
     def bytes(self) -> int:
-        """Of the images."""
+        """The bytes of the images."""
         return sum(c.numel() * c.element_size() for c in self.crops.values())
 
 
@@ -49,7 +49,7 @@ class TileOptions:
     """How tiles are run."""
 
     workers: int = 0
-    """Threads that read ahead; 0 to read when needed."""
+    """Threads that prefetch; 0 to read when needed."""
     duplicates: bool = True
     """Compute tiles of equal, constant pixels once."""
     maps_on_host: bool = False
@@ -67,11 +67,11 @@ class TileCounts:
     reused: int = 0
     """Tiles that equal one computed before, forward and backward."""
     waited_s: float = 0.0
-    """Time in which a tile was to be computed and its pixels were not there."""
+    """Seconds in which a tile was to be computed and its pixels were not there."""
     waits: list[tuple[float, float]] = field(default_factory=list)
-    """When that was, on the clock of `time.perf_counter`: between two of them, a tile is computed."""
+    """The intervals of waiting, on the clock of `time.perf_counter`: between two of them, a tile is computed."""
     reads: list[tuple[str, float, float]] = field(default_factory=list)
-    """Which thread read a tile's pixels, from when to when."""
+    """Thread, begin and end of every read of a tile's pixels."""
 
 
 @dataclass
@@ -95,10 +95,10 @@ class StepContext:
     counts: TileCounts = field(default_factory=TileCounts)
 
     def __post_init__(self) -> None:
-        homes = {}
+        map_devices = {}
         if self.options.maps_on_host:
-            homes = {m: torch.device("cpu") for m in self.streaming.kept}
-        self.store = MapStore(self.device, homes, dict(self.others))
+            map_devices = {m: torch.device("cpu") for m in self.streaming.kept}
+        self.store = MapStore(self.device, map_devices, dict(self.others))
         self.given = RuleContext(self.seed)
         self.cached: dict[Hashable, PrefetchedPixels] = {}
         self.cached_bytes = 0
@@ -153,7 +153,7 @@ class StepContext:
             del tile
 
     def _ready(self, crop: torch.Tensor) -> torch.Tensor:
-        """What was read ahead, in memory from which the device copies without being waited for."""
+        """What was prefetched, in pinned memory where the device copies asynchronously."""
         there = self.device.type == "cuda" and self.options.workers and crop.device.type == "cpu"
         return crop.contiguous().pin_memory() if there else crop
 
@@ -163,14 +163,14 @@ class StepContext:
         return self.options.duplicates and not self.wants
 
     def _colours(self, crops: Mapping[str, torch.Tensor]) -> Hashable | None:
-        """The colours of a tile of glass; pixels that lie on a GPU are not asked, which would wait for all it does."""
+        """The colours of a constant tile; pixels on a GPU are not checked, which would synchronise with it."""
         if not self._alike or any(crop.is_cuda for crop in crops.values()):
             return None
         found = {name: colour(crop) for name, crop in crops.items()}
         return None if None in found.values() else tuple(found.items())
 
     def duplicate_key(self, stage: TilePass, plan: StreamTile, pixels: PrefetchedPixels) -> Any:
-        """What tiles must have in common to be duplicate tiles; none for a tile that has no duplicate tile."""
+        """The key that duplicate tiles have in common; None for a tile that cannot have duplicates."""
         if pixels.colours is None or set(stage.sources) - set(self.images):
             return None
         return pixels.colours, plan.kind
@@ -214,7 +214,7 @@ class StepContext:
         return {ref: self.network.state(ref) for n in stage.nodes for ref in n.operands if ref.kind != "value"}
 
     def is_wanted(self, name: str) -> bool:
-        """Whether the gradient of a source or a global value is of use."""
+        """Whether the gradient of a source or a global value is needed."""
         if name in self.network.graph.inputs:
             return name in self.wants
         return self.network.dtypes[name].is_floating_point

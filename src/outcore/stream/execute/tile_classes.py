@@ -1,17 +1,16 @@
-"""Tiles that do the same, told apart by where they lie along each axis.
+"""Classes of tiles that compute the same, by where they lie along each axis.
 
 Planning a tile walks all nodes of a stage. A slide has thousands of tiles and few *kinds*: in the middle, at an edge,
 in a corner. Regions are boxes whose sides depend on one axis each, so one line of tiles along every axis, through the
-middle of the image, shows all there is:
+middle of the image, shows all kinds:
 
-    axis 1   ─ ─ ─ a b b b c ─ ─ ─      places along an axis that look alike get one letter, and
+    axis 1   ─ ─ ─ a b b b c ─ ─ ─      equivalent places along an axis get one letter, and
     axis 0         a b b b c            a tile's kind is its letter along each axis
 
-Places look alike if sizes, cuts, padding and distance to the border are the same for every value of the stage; what
-hangs over (`outcore.stream.execute.border_padding`) follows from these. Invariant: tiles of one kind run the same
+Places are equivalent if sizes, cuts, padding and distance to the border are the same for every value of the stage; the
+excess (`outcore.stream.execute.border_padding`) follows from these. Invariant: tiles of one kind run the same
 arithmetic at shifted places, so the plan of the first of them serves all. Something whose result depends on the
-absolute place (a random mask, a parameter for each pixel) makes every place look different, and every tile its own
-kind.
+absolute place (a random mask, a parameter for each pixel) makes every place different, and every tile its own kind.
 
 Where a target lacks an axis along which others are cut, sides are not independent: tiles are then planned one by one.
 """
@@ -40,11 +39,11 @@ class StreamTile:
 
     number: tuple[int, ...]
     targets: Mapping[str, Region]
-    """By target: its part of the map, or of what a reduction is over."""
+    """By target: its part of the map, or of a reduction's operand."""
     regions: Mapping[str, Region]
-    """By source and by small global value: what it reads."""
+    """By source and by small global value: the region it reads."""
     kind: Hashable
-    """Equal for tiles that do the same with equal pixels."""
+    """Equal for tiles that compute the same with equal pixels."""
     of: TileClasses = field(repr=False)
 
     @property
@@ -59,7 +58,7 @@ class _Place:
 
     letter: int
     regions: Mapping[str, Region]
-    """Of what is read, by the tile there in the middle of the other axes."""
+    """The regions read by the tile there, in the middle of the other axes."""
 
 
 class TileClasses:
@@ -76,9 +75,9 @@ class TileClasses:
                 yield tile
 
     def tile(self, number: tuple[int, ...]) -> StreamTile | None:
-        """One tile; none if it has no part in any target."""
+        """One tile; None if it has no part in any target."""
         if self._lines is None:
-            return self._alone(number)
+            return self._single_tile(number)
         places = [line[k] for line, k in zip(self._lines, number, strict=True)]
         targets = {t: self.cut.region(self.network, value, number) for t, value in self.stage.targets.items()}
         moved = {name: self._region(name, places) for name in self.stage.sources if name in places[0].regions}
@@ -101,7 +100,7 @@ class TileClasses:
             del self._plans[next(iter(self._plans))]
         self._plans[key] = plan
 
-    def _alone(self, number: tuple[int, ...]) -> StreamTile | None:
+    def _single_tile(self, number: tuple[int, ...]) -> StreamTile | None:
         plan = plan_tile(self.network, self.stage, self.cut, number)
         if plan is None:
             return None
@@ -109,14 +108,14 @@ class TileClasses:
         return StreamTile(number, plan.targets, self._read(plan), signature(self.stage, plan), self)
 
     def _region(self, name: str, places: list[_Place]) -> Region:
-        """Each side from the place along its axis."""
+        """A region whose sides come from the places along each axis."""
         axes = self.network.axes[name]
         along = [0 if axis is None or axis >= len(places) else axis for axis in axes]
         return tuple(places[axis].regions[name][dim] for dim, axis in enumerate(along))
 
     @cached_property
     def _lines(self) -> list[list[_Place]] | None:
-        """By axis, the places along it; none where sides are not independent."""
+        """By axis, the places along it; None where sides are not independent."""
         counts, values = self.cut.counts, self.stage.targets.values()
         cut = {axis for axis, count in enumerate(counts) if count > 1}
         if not counts or any(cut - set(self.network.axes[v]) for v in values):
@@ -130,7 +129,7 @@ class TileClasses:
         line = []
         for k in range(self.cut.counts[axis]):
             number = (*middle[:axis], k, *middle[axis + 1 :])
-            plan = plan_tile(self.network, self.stage, self.cut, number, overhang=False)
+            plan = plan_tile(self.network, self.stage, self.cut, number, excess=False)
             if plan is None or len(plan.targets) < len(self.stage.targets):
                 return None
             looks = signature(self.stage, plan), self._borders(plan)

@@ -1,10 +1,10 @@
 """Identical tiles, computed once.
 
-A slide is mostly glass: tiles of one colour, that do the same with equal pixels. Such tiles are *duplicate tiles*. The
-first is computed; its pieces are copied to the others' places. In backward the gradients of all duplicate tiles are
-added up and sent through one of them: the tile's backward is linear in what it is sent, so the sum of the tiles'
-gradients is the gradient of the sum. Exact, as long as nothing depends on the place: a random layer does, and its tiles
-are never duplicate tiles.
+A slide is mostly glass: tiles of one colour, which compute the same from equal pixels. Such tiles are *duplicates*. The
+first is computed; its pieces are copied to the others' places. In backward the gradients of all duplicates are added up
+and sent through one of them: the tile's backward is linear in the gradient, so the sum of the tiles' gradients is the
+gradient of the sum. Exact, as long as nothing depends on the place: a random layer does, and its tiles have no
+duplicates.
 """
 
 from __future__ import annotations
@@ -33,36 +33,36 @@ class IdenticalTiles:
 
     plans: list[StreamTile]
     made: Mapping[str, torch.Tensor] | None
-    """What the first of them gave; dropped after the pass."""
+    """What the first of them computed; dropped after the pass."""
 
 
 @dataclass
 class TileDedup:
-    """The families of one stage, in the order of their first tiles."""
+    """The groups of identical tiles of one stage, in the order of their first tiles."""
 
-    families: list[IdenticalTiles] = field(default_factory=list)
+    groups: list[IdenticalTiles] = field(default_factory=list)
     by_key: dict[Hashable, IdenticalTiles] = field(default_factory=dict)
 
     def find(self, key: Hashable | None) -> IdenticalTiles | None:
-        """The family of a key, if there is one."""
+        """The group of a key, if there is one."""
         return None if key is None else self.by_key.get(key)
 
     def found(self, key: Hashable | None, plan: StreamTile, made: Mapping[str, torch.Tensor]) -> None:
-        """The first of its kind."""
-        family = IdenticalTiles([plan], made if key is not None else None)
-        self.families.append(family)
+        """Start a group with its first tile."""
+        identical = IdenticalTiles([plan], made if key is not None else None)
+        self.groups.append(identical)
         if key is not None:
-            self.by_key[key] = family
+            self.by_key[key] = identical
 
     def forget(self) -> None:
-        """The pass is over: drop what tiles gave, keep who is whose duplicate tile."""
-        for family in self.families:
-            family.made = None
+        """Drop the results of tiles after the pass, and keep the groups."""
+        for identical in self.groups:
+            identical.made = None
         self.by_key.clear()
 
 
 def colour(crop: torch.Tensor) -> Hashable | None:
-    """The numbers of a crop that is the same at every pixel; none if it is not."""
+    """The values of a crop that is the same at every pixel; None if it is not."""
     first = crop[(slice(None), slice(None), *(slice(0, 1),) * (crop.dim() - 2))]
     middle = crop[(slice(None), slice(None), *(slice(n // 2, n // 2 + 1) for n in crop.shape[2:]))]
     last = crop[(slice(None), slice(None), *(slice(n - 1, n) for n in crop.shape[2:]))]
@@ -77,7 +77,7 @@ def colour(crop: torch.Tensor) -> Hashable | None:
 
 
 def signature(stage: TilePass, plan: TilePlan) -> Hashable:
-    """Everything a tile's arithmetic depends on beside the numbers it reads."""
+    """Everything that a tile's arithmetic depends on, except the values it reads."""
     shapes = tuple(
         (v, sizes(r), None if v in stage.sources else _offset(plan, stage, v)) for v, r in plan.regions.items()
     )
@@ -86,12 +86,12 @@ def signature(stage: TilePass, plan: TilePlan) -> Hashable:
 
 
 def _offset(plan: TilePlan, stage: TilePass, value: str) -> Region | None:
-    """Global values are read at absolute places."""
+    """The position of a global value, which is read at absolute places."""
     return plan.regions[value] if value in stage.smalls else None
 
 
 def _cuts(stage: TilePass, plan: TilePlan) -> Hashable:
-    """Where in what is held each node reads; of parameters, where it is."""
+    """Where each node reads in what is held; for parameters, the absolute place."""
     return tuple(
         _relative(plan.regions[ref.name], region) if ref.kind == "value" else region
         for node in stage.nodes

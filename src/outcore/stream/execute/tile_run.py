@@ -9,7 +9,7 @@ import torch
 
 from outcore.graph.record.recording import Context, Ref
 from outcore.ops.region import Region
-from outcore.stream.call import RuleContext, overhanging
+from outcore.stream.call import RuleContext, widening_rule
 from outcore.stream.execute.fork import fork
 from outcore.stream.network import RegionNetwork, RegionNode
 from outcore.stream.plan.passes import TilePass
@@ -60,7 +60,7 @@ def run_tile(
                 operands.append(handed.pop((node.output, i)))
         assert node.rule is not None
         with _modes(network, node):
-            widened, wide = plan.widened.get(node.output), overhanging(node.rule)
+            widened, wide = plan.widened.get(node.output), widening_rule(node.rule)
             if widened is not None and wide is not None:
                 held[node.output] = wide.run_widened(operands, widened)
             else:
@@ -77,7 +77,7 @@ _Reader = tuple[str, int, Region, bool]
 
 
 def _readers(stage: TilePass, plan: TilePlan) -> dict[str, list[_Reader]]:
-    """Who reads each value, in order."""
+    """The readers of each value, in order."""
     found: dict[str, list[_Reader]] = {}
     for node in stage.nodes:
         for i, (ref, region) in enumerate(zip(node.operands, plan.needs.get(node.output, ()), strict=False)):

@@ -1,8 +1,8 @@
-"""What follows the boundary: untiled, a network of its own, under policies for what its backward needs.
+"""The untiled tail: what follows the boundary, as a network of its own, under policies for its saved tensors.
 
 The tail of a recording is made of the user's own modules and functions, so it can be recorded again as a network whose
-inputs are the boundary maps. Then everything that `outcore.within` does to a model can be done to it: its saved values
-are kept, made again, offloaded or encoded so that its peak stays within what the tiles and the maps leave of the
+inputs are the boundary maps. Then everything that `outcore.within` does to a model can be done to it: its saved tensors
+are kept, recomputed, offloaded or encoded so that its peak stays within what the tiles and the maps leave of the
 budget. Names of modules are those of the model; functions between them are numbered anew.
 """
 
@@ -32,11 +32,11 @@ from outcore.stream.plan.prepared import PreparedStream
 __all__ = ["UntiledTail"]
 
 _SEARCH_S = 1.0
-"""For policies at one boundary; several are tried."""
+"""Seconds of search for policies at one boundary; several are tried."""
 
 
 class UntiledTail(nn.Module):
-    """The untiled end of a streamed model, a module whose inputs are what it needs of what came before."""
+    """The untiled end of a streamed model, a module whose inputs are the values it needs from before."""
 
     prepared: PreparedStream
     inputs: tuple[str, ...]

@@ -1,10 +1,10 @@
 """All ways to stream a network that are worth considering, each with its time and its bytes.
 
-A way is a boundary, a tile size, maps that are kept between passes (and where), and how what follows is held. Its time
-is found by counting (`outcore.stream.plan.time_model`); its bytes roughly at first, and for those that may be chosen by
-running their largest tiles without memory (`outcore.stream.plan.tile_memory`).
+A way is a boundary, a tile size, maps that are kept between passes (and where), and policies for the untiled tail. Its
+time is found by counting (`outcore.stream.plan.time_model`); its bytes roughly at first, and for those that may be
+chosen by running their largest tiles on fake tensors (`outcore.stream.plan.tile_memory`).
 
-Which maps to keep is asked only where there are several passes. Keeping the map that a norm's statistics are taken of
+Which maps to keep matters only where there are several passes. Keeping the map that a norm's statistics are taken of
 saves running all that is before it again, and maps get small with depth: so it is none, all, or all up to some size.
 """
 
@@ -34,14 +34,14 @@ __all__ = ["StreamCandidates", "StreamLimits"]
 
 _SMALLEST_TILE = 32
 _STRIPS = 8
-"""More of them than this, and squares always have less halo."""
+"""With more strips than this, squares always have less halo."""
 _SURELY = 0.9
 """Tiles take at least this share of what an equal part of the whole would."""
 _HOST_BYTES_PER_S = 1e10
 _CROSSINGS = 5
-"""A map on the host is written, read in two passes, and its gradient is added to and read."""
+"""Copies of a map on the host: written, read in two passes, and its gradient added to and read."""
 _MANAGED = 1.25
-"""What policies for the rest cost, before they are planned."""
+"""The slowdown of policies for the untiled tail, before they are planned."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class StreamCandidates:
         self._bytes: dict[TileCandidate, StreamBytes] = {}
         self._rests: dict[tuple[str, ...] | None, UntiledTail] = {}
         self._divided: dict[tuple[tuple[str, ...] | None, tuple[str, ...]], TilePasses] = {}
-        self.pace = TileTimes(network, costs, training=allowed.training, dense=allowed.dense)
+        self.times = TileTimes(network, costs, training=allowed.training, dense=allowed.dense)
 
     def candidates(self) -> Iterator[TileCandidate]:
         """Each boundary with each choice of kept maps and each tile size."""
@@ -75,7 +75,7 @@ class StreamCandidates:
             yield from outline.candidates()
 
     def outlines(self) -> Iterator[CandidateOutline]:
-        """The same, before times are found, with the least they can be."""
+        """The same, before times are computed, with lower bounds of them."""
         for boundary in self._boundaries():
             for keep in self._keeps(boundary):
                 streaming = self.streaming(boundary, keep)
@@ -93,8 +93,8 @@ class StreamCandidates:
         tile = (tile,) * self.network.rank if isinstance(tile, int) else tile
         boundary = (boundary,) if isinstance(boundary, str) else boundary
         streaming = self.streaming(boundary, keep)
-        seconds, _ = self.pace.streamed(streaming, cut_up(self.network, streaming, tile))
-        seconds += self.pace.tail_s(streaming)
+        seconds, _ = self.times.streamed(streaming, cut_up(self.network, streaming, tile))
+        seconds += self.times.tail_s(streaming)
         made = TileCandidate(boundary, tile, seconds, 0, keep, how["maps_on_host"], managed=bool(how["rest"]))
         if how["rest"]:
             self._rests[boundary] = rest = UntiledTail(self.prepared(made))
@@ -102,7 +102,7 @@ class StreamCandidates:
         return made
 
     def prepared(self, candidate: TileCandidate) -> PreparedStream:
-        """The network by one way."""
+        """The network prepared for one candidate."""
         return divided(
             self.network,
             tile=candidate.tile,
@@ -112,7 +112,7 @@ class StreamCandidates:
         )
 
     def bytes(self, candidate: TileCandidate) -> StreamBytes:
-        """The peak of a way, found by running its largest tiles without memory."""
+        """The peak of a candidate, found by running its largest tiles on fake tensors."""
         if candidate not in self._bytes:
             prepared = self.prepared(candidate)
             predicted = predict_bytes(
@@ -126,7 +126,7 @@ class StreamCandidates:
         return self._bytes[candidate]
 
     def rest(self, candidate: TileCandidate) -> UntiledTail | None:
-        """What follows the boundary, with policies as the budget needs them."""
+        """The untiled tail, with policies as the budget needs them."""
         if not candidate.managed:
             return None
         if candidate.boundary not in self._rests:
@@ -136,7 +136,7 @@ class StreamCandidates:
         return self._rests[candidate.boundary]
 
     def streaming(self, boundary: tuple[str, ...] | None, keep: tuple[str, ...] = ()) -> TilePasses:
-        """What is streamed up to a boundary."""
+        """The passes up to a boundary."""
         if (boundary, keep) not in self._divided:
             self._divided[boundary, keep] = divide(
                 self.network, boundary=boundary, statistics=self.allowed.statistics, keep=keep
@@ -145,7 +145,7 @@ class StreamCandidates:
 
     @cached_property
     def pixels(self) -> list[int]:
-        """Of the largest image."""
+        """The pixels of the largest image."""
         sizes = [
             [n for n, a in zip(self.network.shapes[i], self.network.axes[i], strict=True) if a is not None]
             for i in self.network.inputs
@@ -157,7 +157,7 @@ class StreamCandidates:
     # What there is to choose from
 
     def _boundaries(self) -> list[tuple[str, ...] | None]:
-        """As far as it goes, and after each block near the top of the tree."""
+        """The furthest boundary, and one after each block near the top of the tree."""
         found: dict[frozenset[str], tuple[str, ...] | None] = {self.streaming(None).calls: None}
         if self.allowed.dense:
             return [None]
@@ -173,7 +173,7 @@ class StreamCandidates:
         return list(found.values())
 
     def _tiles(self) -> Iterator[tuple[int, ...]]:
-        """Cut into as many parts along every axis; where all runs in one pass, also into a few strips."""
+        """Equal numbers of tiles along every axis; where all runs in one pass, also a few strips."""
         for parts in _counts(max(self.pixels)):
             tile = tuple(max(-(-n // parts), 1) for n in self.pixels)
             yield tile
@@ -181,7 +181,7 @@ class StreamCandidates:
                 yield tile[0], *self.pixels[1:]
 
     def _keeps(self, boundary: tuple[str, ...] | None) -> list[tuple[str, ...]]:
-        """None; with several passes also what statistics are taken of: all, and all up to some sizes."""
+        """No maps; with several passes also those that statistics are taken of: all, and all up to some sizes."""
         stages = self.streaming(boundary).stages
         if len(stages) == 1 or not self.allowed.policies:
             return [()]
@@ -199,8 +199,8 @@ class StreamCandidates:
         streaming: TilePasses,
         grids: tuple[Grid, ...],
     ) -> Iterator[TileCandidate]:
-        time_s, numbers = self.pace.streamed(streaming, grids)
-        tail_s, tail = self.pace.tail_s(streaming), self._tail_bytes(streaming)
+        time_s, numbers = self.times.streamed(streaming, grids)
+        tail_s, tail = self.times.tail_s(streaming), self._tail_bytes(streaming)
         tile_bytes = int(self._bytes_per_number * numbers)
         kept = sum(map(self._map_bytes, streaming.kept))
         most = self._rough(streaming, tile_bytes, kept, tail)
@@ -217,12 +217,13 @@ class StreamCandidates:
             yield TileCandidate(boundary, tile, time_s + _MANAGED * tail_s, most, keep, managed=True)
 
     def _least(self, streaming: TilePasses) -> Callable[[tuple[Grid, ...]], tuple[float, int]]:
-        """The least seconds and rough bytes of all variants, by their grids: without halos, and with equal tiles."""
+        """Lower bounds of seconds and rough bytes of all variants, by their grids: without halos, and with equal
+        tiles."""
         wholes = [
-            self.pace.streamed_stage(streaming, stage, cut)
+            self.times.streamed_stage(streaming, stage, cut)
             for stage, cut in zip(streaming.stages, cut_up(self.network, streaming, self.pixels), strict=True)
         ]
-        tail_s, tail = self.pace.tail_s(streaming), self._tail_bytes(streaming)
+        tail_s, tail = self.times.tail_s(streaming), self._tail_bytes(streaming)
         kept = sum(map(self._map_bytes, streaming.kept))
         if self.allowed.policies:
             kept, tail = 0, tail // 4
@@ -256,7 +257,7 @@ class StreamCandidates:
 
     @cached_property
     def _bytes_per_number(self) -> float:
-        """Of a tile, forward and backward."""
+        """Bytes per element of a tile, forward and backward."""
         streaming = self.streaming(None)
         stage, cut = streaming.stages[-1], cut_up(self.network, streaming, self.pixels)[-1]
         plan = largest_tile(self.network, stage, cut)
@@ -267,7 +268,7 @@ class StreamCandidates:
         return 2 * sum(p.numel() * p.element_size() for p in self.network.model.parameters())
 
     def _workspace(self, prepared: PreparedStream) -> int:
-        """What an operation takes for itself, by what was measured for the whole image and the share of a tile."""
+        """The workspace of an operation, from that measured for the whole image and the share of a tile."""
         if self.costs is None:
             return 0
         most = 0
@@ -281,7 +282,7 @@ class StreamCandidates:
         return most
 
     def _outside(self, candidate: TileCandidate) -> int:
-        """What is held beside the rest while it runs, its own weights and the boundary not counted."""
+        """Bytes that are held beside the tail while it runs, its own weights and the boundary not counted."""
         streaming = self.streaming(candidate.boundary, candidate.keep)
         kept = 0 if candidate.on_host else sum(map(self._map_bytes, streaming.kept))
         inside = {p for c in self.network.graph.calls.values() if c.name not in streaming.calls for p in c.parameters}
@@ -290,7 +291,7 @@ class StreamCandidates:
 
 
 def _counts(pixels: int) -> list[int]:
-    """Into how many parts to cut: 1, 2, 3, 4, 6, 8, 12, ... as long as tiles are not tiny."""
+    """Numbers of parts to cut an axis into: 1, 2, 3, 4, 6, 8, 12, ... as long as tiles are not tiny."""
     found, k = [1], 2
     while pixels // k >= _SMALLEST_TILE and k <= 1024:
         found += [k, 3 * k // 2]

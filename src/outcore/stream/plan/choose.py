@@ -1,15 +1,14 @@
 """Where streaming stops, how large tiles are and which maps are kept: the fastest step within a budget.
 
 Every *candidate* says what is streamed (up to which boundary), how large its tiles are, which maps between passes are
-kept and where, how what follows is held for backward, how long a step would take and roughly how much it would hold.
-Deep boundaries hold little but pay for wide halos twice; shallow ones leave more to run untiled. Large tiles waste less
-on halos and hold more. A kept map saves running what is before it in every later pass. Candidates are tried from the
-fastest on; exact bytes, which take a second each to find, are asked for only where rough ones, corrected by what was
-found for the same kind, promise to fit.
+kept and where, how the untiled tail is held for backward, how long a step would take and roughly how much it would
+hold. Deep boundaries hold little but pay for wide halos twice; shallow ones leave more to run untiled. Large tiles
+waste less on halos and hold more. A kept map saves running what is before it in every later pass. Candidates are tried
+from the fastest on; exact bytes, which take a second each to find, are computed only where rough ones, corrected by the
+error seen for the same kind, may fit.
 
-Finding a candidate's time walks the network, too; what it takes *at least* is known at once. `OrderedCandidates` gives
-candidates
-from the fastest on and works out only those whose least time has come up, so most never are.
+Computing a candidate's time walks the network, too; a lower bound is known at once. `OrderedCandidates` gives
+candidates from the fastest on and evaluates only those whose lower bound has been reached, so most never are.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from outcore.machine.units import format_bytes
 __all__ = ["CandidateOutline", "OrderedCandidates", "TileCandidate", "choose", "worth"]
 
 _HOPE = 1.05
-"""Rough bytes may be so many times the budget for a candidate to be tried."""
+"""A candidate is tried if its rough bytes are at most so many times the budget."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +33,11 @@ class TileCandidate:
     """One way to stream."""
 
     boundary: tuple[str, ...] | None
-    """Blocks after which streaming stops; none for as far as it goes."""
+    """Blocks after which streaming stops; None for as far as it goes."""
     tile: tuple[int, ...]
     """Input pixels per tile, without halo."""
     time_s: float
-    """Of a step, forward passes, backward pass and the untiled rest."""
+    """Seconds of a step: forward passes, backward pass and the untiled tail."""
     rough_bytes: int
     """Peak of a step, by proportion."""
     keep: tuple[str, ...] = ()
@@ -46,11 +45,11 @@ class TileCandidate:
     on_host: bool = False
     """Whether those are kept in host memory."""
     managed: bool = False
-    """Whether what follows runs under policies for what its backward needs."""
+    """Whether the untiled tail runs under policies for its saved tensors."""
 
     @property
     def kind(self) -> Hashable:
-        """What rough bytes are off by the same factor for."""
+        """Candidates with equal kinds have the same error factor of rough bytes."""
         return self.boundary, self.keep, self.on_host, self.managed
 
     def __str__(self) -> str:
@@ -62,12 +61,12 @@ class TileCandidate:
 
 @dataclass(frozen=True)
 class CandidateOutline:
-    """Candidates that are not worked out yet."""
+    """Candidates that are not evaluated yet."""
 
     least_s: float
-    """None of them takes less time,"""
+    """A lower bound of their times."""
     least_bytes: int
-    """nor fewer bytes, roughly."""
+    """A lower bound of their rough bytes."""
     candidates: Callable[[], Iterable[TileCandidate]]
 
 
@@ -108,7 +107,7 @@ class OrderedCandidates:
 
 
 def worth(outlines: Sequence[CandidateOutline], budget_bytes: int | None) -> list[CandidateOutline]:
-    """Those that `choose` may try for a budget; all if there is none.
+    """The outlines that `choose` may try for a budget; all if there is none.
 
     It tries rough bytes of up to `_HOPE` budgets, times a factor of candidates that did not fit, which is no less than
     one over that.
@@ -147,7 +146,7 @@ def choose(
     usable = int(budget_bytes * (1 - margin))
     found: dict[TileCandidate, int] = {}
     factors: dict[Hashable, float] = {}
-    """By kind, how far the rough bytes were off when last asked."""
+    """By kind, the error factor of the rough bytes when last computed."""
     for unknown in ("hope", "fear"):
         for candidate in order:
             usual = 1.0 if unknown == "hope" else max(factors.values(), default=1.0)

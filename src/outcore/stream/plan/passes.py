@@ -36,10 +36,10 @@ class TilePass:
 
     globals: tuple[RegionNode, ...]
     nodes: tuple[RegionNode, ...]
-    """Local ones, in order."""
+    """Local nodes, in order."""
     reductions: tuple[RegionNode, ...]
     maps: tuple[str, ...]
-    """Values put together from tiles."""
+    """Values assembled from tiles."""
     sources: tuple[str, ...]
     """Images and kept maps that it reads regions of."""
     smalls: tuple[str, ...]
@@ -47,17 +47,17 @@ class TilePass:
 
     @property
     def targets(self) -> dict[str, str]:
-        """What tiles partition: each map, and what each reduction is over."""
+        """What tiles partition: each map, and the operand of each reduction."""
         return {m: m for m in self.maps} | {r.output: r.values[0] for r in self.reductions}
 
 
 @dataclass(frozen=True)
 class TilePasses:
-    """The stages, and what leaves them."""
+    """The stages, and the values that leave them."""
 
     stages: tuple[TilePass, ...]
     boundary: tuple[str, ...]
-    """Values that the rest of the network, or the user, gets."""
+    """Values that the untiled tail, or the user, gets."""
     calls: frozenset[str]
     """Recorded calls that are streamed; the others run untiled."""
     stopped: tuple[tuple[str, str], ...]
@@ -71,7 +71,7 @@ class TilePasses:
 
     @property
     def passing(self) -> tuple[str, ...]:
-        """Maps that only the rest of the network reads."""
+        """Maps that only the untiled tail reads."""
         kept = set(self.kept)
         return tuple(m for stage in self.stages for m in stage.maps if m not in kept)
 
@@ -103,7 +103,7 @@ def reach(network: RegionNetwork, *, statistics: bool) -> tuple[set[str], dict[s
 
 
 def _why_not(node: RegionNode, fine: set[str], behind: set[str], statistics: bool) -> str | None:
-    """Why a node cannot be streamed: empty if something before it cannot, none if it can."""
+    """Why a node cannot be streamed: empty if something before it cannot, None if it can."""
     if any(v not in fine for v in node.values):
         return ""
     if node.kind == "opaque":

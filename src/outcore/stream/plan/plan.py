@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 __all__ = ["StreamPlan", "how_of", "plan_by_hand", "plan_tiles"]
 
 _MARGIN = {"cuda": 0.08}
-"""Share of the budget for what kernels take for themselves."""
+"""Share of the budget for the workspaces of kernels."""
 _CLASS = 2.0
-"""Images of at most so many times the pixels, or as few, share a plan."""
+"""Images whose pixel counts differ by at most this factor share a plan."""
 _KNOWN = {"boundary", "tile", "statistics", "keep", "on_host", "rest"}
 
 
@@ -56,19 +56,19 @@ class StreamPlan:
     bytes: StreamBytes
     tiles: int
     overlap: float
-    """Numbers computed by all tiles of the last pass over those of the whole."""
+    """Elements computed by all tiles of the last pass over those of the whole."""
     passes: int
     """Forward passes over the image."""
     rivals: tuple[TileCandidate, ...] = ()
-    """The next best that may fit."""
+    """The next best candidates that may fit."""
     keep: tuple[str, ...] = ()
     """Maps between passes that later ones start from."""
     on_host: bool = False
     """Whether those are in host memory."""
     rest: Mapping[str, str] = field(default_factory=dict)
-    """Policies of what runs untiled, by its own names."""
+    """Policies of the untiled tail, by its own names."""
     pixels: int = 1
-    """Of the image it was made for."""
+    """The pixels of the image it was made for."""
     usable_bytes: int | None = None
     """The budget it was made for, without margins."""
     stopped: tuple[tuple[str, str], ...] = ()
@@ -80,7 +80,7 @@ class StreamPlan:
         return self.bytes.peak
 
     def at(self, pixels: int) -> StreamPlan | None:
-        """The same plan for an image of another size; none if it may not fit, or is of another size class."""
+        """The same plan for an image of another size; None if it may not fit, or is of another size class."""
         ratio = pixels / self.pixels
         if not 1 / _CLASS <= ratio <= _CLASS:
             return None
@@ -105,7 +105,7 @@ class StreamPlan:
 
     @property
     def words(self) -> str:
-        """What is streamed, and in which tiles."""
+        """What is streamed, and in which tiles, in words."""
         where = "the whole local part" if self.boundary is None else f"up to {', '.join(self.boundary)}"
         size = " x ".join(map(str, self.tile))
         kept = f", {counted(len(self.keep), 'map')} kept{' on the host' if self.on_host else ''}" if self.keep else ""
@@ -117,7 +117,7 @@ class StreamPlan:
 
 
 def how_of(document: Mapping[str, Any]) -> dict[str, Any]:
-    """What `stream` takes, from what a plan says under ``stream``; raises `PlanError` for what is not known."""
+    """The arguments of `stream`, from what a plan says under ``stream``; raises `PlanError` for unknown keys."""
     if unknown := sorted(set(document) - _KNOWN):
         raise PlanError(f"stream has no field {unknown[0]!r}; it has {', '.join(sorted(_KNOWN))}")
     if "tile" not in document:
@@ -202,7 +202,7 @@ def _described(
         best.time_s,
         ways.bytes(best),
         len(cut),
-        sum(ways.pace.computed(stage, cut)[0].values()) / max(1, whole),
+        sum(ways.times.computed(stage, cut)[0].values()) / max(1, whole),
         len(prepared.streaming.stages),
         rivals,
         best.keep,

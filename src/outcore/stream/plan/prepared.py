@@ -1,4 +1,4 @@
-"""A network made ready to be streamed at one size: stages, tiles, and what runs untiled afterwards."""
+"""A network prepared to be streamed at one size: stages, tiles, and what runs untiled afterwards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["PreparedStream", "bound", "cut_up", "divided"]
 
 @dataclass(frozen=True)
 class PreparedStream:
-    """A model ready to be streamed at one size."""
+    """A model prepared to be streamed at one size."""
 
     graph: Graph
     network: RegionNetwork

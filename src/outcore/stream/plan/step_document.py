@@ -1,7 +1,7 @@
-"""What a step takes when its images are streamed: as a document, and in words.
+"""What a streamed step takes: as a document, and in words.
 
-It answers as `outcore.planner.memory.plan.MemoryPlan` does where both can: peak, plain peak, slowdown, policies, the
-plan as a document, an explanation.
+It has the interface of `outcore.planner.memory.plan.MemoryPlan` where both can: peak, plain peak, slowdown, policies,
+the plan as a document, an explanation.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class StreamedStep:
     stages: tuple[tuple[str, ...], ...]
     budget_bytes: int | None
     reserved_bytes: int
-    """The optimizer's state, and what the loss holds."""
+    """Bytes of the optimizer's state, and of what the loss holds."""
     plain_bytes: int
     """Predicted peak of plain training."""
     plain_s: float | None
@@ -59,7 +59,7 @@ class StreamedStep:
 
     @property
     def policy(self) -> Mapping[str, str]:
-        """Of what runs untiled."""
+        """The policies of the untiled tail."""
         return self.plan.rest
 
     def document(self) -> Plan:

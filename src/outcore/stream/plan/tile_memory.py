@@ -1,12 +1,11 @@
-"""How much memory a tile takes, found by running it without memory.
+"""How much memory a tile takes, found by running it on fake tensors.
 
 A tile is run forward and backward on *fake* tensors, which have sizes but no content, while a counter adds up what is
 alive (`outcore.cost.measured.live_bytes`). The code that is counted is the code that runs, so saved tensors, copies
-made for padding and temporary gradients are all in it; what a kernel takes for itself inside one call is not (on a GPU
-a margin stands
-for it).
+made for padding and temporary gradients are all in it; the workspace of a kernel is not (on a GPU a margin is added for
+it).
 
-    parameters + sums of gradients + maps + their gradients + one tile (values, what backward keeps, gradients)
+    parameters + sums of gradients + maps + their gradients + one tile (values, saved tensors, gradients)
 """
 
 from __future__ import annotations
@@ -41,9 +40,10 @@ __all__ = ["StreamBytes", "TileBytes", "largest_tile", "predict_bytes", "tile_by
 
 
 _WORTH_TRYING = 0.6
-"""Tiles with a smaller share of the numbers of the largest, in whatever pass, are taken to need fewer bytes."""
+"""Tiles with a smaller share of the elements of the largest, in whatever pass, are assumed to need fewer bytes."""
 _CLOSE = 0.97
-"""The same for tiles of one pass: their bytes were seen to follow their numbers to about one in a hundred."""
+"""The same for tiles of one pass, whose bytes were seen to be proportional to their elements to about one in a
+hundred."""
 
 
 @dataclass(frozen=True)
@@ -51,35 +51,35 @@ class TileBytes:
     """The peak of one tile, above what is there before and after."""
 
     forward: int
-    """Without gradients; in training it is not asked for, being less."""
+    """Without gradients; not computed in training, where it is less."""
     backward: int
     """Forward with gradients on, and backward."""
 
 
 @dataclass(frozen=True)
 class StreamBytes:
-    """Where the peak of a step is, and what is in it."""
+    """The peak of a step, and its parts."""
 
     parameters: int
     gradients: int
-    """Of all parameters, once a step is over."""
+    """The gradients of all parameters, once a step is over."""
     boundary: int
-    """Maps that the rest of the network, or the user, gets."""
+    """Maps that the untiled tail, or the user, gets."""
     kept: int
     """Maps that later passes start from."""
     output: int
-    """Of the boundary, what is the model's own output: the user holds it until the end."""
+    """The part of the boundary that is the model's own output: the user holds it until the end."""
     tile_forward: int
     """Where there is no backward pass."""
     tile_backward: int
     small: int
     """Global values such as folded weights, and their gradients."""
     tail: int
-    """Peak of what runs untiled, above the maps."""
+    """Peak of the untiled tail, above the maps."""
     read: int
-    """Pixels on their way, in host memory."""
+    """Prefetched pixels, in host memory."""
     workspace: int = 0
-    """What the hungriest operation takes for itself."""
+    """The largest workspace of an operation."""
 
     @property
     def peak(self) -> int:
@@ -92,7 +92,7 @@ class StreamBytes:
 
 
 def largest_tile(network: RegionNetwork, stage: TilePass, cut: Grid) -> TilePlan:
-    """The tile with the most numbers: one in the middle, or the first where there is no middle."""
+    """The tile with the most elements: one in the middle, or the first where there is no middle."""
     return max(_kinds(network, stage, cut), key=lambda p: p.elements())
 
 
@@ -103,7 +103,7 @@ def _kinds(network: RegionNetwork, stage: TilePass, cut: Grid) -> list[TilePlan]
 
 
 def _extremes(network: RegionNetwork, stage: TilePass, cut: Grid) -> list[TilePlan]:
-    """The tiles that may take the most: those with the most numbers, copies that padding makes among them."""
+    """The tiles that may take the most: those with the most elements, copies that padding makes included."""
 
     def numbers(plan: TilePlan) -> int:
         copied = (n for n in stage.nodes if n.output in plan.needs and n.output not in plan.widened)
@@ -169,7 +169,7 @@ def _backward(
 
 
 def _tail_bytes(prepared: PreparedStream, *, training: bool) -> int:
-    """Peak of the untiled rest, forward and backward, above the maps it starts from."""
+    """Peak of the untiled tail, forward and backward, above the maps it starts from."""
     network = prepared.network
     if not prepared.tail:
         return 0
@@ -182,7 +182,7 @@ def _tail_bytes(prepared: PreparedStream, *, training: bool) -> int:
         wanted = [n for n in prepared.streaming.boundary if training and values[n].is_floating_point()]
         starts = [values[name].requires_grad_() for name in wanted]
         with torch.enable_grad():
-            values |= {name: values[name].clone() for name in wanted}  # the rest may write into what it starts from
+            values |= {name: values[name].clone() for name in wanted}  # the tail may write into its inputs
         real = [*network.model.parameters(), *network.model.buffers()]
         with LiveBytes([*values.values(), *real]) as live, torch.set_grad_enabled(training):
             tape = Tape(network.model, network.recording.constants, dict(values))
@@ -258,7 +258,7 @@ def predict_bytes(
 
 @contextlib.contextmanager
 def _unchanged(model: torch.nn.Module) -> Iterator[None]:
-    """Running a part on fake tensors must not leave them in the model, nor count batches in buffers that are real."""
+    """A context after which the model's tensors are its own and the real buffers that count batches are as before."""
     state = ModelState(model, state_tensors(model))
     try:
         yield

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outcore.ops.region import Region, cover, elements
-from outcore.stream.call import overhanging
+from outcore.stream.call import widening_rule
 from outcore.stream.execute.border_padding import WidenedInput, contains
 from outcore.stream.network import RegionNetwork, RegionNode
 from outcore.stream.plan.passes import TilePass
@@ -43,7 +43,7 @@ class Grid:
         return at if size == n else (2 * at * size + n) // (2 * n)
 
     def region(self, network: RegionNetwork, value: str, tile: tuple[int, ...]) -> Region | None:
-        """The part of a value that a tile covers; none if it is empty."""
+        """The part of a value that a tile covers; None if it is empty."""
         found = []
         for n, axis in zip(network.shapes[value], network.axes[value], strict=True):
             if axis is None or axis >= len(self.counts):
@@ -82,25 +82,25 @@ class TilePlan:
 
     number: tuple[int, ...]
     targets: Mapping[str, Region]
-    """By target: the part of the map, or of what a reduction is over."""
+    """By target: the part of the map, or of a reduction's operand."""
     regions: Mapping[str, Region]
-    """By value: what of it is computed or read, overhang included."""
+    """By value: the region that is computed or read, excess included."""
     needs: Mapping[str, tuple[Region, ...]]
-    """By node: what of its operands it takes."""
+    """By node: the regions of its operands."""
     place: Any = None
-    """Equal for tiles that do the same with equal pixels."""
+    """Equal for tiles that compute the same with equal pixels."""
     widened: Mapping[str, WidenedInput] = field(default_factory=dict)
     """By node: how it runs on all that is held of its first operand."""
 
     def elements(self) -> int:
-        """Numbers in all values of the tile."""
+        """Elements in all values of the tile."""
         return sum(elements(r) for r in self.regions.values())
 
 
 def plan_tile(
-    network: RegionNetwork, stage: TilePass, cut: Grid, number: tuple[int, ...], *, overhang: bool = True
+    network: RegionNetwork, stage: TilePass, cut: Grid, number: tuple[int, ...], *, excess: bool = True
 ) -> TilePlan | None:
-    """What a tile takes, found backwards from its targets; none if it has no part in any of them."""
+    """The regions of a tile, found backwards from its targets; None if it has no part in any of them."""
     targets: dict[str, Region] = {}
     regions: dict[str, Region] = {}
     for target, value in stage.targets.items():
@@ -109,7 +109,7 @@ def plan_tile(
             regions[value] = cover(regions.get(value), region)
     if not targets:
         return None
-    return trace(stage.nodes, targets, regions, number, overhang=overhang)
+    return trace(stage.nodes, targets, regions, number, excess=excess)
 
 
 def trace(
@@ -118,9 +118,10 @@ def trace(
     wanted: Mapping[str, Region],
     number: tuple[int, ...] = (),
     *,
-    overhang: bool = True,
+    excess: bool = True,
 ) -> TilePlan:
-    """All regions that wanted ones depend on; where several nodes need parts of a value, what covers them."""
+    """All regions that wanted ones depend on; where several nodes need parts of a value, the region that covers
+    them."""
     regions = dict(wanted)
     needs: dict[str, tuple[Region, ...]] = {}
     places = []
@@ -132,17 +133,17 @@ def trace(
         for ref, region in zip(node.operands, found, strict=True):
             if ref.kind == "value":
                 regions[ref.name] = cover(regions.get(ref.name), region)
-    widened = _widen(nodes, regions, needs) if overhang else {}
+    widened = _widen(nodes, regions, needs) if excess else {}
     return TilePlan(number, targets, regions, needs, tuple(places), widened)
 
 
 def _widen(
     nodes: Sequence[RegionNode], regions: dict[str, Region], needs: dict[str, tuple[Region, ...]]
 ) -> dict[str, WidenedInput]:
-    """Let nodes run on all that is held where that saves copies; what they need and give is changed in place."""
+    """Let nodes run on all that is held where that saves copies; changes the regions in place."""
     found: dict[str, WidenedInput] = {}
     for node in nodes:
-        rule, wanted = overhanging(node.rule), needs.get(node.output)
+        rule, wanted = widening_rule(node.rule), needs.get(node.output)
         if wanted is None or rule is None or node.operands[0].kind != "value":
             continue
         out, held = regions[node.output], regions[node.operands[0].name]

@@ -1,7 +1,7 @@
 """How long a way to stream a network takes: costs per call times the share of it that tiles compute, halos included.
 
-Regions are boxes whose sides depend on one axis each, so how many numbers all tiles compute is a product of sums along
-the axes: three tiles on the diagonal (the first, one between, the last) tell it for any number of tiles.
+Regions are boxes whose sides depend on one axis each, so how many elements all tiles compute is a product of sums along
+the axes: three tiles on the diagonal (the first, one between, the last) give it for any number of tiles.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from outcore.stream.plan.tiles import Grid, plan_tile
 __all__ = ["TileTimes"]
 
 _CALL_S = 4e-5
-"""What the interpreter takes for one operation of one tile."""
+"""The interpreter's time for one operation of one tile."""
 
 
 class TileTimes:
@@ -36,7 +36,7 @@ class TileTimes:
         self._costs: dict[str, tuple[float, float]] = {}
 
     def streamed(self, streaming: TilePasses, grids: tuple[Grid, ...]) -> tuple[float, int]:
-        """Seconds of all passes, and the numbers in the largest tile."""
+        """Seconds of all passes, and the elements of the largest tile."""
         total, largest = 0.0, 0
         for stage, cut in zip(streaming.stages, grids, strict=True):
             computing_s, issuing_s, most = self.streamed_stage(streaming, stage, cut)
@@ -45,7 +45,7 @@ class TileTimes:
         return total, largest
 
     def streamed_stage(self, streaming: TilePasses, stage: TilePass, cut: Grid) -> tuple[float, float, int]:
-        """Seconds of a pass, those to issue one of its tiles, and the numbers in the largest."""
+        """Seconds of a pass, those to launch one of its tiles, and the elements of the largest."""
         once = self.dense and stage is streaming.stages[-1]
         forwards = 1 if once or not self.training else 2
         computed, largest = self.computed(stage, cut)
@@ -57,7 +57,7 @@ class TileTimes:
         return total, _CALL_S * len(stage.nodes) * (forwards + self.training), largest
 
     def computed(self, stage: TilePass, cut: Grid) -> tuple[dict[str, float], int]:
-        """How many numbers of each node all tiles compute, and how many numbers the largest tile has."""
+        """How many elements of each node all tiles compute, and how many the largest tile has."""
         along = [[(k, 1) for k in range(c)] if c <= 3 else [(0, 1), (c // 2, c - 2), (c - 1, 1)] for c in cut.counts]
         sums: dict[str, list[float]] = {}
         largest = 0
@@ -107,7 +107,7 @@ class TileTimes:
         return forward, 2 * forward
 
     def tail_s(self, streaming: TilePasses) -> float:
-        """Seconds of what follows the boundary."""
+        """Seconds of the untiled tail."""
         total = 0.0
         for call in self.network.graph.calls:
             if call not in streaming.calls:

@@ -1,4 +1,5 @@
-"""Operations along some dimensions that leave the others alone: softmax over channels, linear layers, layer norm."""
+"""Operations along some dimensions that are independent along the others: softmax over channels, linear layers, layer
+norm."""
 
 from __future__ import annotations
 
@@ -31,13 +32,13 @@ class Along:
     """Shapes of the other operands."""
 
     def needs(self, out: Region) -> tuple[Region, ...]:
-        """As wanted, but for the dimensions needed whole."""
+        """The wanted region, but the dimensions needed whole are whole."""
         left = iter(i for d, i in enumerate(out) if not (self.keepdim and d in self.dims))
         region = tuple((0, n) if d in self.dims else next(left) for d, n in enumerate(self.shape))
         return (region, *(whole(s) for s in self.others))
 
     def run(self, crops: Sequence[torch.Tensor], out: Region, given: RuleContext) -> torch.Tensor:
-        """The call itself, then what is wanted of the dimensions it makes."""
+        """Make the call, then cut what is wanted of the dimensions it makes."""
         made: torch.Tensor = self.again(crops)
         if self.keepdim:
             for dim in self.dims:

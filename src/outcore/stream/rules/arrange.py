@@ -1,4 +1,4 @@
-"""Rearranging: padding, permuting, reshaping, stretching, pixel shuffles."""
+"""Rearranging: padding, permuting, reshaping, expanding, pixel shuffles."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ __all__ = ["Padding", "Permute", "Shuffle"]
 
 @dataclass(frozen=True)
 class Permute:
-    """Dimensions in another order; new ones of size one may appear, such may go."""
+    """Dimensions in another order; new ones of size one may appear, and those of size one may be dropped."""
 
     operands: tuple[Ref, ...]
     shape: tuple[int, ...]
     order: tuple[int | None, ...]
-    """Per dimension of the output, the operand's; none for a new one."""
+    """Per dimension of the output, the operand's; None for a new one."""
 
     def needs(self, out: Region) -> tuple[Region, ...]:
         """The same intervals in the operand's order."""
@@ -49,7 +49,7 @@ class Permute:
         return x
 
     def follow(self, operand: int, dim: int) -> int | None:
-        """Where it went."""
+        """The new place of the dimension."""
         return self.order.index(dim) if dim in self.order else None
 
     def place(self, out: Region) -> Any:
@@ -63,7 +63,7 @@ class Padding:
 
     operands: tuple[Ref, ...]
     low: tuple[int, ...]
-    """Per dimension, of the last ones."""
+    """Per dimension, for the last ones."""
     reading: Reading
 
     def needs(self, out: Region) -> tuple[Region, ...]:
@@ -116,7 +116,7 @@ class Shuffle:
         return None if dim == len(self.shape) - 3 else dim
 
     def place(self, out: Region) -> Any:
-        """Where among the pixels of one."""
+        """The position among the pixels that one pixel becomes."""
         return tuple((a % self.factor, b - a) for a, b in out[-2:]) if self.up else None
 
 
@@ -153,10 +153,10 @@ def _reshape(call: StreamCall) -> Reshape:
 
 @dataclass(frozen=True)
 class _Stretch(Pointwise):
-    """Dimensions of size one stretched to what is wanted."""
+    """Dimensions of size one expanded to the wanted size."""
 
     def run(self, crops: Sequence[torch.Tensor], out: Region, given: RuleContext) -> torch.Tensor:
-        """As large as wanted."""
+        """Expand to the wanted size."""
         return crops[0].expand(sizes(out))
 
 

@@ -29,11 +29,11 @@ class Reading:
     value: float = 0.0
 
     def needs(self, reach: Sequence[Interval]) -> Region:
-        """What of the tensor must be there."""
+        """The region of the tensor that must be there."""
         return tuple(inside(r, n, self.border) for r, n in zip(reach, self.shape, strict=True))
 
     def beyond(self, reach: Sequence[Interval]) -> tuple[Interval, ...]:
-        """How far each interval reaches out, before and after."""
+        """How far each interval reaches beyond the tensor, before and after."""
         return tuple((max(0, -a), max(0, b - n)) for (a, b), n in zip(reach, self.shape, strict=True))
 
     def read(self, crop: torch.Tensor, reach: Sequence[Interval]) -> torch.Tensor:
@@ -60,7 +60,8 @@ def sliced(crop: torch.Tensor, held: Region, wanted: Region) -> torch.Tensor:
 
 
 class _Sliced(torch.autograd.Function):
-    """autograd's own backward fills one tensor with zeros per dimension, all of them stored channels first."""
+    """A slice whose backward fills one tensor of zeros, in the tensor's own format; autograd's own fills one per
+    dimension, all stored channels first."""
 
     @staticmethod
     def forward(ctx: Any, crop: torch.Tensor, held: Region, wanted: Region) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from outcore.graph.record.recording import Ref
 from outcore.ops.region import Region, SlidingWindow, TransposedWindow, whole
 from outcore.stream.call import NotStreamable, RuleContext, StreamCall, rule
-from outcore.stream.execute.border_padding import WidenedInput, windows_overhang, worthwhile
+from outcore.stream.execute.border_padding import WidenedInput, windows_excess, worthwhile
 from outcore.stream.execute.conv_epilogue import finish
 from outcore.stream.rules.border import Reading, sliced
 
@@ -36,7 +36,7 @@ class Kernel:
 
     @property
     def dims(self) -> int:
-        """Of pixels."""
+        """The number of pixel dimensions."""
         return len(self.shapes[1]) - 2
 
     def pixels(self, region: Region) -> Region:
@@ -44,7 +44,7 @@ class Kernel:
         return region[-self.dims :]
 
     def beside(self, out: Region, pixels: Region) -> tuple[Region, ...]:
-        """What is needed of every operand when it is these pixels of the first; weight and bias whole."""
+        """The needed regions of every operand, given the pixels of the first; weight and bias whole."""
         channels = (0, self.shapes[0][-self.dims - 1])
         return ((*out[: -self.dims - 1], channels, *pixels), *(whole(s) for s in self.shapes[1:]))
 
@@ -77,7 +77,7 @@ class Convolution(Kernel):
 
     def widened(self, held: Region, out: Region) -> WidenedInput | None:
         """How to run on all that is held, if zeros on both sides do."""
-        found = windows_overhang(self.windows, held, out) if self.holds(held, out) else None
+        found = windows_excess(self.windows, held, out) if self.holds(held, out) else None
         return found if found is not None and (self.reading.border == "zeros" or not any(found.padding)) else None
 
     def run_widened(self, crops: Sequence[torch.Tensor], widened: WidenedInput) -> torch.Tensor:
@@ -144,7 +144,7 @@ class TransposedConvolution(Kernel):
         return self.beside(out, tuple(s.needs(i) for s, i in zip(self.spreads, self.pixels(out), strict=True)))
 
     def run(self, crops: Sequence[torch.Tensor], out: Region, given: RuleContext) -> torch.Tensor:
-        """Spread the crop without cutting, then cut out what is wanted; a missing end is bias alone."""
+        """Run on the whole crop, then cut out what is wanted; a missing end is bias alone."""
         x, weight, *bias = crops
         wanted = self.pixels(out)
         given_pixels = self.pixels(self.needs(out)[0])
@@ -158,7 +158,7 @@ class TransposedConvolution(Kernel):
         return sliced(spread, (*whole, *((a, a + n) for a, n in held)), (*whole, *wanted))
 
     def widened(self, held: Region, out: Region) -> WidenedInput | None:
-        """All that is held, spread without cutting."""
+        """How to run on all that is held, without cutting."""
         sides = []
         if not self.holds(held, out):
             return None
@@ -172,7 +172,7 @@ class TransposedConvolution(Kernel):
         return WidenedInput((0,) * self.dims, made) if worthwhile(made, out) else None
 
     def run_widened(self, crops: Sequence[torch.Tensor], widened: WidenedInput) -> torch.Tensor:
-        """Spread all of the crop."""
+        """Run on the whole crop."""
         return self._spread(*crops, more=(0,) * self.dims)
 
     def _spread(

@@ -1,8 +1,8 @@
-"""Norms: free where statistics are frozen or per pixel, by a barrier where they are over the image.
+"""Norms: local where statistics are frozen or per pixel, by a barrier where they are over the image.
 
 A norm over an image (batch norm in train mode, instance norm, group norm) is two things: statistics, a reduction that
-needs all tiles, and their application, which is element-wise. The call becomes two nodes, with the finished
-statistics as a small value between them.
+needs all tiles, and their application, which is element-wise. The call becomes two nodes, with the finished statistics
+as a small value between them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Norm:
     moments: Moments
     apply: Apply
     module: nn.Module | None
-    """The batch norm whose running statistics move."""
+    """The batch norm whose running statistics are updated."""
 
     @property
     def operands(self) -> tuple[Ref, ...]:
@@ -94,7 +94,7 @@ class Frozen(_PerChannel):
 
 @dataclass(frozen=True)
 class Affine:
-    """A multiplication and an addition per channel, with finished numbers."""
+    """A multiplication and an addition per channel, with finished factors."""
 
     operands: tuple[Ref, ...]
     shapes: tuple[tuple[int, ...], ...]

@@ -24,7 +24,7 @@ class Join:
     dim: int
 
     def needs(self, out: Region) -> tuple[Region, ...]:
-        """What of each part is wanted; one element of a part of which none is (it must be something)."""
+        """The wanted region of each part; one element of a part of which none is wanted, since it must be something."""
         found, start = [], 0
         lo, hi = out[self.dim]
         for n in self.lengths:

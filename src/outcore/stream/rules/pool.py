@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from outcore.graph.record.recording import Ref
 from outcore.ops.region import AdaptiveWindow, Interval, Region, SlidingWindow
 from outcore.stream.call import NotStreamable, Reduction, RegionRule, RuleContext, StreamCall, rule
-from outcore.stream.execute.border_padding import WidenedInput, windows_overhang
+from outcore.stream.execute.border_padding import WidenedInput, windows_excess
 from outcore.stream.rules.border import Reading
 from outcore.stream.rules.convolve import each
 from outcore.stream.rules.reduce import Largest, Mean
@@ -61,7 +61,7 @@ class MaxPool(_Sliding):
     def widened(self, held: Region, out: Region) -> WidenedInput | None:
         """How to run on all that is held, if the pool's own padding does."""
         count = len(self.windows)
-        found = windows_overhang(self.windows, held, out) if held[:-count] == out[:-count] else None
+        found = windows_excess(self.windows, held, out) if held[:-count] == out[:-count] else None
         fits = found is not None and all(2 * p <= w.kernel for p, w in zip(found.padding, self.windows, strict=True))
         return found if fits else None
 

@@ -1,10 +1,10 @@
-"""Global reductions, as sums of shares that tiles give one by one.
+"""Global reductions, as sums of terms that tiles give one by one.
 
-A mean or a variance over an image needs all of it, but can be *accumulated*: pass one adds up what each tile has,
-pass two sends each tile its share of the gradient. `share` is the tile's term of a sum whose derivative is that of
-the reduction, given the finished result: for a mean the tile's sum over n, for a variance the tile's sum of squared
+A mean or a variance over an image needs all of it, but can be *accumulated*: pass one adds up what each tile has, pass
+two sends each tile its share of the gradient. `share` is the tile's term of a sum whose derivative is that of the
+reduction, given the finished result: for a mean the tile's sum over n, for a variance the tile's sum of squared
 distances to the finished mean over n (the derivative through the mean vanishes, for the distances add up to zero).
-Moments of parts are joined as Chan, Golub and LeVeque do (1979), which is as stable as two passes.
+Moments of parts are merged as Chan, Golub and LeVeque do (1979), which is as stable as two passes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Mean:
     """The sum, not the mean."""
 
     def start(self) -> Any:
-        """Nothing."""
+        """The state before any tile."""
         return None
 
     def add(self, state: Any, crop: torch.Tensor, at: Region, times: int) -> Any:
@@ -75,11 +75,11 @@ class Largest:
     dtype: torch.dtype
 
     def start(self) -> Any:
-        """Nothing."""
+        """The state before any tile."""
         return None
 
     def add(self, state: Any, crop: torch.Tensor, at: Region, times: int) -> Any:
-        """The larger of both, and where it is."""
+        """The larger of both, and its position."""
         flat = self._flat(crop)
         value, index = flat.max(-1)
         corner = torch.tensor([a for a, _ in at], device=crop.device)
@@ -125,22 +125,22 @@ class Moments:
     operands: tuple[Ref, ...]
     shape: tuple[int, ...]
     groups: int
-    """Into how many groups the channels fall."""
+    """The number of groups of channels."""
     over_batch: bool
     dtype: torch.dtype
 
     def start(self) -> Any:
-        """Nothing."""
+        """The state before any tile."""
         return None
 
     def grouped(self, crop: torch.Tensor) -> torch.Tensor:
-        """(batch or 1, groups, elements)."""
+        """The crop as (batch or 1, groups, elements)."""
         if self.over_batch:
             return crop.transpose(0, 1).reshape(1, self.groups, -1)
         return crop.reshape(crop.shape[0], self.groups, -1)
 
     def add(self, state: Any, crop: torch.Tensor, at: Region, times: int) -> Any:
-        """Join the moments of what was seen with those of a tile."""
+        """Merge the moments so far with those of a tile."""
         x = self.grouped(crop).to(wide(crop.dtype))
         count = x.shape[-1] * times
         mean = x.mean(-1)

@@ -33,7 +33,8 @@ class Interpolation:
         return ((*out[:-n], *(r.needs(i) for r, i in zip(self.along, out[-n:], strict=True))),)
 
     def run(self, crops: Sequence[torch.Tensor], out: Region, given: RuleContext) -> torch.Tensor:
-        """torch's own where positions repeat with the factor; else sums along one dimension after the other."""
+        """torch's own where positions repeat with the factor; else weighted sums along one dimension after the
+        other."""
         n = len(self.along)
         factors = [r.factor for r in self.along]
         held = self.needs(out)[0][-n:]

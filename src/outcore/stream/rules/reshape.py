@@ -24,7 +24,7 @@ from outcore.stream.call import NotStreamable, RuleContext
 __all__ = ["Reshape"]
 
 Group = tuple[tuple[int, ...], tuple[int, ...]]
-"""Dimensions of the operand, and of the output, with as many elements."""
+"""Neighbouring dimensions of the operand, and of the output, with as many elements."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""What there is to learn from, one example at a time: slides of a table, a data set of the user's, or made-up batches.
+"""The training examples, one at a time: slides of a table, a data set of the user's, or made-up batches.
 
 Whatever is random about an example (where a crop lies) is a function of the seed, the epoch and the example's number,
-never of what was drawn before it, so that a run can go on in the middle of an epoch with the same examples.
+never of what was drawn before it, so that a run can continue in the middle of an epoch with the same examples.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Examples(Protocol):
     def __len__(self) -> int: ...
 
     def name(self, index: int) -> str:
-        """What a message calls an example."""
+        """The name of an example in messages."""
 
     def load(self, index: int, epoch: int, *, training: bool) -> tuple[Any, Any]:
         """One input and its target; the input may be a source."""
@@ -97,7 +97,7 @@ class SlideExamples:
         return str(self.table.rows[self._row(index)].path)
 
     def skip(self, index: int, error: DataError) -> None:
-        """Note a slide as bad, or raise, as the table was told."""
+        """Note a slide as bad, or raise, as the table was configured."""
         self.table.skip(self._row(index), str(error), error)
 
     def load(self, index: int, epoch: int, *, training: bool) -> tuple[Any, Any]:

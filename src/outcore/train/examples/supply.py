@@ -1,4 +1,4 @@
-"""Where examples come from, before it is known who will run them: a table or folder, the job's data set or batches."""
+"""Where examples come from, independent of the runner: a table or folder, the job's data set or batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["ExampleSupply", "find_supply", "with_batch"]
 
 @dataclass(frozen=True)
 class ExampleSupply:
-    """Where examples come from, before it is known who will run them."""
+    """Where examples come from, independent of the runner."""
 
     train: Any
     validation: Any
@@ -69,7 +69,7 @@ class ExampleSupply:
         return made
 
     def check_labels(self, graph: Graph | None) -> None:
-        """Refuse class numbers that the network has no output for, before training stumbles over one."""
+        """Raise for class numbers that the network has no output for, before training fails on one."""
         if graph is None or len(graph.outputs) != 1:
             return
         shape = graph.values[graph.outputs[0]].shape
@@ -107,10 +107,10 @@ class ExampleSupply:
 
 
 def with_batch(config: Config, job: Job, folder: RunFolder, ranks: int) -> Config:
-    """The settings with the batch of a step, where several ranks share it and nobody said how large it is.
+    """The settings with the batch of a step, where several ranks share it and its size was not given.
 
-    A batch that is smaller than the number of ranks cannot be shared, so every rank gets an example. A run that goes on
-    has the batch it began with, on however many ranks.
+    A batch that is smaller than the number of ranks cannot be shared, so every rank gets an example. A run that
+    continues has the batch it began with, on however many ranks.
     """
     if config.train.batch is not None or config.plan.file is not None:
         return config

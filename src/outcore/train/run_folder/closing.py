@@ -1,4 +1,4 @@
-"""What is written down and said about a run: when it begins, and however it ends."""
+"""What is recorded and printed about a run: when it begins, and however it ends."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["environment", "say_ending", "typed_command", "write_beginning", "wri
 
 
 def write_beginning(loop: Loop, expected: RunForecast) -> None:
-    """Put down what was decided and expected, before the first step."""
+    """Record what was decided and predicted, before the first step."""
     folder = loop.folder
     folder.note(
         ended=None,
@@ -63,7 +63,7 @@ def _class_counts(loop: Loop) -> dict[str, int]:
 
 
 def write_ending(loop: Loop, supply: ExampleSupply, ended: str, time_s: float) -> None:
-    """Put down how it ended, and list the bad slides."""
+    """Record how it ended, and list the bad slides."""
     folder, where = loop.folder, loop.position
     folder.note(
         ended=ended,
@@ -93,7 +93,7 @@ def write_report(folder: RunFolder) -> Path:
 
 
 def say_ending(loop: Loop, supply: ExampleSupply, ending: RunEnd, console: Console) -> None:
-    """Tell what happened, trouble first."""
+    """Print what happened, errors first."""
     where = loop.position
     for bad in supply.bad:
         console.print(f"skipped: {bad}", highlight=False, markup=False)
@@ -117,7 +117,7 @@ def say_ending(loop: Loop, supply: ExampleSupply, ending: RunEnd, console: Conso
 
 
 def environment() -> dict[str, Any]:
-    """What the run was made with."""
+    """The versions and devices that the run was made with."""
     from outcore import __version__
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0

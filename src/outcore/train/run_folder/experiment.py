@@ -55,7 +55,7 @@ def describe(
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What differs, in words."""
+    """The differences, in words."""
     found = []
     for part in dict.fromkeys((*before, *now)):
         old, new = before.get(part), now.get(part)

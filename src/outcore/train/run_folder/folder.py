@@ -1,11 +1,11 @@
-"""The folder of a run: everything it was told, did and found, in files that other programs can read.
+"""The folder of a run: its settings, steps and results, in files that other programs can read.
 
     runs/x/config.yaml      every setting, resolved
-           run.json         what happened: decisions, predicted and measured figures, trouble, how it ended
+           run.json         what happened: decisions, predicted and measured figures, errors, how it ended
            steps.csv        one row for each step
            epochs.csv       one row for each epoch, with the validation
            plan.json        the plan, where there is one
-           predictions.csv  what the best epoch said about every example of the validation
+           predictions.csv  the predictions of the best epoch for every example of the validation
            bad.csv          slides that were skipped, and why
            checkpoints/     last and best
            report.html      all of it as a page
@@ -42,7 +42,7 @@ _MAY_CHANGE = (
     "data.on_",
     "train.on_",
 )
-"""Settings that a run may go on with although they were others before."""
+"""Settings that may differ when a run continues."""
 _LEFTOVER = re.compile(r"\.(.+\.(yaml|json|html|csv|svg)|owner)\.\d+")
 _FACTS = Record(
     may={
@@ -133,7 +133,7 @@ class RunFolder:
                 f"{self.path} holds another run: {shown}; say another --out, the same settings, or "
                 "checkpoint.allow_changes=true"
             )
-        if others and not begun:  # a first try that never came to a step, with a plan for what it was told
+        if others and not begun:  # a first try that never made a step, with a plan for its settings
             self.plan.unlink(missing_ok=True)
         self.path.mkdir(parents=True, exist_ok=True)
         for path in self.path.iterdir():
@@ -143,7 +143,7 @@ class RunFolder:
         return begun
 
     def note(self, **facts: Any) -> None:
-        """Put facts into ``run.json``, beside those that are there."""
+        """Add facts to ``run.json``, beside those that are there."""
         replace(self.facts, json.dumps({**self.read_facts(), **facts}, indent=1) + "\n")
 
     def read_facts(self) -> dict[str, Any]:

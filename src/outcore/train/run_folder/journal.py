@@ -1,9 +1,9 @@
-"""Figures of a run as they come: two CSV files, and whatever else was asked for.
+"""Figures of a run as they come: two CSV files, and other loggers if asked for.
 
-One row for each step and one for each epoch. A run that goes on after an interruption first drops the rows behind its
-checkpoint, so the files of an interrupted run are those of one that was not. A disk that is full is said once, and
-counted; training goes on without these figures rather than stop for them. Another logger that fails is left out from
-then on, and a run that goes on takes up the one it had there.
+One row for each step and one for each epoch. A run that continues after an interruption first drops the rows behind its
+checkpoint, so the files of an interrupted run are those of one that was not. A full disk is reported once, and counted;
+training goes on without these figures rather than stop for them. Another logger that fails is left out from then on,
+and a run that continues takes up the one it had there.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ STEPS = ("step", "epoch", "loss", "learning_rate", "gradient_norm", "time_s", "e
 
 
 class JournalSink(Protocol):
-    """Another place for figures."""
+    """Another logger."""
 
     name: str
 
     def add(self, step: int, figures: Mapping[str, float]) -> None:
-        """Figures of a step."""
+        """Log the figures of a step."""
 
     def close(self) -> None:
-        """The run has ended."""
+        """Close the logger at the end of the run."""
 
 
 class CsvTable:
@@ -74,7 +74,7 @@ class CsvTable:
 
 
 class Journal:
-    """All places where the figures of a run go."""
+    """All loggers of a run."""
 
     def __init__(self, folder: RunFolder, config: Config, figures: Sequence[str]) -> None:
         self.steps = CsvTable(folder.steps, STEPS)
@@ -83,23 +83,23 @@ class Journal:
         self._sinks = _sinks(folder, config)
 
     def resume(self, *, step: int, epoch: int) -> None:
-        """Forget what came after a checkpoint."""
+        """Drop what came after a checkpoint."""
         self.steps.keep("step", step)
         self.epochs.keep("epoch", epoch)
 
     def add_step(self, row: Mapping[str, Any]) -> None:
-        """Figures of a step."""
+        """Log the figures of a step."""
         if row["step"] % self._every == 0:
             self.steps.add(row)
             self._pass_on(row["step"], row, ("loss", "learning_rate", "examples_per_s", "memory_bytes"), "")
 
     def add_epoch(self, row: Mapping[str, Any]) -> None:
-        """Figures of an epoch."""
+        """Log the figures of an epoch."""
         self.epochs.add(row)
         self._pass_on(row["step"], row, [c for c in self.epochs.columns if c not in ("epoch", "step")], "epoch/")
 
     def close(self) -> None:
-        """The run has ended."""
+        """Close all loggers."""
         for sink in self._sinks:
             sink.close()
 

@@ -42,7 +42,7 @@ _SCHEMA = Record(
 
 @contextlib.contextmanager
 def owning(folder: Path, *, beside: int | None = None) -> Iterator[None]:
-    """Own a run's folder, or refuse to work in it.
+    """Own a run's folder while this is entered, or raise.
 
     Args:
         folder: that of the run; made if it is not there.
@@ -157,7 +157,7 @@ def _touch(path: Path, stop: threading.Event) -> None:
 
 
 def _start(pid: int) -> str:
-    """When a process started, in the system's own words; empty if there is none, or it has ended."""
+    """When a process started, as the system writes it; empty if there is none, or it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return "" if fields[0] in "ZX" else fields[19]

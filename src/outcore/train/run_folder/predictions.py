@@ -1,4 +1,4 @@
-"""What the network said about every example of a validation: a row each, as a table that other programs read.
+"""The predictions for every example of a validation: a row each, as a table that other programs read.
 
     example,label,predicted,loss,p0,p1
     slides/validation-000.tif,1,1,0.2231,0.2,0.8
@@ -23,7 +23,7 @@ from outcore.train.run_folder.folder import replace
 __all__ = ["Predictions"]
 
 _MOST = 100_000
-"""Rows beyond which a table helps nobody."""
+"""No table is written for more rows than this."""
 
 
 class Predictions:
@@ -35,7 +35,7 @@ class Predictions:
         """Whether the outputs are scores of classes."""
 
     def add(self, names: Sequence[str], output: Any, targets: Any) -> None:
-        """Examples of a batch."""
+        """Add the examples of a batch."""
         scores = _probabilities(output, targets)
         if scores is None or len(names) != len(scores) or len(self.rows) + len(names) > _MOST:
             self.fits = False
@@ -45,7 +45,7 @@ class Predictions:
             self.rows.append([name, int(label), row.index(max(row)), loss, *row])
 
     def write(self, path: Path) -> bool:
-        """The table; False if there is none."""
+        """Write the table; False if there is none."""
         if not self.rows or not self.fits:
             return False
         text = io.StringIO()

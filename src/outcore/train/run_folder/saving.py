@@ -42,7 +42,7 @@ def save_state(
     extra: Mapping[str, Any],
     keep: int,
 ) -> None:
-    """Write weights, optimizer, loss scale and random numbers, and what else the loop wants to remember."""
+    """Write weights, optimizer, loss scale and random states, and the loop's `extra` state."""
     parameters = _trained(model)
     state = optimizer_tensors(optimizer, parameters, parameters)
     state |= {_GENERATORS + name: tensor for name, tensor in generators().items()}
@@ -70,7 +70,7 @@ def save_state(
 def load_state(
     path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler
 ) -> dict[str, Any]:
-    """Read all of it back; returns what the loop remembered."""
+    """Read all of it back; returns the loop's state."""
     stored = find_checkpoint(_alone(), path)
     stored.load_weights(_weights(model), model.state_dict())
     document, parameters = stored.document, _trained(model)

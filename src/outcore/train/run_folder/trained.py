@@ -1,8 +1,8 @@
-"""A trained network as it is used afterwards: its weights, and what its images went through before it saw them.
+"""A trained network as it is used afterwards: its weights, and the preprocessing of its images.
 
-Weights alone are half of it. A network that was trained on the second level of its slides, with the mean taken off,
-sees nothing it knows in the first level, and says so to nobody. A run has written down how it prepared images and how
-it made its model; whoever uses its weights by naming the run gets both.
+Weights alone are not enough. A network that was trained on the second level of its slides, with the mean subtracted,
+gives wrong answers on the first level without an error. A run has recorded how it prepared images and how it built its
+model; using its weights by naming the run gives both.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class TrainedNetwork:
     weights: dict[str, Tensor] = field(repr=False)
     data: DataConfig = field(default_factory=DataConfig)
     arguments: tuple[str, ...] = ()
-    """Of the model, as the run was told."""
+    """Arguments of the model in the run's settings."""
     classes: tuple[str, ...] = ()
     """Names of the classes, where the run knew them."""
 
@@ -83,7 +83,7 @@ class TrainedNetwork:
 
 
 def _classes(run: RunFolder, config: Config) -> tuple[str, ...]:
-    """The names that the run noted, or was told."""
+    """The names that the run recorded, or had in its settings."""
     noted = run.read_facts().get("classes")
     if isinstance(noted, list) and noted and all(isinstance(name, str) for name in noted):
         return tuple(noted)

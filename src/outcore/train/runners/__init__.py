@@ -1,1 +1,1 @@
-"""Who makes a step: plain, within a budget, in tiles, or on many ranks."""
+"""What executes a step: plain, within a budget, in tiles, or on many ranks."""

@@ -37,7 +37,7 @@ _TIMEOUT_S = 300.0
 def build_runner(
     config: Config, job: Job, expected: RunForecast, first: MicroBatch, folder: RunFolder, *, apart: bool = False
 ) -> tuple[PlainRunner | EngineRunner, RunForecast]:
-    """What will make the steps, and the forecast with what was decided.
+    """The runner that executes the steps, and the forecast with what was decided.
 
     Args:
         config: the settings.
@@ -95,7 +95,7 @@ def _engine(
         plan,
         loss=job.loss or default_loss,
         optimizer=make_optimizer(config.optimizer, job),
-        example=_stand_in(first.inputs),
+        example=_meta_inputs(first.inputs),
         clip_norm=settings.clip,
         autocast=PRECISIONS.get(settings.precision),
         loss_scale=finite_only() if settings.on_nan == "skip" and settings.precision != "fp16" else None,
@@ -118,7 +118,7 @@ def _engine(
 def _replicas(
     config: Config, job: Job, expected: RunForecast, first: MicroBatch, folder: RunFolder, world: World
 ) -> tuple[PlainRunner, RunForecast]:
-    """The whole network on every rank, each on its own share, within the budget or in tiles as it would be alone."""
+    """The whole network on every rank, each on its own share, within the budget or in tiles as on one rank."""
     if config.data.on_bad == "skip":
         raise TrainError("data.on_bad=skip cannot be had where every rank reads its own slides; use data.on_bad=raise")
     torch.manual_seed(config.train.seed)
@@ -186,7 +186,7 @@ def _agreed(config: Config, expected: RunForecast, world: World) -> Plan | None:
 
 
 def _may_run_apart(config: Config, expected: RunForecast, ranks: int) -> bool:
-    """Whether each rank can have examples of its own, and nobody asked for stages."""
+    """Whether each rank can have examples of its own, and no stages were asked for."""
     asked = config.plan.file is not None or config.plan.schedule is not None
     samples = expected.shapes[0][0] if expected.shapes and expected.shapes[0] else 0
     return not asked and config.plan.memory is not None and samples >= ranks and samples % ranks == 0
@@ -211,10 +211,10 @@ def _plan(config: Config, expected: RunForecast, ranks: int) -> Plan:
     )
 
 
-def _stand_in(inputs: Any) -> Any:
-    """Tensors without content, of the shape of a batch."""
+def _meta_inputs(inputs: Any) -> Any:
+    """Meta tensors of the shape of a batch."""
     if isinstance(inputs, (tuple, list)):
-        return tuple(_stand_in(x) for x in inputs)
+        return tuple(_meta_inputs(x) for x in inputs)
     if isinstance(inputs, dict):
-        return {name: _stand_in(x) for name, x in inputs.items()}
+        return {name: _meta_inputs(x) for name, x in inputs.items()}
     return torch.empty(tuple(inputs.shape), dtype=inputs.dtype, device="meta") if hasattr(inputs, "shape") else inputs

@@ -80,8 +80,8 @@ class EngineRunner:
         """The allocator's peak on this rank's GPU; on CPUs that of the rank with most, counted in one step."""
         return self._peak
 
-    def relieve(self) -> str | None:
-        """A plan of many ranks is not changed in the middle of a run."""
+    def replan(self) -> str | None:
+        """Return None: a plan of many ranks is not changed in the middle of a run."""
         return None
 
     def timeline(self) -> Timeline | None:
@@ -98,14 +98,14 @@ class EngineRunner:
         self.engine.save(path, extra=position, keep=keep)
 
     def load(self, path: Path) -> dict[str, Any]:
-        """Read a checkpoint, whoever wrote it."""
+        """Read a checkpoint, whichever runner wrote it."""
         return dict(self.engine.load(path) or {})
 
     def agree(self, stop_request: int) -> int:
         """The signal that any rank was sent, the same on all; 0 for none."""
         return self.engine.largest(stop_request)
 
-    def tell(self, figures: dict[str, float]) -> dict[str, float]:
+    def broadcast(self, figures: dict[str, float]) -> dict[str, float]:
         """The figures of the first rank, on all."""
         return dict(self.engine.share(figures)[0])
 

@@ -1,7 +1,8 @@
-"""Making one device's step fit: plain where it does, policies for saved values where they suffice, tiles where not.
+"""Making one device's step fit: plain where it does, policies for saved tensors where they suffice, tiles where not.
 
 The order is that of what it costs the user: a plain step needs nothing; the memory engine gives the same bits; tiles
-give the same sums in another order, and need nothing of the image in memory at all. Each way says why it was taken.
+give the same sums in another order, and need nothing of the image in memory at all. The reason for the choice is
+recorded.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def fit(
 def refit(
     model: nn.Module, job: Job, config: Config, expected: RunForecast, inputs: Any
 ) -> Callable[[], tuple[FittedModel, str] | None]:
-    """What to do when memory runs out: plan again for a smaller budget."""
+    """Plan again for a smaller budget, after memory ran out."""
 
     def again() -> tuple[FittedModel, str] | None:
         memory = config.plan.memory
@@ -138,7 +139,7 @@ def _within(model: nn.Module, job: Job, config: Config, expected: RunForecast, b
 
 
 def _loss_bytes(expected: RunForecast) -> int:
-    """What a loss holds beside the model's output: about one number for each of it, as cross-entropy does."""
+    """Bytes that a loss holds beside the model's output: about one number for each of it, as cross-entropy does."""
     graph = expected.graph
     return 0 if graph is None else sum(4 * torch.Size(graph.values[v].shape).numel() for v in graph.outputs)
 
@@ -152,7 +153,7 @@ def _streamed(
 
 
 def _by_plan(model: nn.Module, plan: Plan) -> FittedModel:
-    """Tiles as a plan says them."""
+    """The model streamed by the tiles of a plan."""
     from outcore.train.runners.tiling import apply_tiles
 
     expected = plan.predicted

@@ -1,11 +1,11 @@
 """One slide for each rank: every rank runs the whole network on its own share, and gradients are averaged.
 
 Slides differ in size, and one that does not fit is streamed in tiles; neither can be cut into micro-batches of a
-pipeline. But the ranks have nothing to do with each other until the update, so each is a plain runner, within its
-budget or in tiles as it would be alone, and what they share is one sum of all gradients and of the loss, on the host.
+pipeline. But the ranks are independent until the update, so each is a plain runner, within its budget or in tiles as on
+one rank, and what they share is one all-reduce of all gradients and of the loss, on the host.
 
 Weights are the same on all ranks: all begin from the first rank's, and all make the same update. Buffers that a step
-moves (running statistics) are averaged over the ranks before they are looked at or saved.
+updates (running statistics) are averaged over the ranks before they are read or saved.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ReplicaRunner(PlainRunner):
         return super()._update(self._loss_of_all)
 
     def _own(self, parameter: Tensor) -> Tensor:
-        """This rank's gradient, as it is added up."""
+        """This rank's gradient, in the precision in which it is summed."""
         if parameter.grad is None:
             return torch.zeros(parameter.numel(), dtype=torch.float64)
         return parameter.grad.detach().reshape(-1).to("cpu", torch.float64)
@@ -78,12 +78,12 @@ class ReplicaRunner(PlainRunner):
         """The signal that any rank was sent, the same on all; 0 for none."""
         return max(row[0] for row in self._world.numbers([stop_request]))
 
-    def tell(self, figures: dict[str, float]) -> dict[str, float]:
+    def broadcast(self, figures: dict[str, float]) -> dict[str, float]:
         """The figures of the first rank, on all."""
         return dict(self._world.share(figures)[0])
 
-    def relieve(self) -> str | None:
-        """The ranks would have to change their plans together; none does."""
+    def replan(self) -> str | None:
+        """Return None: the ranks would have to change their plans together."""
         return None
 
     def save(self, path: Path, position: dict[str, Any], *, keep: int) -> None:

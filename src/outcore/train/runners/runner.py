@@ -1,4 +1,4 @@
-"""Who makes a step: the one interface between the training loop and what executes the network.
+"""Runners: the one interface between the training loop and what executes the network.
 
 `PlainRunner` is the ordinary loop of PyTorch around a model on one device; the model may have been put within a budget
 or be streamed, which changes how it runs and not what it computes. Several ranks are the engine's, behind the same
@@ -35,12 +35,12 @@ Loss = Callable[[Any, Any], Tensor]
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What came of a step."""
+    """The result of a step."""
 
     loss: float
     gradient_norm: float | None = None
     updated: bool = True
-    """False where the gradients were not finite and the weights were left alone."""
+    """False where the gradients were not finite and the weights were not updated."""
 
 
 class Runner(Protocol):
@@ -51,7 +51,7 @@ class Runner(Protocol):
     lazy: bool
     """Whether it reads slides itself, region by region."""
     replica: tuple[int, int]
-    """Which of how many shares of the data it wants."""
+    """Which of how many shares of the data it trains on."""
     whole_steps: bool
     """Whether a last step that is not full must be left out."""
 
@@ -64,19 +64,20 @@ class Runner(Protocol):
     def peak_bytes(self) -> int | None:
         """Device memory at its highest in the last step, where it was counted."""
 
-    def relieve(self) -> str | None:
-        """After memory ran out: plan again with more room left, and say so; None where nothing can be done."""
+    def replan(self) -> str | None:
+        """Plan again with more memory left free, after memory ran out, and describe it; None where nothing can be
+        done."""
 
     def timeline(self) -> Timeline | None:
         """The last step on every rank, where it was recorded; all ranks ask together."""
 
     def close(self) -> None:
-        """No more steps."""
+        """Release everything after the last step."""
 
     def agree(self, stop_request: int) -> int:
         """The signal that any rank was sent, the same on all; 0 for none."""
 
-    def tell(self, figures: dict[str, float]) -> dict[str, float]:
+    def broadcast(self, figures: dict[str, float]) -> dict[str, float]:
         """The figures of the first rank, on all."""
 
     def save(self, path: Path, position: dict[str, Any], *, keep: int) -> None:
@@ -121,7 +122,7 @@ class PlainRunner:
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepOutcome:
         """Accumulate the gradients of all micro-batches, weighted by their examples, and update."""
         assert self.optimizer is not None
-        if not self.model.training:  # thousands of modules take a while to be told what they know
+        if not self.model.training:  # setting the mode of thousands of modules takes a while
             self.model.train()
         count = sum(m.examples for m in micro_batches)
         losses = []
@@ -132,7 +133,7 @@ class PlainRunner:
                 with self._precision():
                     loss = self._loss(micro_batch)
                 check_loss(loss, TrainError)
-                losses.append((share, _OnItsWay(loss.detach())))
+                losses.append((share, _PendingScalar(loss.detach())))
                 self.scaler.scale(loss * share if share != 1.0 else loss).backward()
             if self._steps == 1:
                 check_gradients(sum(p.grad is not None for p in self.model.parameters()), TrainError)
@@ -153,7 +154,7 @@ class PlainRunner:
         """The allocator's peak of the last step on a GPU; live tensors, counted in the second step, on a CPU."""
         return self._peak
 
-    def relieve(self) -> str | None:
+    def replan(self) -> str | None:
         """Plan again for less memory; the weights are the same tensors."""
         found = self._refit()
         if found is None:
@@ -163,18 +164,18 @@ class PlainRunner:
         return said
 
     def timeline(self) -> Timeline | None:
-        """A plain step is not recorded."""
+        """Return None: a plain step is not recorded."""
         return None
 
     def close(self) -> None:
-        """Nothing to leave."""
+        """Nothing to release."""
 
     def agree(self, stop_request: int) -> int:
-        """One process is of one mind."""
+        """The signal that this process was sent; there is no other."""
         return stop_request
 
-    def tell(self, figures: dict[str, float]) -> dict[str, float]:
-        """One process knows what it knows."""
+    def broadcast(self, figures: dict[str, float]) -> dict[str, float]:
+        """The figures themselves; there is no other process."""
         return figures
 
     def save(self, path: Path, position: dict[str, Any], *, keep: int) -> None:
@@ -252,11 +253,10 @@ class PlainRunner:
         return computing(self._computes, self.device.type)
 
 
-class _OnItsWay:
-    """A number that a device computes; asking for it waits for that number and not for what was queued behind it.
+class _PendingScalar:
+    """A number that a device computes; reading it waits for that number and not for what was launched behind it.
 
-    A loss is looked at before the update. Were it fetched then, the device would stand still while the update is
-    launched.
+    A loss is read before the update. Were it copied then, the device would be idle while the update is launched.
     """
 
     def __init__(self, number: Tensor) -> None:
@@ -274,7 +274,7 @@ class _OnItsWay:
 
 
 class _RealBytes(LiveBytes):
-    """Live bytes without tensors that have no memory: stand-ins of whole images while a network is recorded."""
+    """Live bytes without tensors that have no memory: fake tensors of whole images while a network is recorded."""
 
     def _note(self, tensor: Tensor, operation: str, source: int | None, *, counted: bool = True) -> None:
         if not tensor.is_meta and not isinstance(tensor, FakeTensor):

@@ -1,13 +1,13 @@
-"""A network in tiles: planned once for a run, kept in its folder, and taken from there when the run goes on.
+"""A network in tiles: planned once for a run, kept in its folder, and loaded from there when the run continues.
 
-Planning for a large slide takes a while and depends on what is known of the device; a run that goes on must do bitwise
-what it would have done, so it takes the tiles it had. The same document may be given by hand (``plan.file``).
+Planning for a large slide takes a while and depends on what is known of the device; a run that continues must do
+bitwise what it would have done, so it uses the same tiles. The same document may be given by hand (``plan.file``).
 
-Much of a slide is glass, and tiles of one colour are computed once. How many there are is seen on a coarse level of the
-first slide, where each tile's own region of it lies, so that the time that is expected is that of the tissue.
+Much of a slide is glass, and tiles of one colour are computed once. How many there are is estimated on a coarse level
+of the first slide, at each tile's own region, so that the predicted time is that of the tissue.
 
-On a GPU the channels of images come last. With pixels last an H200 took 9.9 GiB at once in the backward of one tile: by
-the sizes beside it cuDNN's workspace for a convolution of 16 channels, which it turns around; no prediction knows it.
+On a GPU images are channels last. With pixels last an H200 took 9.9 GiB at once in the backward of one tile: judging by
+the sizes, cuDNN's workspace for a convolution of 16 channels, which it converts; no prediction knows it.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from outcore.train.start import RunForecast, device_here, duration
 __all__ = ["apply_tiles", "arranged", "computed_share", "plan_stream", "readers"]
 
 _FOUND_S = 1.5e-4
-"""Host time to find a tile and to tell that it is glass and was computed before: 0.08 s for 576 of them."""
+"""Host time to find that a tile is glass and was computed before: 0.08 s for 576 of them."""
 _LOOKED_THROUGH = 2**23
-"""Pixels."""
+"""The most pixels of a level that is searched for glass."""
 
 
 def plan_stream(model: nn.Module, job: Job, config: Config, expected: RunForecast, inputs: Any, budget: int) -> Plan:
@@ -99,12 +99,12 @@ def apply_tiles(model: nn.Module, plan: Plan) -> Streamed:
 
 
 def readers(model: nn.Module) -> int:
-    """Threads that read the tiles of a slide ahead: a GPU leaves the host's cores free for it."""
+    """Threads that prefetch the tiles of a slide: a GPU leaves the host's cores free for it."""
     return 4 if any(p.is_cuda for p in model.parameters()) else 2
 
 
 def arranged(model: nn.Module) -> nn.Module:
-    """The model itself, its weights in the layout in which its device convolves images."""
+    """The model itself, its weights in the memory format in which its device convolves images."""
     on_gpu = any(p.is_cuda for p in model.parameters())
     return model.to(memory_format=torch.channels_last) if on_gpu else model  # type: ignore[call-overload]
 
@@ -144,7 +144,7 @@ def computed_share(inputs: Any, graph: Graph, plan: StreamPlan) -> float:
 
 
 def _coarse(here: SlideLevel) -> Source | None:
-    """The finest level that is looked through in no time, coarser than the one that is trained on."""
+    """The finest level that is quick to read, coarser than the one that is trained on."""
     slide = here.slide
     levels = range(here.level + 1, len(slide.levels))
     small = [level for level in levels if math.prod(slide.levels[level].size) <= _LOOKED_THROUGH]

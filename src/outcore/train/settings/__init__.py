@@ -1,1 +1,1 @@
-"""What a run is told: configuration, its dataclasses, optimizers and schedules by name."""
+"""The settings of a run: configuration, its dataclasses, optimizers and schedules by name."""

@@ -1,4 +1,4 @@
-"""What a training run was told, all of it: sections of named settings, from a YAML file and from dotted words.
+"""All settings of a training run: sections of named values, from a YAML file and from dotted words.
 
     job: job.py                    outcore train run.yaml plan.memory=20GiB train.epochs=10
     data: {train: slides.csv}
@@ -47,13 +47,13 @@ class DataConfig:
     level: int = 0
     """Level of the file: 0 is the finest."""
     microns_per_pixel: float | None = None
-    """Resolution, resampled from the nearest finer level; stands in for the level."""
+    """Resolution, resampled from the nearest finer level; replaces the level."""
     crop: int | None = None
     """Side of a random square to train on; the whole image otherwise."""
     resize: int | None = None
-    """Side of the square that ordinary images are brought to."""
+    """Side of the square that ordinary images are resized to."""
     mean: tuple[float, ...] = ()
-    """Taken off every channel, of values between 0 and 1."""
+    """Subtracted from every channel, of values between 0 and 1."""
     std: tuple[float, ...] = ()
     """What every channel is divided by afterwards."""
     classes: tuple[str, ...] = ()
@@ -119,7 +119,7 @@ class OptimizerConfig:
     name: str | None = None
     """A class of ``torch.optim``."""
     lr: float | None = None
-    """Learning rate; goes over the job's own too."""
+    """Learning rate; overrides the job's own too."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Its other arguments."""
 
@@ -204,7 +204,7 @@ class Config:
             raise ConfigError(f"data.validation={self.data.validation} was given; a share lies between 0 and 1")
 
     def _refuse_harm(self) -> None:
-        """Numbers that would train nothing, or away from the goal, without a word."""
+        """Raise for values that would silently train nothing, or away from the goal."""
         above_zero = (
             ("train.clip", self.train.clip, "the largest norm of the gradients; leave it out for no bound"),
             ("data.microns_per_pixel", self.data.microns_per_pixel, "a resolution"),
@@ -227,7 +227,7 @@ class Config:
 
     @classmethod
     def read(cls, given: Mapping[str, Any], overrides: Iterable[str] = ()) -> Config:
-        """From nested mappings, then ``section.name=value`` words that go over them."""
+        """From nested mappings, then ``section.name=value`` words that override them."""
         merged = copied(given)
         for word in overrides:
             override(merged, word)

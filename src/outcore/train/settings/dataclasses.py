@@ -1,6 +1,6 @@
-"""Nested dataclasses from what people type: every name known, every value of its type, or a message that helps.
+"""Nested dataclasses from text: every name known, every value of its type, or an error that says what would be valid.
 
-The machinery behind `outcore.train.settings.config`; it knows nothing of training.
+It is used by `outcore.train.settings.config` and knows nothing of training.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def make(kind: Any, given: Any, where: str) -> Any:
 
 
 def _checked(hint: Any, value: Any, name: str) -> Any:
-    """A value as the type of its setting; refused where it does not fit."""
+    """A value as the type of its setting; raises where it does not fit."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin is types.UnionType or origin is typing.Union:
         if value is None and type(None) in inner:

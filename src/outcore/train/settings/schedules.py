@@ -66,7 +66,7 @@ def _find(module: Any, name: str, base: type, what: str) -> Any:
 
 
 def _fit(kind: Any, arguments: dict[str, Any], what: str) -> None:
-    """Refuse arguments that are not there, and say which are missing, before torch does it less kindly."""
+    """Raise for unknown arguments and for missing ones, with a clearer message than torch's."""
     parameters = list(inspect.signature(kind).parameters.values())[1:]
     names = [p.name for p in parameters]
     for name in arguments:
