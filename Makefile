@@ -6,7 +6,8 @@ PYTEST  = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 QUIET   = --quiet --disable-pip-version-check
 # The packages that build ours are pinned too: by the first variable for pip before 25.3, by the second since.
 INSTALL = PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt $(BIN)/pip install $(QUIET)
-KERNELS = tests/*/test_*kernels.py tests/memory/encode/test_byte_index_pool.py tests/stream/execute/test_conv_epilogue.py
+KERNELS = tests/kernels tests/scan/kernels tests/fusion/test_kernels.py tests/memory/encode/test_byte_index_pool.py \
+	tests/stream/execute/test_conv_epilogue.py
 
 .PHONY: demo test test-all kernels mutants pins lint types docs wheel release clean
 

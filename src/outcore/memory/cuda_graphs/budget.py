@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from outcore.machine.units import format_bytes
+from outcore.memory.saved_tensors.replan import replanned
 from outcore.memory.saved_tensors.settings import PlannedCall
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def _with_less(
     before = managed_forward.settings
     assert before.budget_bytes is not None
     less = replace(before, reserved_bytes=before.reserved_bytes + missed)
-    refused = managed_forward.replanned(key, less, args, kwargs)
+    refused = replanned(managed_forward, key, less, args, kwargs)
     if refused is None:
         return True
     if refused.least_bytes is None:
@@ -90,7 +91,7 @@ def _with_less(
     if over >= missed:
         return False
     least = replace(before, reserved_bytes=less.reserved_bytes - over)
-    return managed_forward.replanned(key, least, args, kwargs) is None
+    return replanned(managed_forward, key, least, args, kwargs) is None
 
 
 def _beside(managed_forward: ManagedForward, entry: PlannedCall, tensors: list[torch.Tensor]) -> int:

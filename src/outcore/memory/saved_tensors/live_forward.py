@@ -30,7 +30,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from outcore.graph.naming import function_name
-from outcore.graph.record.intercept import opened
+from outcore.graph.record.intercept import is_recording, opened
 from outcore.graph.record.keys import hooks_of
 from outcore.graph.structure import leaves
 from outcore.memory.encode.bitmask_relu import rectified_by_bits
@@ -48,7 +48,7 @@ from outcore.policies import RECOMPUTE
 if TYPE_CHECKING:
     from outcore.memory.param_offload.offloader import StateOffloader
 
-__all__ = ["LiveForward"]
+__all__ = ["LiveForward", "is_looked_at"]
 
 _ORDINARY = (torch.Tensor, nn.Parameter)
 _COMPOSITES = {F.multi_head_attention_forward}
@@ -336,6 +336,17 @@ def _takes_short_cut(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
         return True
     tensors = (t for _, t in leaves((args, kwargs), torch.Tensor))
     return not any(t.requires_grad for t in (*module.parameters(), *tensors))
+
+
+def is_looked_at() -> bool:
+    """Whether the model is recorded, traced, exported or transformed, and not trained: then it runs as it is."""
+    return (
+        is_recording()
+        or torch._C._get_tracing_state() is not None
+        or torch.compiler.is_exporting()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    )
 
 
 def _written(out: Any) -> Iterable[Any]:

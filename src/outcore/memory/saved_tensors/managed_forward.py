@@ -2,8 +2,8 @@
 
 Calls that train run the model's own forward (`outcore.memory.saved_tensors.live_forward`); all others (`no_grad`,
 inference, tracing, export, ``torch.func``) go straight to the model. A plan serves every call that is no larger than
-the one it was made
-for (`outcore.memory.saved_tensors.call_size`); a larger one is recorded and planned when it first comes.
+the one it was made for (`outcore.memory.saved_tensors.call_size`); a larger one is recorded and planned when it first
+comes.
 
 Where a recording has to run in the model's place (as a CUDA graph, or with calls merged into one kernel), it is valid
 for the shapes, dtypes, modes and flags it was made under (`outcore.graph.record.keys`) and for all else that it read
@@ -36,14 +36,12 @@ from outcore.errors import CaptureError, OutcoreError, PlanError, VaryingError
 from outcore.graph import Graph
 from outcore.graph.memory_format import recorded
 from outcore.graph.reads.snapshot import Snapshot
-from outcore.graph.record.intercept import is_recording
 from outcore.graph.record.keys import hooks_of, key_of
 from outcore.graph.record.preserve import ModelState, state_tensors
 from outcore.graph.record.recorder import planning
 from outcore.graph.record.recording import Mismatch
 from outcore.graph.record.versions import RecordingVersions
 from outcore.graph.structure import leaves
-from outcore.machine.units import format_bytes
 from outcore.memory.cuda_graphs.budget import planned_again
 from outcore.memory.cuda_graphs.choose import GraphChoice
 from outcore.memory.cuda_graphs.pool import give_back
@@ -56,10 +54,11 @@ from outcore.memory.param_offload.offloader import StateOffloader
 from outcore.memory.replay.compile_policies import prepare
 from outcore.memory.replay.replay_forward import ReplayPass
 from outcore.memory.saved_tensors.call_size import CallSize
-from outcore.memory.saved_tensors.live_forward import LiveForward
-from outcore.memory.saved_tensors.peak_monitor import MeasuredStep, PeakMonitor, meter_for
+from outcore.memory.saved_tensors.live_forward import LiveForward, is_looked_at
+from outcore.memory.saved_tensors.peak_monitor import PeakMonitor, meter_for
 from outcore.memory.saved_tensors.plan_call import CallProposal, propose
 from outcore.memory.saved_tensors.policy_table import compile_policies
+from outcore.memory.saved_tensors.replan import corrected, replanned
 from outcore.memory.saved_tensors.settings import PlannedCall, Settings
 from outcore.planner.memory.plan import MemoryPlan
 
@@ -138,7 +137,7 @@ class ManagedForward:
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, whose parameters come when they are needed."""
-        if not torch.is_grad_enabled() or _is_looked_at():
+        if not torch.is_grad_enabled() or is_looked_at():
             if self.choice is not None and self.settings.budget_bytes is not None:
                 self.choice.leave(self)
             return self.original(*args, **kwargs)
@@ -157,9 +156,9 @@ class ManagedForward:
         if entry.observer is not None:
             tensors = [t for _, t in leaves((args, kwargs), torch.Tensor)]
             seen = entry.observer.look(tensors, self.keeper)
-            if seen is not None and self.corrected(key, entry, seen, args, kwargs):
-                corrected = self.admitted[key]
-                moved = corrected is not None and follow(self, corrected.plan.state)
+            if seen is not None and corrected(self, key, entry, seen, args, kwargs):
+                new = self.admitted[key]
+                moved = new is not None and follow(self, new.plan.state)
                 return self(*args, **kwargs) if moved else self.run(*args, **kwargs)
         if entry.idle and not self.windowed:
             return self.plainly(*args, **kwargs)
@@ -206,7 +205,7 @@ class ManagedForward:
         """The model has not run as its plan expects for some steps: plan what really runs; less and less often."""
         entry.diverged, patience = 0, 10 * entry.patience
         if self.settings.budget_bytes is not None and self.settings.policy is None:
-            refused = self.replanned(key, self.settings, args, kwargs)
+            refused = replanned(self, key, self.settings, args, kwargs)
             if refused is not None:
                 warnings.warn(f"outcore: the model runs otherwise than planned; {refused}", stacklevel=5)
             elif not self.settings.quiet:
@@ -384,71 +383,6 @@ class ManagedForward:
             found = account(graph)
             return scaled(found, self.costs) if self.costs is not None else by_bytes(found, memory_rate(self.device))
 
-    def corrected(
-        self, key: Hashable, entry: PlannedCall, seen: MeasuredStep, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> bool:
-        """Put what was measured beside the plan; whether that was above the budget and there is a new plan."""
-        entry.observer, entry.measured = None, seen
-        if not self.settings.quiet:
-            print(f"outcore: {seen.beside(entry.plan)}", file=sys.stderr)
-        budget, before = self.settings.budget_bytes, self.settings
-        if budget is None or seen.peak_bytes is None or seen.peak_bytes <= budget or before.policy is not None:
-            return self.compared(key, entry, seen, args, kwargs)
-        missed = seen.peak_bytes - entry.plan.peak_bytes
-        less = replace(before, reserved_bytes=before.reserved_bytes + missed)
-        if (refused := self.replanned(key, less, args, kwargs)) is not None:
-            warnings.warn(f"outcore: the step is {format_bytes(missed)} above its prediction; {refused}", stacklevel=4)
-            least = refused.least_bytes  # the nearest there is to the budget
-            if least is None or least >= seen.peak_bytes:
-                return False
-            if self.replanned(key, replace(less, budget_bytes=least), args, kwargs) is not None:
-                return False
-        if not before.quiet:
-            print(f"outcore: planned again with {format_bytes(missed)} less", file=sys.stderr)
-        return True
-
-    def replanned(
-        self,
-        key: Hashable,
-        settings: Settings,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        graph: Graph | None = None,
-    ) -> PlanError | None:
-        """Plan a way of calling the model anew under other settings; the refusal, if that cannot be.
-
-        `graph` is what was recorded of it, if that still holds.
-        """
-        before, entry = self.settings, self.admitted.pop(key)
-        self.settings = settings
-        try:
-            self.admit(key, args, kwargs, graph=graph, near=entry.plan if entry is not None else None)
-        except PlanError as refused:
-            self.settings, self.admitted[key] = before, entry
-            return refused.with_traceback(None)  # whose frames would keep the model alive
-        return None
-
-    def compared(
-        self, key: Hashable, entry: PlannedCall, seen: MeasuredStep, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> bool:
-        """Where fused norms disappoint, watch the library's for as long and keep what is faster; whether it changes."""
-        if key in self.ab_test.waiting:
-            stays = self.admitted[key] = self.ab_test.end(key, entry, seen)
-            if not self.settings.quiet:
-                print(f"outcore: {self.ab_test.outcome(key)}", file=sys.stderr)
-            self.settings = replace(self.settings, fuse=stays is not entry)
-            return stays is not entry
-        if not self.ab_test.wanted(entry, seen):
-            return False
-        before, self.settings = self.settings, replace(self.settings, fuse=False)
-        try:
-            self.admit(key, args, kwargs)
-        except PlanError:
-            self.settings, self.admitted[key] = before, entry
-            return False
-        self.ab_test.begin(key, entry, seen)
-        return True
-
     def make_room(self, size: int) -> None:
         """Have a tier with room for so many bytes."""
         if size > self.tier_bytes or (size and self.tier is None):
@@ -493,17 +427,6 @@ class ManagedForward:
         elsewhere = state.pop("elsewhere", None)
         self.__init__(**state)  # type: ignore[misc]
         self.elsewhere, self.inherited = elsewhere, True
-
-
-def _is_looked_at() -> bool:
-    """Whether the model is recorded, traced, exported or transformed, and not trained: then it runs as it is."""
-    return (
-        is_recording()
-        or torch._C._get_tracing_state() is not None
-        or torch.compiler.is_exporting()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
-    )
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]

@@ -39,6 +39,7 @@ from outcore.memory.cuda_graphs.pool import give_back, without_limit
 from outcore.memory.saved_tensors.allocator_overhead import Tried, least_overhead
 from outcore.memory.saved_tensors.managed_forward import ManagedForward
 from outcore.memory.saved_tensors.plan_cache import known_overhead, remember_overhead
+from outcore.memory.saved_tensors.replan import replanned
 from outcore.memory.saved_tensors.settings import PlannedCall, Settings
 
 __all__ = ["run_trial_steps"]
@@ -119,7 +120,7 @@ def _leave_some(managed_forward: ManagedForward, key: Hashable, args: Any, kwarg
     """Where state moves in a step, steps cannot be tried and put back: leave a share of the budget to the allocator."""
     asked = managed_forward.settings
     more = int(_MOVING * (asked.budget_bytes or 0))
-    managed_forward.replanned(key, replace(asked, reserved_bytes=asked.reserved_bytes + more), args, kwargs, graph)
+    replanned(managed_forward, key, replace(asked, reserved_bytes=asked.reserved_bytes + more), args, kwargs, graph)
 
 
 def _can(managed_forward: ManagedForward, entry: PlannedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -176,7 +177,7 @@ class _Trial:
             self.choose(max(size for size in self.made if size < free_bytes))  # to start from
             reserved = self.asked.reserved_bytes + free_bytes
             settings = replace(self.asked, reserved_bytes=reserved, states=self.asked.states[:1])
-            if self.managed_forward.replanned(self.key, settings, self.args, self.kwargs, self.graph) is not None:
+            if replanned(self.managed_forward, self.key, settings, self.args, self.kwargs, self.graph) is not None:
                 return False
             entry = self.managed_forward.admitted[self.key]
             if entry is None or not entry.plan.state.idle:
