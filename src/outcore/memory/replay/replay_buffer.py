@@ -205,14 +205,14 @@ class ReplayBuffer:
             self.survey = None
             self.dtype = torch.int8 if codec == "sign" else None
         if self.coded is not None and self.policy.offloads and tier is not None:
-            self.trip = EncodedBuffer(self.coded, tier, raw, _like)
+            self.offloaded = EncodedBuffer(self.coded, tier, raw, _like)
             self.coded = None
         self.memory = None
 
     def left(self) -> None:
         """The copy out is over, for whatever comes next."""
-        if self.trip is not None and (self.memory is not None or self.policy.codec):
-            self.trip.wait_out()
+        if self.offloaded is not None and (self.memory is not None or self.policy.codec):
+            self.offloaded.wait_out()
             self.memory = None
 
     # Backward
