@@ -49,4 +49,4 @@ def _work(queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> N
         else:
             future.set_result(result)
             del result
-        del task, future, task  # what was sent must not live until the next task
+        del entry, future, task  # what was sent must not live until the next task
