@@ -72,11 +72,11 @@ def test_interrupts_at_any_line_break_nothing() -> None:
 def test_a_process_ends_well_while_something_is_being_copied() -> None:
     code = """
 import torch
-from outcore.memory.offload.copy_threads import Copy threads
+from outcore.memory.offload.copy_threads import CopyThreads
 a, b = torch.zeros(2**18), torch.ones(2**18)
-copy threads = Copy threads(1, "copies")
+copy_threads = CopyThreads(1, "copies")
 for _ in range(3000):
-    copy threads.submit(a.copy_, b)
+    copy_threads.submit(a.copy_, b)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
