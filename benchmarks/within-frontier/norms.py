@@ -88,7 +88,7 @@ def run(side: int, ways: list[str], *, bf16: bool) -> Iterator[dict[str, Any]]:
         row |= {"ratio": taken / milliseconds, "peak_bytes": most, "peak_share": most / peak}
         row |= {"predicted_peak_bytes": plan.peak_bytes, "predicted_ms": 1e3 * plan.outcome.time_s}
         contests = list(model.__dict__["forward"].ab_test.times.values())
-        row |= {"replaced_calls": len(entry.holding.instead), "fused_and_library_s": contests}
+        row |= {"replaced_calls": len(entry.compiled.instead), "fused_and_library_s": contests}
         yield row | {"gradient": compared(want, gradient(model, images, bf16=bf16))}
 
 

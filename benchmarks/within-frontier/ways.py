@@ -142,7 +142,7 @@ class Prepared:
             kinds[policy] = kinds.get(policy, 0) + 1
         facts |= {
             "policies": kinds,
-            "fused": len(entry.holding.instead),
+            "fused": len(entry.compiled.instead),
             "planned_peak": managed_forward.plan.peak_bytes,
         }
         try:

@@ -79,6 +79,7 @@ def test_batch_norm_and_relu(device: str, last: bool, bad: float) -> None:
     assert ours.running_var is not None and ours.running_var[1].isnan()
 
 
+@pytest.mark.filterwarnings("ignore:the parallel forward pass ran sequentially")
 @on_devices
 def test_a_recurrent_network_of_relu(device: str) -> None:
     from outcore.scan import RNN, Newton, Options

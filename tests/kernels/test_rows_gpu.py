@@ -164,7 +164,7 @@ def test_trains_as_double_precision_does(
     assert isinstance(managed, ManagedForward)
     (entry,) = managed.admitted.values()
     assert entry is not None and {"blocks.0.norm#0", "blocks.0.add_()#0", "blocks.1.add()#0"} <= set(
-        entry.holding.instead
+        entry.compiled.instead
     )
     largest = max(p.grad.abs().max().item() for p in exact.parameters() if p.grad is not None)
     for a, b in zip(model.parameters(), exact.parameters(), strict=True):

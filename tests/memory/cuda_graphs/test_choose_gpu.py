@@ -12,8 +12,7 @@ from torch import nn
 
 import outcore
 from outcore.memory.cuda_graphs import choose as graph_choice
-
-from .test_gpu import gradients, network
+from tests.memory.test_gpu import gradients, network
 
 pytestmark = [
     pytest.mark.gpu,

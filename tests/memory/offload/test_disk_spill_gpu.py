@@ -52,7 +52,7 @@ def test_gradients_are_those_of_plain_training(monkeypatch: pytest.MonkeyPatch) 
             super().__init__(*args)  # type: ignore[arg-type]
             made.append(self)
 
-    monkeypatch.setattr(backends, "SpillTier", Noted)
+    monkeypatch.setattr(backends, "SpillBackend", Noted)
     block = [nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(inplace=True)]
     model = nn.Sequential(nn.Conv2d(3, 16, 3), *(copy.deepcopy(layer) for _ in range(6) for layer in block)).cuda()
     x = torch.randn(4, 3, 258, 258, device="cuda")

@@ -114,6 +114,7 @@ def test_a_larger_batch_may_send_state_further_down() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:outcore. a step reserves")  # a segment is larger than this network
 @pytest.mark.parametrize("loop", LOOPS)
 def test_on_a_gpu_state_moves_further_down_too(monkeypatch: pytest.MonkeyPatch, loop: str) -> None:
     model, optimizer, counter = watched(monkeypatch, 1.05, 4 * WIDTH * WIDTH * 8, "cuda")

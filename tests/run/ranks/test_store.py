@@ -190,7 +190,7 @@ def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
     program += f"if __name__ == '__main__':\n    launch(write_pid_and_wait, 2, {str(tmp_path)!r})"
     script = tmp_path / "launching.py"
     script.write_text(program)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(["", str(Path(__file__).parents[2]), *sys.path])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(["", str(Path(__file__).parents[3]), *sys.path])}
     launcher = subprocess.Popen([sys.executable, str(script)], env=environment)
     while len([p for p in tmp_path.glob("[01]") if p.read_text()]) < 2:
         assert launcher.poll() is None

@@ -16,7 +16,7 @@ import pytest
 
 from tests.cli.command import outcore_command
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 
 JOBS = {
     "pathology": (
