@@ -100,6 +100,12 @@ def test_waits_end_when_a_rank_will_not_come(server: StoreServer) -> None:
     client.close()
 
 
+def stop(process: subprocess.Popen[str]) -> None:
+    """Stop all threads of a process, and return when they are."""
+    process.send_signal(signal.SIGSTOP)
+    os.waitpid(process.pid, os.WUNTRACED)
+
+
 def test_a_stopped_server_is_an_error_in_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outcore.run.ranks.store_client.SILENT_S", 0.5)
     program = "import sys, time\nfrom outcore.run.ranks.store import StoreServer\n"
@@ -109,13 +115,13 @@ def test_a_stopped_server_is_an_error_in_bounded_time(monkeypatch: pytest.Monkey
         assert process.stdout is not None
         client = StoreClient("right" * 8, "127.0.0.1", int(process.stdout.readline()), timeout_s=10.0)
         client.set("a", "b")
-        process.send_signal(signal.SIGSTOP)
+        stop(process)
         with pytest.raises(ConnectionError, match="does not answer"):
             client.check(["a"])
         process.send_signal(signal.SIGCONT)
         assert client.get("a") == b"b"
         client.close()
-        process.send_signal(signal.SIGSTOP)
+        stop(process)
         with pytest.raises(ConnectionError, match="no store at"):  # what a rank meets whose launcher was stopped
             StoreClient("right" * 8, "127.0.0.1", client.port, timeout_s=600.0, is_there=True)
     finally:
