@@ -44,7 +44,10 @@ def test_keys_pressed_once_are_heard_once_by_every_rank(tmp_path: Path) -> None:
     rank = tmp_path / "rank"
     rank.write_text(COUNTING)
     rank.chmod(rank.stat().st_mode | stat.S_IXUSR)
-    program = f"import sys\nfrom outcore.train.launch import launch\nsys.executable = {str(rank)!r}\n"
+    program = (
+        "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background\n"
+    )
+    program += f"from outcore.train.launch import launch\nsys.executable = {str(rank)!r}\n"
     program += f"sys.exit(launch({str(tmp_path / 'run.yaml')!r}, 2))"
     done = subprocess.run([sys.executable, "-c", program], start_new_session=True, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
