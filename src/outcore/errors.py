@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from outcore.policies import Policy
+from typing import Any
 
 __all__ = [
     "CaptureError",
@@ -75,7 +72,7 @@ class PlanError(OutcoreError, ValueError):
 
     least_bytes: int | None = None
     """The smallest budget that would do, where it is known."""
-    least_policy: Mapping[str, Policy] | None = None
+    least_policy: Mapping[str, Any] | None = None
     """The policies with which it would."""
 
 

@@ -56,8 +56,8 @@ def test_a_tile_that_does_not_fit_is_refused_before_it_is_decoded(tmp_path: Path
     shown = infer(folder, "--data", "large.tif", "-o", "m.tif", "--memory", "64MiB")
     assert shown.returncode == 1 and "16384 x 16384 px takes 768.0 MiB, the limit is 64.0 MiB" in shown.stderr
     shown = infer(folder, "--data", "large.tif", "-o", "m.tif", "--memory", "1GiB")
-    assert shown.returncode == 1 and "stored in tiles of 16384 x 16384 px, takes 2.2 GiB" in shown.stderr
-    assert "give at least that" in shown.stderr and limits.piece_bytes == 1 << 30
+    assert shown.returncode == 1 and "stored in tiles of 16384 x 16384 px, 2.2 GiB" in shown.stderr
+    assert "give at least" in shown.stderr and limits.piece_bytes == 1 << 30
 
 
 def test_what_is_said_to_be_enough_is_enough(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from outcore.memory.replay.compile_policies import prepare
 from outcore.memory.replay.replay_forward import ReplayPass
 from outcore.planner.memory.copy_schedule import OffloadTarget
 from outcore.planner.memory.evaluate import StepModel
+from outcore.planner.memory.script import emit
+from outcore.policies import parse_policies
 from tests.memory.fused import managed, replaced
 
 
@@ -42,7 +44,7 @@ def test_what_was_overwritten_after_it_was_saved_is_refused_under_every_policy(p
     assert graph.executable is not None
     keeping = StepModel(graph, by_bytes(account(graph), 1e9), 0.0, OffloadTarget(1e9, 1e9, least_bytes=1))
     chosen = {"tanh()#0:out": policy} if policy != "keep" else {}
-    compiled = prepare(graph, graph.executable[1], model, keeping.buffers, chosen)
+    compiled = prepare(graph, graph.executable[1], model, keeping.buffers, emit(keeping, parse_policies(chosen)))
     tier = DiskBackend(max(compiled.offloaded_bytes, 1))
     loss = ReplayPass(compiled, model, [x], tier).forward()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

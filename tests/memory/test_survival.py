@@ -134,7 +134,7 @@ def test_inference_goes_straight_to_the_model(monkeypatch: pytest.MonkeyPatch) -
     def never(*_: object, **__: object) -> None:
         raise AssertionError("inference is nobody's business")
 
-    for name in ("Pass", "key_of", "recorded"):
+    for name in ("ReplayPass", "key_of", "recorded"):
         monkeypatch.setattr(managed_forwards, name, never)
     for net in (model, model.eval()):
         with torch.no_grad():

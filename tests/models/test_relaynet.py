@@ -4,12 +4,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from outcore.models import ReLayNet
-from outcore.models.relaynet import PoolingEncoder, UnpoolingDecoder
+from outcore.models.relaynet import Decoder, Encoder
 
 
 def test_unpool_puts_values_back_to_where_they_came_from() -> None:
     torch.manual_seed(0)
-    encoder, decoder = PoolingEncoder(2, 5, (7, 3)), UnpoolingDecoder(5, 5, (7, 3))
+    encoder, decoder = Encoder(2, 5, (7, 3)), Decoder(5, 5, (7, 3))
     pooled, positions, skip = encoder(torch.randn(2, 2, 16, 24))
     restored = decoder.unpool(pooled, positions)
     windows = F.interpolate(pooled, scale_factor=2, mode="nearest")

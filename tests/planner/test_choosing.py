@@ -9,7 +9,7 @@ from torch import nn
 import outcore
 from outcore.planner import Pipeline, plan, weights_from_shapes
 from outcore.planner.pipeline.candidates import Candidate, candidates_for
-from outcore.planner.pipeline.search import Judged, PlanSearch, _levels, fewest_in_flight
+from outcore.planner.pipeline.search import PlanSearch, SimulatedCandidate, _levels, fewest_in_flight
 from outcore.planner.pipeline.simulate_candidate import RankLink
 from tests.planner.pipeline.test_search import chain
 
@@ -58,10 +58,12 @@ def test_a_cut_that_the_simulator_finds_too_large_is_cut_again_under_as_much_les
     """Every further try has the cap of the one before less what was found above the cap that was asked for."""
     graph = chain()
     weights = weights_from_shapes(graph)
-    tries: list[tuple[float | None, Judged | None]] = []
+    tries: list[tuple[float | None, SimulatedCandidate | None]] = []
     cut = PlanSearch._cut
 
-    def seen(self: PlanSearch, candidate: object, level: int, balance: str, cap: float | None) -> Judged | None:
+    def seen(
+        self: PlanSearch, candidate: object, level: int, balance: str, cap: float | None
+    ) -> SimulatedCandidate | None:
         found = cut(self, candidate, level, balance, cap)  # type: ignore[arg-type]
         tries.append((cap, found))
         return found

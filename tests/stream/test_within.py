@@ -19,7 +19,7 @@ from outcore.data import ArraySource, Batch
 from outcore.errors import PlanError
 from outcore.plan_document import Plan
 from outcore.planner.memory.plan import MemoryPlan
-from outcore.policies import RECOMPUTE
+from outcore.policies import RECOMPUTE, policies_to_json
 from outcore.stream import PixelLoss, pixel_loss
 from outcore.stream.execute.untiled_tail import UntiledTail
 from outcore.stream.managed_forward import StreamedForward
@@ -183,7 +183,7 @@ def test_what_follows_the_boundary_may_run_under_policies() -> None:
     less = UntiledTail(prepared)
     less.plan(None, None, chosen)
     assert chosen and less.peak_bytes < rest.peak_bytes
-    stream = json.loads(json.dumps({"tile": 64, "boundary": "2", "rest": chosen}))
+    stream = json.loads(json.dumps({"tile": 64, "boundary": "2", "rest": policies_to_json(chosen)}))
     plan = Plan(outcore.capture(net, (x,)).fingerprint, (("",),), stream=stream)
     step = assert_trains_as_plain(within(net, x, memory=None, plan=plan), x, x)
     assert step.policy == less.policy

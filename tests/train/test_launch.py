@@ -45,7 +45,7 @@ def test_keys_pressed_once_are_heard_once_by_every_rank(tmp_path: Path) -> None:
     rank.write_text(COUNTING)
     rank.chmod(rank.stat().st_mode | stat.S_IXUSR)
     program = (
-        "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background\n"
+        "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored in the background
     )
     program += f"from outcore.train.launch import launch\nsys.executable = {str(rank)!r}\n"
     program += f"sys.exit(launch({str(tmp_path / 'run.yaml')!r}, 2))"

@@ -26,9 +26,13 @@ def test_a_step_without_a_finite_loss_counts_as_a_step_but_not_in_the_mean(broke
 def test_the_best_is_the_first_of_equals_and_is_stale_after_so_many_epochs() -> None:
     at = TrainingPosition()
     for value, better in ((2.0, True), (2.0, False), (float("nan"), False), (1.5, True), (1.75, False), (1.6, False)):
-        assert at.judge("loss", value) is better
+        assert at.note_validation("loss", value) is better
         at.end_epoch()
     assert (at.best, at.best_epoch) == (1.5, 3)
     assert at.stale(2) and not at.stale(3) and not at.stale(None)
     higher = TrainingPosition()
-    assert higher.judge("accuracy", 0.5) and higher.judge("accuracy", 0.75) and not higher.judge("accuracy", 0.6)
+    assert (
+        higher.note_validation("accuracy", 0.5)
+        and higher.note_validation("accuracy", 0.75)
+        and not higher.note_validation("accuracy", 0.6)
+    )

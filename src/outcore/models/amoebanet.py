@@ -29,7 +29,7 @@ Operation = Callable[[int, int], nn.Module]
 """From channels and stride to a module that keeps the channels."""
 
 
-class ConvUnit(nn.Sequential):
+class Unit(nn.Sequential):
     """ReLU, convolution that gives ``ceil(size / stride)``, batch normalisation."""
 
     def __init__(self, channels: int, outputs: int, kernel: tuple[int, int], stride: tuple[int, int]) -> None:
@@ -80,16 +80,16 @@ def maximum_2x2(channels: int, stride: int) -> nn.Module:
 
 def convolution_1x1(channels: int, stride: int) -> nn.Module:
     """One pointwise convolution."""
-    return ConvUnit(channels, channels, (1, 1), (stride, stride))
+    return Unit(channels, channels, (1, 1), (stride, stride))
 
 
 def convolution_3x3(channels: int, stride: int) -> nn.Module:
     """A 3x3 convolution through a bottleneck of a quarter of the channels."""
     narrow = channels // 4
     return nn.Sequential(
-        ConvUnit(channels, narrow, (1, 1), (1, 1)),
-        ConvUnit(narrow, narrow, (3, 3), (stride, stride)),
-        ConvUnit(narrow, channels, (1, 1), (1, 1)),
+        Unit(channels, narrow, (1, 1), (1, 1)),
+        Unit(narrow, narrow, (3, 3), (stride, stride)),
+        Unit(narrow, channels, (1, 1), (1, 1)),
     )
 
 
@@ -97,10 +97,10 @@ def convolution_1x7_7x1(channels: int, stride: int) -> nn.Module:
     """A 7x7 convolution in two factors, through a bottleneck of a quarter of the channels."""
     narrow = channels // 4
     return nn.Sequential(
-        ConvUnit(channels, narrow, (1, 1), (1, 1)),
-        ConvUnit(narrow, narrow, (1, 7), (1, stride)),
-        ConvUnit(narrow, narrow, (7, 1), (stride, 1)),
-        ConvUnit(narrow, channels, (1, 1), (1, 1)),
+        Unit(channels, narrow, (1, 1), (1, 1)),
+        Unit(narrow, narrow, (1, 7), (1, stride)),
+        Unit(narrow, narrow, (7, 1), (stride, 1)),
+        Unit(narrow, channels, (1, 1), (1, 1)),
     )
 
 
@@ -126,7 +126,7 @@ REDUCTION: Rows = (
 REDUCTION_JOINED = (4, 5, 6)
 
 
-class AmoebaCell(nn.Module):
+class Cell(nn.Module):
     """A normal or a reduction cell: bring both predecessors to one shape, add five pairs, join."""
 
     def __init__(
@@ -142,12 +142,12 @@ class AmoebaCell(nn.Module):
         self.rows = REDUCTION if reduction else NORMAL
         self.joined = REDUCTION_JOINED if reduction else NORMAL_JOINED
         self.channels_out = channels * len(self.joined)
-        self.last: nn.Module = ConvUnit(last_channels, channels, (1, 1), (1, 1))
+        self.last: nn.Module = Unit(last_channels, channels, (1, 1), (1, 1))
         self.before: nn.Module
         if before_is_larger:
             self.before = FactorizedReduction(before_channels, channels)
         else:
-            self.before = ConvUnit(before_channels, channels, (1, 1), (1, 1))
+            self.before = Unit(before_channels, channels, (1, 1), (1, 1))
         for number, row in enumerate(self.rows, start=1):
             for side, (state, operation) in zip(("left", "right"), row, strict=True):
                 stride = 2 if reduction and state < 2 else 1
@@ -208,7 +208,7 @@ class AmoebaNetD(nn.Module):
         for name in self.order:
             reduction = "reduction" in name
             width *= 2 if reduction else 1
-            cell = AmoebaCell(last, before, width, reduction=reduction, before_is_larger=before_is_larger)
+            cell = Cell(last, before, width, reduction=reduction, before_is_larger=before_is_larger)
             self.add_module(name, cell)
             last, before, before_is_larger = cell.channels_out, last, reduction
         self.classifier = Classifier(last, classes)

@@ -20,7 +20,7 @@ __all__ = ["CosmoFlow"]
 BLOCKS = 5
 
 
-class ConvPoolBlock(nn.Sequential):
+class Block(nn.Sequential):
     """Convolution, leaky ReLU, and a pool that halves the volume."""
 
     def __init__(self, channels: int, outputs: int) -> None:
@@ -51,7 +51,7 @@ class CosmoFlow(nn.Module):
             raise ModelError(f"side={side} cannot be halved {BLOCKS} times: give at least side={2**BLOCKS}")
         self.side = side
         for number in range(1, BLOCKS + 1):
-            self.add_module(f"block{number}", ConvPoolBlock(channels, width))
+            self.add_module(f"block{number}", Block(channels, width))
             channels, width = width, 2 * width
         self.flatten = nn.Flatten()
         self.dense = nn.Sequential(

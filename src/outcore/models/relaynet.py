@@ -20,7 +20,7 @@ from outcore.errors import ModelError
 __all__ = ["ReLayNet"]
 
 
-class ConvNormReLU(nn.Sequential):
+class Convolution(nn.Sequential):
     """Convolution that keeps the size, batch normalisation, ReLU."""
 
     def __init__(self, channels: int, outputs: int, kernel: tuple[int, int]) -> None:
@@ -30,12 +30,12 @@ class ConvNormReLU(nn.Sequential):
         self.relu = nn.ReLU()
 
 
-class PoolingEncoder(nn.Module):
+class Encoder(nn.Module):
     """Convolve, then halve the image and remember where each maximum was."""
 
     def __init__(self, channels: int, outputs: int, kernel: tuple[int, int]) -> None:
         super().__init__()
-        self.convolution = ConvNormReLU(channels, outputs, kernel)
+        self.convolution = Convolution(channels, outputs, kernel)
         self.pool = nn.MaxPool2d(2, return_indices=True)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -44,13 +44,13 @@ class PoolingEncoder(nn.Module):
         return pooled, positions, skip
 
 
-class UnpoolingDecoder(nn.Module):
+class Decoder(nn.Module):
     """Put each value back to where the encoder's maximum was, join the encoder's activation, convolve."""
 
     def __init__(self, channels: int, outputs: int, kernel: tuple[int, int]) -> None:
         super().__init__()
         self.unpool = nn.MaxUnpool2d(2)
-        self.convolution = ConvNormReLU(2 * channels, outputs, kernel)
+        self.convolution = Convolution(2 * channels, outputs, kernel)
 
     def forward(self, x: Tensor, positions: Tensor, skip: Tensor) -> Tensor:
         out: Tensor = self.convolution(torch.cat([skip, self.unpool(x, positions)], dim=1))
@@ -73,13 +73,13 @@ class ReLayNet(nn.Module):
         super().__init__()
         if kernel[0] % 2 == 0 or kernel[1] % 2 == 0:
             raise ModelError(f"kernel={kernel} would change the size of the image: give two odd numbers")
-        self.encoder1 = PoolingEncoder(channels, width, kernel)
-        self.encoder2 = PoolingEncoder(width, width, kernel)
-        self.encoder3 = PoolingEncoder(width, width, kernel)
-        self.bottom = ConvNormReLU(width, width, kernel)
-        self.decoder3 = UnpoolingDecoder(width, width, kernel)
-        self.decoder2 = UnpoolingDecoder(width, width, kernel)
-        self.decoder1 = UnpoolingDecoder(width, width, kernel)
+        self.encoder1 = Encoder(channels, width, kernel)
+        self.encoder2 = Encoder(width, width, kernel)
+        self.encoder3 = Encoder(width, width, kernel)
+        self.bottom = Convolution(width, width, kernel)
+        self.decoder3 = Decoder(width, width, kernel)
+        self.decoder2 = Decoder(width, width, kernel)
+        self.decoder1 = Decoder(width, width, kernel)
         self.head = nn.Conv2d(width, classes, 1)
 
     def forward(self, image: Tensor) -> Tensor:

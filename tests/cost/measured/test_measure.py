@@ -107,9 +107,9 @@ def test_when_the_time_is_up_what_was_measured_is_kept() -> None:
     assert costs["0#0"].saved  # bytes need no time
 
 
-def test_when_the_time_is_up_the_rest_is_still_weighed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_the_time_is_up_the_memory_of_the_rest_is_still_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        CallBench, "weighed", lambda self, name: replace(self.costs.calls[name], workspace_forward_bytes=7)
+        CallBench, "memory_only", lambda self, name: replace(self.costs.calls[name], workspace_forward_bytes=7)
     )
     costs = measure(outcore.capture(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), [(2, 4)]), time_limit_s=0)
     assert len(costs.unmeasured) == 3

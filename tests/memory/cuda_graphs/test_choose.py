@@ -28,7 +28,7 @@ class Replays:
 
     def __init__(self, model: nn.Module, clock: Clock, seconds: float) -> None:
         self.model, self.clock, self.seconds = model, clock, seconds
-        self.turn = SimpleNamespace(taken=lambda: False)
+        self.under_way = SimpleNamespace(active=lambda: False)
         self.is_ready, self.freed, self.calls = True, 0, 0
 
     def ready(self, tensors: list[torch.Tensor]) -> bool:

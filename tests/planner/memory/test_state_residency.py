@@ -91,7 +91,7 @@ def slow_copies(monkeypatch: pytest.MonkeyPatch) -> None:
         task.known = True  # type: ignore[attr-defined]
 
     monkeypatch.setattr(_Task, "finish", finished)
-    monkeypatch.setattr(_Task, "done", lambda task: task.copy_task is None or getattr(task, "known", False))
+    monkeypatch.setattr(_Task, "done", lambda task: task.task is None or getattr(task, "known", False))
 
 
 def loss_of(output: torch.Tensor) -> torch.Tensor:

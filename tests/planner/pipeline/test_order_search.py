@@ -11,7 +11,7 @@ from outcore.planner.pipeline.candidates import Candidate
 from outcore.planner.pipeline.lower import predict_timeline
 from outcore.planner.pipeline.order_search import best_order
 from outcore.planner.pipeline.schedule_model import SCHEDULES, Pipeline, RankLink
-from outcore.planner.pipeline.simulate_candidate import judge
+from outcore.planner.pipeline.simulate_candidate import simulate_candidate
 from outcore.program import Links, Stages
 from tests.planner.nets import build
 
@@ -24,7 +24,7 @@ def test_it_beats_the_named_schedules_on_equal_stages(depth: int, pieces: int) -
     candidate = Candidate(depth, 1, Pipeline("1f1b", pieces))
     found = best_order(stages, candidate, None, FAST)
     assert found is not None
-    named = judge(stages, candidate.pipeline, 1, FAST)
+    named = simulate_candidate(stages, candidate.pipeline, 1, FAST)
     assert found[0].time_s < named.time_s == pytest.approx(3 * (pieces + depth - 1))
     assert found[1].pipeline.pieces == pieces and len(found[1].order) == depth
     Plan("0", tuple((str(k),) for k in range(depth)), found[1].pipeline.schedule,

@@ -122,7 +122,8 @@ class _Writer:
             again = actions.Recompute(name, buffer.writers, size, buffer.again_s)
             self.before_backward[begins].append((buffer.done, again))
             if not buffer.savers and begins == ends:  # only others are made from it, all of them at this moment
-                made = max(self.model.buffers[n].done for n in self.readers[name] if self.first.get(n) == begins)
+                readers = (self.model.buffers[n].done for n in self.readers[name] if self.first.get(n) == begins)
+                made = max(readers, default=buffer.done)
                 self.before_backward[begins].append((made + 0.5, actions.Drop(name, size)))
                 return
         else:
