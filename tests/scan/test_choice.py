@@ -98,5 +98,5 @@ def test_timings_survive_a_file(tmp_path: Path) -> None:
 
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "scan.json").write_text('{"a": 1}')
-    with pytest.raises(ScanError, match="scan.json: a is 1; expected an object"):
+    with pytest.raises(ScanError, match=r"scan\.json: a is 1; expected an object"):
         Choices().load(tmp_path / "scan.json")
