@@ -123,8 +123,7 @@ def within(
             that is faster, and convolutions of more than 2^31 numbers in bands of rows.
         state: where parameters, gradients and optimizer state live ("keep" or "offload" each), and when parameters are
             updated (`outcore.planner.memory.state_policy.StatePolicy`); needs the optimizer itself. Without it they
-            leave the device
-            if the optimizer was given and nothing else meets the budget, or only slower.
+            leave the device if the optimizer was given and nothing else meets the budget, or only slower.
         stream: whether images are streamed in tiles, whose sums come in another order than plain training's; without
             it, if nothing else meets the budget or an image is read lazily (`outcore.data`).
         statistics: accept further passes over the image for norms over the whole of it, when it is streamed.

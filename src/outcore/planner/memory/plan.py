@@ -180,7 +180,7 @@ def plan_memory(
         time_limit_s: for each part of the search; large networks have up to as much again.
         states: policies for parameters, gradients and optimizer state; a later one is taken if none before it meets
             the budget, or if the step is faster by a few percent then, because more values can stay.
-        offloadable parameters: the parameters that can leave the device; all of them if it is not said.
+        offloadable: the parameters that can leave the device; all of them if it is not said.
         draws: whether what draws random numbers may be made again.
         standing: whether gradients have memory of their own from the beginning, to which they are copied.
         near: the assignment that was found for a budget that was a little larger, to start from.

@@ -1,7 +1,7 @@
 """Which buffers to keep, move, encode or make again, so that a step fits a budget and is as fast as it can be.
 
 The choices are not independent: what is made again brings its sources back earlier, what is moved shares one link. So
-every assignment is evaluated as a whole (`Keeping.evaluate`, under a millisecond for a ResNet-50), and the search is
+every assignment is evaluated as a whole (`StepModel.evaluate`, under a millisecond for a ResNet-50), and the search is
 built on that:
 
 1. *Give up*: from the plain step, the choice that takes most off the moments above the budget for the least time, again
@@ -11,8 +11,7 @@ built on that:
 3. *Take back*: from each of these, keep again whatever fits, the most time per byte first; then take turns giving up
    something expensive and repairing what that breaks, while time is left.
 4. *Perturb* (`outcore.planner.memory.local_search`): change a few choices at random and repair, as long as that helps
-now and then;
-   where nothing fits, *drift* down along changes that make nothing worse.
+   now and then; where nothing fits, *drift* down along changes that make nothing worse.
 
 The fastest that fits wins. If none fits, the smallest peak that was found is the smallest budget.
 """
