@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
 import tomllib
@@ -32,6 +33,7 @@ def declared(rows: list[str]) -> set[str]:
     return {module for name in names for module in MODULES.get(name, {name.replace("-", "_")})}
 
 
+@functools.cache
 def imported() -> dict[str, tuple[set[Path], bool]]:
     """Packages that src imports: where, and whether anywhere at the top of a module (and not for types alone)."""
     found: dict[str, tuple[set[Path], bool]] = {}

@@ -12,6 +12,7 @@ from outcore.run.ranks.launch import launch
 from tests.run.launched import stopped_before_joining
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_while_starting_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stopped, "SILENT_AFTER_S", 2.0)
     began = time.monotonic()

@@ -31,7 +31,7 @@ def kill_at_every(folder: Path, stride: int) -> dict[str, Any]:
 
 
 def test_a_run_killed_at_some_of_its_file_operations_goes_on(tmp_path: Path) -> None:
-    found = kill_at_every(tmp_path, 37)
+    found = kill_at_every(tmp_path, 67)
     assert found["operations"] > 100 and found["wrong"] == []
 
 

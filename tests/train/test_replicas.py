@@ -40,7 +40,10 @@ def weights(folder: Path, run: str) -> dict[str, torch.Tensor]:
     return read_weights(folder / run / "checkpoints" / "last")
 
 
-@pytest.mark.parametrize("budget", [[], ["--memory", "900KiB"]], ids=["plain", "in tiles"])
+@pytest.mark.parametrize(
+    "budget",
+    [pytest.param([], id="plain", marks=pytest.mark.slow), pytest.param(["--memory", "900KiB"], id="in tiles")],
+)
 def test_slides_of_different_sizes_train_as_on_one_rank(tmp_path: Path, budget: list[str]) -> None:
     command = prepared(tmp_path, (192, 128), (128, 192))
     two = outcore_command(*command, *budget, "--ranks", "2", "--out", "two", folder=tmp_path)

@@ -39,9 +39,9 @@ class WidenedInput:
 def window_excess(window: SlidingWindow, held: Interval, wanted: Interval) -> tuple[int, Interval] | None:
     """The padding on both sides with which a window gives what is wanted from what is held, and all that it gives.
 
-    >>> window_overhang(SlidingWindow(size=100, kernel=3, stride=1, dilation=1, low=1), held=(0, 41), wanted=(0, 40))
+    >>> window_excess(SlidingWindow(size=100, kernel=3, stride=1, dilation=1, low=1), held=(0, 41), wanted=(0, 40))
     (1, (0, 41))
-    >>> window_overhang(SlidingWindow(size=100, kernel=3, stride=1, dilation=1, low=1), held=(39, 61), wanted=(40, 60))
+    >>> window_excess(SlidingWindow(size=100, kernel=3, stride=1, dilation=1, low=1), held=(39, 61), wanted=(40, 60))
     (0, (40, 60))
     """
     (start, stop), (a, b) = window.reach(wanted), held
