@@ -5,6 +5,8 @@
     Offload(early)             it is copied to the host or to disk, and prefetched before backward needs it
     Encode(codec, offload)     a smaller form is kept, or copied out, and decoded when backward needs it
 
+Each says which encoding it has (`codec`, empty without one) and whether anything leaves the device (`offloads`).
+
 Policies are frozen values. A plan's JSON document writes them as short strings (``recompute``, ``offload:early``,
 ``encode:sparse+offload``); `parse_policy` and ``str`` are the only places that know that form.
 """
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 from outcore.errors import PlanError
 
@@ -39,15 +41,8 @@ __all__ = [
 class Keep:
     """It stays as autograd saved it."""
 
-    @property
-    def codec(self) -> str:
-        """The name of an encoding; empty without one."""
-        return ""
-
-    @property
-    def offloads(self) -> bool:
-        """Whether it leaves the device, as it is or encoded."""
-        return False
+    codec: ClassVar[str] = ""
+    offloads: ClassVar[bool] = False
 
     def __str__(self) -> str:
         return "keep"
@@ -57,15 +52,8 @@ class Keep:
 class Recompute:
     """It is made again in backward by the calls that wrote it."""
 
-    @property
-    def codec(self) -> str:
-        """The name of an encoding; empty without one."""
-        return ""
-
-    @property
-    def offloads(self) -> bool:
-        """Whether it leaves the device, as it is or encoded."""
-        return False
+    codec: ClassVar[str] = ""
+    offloads: ClassVar[bool] = False
 
     def __str__(self) -> str:
         return "recompute"
@@ -78,15 +66,8 @@ class Offload:
     early: bool = False
     """The end of forward waits until it is gone."""
 
-    @property
-    def codec(self) -> str:
-        """The name of an encoding; empty without one."""
-        return ""
-
-    @property
-    def offloads(self) -> bool:
-        """Whether it leaves the device, as it is or encoded."""
-        return True
+    codec: ClassVar[str] = ""
+    offloads: ClassVar[bool] = True
 
     def __str__(self) -> str:
         return "offload:early" if self.early else "offload"
