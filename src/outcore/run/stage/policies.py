@@ -9,6 +9,7 @@ part.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
@@ -22,7 +23,7 @@ from outcore.graph import CapturedModule, Graph, Value
 from outcore.graph.record.recording import Recording, Step, Tape
 from outcore.memory import CompiledRecording, ReplayPass, prepare
 from outcore.memory.offload.backends import Backend, tier_for
-from outcore.memory.offload.bandwidth import memory_rate, tier_below
+from outcore.planner.memory.copy_schedule import OffloadTarget
 from outcore.planner.memory.evaluate import StepModel
 from outcore.planner.memory.script import emit
 from outcore.policies import Policies, Recompute
@@ -31,6 +32,10 @@ from outcore.run.stage.stage_module import Part, Values
 
 __all__ = ["StagePolicies"]
 
+_BYTES_PER_S = 1e10
+"""For the order of moments alone; nothing is predicted here."""
+_AT_ONCE = OffloadTarget(math.inf, math.inf, least_bytes=1)
+"""Copies are waited for where they begin: a stage does not know what other ranks have on the link."""
 _ROOM = 8
 """Micro-batches whose values may be offloaded at one time."""
 
@@ -69,9 +74,7 @@ class StagePolicies:
         buffers = buffers_of(graph, costs)
         bound = {n for n, b in buffers.items() if part.draws_in(b.writers) or _replaced(part, b.writers)}
         policy = {n: how for n, how in policy.items() if n not in bound or not isinstance(how, Recompute)}
-        rate = memory_rate(self._device)
-        target = tier_below(self._device, costs.total().saved_bytes, spills=False)
-        model = StepModel(graph, by_bytes(costs, rate), 0.0, target, rate)
+        model = StepModel(graph, by_bytes(costs, _BYTES_PER_S), 0.0, _AT_ONCE)
         compiled = prepare(graph, recording, part, buffers, emit(model, policy))
         return None if compiled.idle else compiled
 
