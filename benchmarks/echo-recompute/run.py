@@ -145,7 +145,7 @@ class Trial:
             try:
                 governor = self.govern(assignment, graphs)
                 kinds: dict[str, int] = {}
-                for policy in governor.plan.policy.values():
+                for policy in map(str, governor.plan.policy.values()):
                     kinds[policy] = kinds.get(policy, 0) + 1
                 got = self.gradients()
                 facts["equal_gradients"], facts["largest_difference"] = compared(want, got)

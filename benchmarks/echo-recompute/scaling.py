@@ -28,13 +28,14 @@ from outcore.graph.record.keys import key_of
 from outcore.memory.saved_tensors.managed_forward import ManagedForward, Settings
 from outcore.planner.memory.evaluate import StepModel
 from outcore.planner.memory.search import fit
+from outcore.policies import Policies
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BYTES_PER_S = 3.9e12
 """Of the device's memory: all operations are weighed by their bytes."""
 
 
-def searched(workload: Workload, seconds: float) -> dict[str, str]:
+def searched(workload: Workload, seconds: float) -> Policies:
     """The plan with the least memory that was found."""
     model, args, kwargs = workload.make("cpu")
     graph = capture(model, args, kwargs)
@@ -43,9 +44,9 @@ def searched(workload: Workload, seconds: float) -> dict[str, str]:
     return dict(found.policy)
 
 
-def govern(model: torch.nn.Module, graph: Graph, args: Any, kwargs: Any, policy: dict[str, str]) -> None:
+def govern(model: torch.nn.Module, graph: Graph, args: Any, kwargs: Any, policy: Policies) -> None:
     """As `outcore.within` does with a plan by hand."""
-    settings = Settings(None, OptimizerCost.of(0.0, DEVICE), policy=policy)
+    settings = Settings(None, OptimizerCost.of(0.0, DEVICE), policy=dict(policy))
     governor = ManagedForward(model, settings, by_bytes(account(graph), BYTES_PER_S))
     governor.admit(key_of(model, args, kwargs), args, kwargs, graph=graph)
     model.__dict__["forward"] = governor
@@ -70,7 +71,7 @@ def allocated() -> int:
     return torch.cuda.memory_allocated() if DEVICE == "cuda" else 0
 
 
-def measured(workload: Workload, policy: dict[str, str]) -> dict[str, Any]:
+def measured(workload: Workload, policy: Policies) -> dict[str, Any]:
     """Plain and planned, at one length."""
     model, args, kwargs = workload.make(DEVICE)
     step(model, args, kwargs)  # libraries take their workspace

@@ -93,7 +93,7 @@ class Ours:
 
     def held_bytes(self) -> int:
         """What the engine holds between steps."""
-        return sum({t.data_ptr(): t.untyped_storage().nbytes() for t in self.engine._held()}.values())
+        return sum({t.data_ptr(): t.untyped_storage().nbytes() for t in self.engine.worker.gauge.holding()}.values())
 
 
 def predict_peaks(graph: outcore.Graph, plan: outcore.Plan, workspace_bytes: int) -> list[int]:
@@ -220,9 +220,9 @@ def _facts(name: str, run: Any, times: list[float], args: argparse.Namespace) ->
             run.step()
             timelines.append(run.engine.timeline())
         best = min(timelines, key=lambda t: t.step_s)
-        blueprint = run.engine.assembly.blueprint
-        comparison = Comparison.with_schedule(blueprint.training, blueprint.stages, best)
-        stages = with_measured_times(blueprint.stages, best).stages
+        step_programs = run.engine.assembly.step_programs
+        comparison = Comparison.with_schedule(step_programs.training, step_programs.stages, best)
+        stages = with_measured_times(step_programs.stages, best).stages
         pipeline = Pipeline(*(VARIANTS[name].get(k, 1) for k in ("schedule", "micro_batches", "batches")))
         forward, backward = [s.forward_s for s in stages], [s.backward_s for s in stages]
         facts |= {

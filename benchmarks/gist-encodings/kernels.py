@@ -63,9 +63,13 @@ def poolings() -> Iterator[Row]:
             own = torch.ops.aten.max_pool2d_with_indices_backward
             shape = ([kernel] * 2, [2, 2], [padding] * 2, [1, 1], False, indices)
             yield f"{name}, torch", lambda: F.max_pool2d(x, kernel, 2, padding, return_indices=True), whole + 12 * part  # noqa: B023
-            yield f"{name}, a byte each", lambda: pools.pool(x, y, places, window), whole + 5 * part  # noqa: B023
+            yield f"{name}, a byte each", lambda: pools.pool(x, y, places, window, last=last), whole + 5 * part  # noqa: B023
             yield f"{name}, backward, torch", lambda: own(y, x, *shape), whole + 12 * part  # noqa: B023
-            yield f"{name}, backward by bytes", lambda: pools.unpool(y, places, back, window), whole + 5 * part  # noqa: B023
+            yield (
+                f"{name}, backward by bytes",
+                lambda: pools.unpool(y, places, back, window, last=last),
+                whole + 5 * part,
+            )  # noqa: B023
 
 
 def packings() -> Iterator[Row]:

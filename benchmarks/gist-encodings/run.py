@@ -48,6 +48,7 @@ from outcore.memory.saved_tensors.managed_forward import ManagedForward
 from outcore.memory.saved_tensors.settings import Settings
 from outcore.ops.encoding import codec_for, held_bytes
 from outcore.planner.memory.evaluate import StepModel
+from outcore.policies import RECOMPUTE, Encode, Policy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = "alexnet:64x224,vgg19:64x224,inception_v3:64x299,resnet50:64x224,densenet121:64x224,unet:16x224"
@@ -94,42 +95,42 @@ class Case:
         return {"model": self.name, "batch": self.batch, "side": self.side, "last": self.last}
 
 
-def policy_for(keeping: StepModel, kind: str) -> dict[str, str]:
+def policy_for(keeping: StepModel, kind: str) -> dict[str, Policy]:
     """Encodings for everything that can have one."""
-    found: dict[str, str] = {}
+    found: dict[str, Policy] = {}
     for buffer in keeping.buffers.values():
         if buffer.kind == "given" or buffer.opaque or not buffer.savers or buffer.bytes < 2**16:
             continue
-        exact = [c for c in keeping.choices(buffer) if c.startswith("encode")]
+        exact = [c for c in keeping.choices(buffer) if isinstance(c, Encode)]
         if exact:
-            if kind != "signs" or exact == ["encode:sign"]:
+            if kind != "signs" or exact == [Encode("sign")]:
                 found[buffer.name] = exact[0]
         elif kind not in ("signs", "lossless", "again") and buffer.kind == "value" and buffer.element_bytes == 4:
             rectified = "sign" in buffer.savers.values()
             if kind != "sparse" or rectified:
-                found[buffer.name] = f"encode:{kind}"
+                found[buffer.name] = Encode(kind)
     return found | made_again(keeping, found) if kind == "again" else found
 
 
-def made_again(keeping: StepModel, coded: dict[str, str]) -> dict[str, str]:
+def made_again(keeping: StepModel, coded: dict[str, Policy]) -> dict[str, Policy]:
     """Recomputing what light operations made, from what is there in full."""
     graph, depth = keeping.graph, dict[str, int]()
     blocks = [graph.blocks[call.block] for call in graph.calls.values()]
     for name, buffer in keeping.buffers.items():
-        if name in coded or buffer.bytes < 2**16 or "recompute" not in keeping.choices(buffer):
+        if name in coded or buffer.bytes < 2**16 or RECOMPUTE not in keeping.choices(buffer):
             continue
         deep = 1 + max((depth.get(source, 0) for source in buffer.sources), default=0)
-        torn = any(coded.get(source) == "encode:sign" for source in buffer.sources)
+        torn = any(coded.get(source) == Encode("sign") for source in buffer.sources)
         if blocks[buffer.born].type in LIGHT and deep <= DEEPEST and not torn:
             depth[name] = deep
-    return dict.fromkeys(depth, "recompute")
+    return dict.fromkeys(depth, RECOMPUTE)
 
 
-def stashed(keeping: StepModel, policy: dict[str, str]) -> int:
+def stashed(keeping: StepModel, policy: dict[str, Policy]) -> int:
     """Bytes that are held between forward and backward."""
     kept = [b for b in keeping.buffers.values() if b.savers and b.kind != "given"]
-    held = {b.name: 0 if policy.get(b.name) == "recompute" else b.bytes for b in kept}
-    held |= {b.name: held_bytes(b, how)[0] for b in kept if (how := policy.get(b.name, "")).startswith("encode")}
+    held = {b.name: 0 if policy.get(b.name) == RECOMPUTE else b.bytes for b in kept}
+    held |= {b.name: held_bytes(b, how)[0] for b in kept if isinstance(how := policy.get(b.name), Encode)}
     return sum(held.values())
 
 
@@ -156,7 +157,9 @@ class Subject:
         governor = ManagedForward(self.model, settings, self.costs)
         governor.admit(key_of(self.model, (self.images,), {}), (self.images,), {}, graph=self.graph)
         facts: dict[str, Any] = {"kept_bytes": stashed(self.keeping, {}), "stashed_bytes": stashed(self.keeping, plan)}
-        facts["codecs"] = {how: list(plan.values()).count(how) for how in sorted(set(plan.values()))}
+        facts["codecs"] = {
+            how: list(map(str, plan.values())).count(how) for how in sorted(set(map(str, plan.values())))
+        }
         effect = effect_on_gradients(governor, self.graph, (self.images,), {}) if effects else None
         if effect is not None and effect.whole and effect.worst:
             facts |= {"off": effect.whole.relative, "cosine": effect.whole.cosine, "median_off": effect.median}

@@ -115,11 +115,12 @@ def _everything(model: Any, x: Any) -> tuple[dict[str, str], int]:
     from outcore.cost.predicted.rough import by_bytes
     from outcore.planner.memory.copy_schedule import OffloadTarget
     from outcore.planner.memory.evaluate import StepModel
+    from outcore.policies import OFFLOAD
 
     graph = outcore.capture(model, (x,))
     least = 4 * 2**20 if x.is_cuda else 4096
     keeping = StepModel(graph, by_bytes(account(graph), 1e12), 0.0, OffloadTarget(1e11, 1e11, least_bytes=least))
-    leaving = [b for b in keeping.buffers.values() if "offload" in keeping.choices(b)]
+    leaving = [b for b in keeping.buffers.values() if OFFLOAD in keeping.choices(b)]
     return {b.name: "offload" for b in leaving}, sum(b.bytes for b in leaving)
 
 

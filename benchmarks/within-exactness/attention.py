@@ -25,6 +25,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import outcore
+from outcore.policies import OFFLOAD
 
 Gradients = dict[str, torch.Tensor]
 
@@ -89,7 +90,7 @@ def ways(chosen: argparse.Namespace) -> Any:
         yield "plain, beside copies", *compared(lambda: step(Copies()))
     outcore.within(model, (), asked, memory=None, optimizer=0.0, measure_s=1.0, quiet=True)
     keeping = outcore.memory_plan(model).keeping
-    leaving = [b for b in keeping.buffers.values() if b.kind == "value" and "offload" in keeping.choices(b)]
+    leaving = [b for b in keeping.buffers.values() if b.kind == "value" and OFFLOAD in keeping.choices(b)]
     leaving.sort(key=lambda b: -b.bytes)
     plan = {b.name: "offload" for b in leaving[:40]}
     for graphs in (False, True) if device == "cuda" else (False,):

@@ -29,6 +29,7 @@ from outcore.memory.cuda_graphs.pool import give_back
 from outcore.memory.saved_tensors import plan_call
 from outcore.memory.saved_tensors.managed_forward import ManagedForward, Settings
 from outcore.planner.memory.evaluate import StepModel
+from outcore.policies import parse_policies
 
 Row = dict[str, Any]
 Enter = Callable[[], None]
@@ -138,7 +139,7 @@ class Prepared:
         entry.observer = None  # nobody times it while others run
         entry.idle = entry.idle and not turned  # else what was recorded would not run
         kinds: dict[str, int] = {}
-        for policy in managed_forward.plan.policy.values():
+        for policy in map(str, managed_forward.plan.policy.values()):
             kinds[policy] = kinds.get(policy, 0) + 1
         facts |= {
             "policies": kinds,
@@ -153,7 +154,7 @@ class Prepared:
     def managed(self, training: Training, policy: dict[str, str], way: str) -> ManagedForward:
         """As `outcore.within`, with a plan that is there already; the table shows whether it keeps to its budget."""
         flags = {"graphs": "graphs" in way, "reassociated": "reassociated" in way}
-        settings = Settings(None, OptimizerCost.of(0.0, cases.DEVICE), 0, policy, **flags)
+        settings = Settings(None, OptimizerCost.of(0.0, cases.DEVICE), 0, parse_policies(policy), **flags)
         keeping = self.turned if self.graph_turned else self.keeping
         assert keeping is not None
         tier, rate = keeping.tier, keeping.memory_bytes_per_s

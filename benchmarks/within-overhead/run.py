@@ -25,6 +25,7 @@ import outcore
 from outcore.cost.measured.saved_bytes import account
 from outcore.cost.predicted.rough import by_bytes
 from outcore.planner.memory.evaluate import StepModel
+from outcore.policies import RECOMPUTE
 
 STEPS = 60
 
@@ -92,7 +93,7 @@ def plans(model: nn.Module, x: torch.Tensor) -> dict[str, Callable[[], tuple[nn.
     costs = by_bytes(account(graph), 1e9)
     keeping = StepModel(graph, costs, 0.0, None)
     light = [
-        b for b in keeping.buffers.values() if "recompute" in keeping.choices(b) and b.savers and b.workspace_bytes == 0
+        b for b in keeping.buffers.values() if RECOMPUTE in keeping.choices(b) and b.savers and b.workspace_bytes == 0
     ]
 
     def within(share: float) -> tuple[nn.Module, int]:
