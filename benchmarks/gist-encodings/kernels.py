@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +66,8 @@ def poolings() -> Iterator[Row]:
             yield f"{name}, torch", lambda: F.max_pool2d(x, kernel, 2, padding, return_indices=True), whole + 12 * part  # noqa: B023
             yield f"{name}, a byte each", lambda: pools.pool(x, y, places, window, last=last), whole + 5 * part  # noqa: B023
             yield f"{name}, backward, torch", lambda: own(y, x, *shape), whole + 12 * part  # noqa: B023
-            yield (
-                f"{name}, backward by bytes",
-                lambda: pools.unpool(y, places, back, window, last=last),
-                whole + 5 * part,
-            )  # noqa: B023
+            unpool = partial(pools.unpool, y, places, back, window, last=last)
+            yield f"{name}, backward by bytes", unpool, whole + 5 * part
 
 
 def packings() -> Iterator[Row]:
