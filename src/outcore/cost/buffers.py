@@ -211,6 +211,7 @@ class _Survey:
         """The buffer that begins with a value."""
         value, writers = self.graph.values[name], self.writers.get(name, [])
         uses = [born, *self.readers.get(name, ()), *(self.place[w] for w in writers)]
+        writers = self.without_views(name, writers)
         sources = dict.fromkeys(
             self.first(v) for w in writers for v in self.graph.calls[w].inputs if self.first(v) != name
         )
@@ -234,6 +235,19 @@ class _Survey:
             drawn=any(again(self.graph.blocks[self.graph.calls[w].block].type) == "random" for w in writers),
             workspace_bytes=max((c.workspace_forward_bytes + _derived_bytes(c) for c in rows), default=0),
         )
+
+    def without_views(self, name: str, writers: list[str]) -> list[str]:
+        """The writers that must run to make a buffer again: its first, those that change it, and views of it that these
+        read; calls that only look at it in another shape (a reshape, a dropout of nothing) have nothing to make."""
+        found: list[str] = []
+        read: set[str] = set()
+        for writer in reversed(writers):
+            call = self.graph.calls[writer]
+            makes = writer == writers[0] or self.writes(writer, name) or not read.isdisjoint(call.outputs)
+            if makes or self.graph.blocks[call.block].kind == "opaque" or self.hooked(writer):
+                found.append(writer)
+                read |= {value for value in call.inputs if self.first(value) == name}
+        return found[::-1]
 
     def again_s(self, writers: list[CallCost]) -> float:
         """Time to run the writers of a buffer again.

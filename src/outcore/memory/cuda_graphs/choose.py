@@ -66,6 +66,8 @@ class GraphChoice:
         """It is decided that steps stay live."""
         self.taken = False
         """It was decided that graphs are faster."""
+        self.reason = ""
+        """Why steps stay live."""
         self.live_s = self.graph_s = float("inf")
         self.irregular = 0
         self._restart()
@@ -98,9 +100,11 @@ class GraphChoice:
             return None
         if not self.taken:
             self.live_s = self.fastest_s
-            busy = self.ahead_s > _BEHIND * self.live_s
-            if busy or self.live_s <= _HOST_BOUND * entry.plan.outcome.time_s:
-                self.over = True
+            if self.ahead_s > _BEHIND * self.live_s:
+                self._stay("the device is busy while the host waits for it")
+                return None
+            if self.live_s <= _HOST_BOUND * entry.plan.outcome.time_s:
+                self._stay("a step takes no longer than its operations")
                 return None
         return self._begin(managed_forward, args, kwargs)
 
@@ -131,8 +135,13 @@ class GraphChoice:
 
     def _irregular(self) -> None:
         self.irregular += 1
-        self.over = self.irregular > _IRREGULAR
+        if self.irregular > _IRREGULAR:
+            self._stay("the loop is not regular")
         self._restart()
+
+    def _stay(self, reason: str) -> None:
+        """Steps are live from here on."""
+        self.over, self.reason = True, reason
 
     def _regular(self, managed_forward: ManagedForward, key: Hashable, args: Any, kwargs: Any) -> bool:
         """Whether the step before was as graphs need it, and this call is of the same kind."""
@@ -141,7 +150,7 @@ class GraphChoice:
         once = self.steps == 0 or (len(self.passes) == 1 and kind == self.key)
         self.passes, self.key = [], kind
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            self.over = True  # who averages gradients holds on to where they are
+            self._stay("gradients are averaged over ranks")  # by somebody who holds on to where they are
         free = all(p.grad is None for p in managed_forward.parameters())
         return once and free and not any(t.requires_grad for t in tensors)
 
@@ -164,8 +173,9 @@ class GraphChoice:
             warnings.simplefilter("ignore")
             try:
                 result = other.run(*args, **kwargs)
-            except (RuntimeError, ValueError):  # no plan within the budget, or nothing that can be recorded
-                self.over, result = True, None
+            except (RuntimeError, ValueError) as error:  # no plan within the budget, or nothing that can be recorded
+                self._stay(f"CUDA graphs do not work here: {error}")
+                result = None
         if self.over:
             del other
             managed_forward.give_back()
@@ -205,7 +215,7 @@ class GraphChoice:
             self._say(managed_forward, f"the step runs as CUDA graphs: {graphs} instead of {live}")
             return
         self.leave(managed_forward)
-        self.over = True
+        self._stay("live steps are faster")
         self._say(managed_forward, f"as CUDA graphs the step takes {graphs}, call by call {live}; it runs call by call")
 
     def _say(self, managed_forward: ManagedForward, what: str) -> None:

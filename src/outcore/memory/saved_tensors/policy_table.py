@@ -194,8 +194,9 @@ class _Compiler:
             self.at(place).saves = True
             self.at(place).signs |= how.codec == "sign"
         if isinstance(how, Recompute) and not buffer.copy_of:
-            for writer in buffer.writers:
-                self.at(writer).records = True
+            for writer in buffer.writers:  # views that others write through are not run again: memory is all they need
+                if self.positions[writer] == buffer.born or self.graph.calls[writer].mutates:
+                    self.at(writer).records = True
         if how.offloads:
             self.bytes += room_below(buffer, how)
 
