@@ -273,6 +273,7 @@ def _one(row: dict[str, Any], name: str, share: float, bf16: bool, wall: bool, o
         "second_start_s": second_s,
         "calls": len(outcore.memory_plan(model).keeping.order),
         "as_graphs": as_graphs(model),
+        "why_live": getattr(getattr(model.__dict__["forward"], "choice", None), "reason", ""),
         "predicted": plan_peak,
         "ours_ms": 1e3 * statistics.median(ours),
         "ratio": statistics.median(ours) / statistics.median(plain),
@@ -300,7 +301,7 @@ def shown(row: dict[str, Any]) -> str:
         f"allocated {row['allocated'] / row['budget']:.2f}), planning {row['planning_s']:.1f} s {parts}, "
         f"again {row['second_start_s']:.1f} s, retries {row['retries']}, refused {row['refused']}, "
         f"{row['bitwise']}/{row['gradients']} (plain {row['plain_repeats']}), {row['calls']} calls"
-        f"{', as graphs' if row['as_graphs'] else ''} {row['told']}"
+        f"{', as graphs' if row['as_graphs'] else ''} {row['why_live'][:160]} {row['told']}"
     )
 
 

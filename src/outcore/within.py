@@ -294,7 +294,7 @@ def _choose_graphs(managed_forward: ManagedForward, call: tuple[tuple[Any, ...],
         found.only_graphs = True
         return found
 
-    managed_forward.choice = GraphChoice(as_graphs, make)
+    managed_forward.choice = GraphChoice(as_graphs, make, copied)
 
 
 def _calls(graph: Graph) -> list[tuple[str, str, Sequence[str]]]:

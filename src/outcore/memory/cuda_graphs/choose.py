@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from outcore.errors import PlanError
 from outcore.graph.structure import leaves
 from outcore.machine.units import format_time
 from outcore.memory.cuda_graphs.pool import without_limit
@@ -56,8 +57,17 @@ _OUTPUTS = 8
 class GraphChoice:
     """Watches the steps of a managed forward and lets another one, with graphs, take its place."""
 
-    def __init__(self, settings: Settings, make: Callable[[Settings], ManagedForward]) -> None:
-        self.settings, self.make = settings, make
+    def __init__(
+        self, settings: Settings, make: Callable[[Settings], ManagedForward], least_reserved_bytes: int = 0
+    ) -> None:
+        """Watch from the first step.
+
+        Args:
+            settings: for the step as graphs.
+            make: a managed forward of the same model with other settings.
+            least_reserved_bytes: to leave free where the settings leave so much that no plan is found.
+        """
+        self.settings, self.make, self.least_reserved_bytes = settings, make, least_reserved_bytes
         self.other: ManagedForward | None = None
         """Runs the step as graphs."""
         self.key: Hashable = None
@@ -165,24 +175,37 @@ class GraphChoice:
 
     def _begin(self, managed_forward: ManagedForward, args: Any, kwargs: Any) -> tuple[Any] | None:
         """Record the step as graphs, if it can be and fits the budget, and take it."""
-        other = self.make(replace(self.settings, quiet=True))
-        with (
-            warnings.catch_warnings(),
-            without_limit(managed_forward.device),
-        ):  # else workspaces could be refused for good
-            warnings.simplefilter("ignore")
-            try:
-                result = other.run(*args, **kwargs)
-            except (RuntimeError, ValueError) as error:  # no plan within the budget, or nothing that can be recorded
-                self._stay(f"CUDA graphs do not work here: {error}")
-                result = None
-        if self.over:
-            del other
-            managed_forward.give_back()
+        found = self._recorded(managed_forward, self.settings, args, kwargs)
+        if found is None and not self.over:  # what live steps leave to the allocator may be more than graphs need
+            less = replace(self.settings, reserved_bytes=self.least_reserved_bytes)
+            found = self._recorded(managed_forward, less, args, kwargs)
+        if found is None:
+            self._stay(self.reason)
             return None
-        self.other, self.other_key = other, other.key(args, kwargs)
+        self.other, result = found
+        self.other_key = self.other.key(args, kwargs)
         self._restart()
         return (result,)
+
+    def _recorded(
+        self, managed_forward: ManagedForward, settings: Settings, args: Any, kwargs: Any
+    ) -> tuple[ManagedForward, Any] | None:
+        """A managed forward that runs graphs, with the result of its first step; none if there is no plan for it, and
+        then why; or it cannot be recorded at all, and steps stay live."""
+        other = self.make(replace(settings, quiet=True))
+        with warnings.catch_warnings(), without_limit(managed_forward.device):
+            # Without a limit of the process: else workspaces could be refused for good.
+            warnings.simplefilter("ignore")
+            try:
+                return other, other.run(*args, **kwargs)
+            except PlanError as error:
+                self.reason = f"CUDA graphs do not fit: {error}"
+                self.over = error.least_bytes is None  # they were recorded, and took more
+            except (RuntimeError, ValueError) as error:
+                self._stay(f"the step cannot be recorded as CUDA graphs: {error}")
+        del other
+        managed_forward.give_back()
+        return None
 
     def _replayed(self, managed_forward: ManagedForward, args: Any, kwargs: Any) -> tuple[Any] | None:
         """Run the graphs, if this call is one of theirs."""
