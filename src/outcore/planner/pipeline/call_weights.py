@@ -15,8 +15,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from outcore.cost.costs import Costs
 from outcore.errors import PlanError
 from outcore.graph import Graph
+from outcore.planner.memory.copy_schedule import OffloadTarget
 
 __all__ = ["CallWeight", "CallWeights", "fixed_tensors"]
 
@@ -60,6 +62,10 @@ class CallWeights:
     overhead_s: float = 0.0
     """Time of a call that does not depend on the batch: contained in both forward and backward."""
     source: str = "given"
+    costs: Costs | None = field(default=None, compare=False, repr=False)
+    """What they were made from, where that is known; policies inside stages are planned with it."""
+    tier: OffloadTarget | None = field(default=None, compare=False, repr=False)
+    """The memory below a device, if values may be offloaded to it."""
 
     @property
     def tied(self) -> dict[str, tuple[str, ...]]:
@@ -107,7 +113,8 @@ class CallWeights:
             calls[name] = CallWeight(
                 _seconds(row, "forward"), _seconds(row, "backward"), _saved(name, row), _workspace(row), trained, fixed
             )
-        return cls(calls, sizes, state_per_parameter, overhead_s=overhead_s, source="costs")
+        whole = costs if isinstance(costs, Costs) else None
+        return cls(calls, sizes, state_per_parameter, overhead_s=overhead_s, source="costs", costs=whole)
 
 
 def fixed_tensors(graph: Graph, trained: Mapping[str, int]) -> dict[str, int]:

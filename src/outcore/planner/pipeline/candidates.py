@@ -31,6 +31,8 @@ class Candidate:
     """Whether the replicas divide one batch among them, or each has a batch of its own."""
     order: tuple[str, ...] = ()
     """What the ranks of a pipeline compute, where it is not the order of the schedule."""
+    policy: tuple[tuple[str, str], ...] = ()
+    """Values that its stages do not keep, with what is done instead."""
 
     @property
     def fraction(self) -> float:
@@ -56,7 +58,8 @@ class Candidate:
             copies = f" x {self.replicas} replicas" if self.replicas > 1 else ""
             said = f"{self.stages} stages{copies}, {p.schedule}{' in an order of its own' if self.order else ''}"
         said += f", {p.micro_batches} micro-batches" if p.micro_batches > 1 else ""
-        return said + (f", {p.batches} batches in turn" if p.batches > 1 else "")
+        said += f", {p.batches} batches in turn" if p.batches > 1 else ""
+        return said + (f", {len(self.policy)} values not kept" if self.policy else "")
 
 
 def candidates_for(

@@ -10,6 +10,7 @@ from outcore.planner.partition.partition import split_by_hand
 from outcore.planner.pipeline.call_weights import CallWeights
 from outcore.planner.pipeline.schedule_model import Pipeline
 from outcore.planner.pipeline.simulate_candidate import SCHEDULE_NAMES
+from outcore.planner.pipeline.stage_policies import StagePlanner
 from outcore.program import Links, Program, Stages, Timeline, check, compile_program, simulate
 from outcore.program.written_order import program_in_order
 
@@ -22,6 +23,8 @@ def lower(plan: Plan, graph: Graph, weights: CallWeights) -> tuple[Program, Stag
     pipeline = Pipeline(plan.schedule, plan.micro_batches, plan.batches)
     fraction = 1 / (plan.replicas * pipeline.pieces)
     stages = split_by_hand(graph, weights, plan.stages, pipeline=pipeline, fraction=fraction).stages
+    if plan.policy and weights.costs is not None and StagePlanner.can(graph, weights.costs):
+        stages = StagePlanner(graph, weights.costs, tier=weights.tier).under(stages, plan.policy, fraction)
     if plan.order:
         inverted = plan.schedule == "gems"
         program = program_in_order(stages, plan.order, inverted=inverted, replicas=plan.replicas)

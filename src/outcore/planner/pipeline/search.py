@@ -3,8 +3,10 @@
 Every way to share the devices (stages x replicas), every schedule and every number of micro-batches that divides the
 batch is a candidate (`outcore.planner.pipeline.candidates`). Most are ruled out by what they would take if cut evenly;
 the rest is cut roughly and ranked by closed forms. The best of them are cut with full effort, compiled and simulated,
-and the fastest that stays within the memory of a rank becomes the plan, with the others as runners-up. The best few are
-also tried in orders that no schedule has a name for (`outcore.planner.pipeline.order_search`).
+and the fastest that stays within the memory of a rank becomes the plan, with the others as runners-up. Where the
+fastest cuts hold too much, the memory planner is asked what their stages need not keep
+(`outcore.planner.pipeline.stage_policies`), and they compete under these policies. The best few are also tried in
+orders that no schedule has a name for (`outcore.planner.pipeline.order_search`).
 
 Where predictions are the same (within a hundredth: they are no better than that) the plan that changes least is taken:
 batch norms over the most images, then the fewest pieces. A network that waits for itself anyway, one batch through all
@@ -38,6 +40,8 @@ from outcore.planner.pipeline.order_search import best_order
 from outcore.planner.pipeline.rough_cut import RoughCut
 from outcore.planner.pipeline.schedule_model import RankLink, Schedule
 from outcore.planner.pipeline.simulate_candidate import simulate_candidate
+from outcore.planner.pipeline.stage_policies import StagePlanner, described
+from outcore.policies import parse_policies, policies_to_json
 from outcore.program.stages import Stages
 from outcore.stage_names import name_stages
 
@@ -70,6 +74,7 @@ def plan(
     machine: str | None = None,
     batch_norm: BatchNorm | None = None,
     shared: bool = True,
+    policies: bool = True,
 ) -> Plan:
     """The fastest plan for a network on so many devices.
 
@@ -86,6 +91,8 @@ def plan(
         machine: fingerprint to note in the plan.
         batch_norm: what batch norms are to see; "synchronised" for the whole batch, each micro-batch if not given.
         shared: whether replicas divide the batch among them, or each is given one of its own.
+        policies: whether stages may recompute, encode or offload what they would keep, where the weights have the costs
+            that this is planned with.
 
     Raises:
         PlanError: the memory cannot be met; says the smallest that can, and how many ranks would do.
@@ -108,6 +115,10 @@ def plan(
     found = search.simulated(candidates, memory_bytes)
     if not found and memory_bytes is not None:
         found = [j for j in search.smallest(devices) if max(j[0].peak_bytes) <= memory_bytes]
+    if policies and memory_bytes is not None and StagePlanner.can(graph, weights.costs):
+        assert weights.costs is not None
+        planner = StagePlanner(graph, weights.costs, tier=weights.tier)
+        found = found + search.with_policies(planner, candidates, memory_bytes, devices, found)
     if not found:
         from outcore.planner.pipeline.infeasible import refusal
 
@@ -123,6 +134,7 @@ def plan(
         best.pipeline.batches,
         best.replicas,
         order=best.order,
+        policy=dict(best.policy),
         exactness="bitwise" if best.replicas == 1 and not best.pipeline.paired and not copies else "reassociated",
         batch_norm=batch_norm or "micro_batch",
         tied=copies,
@@ -131,7 +143,8 @@ def plan(
         predicted=predicted,
     )
     said = norms_see(made, graph, samples * best.batches_trained)
-    return replace(made, why=(*([said] if said else []), *_why(found, len(candidates))))
+    inside = described(parse_policies(made.policy), stages)
+    return replace(made, why=(*([said] if said else []), *inside, *_why(found, len(candidates))))
 
 
 @dataclass
@@ -253,6 +266,33 @@ class PlanSearch:
             if (better := best_order(stages, candidate, cap, self.route)) is not None:
                 made[key] = *better, stages
         return list(made.values())
+
+    def with_policies(
+        self,
+        planner: StagePlanner,
+        candidates: Sequence[Candidate],
+        cap: int,
+        devices: int,
+        found: Sequence[SimulatedCandidate],
+    ) -> list[SimulatedCandidate]:
+        """Cuts that hold too much as they are and are faster than those that fit, with policies inside their stages."""
+        if found and all(c.peak_bytes <= cap for c in self.ranked(candidates, self.balance, None)[:_SIMULATED]):
+            return []
+        best_s = min((j[0].time_s / j[1].batches_trained for j in found), default=float("inf"))
+        tried = self.in_order(self.simulated(candidates, None) or self.smallest(devices))
+        tried = [j for j in tried if max(j[0].peak_bytes) > cap][:_SIMULATED]
+        made = []
+        for predicted, candidate, stages in tried if found else [*tried, *self.smallest(devices)]:
+            if predicted.time_s / candidate.batches_trained >= best_s:
+                continue
+            fitted = planner.fitted(stages, candidate.pipeline, candidate.fraction, cap)
+            if fitted is None:
+                continue
+            under = simulate_candidate(fitted[0], candidate.pipeline, candidate.replicas, self.route)
+            if max(under.peak_bytes) <= cap:
+                chosen = tuple(policies_to_json(fitted[1]).items())
+                made.append((under, replace(candidate, policy=chosen), fitted[0]))
+        return made
 
     def smallest(self, devices: int) -> list[SimulatedCandidate]:
         """The candidates with the smallest peaks, cut for that and simulated."""

@@ -19,13 +19,14 @@ import torch
 from outcore.cost.buffers import buffers_of
 from outcore.cost.measured.saved_bytes import account
 from outcore.cost.predicted.rough import by_bytes
-from outcore.graph import CapturedModule, Graph, Value
+from outcore.graph import CapturedModule, Graph
 from outcore.graph.record.recording import Recording, Step, Tape
 from outcore.memory import CompiledRecording, ReplayPass, prepare
 from outcore.memory.offload.backends import Backend, tier_for
 from outcore.planner.memory.copy_schedule import OffloadTarget
 from outcore.planner.memory.evaluate import StepModel
 from outcore.planner.memory.script import emit
+from outcore.planner.pipeline.stage_policies import rebased
 from outcore.policies import Policies, Recompute
 from outcore.run.stage.random_draws import RandomDraws
 from outcore.run.stage.stage_module import Part, Values
@@ -100,18 +101,4 @@ def _as_graph(part: Part) -> tuple[Graph, Recording]:
     recording = replace(part.recording(), steps=[replace(step) for step in part.recording().steps])
     inside = part.graph.restrict([call for name, call in part.graph.calls.items() if name in part.calls])
     module = CapturedModule(part, lambda *_: recording)
-    return replace(inside, values=_rebased(inside), executable=(module, recording)), recording
-
-
-def _rebased(inside: Graph) -> dict[str, Value]:
-    """Rename the buffers of values that another stage made: here they arrive as tensors, and the first of them names
-    the memory."""
-    values: dict[str, Value] = {}
-    first: dict[str, str] = {}
-    for name, value in inside.values.items():
-        base = value.alias_of
-        if base is not None and base not in inside.values:
-            begun = first.setdefault(base, name)
-            value = replace(value, alias_of=None if begun == name else begun)
-        values[name] = value
-    return values
+    return replace(inside, values=rebased(inside)[0], executable=(module, recording)), recording
