@@ -115,6 +115,7 @@ def plan(
     found = search.simulated(candidates, memory_bytes)
     if not found and memory_bytes is not None:
         found = [j for j in search.smallest(devices) if max(j[0].peak_bytes) <= memory_bytes]
+    planner = None
     if policies and memory_bytes is not None and StagePlanner.can(graph, weights.costs):
         assert weights.costs is not None
         planner = StagePlanner(graph, weights.costs, tier=weights.tier)
@@ -122,7 +123,7 @@ def plan(
     if not found:
         from outcore.planner.pipeline.infeasible import refusal
 
-        raise PlanError(refusal(search, devices, memory_bytes))
+        raise PlanError(refusal(search, devices, memory_bytes, planner))
     found = search.in_order(found + search.reordered(found, memory_bytes))
     predicted, best, stages = found[0]
     copies = _copies(weights, stages)
@@ -285,14 +286,21 @@ class PlanSearch:
         for predicted, candidate, stages in tried if found else [*tried, *self.smallest(devices)]:
             if predicted.time_s / candidate.batches_trained >= best_s:
                 continue
-            fitted = planner.fitted(stages, candidate.pipeline, candidate.fraction, cap)
-            if fitted is None:
-                continue
-            under = simulate_candidate(fitted[0], candidate.pipeline, candidate.replicas, self.route)
-            if max(under.peak_bytes) <= cap:
-                chosen = tuple(policies_to_json(fitted[1]).items())
-                made.append((under, replace(candidate, policy=chosen), fitted[0]))
+            if (fitted := self.fitted(planner, candidate, stages, cap)) is not None:
+                made.append(fitted)
         return made
+
+    def fitted(
+        self, planner: StagePlanner, candidate: Candidate, stages: Stages, cap: float
+    ) -> SimulatedCandidate | None:
+        """A cut with policies under which it was simulated to stay within a cap."""
+        fitted = planner.fitted(stages, candidate.pipeline, candidate.fraction, cap)
+        if fitted is None:
+            return None
+        under = simulate_candidate(fitted[0], candidate.pipeline, candidate.replicas, self.route)
+        if max(under.peak_bytes) > cap:
+            return None
+        return under, replace(candidate, policy=tuple(policies_to_json(fitted[1]).items())), fitted[0]
 
     def smallest(self, devices: int) -> list[SimulatedCandidate]:
         """The candidates with the smallest peaks, cut for that and simulated."""
