@@ -31,7 +31,7 @@ from outcore.memory.saved_tensors.recompute_batch_norm import BatchNormCall, Bat
 from outcore.ops.encoding import held_bytes
 from outcore.policies import KEEP, Policy, Recompute
 from outcore.program.script import Script
-from outcore.program.script_layout import layout_of
+from outcore.program.script_layout import ScriptLayout, layout_of
 
 __all__ = ["CompiledRecording", "ReplayBufferPlan", "prepare", "room_below"]
 
@@ -135,118 +135,163 @@ def prepare(
         reassociated: whether results may differ by rounding.
         fused: the fused operations.
     """
-    schedule_drops(recording.steps, [ref.name for _, ref in leaves(recording.result, Ref)])
-    recording.dropped = True
-    steps = {s.name: s for s in recording.steps if s.kind != "guard"}
-    bands = in_bands(graph, steps, model) if reassociated else {}
-    steps |= bands
-    order = list(graph.calls)
-    types = {name: graph.blocks[call.block].type for name, call in graph.calls.items()}
+    return _Compiler(graph, recording, model, buffers, layout_of(*script)).table(
+        reassociated, fused or SelectedFusions()
+    )
 
-    def first(value: str) -> str:
-        return graph.values[value].alias_of or value
 
-    def trained(step: Step) -> tuple[str, ...]:
-        return tuple(v for v in graph.calls[step.name].inputs if graph.values[v].requires_grad)
+class _Compiler:
+    """Goes through the policies of a recording once."""
 
-    layout = layout_of(*script)
-    policy = layout.policies
-    reads: dict[str, list[str]] = {}
-    plans: dict[str, ReplayBufferPlan] = {}
-    for name, how in policy.items():
-        buffer = buffers.get(name)
-        if buffer is None:
-            raise PlanError(f"the plan names {name}, which is no memory of {graph.root.type}")
-        if not isinstance(how, Recompute):
-            plans[name] = ReplayBufferPlan(
-                name, how, window=_window(graph, steps, buffer, model) if how.codec == "window" else None
-            )
-            continue
+    def __init__(
+        self,
+        graph: Graph,
+        recording: Recording,
+        model: nn.Module,
+        buffers: Mapping[str, Buffer],
+        layout: ScriptLayout,
+    ) -> None:
+        schedule_drops(recording.steps, [ref.name for _, ref in leaves(recording.result, Ref)])
+        recording.dropped = True
+        self.graph, self.recording, self.model, self.buffers, self.layout = graph, recording, model, buffers, layout
+        self.steps = {s.name: s for s in recording.steps if s.kind != "guard"}
+        self.order = list(graph.calls)
+        self.types = {name: graph.blocks[call.block].type for name, call in graph.calls.items()}
+        self.reads: dict[str, list[str]] = {}
+        """Buffer -> values in it that recomputations read."""
+        self.plans: dict[str, ReplayBufferPlan] = {}
+
+    def first(self, value: str) -> str:
+        """The buffer of a value."""
+        return self.graph.values[value].alias_of or value
+
+    def table(self, reassociated: bool, fused: SelectedFusions) -> CompiledRecording:
+        """Everything by the call at which it happens."""
+        bands = in_bands(self.graph, self.steps, self.model) if reassociated else {}
+        self.steps |= bands
+        shape_only = self.plan_buffers()
+        births, derived, leaving, counted = self.by_call()
+        layout, order, plans = self.layout, self.order, self.plans
+        position = {name: i for i, name in enumerate(order)}
+        late = {position[call]: tuple(names) for call, names in layout.released_before.items()}
+        fetched = {position[call]: tuple(names) for call, names in layout.fetched_before.items()}
+        stops = frozenset(order[place] for place in (*late, *fetched))
+        reruns = [p.rerun for p in plans.values() if p.rerun is not None]
+        random = frozenset(name for rerun in reruns for name in rerun.random)
+        given = {v: self.first(v) for p in plans.values() for v in p.inputs}
+        views = {v: base for v, base in given.items() if v != base}
+        noted = frozenset({*(v for names in self.reads.values() for v in names), *views})
+        makers = {maker for v in noted if (maker := self.graph.values[v].producer) is not None}
+        saving = self.saving(fused)
+        instead, merged = self.replaced(bands, fused)
+        happens = (births, derived, leaving, counted, layout.released_after, stops, shape_only, random, saving, makers)
+        return CompiledRecording(
+            recording=self.recording,
+            positions=position,
+            births={k: tuple(v) for k, v in births.items()},
+            derived=derived,
+            leaving={k: tuple(v) for k, v in leaving.items()},
+            counted={k: tuple(v) for k, v in counted.items()},
+            released={k: tuple(v) for k, v in layout.released_after.items()},
+            released_late=late,
+            fetched=fetched,
+            stops=stops,
+            shape_only=shape_only,
+            noted=noted,
+            random=random,
+            busy=frozenset(call for calls in happens for call in calls),
+            inputs=frozenset(given.values()),
+            views=views,
+            norms={rerun.norm.call: rerun.norm for rerun in reruns if rerun.norm is not None},
+            renorm=BatchNormRecompute(reassociated),
+            instead=instead,
+            ahead=bool(merged or bands),
+            offloaded_bytes=sum(room_below(self.buffers[n], p.policy) for n, p in plans.items() if p.policy.offloads),
+        )
+
+    def plan_buffers(self) -> dict[str, set[str]]:
+        """Note what is to be done with every buffer; returns of which ones a call's backward needs only the shape."""
+        for name, how in self.layout.policies.items():
+            buffer = self.buffers.get(name)
+            if buffer is None:
+                raise PlanError(f"the plan names {name}, which is no memory of {self.graph.root.type}")
+            if isinstance(how, Recompute):
+                self.plans[name] = self.recomputed(buffer, how)
+            else:
+                window = _window(self.graph, self.steps, buffer, self.model) if how.codec == "window" else None
+                self.plans[name] = ReplayBufferPlan(name, how, window=window)
+        shape_only: dict[str, set[str]] = {}
+        for buffer in self.buffers.values():
+            for i in buffer.shapes if buffer.kind == "value" else ():
+                shape_only.setdefault(self.order[i], set()).add(buffer.name)
+                self.plans.setdefault(buffer.name, ReplayBufferPlan(buffer.name, KEEP))
+        for source in self.reads:
+            self.plans.setdefault(source, ReplayBufferPlan(source, KEEP))
+        for name, plan in self.plans.items():
+            dependents = len(self.reads.get(name, ()))
+            self.plans[name] = replace(plan, dependents=dependents, bytes=self.buffers[name].bytes)
+        return shape_only
+
+    def recomputed(self, buffer: Buffer, how: Policy) -> ReplayBufferPlan:
+        """A buffer that is made again by its writers, or by a cast."""
+        calls = self.graph.calls
         if buffer.copy_of:
             needed, rerun = {buffer.copy_of: None}, BufferRecompute.cast(buffer.copy_of, buffer.dtype)
         else:
-            needed = dict.fromkeys(v for w in buffer.writers for v in graph.calls[w].inputs if first(v) != name)
-            rerun = compile_recompute([steps[w] for w in buffer.writers], name, model, types, trained)
-        sources = {v: first(v) for v in needed if buffers[first(v)].born >= 0}
+            read = (v for w in buffer.writers for v in calls[w].inputs)
+            needed = dict.fromkeys(v for v in read if self.first(v) != buffer.name)
+            writers = [self.steps[w] for w in buffer.writers]
+            rerun = compile_recompute(writers, buffer.name, self.model, self.types, self.trained)
+        sources = {v: self.first(v) for v in needed if self.buffers[self.first(v)].born >= 0}
         for value, source in sources.items():
-            reads.setdefault(source, []).append(value)
-        inputs = tuple(v for v in needed if buffers[first(v)].born < 0)
-        plans[name] = ReplayBufferPlan(name, how, 0, rerun, sources, inputs)
-    shape_only: dict[str, set[str]] = {}
-    for buffer in buffers.values():
-        for i in buffer.shapes if buffer.kind == "value" else ():
-            shape_only.setdefault(order[i], set()).add(buffer.name)
-            plans.setdefault(buffer.name, ReplayBufferPlan(buffer.name, KEEP))
-    for source in reads:
-        plans.setdefault(source, ReplayBufferPlan(source, KEEP))
-    plans = {n: replace(p, dependents=len(reads.get(n, ())), bytes=buffers[n].bytes) for n, p in plans.items()}
-    births: dict[str, list[tuple[str, ReplayBufferPlan]]] = {}
-    derived: dict[str, dict[int, ReplayBufferPlan]] = {}
-    leaving: dict[str, list[str]] = {}
-    counted: dict[str, list[str]] = {}
-    position = {name: i for i, name in enumerate(order)}
-    late = {position[call]: tuple(names) for call, names in layout.released_before.items()}
-    fetched = {position[call]: tuple(names) for call, names in layout.fetched_before.items()}
-    for name, plan in plans.items():
-        buffer = buffers[name]
-        call = order[buffer.born]
-        if buffer.kind == "derived":
-            derived.setdefault(call, {})[int(name.rpartition("~")[2])] = plan
-        else:
+            self.reads.setdefault(source, []).append(value)
+        inputs = tuple(v for v in needed if self.buffers[self.first(v)].born < 0)
+        return ReplayBufferPlan(buffer.name, how, 0, rerun, sources, inputs)
+
+    def trained(self, step: Step) -> tuple[str, ...]:
+        """The values that a step reads and that require a gradient."""
+        values = self.graph.values
+        return tuple(v for v in self.graph.calls[step.name].inputs if values[v].requires_grad)
+
+    def by_call(
+        self,
+    ) -> tuple[
+        dict[str, list[tuple[str, ReplayBufferPlan]]],
+        dict[str, dict[int, ReplayBufferPlan]],
+        dict[str, list[str]],
+        dict[str, list[str]],
+    ]:
+        """Call -> buffers that begin there, that it derives, whose last use it is, and whose nonzeros are counted
+        after it."""
+        births: dict[str, list[tuple[str, ReplayBufferPlan]]] = {}
+        derived: dict[str, dict[int, ReplayBufferPlan]] = {}
+        leaving: dict[str, list[str]] = {}
+        counted: dict[str, list[str]] = {}
+        for name, plan in self.plans.items():
+            buffer = self.buffers[name]
+            call = self.order[buffer.born]
+            if buffer.kind == "derived":
+                derived.setdefault(call, {})[int(name.rpartition("~")[2])] = plan
+                continue
             births.setdefault(call, []).append((name, plan))
-            leaving.setdefault(layout.leaves_after.get(name, order[buffer.last]), []).append(name)
+            leaving.setdefault(self.layout.leaves_after.get(name, self.order[buffer.last]), []).append(name)
             if plan.policy.codec == "sparse" and buffer.done < buffer.last:
-                counted.setdefault(order[buffer.done], []).append(name)
-    reruns = [p.rerun for p in plans.values() if p.rerun is not None]
-    given = {v: first(v) for p in plans.values() for v in p.inputs}
-    views = {v: base for v, base in given.items() if v != base}
-    noted = frozenset({*(v for names in reads.values() for v in names), *views})
-    random = frozenset(name for rerun in reruns for name in rerun.random)
-    saving = {order[i] for name in plans for i in (*buffers[name].savers, *buffers[name].shapes)}
-    fused = fused or SelectedFusions()
-    saving |= {total for total, relu in fused.sums.items() if relu in saving}  # which saves what its ReLU did
-    stops = frozenset(order[place] for place in (*late, *fetched))
-    makers = {maker for v in noted if (maker := graph.values[v].producer) is not None}
-    windows = {n.rpartition("~")[0]: p.window for n, p in plans.items() if p.policy.codec == "window"}
-    instead = bit_relus(graph, steps, model, buffers, policy) | byte_pools(steps, model, windows) | bands
-    merged = fused.instead(graph, model, instead, set(plans))
-    instead |= merged
-    return CompiledRecording(
-        recording=recording,
-        positions=position,
-        births={k: tuple(v) for k, v in births.items()},
-        derived=derived,
-        leaving={k: tuple(v) for k, v in leaving.items()},
-        counted={k: tuple(v) for k, v in counted.items()},
-        released={k: tuple(v) for k, v in layout.released_after.items()},
-        released_late=late,
-        fetched=fetched,
-        stops=stops,
-        shape_only=shape_only,
-        noted=noted,
-        random=random,
-        busy=frozenset(
-            {
-                *births,
-                *derived,
-                *leaving,
-                *counted,
-                *layout.released_after,
-                *stops,
-                *shape_only,
-                *random,
-                *saving,
-                *makers,
-            }
-        ),
-        inputs=frozenset(given.values()),
-        views=views,
-        norms={rerun.norm.call: rerun.norm for rerun in reruns if rerun.norm is not None},
-        renorm=BatchNormRecompute(reassociated),
-        instead=instead,
-        ahead=bool(merged or bands),
-        offloaded_bytes=sum(room_below(buffers[n], p.policy) for n, p in plans.items() if p.policy.offloads),
-    )
+                counted.setdefault(self.order[buffer.done], []).append(name)
+        return births, derived, leaving, counted
+
+    def saving(self, fused: SelectedFusions) -> set[str]:
+        """Calls whose backward keeps a buffer that has a plan."""
+        places = (i for name in self.plans for i in (*self.buffers[name].savers, *self.buffers[name].shapes))
+        found = {self.order[i] for i in places}
+        return found | {total for total, relu in fused.sums.items() if relu in found}  # which saves what its ReLU did
+
+    def replaced(self, bands: dict[str, Step], fused: SelectedFusions) -> tuple[dict[str, Step], bool]:
+        """Call -> the step that runs in its place; and whether a step does the work of several calls."""
+        windows = {n.rpartition("~")[0]: p.window for n, p in self.plans.items() if p.policy.codec == "window"}
+        instead = bit_relus(self.graph, self.steps, self.model, self.buffers, self.layout.policies)
+        instead |= byte_pools(self.steps, self.model, windows) | bands
+        merged = fused.instead(self.graph, self.model, instead, set(self.plans))
+        return instead | merged, bool(merged)
 
 
 def room_below(buffer: Buffer, policy: Policy) -> int:
