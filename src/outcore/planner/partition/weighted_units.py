@@ -20,7 +20,7 @@ import numpy as np
 from outcore.graph import Graph
 from outcore.planner.partition.stage_memory import INPUT, Parameter, SharedMemoryUse, StageMemory, merged
 from outcore.planner.partition.units import Units
-from outcore.planner.pipeline.call_weights import CallWeights
+from outcore.planner.pipeline.call_weights import CallWeight, CallWeights
 from outcore.program.stages import Edge, Stage, Stages, Tie
 
 __all__ = ["INPUT", "Parameter", "SharedMemoryUse", "ValueFlow", "WeightedUnits", "weigh"]
@@ -150,39 +150,7 @@ class WeightedUnits:
 
 def weigh(graph: Graph, weights: CallWeights, units: Units) -> WeightedUnits:
     """The units of a graph with their weights."""
-    unit_of = units.of_call
     calls = [[weights.calls[c] for c in unit.calls] for unit in units.units]
-    outputs = {graph.values[v].alias_of or v for v in graph.outputs}
-    flows: list[ValueFlow] = []
-    sharing: dict[str, tuple[int, set[int]]] = {}
-    for name, value in graph.values.items():
-        base = value.alias_of or name
-        producer = INPUT if value.producer is None else unit_of[value.producer]
-        users = {unit_of[c] for c in value.consumers if c in unit_of}
-        to_loss = name in graph.outputs and producer != INPUT
-        first, found = sharing.setdefault(base, (producer, set()))
-        found.update(users, {producer} - {first})
-        if producer != INPUT and (to_loss or users - {producer}):
-            rest = tuple(sorted(users - {producer}))
-            flows.append(ValueFlow(name, value.bytes, producer, rest, to_loss, value.requires_grad))
-    savers: dict[str, set[int]] = {}
-    sizes: dict[str, int] = {}
-    for i, rows in enumerate(calls):
-        for row in rows:
-            for name, nbytes in row.saved.items():
-                savers.setdefault(name, set()).add(i)
-                sizes[name] = max(nbytes, sizes.get(name, 0))
-    alike: dict[tuple[int, tuple[int, ...], tuple[int, ...], bool], SharedMemoryUse] = {}
-    for name in dict.fromkeys((*sharing, *savers)):
-        producer, found = sharing.get(name, (INPUT, set()))
-        keeping = savers.get(name, set())
-        size = sizes.get(name) or (graph.values[name].bytes if name in graph.values else 0)
-        to_loss = name in outputs and producer != INPUT
-        if keeping or to_loss or found - {producer}:
-            key = (producer, tuple(sorted(found - {producer})), tuple(sorted(keeping)), to_loss)
-            # What the same units touch is held by the same stages, however they are cut.
-            before = alike[key].bytes if key in alike else 0
-            alike[key] = SharedMemoryUse(name if not before else alike[key].name, before + size, *key)
     reading: dict[str, set[int]] = {}
     fixed: dict[str, int] = {}
     for i, rows in enumerate(calls):
@@ -196,10 +164,60 @@ def weigh(graph: Graph, weights: CallWeights, units: Units) -> WeightedUnits:
         tuple(sum(r.backward_s for r in rows) for rows in calls),
         tuple(max(r.workspace_bytes for r in rows) for rows in calls),
         merged((p, nbytes, tuple(sorted(reading[p]))) for p, nbytes in fixed.items()),
-        tuple(alike.values()),
-        tuple(flows),
+        _memory_uses(graph, units, calls),
+        _flows(graph, units),
         tuple((p, weights.parameters.get(p, 0), tuple(sorted(u))) for p, u in reading.items() if p not in fixed),
         weights.state_per_parameter,
         weights.update_bytes_per_s,
         tuple(weights.overhead_s * sum(1 for r in rows if r.forward_s > 0) for rows in calls),
     )
+
+
+def _flows(graph: Graph, units: Units) -> tuple[ValueFlow, ...]:
+    """The values that go from one unit to others, or to the loss."""
+    unit_of = units.of_call
+    found = []
+    for name, value in graph.values.items():
+        if value.producer is None:
+            continue
+        producer, to_loss = unit_of[value.producer], name in graph.outputs
+        users = tuple(sorted({unit_of[c] for c in value.consumers if c in unit_of} - {producer}))
+        if to_loss or users:
+            found.append(ValueFlow(name, value.bytes, producer, users, to_loss, value.requires_grad))
+    return tuple(found)
+
+
+def _memory_uses(graph: Graph, units: Units, calls: Sequence[Sequence[CallWeight]]) -> tuple[SharedMemoryUse, ...]:
+    """Every piece of memory with the units that make, read and save it; pieces of the same units are one."""
+    touching = _touching(graph, units)
+    savers: dict[str, set[int]] = {}
+    sizes: dict[str, int] = {}
+    for i, rows in enumerate(calls):
+        for row in rows:
+            for name, nbytes in row.saved.items():
+                savers.setdefault(name, set()).add(i)
+                sizes[name] = max(nbytes, sizes.get(name, 0))
+    outputs = {graph.values[v].alias_of or v for v in graph.outputs}
+    alike: dict[tuple[int, tuple[int, ...], tuple[int, ...], bool], SharedMemoryUse] = {}
+    for name in dict.fromkeys((*touching, *savers)):
+        producer, found = touching.get(name, (INPUT, set()))
+        keeping = savers.get(name, set())
+        size = sizes.get(name) or (graph.values[name].bytes if name in graph.values else 0)
+        to_loss = name in outputs and producer != INPUT
+        if keeping or to_loss or found - {producer}:
+            key = (producer, tuple(sorted(found - {producer})), tuple(sorted(keeping)), to_loss)
+            # What the same units touch is held by the same stages, however they are cut.
+            before = alike[key].bytes if key in alike else 0
+            alike[key] = SharedMemoryUse(name if not before else alike[key].name, before + size, *key)
+    return tuple(alike.values())
+
+
+def _touching(graph: Graph, units: Units) -> dict[str, tuple[int, set[int]]]:
+    """Memory, by the first value in it -> the unit that makes it, and those that read it or write into it."""
+    unit_of = units.of_call
+    found: dict[str, tuple[int, set[int]]] = {}
+    for name, value in graph.values.items():
+        producer = INPUT if value.producer is None else unit_of[value.producer]
+        first, touching = found.setdefault(value.alias_of or name, (producer, set()))
+        touching.update({unit_of[c] for c in value.consumers if c in unit_of}, {producer} - {first})
+    return found

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from outcore.errors import StreamError
 from outcore.graph.parts import ancestors
@@ -156,36 +156,19 @@ def _is_barrier(network: RegionNetwork, node: RegionNode) -> bool:
 def _stages(
     network: RegionNetwork, nodes: list[RegionNode], boundary: tuple[str, ...], keep: set[str]
 ) -> tuple[TilePass, ...]:
-    level = dict.fromkeys(network.graph.inputs, 0)
-    ready = dict(level)
-    """The stage from which on a value may be used without computing it again."""
-    users = {v for n in nodes for v in n.values}
-    materialised: dict[str, int] = {}
-    for node in nodes:
-        # Statistics of a map that is being put together are taken in the same pass.
-        early = node.kind == "reduction"
-        at = max((level[v] if early and network.is_streamed(v) else ready[v] for v in node.values), default=0)
-        level[node.output] = ready[node.output] = at
-        if node.kind == "global":
-            continue
-        barrier = _is_barrier(network, node)
-        kept = node.output in keep and node.output in users
-        if barrier or kept or node.output in boundary:
-            materialised[node.output] = at
-        if (barrier or kept) and node.output in users:
-            ready[node.output] = at + 1
-    last = max((*materialised.values(), *(level[n.output] for n in nodes)), default=0)
+    """The passes over the image in which some nodes are computed."""
+    levels = _levels(network, nodes, boundary, keep)
     known = set(network.graph.inputs)
-    stages = []
-    for index in range(last + 1):
-        small = tuple(n for n in nodes if n.kind == "global" and level[n.output] == index)
+    passes = []
+    for index in range(levels.last + 1):
+        small = tuple(n for n in nodes if n.kind == "global" and levels.of[n.output] == index)
         known |= {n.output for n in small}
-        targets = [v for v, at in materialised.items() if at == index]
+        targets = [v for v, at in levels.materialised.items() if at == index]
         reductions = tuple(network.nodes[v] for v in targets if network.nodes[v].kind == "reduction")
         maps = tuple(v for v in targets if network.nodes[v].kind == "local")
         inner = [n for n in network.closure([*maps, *(r.values[0] for r in reductions)], known) if n.kind == "local"]
         read = dict.fromkeys(v for n in (*inner, *reductions) for v in n.values if v in known)
-        stages.append(
+        passes.append(
             TilePass(
                 small,
                 tuple(inner),
@@ -195,8 +178,46 @@ def _stages(
                 tuple(v for v in read if not network.is_streamed(v)),
             )
         )
-        known |= {v for v in targets if ready[v] > index}
-    return tuple(stages)
+        known |= {v for v in targets if levels.ready[v] > index}
+    return tuple(passes)
+
+
+@dataclass
+class _Levels:
+    """In which pass each value is computed."""
+
+    of: dict[str, int]
+    ready: dict[str, int]
+    """The pass from which on a value may be used without computing it again."""
+    materialised: dict[str, int] = field(default_factory=dict)
+    """Values that a pass puts together as a whole."""
+
+    @property
+    def last(self) -> int:
+        """The last pass."""
+        return max((*self.materialised.values(), *self.of.values()), default=0)
+
+
+def _levels(network: RegionNetwork, nodes: list[RegionNode], boundary: tuple[str, ...], keep: set[str]) -> _Levels:
+    """The pass of every node: the first in which all that it reads can be had."""
+    inputs = dict.fromkeys(network.graph.inputs, 0)
+    levels = _Levels(inputs, dict(inputs))
+    users = {v for n in nodes for v in n.values}
+    for node in nodes:
+        # Statistics of a map that is being put together are taken in the same pass.
+        early = node.kind == "reduction"
+        reached = (levels.of[v] if early and network.is_streamed(v) else levels.ready[v] for v in node.values)
+        at = max(reached, default=0)
+        levels.of[node.output] = levels.ready[node.output] = at
+        if node.kind == "global":
+            continue
+        barrier = _is_barrier(network, node)
+        kept = node.output in keep and node.output in users
+        if barrier or kept or node.output in boundary:
+            levels.materialised[node.output] = at
+        if (barrier or kept) and node.output in users:
+            levels.ready[node.output] = at + 1
+    return levels
 
 
 def _asked(network: RegionNetwork, boundary: Iterable[str], fine: set[str], why: dict[str, str]) -> set[str]:
