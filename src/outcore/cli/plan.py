@@ -13,7 +13,6 @@ from rich.console import Console
 from outcore.cli.messages import working, wrote
 from outcore.cli.one_device import plain_bytes, plan_on_one_device
 from outcore.cli.options import Arguments, Batch, Inputs, JobName, Json
-from outcore.cost.predicted.estimate import estimate
 from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.job import Job
@@ -22,7 +21,7 @@ from outcore.machine.units import parse_budget
 from outcore.plan_document import BatchNorm, Plan
 from outcore.planner import SCHEDULES, CallWeights, plan_vertically
 from outcore.planner.pipeline.lower import predict_timeline, predicted_by
-from outcore.planner.pipeline.plan_job import UNKNOWN_LINK, batch_for, links_of
+from outcore.planner.pipeline.plan_job import UNKNOWN_LINK, batch_for, links_of, weights_on
 from outcore.planner.pipeline.plan_job import plan as make_plan
 from outcore.program import Timeline, chart, rich_gantt, save_trace
 
@@ -92,7 +91,7 @@ def plan(
     if count == 1 and stages is None and not vertical and schedule is None and balance is None:
         plan_on_one_device(found, graph, where, budget, batch=batch, output=output, svg=svg, json=json)
         return
-    weights = CallWeights.of(graph, estimate(graph, where))
+    weights = weights_on(where, graph)
     wanted: dict[str, Any] = {
         "memory_bytes": budget,
         "schedule": schedule,
@@ -164,7 +163,7 @@ def simulate(
         typer.echo(f"the plan was made for another machine; these are the times of {shown} (--machine)", err=True)
     found = Job.load(job, inputs=inputs or (), arguments=arguments or ())
     graph = found.capture(batch or (batch_for(found, made.ranks) if made.ranks > 1 and not inputs else None))
-    timeline = _timeline(made, graph, CallWeights.of(graph, estimate(graph, where)), where)
+    timeline = _timeline(made, graph, weights_on(where, graph), where)
     if trace is not None:
         save_trace(timeline, trace)
     if svg is not None:

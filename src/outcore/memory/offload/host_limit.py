@@ -11,11 +11,9 @@ import os
 from pathlib import Path
 
 from outcore.machine.units import parse_bytes
+from outcore.planner.memory.machine_tier import HOST_SHARE
 
-__all__ = ["HOST_SHARE", "host_limit_bytes"]
-
-HOST_SHARE = 0.8
-"""The share of the free memory that may be taken."""
+__all__ = ["host_limit_bytes"]
 
 
 def host_limit_bytes() -> int:

@@ -47,9 +47,11 @@ def refusal(search: PlanSearch, devices: int, cap: int | None, planner: StagePla
 
 def _least_with_policies(search: PlanSearch, devices: int, low: int, high: int, planner: StagePlanner) -> int:
     """The smallest budget between one that cannot be met and one that can, at which policies inside stages meet it."""
+    fastest = search.in_order(search.simulated(search.candidates(devices), None))[:1]
+    cuts = [(candidate, stages) for _, candidate, stages in (*fastest, *search.smallest(devices))]
     for _ in range(_HALVINGS):
         middle = (low + high) // 2
-        tried = (search.fitted(planner, candidate, stages, middle) for _, candidate, stages in search.smallest(devices))
+        tried = (search.fitted(planner, candidate, stages, middle) for candidate, stages in cuts)
         peaks = [max(fitted[0].peak_bytes) for fitted in tried if fitted is not None]
         low, high = (low, min(peaks)) if peaks else (middle, high)
     return high

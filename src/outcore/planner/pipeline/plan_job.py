@@ -27,6 +27,7 @@ from outcore.machine import Machine, known, parse
 from outcore.machine.link import Link
 from outcore.machine.units import parse_bytes
 from outcore.plan_document import BatchNorm, Plan
+from outcore.planner.memory.machine_tier import tier_of
 from outcore.planner.memory.plan import plan_memory
 from outcore.planner.partition.strategies import Balance
 from outcore.planner.partition.units import Granularity
@@ -36,7 +37,7 @@ from outcore.planner.pipeline.schedule_model import Schedule
 from outcore.planner.pipeline.search import plan as search_plan
 from outcore.program import Links
 
-__all__ = ["batch_for", "links_of", "plan"]
+__all__ = ["batch_for", "links_of", "plan", "weights_on"]
 
 UNKNOWN_LINK = Link.symmetric(bandwidth_bytes_per_s=12e9, latency_s=10e-6)
 _LONG = 2000
@@ -92,8 +93,10 @@ def plan(
     if count == 1 and schedule is None and balance is None:
         optimizer = OptimizerCost.of(_optimizer(source), where.devices[0].kind)
         rate = where.devices[0].bandwidth_bytes_per_s
-        return plan_memory(graph, costs, budget_bytes=limit, optimizer=optimizer, memory_bytes_per_s=rate).document()
-    weights = CallWeights.of(graph, costs)
+        return plan_memory(
+            graph, costs, budget_bytes=limit, optimizer=optimizer, tier=tier_of(where), memory_bytes_per_s=rate
+        ).document()
+    weights = weights_on(where, graph, costs)
     made = search_plan(
         graph,
         weights,
@@ -117,6 +120,12 @@ def plan(
 def batch_for(job: Job, devices: int) -> int:
     """The batch of a step that was not given: the job's own, or one sample for each device where that is more."""
     return max(job.size, devices)
+
+
+def weights_on(machine: Machine, graph: Graph, costs: Any = None) -> CallWeights:
+    """The weights of a network's calls on a machine, with the memory below its devices; estimated if not given."""
+    costs = costs if costs is not None else estimate(graph, machine)
+    return replace(CallWeights.of(graph, costs), tier=tier_of(machine))
 
 
 def links_of(machine: Machine) -> Links:
