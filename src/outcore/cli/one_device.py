@@ -18,13 +18,12 @@ from outcore.cost.optimizer_cost import OptimizerCost
 from outcore.cost.predicted.estimate import estimate
 from outcore.cost.predicted.rough import without_gaps
 from outcore.cost.profile import profile as make_profile
-from outcore.errors import MachineError, PlanError
+from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.job import Job
 from outcore.machine import Machine
 from outcore.machine.units import format_bytes
-from outcore.memory.offload.host_limit import HOST_SHARE
-from outcore.planner.memory.copy_schedule import OffloadTarget
+from outcore.memory.offload.target import offload_target
 from outcore.planner.memory.evaluate import StepModel
 from outcore.planner.memory.frontier import frontier
 from outcore.planner.memory.plan import plan_memory
@@ -62,7 +61,7 @@ def plan_on_one_device(
                 costs,
                 budget_bytes=budget_bytes,
                 optimizer=optimizer,
-                tier=_tier(where),
+                tier=offload_target(where),
                 memory_bytes_per_s=device.bandwidth_bytes_per_s,
             )
     except PlanError as refused:
@@ -95,7 +94,7 @@ def frontier_on_one_device(job: Job, graph: Graph, costs: Costs, where: Machine)
     """The fastest step for every budget from plain training down to the smallest."""
     device = where.devices[0]
     optimizer = OptimizerCost.of(job.optimizer or 2.0, device.kind)
-    keeping = StepModel(graph, without_gaps(costs), optimizer, _tier(where), device.bandwidth_bytes_per_s)
+    keeping = StepModel(graph, without_gaps(costs), optimizer, offload_target(where), device.bandwidth_bytes_per_s)
     return keeping, frontier(keeping)
 
 
@@ -124,17 +123,3 @@ def _in_tiles(
     console = Console()
     console.print(f"{graph.root.type} on {device}, within {format_bytes(budget_bytes)}", highlight=False, markup=False)
     console.print(step.explain(), highlight=False, markup=False)
-
-
-def _tier(where: Machine) -> OffloadTarget | None:
-    try:
-        link = where.below(where.devices[0])
-    except MachineError:
-        return None
-    # Copies share the memory and, both ways at once, the bus.
-    both = link.both_bytes_per_s / (link.away_bytes_per_s + link.back_bytes_per_s)
-    rates = (both * link.away_bytes_per_s, both * link.back_bytes_per_s)
-    if where.devices[0].kind != "cuda" or where.host is None:
-        return OffloadTarget(*rates)
-    disk = OffloadTarget(where.disk.away_bytes_per_s, where.disk.back_bytes_per_s) if where.disk is not None else None
-    return OffloadTarget(*rates, int(HOST_SHARE * where.host.memory_bytes), beyond=disk)

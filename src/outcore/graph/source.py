@@ -16,10 +16,12 @@ from types import FrameType
 
 import torch
 
-__all__ = ["blame", "call_site", "definition"]
+__all__ = ["blame", "call_site", "definition", "file_of"]
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _HERE = str(Path(__file__).parent) + os.sep
+_FILES: dict[str, str] = {}
+"""Files that were named by a location -> where they are on this machine."""
 
 
 def call_site(frame: FrameType | None = None) -> str:
@@ -36,6 +38,12 @@ def definition(function: object) -> str:
     """Location of a function's first line; empty for builtins."""
     code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
     return f"{_relative(code.co_filename)}:{code.co_firstlineno}" if code else ""
+
+
+def file_of(location: str) -> tuple[Path, int] | None:
+    """The file and the line of a location that this process has given out; none for any other text."""
+    name, _, line = location.rpartition(":")
+    return (Path(_FILES[name]), int(line)) if name in _FILES and line.isdigit() else None
 
 
 def blame(error: BaseException) -> str:
@@ -55,4 +63,6 @@ def _is_internal(filename: str) -> bool:
 @cache
 def _relative(filename: str) -> str:
     roots = [p for p in map(os.path.abspath, sys.path) if filename.startswith(p + os.sep)]
-    return os.path.relpath(filename, max(roots, key=len)) if roots else Path(filename).name
+    name = os.path.relpath(filename, max(roots, key=len)) if roots else Path(filename).name
+    _FILES.setdefault(name, filename)
+    return name
