@@ -28,7 +28,7 @@ from outcore.machine import Machine, known, parse
 from outcore.machine.units import parse_bytes
 from outcore.report.bundle import bundle as graph_bundle
 
-__all__ = ["Explored", "ExploreSettings", "explore_bundle"]
+__all__ = ["ExploreSettings", "Explored", "explore_bundle"]
 
 FORMAT = 1
 
@@ -72,9 +72,8 @@ class Explored:
         self.sources: list[SourceFile] = source_files(self.shown.graph, self.shown.costs)
         self.table: PlanTable | None = None
 
-    def pieces(self) -> Iterator[tuple[str, Any]]:
-        """Name and value of every piece, as they are ready; a later one replaces an earlier of its name."""
-        yield from self.first().items()
+    def later(self) -> Iterator[tuple[str, Any]]:
+        """Name and value of what takes its time, as it is ready; a later piece replaces an earlier of its name."""
         self.table = PlanTable.of(self.job, self.shown, self.where)
         plain = self.table.plain()
         yield "plans", self._plans([plain], complete=False)
@@ -180,4 +179,5 @@ class Explored:
 
 def explore_bundle(settings: ExploreSettings) -> dict[str, Any]:
     """All pieces of a job's page, the last of each."""
-    return dict(Explored(settings).pieces())
+    explored = Explored(settings)
+    return explored.first() | dict(explored.later())

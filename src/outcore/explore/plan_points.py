@@ -1,4 +1,4 @@
-"""Plans for one device, computed ahead: the frontier of time against memory, each point with all that a page shows of it.
+"""Plans for one device, computed ahead: the frontier of time against memory, each with all that a page shows.
 
 A point says what happens to every buffer (`policy`), block by block, and how the step would go (`timeline`, by the same
 simulator as everywhere). Times are those of the planner's model multiplied up to the whole step, as `outcore plan`
@@ -172,9 +172,7 @@ class PlanTable:
             stages=name_stages(graph, [list(graph.calls)]),
             policy=policies_to_json(known),
             memory_bytes=one.outcome.peak_bytes,
-            predicted=PredictedStep(
-                over * self.shown.step.step_s, (one.outcome.peak_bytes,), 0.0, "memory curve"
-            ),
+            predicted=PredictedStep(over * self.shown.step.step_s, (one.outcome.peak_bytes,), 0.0, "memory curve"),
             why=(f"{over:.3f}x the time of plain training at {one.outcome.peak_bytes:,} bytes, by prediction",),
         )
 
@@ -209,6 +207,9 @@ def timeline_json(timeline: Timeline, model: StepModel | None = None, optimizer_
         if length > 0:
             where = [event.rank, STREAMS.index(event.stream), kinds.setdefault(event.kind, len(kinds))]
             rows.append([*where, name, round(event.start_s * 1e6, 2), round(length * 1e6, 2), event.bytes, event.stage])
+    curves = [(list(m.times_s), list(m.bytes), m.peak_bytes) for m in timeline.memory]
+    if model is not None and curves and curves[0][1] and not curves[0][1][-1]:
+        curves[0][1][-1] = model.plain.moments[-1].bytes.total  # the update comes after the script's last action
     return {
         "streams": STREAMS,
         "kinds": list(kinds),
@@ -217,7 +218,7 @@ def timeline_json(timeline: Timeline, model: StepModel | None = None, optimizer_
         "step_s": timeline.step_s + optimizer_s,
         "bubble": timeline.bubble,
         "memory": [
-            {"times_us": [round(t * 1e6, 1) for t in m.times_s], "bytes": list(m.bytes), "peak_bytes": m.peak_bytes}
-            for m in timeline.memory
+            {"times_us": [round(t * 1e6, 1) for t in times], "bytes": held, "peak_bytes": peak}
+            for times, held, peak in curves
         ],
     }
