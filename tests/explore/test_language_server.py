@@ -75,7 +75,9 @@ def edit(path: Path, options: dict[str, Any], act: Callable[[Editor, str], Await
             await editor.shutdown_async(None)
             editor.exit(None)
         finally:
-            await editor.stop()
+            if editor._server is not None and editor._server.returncode is None:
+                editor._server.kill()  # else a failed test would wait for it
+            await asyncio.wait_for(editor.stop(), 10)
 
     asyncio.run(session())
 
@@ -134,7 +136,7 @@ def test_too_small_a_budget_and_an_error_are_diagnostics(tmp_path: Path) -> None
 
     async def act(editor: Editor, uri: str) -> None:
         [over] = editor.diagnostics[uri]
-        assert over.severity == lsp.DiagnosticSeverity.Warning and "5 MiB" in over.message
+        assert over.severity == lsp.DiagnosticSeverity.Warning and "more than 5.0 MiB" in over.message
         assert SMALL.splitlines()[over.range.start.line].strip()
         broken = SMALL.replace("self.second(a)", "self.missing(a)")
         path.write_text(broken)

@@ -99,7 +99,7 @@ class PlanTable:
             if kind not in ("keep", "recompute", "offload", "encode"):
                 raise PlanError(f"policy {kind!r} is not known; choose keep, recompute, offload or encode")
             changed = 0
-            for name in self._inside(path):
+            for name in self._inside(path, on_the_way=kind in ("recompute", "keep")):
                 options = {kind_of_policy(p): p for p in reversed(self.model.choices(self.model.buffers[name]))}
                 if kind == "keep" and name in chosen:
                     del chosen[name]
@@ -114,11 +114,11 @@ class PlanTable:
             raise PlanError("these policies cannot be combined: a recomputed value needs one that is gone by then")
         return Assignment(chosen, outcome)
 
-    def _inside(self, path: str) -> list[str]:
-        """The buffers that a block makes and backward needs."""
+    def _inside(self, path: str, *, on_the_way: bool) -> list[str]:
+        """The buffers that a block makes and backward needs; also those that others are made from again on the way."""
         found = []
         for name, buffer in self.model.buffers.items():
-            if buffer.kind == "given" or not buffer.savers or buffer.born < 0:
+            if buffer.kind == "given" or buffer.born < 0 or not (buffer.savers or on_the_way):
                 continue
             block = self.model.graph.calls[self.model.order[buffer.born]].block
             if path in (ROOT, block) or path in ancestors(block):
@@ -144,16 +144,16 @@ class PlanTable:
     def _blocks(self, policies: Policies, outcome: StepUnderPolicies) -> dict[str, dict[str, float]]:
         """Bytes by policy in every block, and the seconds that making them again takes."""
         found: dict[str, dict[str, float]] = {}
-        for name in self.model.buffers:
-            buffer = self.model.buffers[name]
-            if buffer.kind == "given" or not buffer.savers or buffer.born < 0:
+        for name, buffer in self.model.buffers.items():
+            if buffer.kind == "given" or buffer.born < 0:
                 continue
             kind = kind_of_policy(policies.get(name, KEEP))
             block = self.model.graph.calls[self.model.order[buffer.born]].block
             for path in (ROOT, *ancestors(block), block):
                 row = found.setdefault(path, {})
-                row[kind] = row.get(kind, 0) + buffer.bytes
-                if kind == "recompute" and name in outcome.recomputed:
+                if buffer.savers:
+                    row[kind] = row.get(kind, 0) + buffer.bytes
+                if name in outcome.recomputed:
                     row["seconds"] = row.get("seconds", 0.0) + buffer.again_s
         return found
 

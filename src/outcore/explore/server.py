@@ -95,7 +95,9 @@ def explore_app(supervisor: Supervisor, token: str, *, watch: bool = True) -> St
         Route("/{token}/simulate", guarded(simulate), methods=["POST"]),
     ]
     hosts = Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"], www_redirect=False)
-    return Starlette(routes=routes, middleware=[hosts], lifespan=life)
+    app = Starlette(routes=routes, middleware=[hosts], lifespan=life)
+    app.router.redirect_slashes = False  # a redirection would say which paths there are
+    return app
 
 
 async def _stream(supervisor: Supervisor) -> AsyncIterator[str]:

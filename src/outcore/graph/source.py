@@ -60,9 +60,13 @@ def _is_internal(filename: str) -> bool:
     return own or filename.startswith(("<frozen", "<string>")) or filename.endswith(("contextlib.py", "functools.py"))
 
 
-@cache
 def _relative(filename: str) -> str:
-    roots = [p for p in map(os.path.abspath, sys.path) if filename.startswith(p + os.sep)]
-    name = os.path.relpath(filename, max(roots, key=len)) if roots else Path(filename).name
-    _FILES.setdefault(name, filename)
+    name = _name_of(filename)
+    _FILES[name] = filename  # of two files of one name the one that was used last
     return name
+
+
+@cache
+def _name_of(filename: str) -> str:
+    roots = [p for p in map(os.path.abspath, sys.path) if filename.startswith(p + os.sep)]
+    return os.path.relpath(filename, max(roots, key=len)) if roots else Path(filename).name

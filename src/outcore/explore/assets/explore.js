@@ -56,7 +56,7 @@ class Page {
       section.hidden = !mine;
       document.getElementById(`tab-${panel.key}`).setAttribute("aria-selected", String(mine));
       if (mine && !this.made.has(key)) this.made.set(key, panel.show(section, this.store));
-      else if (mine) this.made.get(key).shown?.();
+      else if (mine) this.made.get(key).returned?.();
     }
     try {
       history.replaceState(null, "", `#${key}`);

@@ -25,7 +25,7 @@ class Network extends GraphTab {
     if (store.selected !== null) requestAnimationFrame(() => this.follow());
   }
 
-  shown() {
+  returned() {
     if (this.store.selected !== null) this.follow();
   }
 
