@@ -27,7 +27,7 @@ EVIL = SMALL.replace(
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = write(tmp_path_factory.mktemp("job"), EVIL)
-    settings = ExploreSettings(str(path), machine="2xv100", devices=2, seconds=3.0, search_s=0.03)
+    settings = ExploreSettings(str(path), machine="2xv100", devices=2, seconds=60.0, search_s=0.03)
     return explore_bundle(settings)
 
 
@@ -85,7 +85,7 @@ def test_a_smaller_budget_shows_the_plan_that_meets_it(page: Browser, bundle: di
     page.drag(".memory-bar .knob", -int(0.94 * page.ask("document.querySelector('.memory-bar').clientWidth")))
     assert "fits" in page.text(".verdict")  # 1 of 16 GiB is still more than it takes
     page("document.querySelector('.memory-bar .knob').focus()")
-    page.press(".memory-bar .knob", *["\ue012"] * 8)
+    page.press(".memory-bar .knob", *["\ue012"] * 12)
     assert "does not fit" in page.text(".verdict")
 
 

@@ -7,6 +7,7 @@ the time is up, and where one is missing the page multiplies along the row and t
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -85,29 +86,29 @@ def predict_sizes(job: Job, device: Device, own: Profile, *, seconds: float, bat
         return found.memory.peak_bytes
 
     limit = _BEYOND * device.memory_bytes
-    grid.batches = [batch]
-    for size in _batches(batch):
+    grid.batches, grid.images = [batch], [side] if side is not None else []
+    refused = 0
+    for axis, size in _in_turn(batch, side):
         if time.monotonic() > until:
-            break
-        if size > batch and (_over(grid, limit) or len(grid.batches) >= _MOST_BATCHES):
-            continue
-        if peak(size, None) is not None:
-            grid.batches = sorted({*grid.batches, size})
+            return
+        if axis == "batch":
+            over = [b for b in grid.batches if _peak(grid, b, side) > limit]
+            if len(grid.batches) >= _MOST_BATCHES or (len(grid.batches) > 1 and size > min(over, default=_LARGEST)):
+                continue
+            if peak(size, None) is not None:
+                grid.batches = sorted({*grid.batches, size})
+                yield grid
+        else:
+            over = [s for s in grid.images if _peak(grid, batch, s) > limit]
+            if len(grid.images) >= _MOST_IMAGES or refused > 1 or (size > min(over, default=_LARGEST)):
+                continue
+            if peak(batch, size) is None:
+                refused += 1
+                continue
+            grid.images = sorted({*grid.images, size})
             yield grid
     if side is None:
         return
-    grid.images = [side]
-    refused = 0
-    for image in _sides(side):
-        if time.monotonic() > until or len(grid.images) >= _MOST_IMAGES or refused > 1:
-            break
-        if image > side and _too_large_at(grid, batch, limit) <= image:
-            continue
-        if peak(batch, image) is None:
-            refused += 1
-            continue
-        grid.images = sorted({*grid.images, image})
-        yield grid
     missing = [(b, s) for b in grid.batches for s in grid.images if f"{b}x{s}" not in grid.cells]
     steps = {size: i for sizes in (grid.batches, grid.images) for i, size in enumerate(sizes)}
     missing.sort(key=lambda cell: abs(steps[cell[0]] - steps[batch]) + abs(steps[cell[1]] - steps[side]))
@@ -146,11 +147,14 @@ def _sides(own: int) -> list[int]:
     return [side for side in dict.fromkeys(sides) if side != own and side <= _LARGEST]
 
 
-def _over(grid: SizeGrid, limit: float) -> bool:
-    return any(cell["peak_bytes"] > limit for cell in grid.cells.values())
+def _in_turn(batch: int, side: int | None) -> Iterator[tuple[str, int]]:
+    """Batches and images by turns, the nearest first."""
+    batches = [("batch", size) for size in _batches(batch)]
+    images = [("image", size) for size in _sides(side)] if side is not None else []
+    for pair in itertools.zip_longest(batches, images):
+        yield from (one for one in pair if one is not None)
 
 
-def _too_large_at(grid: SizeGrid, batch: int, limit: float) -> int:
-    """The smallest image that was found to be beyond the limit."""
-    over = [s for s in grid.images if grid.cells.get(f"{batch}x{s}", {"peak_bytes": 0})["peak_bytes"] > limit]
-    return min(over, default=_LARGEST + 1)
+def _peak(grid: SizeGrid, batch: int, image: int | None) -> int:
+    cell = grid.cells.get(f"{batch}x{image or 0}")
+    return int(cell["peak_bytes"]) if cell is not None else 0

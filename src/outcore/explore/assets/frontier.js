@@ -40,6 +40,7 @@ class Frontier {
       return;
     }
     if (!host.clientWidth) return;
+    plot.height = plotHeight();
     const scale = store.scale(), peak = (point) => store.peakOf(point, scale);
     const most = Math.max(...points.map(peak)), slow = Math.max(1.08, ...points.map((p) => p.over_plain));
     const bytesAt = most >= 2 ** 30 ? 2 ** 30 : 2 ** 20, unit = most >= 2 ** 30 ? "GiB" : "MiB";

@@ -48,7 +48,7 @@ class Live {
     if (trouble === null) return this.trouble.replaceChildren();
     const where = trouble.place ? make("code", {}, trouble.place) : "";
     this.trouble.replaceChildren(
-      make("div.what", {}, make("b", {}, trouble.kind), " ", where, make("div", {}, trouble.message),
+      make("div.what", {}, make("b", {}, trouble.kind), " ", where, make("div", {}, trouble.message.replace(new RegExp(`^${trouble.kind} `), "")),
         trouble.trace ? make("details", {}, make("summary", {}, "traceback"), make("pre", {}, trouble.trace)) : ""),
       make("span.note", {}, this.store.data.about ? "What is shown is the last state that worked." : "Save the file again when it is mended."));
     if (!this.store.data.about) document.querySelector(".waiting b")?.replaceChildren("The job cannot be looked at yet");

@@ -13,7 +13,8 @@ class Overview {
     this.rateGauge = make("div.gauge", { "aria-hidden": "true" });
     this.peak = make("div.figure");
     this.peakNote = make("div.note");
-    this.bar = make("div.memory-bar");
+    this.parts = make("div.parts");
+    this.bar = make("div.memory-bar", {}, this.parts);
     this.barKeys = make("div.keys");
     this.verdict = make("div.verdict");
     this.stepBar = make("div.stack");
@@ -117,7 +118,7 @@ class Overview {
     const end = make("div.capacity", { style: { left: `${(capacity / this.most) * 100}%` } });
     const cut = store.budget !== null && from > store.budget
       ? [make("div.beyond", { style: { left: `${(store.budget / this.most) * 100}%`, width: `${((from - store.budget) / this.most) * 100}%` } })] : [];
-    this.bar.replaceChildren(...parts, ...cut, end, this.handle.knob);
+    this.parts.replaceChildren(...parts, ...cut, end);
     const at = store.budget ?? capacity;
     const said = store.budget === null ? `budget: all ${bytesText(capacity)}` : `budget ${bytesText(at)}`;
     this.handle.place((at / this.most) * this.bar.clientWidth, 13, Math.round(at), said);
@@ -164,7 +165,7 @@ class Overview {
   /** The blocks that take most, at the depth at which none is nearly everything. */
   blocks() {
     const { store } = this, whole = store.cost("", "time_s") || 1, saved = store.cost("", "saved_bytes") || 1;
-    const rows = hotBlocks(store).slice(0, 7).map((path) => {
+    const rows = hotBlocks(store).slice(0, innerHeight > 980 ? 10 : 7).map((path) => {
       const block = store.blocks.get(path), time = store.cost(path, "time_s"), bytes = store.cost(path, "saved_bytes");
       return make("button.row", { type: "button", "aria-current": String(path === store.selected), onclick: () => { store.select(path, "overview"); store.emit("open", { tab: block.source ? "code" : "graph" }); } },
         make("span.name", {}, make("b", {}, path || block.type), make("i", {}, block.type)),
@@ -235,10 +236,11 @@ class SizePlot {
     if (!enough) {
       const why = known?.notes.find((note) => note.startsWith(this.axis));
       const none = this.axis === "image" && known && known.own[1] === null;
-      this.reading.replaceChildren(make("span.note", {}, none ? "The inputs of this job are not images." : why ?? "Predictions for other sizes are being made…"));
+      this.reading.replaceChildren(make("span.note", {}, none ? "The inputs of this job are not images." : why ?? (store.data.plans?.complete ? "No other size was predicted." : "Predictions for other sizes are being made…")));
       return;
     }
     if (!host.clientWidth) return;
+    plot.height = plotHeight();
     const steps = [];
     for (let i = 0; i + 1 < this.sizes.length; i++) for (let k = 0; k < 6; k++) steps.push(this.sizes[i] * (this.sizes[i + 1] / this.sizes[i]) ** (k / 6));
     steps.push(this.sizes.at(-1));
@@ -259,11 +261,13 @@ class SizePlot {
     }
     plot.level(capacity, "limit", store.budget === null ? "capacity" : "budget");
     plot.path(memory.map(([s, m]) => [s, Math.min(m, tops)]), "series memory");
-    plot.add("text", { class: "tick memory-name", x: plot.width - plot.right + 5, y: Math.max(plot.top + 8, plot.py(Math.min(memory.at(-1)[1], tops))) }, "memory");
+    const named = Math.max(plot.top + 8, plot.py(Math.min(memory.at(-1)[1], tops)));
+    plot.add("text", { class: "tick memory-name", x: plot.width - plot.right + 5, y: named }, "memory");
     plot.y = left;
     plot.area(rates, "fill rate");
     plot.path(rates, "series rate");
-    plot.add("text", { class: "tick rate-name", x: plot.width - plot.right + 5, y: plot.py(rates.at(-1)[1]) + 4 }, "rate");
+    const below = plot.py(rates.at(-1)[1]) + 4;
+    plot.add("text", { class: "tick rate-name", x: plot.width - plot.right + 5, y: Math.abs(below - named) < 13 ? named + 13 : below }, "rate");
     const here = at(this.value), value = Math.min(x.max, Math.max(x.min, this.value));
     plot.upright(value, "here");
     this.handle.place(plot.px(value), plot.py(rate(this.value, here)), this.value, `${number(this.value)}${this.axis === "image" ? " px" : ""}`);
@@ -273,6 +277,11 @@ class SizePlot {
       make(here.peak_bytes <= capacity ? "span" : "span.over", {}, bytesText(here.peak_bytes)),
       make("span.note", {}, here.exact ? "" : "interpolated"));
   }
+}
+
+/** Plots are taller where there is room for it. */
+function plotHeight() {
+  return Math.round(Math.min(280, Math.max(150, innerHeight * 0.21)));
 }
 
 function crossing([x1, y1], [x2, y2], level) {

@@ -93,7 +93,7 @@ class PlanPanel {
       if (open) for (const child of inner) visit(child, path === "" ? 0 : depth + 1);
     };
     visit("", 0);
-    this.table.replaceChildren(make("div.plan-block.head", {}, make("span", {}, "block"), make("span", {}, "saved for backward"), make("span", {}, "what happens to it"), make("span", {}, "extra time"), make("span", {}, this.live ? "by hand" : "")), ...out);
+    this.table.replaceChildren(make("div.plan-block.head", {}, make("span", {}, "block"), make("span.size", {}, "saved"), make("span", {}, "what happens to it"), make("span", {}, "extra time"), make("span", {}, this.live ? "by hand" : "")), ...out);
     this.mark();
   }
 
@@ -144,6 +144,6 @@ class PlanPanel {
     this.side.replaceChildren(
       make("h2", {}, "This plan"), make("button.act.main", { onclick: () => download("plan.json", JSON.stringify(plan.document, null, 1)) }, "Download plan.json"),
       make("h2", {}, "Commands"), ...rows, ...why,
-      make("h2", {}, "Why"), make("p.note", {}, `Of all assignments that the planner looked at, this is the fastest within its memory. One operation alone needs ${bytesText(store.data.plans.floor_bytes)} (${store.data.plans.floor_at}): no plan can go below that.`));
+      make("h2", {}, "Why"), make("p.note", {}, `${store.hand ? "This plan was changed by hand." : "Of all assignments that the planner looked at, this is the fastest within its memory."} One operation alone needs ${bytesText(store.data.plans.floor_bytes)} (${store.data.plans.floor_at}): no plan can go below that.`));
   }
 }
