@@ -6,9 +6,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from outcore.explore import size_grid
 from outcore.explore.page import explore_page
 from outcore.explore.parts import ExploreSettings, explore_bundle
 from tests.explore.browser import Browser, browser, needs_browser
@@ -28,7 +30,9 @@ EVIL = SMALL.replace(
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = write(tmp_path_factory.mktemp("job"), EVIL)
     settings = ExploreSettings(str(path), machine="2xv100", devices=2, seconds=60.0, search_s=0.03)
-    return explore_bundle(settings)
+    few = {"_MOST_BATCHES": 4, "_MOST_IMAGES": 3}  # of the sizes that are predicted ahead
+    with mock.patch.multiple(size_grid, **few):
+        return explore_bundle(settings)
 
 
 @pytest.fixture(scope="module")

@@ -22,13 +22,15 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
-from lsprotocol import types as lsp
-from pygls.lsp.server import LanguageServer
-from pygls.uris import from_fs_path, to_fs_path
+if TYPE_CHECKING:
+    from lsprotocol import types as lsp
+    from pygls.lsp.server import LanguageServer
 
-__all__ = ["ExploreLanguageServer", "language_server"]
+__all__ = ["EditorSession", "language_server"]
 
 _JOB = re.compile(r"^def (model|batch)\(", re.MULTILINE)
 _HOT = 0.15
@@ -36,11 +38,11 @@ _HOT = 0.15
 _OPTIONS = ("job", "machine", "memory", "batch", "inputs", "arguments")
 
 
-class ExploreLanguageServer(LanguageServer):
-    """Jobs that were looked at, and what is known of their files."""
+class EditorSession:
+    """Jobs that were looked at for one editor, and what is known of their files."""
 
-    def __init__(self) -> None:
-        super().__init__("outcore", importlib.metadata.version("pygls"))
+    def __init__(self, server: LanguageServer) -> None:
+        self.server = server
         self.options: dict[str, Any] = {}
         self.root = Path.cwd()
         self.files: dict[str, dict[str, Any]] = {}
@@ -76,6 +78,8 @@ class ExploreLanguageServer(LanguageServer):
         self.running[job] = asyncio.get_running_loop().create_task(self._look(job))
 
     async def _look(self, job: str) -> None:
+        from lsprotocol import types as lsp
+
         given = {name: self.options[name] for name in _OPTIONS if name in self.options} | {"job": job}
         seconds = float(self.options.get("seconds", 120.0))
         found = await _facts(given, self.root, seconds)
@@ -95,22 +99,19 @@ class ExploreLanguageServer(LanguageServer):
                 place = (summary["file"], summary["line"]) if summary["file"] in found["files"] else (job, 1)
                 shown[place[0]] = [_diagnostic(place[1], summary["message"], lsp.DiagnosticSeverity.Warning)]
         for path in self.published.get(job, set()) | set(shown):
-            uri = from_fs_path(path)
-            if uri is not None:
-                self.text_document_publish_diagnostics(
-                    lsp.PublishDiagnosticsParams(uri=uri, diagnostics=shown.get(path, []))
-                )
+            diagnostics = lsp.PublishDiagnosticsParams(uri=Path(path).as_uri(), diagnostics=shown.get(path, []))
+            self.server.text_document_publish_diagnostics(diagnostics)
         self.published[job] = set(shown)
         await self._refresh()
 
     async def _refresh(self) -> None:
         """Have the editor ask again, where it can."""
-        workspace = self.client_capabilities.workspace
+        workspace = self.server.client_capabilities.workspace
         with contextlib.suppress(Exception):
             if workspace and workspace.inlay_hint and workspace.inlay_hint.refresh_support:
-                await self.workspace_inlay_hint_refresh_async(None)
+                await self.server.workspace_inlay_hint_refresh_async(None)
             if workspace and workspace.code_lens and workspace.code_lens.refresh_support:
-                await self.workspace_code_lens_refresh_async(None)
+                await self.server.workspace_code_lens_refresh_async(None)
 
     def rows(self, uri: str) -> dict[int, dict[str, Any]]:
         """The facts of a document's lines, those that were edited since left out."""
@@ -118,7 +119,7 @@ class ExploreLanguageServer(LanguageServer):
         known = self.files.get(str(path)) if path is not None else None
         if known is None:
             return {}
-        now = self.workspace.get_text_document(uri).source.splitlines()
+        now = self.server.workspace.get_text_document(uri).source.splitlines()
         text = known["text"]
         same = {
             number: row
@@ -153,31 +154,35 @@ async def _facts(given: dict[str, Any], folder: Path, seconds: float) -> dict[st
             await worker.wait()
 
 
-def language_server() -> ExploreLanguageServer:
+def language_server() -> LanguageServer:
     """A server that answers; `start_io` runs it."""
-    server = ExploreLanguageServer()
+    from lsprotocol import types as lsp
+    from pygls.lsp.server import LanguageServer
+
+    server = LanguageServer("outcore", importlib.metadata.version("pygls"))
+    session = EditorSession(server)
 
     @server.feature(lsp.INITIALIZE)
-    def initialize(ls: ExploreLanguageServer, params: lsp.InitializeParams) -> None:
+    def initialize(params: lsp.InitializeParams) -> None:
         options = params.initialization_options
         root = _path(params.root_uri) if params.root_uri else None
-        ls.configure(options if isinstance(options, Mapping) else None, str(root) if root else None)
+        session.configure(options if isinstance(options, Mapping) else None, str(root) if root else None)
 
     @server.feature(lsp.TEXT_DOCUMENT_DID_OPEN)
-    async def opened(ls: ExploreLanguageServer, params: lsp.DidOpenTextDocumentParams) -> None:
+    async def opened(params: lsp.DidOpenTextDocumentParams) -> None:
         path = _path(params.text_document.uri)
-        if path is not None and str(path) not in ls.files:
-            ls.look(path)
+        if path is not None and str(path) not in session.files:
+            session.look(path)
 
     @server.feature(lsp.TEXT_DOCUMENT_DID_SAVE)
-    async def saved(ls: ExploreLanguageServer, params: lsp.DidSaveTextDocumentParams) -> None:
+    async def saved(params: lsp.DidSaveTextDocumentParams) -> None:
         if (path := _path(params.text_document.uri)) is not None:
-            ls.look(path)
+            session.look(path)
 
     @server.feature(lsp.TEXT_DOCUMENT_INLAY_HINT)
-    def hints(ls: ExploreLanguageServer, params: lsp.InlayHintParams) -> list[lsp.InlayHint]:
+    def hints(params: lsp.InlayHintParams) -> list[lsp.InlayHint]:
         first, last = params.range.start.line, params.range.end.line
-        rows = ls.rows(params.text_document.uri)
+        rows = session.rows(params.text_document.uri)
         return [
             lsp.InlayHint(
                 position=lsp.Position(number - 1, row["width"]),
@@ -190,19 +195,19 @@ def language_server() -> ExploreLanguageServer:
         ]
 
     @server.feature(lsp.TEXT_DOCUMENT_HOVER)
-    def hover(ls: ExploreLanguageServer, params: lsp.HoverParams) -> lsp.Hover | None:
-        row = ls.rows(params.text_document.uri).get(params.position.line + 1)
+    def hover(params: lsp.HoverParams) -> lsp.Hover | None:
+        row = session.rows(params.text_document.uri).get(params.position.line + 1)
         if row is None:
             return None
         return lsp.Hover(contents=lsp.MarkupContent(lsp.MarkupKind.Markdown, row["hover"]))
 
     @server.feature(lsp.TEXT_DOCUMENT_CODE_LENS)
-    def lenses(ls: ExploreLanguageServer, params: lsp.CodeLensParams) -> list[lsp.CodeLens]:
+    def lenses(params: lsp.CodeLensParams) -> list[lsp.CodeLens]:
         path = _path(params.text_document.uri)
-        known = ls.files.get(str(path)) if path is not None else None
-        if known is None or known["job"] not in ls.summaries:
+        known = session.files.get(str(path)) if path is not None else None
+        if known is None or known["job"] not in session.summaries:
             return []
-        title = ls.summaries[known["job"]]["lens"]
+        title = session.summaries[known["job"]]["lens"]
         return [
             lsp.CodeLens(range=_line_range(number), command=lsp.Command(title=title, command=""))
             for number in known["functions"][:1]
@@ -212,14 +217,19 @@ def language_server() -> ExploreLanguageServer:
 
 
 def _diagnostic(line: int, message: str, severity: lsp.DiagnosticSeverity) -> lsp.Diagnostic:
+    from lsprotocol import types as lsp
+
     return lsp.Diagnostic(range=_line_range(line, 500), message=message, severity=severity, source="outcore")
 
 
 def _line_range(line: int, width: int = 0) -> lsp.Range:
+    from lsprotocol import types as lsp
+
     at = max(0, line - 1)
     return lsp.Range(start=lsp.Position(at, 0), end=lsp.Position(at, width))
 
 
 def _path(uri: str) -> Path | None:
-    found = to_fs_path(uri)
-    return Path(found).resolve() if found else None
+    """The file of an address; none for what is not a file."""
+    parts = urlsplit(uri)
+    return Path(url2pathname(parts.path)).resolve() if parts.scheme == "file" else None

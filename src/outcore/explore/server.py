@@ -18,21 +18,17 @@ import secrets
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any
-
-import uvicorn
-from starlette.applications import Starlette
-from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
-from starlette.routing import Route
-from watchfiles import awatch
+from typing import TYPE_CHECKING, Any
 
 from outcore.errors import OutcoreError
 from outcore.explore.page import explore_page
 from outcore.explore.parts import ExploreSettings
 from outcore.explore.supervisor import Limits, Supervisor
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
 
 __all__ = ["ExploreServer", "explore_app"]
 
@@ -49,6 +45,11 @@ _ALIVE_S = 15.0
 
 def explore_app(supervisor: Supervisor, token: str, *, watch: bool = True) -> Starlette:
     """The application around a supervisor, which it starts and ends."""
+    from starlette.applications import Starlette
+    from starlette.middleware import Middleware
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
+    from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
+    from starlette.routing import Route
 
     def guarded(answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         async def checked(request: Request) -> Response:
@@ -143,6 +144,8 @@ def _asked(body: Any) -> tuple[dict[str, str], dict[str, str]]:
 
 async def _watch(supervisor: Supervisor) -> None:
     """Start again when a file of the job was saved."""
+    from watchfiles import awatch
+
     while True:
         files = set(supervisor.files)
         folders = {str(Path(file).parent) for file in files if Path(file).parent.is_dir()}
@@ -184,6 +187,8 @@ class ExploreServer:
         asyncio.run(self._serve(started))
 
     async def _serve(self, started: Callable[[], None] | None) -> None:
+        import uvicorn
+
         app = explore_app(Supervisor(self.settings, self.limits), self.token)
         config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1, access_log=False)
         server = uvicorn.Server(config)
