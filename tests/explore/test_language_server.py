@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import re
 import sys
+import tomllib
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ from pygls.lsp.client import LanguageClient
 
 from outcore.cost.costs import total
 from outcore.cost.profile import profile
+from outcore.explore.language_server import OPTIONS
 from outcore.job import Job
 from outcore.machine import format_bytes, format_time, parse
 from tests.explore.jobs import SMALL, line_of, write
@@ -151,3 +155,15 @@ def test_too_small_a_budget_and_an_error_are_diagnostics(tmp_path: Path) -> None
         assert [d.severity for d in editor.diagnostics[uri]] == [lsp.DiagnosticSeverity.Warning]
 
     edit(path, {"machine": "v100", "memory": "5MiB"}, act)
+
+
+def test_the_configurations_in_the_docs_name_the_command_and_settings_that_there_are() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "how-to" / "editor.md").read_text()
+    blocks = dict(re.findall(r"```(\w+)\n(.*?)```", text, re.DOTALL))
+    helix, code = tomllib.loads(blocks["toml"])["language-server"]["outcore"], json.loads(blocks["json"])
+    assert [helix["command"], *helix["args"]] == ["outcore", "lsp"]
+    assert [code["glspc.server.command"], *code["glspc.server.commandArguments"]] == ["outcore", "lsp"]
+    assert 'cmd = { "outcore", "lsp" }' in blocks["lua"]
+    given = {*helix["config"], *code["glspc.server.initializationOptions"]}
+    listed = set(re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", text, re.MULTILINE))
+    assert given <= set(OPTIONS) and set(re.findall(r"`(\w+)`", " ".join(listed))) == set(OPTIONS)

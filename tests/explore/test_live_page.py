@@ -30,18 +30,17 @@ TROUBLE = "document.getElementById('trouble').hidden === false"
 def explored(path: Path) -> Iterator[str]:
     """The command, and the address that it printed."""
     command = (sys.executable, "-m", "outcore", "explore", str(path), "--on", "v100", "--no-open", "--seconds", "2")
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ)
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        found = re.search(r"http://127\.0\.0\.1:\d+/\S+/", line)
-        assert found is not None, line + process.stdout.read()
-        yield found[0]
-        process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 130
-    finally:
-        process.kill()
-        process.wait()
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": os.environ}
+    with subprocess.Popen(command, **pipes) as process:  # type: ignore[call-overload]
+        try:
+            line = process.stdout.readline()
+            found = re.search(r"http://127\.0\.0\.1:\d+/\S+/", line)
+            assert found is not None, line + process.stdout.read()
+            yield found[0]
+            process.send_signal(signal.SIGINT)
+            assert process.wait(20) == 130
+        finally:
+            process.kill()
 
 
 def peak(page: Browser) -> str:

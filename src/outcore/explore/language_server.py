@@ -35,7 +35,7 @@ __all__ = ["EditorSession", "language_server"]
 _JOB = re.compile(r"^def (model|batch)\(", re.MULTILINE)
 _HOT = 0.15
 """Share of the network's time from which a line's hint says so."""
-_OPTIONS = ("job", "machine", "memory", "batch", "inputs", "arguments")
+OPTIONS = ("job", "machine", "memory", "batch", "inputs", "arguments")
 
 
 class EditorSession:
@@ -80,7 +80,7 @@ class EditorSession:
     async def _look(self, job: str) -> None:
         from lsprotocol import types as lsp
 
-        given = {name: self.options[name] for name in _OPTIONS if name in self.options} | {"job": job}
+        given = {name: self.options[name] for name in OPTIONS if name in self.options} | {"job": job}
         seconds = float(self.options.get("seconds", 120.0))
         found = await _facts(given, self.root, seconds)
         shown: dict[str, list[lsp.Diagnostic]] = {}
