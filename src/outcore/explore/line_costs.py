@@ -67,13 +67,7 @@ class SourceFile:
 
 
 def line_costs(graph: Graph, costs: Costs) -> dict[str, dict[int, LineCost]]:
-    """Files -> lines -> what they take, lines in ascending order.
-
-    >>> import outcore, torch
-    >>> graph = outcore.capture(torch.nn.Sequential(torch.nn.Linear(4, 4)), [(2, 4)])
-    >>> line_costs(graph, outcore.estimate(graph, machine="v100"))
-    {}
-    """
+    """Files -> lines -> what they take, lines in ascending order."""
     calls: dict[str, dict[str, CallCost]] = {}
     blocks: dict[str, dict[str, None]] = {}
     for name, call in graph.calls.items():
