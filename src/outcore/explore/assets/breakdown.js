@@ -72,6 +72,7 @@ class Breakdown {
     if (this.form === "flame") this.tall = Math.max(26, Math.min(76, height / this.levels(this.root)));
     if (this.form === "flame") this.flame(this.root, 0, width, 0, height);
     else this.map(this.root, 0, 0, width, height, 0);
+    this.largest = Math.max(...this.boxes.filter(({ path }) => !this.children(path).length).map(({ path }) => this.value(path)), 1e-12);
     const svg = drawing("svg", { width, height, viewBox: `0 0 ${width} ${height}` });
     for (const box of this.boxes) svg.append(this.box(box));
     this.canvas.replaceChildren(svg);
@@ -127,9 +128,9 @@ class Breakdown {
     const { store } = this, block = store.blocks.get(path), value = this.value(path), whole = this.value("") || 1;
     const leaf = !this.children(path).length;
     const group = drawing("g", { class: leaf ? "shape leaf" : "shape", "data-path": path });
-    const share = value / (this.value(this.root) || 1);
+    const share = value / (this.form === "map" ? this.largest : this.value(this.root) || 1);
     const rect = drawing("rect", { x, y, width: Math.max(0.5, width), height: Math.max(0.5, height), rx: Math.min(3, width / 4) });
-    rect.style.fill = this.form === "map" && !leaf && head ? "var(--panel)" : `color-mix(in oklab, var(--hot) ${Math.round(12 + 68 * Math.sqrt(share))}%, var(--cold))`;
+    rect.style.fill = this.form === "map" && !leaf && head ? "var(--panel)" : `color-mix(in oklab, var(--hot) ${Math.round(12 + 68 * Math.min(1, this.form === "map" ? share : Math.sqrt(share)))}%, var(--cold))`;
     group.append(rect);
     const room = Math.floor((width - 10) / 6.4), name = path === "" ? block.type : block.path.split(".").at(-1);
     if (room >= 3 && height > 12) {

@@ -71,7 +71,7 @@ class Overview {
     const spread = `${timeText(here.low_s * over)} – ${timeText(here.high_s * over)}`;
     const how = about.source === "measured" ? "from measured blocks" : "predicted";
     this.rateNote.textContent = `step ${timeText(step)} (${spread}), ${here.exact ? how : `${how}, interpolated`}`;
-    this.gauge(rate);
+    this.gauge(rate, planned <= (store.budget ?? store.capacity));
     this.memory(here, planned);
     this.say(here, plan, planned, over);
     this.batchPlot.update();
@@ -82,7 +82,7 @@ class Overview {
   }
 
   /** Throughput beside the most that any batch that fits would give. */
-  gauge(rate) {
+  gauge(rate, fits) {
     const { store } = this, sizes = store.data.sizes;
     const rates = (sizes?.batches ?? []).map((b) => [b, predict(store, b, store.image)])
       .filter(([, cell]) => cell.peak_bytes <= (store.budget ?? store.capacity)).map(([b, cell]) => [b, b / cell.step_s]);
@@ -90,6 +90,7 @@ class Overview {
     const share = Math.min(1, rate / Math.max(best, rate, 1e-12));
     const words = best > rate * 1.01 ? `${percent(share)} of ${rateText(best)} samples/s, at batch ${number(bestBatch)}`
       : sizes ? "the most of all predicted batches that fit" : "";
+    if (!fits) return this.rateGauge.replaceChildren(make("div.note", {}, "this would be its speed if it fitted"));
     this.rateGauge.replaceChildren(
       make("div.track", {}, make("div.fill", { style: { width: `${share * 100}%` } })), make("div.note", {}, words));
   }
@@ -124,6 +125,7 @@ class Overview {
     this.handle.place((at / this.most) * this.bar.clientWidth, 13, Math.round(at), said);
     this.handle.knob.dataset.text = store.budget === null ? "◂ drag to a budget" : bytesText(at);
     this.handle.knob.classList.toggle("left", at / this.most > 0.82);
+    this.handle.knob.classList.toggle("right", at / this.most < 0.14);
     this.barKeys.replaceChildren(...categories.map((name, i) => [name, here.by_kind[i]]).filter(([, size]) => size > here.peak_bytes * 0.004)
       .sort((a, b) => b[1] - a[1])
       .map(([name, size]) => make("span", {}, make("i", { style: { background: kindColour(name) } }), kindName(name), make("b", {}, bytesText(size)))));
@@ -137,7 +139,7 @@ class Overview {
     if (here.peak_bytes <= most) {
       const room = largestFitting(store, store.image, most);
       rows.push(make("h3", {}, make("span.pill.good", {}, "fits"), " Plain training, nothing to change"));
-      if (store.data.sizes) rows.push(make("p", {}, room > store.batch ? `The largest predicted batch that fits is about ${number(room)}.` : "A larger batch would not fit as it is."));
+      if (store.data.sizes) rows.push(make("p", {}, room > store.batch ? `Batches of ${room < store.data.sizes.batches.at(-1) ? "up to about" : "at least"} ${number(room)} fit.` : "A larger batch would not fit as it is."));
     } else if (!plan || plan.plain || planned > most) {
       const tiles = store.data.plans?.tiles;
       if (!complete) rows.push(make("h3", {}, make("span.pill.warn", {}, "too large"), " Searching for a plan that fits…"));
@@ -145,7 +147,8 @@ class Overview {
         rows.push(make("h3", {}, make("span.pill.bad", {}, "does not fit"), ` No plan within ${bytesText(most)}`));
         const smallest = store.points.at(-1);
         if (tiles?.text && !store.budget) rows.push(make("p", {}, "Streamed in tiles it does:"), make("pre.tiles", {}, tiles.text));
-        else rows.push(make("p", {}, `The smallest that was found is ${about}${bytesText(store.peakOf(smallest, store.scale()))}, in ${store.data.plans.floor_at}.`));
+        else if (tiles?.refused && !store.budget) rows.push(make("details", {}, make("summary", {}, "Tiles do not help here; why"), make("pre.tiles", {}, tiles.refused)));
+        if (!tiles?.text || store.budget) rows.push(make("p", {}, `The smallest that was found is ${about}${bytesText(store.peakOf(smallest, store.scale()))}, in ${store.data.plans.floor_at}.`));
       }
     } else {
       rows.push(make("h3", {}, make("span.pill.good", {}, "fits"), ` With a plan: ${about}${bytesText(planned)}, ${over.toFixed(over < 1.1 ? 3 : 2)}× the time`));
@@ -233,10 +236,10 @@ class SizePlot {
     const enough = this.sizes.length > 1;
     this.card.classList.toggle("empty", !enough);
     host.hidden = !enough;
+    this.card.hidden = this.axis === "image" && Boolean(known) && known.own[1] === null;
     if (!enough) {
       const why = known?.notes.find((note) => note.startsWith(this.axis));
-      const none = this.axis === "image" && known && known.own[1] === null;
-      this.reading.replaceChildren(make("span.note", {}, none ? "The inputs of this job are not images." : why ?? (store.data.plans?.complete ? "No other size was predicted." : "Predictions for other sizes are being made…")));
+      this.reading.replaceChildren(make("span.note", {}, why ?? (store.data.plans?.complete ? "No other size was predicted." : "Predictions for other sizes are being made…")));
       return;
     }
     if (!host.clientWidth) return;
@@ -274,7 +277,7 @@ class SizePlot {
     this.reading.replaceChildren(
       make("b", {}, `${number(this.value)}${this.axis === "image" ? " px" : ""}`),
       make("span", {}, `${rateText(rate(this.value, here))} samples/s`),
-      make(here.peak_bytes <= capacity ? "span" : "span.over", {}, bytesText(here.peak_bytes)),
+      make(here.peak_bytes <= capacity ? "span" : "span.over", {}, here.peak_bytes <= capacity ? bytesText(here.peak_bytes) : `${bytesText(here.peak_bytes)} if all is kept`),
       make("span.note", {}, here.exact ? "" : "interpolated"));
   }
 }

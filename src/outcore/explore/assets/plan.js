@@ -9,6 +9,7 @@ class PlanPanel {
   constructor(section, store) {
     this.store = store;
     this.opened = new Set([""]);
+    for (const path of hotBlocks(store)) for (const [name] of store.blocks) if (name !== path && store.inside(path, name)) this.opened.add(name);
     this.change = {};
     this.asked = 0;
     section.classList.add("plan");

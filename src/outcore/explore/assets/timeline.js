@@ -58,10 +58,11 @@ class TimelinePanel {
     const plan = this.pipeline ? null : store.plan;
     const plainLine = store.points.find((p) => p.plain)?.timeline, slower = plainLine ? line.step_s / plainLine.step_s : 1;
     const apart = plan && Math.abs(slower / plan.over_plain - 1) > 0.03 ? `, ${slower.toFixed(3)}× plain (${plan.over_plain.toFixed(3)}× by the planner, which queues copies otherwise)` : "";
-    this.words.textContent = `simulated step ${timeText(line.step_s)}${apart}, peak ${bytesText(Math.max(...line.memory.map((m) => m.peak_bytes)))}${idle}`;
+    const held = Math.max(...line.memory.map((m) => m.peak_bytes)), more = plan && held > plan.peak_bytes * 1.02 ? ` (${bytesText(plan.peak_bytes)} by the planner)` : "";
+    this.words.textContent = `simulated step ${timeText(line.step_s)}${apart}, peak ${bytesText(held)}${more}${idle}`;
     this.lanes = this.lanesOf(line);
     const kinds = [...new Set(line.events.map((event) => line.kinds[event[2]]))];
-    this.legend.replaceChildren(...kinds.map((kind) => make("span", {}, make("i", { style: { background: `var(${EVENT_COLOURS[kind] ?? "--wait"})` } }), kind)),
+    this.legend.replaceChildren(...kinds.map((kind) => make("span", {}, make("i", { style: { background: `var(${EVENT_COLOURS[kind] ?? "--wait"})` } }), kind === "step" ? "optimizer" : kind)),
       make("span.note", {}, "scroll with Ctrl zooms, dragging moves, double click shows all"));
     this.fit();
   }
