@@ -135,6 +135,7 @@ def test_lines_of_forward_have_hints_a_hover_and_a_lens(tmp_path: Path) -> None:
     edit(path, {"machine": "v100"}, act)
 
 
+@pytest.mark.slow
 def test_too_small_a_budget_and_an_error_are_diagnostics(tmp_path: Path) -> None:
     path = write(tmp_path)
 

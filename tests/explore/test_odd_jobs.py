@@ -53,7 +53,10 @@ def bundle_of(name: str, folder: Path) -> dict[str, Any]:
     return explore_bundle(ExploreSettings(str(path), machine="v100", seconds=0.6, search_s=0.01))
 
 
-@pytest.mark.parametrize("name", ODD)
+QUICK = ("one layer", "words", "many in and out", "names with signs")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in ODD])
 def test_a_page_of_it_is_made(name: str, tmp_path: Path) -> None:
     made = bundle_of(name, tmp_path)
     text = json.dumps(made, allow_nan=False)

@@ -136,7 +136,7 @@ class Breakdown {
     if (room >= 3 && height > 12) {
       const words = room > name.length + 12 ? `${name}  ${METRICS[this.metric].text(value)} · ${percent(value / whole)}` : name.length > room ? name.slice(0, room - 1) + "…" : name;
       const text = drawing("text", { x: x + 5, y: head || height < 26 ? y + 12.5 : y + Math.min(height / 2 + 4, 19) }, words);
-      if (share > 0.45 && !(this.form === "map" && head)) text.classList.add("inverse");
+      if (share > (this.form === "map" ? 0.8 : 0.45) && !(this.form === "map" && head)) text.classList.add("inverse");
       group.append(text);
     }
     group.addEventListener("pointermove", (event) => showTip(event, make("b", {}, path || block.type), `${block.type}${block.detail ? `(${shortPath(block.detail, 60)})` : ""}`,
