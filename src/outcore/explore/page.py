@@ -1,9 +1,9 @@
 """The page as HTML: a skeleton, style sheets and scripts (``assets/``) put together around a bundle.
 
-The same page is exported with everything in it, and served live, where it begins with what is known and is sent the
-rest. Its policy (in the head) lets the browser run this one script, by its hash, and nothing else: a name, a docstring
-or a line of source that contains HTML cannot run, wherever it is shown. The exported page loads nothing at all; the
-live one may talk to the server it came from.
+The same page is exported with everything in it, and served live, where it begins empty and is sent what is known and
+then the rest. Its policy (in the head) lets the browser run this one script, by its hash, and nothing else: a name, a
+docstring or a line of source that contains HTML cannot run, wherever it is shown. The exported page loads nothing at
+all; the live one may talk to the server it came from.
 
 The network's drawing is the one of `outcore graph --html`: those scripts are taken from there.
 """

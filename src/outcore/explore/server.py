@@ -65,7 +65,8 @@ def explore_app(supervisor: Supervisor, token: str, *, watch: bool = True) -> St
         return checked
 
     async def show(request: Request) -> Response:
-        return HTMLResponse(explore_page(supervisor.pieces, live=True))
+        title = Path(supervisor.settings.job).name  # the pieces come as the first event
+        return HTMLResponse(explore_page({"title": title}, live=True))
 
     async def events(request: Request) -> Response:
         return StreamingResponse(_stream(supervisor), media_type="text/event-stream")

@@ -148,7 +148,7 @@ class Overview {
         const smallest = store.points.at(-1);
         if (tiles?.text && !store.budget) rows.push(make("p", {}, "Streamed in tiles it does:"), make("pre.tiles", {}, tiles.text));
         else if (tiles?.refused && !store.budget) rows.push(make("details", {}, make("summary", {}, "Tiles do not help here; why"), make("pre.tiles", {}, tiles.refused)));
-        if (!tiles?.text || store.budget) rows.push(make("p", {}, `The smallest that was found is ${about}${bytesText(store.peakOf(smallest, store.scale()))}, in ${store.data.plans.floor_at}.`));
+        if (!tiles?.text || store.budget) rows.push(make("p", {}, `The smallest plan that was found takes ${about}${bytesText(store.peakOf(smallest, store.scale()))}. One operation alone, ${store.data.plans.floor_at}, needs ${bytesText(store.data.plans.floor_bytes)}.`));
       }
     } else {
       rows.push(make("h3", {}, make("span.pill.good", {}, "fits"), ` With a plan: ${about}${bytesText(planned)}, ${over.toFixed(over < 1.1 ? 3 : 2)}× the time`));
