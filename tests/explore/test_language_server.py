@@ -116,6 +116,17 @@ def test_lines_of_forward_have_hints_a_hover_and_a_lens(tmp_path: Path) -> None:
         assert f"{shown.per_second:,.1f} samples/s" in lenses[0].command.title
         assert not any(editor.diagnostics.values())
 
+    edit(path, {"machine": "v100"}, act)
+
+
+@pytest.mark.slow
+def test_lines_that_were_edited_show_nothing_until_the_file_is_saved(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    line = line_of(SMALL, "a = self.first(image)")
+
+    async def act(editor: Editor, uri: str) -> None:
+        hints = await hints_of(editor, uri)
+
         def show(text: str, version: int) -> None:
             change = lsp.TextDocumentContentChangeWholeDocument(text)
             document = lsp.VersionedTextDocumentIdentifier(uri=uri, version=version)
