@@ -25,6 +25,7 @@ from outcore.documents import read_json
 from outcore.errors import PlanError
 from outcore.graph import Graph
 from outcore.machine.units import format_bytes, format_time
+from outcore.notebook import html_of
 from outcore.plan_order import check_order
 from outcore.plan_schema import MOST, check_against, check_policy, schema
 from outcore.schema import MapOf, check
@@ -188,6 +189,10 @@ class Plan:
             lines.append(f"predicted time: {p.time_s:.6g} s -> {q.time_s:.6g} s")
             lines.append(f"predicted peak: {max(p.peak_bytes):,} bytes -> {max(q.peak_bytes):,} bytes")
         return lines
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return html_of(self)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values that `from_json` reads back; what has its default is left out."""

@@ -32,6 +32,8 @@ COMMANDS = {
     "train": "Train a network: within a budget, on one device or many, to be stopped and continued at any time.",
     "infer": "Run a network on whole slides, tile by tile, within a budget.",
     "report": "Show a run as one page: curves, plan, predicted beside measured. It may still be going on.",
+    "explore": "Show a network, its costs and its plans on a page in the browser, which follows the job's file.",
+    "lsp": "Show what lines take in any editor: a language server.",
     "demo": "A slide too large for the budget: looked at, planned, trained on and reported, in about a minute.",
 }
 """Every command with a line of help; each is the function of its name, in the file of its name."""

@@ -22,6 +22,7 @@ from outcore.documents import read_json
 from outcore.errors import OutcoreError
 from outcore.graph.parts import ROOT, ancestors
 from outcore.machine.clock import TimedRuns
+from outcore.notebook import html_of
 from outcore.schema import Anything, ListOf, MapOf, Record, Text, check
 from outcore.typed_schema import record_of, schema_of
 
@@ -213,6 +214,10 @@ class Costs:
             groups.setdefault(cost.type, []).append(cost)
         totals = {kind: total(group) for kind, group in groups.items()}
         return dict(sorted(totals.items(), key=lambda row: (-row[1].time_s, -row[1].saved_bytes, row[0])))
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return html_of(self)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values that `from_json` reads back; defaults are left out."""

@@ -21,6 +21,7 @@ from outcore.graph.parts import ROOT, Block, Call, Value, ancestors
 from outcore.graph.queries import Cut, Skip, cuts, skips
 from outcore.graph.subgraph import Subgraph
 from outcore.graph.view import View, view
+from outcore.notebook import html_of
 from outcore.ops.views import REARRANGING
 from outcore.schema import Anything, Flag, ListOf, MapOf, Record, Text, check
 from outcore.typed_schema import schema_of
@@ -221,6 +222,10 @@ class Graph:
     def load(cls, path: str | Path) -> Graph:
         """Read a graph written by `save`."""
         return cls.from_json(read_json(path, MapOf(), OutcoreError), path)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return html_of(self)
 
     def __str__(self) -> str:
         mode = "train" if self.training else "eval"

@@ -16,10 +16,12 @@ from types import FrameType
 
 import torch
 
-__all__ = ["blame", "call_site", "definition"]
+__all__ = ["blame", "call_site", "definition", "file_of"]
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _HERE = str(Path(__file__).parent) + os.sep
+_FILES: dict[str, str] = {}
+"""Files that were named by a location -> where they are on this machine."""
 
 
 def call_site(frame: FrameType | None = None) -> str:
@@ -38,6 +40,12 @@ def definition(function: object) -> str:
     return f"{_relative(code.co_filename)}:{code.co_firstlineno}" if code else ""
 
 
+def file_of(location: str) -> tuple[Path, int] | None:
+    """The file and the line of a location that this process has given out; none for any other text."""
+    name, _, line = location.rpartition(":")
+    return (Path(_FILES[name]), int(line)) if name in _FILES and line.isdigit() else None
+
+
 def blame(error: BaseException) -> str:
     """Location of the user's line that an exception came from; empty if none of the lines is the user's."""
     if isinstance(error, SyntaxError) and error.filename:
@@ -52,7 +60,13 @@ def _is_internal(filename: str) -> bool:
     return own or filename.startswith(("<frozen", "<string>")) or filename.endswith(("contextlib.py", "functools.py"))
 
 
-@cache
 def _relative(filename: str) -> str:
+    name = _name_of(filename)
+    _FILES[name] = filename  # of two files of one name the one that was used last
+    return name
+
+
+@cache
+def _name_of(filename: str) -> str:
     roots = [p for p in map(os.path.abspath, sys.path) if filename.startswith(p + os.sep)]
     return os.path.relpath(filename, max(roots, key=len)) if roots else Path(filename).name

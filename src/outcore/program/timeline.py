@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from outcore.documents import read_json
 from outcore.errors import ProgramError
 from outcore.machine.units import format_bytes, format_time
+from outcore.notebook import html_of
 from outcore.program.simulator.memory_curve import CURVE, RankMemory
 from outcore.schema import Anything, ListOf, MapOf, Record, Text, check
 from outcore.typed_schema import schema_of
@@ -103,6 +104,10 @@ class Timeline:
                 covered[event.rank] += event.end_s - begin
                 until[event.rank] = event.end_s
         return tuple(covered)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return html_of(self)
 
     def __str__(self) -> str:
         lines = [f"{self.name}: step {format_time(self.step_s)}, bubble {self.bubble:.1%}, {len(self)} ranks"]

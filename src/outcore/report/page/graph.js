@@ -32,7 +32,8 @@ class GraphTab {
   }
 
   get sketch() {
-    return this.bundle.drawing[this.state.functions ? "functions" : "modules"];
+    const { functions, modules } = this.bundle.drawing;
+    return this.state.functions || !modules.flat[ROOT] ? functions : modules;  // a model may be functions alone
   }
 
   /** Names of the parts around a part, the whole model first. */

@@ -1,0 +1,98 @@
+"""`outcore explore`: the page of a job in the browser, or as a file."""
+
+from __future__ import annotations
+
+import importlib.util
+import json as json_module
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from outcore.cli.messages import working, wrote
+from outcore.cli.options import Arguments, Batch, Inputs, JobName, Json
+from outcore.errors import OutcoreError
+
+__all__ = ["explore"]
+
+
+def explore(
+    job: JobName,
+    inputs: Inputs = None,
+    arguments: Arguments = None,
+    batch: Batch = None,
+    machine: Annotated[
+        str | None,
+        typer.Option("--machine", "--on", help="h200, 4xa100 or a machine's JSON file.", show_default="this machine"),
+    ] = None,
+    devices: Annotated[int | None, typer.Option("--devices", "-n", min=1, help="Also plan for so many.")] = None,
+    memory: Annotated[str | None, typer.Option("--memory", "-m", help="Budget to begin with, e.g. 8GiB.")] = None,
+    measured: Annotated[
+        bool, typer.Option("--measure/--estimate", help="Run every block alone on this machine, or run nothing.")
+    ] = False,
+    seconds: Annotated[float, typer.Option("--seconds", min=0, help="For predictions of other sizes.")] = 20.0,
+    export: Annotated[
+        Path | None, typer.Option("--export", metavar="FILE", help="Write the page as one file instead.")
+    ] = None,
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, show_default="a free one")] = 0,
+    show: Annotated[bool, typer.Option("--open/--no-open", help="Open it in the browser.")] = True,
+    json: Json = False,
+) -> None:
+    """Show a network, its costs and its plans on a page in the browser; it follows the job's file as you edit it.
+
+    Nothing is computed but predictions, so any size and any device will do:
+
+        outcore explore job.py --on a100
+
+        outcore explore torchvision.models:resnet50 -i 64x3x224x224 --on h200 --devices 4
+
+        outcore explore job.py --on a100 --export page.html
+    """
+    from outcore.explore.parts import ExploreSettings, explore_bundle
+
+    settings = ExploreSettings(
+        job,
+        tuple(inputs or ()),
+        tuple(arguments or ()),
+        machine,
+        batch,
+        devices,
+        memory,
+        measured,
+        seconds,
+    )
+    if json or export is not None:
+        from outcore.explore.page import explore_page
+
+        with working(f"looking at {job}", quiet=json):
+            made = explore_bundle(settings)
+        if export is not None:
+            export.write_text(explore_page(made), encoding="utf-8")
+        if json:
+            typer.echo(json_module.dumps(made))
+        wrote(export)
+        return
+    _serve(settings, port, show)
+
+
+def _serve(settings: object, port: int, show: bool) -> None:
+    missing = [name for name in ("starlette", "uvicorn", "watchfiles") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise OutcoreError(
+            f"the live page needs {', '.join(missing)}, which is not installed; type: pip install 'outcore[ui]', "
+            "or write the page as a file with --export page.html"
+        )
+    from outcore.explore.parts import ExploreSettings
+    from outcore.explore.server import ExploreServer
+
+    assert isinstance(settings, ExploreSettings)
+    server = ExploreServer(settings, port=port)
+
+    def started() -> None:
+        typer.echo(f"{settings.job} is shown at {server.address}  (Ctrl-C ends it)")
+        sys.stdout.flush()
+        if show:
+            typer.launch(server.address)
+
+    server.run(started)

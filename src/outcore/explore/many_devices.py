@@ -1,0 +1,43 @@
+"""The plan for several devices: stages, schedule and replicas, with its timeline, for the page."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from outcore.cost.predicted.estimate import estimate
+from outcore.errors import OutcoreError
+from outcore.explore.plan_points import timeline_json
+from outcore.job import Job
+from outcore.machine import Machine
+from outcore.planner import CallWeights
+from outcore.planner.pipeline.lower import predict_timeline
+from outcore.planner.pipeline.plan_job import batch_for, links_of
+from outcore.planner.pipeline.plan_job import plan as make_plan
+
+__all__ = ["pipeline_json"]
+
+
+def pipeline_json(job: Job, where: Machine, devices: int, batch: int | None) -> dict[str, Any]:
+    """The plan for so many devices, or the reason why there is none."""
+    graph = job.capture(batch or batch_for(job, devices))
+    try:
+        made = make_plan(graph, devices=devices, machine=where)
+    except OutcoreError as refused:
+        return {"devices": devices, "refused": str(refused)}
+    timeline = predict_timeline(made, graph, CallWeights.of(graph, estimate(graph, where)), links_of(where))
+    calls = made.calls(graph)
+    return {
+        "devices": devices,
+        "arrangement": made.arrangement,
+        "schedule": made.schedule,
+        "micro_batches": made.micro_batches,
+        "replicas": made.replicas,
+        "stages": [list(stage) for stage in made.stages],
+        "stage_of": {graph.calls[name].block: k for k, stage in enumerate(calls) for name in stage},
+        "why": list(made.why),
+        "document": made.to_json(),
+        "timeline": timeline_json(timeline),
+        "peak_bytes": list(timeline.peak_bytes),
+        "step_s": timeline.step_s,
+        "bubble": timeline.bubble,
+    }

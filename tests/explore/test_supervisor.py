@@ -1,0 +1,63 @@
+"""Workers that block or take too much memory are ended with a word; the last pieces stay, and the next one works."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from outcore.errors import OutcoreError
+from outcore.explore.parts import ExploreSettings
+from outcore.explore.supervisor import Limits, Supervisor
+from tests.explore.jobs import SMALL, write
+
+pytestmark = pytest.mark.slow
+
+
+async def settled(supervisor: Supervisor, limit_s: float = 90) -> None:
+    """Wait until a job was looked at, or failed."""
+    async with asyncio.timeout(limit_s):
+        while supervisor.status["kind"] == "busy":
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("does", "limits", "said"),
+    [
+        ("import time; time.sleep(1000)", Limits(first_s=8.0), "not recorded within 8 s"),
+        ("torch.ones(2_000_000_000, device='cpu')", Limits(memory_bytes=2 << 30), "it may take 2.0 GiB"),
+    ],
+)
+def test_limits_end_a_worker_and_the_last_pieces_stay(tmp_path: Path, does: str, limits: Limits, said: str) -> None:
+    path = write(tmp_path)
+
+    async def session() -> None:
+        settings = ExploreSettings(str(path), machine="v100", seconds=0.5, search_s=0.02)
+        supervisor = Supervisor(settings, limits)
+        try:
+            await supervisor.start()
+            await settled(supervisor)
+            assert supervisor.trouble is None and supervisor.pieces["plans"]["complete"]
+            before = supervisor.pieces["about"]
+
+            path.write_text(SMALL.replace("    return Net()", f"    {does}\n    return Net()"))
+            await supervisor.start()
+            await settled(supervisor)
+            assert supervisor.trouble is not None and said in supervisor.trouble["message"]
+            assert supervisor.pieces["about"] == before
+            with pytest.raises(OutcoreError):
+                await supervisor.simulate({}, {"first": "recompute"})
+
+            path.write_text(SMALL)
+            await supervisor.start()
+            await settled(supervisor)
+            assert supervisor.trouble is None
+            changed = await supervisor.simulate({}, {"first": "recompute"})
+            assert changed["over_plain"] > 1 and changed["document"]["policy"]
+            with pytest.raises(OutcoreError, match="no block 'nothing'"):
+                await supervisor.simulate({}, {"nothing": "recompute"})
+        finally:
+            await supervisor.close()
+
+    asyncio.run(session())
