@@ -1,10 +1,10 @@
 """What would a training step take elsewhere: with another technique, on other GPUs, on more of them.
 
-    import outcore
+import outcore
 
-    found = outcore.whatif.ask(job, ["amp", "compile", "layer3=free"])        # a table of answers
-    step = outcore.whatif.record(job)                                         # tasks, to be changed by hand
-    faster = step.scale(step.select(kind="conv"), 0.5).simulate().step_s
+found = outcore.whatif.ask(job, ["amp", "compile", "layer3=free"])        # a table of answers
+step = outcore.whatif.record(job)                                         # tasks, to be changed by hand
+faster = step.scale(step.select(kind="conv"), 0.5).simulate().step_s
 """
 
 from outcore.whatif.answer import Answer, Answers, ask

@@ -165,9 +165,7 @@ def ask(
         after = _simulated(step, anchor)
         answer = _answer(text, variant, after, techniques, first)
         if trial is not None:
-            answer = _verified(
-                answer, variant.setup, techniques, where, trial.step_s / plain.batch, seconds, tell
-            )
+            answer = _verified(answer, variant.setup, techniques, where, trial.step_s / plain.batch, seconds, tell)
         answers.append(answer)
     return Answers(job.name, where.name, shown, tuple(answers), anchor)
 

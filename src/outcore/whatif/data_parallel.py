@@ -190,9 +190,7 @@ def sharded(step: RecordedStep, recording: Recording, ranks: int, link: ClusterL
     scatters = tuple(task.name for _, task in link_tasks if task.kind == "reduce-scatter")
     copied_s = 3 * sum(unit.bytes for unit in units) * memory_s
     joined = Task("copies of shards", "device", copied_s, scatters, kind="bucket", phase="communication")
-    optimizers = {
-        n: t.scaled(1 / ranks) for n, t in tasks.items() if t.phase == "optimizer" and t.kind != "launch"
-    }
+    optimizers = {n: t.scaled(1 / ranks) for n, t in tasks.items() if t.phase == "optimizer" and t.kind != "launch"}
     found: dict[str, Task] = {}
     for name, task in tasks.items():
         if name in optimizers and joined.name not in found:

@@ -36,7 +36,9 @@ _NAMES = {
     "ib-hdr": "infiniband-hdr",
     "ib-ndr": "infiniband-ndr",
 }
-_FIGURES = re.compile(r"(?P<rate>\d+(?:\.\d+)?)\s*(?P<unit>[kmg])(?P<kind>bit|b|bit/s|b/s)(?:\+(?P<ms>\d+(?:\.\d+)?)ms)?")
+_FIGURES = re.compile(
+    r"(?P<rate>\d+(?:\.\d+)?)\s*(?P<unit>[kmg])(?P<kind>bit|b|bit/s|b/s)(?:\+(?P<ms>\d+(?:\.\d+)?)ms)?"
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,9 +93,7 @@ def record_setup(
     return Recording(setup, device, found, timing, recorded_tasks(found, timing, setup.batch))
 
 
-def record(
-    job: Job, *, device: Device | None = None, batch: int | None = None, measured: bool = False
-) -> RecordedStep:
+def record(job: Job, *, device: Device | None = None, batch: int | None = None, measured: bool = False) -> RecordedStep:
     """The training step of a job as tasks, to be changed and simulated.
 
     >>> import outcore, torch
@@ -181,9 +179,7 @@ def _state(setup: TrainingSetup, device: Device) -> OptimizerCost | float:
     return fused_cost(plain) if setup.fused_optimizer else plain
 
 
-def _optimizer(
-    setup: TrainingSetup, graph: Graph, costs: Costs, device: Device, *, measured: bool
-) -> TimedRuns | None:
+def _optimizer(setup: TrainingSetup, graph: Graph, costs: Costs, device: Device, *, measured: bool) -> TimedRuns | None:
     make = setup.training_job().optimizer
     if make is None:
         return None

@@ -9,6 +9,7 @@ All ranks of data parallel training do the same, so one of them is simulated, ho
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -73,6 +74,8 @@ class Scaling:
     weight_bytes: int
     largest_block: tuple[str, int]
     """The block with the most weights, and their bytes."""
+    hidden_from: int | None = None
+    """The batch of a GPU from which on the first all-reduce that is waited for would be hidden; None if not found."""
 
     def of(self, strategy: str) -> list[ScalingPoint]:
         """The points of one way, by the number of GPUs."""
@@ -90,7 +93,7 @@ class Scaling:
         points = self.of(strategy)
         return {
             after.gpus: after.samples_per_s > before.samples_per_s * (1 + (_WORTH - 1) * (after.gpus / before.gpus - 1))
-            for before, after in zip(points, points[1:], strict=False)
+            for before, after in itertools.pairwise(points)
         }
 
     def verdict(self, strategy: str = "data_parallel") -> str:
@@ -99,8 +102,8 @@ class Scaling:
         if len(points) < 2:
             return "one number of GPUs says nothing of scaling; ask for several"
         name, nbytes = self.largest_block
-        hidden = [p for p in points if p.gpus > 1 and p.exposed_s <= 0.05 * p.step_s]
-        shown = [p for p in points if p.gpus > 1 and p.exposed_s > 0.05 * p.step_s]
+        hidden = [p for p in points if p.gpus > 1 and not _is_exposed(p)]
+        shown = [p for p in points if p.gpus > 1 and _is_exposed(p)]
         helps = self.helps(strategy)
         stuck = next((gpus for gpus, good in helps.items() if not good), None)
         what = f"the all-reduce of {format_bytes(self.weight_bytes)} of gradients"
@@ -120,6 +123,8 @@ class Scaling:
             said += f"; {stuck} GPUs train {word} than {previous.gpus}"
         else:
             said += f"; each GPU more still helps, at {points[-1].efficiency:.0%} efficiency with {points[-1].gpus}"
+        if self.hidden_from is not None:
+            said += f". With a batch of {self.hidden_from} on each GPU it would be hidden"
         return f"{said}."
 
     def _at(self, points: Sequence[ScalingPoint], gpus: int) -> ScalingPoint:
@@ -175,7 +180,9 @@ def scale_out(
         raise WhatIfError("numbers of GPUs begin at 1; give for example --gpus 1,2,4,8")
     whole = batch or job.size
     if mode == "strong" and whole < counts[-1]:
-        raise WhatIfError(f"a batch of {whole} cannot be divided among {counts[-1]} GPUs; give --batch or use weak scaling")
+        raise WhatIfError(
+            f"a batch of {whole} cannot be divided among {counts[-1]} GPUs; give --batch or use weak scaling"
+        )
     recordings: dict[int, tuple[Recording, RecordedStep]] = {}
     record = base if base is not None else (lambda setup: record_on(setup, device))
 
@@ -212,9 +219,23 @@ def scale_out(
         top = parameter.split(".")[0]
         sizes[top] = sizes.get(top, 0) + nbytes
     largest = max(sizes.items(), key=lambda item: item[1], default=("", 0))
-    return Scaling(
-        job.name, device.name, link.name, mode, tuple(points), tuple(refused), sum(costs.parameters.values()), largest
-    )
+    hidden_from = None
+    waits = [p for p in points if p.strategy == "data_parallel" and p.gpus > 1 and _is_exposed(p)]
+    if waits:
+        own = waits[0].batch // waits[0].gpus
+        for size in (own * 2, own * 4, own * 8):
+            point = _point("data_parallel", *recorded(size), waits[0].gpus, plans, one)
+            if isinstance(point, ScalingPoint) and not _is_exposed(point):
+                hidden_from = size
+                break
+    weights = sum(costs.parameters.values())
+    shown = (job.name, device.name, link.name, mode)
+    return Scaling(*shown, tuple(points), tuple(refused), weights, largest, hidden_from)
+
+
+def _is_exposed(point: ScalingPoint) -> bool:
+    """Whether more than a twentieth of the step is spent waiting for the link."""
+    return point.exposed_s > 0.05 * point.step_s
 
 
 def _point(
@@ -247,6 +268,4 @@ def _measured_point(
     step_s = simulated.step_s + link.steals * (busy_s - exposed_s)
     rate = own * count / step_s
     compute_s = simulated.busy_s("device")
-    return ScalingPoint(
-        count, strategy, own * count, step_s, rate, rate / (count * one), compute_s, busy_s, exposed_s
-    )
+    return ScalingPoint(count, strategy, own * count, step_s, rate, rate / (count * one), compute_s, busy_s, exposed_s)

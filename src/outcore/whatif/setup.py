@@ -107,9 +107,7 @@ def fused(
         optimizer = make(params)
         for group in optimizer.param_groups:
             if "fused" not in group:
-                raise WhatIfError(
-                    f"torch has no fused {type(optimizer).__name__}; it has Adam, AdamW, SGD and Adagrad"
-                )
+                raise WhatIfError(f"torch has no fused {type(optimizer).__name__}; it has Adam, AdamW, SGD and Adagrad")
             group["fused"], group["foreach"] = True, False
         optimizer.defaults.update(fused=True, foreach=False)
         return optimizer

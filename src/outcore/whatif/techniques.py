@@ -196,7 +196,7 @@ class FasterLink(Technique):
     def tasks(self, step: RecordedStep, recording: Recording) -> RecordedStep:
         names = [n for resource in ("link", "copy") for n in step.select(resource=resource)]
         if not names:
-            return step.noted("nothing of this step crosses a link; ask with --gpus, or with within=")
+            return step.noted("nothing of this step crosses a link by itself; ask with several GPUs")
         return step.scale(names, 1 / self.factor)
 
     @property

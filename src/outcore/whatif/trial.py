@@ -59,8 +59,11 @@ def run_setup(setup: TrainingSetup, device: str, *, seconds: float = 3.0) -> Tri
     where = torch.device(device)
     before = torch.cuda.memory_allocated() if device == "cuda" else 0
     step = _training_step(setup, where)
-    for _ in range(_WARM_UP):
+    warm = time.monotonic() + min(0.5, seconds)
+    done = 0
+    while done < _WARM_UP or (time.monotonic() < warm and device == "cpu"):
         step()
+        done += 1
     _synchronise(where)
     if setup.cuda_graph:
         step = _graphed(step)
@@ -85,9 +88,9 @@ def run_setup(setup: TrainingSetup, device: str, *, seconds: float = 3.0) -> Tri
 def _training_step(setup: TrainingSetup, device: torch.device) -> Callable[[], Any]:
     """One step of plain training, with the setup's techniques."""
     job = setup.training_job()
-    model = job.build().to(device).train()
+    model = job.build(device.type).to(device).train()
     args, kwargs, target = tree_map(
-        lambda t: t.to(device) if isinstance(t, torch.Tensor) else t, job.example(setup.size)
+        lambda t: t.to(device) if isinstance(t, torch.Tensor) else t, job.example(setup.size, device.type)
     )
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = job.optimizer(parameters) if job.optimizer is not None and parameters else None
