@@ -152,7 +152,7 @@ def ask(
     if verify:
         tell("training it as it is")
         trial = run_setup(plain, _kind(where), seconds=seconds)
-        anchor = Anchor.of(base.step, trial.step_s, trial.busy_s)
+        anchor = Anchor.of(base.step, trial.step_s, trial.busy_s, trial.issue_s)
     first = _simulated(base.step, anchor)
     shown = _answer("as it is", base, first, (), first, trial=trial)
     answers = []

@@ -6,7 +6,8 @@ which regress raw time for the rest, err by thousands of per cent on GPUs that t
 
     time = max(operations / rate, bytes / bandwidth) + rest
 
-What its operations and bytes must take on any GPU is computed for both. The rest (tiles that do not fill the device,
+What its operations and bytes must take on any GPU is computed for both. Without operations (norms, activations, sums)
+all of it is waiting for memory, and goes by the bandwidth. Of a matrix product the rest (tiles that do not fill the device,
 loads that the kernel waits for) is work of the multiprocessors: it grows with the waves of thread blocks that the other
 GPU needs, and with the time of a cycle. So a convolution that leaves tensor cores waiting is not taken to leave plain
 multipliers waiting, whose rate is a thirtieth. Times of the host stay, as the host does.
@@ -56,6 +57,8 @@ def _call(graph: Graph, name: str, cost: CallCost, origin: Device, target: Devic
             return timing
         before = _least_s(origin, dtype, flops, nbytes)
         after = _least_s(target, dtype, flops, nbytes)
+        if not flops:  # what such a kernel loses, it loses waiting for memory
+            return timing.scaled(origin.bandwidth_bytes_per_s / target.bandwidth_bytes_per_s)
         rest_s = max(0.0, timing.median_s - before)
         # Faster than its own bytes and operations: it found them in the cache, or has an algorithm of fewer operations.
         fits = min(1.0, timing.median_s / before) if before else 1.0

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 
 from outcore.errors import WhatIfError
 from outcore.job import Job
+from outcore.machine import Device
 
 __all__ = ["TrainingSetup"]
 
@@ -41,6 +42,10 @@ class TrainingSetup:
     def batch(self) -> int:
         """Samples of a step."""
         return self.size or self.job.size
+
+    def channels_last_on(self, device: Device) -> bool:
+        """Whether images are channels last inside: asked for, or chosen by the compiler, as it does for a GPU."""
+        return self.channels_last or (self.compiled and device.kind == "cuda")
 
     def training_job(self) -> Job:
         """The job with its precision and memory format, as it is captured and run; names of blocks stay."""

@@ -36,6 +36,8 @@ class Trial:
     slowest_s: float
     steps: int
     device: str
+    issue_s: float | None = None
+    """How long the host needed to launch it all, at the least; None on a CPU."""
     busy_s: float | None = None
     """How long the device computed in a step; None where that is not known."""
     peak_bytes: int | None = None
@@ -71,18 +73,21 @@ def run_setup(setup: TrainingSetup, device: str, *, seconds: float = 3.0) -> Tri
         torch.cuda.reset_peak_memory_stats()
     clock = time.process_time if device == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
     times: list[float] = []
+    issued: list[float] = []
     end = time.monotonic() + seconds
     while len(times) < _LEAST or (time.monotonic() < end and len(times) < _MOST):
         _synchronise(where)
         start = clock()
         step()
+        issued.append(clock() - start)
         _synchronise(where)
         times.append(clock() - start)
     peak = torch.cuda.max_memory_allocated() - before if device == "cuda" else None
     busy = _busy_s(step) if device == "cuda" else None
     del step
     gc.collect()
-    return Trial(statistics.median(times), min(times), max(times), len(times), device, busy, peak)
+    issue = statistics.median(issued) if device == "cuda" else None
+    return Trial(statistics.median(times), min(times), max(times), len(times), device, issue, busy, peak)
 
 
 def _training_step(setup: TrainingSetup, device: torch.device) -> Callable[[], Any]:
