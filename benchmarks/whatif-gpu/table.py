@@ -130,11 +130,16 @@ def show(found: list[dict[str, Any]]) -> None:
         wrong = [r for r in found if (r["predicted_gain"] - 1) * (r["measured_gain"] - 1) < 0]
         clear = [r for r in wrong if max(abs(r["predicted_gain"] - 1), abs(r["measured_gain"] - 1)) > 0.05]
         print(f"sign: {len(wrong)} wrong, {len(clear)} of them by more than 5 %:")
-        print([(r["network"], r["question"], round(r["predicted_gain"], 2), round(r["measured_gain"], 2)) for r in clear])
+        print(
+            [(r["network"], r["question"], round(r["predicted_gain"], 2), round(r["measured_gain"], 2)) for r in clear]
+        )
 
 
 if __name__ == "__main__":
-    made = {"techniques": list(techniques("2026-11-17-techniques.jsonl")), "shares": list(shares("2026-11-17-shares.jsonl"))}
+    made = {
+        "techniques": list(techniques("2026-11-17-techniques.jsonl")),
+        "shares": list(shares("2026-11-17-shares.jsonl")),
+    }
     for name, found in made.items():
         print(f"\n{name}")
         show(found)

@@ -31,7 +31,15 @@ from outcore.whatif.recording import record_setup
 from outcore.whatif.setup import TrainingSetup
 
 HERE = Path(__file__).parent
-LINKS = [(2, 10_000, 0.0), (2, 1000, 0.0), (2, 100, 0.0), (3, 1000, 0.0), (3, 100, 0.0), (2, 1000, 10.0), (2, 100, 10.0)]
+LINKS = [
+    (2, 10_000, 0.0),
+    (2, 1000, 0.0),
+    (2, 100, 0.0),
+    (3, 1000, 0.0),
+    (3, 100, 0.0),
+    (2, 1000, 10.0),
+    (2, 100, 10.0),
+]
 CASES = [(network, strategy) for network in NETWORKS for strategy in ("data_parallel", "sharded")]
 
 
@@ -104,7 +112,9 @@ def main() -> None:
                 path.write_text(json.dumps({"device": device.name, "rows": rows}, indent=1) + "\n")
     errors = sorted(abs(row["error"]) for row in rows)
     right = sum(row["predicted_helps"] == row["measured_helps"] for row in rows)
-    print(f"{len(rows)} cases, median error {statistics.median(errors):.1%}, worst {errors[-1]:.1%}, verdict right in {right}")
+    print(
+        f"{len(rows)} cases, median error {statistics.median(errors):.1%}, worst {errors[-1]:.1%}, verdict right in {right}"
+    )
 
 
 if __name__ == "__main__":

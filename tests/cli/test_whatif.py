@@ -48,7 +48,10 @@ def test_every_question_is_answered_in_json_and_as_a_table(job: Path, tmp_path: 
     assert len(json.loads(saved.read_text())["scaling"][0]["points"]) == 6
     assert drawn.read_text().startswith("<svg") and "data parallel" in drawn.read_text()
     faster = json.loads(run(str(job), "--on", "v100", "--gpus", "2", "--link", "1gbe", "--if", "link=10x", "--json"))
-    assert faster["scaling"][0]["points"][0]["exposed_s"] < json.loads(saved.read_text())["scaling"][0]["points"][2]["exposed_s"]
+    assert (
+        faster["scaling"][0]["points"][0]["exposed_s"]
+        < json.loads(saved.read_text())["scaling"][0]["points"][2]["exposed_s"]
+    )
 
 
 @pytest.mark.parametrize(

@@ -61,9 +61,9 @@ def test_an_unknown_technique_names_the_known_ones(text: str, said: str) -> None
         parse_techniques(text)
 
 
-@pytest.mark.parametrize("text", ["layer9=free", "attention:0.5x"])
-def test_an_unknown_block_or_kind_names_the_known_ones(text: str) -> None:
-    with pytest.raises(WhatIfError, match="Conv2d"):
+@pytest.mark.parametrize(("text", "said"), [("layer9=free", "known are 0, 1"), ("Conv3d:0.5x", "did you mean Conv2d")])
+def test_an_unknown_block_or_kind_names_the_known_ones(text: str, said: str) -> None:
+    with pytest.raises(WhatIfError, match=said):
         gains([text])
 
 

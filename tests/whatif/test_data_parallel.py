@@ -73,7 +73,9 @@ def test_a_free_link_costs_nothing_but_copies() -> None:
 def test_sharding_gathers_twice_and_scatters_once() -> None:
     found = record_setup(TrainingSetup(images()), V100)
     step = sharded(found.step, found, 4, SLOW)
-    moved = {kind: sum(t.bytes for t in step.tasks.values() if t.kind == kind) for kind in ("all-gather", "reduce-scatter")}
+    moved = {
+        kind: sum(t.bytes for t in step.tasks.values() if t.kind == kind) for kind in ("all-gather", "reduce-scatter")
+    }
     weights = sum(found.profile.costs.parameters.values())
     assert sum(u.bytes for u in units_of(found)) == weights
     assert moved == {"all-gather": 2 * weights, "reduce-scatter": weights}
@@ -94,7 +96,9 @@ def test_a_verdict_follows_the_link() -> None:
     slow = scale_out(images(64), [1, 2, 4], parse_link("1mbit"), device=V100, strategies=("data_parallel",))
     assert all(fast.helps().values()) and not any(slow.helps().values())
     assert "no longer hidden" in slow.verdict() and "slower than 1" in slow.verdict()
-    strong = scale_out(images(64), [1, 4], parse_link("ib-ndr"), device=V100, mode="strong", strategies=("data_parallel",))
+    strong = scale_out(
+        images(64), [1, 4], parse_link("ib-ndr"), device=V100, mode="strong", strategies=("data_parallel",)
+    )
     assert [p.batch for p in strong.points] == [64, 64]
 
 

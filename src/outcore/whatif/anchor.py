@@ -28,9 +28,7 @@ class Anchor:
     host: float = 1.0
 
     @classmethod
-    def of(
-        cls, step: RecordedStep, step_s: float, busy_s: float | None = None, issue_s: float | None = None
-    ) -> Anchor:
+    def of(cls, step: RecordedStep, step_s: float, busy_s: float | None = None, issue_s: float | None = None) -> Anchor:
         """The factors with which a simulated step takes what a real one took.
 
         Args:
