@@ -88,8 +88,8 @@ def shares(name: str) -> Iterator[dict[str, Any]]:
         base = recorded(network, question)
         anchor = Anchor.of(base.step, whole["step_s"], whole["busy_s"])
         device = share_of(heads[share], heads[100])
-        scaled = {n: c for n, c in base.profile.costs.calls.items()}
-        costs = replace(base.profile.costs, calls={n: _anchored(c, anchor.device) for n, c in scaled.items()})
+        calls = {n: _anchored(c, anchor.device) for n, c in base.profile.costs.calls.items()}
+        costs = replace(base.profile.costs, calls=calls)
         known = replace(base, profile=replace(base.profile, costs=costs))
         if base.optimizer is not None:
             known = replace(known, optimizer=base.optimizer.scaled(anchor.device))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -31,7 +33,7 @@ class Convs(nn.Sequential):
         widths = (3, 32, 64, 96, 128)
         layers = [
             nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU(), nn.MaxPool2d(2))
-            for a, b in zip(widths, widths[1:], strict=False)
+            for a, b in itertools.pairwise(widths)
         ]
         super().__init__(*layers, nn.Sequential(nn.Flatten(), nn.Linear(512, 10)))
 

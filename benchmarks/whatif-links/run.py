@@ -27,7 +27,7 @@ from outcore.machine.link import Link
 from outcore.whatif.anchor import Anchor
 from outcore.whatif.data_parallel import data_parallel, sharded
 from outcore.whatif.links import ClusterLink
-from outcore.whatif.recording import record_setup
+from outcore.whatif.recording import Recording, record_setup
 from outcore.whatif.setup import TrainingSetup
 
 HERE = Path(__file__).parent
@@ -72,11 +72,50 @@ def link_of(probe: dict[str, Any], ranks: int, name: str) -> ClusterLink:
     return ClusterLink(name, link, share=1.0, trees=False)
 
 
+def predicted(recording: Recording, strategy: str, ranks: int, alone_s: float, link: ClusterLink) -> float:
+    """A rank's step over the link, from its step alone."""
+    weave = data_parallel if strategy == "data_parallel" else sharded
+    step = Anchor.of(recording.step, alone_s).apply(recording.step)
+    return weave(step, recording, ranks, link).simulate().step_s
+
+
+def predict_again(path: Path, recordings: dict[str, Recording]) -> None:
+    """Predict the cases of a result once more, from the same measurements."""
+    document = json.loads(path.read_text())
+    for row in document["rows"]:
+        link = link_of(row["probe"], row["ranks"], row["link"])
+        row["predicted_s"] = predicted(recordings[row["network"]], row["strategy"], row["ranks"], row["alone_s"], link)
+        row["error"] = row["predicted_s"] / row["measured_s"] - 1
+        row["predicted_helps"] = row["ranks"] * row["alone_s"] > row["predicted_s"]
+        show(row)
+    path.write_text(json.dumps(document, indent=1) + "\n")
+    summary(document["rows"])
+
+
+def show(row: dict[str, Any]) -> None:
+    print(
+        f"| {row['ranks']} | {row['link']} | {row['network']} | {row['strategy']} | {row['alone_s'] * 1e3:.0f} ms | "
+        f"{row['predicted_s'] * 1e3:.0f} ms | {row['measured_s'] * 1e3:.0f} ms | {row['error']:+.1%} | "
+        f"{'yes' if row['predicted_helps'] else 'no'} | {'yes' if row['measured_helps'] else 'no'} |",
+        flush=True,
+    )
+
+
+def summary(rows: list[dict[str, Any]]) -> None:
+    errors = sorted(abs(row["error"]) for row in rows)
+    right = sum(row["predicted_helps"] == row["measured_helps"] for row in rows)
+    median = statistics.median(errors)
+    print(f"{len(rows)} cases, median error {median:.1%}, worst {errors[-1]:.1%}, verdict right in {right}")
+
+
 def main() -> None:
     device = known().devices[0]
     recordings = {name: record_setup(TrainingSetup(job), device) for name, job in NETWORKS.items()}
     rows: list[dict[str, Any]] = []
     path = HERE / "results" / f"{datetime.date.today()}.json"
+    if "again" in sys.argv:
+        predict_again(path, recordings)
+        return
     wanted = [int(n) for n in sys.argv[1:]] or range(len(LINKS))
     if sys.argv[1:] and path.exists():
         rows = json.loads(path.read_text())["rows"]
@@ -88,33 +127,19 @@ def main() -> None:
             link = link_of(probe, count, name)
             for network, strategy in CASES:
                 alone, real = every[network]["alone"], every[network][strategy]
-                recording = recordings[network]
-                anchor = Anchor.of(recording.step, alone["step_s"])
-                weave = data_parallel if strategy == "data_parallel" else sharded
-                step = weave(anchor.apply(recording.step), recording, count, link)
-                found = step.simulate()
+                predicted_s = predicted(recordings[network], strategy, count, alone["step_s"], link)
                 rows.append(
                     {
                         "ranks": count, "link": name, "network": network, "strategy": strategy,
-                        "alone_s": alone["step_s"], "predicted_s": found.step_s, "measured_s": real["step_s"],
-                        "error": found.step_s / real["step_s"] - 1,
-                        "predicted_helps": count * alone["step_s"] > found.step_s,
+                        "alone_s": alone["step_s"], "predicted_s": predicted_s, "measured_s": real["step_s"],
+                        "error": predicted_s / real["step_s"] - 1,
+                        "predicted_helps": count * alone["step_s"] > predicted_s,
                         "measured_helps": count * alone["step_s"] > real["step_s"], "probe": probe,
                     }
                 )  # fmt: skip
-                row = rows[-1]
-                print(
-                    f"| {count} | {name} | {network} | {strategy} | {row['alone_s'] * 1e3:.0f} ms | "
-                    f"{row['predicted_s'] * 1e3:.0f} ms | {row['measured_s'] * 1e3:.0f} ms | {row['error']:+.1%} | "
-                    f"{'yes' if row['predicted_helps'] else 'no'} | {'yes' if row['measured_helps'] else 'no'} |",
-                    flush=True,
-                )
+                show(rows[-1])
                 path.write_text(json.dumps({"device": device.name, "rows": rows}, indent=1) + "\n")
-    errors = sorted(abs(row["error"]) for row in rows)
-    right = sum(row["predicted_helps"] == row["measured_helps"] for row in rows)
-    print(
-        f"{len(rows)} cases, median error {statistics.median(errors):.1%}, worst {errors[-1]:.1%}, verdict right in {right}"
-    )
+    summary(rows)
 
 
 if __name__ == "__main__":

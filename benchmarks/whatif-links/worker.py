@@ -1,4 +1,4 @@
-"""One rank of a training over a real link: times DDP, FSDP2 or an all-reduce probe. Started by run.py, in a namespace."""
+"""One rank of a training over a real link: a probe, then DDP and FSDP2. Started by run.py, in a namespace."""
 
 from __future__ import annotations
 

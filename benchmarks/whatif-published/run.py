@@ -64,8 +64,7 @@ def job_of(network: str) -> outcore.Job:
             resnet = torchvision.models.resnet
             made: nn.Module = resnet.ResNet(resnet.Bottleneck, [3, 4, 23, 3], groups=32, width_per_group=4)
             return made
-        made = getattr(torchvision.models, network)()
-        return made
+        return getattr(torchvision.models, network)()
 
     side = SIDES.get(network, 224)
     return outcore.Job(

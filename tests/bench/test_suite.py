@@ -1,4 +1,4 @@
-"""The suite: every family trains, is recorded, and fits the shapes that it says; one that fails does not end the rest."""
+"""The suite: every family trains and is recorded, and results hold the figures that they should."""
 
 from __future__ import annotations
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.whatif.jobs import images
 
 import outcore
 from outcore.errors import WhatIfError
@@ -18,6 +17,7 @@ from outcore.whatif.elsewhere import carried_to, try_gpus
 from outcore.whatif.recording import record_setup, turned
 from outcore.whatif.setup import TrainingSetup
 from outcore.whatif.techniques import parse_techniques
+from tests.whatif.jobs import images
 
 H200, V100 = (parse(name).devices[0] for name in ("h200", "v100"))
 

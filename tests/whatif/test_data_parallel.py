@@ -7,7 +7,6 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
-from tests.whatif.jobs import images
 
 from outcore.errors import WhatIfError
 from outcore.machine import parse
@@ -17,6 +16,7 @@ from outcore.whatif.links import ClusterLink, parse_link
 from outcore.whatif.recording import record_setup
 from outcore.whatif.scaling import scale_out
 from outcore.whatif.setup import TrainingSetup
+from tests.whatif.jobs import images
 
 V100 = parse("v100").devices[0]
 SLOW = ClusterLink("slow", Link.symmetric(bandwidth_bytes_per_s=1e6, latency_s=1e-3), share=1.0, trees=False)

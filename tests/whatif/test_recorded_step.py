@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
 import torch
-from tests.whatif.jobs import images
 
 from outcore.cost.predicted.step_time import predict_step
 from outcore.errors import WhatIfError
@@ -15,6 +15,7 @@ from outcore.whatif import RecordedStep, Task
 from outcore.whatif.clocks import _by_events, _in_order
 from outcore.whatif.recording import record_setup
 from outcore.whatif.setup import TrainingSetup
+from tests.whatif.jobs import images
 
 
 def drawn(seed: int, resources: tuple[str, ...] = ("host", "device", "link")) -> RecordedStep:
@@ -47,7 +48,7 @@ def test_no_resource_does_two_things_and_nothing_begins_too_early(seed: int) -> 
     found = step.simulate()
     for resource in step.resources:
         spans = sorted(found.spans[n] for n in step.select(resource=resource))
-        assert all(a[1] <= b[0] + 1e-12 for a, b in zip(spans, spans[1:], strict=False))
+        assert all(a[1] <= b[0] + 1e-12 for a, b in itertools.pairwise(spans))
     for task in step.tasks.values():
         assert all(found.spans[needed][1] <= found.spans[task.name][0] for needed in task.after)
 

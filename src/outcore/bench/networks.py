@@ -7,6 +7,8 @@ loss, and BERT. Data are random numbers of the right shapes: a step takes as lon
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -174,7 +176,7 @@ class Adversaries(nn.Module):
         super().__init__()
         sizes = (100, 8 * width, 4 * width, 2 * width, width)
         made: list[nn.Module] = []
-        for number, (a, b) in enumerate(zip(sizes, sizes[1:], strict=False)):
+        for number, (a, b) in enumerate(itertools.pairwise(sizes)):
             made += [nn.ConvTranspose2d(a, b, 4, *((1, 0) if number == 0 else (2, 1)), bias=False)]
             made += [nn.BatchNorm2d(b), nn.ReLU()]
         self.generator = nn.Sequential(*made, nn.ConvTranspose2d(width, 3, 4, 2, 1), nn.Tanh())

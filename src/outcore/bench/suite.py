@@ -69,9 +69,9 @@ class BenchResult:
         for f in self.families:
             busy = "" if f.busy_share is None else f"{f.busy_share:.0%}"
             peak = ", ".join(f"{name} {share:.0%}" for name, share in f.peak_share.items())
-            cells = (f.family, f.batch, f"{f.step_s * 1e3:,.2f}", f"{f.samples_per_s:,.1f}", busy, peak)
-            cells = (*cells, f"{f.cpu_share:.0%}", f"{f.peak_bytes / 2**20:,.0f}")
-            shown = cells if not f.error else (f.family, f.batch, f.error, "", "", "", "", "")
+            cells: list[object] = [f.family, f.batch, f"{f.step_s * 1e3:,.2f}", f"{f.samples_per_s:,.1f}", busy, peak]
+            cells += [f"{f.cpu_share:.0%}", f"{f.peak_bytes / 2**20:,.0f}"]
+            shown = cells if not f.error else [f.family, f.batch, f.error]
             rows.append("<tr>" + "".join(f"<td>{escape(str(c))}</td>" for c in shown) + "</tr>")
         titles = "".join(f"<th>{name}</th>" for name in head)
         size = "reduced" if self.reduced else "full"

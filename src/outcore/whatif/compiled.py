@@ -80,7 +80,7 @@ def _entering(step: RecordedStep, time_s: float, resource: str) -> RecordedStep:
     for phase in ("forward", "backward"):
         first = next((n for n, t in step.tasks.items() if t.phase == phase), None)
         if first is not None:
-            task = Task(f"enter compiled {phase}", resource, time_s, kind="launch", phase=phase)  # type: ignore[arg-type]
+            task = Task(f"enter compiled {phase}", resource, time_s, kind="launch", phase=phase)
             step = step.insert(task, place=first)
     return step
 

@@ -165,8 +165,11 @@ def sharded(step: RecordedStep, recording: Recording, ranks: int, link: ClusterL
                 uses[task.phase][number].append(task.name)
     tasks = dict(step.tasks)
     memory_s = 2 / recording.device.bandwidth_bytes_per_s
-    link_tasks: list[tuple[str, Task]] = []
-    """Each with the task that it comes before, in the order of the link."""
+    link_tasks: list[Task] = []
+    """In the order of the link: the next block's gather goes before this one's scatter."""
+    waiting: list[Task] = []
+    ahead = recording.device.kind == "cuda"
+    """Whether gathers overlap with work; without streams each is waited for."""
     previous: list[str] = []
     for phase, order in (("forward", range(len(units))), ("backward", range(len(units) - 1, -1, -1))):
         for number in order:
@@ -175,19 +178,22 @@ def sharded(step: RecordedStep, recording: Recording, ranks: int, link: ClusterL
                 continue
             gather = Task(
                 f"gather {unit.block} {phase}", "link", link.gather_s(unit.bytes, ranks),
-                tuple(previous[-2:-1]),  # it was asked for when the unit before began
+                tuple(previous[-2:-1] if ahead else previous[-1:]),  # it was asked for when the unit before began
                 kind="all-gather", phase="communication", bytes=unit.bytes,
             )  # fmt: skip
             tasks[names[0]] = replace(tasks[names[0]], after=(*tasks[names[0]].after, gather.name))
-            link_tasks.append((names[0], gather))
+            link_tasks.append(gather)
+            link_tasks += waiting if ahead else ()
+            waiting.clear()
             previous.append(names[-1])
             if phase == "backward":
                 scatter = Task(
-                    f"scatter {unit.block}", "link", link.gather_s(unit.bytes, ranks), (names[-1],),
+                    f"scatter {unit.block}", "link", link.scatter_s(unit.bytes, ranks), (names[-1],),
                     kind="reduce-scatter", phase="communication", bytes=unit.bytes,
                 )  # fmt: skip
-                link_tasks.append(("", scatter))
-    scatters = tuple(task.name for _, task in link_tasks if task.kind == "reduce-scatter")
+                (waiting if ahead else link_tasks).append(scatter)
+    link_tasks += waiting
+    scatters = tuple(task.name for task in link_tasks if task.kind == "reduce-scatter")
     copied_s = 3 * sum(unit.bytes for unit in units) * memory_s
     joined = Task("copies of shards", "device", copied_s, scatters, kind="bucket", phase="communication")
     optimizers = {n: t.scaled(1 / ranks) for n, t in tasks.items() if t.phase == "optimizer" and t.kind != "launch"}
@@ -197,6 +203,6 @@ def sharded(step: RecordedStep, recording: Recording, ranks: int, link: ClusterL
             found[joined.name] = joined
         found[name] = optimizers.get(name, task)
     found.setdefault(joined.name, joined)
-    for _, task in link_tasks:
+    for task in link_tasks:
         found[task.name] = task
     return replace(step, tasks=found)

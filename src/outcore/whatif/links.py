@@ -72,8 +72,12 @@ class ClusterLink:
         tree_s = 2 * nbytes / self.bytes_per_s + 2 * math.ceil(math.log2(ranks)) * self.latency_s
         return min(ring_s, tree_s) if self.trees else ring_s
 
+    def scatter_s(self, nbytes: float, ranks: int) -> float:
+        """A reduce-scatter of so many bytes; gloo reduces all of it on every rank, and keeps a share."""
+        return self.gather_s(nbytes, ranks) if self.trees else self.all_reduce_s(nbytes, ranks)
+
     def gather_s(self, nbytes: float, ranks: int) -> float:
-        """An all-gather to so many bytes on each rank, or a reduce-scatter of so many: half of an all-reduce."""
+        """An all-gather to so many bytes on each rank: half of an all-reduce."""
         if ranks < 2:
             return 0.0
         hops = math.ceil(math.log2(ranks)) if self.trees else ranks - 1
@@ -82,8 +86,8 @@ class ClusterLink:
     def faster(self, factor: float) -> ClusterLink:
         """The link so many times as fast."""
         link = self.link
-        rates = (link.away_bytes_per_s, link.back_bytes_per_s, link.both_bytes_per_s)
-        return replace(self, link=Link(*(factor * rate for rate in rates), link.latency_s))
+        away, back, both = (factor * r for r in (link.away_bytes_per_s, link.back_bytes_per_s, link.both_bytes_per_s))
+        return replace(self, link=Link(away, back, both, link.latency_s))
 
 
 def parse_link(text: str, device: Device | None = None) -> ClusterLink:

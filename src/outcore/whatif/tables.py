@@ -75,7 +75,14 @@ def gpus_table(found: Elsewhere) -> RenderableType:
     for row in rows:
         interval = f"{format_time(row.low_s)} to {format_time(row.high_s)}"
         peak = Text(format_bytes(row.peak_bytes), style="" if row.fits else "bold red")
-        cells = [row.gpu, str(row.batch), format_time(row.step_s), interval, f"{row.samples_per_s:,.1f}", peak]
+        cells: list[str | Text] = [
+            row.gpu,
+            str(row.batch),
+            format_time(row.step_s),
+            interval,
+            f"{row.samples_per_s:,.1f}",
+            peak,
+        ]
         extra = (row.largest_batch, row.cost_per_epoch, row.energy_per_epoch_kwh)
         table.add_row(*cells, *(_shown(v) for v, (_, shown) in zip(extra, more, strict=True) if shown))
     reasons = [Text(f"{row.gpu}: the {row.bound_by} sets the pace; figures: {row.source}") for row in rows]

@@ -256,7 +256,7 @@ def targeted(step: RecordedStep, target: str) -> list[str]:
     if target in step.resources:
         return list(step.select(resource=target))
     if target in PHASES:
-        return list(step.select(phase=target))  # type: ignore[arg-type]
+        return list(step.select(phase=target))
     if not target or not any(target.lower() in kind.lower() for kind in step.kinds):
         known = (*step.blocks, *step.kinds, *PHASES, *step.resources)
         raise WhatIfError(
