@@ -97,9 +97,8 @@ def main() -> None:
         )
     errors = sorted(abs(row["error"]) for row in rows)
     within = sum(error <= 0.15 for error in errors)
-    print(
-        f"{len(rows)} figures, median error {statistics.median(errors):.1%}, worst {errors[-1]:.0%}, {within} within 15 %"
-    )
+    median = statistics.median(errors)
+    print(f"{len(rows)} figures, median error {median:.1%}, worst {errors[-1]:.0%}, {within} within 15 %")
     found = {"date": str(datetime.date.today()), "source": published["source"], "rows": rows}
     (HERE / "results" / f"{datetime.date.today()}.json").write_text(json.dumps(found, indent=1) + "\n")
 

@@ -9,8 +9,8 @@ which regress raw time for the rest, err by thousands of per cent on GPUs that t
 What its operations and bytes must take on any GPU is computed for both. Without operations (norms, activations, sums)
 all of it is waiting for memory, and goes by the bandwidth. Of a matrix product the rest (tiles that do not fill the
 device, loads that the kernel waits for) is work of the multiprocessors: it grows with the waves of thread blocks that
-the other GPU needs, and with the time of a cycle. So a convolution that leaves tensor cores waiting is not taken to leave plain
-multipliers waiting, whose rate is a thirtieth. Times of the host stay, as the host does.
+the other GPU needs, and with the time of a cycle. So a convolution that leaves tensor cores waiting is not taken to
+leave plain multipliers waiting, whose rate is a thirtieth. Times of the host stay, as the host does.
 """
 
 from __future__ import annotations
