@@ -27,7 +27,7 @@ def test_a_family_trains_at_reduced_size(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [name for name in FAMILIES if "speech" not in name])
 def test_a_family_is_recorded_at_full_size(name: str) -> None:
     job = family(name)
     assert len(capture_training(job, 1).calls) > 5
@@ -37,10 +37,10 @@ def test_results_hold_the_figures_of_the_suite() -> None:
     from dataclasses import replace
 
     cpu = replace(parse("v100").devices[0], kind="cpu", name="cpu")
-    found = run_suite(["recommendation", "reinforcement"], reduced=True, seconds=0.1, device=cpu)
+    found = run_suite(["recommendation", "reinforcement"], reduced=True, seconds=0.05, device=cpu)
     for row in found.families:
         assert not row.error and row.samples_per_s == pytest.approx(row.batch / row.step_s)
-        assert row.memory_bytes["parameters"] > 0 and sum(row.memory_bytes.values()) == row.peak_bytes
+        assert row.memory_bytes["weights"] > 0 and sum(row.memory_bytes.values()) == row.peak_bytes
         assert row.peak_share["fp32"] > 0
     page = found.page()
     assert page.count("<tr>") == 3 and "reinforcement learning" in page

@@ -74,7 +74,7 @@ def test_channels_last_changes_strides_and_nothing_else() -> None:
         shape, stride = other.values[name].shape, other.values[name].stride
         assert shape == value.shape
         if len(shape) == 4 and value.bytes:
-            expected = torch.empty(shape, device="meta").contiguous(memory_format=torch.channels_last).stride()
+            expected = torch.empty(shape, device="meta", memory_format=torch.channels_last).stride()
             assert stride == expected
 
 
@@ -121,9 +121,12 @@ def test_a_gpu_that_is_better_in_everything_is_faster_in_every_call() -> None:
 
 
 def test_other_gpus_with_price_and_largest_batch() -> None:
-    found = try_gpus(images(64), [H200, V100], prices=[2.0], epoch_samples=1000, watts=[700, 300], largest=True)
+    found = try_gpus(images(64), [H200, V100], prices=[2.0], epoch_samples=1000, watts=[700, 300])
     first, second = found.rows
-    assert first.step_s <= second.step_s and (second.largest_batch or 0) < (first.largest_batch or 0)
+    assert first.step_s <= second.step_s and first.fits
+    tiny = replace(V100, memory_bytes=2 << 20)
+    (row,) = try_gpus(images(64), [tiny], largest=True).rows
+    assert not row.fits and row.largest_batch is not None and 1 <= row.largest_batch < 64
     assert first.cost_per_epoch == pytest.approx(1000 / first.samples_per_s / 3600 * 2.0)
     assert second.energy_per_epoch_kwh == pytest.approx(1000 / second.samples_per_s / 3600 * 0.3)
 

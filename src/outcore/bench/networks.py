@@ -102,7 +102,7 @@ class Translator(nn.Module):
     def __init__(self, width: int = 512, layers: int = 6, words: int = 32000) -> None:
         super().__init__()
         self.words = nn.Embedding(words, width)
-        self.layers = nn.Transformer(width, max(1, width // 64), layers, layers, 4 * width, batch_first=True)
+        self.layers = nn.Transformer(width, max(2, width // 64), layers, layers, 4 * width, batch_first=True)
         self.out = nn.Linear(width, words)
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
@@ -124,10 +124,10 @@ class DeepSpeech(nn.Module):
         self.out = nn.Linear(2 * width, letters)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logarithms of letters: frames x batch x letters."""
+        """Scores of letters: batch x frames x letters."""
         maps = self.convs(x).flatten(1, 2).transpose(1, 2)
         letters: Tensor = self.out(self.recurrent(maps)[0])
-        return letters.log_softmax(-1).transpose(0, 1)
+        return letters
 
 
 class Recommender(nn.Module):
@@ -196,7 +196,7 @@ class LanguageModel(nn.Module):
     def __init__(self, width: int = 768, layers: int = 12, words: int = 30522, length: int = 128) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(words, width), nn.Parameter(torch.zeros(1, length, width))
-        layer = nn.TransformerEncoderLayer(width, max(1, width // 64), 4 * width, activation="gelu", batch_first=True)
+        layer = nn.TransformerEncoderLayer(width, max(2, width // 64), 4 * width, activation="gelu", batch_first=True)
         self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         self.out = nn.Linear(width, words)
 

@@ -9,7 +9,6 @@ All ranks of data parallel training do the same, so one of them is simulated, ho
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -89,12 +88,14 @@ class Scaling:
         return max(found, key=lambda p: p.samples_per_s)
 
     def helps(self, strategy: str = "data_parallel") -> dict[int, bool]:
-        """By number of GPUs: whether they train faster than the next smaller number."""
+        """By number of GPUs: whether they train faster than every smaller number that was asked for."""
+        found: dict[int, bool] = {}
         points = self.of(strategy)
-        return {
-            after.gpus: after.samples_per_s > before.samples_per_s * (1 + (_WORTH - 1) * (after.gpus / before.gpus - 1))
-            for before, after in itertools.pairwise(points)
-        }
+        for number, after in enumerate(points[1:], 1):
+            before = max(points[:number], key=lambda p: p.samples_per_s)
+            more = (_WORTH - 1) * (after.gpus / before.gpus - 1)
+            found[after.gpus] = after.samples_per_s > before.samples_per_s * (1 + more)
+        return found
 
     def verdict(self, strategy: str = "data_parallel") -> str:
         """One or two sentences: up to how many GPUs it pays, what stops it, and what would help."""
@@ -118,7 +119,7 @@ class Scaling:
         said += f"{first.gpus} wait {format_time(first.exposed_s)} of {format_time(first.step_s)}"
         if stuck is not None:
             slower = self._at(points, stuck)
-            previous = points[points.index(slower) - 1]
+            previous = max(points[: points.index(slower)], key=lambda p: p.samples_per_s)
             word = "no faster" if slower.samples_per_s >= 0.98 * previous.samples_per_s else "slower"
             said += f"; {stuck} GPUs train {word} than {previous.gpus}"
         else:
