@@ -30,6 +30,7 @@ __all__ = ["STRATEGIES", "Scaling", "ScalingPoint", "scale_out"]
 
 Strategy = Literal["data_parallel", "sharded", "gpipe", "1f1b", "gems"]
 STRATEGIES: tuple[Strategy, ...] = ("data_parallel", "sharded", "gpipe", "1f1b", "gems")
+_FULL = 0.8
 _WORTH = 1.05
 """A GPU more helps if samples per second grow by more than a twentieth of what one brings."""
 
@@ -112,7 +113,11 @@ class Scaling:
             what += f" ({format_bytes(nbytes)} of them in {name})"
         if not shown:
             last = points[-1]
-            return f"up to {last.gpus} GPUs over {self.link} {what} is hidden: {last.efficiency:.0%} efficiency."
+            said = f"up to {last.gpus} GPUs over {self.link} {what} is hidden"
+            if last.efficiency >= _FULL:
+                return f"{said}: {last.efficiency:.0%} efficiency."
+            each = last.batch // last.gpus
+            return f"{said}, but {each} samples do not fill a GPU: {last.efficiency:.0%} efficiency."
         first = shown[0]
         upto = hidden[-1].gpus if hidden and hidden[-1].gpus < first.gpus else 1
         said = f"beyond {upto} GPU{'s' if upto > 1 else ''} over {self.link} {what} is no longer hidden: "

@@ -15,7 +15,7 @@ _WORDS = {
     "1f1b": "1F1B",
     "gems": "GEMS",
 }
-_WIDTH, _HEIGHT = 860, 400
+_WIDTH, _HEIGHT = 860, 384
 _TOP, _TALL = 62, 240
 
 
