@@ -25,9 +25,11 @@ from outcore.whatif.techniques import Technique
 __all__ = ["Elsewhere", "OnGpu", "carried_to", "record_on", "try_gpus"]
 
 _KNOWN_BEST = "h200"
-_WIDER = 0.15
-"""By how much a step on another GPU may be off beside what its calls are, as a share of it; see the published
-throughputs of `benchmarks/whatif-gpus`, eight in ten of which lie within."""
+_SHARES = (0.5, 1.05)
+"""Between these, times the predicted step, a step on another GPU lies: eight in ten of the published throughputs of
+`benchmarks/whatif-published` do. Networks of their kind are more often faster than predicted than slower."""
+_CALIBRATED_SHARES = (0.94, 1.06)
+"""The same on a GPU with a calibration of its own."""
 
 
 def record_on(setup: TrainingSetup, device: Device, *, here: Recording | None = None) -> Recording:
@@ -147,14 +149,14 @@ def try_gpus(
         rate = setup.batch / simulated.step_s
         hours = epoch_samples / rate / 3600 if epoch_samples else None
         price, power = _of(prices, number), _of(watts, number)
-        spread = _WIDER if not _calibrated(device) else 0.06
+        low, high = _CALIBRATED_SHARES if _calibrated(device) else _SHARES
         rows.append(
             OnGpu(
                 device.name,
                 setup.batch,
                 simulated.step_s,
-                simulated.step_s * (1 - spread),
-                simulated.step_s * (1 + spread),
+                simulated.step_s * low,
+                simulated.step_s * high,
                 rate,
                 found.peak_bytes,
                 device.memory_bytes,
