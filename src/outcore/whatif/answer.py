@@ -154,7 +154,8 @@ def ask(
         trial = run_setup(plain, _kind(where), seconds=seconds)
         anchor = Anchor.of(base.step, trial.step_s, trial.busy_s, trial.issue_s)
     first = _simulated(base.step, anchor)
-    shown = _answer("as it is", base, first, (), first, trial=trial)
+    anchored = anchor is not None
+    shown = _answer("as it is", base, first, (), first, anchored=anchored, trial=trial)
     answers = []
     for text, techniques in wanted:
         tell(f"asking for {text}")
@@ -163,7 +164,7 @@ def ask(
         for technique in techniques:
             step = technique.tasks(step, variant)
         after = _simulated(step, anchor)
-        answer = _answer(text, variant, after, techniques, first)
+        answer = _answer(text, variant, after, techniques, first, anchored=anchored)
         if trial is not None:
             answer = _verified(answer, variant.setup, techniques, where, trial.step_s / plain.batch, seconds, tell)
         answers.append(answer)
@@ -194,9 +195,10 @@ def _answer(
     techniques: Sequence[Technique],
     before: SimulatedStep,
     *,
+    anchored: bool,
     trial: Trial | None = None,
 ) -> Answer:
-    less_s, more_s = spread_s(found.step)
+    less_s, more_s = spread_s(found.step, before.step if anchored else None)
     batch = recording.setup.batch
     per_sample, base_per_sample = found.step_s / batch, before.step_s / before.step.batch
     changed_s = abs(found.step_s - batch * base_per_sample)
@@ -224,15 +226,23 @@ def _memory_notes(recording: Recording) -> tuple[str, ...]:
     return (f"does not fit: the step holds {needs}, {recording.device.name} has {has}",)
 
 
-def spread_s(step: RecordedStep) -> tuple[float, float]:
-    """How far below and above the times of the tasks may lie: equal tasks err alike, different ones independently."""
+def spread_s(step: RecordedStep, known: RecordedStep | None = None) -> tuple[float, float]:
+    """How far below and above the times of the tasks may lie: equal tasks err alike, different ones independently.
+
+    Of a step that was really run the sum of its tasks is `known`: those that are as they were do not err, and of one
+    that changed, by half as much, since what is wrong with both of its times falls out.
+    """
     below: dict[tuple[str, float], float] = {}
     above: dict[tuple[str, float], float] = {}
     for task in step.tasks.values():
+        before = known.tasks.get(task.name) if known is not None else None
+        share = 1.0 if known is None else 0.5
+        if before is not None and math.isclose(before.time_s, task.time_s, rel_tol=0.01):
+            share = 0.0
         if task.high_s > 0:
             key = (task.kind, task.time_s)
-            below[key] = below.get(key, 0.0) + max(0.0, task.time_s - task.low_s)
-            above[key] = above.get(key, 0.0) + max(0.0, task.high_s - task.time_s)
+            below[key] = below.get(key, 0.0) + share * max(0.0, task.time_s - task.low_s)
+            above[key] = above.get(key, 0.0) + share * min(task.time_s, max(0.0, task.high_s - task.time_s))
     return math.sqrt(sum(w * w for w in below.values())), math.sqrt(sum(w * w for w in above.values()))
 
 
