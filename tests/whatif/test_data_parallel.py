@@ -27,7 +27,7 @@ def test_buckets_are_those_of_torch(seed: int) -> None:
     source = random.Random(seed)
     tensors = [torch.empty(source.randint(1, 60)) for _ in range(source.randint(1, 25))]
     limits = [source.randint(1, 150), source.randint(1, 400)]
-    expected, _ = dist._compute_bucket_assignment_by_size(tensors, limits)
+    expected, _ = dist._compute_bucket_assignment_by_size(tensors, limits)  # type: ignore[attr-defined]
     names = [str(i) for i in range(len(tensors))]
     found = buckets_of(
         {n: n for n in names},

@@ -121,7 +121,9 @@ def ask(
     >>> job = outcore.Job(
     ...     model=lambda: torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4))),
     ...     batch=lambda size: (torch.randn(size, 64), torch.randn(size, 64)),
-    ...     loss=torch.nn.functional.mse_loss, optimizer=torch.optim.Adam, size=8,
+    ...     loss=torch.nn.functional.mse_loss,
+    ...     optimizer=torch.optim.Adam,
+    ...     size=8,
     ... )
     >>> found = outcore.whatif.ask(job, ["linear:0.5x", "graphs"], device=parse("h100").devices[0])
     >>> [answer.gain > 1.5 for answer in found.answers]  # the host sets the pace of so small a network

@@ -67,12 +67,9 @@ class Task:
 class RecordedStep:
     """The tasks of a training step, in the order in which each resource takes them.
 
-    >>> step = RecordedStep.of([
-    ...     Task("launch a", "host", 2.0),
-    ...     Task("a", "device", 1.0, after=("launch a",), kind="Conv2d"),
-    ...     Task("launch b", "host", 2.0),
-    ...     Task("b", "device", 1.0, after=("launch b",), kind="ReLU"),
-    ... ])
+    >>> a, b = Task("launch a", "host", 2.0), Task("launch b", "host", 2.0)
+    >>> conv = Task("a", "device", 1.0, after=("launch a",), kind="Conv2d")
+    >>> step = RecordedStep.of([a, conv, b, Task("b", "device", 1.0, after=("launch b",), kind="ReLU")])
     >>> step.simulate().step_s, step.scale(step.select(kind="Conv2d"), 0.5).simulate().step_s
     (5.0, 5.0)
     """

@@ -104,7 +104,8 @@ def record(job: Job, *, device: Device | None = None, batch: int | None = None, 
     >>> from outcore.machine import parse
     >>> job = outcore.Job(
     ...     model=lambda: torch.nn.Sequential(torch.nn.Conv2d(3, 64, 3), torch.nn.ReLU()),
-    ...     batch=lambda size: (torch.randn(size, 3, 512, 512), None), size=16,
+    ...     batch=lambda size: (torch.randn(size, 3, 512, 512), None),
+    ...     size=16,
     ... )
     >>> step = outcore.whatif.record(job, device=parse("h100").devices[0])
     >>> faster = step.scale(step.select(kind="conv"), 0.5)
