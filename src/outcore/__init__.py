@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from outcore import run as run
     from outcore import scan as scan
     from outcore import stream as stream
+    from outcore import whatif as whatif
     from outcore.cost.costs import Costs as Costs
     from outcore.cost.measured.measure import measure as measure
     from outcore.errors import CaptureError as CaptureError
@@ -59,7 +60,7 @@ _NAMES = {
     "within": "within",
 }
 """Every public function and class, and the module it is in."""
-_MODULES = ("data", "models", "run", "scan", "stream")
+_MODULES = ("data", "models", "run", "scan", "stream", "whatif")
 
 
 class _Package(ModuleType):

@@ -28,6 +28,7 @@ __all__ = [
     "StreamError",
     "TrainError",
     "VaryingError",
+    "WhatIfError",
     "suggest",
 ]
 
@@ -110,6 +111,10 @@ class ConfigError(OutcoreError, ValueError):
 
 class TrainError(OutcoreError, RuntimeError):
     """A training run cannot go on; says at which step and example, and what to change."""
+
+
+class WhatIfError(OutcoreError, ValueError):
+    """A question cannot be asked as given: names the block, technique, GPU or link, and those that are known."""
 
 
 def suggest(name: str, known: Iterable[str], *, prefix: str = "", shown: int = 12) -> str:

@@ -28,6 +28,8 @@ COMMANDS = {
     "simulate": "Show what a training step by a plan would look like, rank by rank.",
     "verify": "Train a few steps under a plan and in plain PyTorch, and compare every parameter.",
     "sweep": "Train many configurations of a job together, one row per configuration.",
+    "whatif": "Say what a step would take with another technique, on other GPUs or on more of them; and try it.",
+    "bench": "Train eight model families for some steps: throughput, use of the device, memory by what it holds.",
     "machine": "Probe this machine and show it; or show one from the catalogue.",
     "train": "Train a network: within a budget, on one device or many, to be stopped and continued at any time.",
     "infer": "Run a network on whole slides, tile by tile, within a budget.",

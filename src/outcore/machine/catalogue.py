@@ -22,7 +22,7 @@ from outcore.errors import MachineError
 from outcore.machine.device import Device
 from outcore.machine.link import HostLink, Link
 
-__all__ = ["Entry", "default_network", "find", "names", "network"]
+__all__ = ["Entry", "bus", "default_network", "find", "names", "network"]
 
 _MAKERS = re.compile(r"nvidia|amd|geforce|tesla|instinct|radeon|graphics|[^a-z0-9]")
 
@@ -70,6 +70,16 @@ def network(name: str) -> Link:
         raise MachineError(f"unknown network {name!r}; known are {', '.join(networks)}")
     row = networks[name]
     return Link.symmetric(bandwidth_bytes_per_s=row["bandwidth"] * 1e9, latency_s=row["latency_us"] * 1e-6)
+
+
+def bus(name: str) -> Link:
+    """The link over a named bus, such as "pcie4x16", at the rate that large copies reach."""
+    buses = _document()["buses"]
+    if name not in buses:
+        raise MachineError(f"unknown bus {name!r}; known are {', '.join(buses)}")
+    row = buses[name]
+    rate = row["bandwidth"] * row["pinned_share"] * 1e9
+    return Link.symmetric(bandwidth_bytes_per_s=rate, latency_s=row["latency_us"] * 1e-6)
 
 
 def default_network() -> str:

@@ -33,7 +33,7 @@ from outcore.cost.measured.host_speed import reference_work_s
 from outcore.graph import Graph
 from outcore.machine.clock import TimedRuns, clock_for, time_calls
 
-__all__ = ["StepTime", "measure_optimizer", "predict_step"]
+__all__ = ["StepTime", "backward_with_sums", "measure_optimizer", "predict_step"]
 
 _ORDER: tuple[Source, ...] = ("measured", "analytic", "scaled", "unknown")
 
@@ -92,7 +92,7 @@ def predict_step(
     """
     order = [costs.calls[name] for name in graph.calls]
     forward = [c.forward for c in order if c.forward is not None]
-    backward = _with_sums(graph, costs)
+    backward = list(backward_with_sums(graph, costs).values())
     inputs = sum(graph.values[name].bytes for name in graph.inputs)
     transfer_s = inputs / input_bytes_per_s if input_bytes_per_s else 0.0
     sources: set[Source] = {c.time_source for c in order if c.forward is not None} or {"unknown"}
@@ -121,12 +121,12 @@ def _spread_s(costs: Costs, side: Literal[-1, 1]) -> float:
     return math.sqrt(sum(width**2 for width in alike.values()))
 
 
-def _with_sums(graph: Graph, costs: Costs) -> list[TimedRuns]:
-    """Backward in its order; the time of a call that makes a further gradient of a value includes the sum.
+def backward_with_sums(graph: Graph, costs: Costs) -> dict[str, TimedRuns]:
+    """Backward by call, in its order; the time of a call that makes a further gradient of a value includes the sum.
 
     Two are read and one is written for each gradient beyond the first of a value.
     """
-    found, received = list[TimedRuns](), set[str]()
+    found, received = dict[str, TimedRuns](), set[str]()
     for name in reversed(list(graph.calls)):
         cost = costs.calls[name]
         reached = [g.of for g in cost.gradients if g.of in graph.values]
@@ -139,7 +139,7 @@ def _with_sums(graph: Graph, costs: Costs) -> list[TimedRuns]:
             more_s = sum(3 * graph.values[of].bytes for of in again) / costs.sum_bytes_per_s
             issuing_s = timing.dispatch_s + len(again) * costs.sum_dispatch_s
             timing = replace(timing, median_s=timing.median_s + more_s, dispatch_s=issuing_s)
-        found.append(timing)
+        found[name] = timing
     return found
 
 

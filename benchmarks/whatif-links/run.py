@@ -1,0 +1,146 @@
+"""Trains over real links and predicts the same: python benchmarks/whatif-links/run.py; needs root, takes minutes.
+
+For every link: a probe (two all-reduces) measures its latency and rate; then DDP and FSDP2 are trained by one process
+per host, each a network namespace. The prediction knows the step of one rank alone (trained as one of as many
+processes, which do not speak), the probe, and the recorded step; nothing of the training over the link.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from hosts import hosts
+from networks import NETWORKS
+
+from outcore.machine import known
+from outcore.machine.link import Link
+from outcore.whatif.anchor import Anchor
+from outcore.whatif.data_parallel import data_parallel, sharded
+from outcore.whatif.links import ClusterLink
+from outcore.whatif.recording import Recording, record_setup
+from outcore.whatif.setup import TrainingSetup
+
+HERE = Path(__file__).parent
+LINKS = [
+    (2, 10_000, 0.0),
+    (2, 1000, 0.0),
+    (2, 100, 0.0),
+    (3, 1000, 0.0),
+    (3, 100, 0.0),
+    (2, 1000, 10.0),
+    (2, 100, 10.0),
+]
+CASES = [(network, strategy) for network in NETWORKS for strategy in ("data_parallel", "sharded")]
+
+
+def trained(names: list[str], steps: int) -> dict[str, Any]:
+    """What the first rank reports."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "found.json"
+        started = []
+        for rank, name in enumerate(names):
+            env = {
+                **os.environ, "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29511", "RANK": str(rank),
+                "WORLD_SIZE": str(len(names)), "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1",
+            }  # fmt: skip
+            words = [sys.executable, str(HERE / "worker.py"), str(out), str(steps)]
+            started.append(subprocess.Popen(["ip", "netns", "exec", name, *words], env=env, stderr=subprocess.DEVNULL))
+        for process in started:
+            if process.wait(timeout=200):
+                raise RuntimeError("a rank failed")
+        found: dict[str, Any] = json.loads(out.read_text())
+        return found
+
+
+def link_of(probe: dict[str, Any], ranks: int, name: str) -> ClusterLink:
+    """Latency and rate from two all-reduces of the ring algorithm."""
+    hops = 2 * (ranks - 1)
+    latency_s = probe["small_s"] / hops
+    moved = hops / ranks * probe["large_bytes"]
+    rate = moved / max(1e-9, probe["large_s"] - probe["small_s"])
+    link = Link.symmetric(bandwidth_bytes_per_s=rate, latency_s=latency_s)
+    return ClusterLink(name, link, share=1.0, trees=False)
+
+
+def predicted(recording: Recording, strategy: str, ranks: int, alone_s: float, link: ClusterLink) -> float:
+    """A rank's step over the link, from its step alone."""
+    weave = data_parallel if strategy == "data_parallel" else sharded
+    step = Anchor.of(recording.step, alone_s).apply(recording.step)
+    return weave(step, recording, ranks, link).simulate().step_s
+
+
+def predict_again(path: Path, recordings: dict[str, Recording]) -> None:
+    """Predict the cases of a result once more, from the same measurements."""
+    document = json.loads(path.read_text())
+    for row in document["rows"]:
+        link = link_of(row["probe"], row["ranks"], row["link"])
+        row["predicted_s"] = predicted(recordings[row["network"]], row["strategy"], row["ranks"], row["alone_s"], link)
+        row["error"] = row["predicted_s"] / row["measured_s"] - 1
+        row["predicted_helps"] = row["ranks"] * row["alone_s"] > row["predicted_s"]
+        show(row)
+    path.write_text(json.dumps(document, indent=1) + "\n")
+    summary(document["rows"])
+
+
+def show(row: dict[str, Any]) -> None:
+    print(
+        f"| {row['ranks']} | {row['link']} | {row['network']} | {row['strategy']} | {row['alone_s'] * 1e3:.0f} ms | "
+        f"{row['predicted_s'] * 1e3:.0f} ms | {row['measured_s'] * 1e3:.0f} ms | {row['error']:+.1%} | "
+        f"{'yes' if row['predicted_helps'] else 'no'} | {'yes' if row['measured_helps'] else 'no'} |",
+        flush=True,
+    )
+
+
+def summary(rows: list[dict[str, Any]]) -> None:
+    errors = sorted(abs(row["error"]) for row in rows)
+    right = sum(row["predicted_helps"] == row["measured_helps"] for row in rows)
+    median = statistics.median(errors)
+    print(f"{len(rows)} cases, median error {median:.1%}, worst {errors[-1]:.1%}, verdict right in {right}")
+
+
+def main() -> None:
+    device = known().devices[0]
+    recordings = {name: record_setup(TrainingSetup(job), device) for name, job in NETWORKS.items()}
+    rows: list[dict[str, Any]] = []
+    path = HERE / "results" / f"{datetime.date.today()}.json"
+    if "again" in sys.argv:
+        predict_again(path, recordings)
+        return
+    wanted = [int(n) for n in sys.argv[1:]] or range(len(LINKS))
+    if sys.argv[1:] and path.exists():
+        rows = json.loads(path.read_text())["rows"]
+    for count, rate, delay in (LINKS[n] for n in wanted):
+        name = f"{rate} Mbit/s" + (f", {2 * delay:g} ms there and back" if delay else "")
+        with hosts(count, rate, delay) as names:
+            every = trained(names, 8 if rate >= 1000 else 4)
+            probe = every["probe"]
+            link = link_of(probe, count, name)
+            for network, strategy in CASES:
+                alone, real = every[network]["alone"], every[network][strategy]
+                predicted_s = predicted(recordings[network], strategy, count, alone["step_s"], link)
+                rows.append(
+                    {
+                        "ranks": count, "link": name, "network": network, "strategy": strategy,
+                        "alone_s": alone["step_s"], "predicted_s": predicted_s, "measured_s": real["step_s"],
+                        "error": predicted_s / real["step_s"] - 1,
+                        "predicted_helps": count * alone["step_s"] > predicted_s,
+                        "measured_helps": count * alone["step_s"] > real["step_s"], "probe": probe,
+                    }
+                )  # fmt: skip
+                show(rows[-1])
+                path.write_text(json.dumps({"device": device.name, "rows": rows}, indent=1) + "\n")
+    summary(rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Eight model families, trained for some steps on this machine."""

@@ -1,0 +1,180 @@
+"""`outcore whatif`: what a step would take with another technique, on other GPUs, on more of them."""
+
+from __future__ import annotations
+
+import json as json_module
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console, RenderableType
+
+from outcore.cli.messages import working, wrote
+from outcore.cli.options import Arguments, Batch, Inputs, JobName, Json
+from outcore.errors import WhatIfError
+from outcore.job import Job
+from outcore.machine import Device, known, parse
+from outcore.whatif.answer import ask
+from outcore.whatif.elsewhere import try_gpus
+from outcore.whatif.links import ClusterLink, parse_link
+from outcore.whatif.recording import record_setup
+from outcore.whatif.scaling import scale_out
+from outcore.whatif.scaling_plot import scaling_svg
+from outcore.whatif.setup import TrainingSetup
+from outcore.whatif.tables import answers_table, gpus_table, scaling_table
+from outcore.whatif.techniques import FasterLink, Technique, parse_techniques
+
+__all__ = ["whatif"]
+
+
+def whatif(
+    job: JobName,
+    inputs: Inputs = None,
+    arguments: Arguments = None,
+    batch: Batch = None,
+    if_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--if",
+            metavar="TECHNIQUES",
+            help="amp, channels_last, compile, fused, graphs, batch=64, within=9GiB, link=2x, BLOCK=free, KIND:0.5x; "
+            "joined with +. Repeatable.",
+            show_default=False,
+        ),
+    ] = None,
+    on: Annotated[str, typer.Option("--on", help="Other GPUs: a100,l40s,h100.", show_default=False)] = "",
+    gpus: Annotated[str, typer.Option("--gpus", help="Numbers of GPUs: 1,2,4,8.", show_default=False)] = "",
+    link: Annotated[
+        str, typer.Option("--link", help="Between GPUs: nvlink, pcie4, 10gbe, 25gbe, ib-hdr, 25gbit, 1gbit+20ms.")
+    ] = "25gbe",
+    how: Annotated[
+        str, typer.Option("--how", help="How GPUs are used: data_parallel, sharded, gpipe, 1f1b, gems.")
+    ] = "data_parallel,sharded",
+    strong: Annotated[
+        bool, typer.Option("--strong/--weak", help="Divide the batch among GPUs, or give it to each.")
+    ] = False,
+    price: Annotated[
+        str,
+        typer.Option("--price", help="Of an hour of each GPU of --on, or one for all: 2.5,1.1.", show_default=False),
+    ] = "",
+    watts: Annotated[str, typer.Option("--watts", help="Power of each GPU of --on.", show_default=False)] = "",
+    epoch: Annotated[int | None, typer.Option("--epoch", min=1, help="Samples of an epoch, for --price.")] = None,
+    largest: Annotated[bool, typer.Option("--largest", help="With --on: find the largest batch that fits.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Train what can be run here for some steps, and show both.")
+    ] = False,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Run every call of the job alone here, and start from that.")
+    ] = False,
+    seconds: Annotated[float, typer.Option("--seconds", min=0.1, help="Time of each trial of --verify.")] = 3.0,
+    svg: Annotated[Path | None, typer.Option("--svg", help="Also draw the scaling of --gpus.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Also save as JSON.")] = None,
+    json: Json = False,
+) -> None:
+    """Say what a training step would take, if.
+
+    outcore whatif job.py --if amp --if compile --if amp+compile --verify
+
+    outcore whatif job.py --if layer3=free --if conv:0.5x       what work on a part could gain at most
+
+    outcore whatif job.py --on a100,l40s,h100 --price 1.8,1.0,2.9 --epoch 1281167
+
+    outcore whatif job.py --on v100 --gpus 1,2,4,8,16 --link 25gbe --svg scaling.svg
+    """
+    questions = if_ or []
+    if not (questions or on or gpus):
+        raise WhatIfError("nothing was asked; give --if amp, --on a100 or --gpus 1,2,4,8")
+    if verify and on:
+        raise typer.BadParameter("another device cannot be run from here; leave out --on", param_hint="--verify")
+    if verify and not questions:
+        raise typer.BadParameter("only what --if asks for can be run here", param_hint="--verify")
+    if svg is not None and not gpus:
+        raise typer.BadParameter("a plot is of --gpus", param_hint="--svg")
+    techniques = [parse_techniques(question) for question in questions]
+    prices, power = _numbers(price, "--price"), _numbers(watts, "--watts")
+    names = [name.strip() for name in on.split(",") if name.strip()]
+    devices: list[Device] = [parse(name).devices[0] for name in names] or [_here(quiet=json)]
+    for figures, option in ((prices, "--price"), (power, "--watts")):
+        if len(figures) > 1 and len(figures) != len(names):
+            raise typer.BadParameter(
+                f"{len(figures)} figures for {len(names)} GPUs; give one, or one for each", param_hint=option
+            )
+    counts = [int(n) for n in _numbers(gpus, "--gpus")]
+    joined = [parse_link(link, device) for device in devices] if counts else []
+    found = Job.load(job, inputs=inputs or (), arguments=arguments or ())
+    # Wide enough for every column, also where the terminal's width is not known.
+    console = Console(width=max(Console().width, 132))
+    document: dict[str, Any] = {}
+
+    def show(key: str, value: Any, table: RenderableType) -> None:
+        document.setdefault(key, []).append(value.to_json())
+        if not json:
+            console.print(table)
+            console.print()
+
+    here = None
+    if measure and (names or counts) and not questions:
+        with working("measuring every call", quiet=json):
+            here = record_setup(TrainingSetup(found, batch), known().devices[0], measured=True)
+    if counts:
+        ways = [way.strip() for way in how.split(",") if way.strip()]
+        mode: Literal["weak", "strong"] = "strong" if strong else "weak"
+        for device, between in zip(devices, joined, strict=True):
+            for text, used in list(zip(questions, techniques, strict=True)) or [("", ())]:
+                with working(f"scaling over {between.name}", quiet=json):
+                    scaled = scale_out(
+                        found, counts, _linked(between, used), device=device, batch=batch, mode=mode, strategies=ways,
+                        techniques=tuple(t.on(device) for t in used),
+                    )  # fmt: skip
+                shown = replace(scaled, job=f"{scaled.job} with {text}") if text else scaled
+                show("scaling", shown, scaling_table(shown))
+                if svg is not None:
+                    svg.write_text(scaling_svg(shown))
+    elif names and not questions:
+        with working("carrying over", quiet=json):
+            others = try_gpus(
+                found, devices, batch=batch, here=here, largest=largest, prices=prices, epoch_samples=epoch, watts=power
+            )
+        show("on", others, gpus_table(others))
+    else:
+        for device in devices:
+            with working(f"asking for {device.name}", quiet=json):
+                answers = ask(
+                    found, questions, device=device, batch=batch, verify=verify, measure=measure, seconds=seconds
+                )
+            show("if", answers, answers_table(answers))
+    _write(document, output, json)
+    wrote(svg)
+
+
+def _linked(link: ClusterLink, techniques: Sequence[Technique]) -> ClusterLink:
+    """A link as fast as techniques make it."""
+    for technique in techniques:
+        if isinstance(technique, FasterLink):
+            link = replace(link.faster(technique.factor), name=f"{link.name} x {technique.factor:g}")
+    return link
+
+
+def _numbers(text: str, option: str) -> list[float]:
+    try:
+        found = [float(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise typer.BadParameter(f"must be numbers like 1,2,4, not {text!r}", param_hint=option) from None
+    if any(not 0 < value < float("inf") for value in found):
+        raise typer.BadParameter("numbers must be above 0", param_hint=option)
+    return found
+
+
+def _write(document: dict[str, Any], output: Path | None, json: bool) -> None:
+    if output is not None:
+        output.write_text(json_module.dumps(document, indent=1) + "\n")
+    if json:
+        typer.echo(json_module.dumps(document))
+    wrote(output)
+
+
+def _here(*, quiet: bool) -> Device:
+    with working("looking at this machine", quiet=quiet):
+        return known().devices[0]

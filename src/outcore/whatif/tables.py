@@ -1,0 +1,98 @@
+"""Answers for the terminal."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from outcore.machine import format_bytes, format_time
+from outcore.whatif.answer import Answer, Answers
+from outcore.whatif.elsewhere import Elsewhere
+from outcore.whatif.scaling import Scaling
+
+__all__ = ["answers_table", "gpus_table", "scaling_table"]
+
+
+def answers_table(found: Answers) -> RenderableType:
+    """One row per question: step, interval, gain, memory, and what was measured beside it."""
+    rows = [found.base, *found.answers]
+    measured = any(row.trial is not None or row.not_run for row in rows)
+    table = Table(title=f"{found.job} on {found.device}, batch {found.base.batch}", title_justify="left", box=None)
+    table.add_column("if", no_wrap=True)
+    for name in ("step", "interval", "samples/s", "gain", "peak", *(("measured", "gain", "error") if measured else ())):
+        table.add_column(name, justify="right", no_wrap=name != "interval")
+    for row in rows:
+        low, high = format_time(row.low_s), format_time(row.high_s)
+        cells = [row.question, format_time(row.step_s), f"{low} to {high}", f"{row.batch / row.step_s:,.1f}"]
+        cells += [f"{row.gain:.2f}x", format_bytes(row.peak_bytes)]
+        table.add_row(*cells, *(_measured(row) if measured else ()))
+    reasons = [Text(f"{row.question}: {row.reason}") for row in rows]
+    notes = [Text(f"{row.question}: {note}", style="yellow") for row in rows for note in row.notes]
+    notes += [Text(f"{row.question}: not measured, {row.not_run}", style="yellow") for row in rows if row.not_run]
+    return Group(table, Text(), *reasons, *notes)
+
+
+def _measured(row: Answer) -> tuple[str, str, str]:
+    if row.trial is None or row.error is None:
+        return "", "", ""
+    return format_time(row.trial.step_s), f"{row.measured_gain:.2f}x", f"{row.error:+.1%}"
+
+
+def scaling_table(found: Scaling) -> RenderableType:
+    """One row per number of GPUs and way to use them, and the verdict."""
+    title = f"{found.job} on {found.device} over {found.link}, {found.mode} scaling"
+    table = Table(title=title, title_justify="left", box=None)
+    for name in ("GPUs", "how", "batch", "step", "samples/s", "efficiency", "compute", "link", "waits"):
+        table.add_column(name, justify="left" if name == "how" else "right", no_wrap=True)
+    for p in found.points:
+        how = f"{p.strategy}: {p.said}" if p.said else p.strategy
+        cells = [
+            str(p.gpus),
+            how,
+            str(p.batch),
+            format_time(p.step_s),
+            f"{p.samples_per_s:,.1f}",
+            f"{p.efficiency:.0%}",
+        ]
+        table.add_row(*cells, *(format_time(s) for s in (p.compute_s, p.communication_s, p.exposed_s)))
+    refused = [Text(words, style="yellow") for words in found.refused]
+    return Group(table, Text(), Text(found.verdict(found.points[0].strategy)), *refused)
+
+
+def gpus_table(found: Elsewhere) -> RenderableType:
+    """One row per GPU."""
+    table = Table(title=f"{found.job}, carried over from {found.carried_from}", title_justify="left", box=None)
+    rows = found.rows
+    more = [
+        ("largest batch", any(r.largest_batch is not None for r in rows)),
+        ("per epoch", any(r.cost_per_epoch is not None for r in rows)),
+        ("kWh per epoch", any(r.energy_per_epoch_kwh is not None for r in rows)),
+    ]
+    table.add_column("GPU", overflow="fold")
+    for name in ("batch", "step", "interval", "samples/s", "peak", *(name for name, shown in more if shown)):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        interval = f"{format_time(row.low_s)} to {format_time(row.high_s)}"
+        peak = Text(format_bytes(row.peak_bytes), style="" if row.fits else "bold red")
+        cells: list[str | Text] = [
+            row.gpu,
+            str(row.batch),
+            format_time(row.step_s),
+            interval,
+            f"{row.samples_per_s:,.1f}",
+            peak,
+        ]
+        extra = (row.largest_batch, row.cost_per_epoch, row.energy_per_epoch_kwh)
+        table.add_row(*cells, *(_shown(v) for v, (_, shown) in zip(extra, more, strict=True) if shown))
+    reasons = [Text(f"{row.gpu}: the {row.bound_by} sets the pace; figures: {row.source}") for row in rows]
+    large = [
+        Text(f"{row.gpu}: does not fit in {format_bytes(row.capacity_bytes)}", style="red")
+        for row in rows
+        if not row.fits
+    ]
+    return Group(table, Text(), *reasons, *large)
+
+
+def _shown(value: float | None) -> str:
+    return "" if value is None else f"{value:,d}" if isinstance(value, int) else f"{value:,.2f}"

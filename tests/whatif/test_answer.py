@@ -1,0 +1,140 @@
+"""Questions and answers: what is asked is understood or refused, and answers have the signs that they must have."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import outcore
+from outcore.errors import WhatIfError
+from outcore.machine import parse
+from outcore.whatif.anchor import Anchor
+from outcore.whatif.carry_over import carry_costs, wave_ratio
+from outcore.whatif.compiled import fused_groups
+from outcore.whatif.elsewhere import carried_to, try_gpus
+from outcore.whatif.recording import record_setup, turned
+from outcore.whatif.setup import TrainingSetup
+from outcore.whatif.techniques import parse_techniques
+from tests.whatif.jobs import images
+
+H200, V100 = (parse(name).devices[0] for name in ("h200", "v100"))
+
+
+def gains(questions: list[str], size: int = 4) -> list[float]:
+    return [a.gain for a in outcore.whatif.ask(images(size), questions, device=H200).answers]
+
+
+def test_where_the_host_sets_the_pace_faster_kernels_gain_nothing() -> None:
+    faster, free, graphs, host = gains(["conv:0.1x", "0=free", "graphs", "host:0.5x"])
+    assert faster == pytest.approx(1.0, abs=1e-6)
+    assert free > 1.01 and graphs > 1.5 and host > 1.3
+
+
+def test_where_the_device_sets_the_pace_a_faster_host_gains_nothing() -> None:
+    host, free, batch = gains(["host:0.5x", "forward=free", "batch=8192"], size=4096)
+    assert host == pytest.approx(1.0, abs=0.05) and free > 1.2 and 0.9 < batch < 1.2
+
+
+def test_techniques_join() -> None:
+    alone = gains(["graphs", "fused", "graphs+fused"])
+    assert alone[2] >= max(alone[:2]) * 0.999
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("ampp", "did you mean amp"),
+        ("", "known are amp"),
+        ("amp+turbo", "turbo"),
+        ("batch=many", "whole number"),
+        ("batch", "batch=64"),
+        ("link=fast", "2x"),
+        ("conv:x", "0.5x"),
+        ("amp=int4", "amp=fp16"),
+        ("channels_last=yes", "not understood"),
+    ],
+)
+def test_an_unknown_technique_names_the_known_ones(text: str, said: str) -> None:
+    with pytest.raises(WhatIfError, match=said):
+        parse_techniques(text)
+
+
+@pytest.mark.parametrize(("text", "said"), [("layer9=free", "known are 0, 1"), ("Conv3d:0.5x", "did you mean Conv2d")])
+def test_an_unknown_block_or_kind_names_the_known_ones(text: str, said: str) -> None:
+    with pytest.raises(WhatIfError, match=said):
+        gains([text])
+
+
+def test_channels_last_changes_strides_and_nothing_else() -> None:
+    graph = images().capture()
+    other = turned(graph)
+    for name, value in graph.values.items():
+        shape, stride = other.values[name].shape, other.values[name].stride
+        assert shape == value.shape
+        if len(shape) == 4 and value.bytes:
+            expected = torch.empty(shape, device="meta", memory_format=torch.channels_last).stride()
+            assert stride == expected
+
+
+def test_groups_of_compiled_code_are_what_lies_between_matrix_products() -> None:
+    recording = record_setup(TrainingSetup(images()), H200)
+    costs = recording.profile.costs
+    fusible = {n for n, c in costs.calls.items() if not c.flops_forward}
+    groups = fused_groups(recording.profile.graph, fusible)
+    assert sorted(c for g in groups for c in g.calls) == sorted(fusible)
+    norm = next(g for g in groups if "1#0" in g.calls)
+    size = recording.profile.graph.values["0#0:out"].bytes
+    assert norm.calls == ["1#0", "2#0"] and norm.moved_forward == 3 * size
+
+
+def test_a_step_is_anchored_to_what_was_measured() -> None:
+    step = record_setup(TrainingSetup(images()), H200).step
+    simulated = step.simulate()
+    for device, host in ((1.7, 1.0), (0.6, 2.0), (1.0, 1.0)):
+        real = Anchor(device, host).apply(step).simulate()
+        found = Anchor.of(step, real.step_s, real.busy_s("device"), real.busy_s("host"))
+        assert (found.device, found.host) == pytest.approx((device, host), rel=1e-6)
+        again = Anchor.of(step, real.step_s, real.busy_s("device")).apply(step).simulate()
+        assert again.step_s == pytest.approx(real.step_s, rel=0.07)
+    assert simulated.bound_by == "host"
+
+
+def test_carrying_over_to_the_same_gpu_changes_nothing() -> None:
+    found = record_setup(TrainingSetup(images(64)), H200)
+    same = carried_to(found, replace(H200, name="another of them"))
+    assert same.step.simulate().step_s == pytest.approx(found.step.simulate().step_s)
+
+
+def test_a_gpu_that_is_better_in_everything_is_faster_in_every_call() -> None:
+    found = record_setup(TrainingSetup(images(64)), H200)
+    rates = {name: 2 * rate for name, rate in H200.rates.items()}
+    assert H200.sms is not None
+    better = replace(H200, bandwidth_bytes_per_s=2 * H200.bandwidth_bytes_per_s, rates=rates, sms=2 * H200.sms)
+    costs = carry_costs(found.profile.costs, found.profile.graph, H200, better)
+    for name, cost in found.profile.costs.calls.items():
+        for before, after in ((cost.forward, costs.calls[name].forward), (cost.backward, costs.calls[name].backward)):
+            if before is not None and after is not None:
+                assert 0.499 * before.median_s <= after.median_s <= before.median_s * (1 + 1e-9)
+    assert wave_ratio(200, H200, better) == 0.5 and wave_ratio(20, H200, better) == 1.0
+
+
+def test_other_gpus_with_price_and_largest_batch() -> None:
+    found = try_gpus(images(64), [H200, V100], prices=[2.0], epoch_samples=1000, watts=[700, 300])
+    first, second = found.rows
+    assert first.step_s <= second.step_s and first.fits
+    tiny = replace(V100, memory_bytes=2 << 20)
+    (row,) = try_gpus(images(64), [tiny], largest=True).rows
+    assert not row.fits and row.largest_batch is not None and 1 <= row.largest_batch < 64
+    assert first.cost_per_epoch == pytest.approx(1000 / first.samples_per_s / 3600 * 2.0)
+    assert second.energy_per_epoch_kwh == pytest.approx(1000 / second.samples_per_s / 3600 * 0.3)
+
+
+def test_what_can_be_run_is_run_and_shown_beside_the_prediction() -> None:
+    cpu = replace(V100, kind="cpu", name="cpu")
+    found = outcore.whatif.ask(images(), ["batch=8", "fused", "0=free", "graphs"], device=cpu, verify=True, seconds=0.1)
+    batch, fused, free, graphs = found.answers
+    assert found.base.error == pytest.approx(0.0, abs=1e-6)
+    assert batch.trial is not None and fused.trial is not None and batch.measured_gain is not None
+    assert free.trial is None and "cannot be run" in free.not_run and "GPU" in graphs.not_run

@@ -1,0 +1,113 @@
+"""Communication of data parallel training: buckets as torch makes them, and times that can be computed by hand."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from outcore.errors import WhatIfError
+from outcore.machine import parse
+from outcore.machine.link import Link
+from outcore.whatif.data_parallel import buckets_of, data_parallel, gradient_tasks, sharded, units_of
+from outcore.whatif.links import ClusterLink, parse_link
+from outcore.whatif.recording import record_setup
+from outcore.whatif.scaling import scale_out
+from outcore.whatif.setup import TrainingSetup
+from tests.whatif.jobs import images
+
+V100 = parse("v100").devices[0]
+SLOW = ClusterLink("slow", Link.symmetric(bandwidth_bytes_per_s=1e6, latency_s=1e-3), share=1.0, trees=False)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_buckets_are_those_of_torch(seed: int) -> None:
+    source = random.Random(seed)
+    tensors = [torch.empty(source.randint(1, 60)) for _ in range(source.randint(1, 25))]
+    limits = [source.randint(1, 150), source.randint(1, 400)]
+    expected, _ = dist._compute_bucket_assignment_by_size(tensors, limits)  # type: ignore[attr-defined]
+    names = [str(i) for i in range(len(tensors))]
+    found = buckets_of(
+        {n: n for n in names},
+        {n: 4 * t.numel() for n, t in zip(names, tensors, strict=True)},
+        first_bytes=limits[0],
+        bucket_bytes=limits[1],
+    )
+    assert [[int(n) for n in b.parameters] for b in found] == expected
+
+
+def test_gradients_come_in_the_order_of_backward() -> None:
+    job = images()
+    found = gradient_tasks(record_setup(TrainingSetup(job), V100))
+    model, order = job.build(), list[str]()
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
+    inputs, _, target = job.example()
+    assert job.loss is not None
+    job.loss(model(*inputs), target).backward()
+    layers = [name.split(".")[0] for name in order]
+    assert [name.split(".")[0] for name in found] == layers and set(found) == set(order)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8, 1024])
+def test_a_slow_link_sets_the_step(ranks: int) -> None:
+    found = record_setup(TrainingSetup(images()), V100)
+    step = data_parallel(found.step, found, ranks, SLOW).simulate()
+    sizes = [b.bytes for b in buckets_of(gradient_tasks(found), found.profile.costs.parameters)]
+    wire_s = sum(2 * (ranks - 1) * (1e-3 + size / ranks / 1e6) for size in sizes)
+    assert step.busy_s("link") == pytest.approx(wire_s)
+    assert wire_s < step.step_s < wire_s + found.step.simulate().step_s + 1e-3
+
+
+def test_a_free_link_costs_nothing_but_copies() -> None:
+    found = record_setup(TrainingSetup(images()), V100)
+    free = ClusterLink("free", Link.symmetric(bandwidth_bytes_per_s=1e18), share=1.0)
+    alone = found.step.simulate().step_s
+    for weave in (data_parallel, sharded):
+        assert weave(found.step, found, 4, free).simulate().step_s == pytest.approx(alone, rel=0.02)
+        assert weave(found.step, found, 1, free) == found.step
+
+
+def test_sharding_gathers_twice_and_scatters_once() -> None:
+    found = record_setup(TrainingSetup(images()), V100)
+    step = sharded(found.step, found, 4, SLOW)
+    moved = {
+        kind: sum(t.bytes for t in step.tasks.values() if t.kind == kind) for kind in ("all-gather", "reduce-scatter")
+    }
+    weights = sum(found.profile.costs.parameters.values())
+    assert sum(u.bytes for u in units_of(found)) == weights
+    assert moved == {"all-gather": 2 * weights, "reduce-scatter": weights}
+
+
+def test_links_are_found_by_name_or_by_figures() -> None:
+    assert parse_link("25gbe").link.away_bytes_per_s == 3.125e9
+    assert parse_link("100mbit+20ms").link == Link.symmetric(bandwidth_bytes_per_s=12.5e6, latency_s=0.02)
+    assert parse_link("nvlink", V100).link.away_bytes_per_s == 50e9
+    with pytest.raises(WhatIfError, match="did you mean 25gbe"):
+        parse_link("25gb3")
+    with pytest.raises(WhatIfError, match="no NVLink"):
+        parse_link("nvlink", parse("l4").devices[0])
+
+
+def test_a_verdict_follows_the_link() -> None:
+    fast = scale_out(images(64), [1, 2, 4], parse_link("ib-ndr"), device=V100, strategies=("data_parallel",))
+    slow = scale_out(images(64), [1, 2, 4], parse_link("1mbit"), device=V100, strategies=("data_parallel",))
+    assert all(fast.helps().values()) and not any(slow.helps().values())
+    assert "no longer hidden" in slow.verdict() and "slower than 1" in slow.verdict()
+    strong = scale_out(
+        images(64), [1, 4], parse_link("ib-ndr"), device=V100, mode="strong", strategies=("data_parallel",)
+    )
+    assert [p.batch for p in strong.points] == [64, 64]
+
+
+@pytest.mark.parametrize(("gpus", "how"), [([0], "data_parallel"), ([1], "pipelined"), ([128], "data_parallel")])
+def test_what_makes_no_sense_is_refused(gpus: list[int], how: str) -> None:
+    with pytest.raises(WhatIfError):
+        scale_out(images(64), gpus, SLOW, device=V100, strategies=(how,), mode="strong")
+
+
+def test_a_thousand_ranks_and_a_pipeline() -> None:
+    found = scale_out(images(8), [1, 2, 1024], SLOW, device=V100, strategies=("data_parallel", "gpipe"))
+    assert found.best(1024).gpus == 1024 and len(found.of("gpipe")) + len(found.refused) == 3
