@@ -1,0 +1,1 @@
+"""Spatial parallelism: one image over a grid of ranks, with halo exchange."""
