@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn

@@ -49,8 +49,6 @@ class SplitState:
     ambient: Context
     before: Callable[[str], None] = lambda call: None
     """Called with the name of each call before it runs: seeds what it draws, and notes where the rank is."""
-    updates_statistics: bool = True
-    """Whether running statistics are updated here."""
 
 
 @dataclass
@@ -70,7 +68,7 @@ class SplitRun:
         self.grid = self.layout.grid
         self._posted: dict[str, tuple[Transfer, torch.Tensor | None]] = {}
         self._statistics: dict[str, Statistics] = {}
-        self._handed: dict[tuple[str, int], torch.Tensor] = {}
+        self._handed: dict[tuple[str, str, int], torch.Tensor] = {}
         self._readers, self._last = _readers(self.layout, self.rank)
         self._done: set[str] = set()
         self._at = self.layout.positions
@@ -122,10 +120,10 @@ class SplitRun:
         readers = self._readers.get(value, [])
         if not streamed or len(readers) < 2 or not tensor.requires_grad or not torch.is_grad_enabled():
             return sliced(tensor, held, region)
-        if (reader, index) not in self._handed:
+        if (value, reader, index) not in self._handed:
             parts = fork(tensor, held, [r for _, _, r, _ in readers], [f for _, _, _, f in readers])
-            self._handed.update({(n, i): p for (n, i, _, _), p in zip(readers, parts, strict=True)})
-        return self._handed.pop((reader, index))
+            self._handed.update({(value, n, i): p for (n, i, _, _), p in zip(readers, parts, strict=True)})
+        return self._handed.pop((value, reader, index))
 
     def _own(self, value: str) -> torch.Tensor | None:
         """This rank's own part of a value, without its gradient."""
@@ -184,7 +182,7 @@ class SplitRun:
             node.norm.moments, self._own(source), parts, self.state.comm, 4 * self._at[node.output], self.state.device
         )
         self._statistics[node.output] = found
-        if node.norm.module is not None and self.state.updates_statistics:
+        if node.norm.module is not None:
             path = self.state.steps[node.call].target
             norm = replace(node.norm, module=self.state.model.get_submodule(path))
             update_statistics(norm, found.moments, found.count)

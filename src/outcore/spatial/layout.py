@@ -131,9 +131,12 @@ def lay_out(
             _want(ranks, node.values[0], owners[node.values[0]])
         if node.kind != "local":
             continue
+        small = not network.is_streamed(node.output)
+        if small:  # one pixel: every rank computes it, as it does what follows
+            _want(ranks, node.output, list(_whole(network, node.output, count, range(count))))
         wanted = tuple(r.held.get(node.output) for r in ranks)
         outside = not all(contains(o, w) for o, w in zip(owners[node.output], wanted, strict=True))
-        exchange = outside and is_heavy(node) and node.output not in twice
+        exchange = outside and not small and is_heavy(node) and node.output not in twice
         if exchange:
             exchanged.append((node.output, wanted))
         for rank, regions in enumerate(ranks):

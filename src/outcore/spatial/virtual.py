@@ -1,11 +1,12 @@
 """A model on parts, all ranks threads of this process.
 
 What real ranks do, without processes: for tests, and to try a grid on one machine. Parameters are shared by the
-threads, so their gradients add up as they would over ranks.
+threads, so their gradients add up as they would over ranks; every rank has buffers of its own.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -45,6 +46,7 @@ class VirtualRanks:
         self.extent = split_extent(self.network, self.grid.counts)
         self.layout: SplitLayout = lay_out(self.network, self.extent, self.grid, twice=twice)
         self.recording = self.network.recording
+        self.copies = [model, *(_with_own_buffers(model) for _ in range(len(self.grid) - 1))]
         rest = set(self.graph.calls) - self.extent.calls
         self.tail = Subgraph(self.graph, model, self.recording, rest) if rest else None
         self.ranks: ThreadRanks | None = None
@@ -68,11 +70,10 @@ class VirtualRanks:
         state = SplitState(
             comm,
             args[0].device,
-            self.model,
+            self.copies[comm.rank],
             self.recording.constants,
             steps,
             self.recording.ambient,
-            updates_statistics=comm.rank == 0,
         )
         run = SplitRun(self.layout, state)
         made = run.run(inputs)
@@ -94,3 +95,8 @@ class VirtualRanks:
                 roots, gradients = [value, *roots], [torch.ones_like(value), *gradients]
             torch.autograd.backward(roots, gradients)
         return value.detach() if value is not None else None
+
+
+def _with_own_buffers(model: nn.Module) -> nn.Module:
+    """A copy with the same parameters and other buffers."""
+    return copy.deepcopy(model, {id(p): p for p in model.parameters()})
