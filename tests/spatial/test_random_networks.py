@@ -140,7 +140,7 @@ def test_a_random_network_on_parts_is_the_plain_network(data, dims: int, seed: i
 
 
 @pytest.mark.slow
-@settings(max_examples=600, **_SETTINGS)
+@settings(max_examples=250, **_SETTINGS)
 @given(st.data(), st.integers(1, 3), st.integers(0, 2**16))
 def test_many_random_networks_on_parts_are_the_plain_network(data, dims: int, seed: int) -> None:
     one_network(data, dims, seed)
