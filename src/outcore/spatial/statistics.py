@@ -281,8 +281,8 @@ class _Largest(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         got = _summed(ctx.comm, gradients[0], ctx.number + 1)
-        got = torch.where(ctx.mine, got, torch.zeros_like(got)) if ctx.given else None
-        return got, torch.zeros((), device=gradients[0].device), None, None, None
+        back = torch.where(ctx.mine, got, torch.zeros_like(got)) if ctx.given else None
+        return back, torch.zeros((), device=gradients[0].device), None, None, None
 
 
 def largest(
