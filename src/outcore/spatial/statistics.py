@@ -114,14 +114,11 @@ class _NormCall:
         found = statistic.repeat_interleave(each, -1) if each > 1 else statistic
         return found.reshape(*found.shape, *(1,) * (len(self.shape) - 2))
 
-    def per_group(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over pixels, channels of a group and, for a batch norm, samples."""
+    def per_group(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows (batch, channels) added up over the channels of a group and, for a batch norm, over samples."""
+        found = rows.reshape(rows.shape[0], self.rule.groups, -1).sum(-1)
         batch = self.statistics.moments.shape[1]
-        if self.rule.groups == x.shape[1]:
-            found = x.sum(list(range(2, x.dim()))) if x.dim() > 2 else x
-        else:
-            found = x.reshape(x.shape[0], self.rule.groups, -1).sum(-1)
-        return found.sum(0, keepdim=True) if batch == 1 and x.shape[0] > 1 else found
+        return found.sum(0, keepdim=True) if batch == 1 and rows.shape[0] > 1 else found
 
     @property
     def scale(self) -> torch.Tensor:
@@ -154,36 +151,35 @@ class _Normalise(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         x, weight, bias = ctx.saved_tensors
         call: _NormCall = ctx.call
-        got, device = gradients[0], call.statistics.moments.device
-        dtype = call.statistics.moments.dtype
-        sums = torch.zeros((2, *call.statistics.moments.shape[1:]), dtype=dtype, device=device)
-        of_weight = of_bias = normal = None
-        if x is not None and got is not None:
-            wide_got = got.to(dtype)
-            normal = (x.to(dtype) - call.mean) * call.scale
-            others = [d for d in range(x.dim()) if d != 1]
-            if weight is not None:
-                of_weight = (wide_got * normal).sum(others).to(weight.dtype)
-                wide_got = wide_got * weight.to(dtype).reshape(1, -1, *(1,) * (x.dim() - 2))
-            if bias is not None:
-                of_bias = got.to(dtype).sum(others).to(bias.dtype)
-            sums = torch.stack([call.per_group(wide_got), call.per_group(wide_got * normal)])
+        moments = call.statistics.moments
+        none = torch.zeros((), device=moments.device)
+        sums = torch.zeros_like(moments)
+        of_weight = of_bias = got = None
+        scale = call.scale
+        normal = None if x is None else torch.addcmul(-call.mean * scale, x.to(moments.dtype), scale)
+        factor = scale if weight is None else scale * weight.to(moments.dtype).reshape(1, -1, *(1,) * (scale.dim() - 2))
+        if normal is not None and gradients[0] is not None:
+            got = gradients[0].to(moments.dtype)
+            with_normal, alone = _per_sample(got * normal), _per_sample(got)
+            of_weight = None if weight is None else with_normal.sum(0).to(weight.dtype)
+            of_bias = None if bias is None else alone.sum(0).to(bias.dtype)
+            channels = 1.0 if weight is None else weight.to(moments.dtype)
+            sums = torch.stack([call.per_group(alone * channels), call.per_group(with_normal * channels)])
         sums = _summed(call.comm, sums, call.number + 1) / call.statistics.count
-        if x is None:
-            return None, None, None, torch.zeros((), device=device), None
-        if normal is None:
-            normal = (x.to(dtype) - call.mean) * call.scale
-            back = torch.zeros_like(normal)
-        else:
-            back = wide_got
+        if x is None or normal is None:
+            return None, None, None, none, None
+        back = torch.zeros_like(normal) if got is None else got * factor
         if call.own is not None:
             assert call.held is not None
             mine = sliced(normal, call.held, call.own)
-            through = call.per_channel(sums[0]) + mine * call.per_channel(sums[1])
-            back = back.clone() if back is got else back
-            sliced(back, call.held, call.own).sub_(through)
-        back = (back * call.scale).to(x.dtype)
-        return back, of_weight, of_bias, torch.zeros((), device=device), None
+            mine.mul_(call.per_channel(sums[1]) * scale).add_(call.per_channel(sums[0]) * scale)
+            sliced(back, call.held, call.own).sub_(mine)
+        return back.to(x.dtype), of_weight, of_bias, none, None
+
+
+def _per_sample(x: torch.Tensor) -> torch.Tensor:
+    """Sums over pixels: (batch, channels)."""
+    return x.sum(list(range(2, x.dim()))) if x.dim() > 2 else x
 
 
 def normalised(
