@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 
 from outcore.cost.costs import Costs
 from outcore.cost.measured.live_bytes import LiveBytes
+from outcore.graph.subgraph import Subgraph
 from outcore.machine.link import Link
 from outcore.machine.units import format_bytes, format_time
 from outcore.ops.region import elements
@@ -88,8 +89,8 @@ class _Unknown:
 
 
 def rank_bytes(layout: SplitLayout, rank: int) -> int:
-    """The most that one rank holds in forward and backward of the split part: values, what autograd saves, gradients of
-    parameters; parameters and the image itself not counted."""
+    """The most that one rank holds in forward and backward: values, what autograd saves, gradients of parameters; on
+    the first rank also what follows the split part. Parameters and the image itself are not counted."""
     network = layout.network
     device = device_of(network.model)
     calls = {s.name: s for s in network.recording.steps}
@@ -105,13 +106,23 @@ def rank_bytes(layout: SplitLayout, rank: int) -> int:
         given = SplitState(ranks, device, model, constants, calls, network.recording.ambient)
         known = [*inputs.values(), *model.parameters(), *model.buffers(), *constants.values()]
         with LiveBytes(known) as live, torch.enable_grad():
-            _backward(SplitRun(layout, given), inputs, [p for p in model.parameters() if p.requires_grad])
+            _backward(SplitRun(layout, given), inputs, model, whole=rank == 0)
             return int(live.peak)
 
 
-def _backward(run: SplitRun, inputs: Mapping[str, torch.Tensor], trained: list[nn.Parameter]) -> None:
+def _backward(run: SplitRun, inputs: Mapping[str, torch.Tensor], model: nn.Module, *, whole: bool) -> None:
+    trained = [p for p in model.parameters() if p.requires_grad]
     made = run.run(inputs)
     run.values.clear()
+    graph, recording = run.network.graph, run.network.recording
+    rest = set(graph.calls) - run.layout.extent.calls
+    if whole and rest:
+        tail = Subgraph(graph, model, recording, rest)
+        given = {n: made[n] if n in made else inputs[n] for n in tail.inputs}
+        left = {n: t for n, t in made.items() if n in graph.outputs}
+        made.clear()
+        made = left | tail(given)
+        given.clear()
     roots = [t for t in made.values() if t.requires_grad]
     made.clear()
     gradients = [torch.zeros_like(t) for t in roots]

@@ -253,7 +253,10 @@ class Worker:
             values[edge.value] = tensor
         is_last = of.stage == form.last
         of_loss = {n: values[n] for n in form.graph.outputs if n in values} if is_last else {}
-        given = {name: values.pop(name) if name in values else self._here(piece.inputs[name]) for name in part.inputs}
+        # Of an image that ranks share, each moves its part to its device, not all of it.
+        shared = self.split is not None and of.stage == 0
+        given = {name: values.pop(name) if name in values else piece.inputs[name] for name in part.inputs}
+        given = given if shared else self._here(given)
         values.clear()
         began = self.clock.now()
         part.place = self.place

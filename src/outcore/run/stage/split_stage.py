@@ -85,7 +85,8 @@ class SplitStage:
         if tail is not None:
             tail.place = part.place
             with torch.set_grad_enabled(self.is_first and torch.is_grad_enabled()):
-                values |= tail.run({n: values[n] if n in values else inputs[n] for n in tail.inputs}, draws)
+                given = {n: values[n] if n in values else inputs[n].to(self.device) for n in tail.inputs}
+                values |= tail.run(given, draws)
         return {n: values[n] for n in part.outputs if n in values}, run.token
 
     def _prepare(self, part: Part) -> tuple[SplitLayout, Part | None]:
