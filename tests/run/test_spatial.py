@@ -12,6 +12,7 @@ from torch import nn
 
 import outcore
 from outcore.errors import PlanError
+from outcore.models import UNet
 from outcore.run import Engine
 from tests.run.networks import CASES
 from tests.run.pool import Pool, RankError
@@ -26,18 +27,20 @@ def _run(ranks: Pool, case: str, plan: dict[str, Any], pieces: int = 1, steps: i
     compare(ranks.run(train, made.ranks, case, plan, steps, size), plain(case, pieces, steps, size))
 
 
-def test_two_ranks_share_an_image(ranks: Pool) -> None:
-    _run(ranks, "unet-bn", {"stages": 1, **SPLIT}, steps=20)
+@pytest.mark.parametrize("steps", [4, pytest.param(20, marks=pytest.mark.slow)])
+def test_two_ranks_share_an_image(ranks: Pool, steps: int) -> None:
+    _run(ranks, "unet-bn", {"stages": 1, **SPLIT}, steps=steps)
 
 
 def test_four_ranks_share_an_image_of_unequal_parts(ranks: Pool) -> None:
     spatial = {"grid": [2, 2], "cuts": [[0.3], [0.6]]}
-    _run(ranks, "resnet", {"stages": 1, "spatial": spatial, "exactness": "reassociated", "micro_batches": 2}, pieces=2)
+    plan = {"stages": 1, "spatial": spatial, "exactness": "reassociated", "micro_batches": 2}
+    _run(ranks, "resnet", plan, pieces=2, steps=2, size=4)
 
 
 def test_later_stages_run_on_a_rank_of_the_grid_or_on_one_more(ranks: Pool) -> None:
-    _run(ranks, "resnet", {"stages": 2, "placement": (0, 0), **SPLIT}, pieces=1)
-    _run(ranks, "unet-bn", {"stages": 2, "micro_batches": 2, **SPLIT}, pieces=2)
+    _run(ranks, "resnet", {"stages": 2, "placement": (0, 0), **SPLIT}, pieces=1, steps=2)
+    _run(ranks, "unet-bn", {"stages": 2, "micro_batches": 2, **SPLIT}, pieces=2, steps=2)
 
 
 @pytest.mark.slow
@@ -139,3 +142,29 @@ def test_what_cannot_be_split_is_refused() -> None:
         outcore.Plan(graph, (("",),), spatial={"grid": []})
     plan = outcore.Plan(graph, (("",),), spatial={"grid": [2, 2]})
     assert plan.ranks == 4 and outcore.Plan.from_json(plan.to_json()) == plan
+
+
+def _peaks(plan: dict[str, Any]) -> tuple[int, ...]:
+    job = _large()
+    with Engine(job, outcore.Plan.from_json(plan), optimizer=momentum) as engine:
+        engine.step(*job.batch(1))
+        engine.count_memory()
+        engine.step(*job.batch(1))
+        return engine.timeline().peak_bytes
+
+
+def _large() -> outcore.Job:
+    def batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(size, 3, 160, 128), torch.randn(size, 2, 160, 128)
+
+    return outcore.Job(model=lambda: UNet(3, 2, width=8, depth=2), batch=batch, loss=F.mse_loss, size=1)
+
+
+@pytest.mark.slow
+def test_the_peak_of_every_rank_is_the_predicted_one(ranks: Pool) -> None:
+    plan = outcore.spatial.plan_grid(_large(), (1, 2), machine="v100x2")
+    assert plan.predicted is not None
+    weights = sum(p.numel() * 4 for p in _large().build().parameters())
+    for measured in ranks.run(_peaks, 2, plan.to_json()):
+        for peak, predicted in zip(measured, plan.predicted.peak_bytes, strict=True):
+            assert 0.9 * predicted < peak < 1.05 * predicted + 2 * weights  # momentum, and a row of gradients

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from outcore.models import AmoebaNetD, ReLayNet, UNet
+from outcore.spatial.forecast import rank_bytes
 from outcore.spatial.virtual import VirtualRanks
 from tests.foreign.shim import define_torchvision_operators
 
@@ -72,14 +73,15 @@ def _torchvision(name: str) -> nn.Module:
 
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "unet": (lambda: UNet(3, 2, width=4, depth=3), (1, 3, 53, 46)),
+    "unet": (lambda: UNet(3, 2, width=3, depth=2), (1, 3, 39, 34)),
     "unet3d": (lambda: UNet(2, 2, width=3, depth=2, dims=3), (1, 2, 12, 9, 13)),
     "deeplab": (DeepLab, (2, 3, 67, 50)),
     "segformer": (SegFormer, (1, 3, 70, 61)),
     "relaynet": (lambda: ReLayNet(1, 3, width=4), (1, 1, 40, 24)),
-    "amoebanet": (lambda: AmoebaNetD(5, cells=3, filters=24), (2, 3, 72, 65)),
 }
 LARGE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "amoebanet": (lambda: AmoebaNetD(5, cells=3, filters=24), (2, 3, 72, 65)),
+    "unet of five levels": (lambda: UNet(3, 2, width=4), (2, 3, 83, 70)),
     "resnet50": (lambda: _torchvision("resnet50"), (1, 3, 131, 96)),
     "densenet121": (lambda: _torchvision("densenet121"), (1, 3, 101, 96)),
     "inception": (_inception, (1, 3, 179, 163)),
@@ -91,7 +93,6 @@ GRIDS = ((1, 2), (2, 1), (2, 2), (1, 3))
 def _assert_deep(split: VirtualRanks) -> None:
     """Nearly all of the network runs on parts, not what was gathered."""
     calls = split.graph.calls.keys() - split.extent.calls
-    print(split.extent.stopped, len(calls), len(split.graph.calls))
     assert len(calls) <= max(14, len(split.graph.calls) // 6), sorted(calls)
 
 
@@ -108,3 +109,30 @@ def test_a_network_on_parts_is_the_plain_network(name: str) -> None:
 def test_a_network_on_any_grid_is_the_plain_network(name: str, grid: tuple[int, ...]) -> None:
     make, shape = EVERY[name]
     _assert_deep(assert_split_is_plain(make(), torch.randn(shape), grid=grid))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grid", [(2, 1, 2), (1, 2, 2), (2, 2, 2), (1, 1, 3)])
+def test_a_volume_on_any_grid_is_the_plain_network(grid: tuple[int, ...]) -> None:
+    make, shape = NETWORKS["unet3d"]
+    assert_split_is_plain(make(), torch.randn(shape), grid=grid)
+
+
+def test_halos_may_be_computed_twice_and_not_sent() -> None:
+    make, shape = NETWORKS["unet"]
+    net, x = make(), torch.randn(shape)
+    sent = assert_split_is_plain(net, x, grid=(2, 2))
+    net.zero_grad()
+    every = tuple(sent.layout.exchanges)
+    computed = assert_split_is_plain(make(), x, grid=(2, 2), twice=every)
+    assert not computed.layout.exchanges and len(every) > 5
+    assert sent.ranks is not None and computed.ranks is not None
+    assert computed.ranks.messages < sent.ranks.messages
+
+
+def test_a_large_image_takes_a_quarter_on_four_ranks() -> None:
+    """Of a U-Net at 4096 pixels, counted on tensors without memory."""
+    image = torch.empty(1, 3, 4096, 4096, device="meta")
+    model = UNet(3, 2, width=8)
+    whole, quarter = (VirtualRanks(model, (image,), grid).layout for grid in ((1, 1), (2, 2)))
+    assert rank_bytes(quarter, 0) < 0.27 * rank_bytes(whole, 0)

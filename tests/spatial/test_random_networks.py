@@ -14,6 +14,7 @@ from tests.stream.oracle import with_statistics
 from .oracle import assert_split_is_plain
 
 _BORDERS = ("zeros", "zeros", "reflect", "replicate", "circular")
+_OTHERS = ["up", "max", "unpool", "average", "resize", "norm", "norm", "group", "instance", "act"]
 _C = 4
 
 
@@ -55,13 +56,25 @@ class Dag(nn.Module):
         return mix(joined).movedim(-1, 1)
 
 
+class Unpooled(nn.Module):
+    """Positions of maxima travel beside their values, which change before they are put back."""
+
+    def __init__(self, dims: int, kernel: int) -> None:
+        super().__init__()
+        self.pool = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)[dims - 1](kernel, return_indices=True)
+        self.unpool = (nn.MaxUnpool1d, nn.MaxUnpool2d, nn.MaxUnpool3d)[dims - 1](kernel)
+        self.conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1](_C, _C, 3, padding=1)
+
+    def forward(self, x):
+        pooled, positions = self.pool(x)
+        return self.unpool(self.conv(pooled), positions)
+
+
 @st.composite
 def layers(draw, dims: int, norms: bool) -> nn.Module:
     conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
     up = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)[dims - 1]
-    kind = draw(
-        st.sampled_from(["conv"] * 4 + ["up", "max", "average", "resize", "norm", "norm", "group", "instance", "act"])
-    )
+    kind = draw(st.sampled_from(["conv"] * 4 + _OTHERS))
     kernel = draw(st.integers(1, 4 if dims < 3 else 3))
     if kind == "conv":
         border = draw(st.sampled_from(_BORDERS))
@@ -74,6 +87,8 @@ def layers(draw, dims: int, norms: bool) -> nn.Module:
     if kind == "max":
         pool = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)[dims - 1]
         return pool(kernel, draw(st.integers(1, 3)), kernel // 2, ceil_mode=draw(st.booleans()))
+    if kind == "unpool":
+        return Unpooled(dims, draw(st.integers(1, 3)))
     if kind == "average":
         average = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)[dims - 1]
         return average(kernel, draw(st.integers(1, 3)), kernel // 2, draw(st.booleans()), draw(st.booleans()))
@@ -133,7 +148,7 @@ def one_network(data: st.DataObject, dims: int, seed: int) -> None:
 _SETTINGS = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 
 
-@settings(max_examples=30, **_SETTINGS)
+@settings(max_examples=20, **_SETTINGS)
 @given(st.data(), st.integers(1, 3), st.integers(0, 2**16))
 def test_a_random_network_on_parts_is_the_plain_network(data, dims: int, seed: int) -> None:
     one_network(data, dims, seed)
