@@ -54,6 +54,7 @@ PAGES: dict[str, tuple[str, tuple[str, ...]]] = {
         ),
     ),
     "stream": ("outcore.stream", ("stream", "plan_tiles", "StreamPlan")),
+    "spatial": ("outcore.spatial", ("plan_grid", "PartGrid", "VirtualRanks")),
     "run": ("outcore.run", ("Engine", "launch", "read_weights")),
     "fuse": ("outcore", ("fuse",)),
     "scan": ("outcore.scan", ("RNN", "GRU", "LSTM", "convert", "Options")),

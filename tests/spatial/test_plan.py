@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 import outcore
 from outcore.errors import PlanError
+from outcore.machine import parse
 from outcore.machine.link import Link
 from outcore.spatial.plan import plan_grid
 
@@ -32,17 +35,14 @@ def test_what_follows_the_image_is_a_stage_of_its_own() -> None:
 
 
 def test_a_slow_link_has_halos_computed_twice() -> None:
-    from dataclasses import replace
-
-    from outcore.machine import parse
-
     slow = replace(parse("v100x4"), between_devices=Link.symmetric(bandwidth_bytes_per_s=1e9, latency_s=0.5))
+    fast = replace(slow, between_devices=Link.symmetric(bandwidth_bytes_per_s=1e18))
     assert plan_grid(_graph(), (2, 2), machine=slow).spatial["twice"]  # type: ignore[index]
-    assert "twice" not in (plan_grid(_graph(2048), (2, 2), machine="v100x4").spatial or {})
+    assert "twice" not in plan_grid(_graph(), (2, 2), machine=fast).spatial  # type: ignore[operator]
 
 
 def test_a_budget_that_no_grid_meets_is_refused_with_the_least() -> None:
-    with pytest.raises(PlanError, match="it takes .* on every rank"):
+    with pytest.raises(PlanError, match=r"it takes .* on every rank"):
         plan_grid(_graph(), (2, 2), machine="v100x4", memory=1000)
 
 

@@ -20,10 +20,10 @@ def split_first_stage(program: Program, parts: int, replicas: int) -> Program:
 
     >>> from outcore.program import Stages, compile_program
     >>> print(split_first_stage(compile_program(Stages.uniform(2), "gpipe"), 2, 1))
-    gpipe: 3 ranks, 14 instructions
-    rank 0  F0 B0 R0 U0
-    rank 1  F0 B0 R0 U0
-    rank 2  F0 B0 U1
+    gpipe: 3 ranks, 10 instructions
+    rank 0  F0 B0
+    rank 1  F0 B0
+    rank 2  F0 B0
     """
     width = len(program) // replicas
 
