@@ -171,6 +171,8 @@ def simulate(
         raise PlanError(f"no file {plan_file}; make one with: outcore plan {job} --devices 4 -o {plan_file}")
     where = _machine(machine)
     made = Plan.load(plan_file)
+    if made.spatial is not None:
+        raise PlanError(f"the timeline of a grid is not simulated; {plan_file} itself says what a step takes")
     if made.machine not in (None, where.fingerprint):
         shown = "this machine" if machine is None else machine
         typer.echo(f"the plan was made for another machine; these are the times of {shown} (--machine)", err=True)
