@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from outcore import models as models
     from outcore import run as run
     from outcore import scan as scan
+    from outcore import spatial as spatial
     from outcore import stream as stream
     from outcore import whatif as whatif
     from outcore.cost.costs import Costs as Costs
@@ -60,7 +61,7 @@ _NAMES = {
     "within": "within",
 }
 """Every public function and class, and the module it is in."""
-_MODULES = ("data", "models", "run", "scan", "stream", "whatif")
+_MODULES = ("data", "models", "run", "scan", "spatial", "stream", "whatif")
 
 
 class _Package(ModuleType):

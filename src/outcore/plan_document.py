@@ -16,6 +16,7 @@ is a complete plan: what is left out has a default. Stages name blocks (all that
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -27,7 +28,7 @@ from outcore.graph import Graph
 from outcore.machine.units import format_bytes, format_time
 from outcore.notebook import html_of
 from outcore.plan_order import check_order
-from outcore.plan_schema import MOST, check_against, check_policy, schema
+from outcore.plan_schema import MOST, check_against, check_policy, check_spatial, schema
 from outcore.schema import MapOf, check
 from outcore.stage_names import place_calls
 
@@ -89,6 +90,9 @@ class Plan:
     tied: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Parameter -> stages that hold a copy of it, whose gradients are added up."""
     stream: Mapping[str, Any] | None = None
+    spatial: Mapping[str, Any] | None = None
+    """The first stage on a grid of ranks, each with a part of the image: {"grid": [2, 2]}, with "cuts" where parts are
+    not equal, and "twice", values whose halo is computed on both sides of a cut and not sent."""
     memory_order: str | None = None
     """Of images in the network: "channels_last", or as they come; the graph is that of the network in this order."""
     machine: str | None = None
@@ -130,11 +134,23 @@ class Plan:
             check_order(self.order, len(self.stages), pieces, inverted=self.schedule == "gems")
         for value, policy in self.policy.items():
             check_policy(value, policy)
+        if self.spatial is not None:
+            check_spatial(self)
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Ranks of the first stage along each pixel axis; empty where it runs on one rank."""
+        return tuple(self.spatial["grid"]) if self.spatial is not None else ()
+
+    @property
+    def parts(self) -> int:
+        """Ranks that share the image in the first stage."""
+        return math.prod(self.grid)
 
     @property
     def ranks_per_replica(self) -> int:
         """Ranks of one copy of the pipeline."""
-        return len(self.stages) if self.placement is None else max(self.placement) + 1
+        return self.parts - 1 + (len(self.stages) if self.placement is None else max(self.placement) + 1)
 
     @property
     def ranks(self) -> int:
@@ -142,8 +158,9 @@ class Plan:
         return self.replicas * self.ranks_per_replica
 
     def rank_of(self, stage: int) -> int:
-        """Rank of a stage inside a replica."""
-        return stage if self.placement is None else self.placement[stage]
+        """Rank of a stage inside a replica; of the first stage on a grid, the first of its ranks."""
+        found = stage if self.placement is None else self.placement[stage]
+        return found + self.parts - 1 if found else 0
 
     def calls(self, graph: Graph) -> tuple[tuple[str, ...], ...]:
         """The calls of every stage, in order; raises as `validate` does."""
@@ -250,6 +267,10 @@ class Plan:
     @property
     def arrangement(self) -> str:
         """How the ranks are used, in a few words: ``2 stages x 2 replicas, gems``."""
+        if self.spatial is not None:
+            rest = f", then {len(self.stages) - 1} more stages" if len(self.stages) > 1 else ""
+            copies = f" x {self.replicas} replicas" if self.replicas > 1 else ""
+            return f"image over {' x '.join(str(n) for n in self.grid)} ranks{rest}{copies}"
         if len(self.stages) == 1:
             return f"data parallel, {self.replicas} replicas" if self.replicas > 1 else "one stage"
         copies = f" x {self.replicas} replicas" if self.replicas > 1 else ""
@@ -264,7 +285,8 @@ class Plan:
             peak = ""
             if self.predicted:
                 peak = f", rank peak {format_bytes(self.predicted.peak_bytes[self.rank_of(k)])}"
-            lines.append(f"  stage {k} on rank {self.rank_of(k)}{peak}: {shown}")
+            last = f" to {self.parts - 1}" if k == 0 and self.parts > 1 else ""
+            lines.append(f"  stage {k} on rank {self.rank_of(k)}{last}{peak}: {shown}")
         if self.predicted:
             lines.append(f"  step {format_time(self.predicted.time_s)}, bubble {self.predicted.bubble:.0%} (predicted)")
         return "\n".join([*lines, *(f"  {line}" for line in self.why)])

@@ -14,9 +14,9 @@ from outcore.errors import PlanError, suggest
 from outcore.graph import Graph
 from outcore.ops.encoding import CODECS
 from outcore.policies import parse_policy
-from outcore.schema import Anything, Either, Flag, ListOf, MapOf, Maybe, Number, OneOf, Record, Text, Whole
+from outcore.schema import Anything, Either, Flag, ListOf, MapOf, Maybe, Number, OneOf, Record, Text, Whole, check
 
-__all__ = ["MOST", "check_against", "check_policy", "schema"]
+__all__ = ["MOST", "check_against", "check_policy", "check_spatial", "schema"]
 
 MOST = 65_536
 """Micro-batches, batches, replicas, ranks or stages: more is a slip of the finger."""
@@ -41,6 +41,10 @@ _STREAM = Record(
         "on_host": Flag(),
         "rest": Maybe(MapOf(Text())),
     },
+)
+_SPATIAL = Record(
+    {"grid": ListOf(Whole(least=1, most=4096), 1, 3)},
+    {"cuts": ListOf(ListOf(Number(least=0, most=1)), 0, 3), "twice": ListOf(Text())},
 )
 _PREDICTED = Record(
     {"time_s": Number(least=0), "peak_bytes": ListOf(_BYTES, 1), "bubble": Number(least=0, most=1)},
@@ -93,6 +97,7 @@ def schema(choices: Mapping[str, Any]) -> Record:
             "state": _STATE,
             "tied": MapOf(ListOf(Whole(least=0, most=MOST), 1)),
             "stream": Maybe(_STREAM),
+            "spatial": Maybe(_SPATIAL),
             "memory_order": Maybe(OneOf(("channels_last",))),
             "machine": Maybe(Text()),
             "memory_bytes": Maybe(Whole(least=1, most=2**60)),
@@ -100,6 +105,54 @@ def schema(choices: Mapping[str, Any]) -> Record:
             "why": ListOf(Text()),
         },
     )
+
+
+class SpatialClaims(Protocol):
+    """What goes with a grid, and what does not."""
+
+    @property
+    def spatial(self) -> Mapping[str, Any] | None:
+        """The grid."""
+
+    @property
+    def schedule(self) -> str:
+        """The order of micro-batches."""
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """An order of its own."""
+
+    @property
+    def placement(self) -> tuple[int, ...] | None:
+        """Ranks of stages."""
+
+    @property
+    def policy(self) -> Mapping[str, str]:
+        """How values are kept."""
+
+    @property
+    def batch_norm(self) -> str:
+        """What statistics mean."""
+
+    @property
+    def replicas(self) -> int:
+        """Copies."""
+
+
+def check_spatial(plan: SpatialClaims) -> None:
+    """Refuse what cannot be done together with a grid of ranks."""
+    check(plan.spatial, _SPATIAL, "spatial", PlanError)
+    others = {
+        "the gems schedule": plan.schedule == "gems",
+        "an order of its own": bool(plan.order),
+        "policies for values": bool(plan.policy),
+        "batch_norm synchronised over replicas": plan.batch_norm == "synchronised" and plan.replicas > 1,
+        "batch_norm deferred": plan.batch_norm == "deferred",
+    }
+    if given := [name for name, there in others.items() if there]:
+        raise PlanError(f"a plan with a grid cannot have {given[0]}; leave one of them out")
+    if plan.placement is not None and plan.placement[0] != 0:
+        raise PlanError("the first stage of a plan with a grid is on rank 0 and the next ones; begin placement with 0")
 
 
 def check_policy(value: str, policy: object) -> None:

@@ -29,6 +29,16 @@ def test_a_plan_is_made_saved_and_simulated(tmp_path: Path) -> None:
     assert elsewhere.returncode == 0 and "another machine; these are the times of h100x2" in elsewhere.stderr
 
 
+def test_an_image_is_shared_among_ranks(tmp_path: Path) -> None:
+    made = outcore_command("plan", *UNET, "--machine", "v100x4", "--grid", "auto", "-o", "grid.json", folder=tmp_path)
+    assert made.returncode == 0, made.stderr
+    assert "halo exchanges" in made.stdout
+    plan = Plan.load(tmp_path / "grid.json")
+    assert plan.ranks == 4 and sorted(plan.grid) in ([1, 4], [2, 2])
+    refused = outcore_command("simulate", UNET[0], "grid.json", *UNET[1:], "--machine", "v100x4", folder=tmp_path)
+    assert refused.returncode != 0 and "not simulated" in refused.stderr
+
+
 def test_a_unet_is_folded_onto_the_ranks_there_are(tmp_path: Path) -> None:
     made = outcore_command("plan", *UNET, "--machine", "v100x2", "--vertical", "-o", "fold.json", folder=tmp_path)
     assert made.returncode == 0, made.stderr

@@ -217,3 +217,25 @@ def test_a_parameter_used_before_and_after_the_boundary() -> None:
             return self.conv(F.adaptive_avg_pool2d(x, 4)).flatten(1).cumsum(1)
 
     assert_equal_to_plain(Shared(), torch.randn(2, 3, 19, 23), tile=8)
+
+
+def test_unpooling_by_positions_is_streamed() -> None:
+    net = with_statistics(outcore.models.ReLayNet(1, 3, width=4))
+    x = torch.randn(1, 1, 48, 40)
+    streamed = assert_equal_to_plain(net.eval(), x, tile=16)
+    assert not streamed.prepare(x.double()).streaming.stopped
+
+
+class MeanOfRows(nn.Module):
+    """A reduction over one of two pixel dimensions, which is neither local nor global."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 3, 3, padding=1)
+
+    def forward(self, x):
+        return self.conv(x).mean(-1)
+
+
+def test_a_mean_over_one_of_two_dimensions_is_not_streamed() -> None:
+    assert_equal_to_plain(MeanOfRows(), torch.randn(1, 2, 24, 20), tile=8)

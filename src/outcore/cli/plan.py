@@ -24,6 +24,7 @@ from outcore.planner.pipeline.lower import predict_timeline, predicted_by
 from outcore.planner.pipeline.plan_job import UNKNOWN_LINK, batch_for, links_of, weights_on
 from outcore.planner.pipeline.plan_job import plan as make_plan
 from outcore.program import Timeline, chart, rich_gantt, save_trace
+from outcore.spatial import plan_grid
 
 __all__ = ["plan", "simulate"]
 
@@ -52,6 +53,10 @@ def plan(
     vertical: Annotated[
         bool, typer.Option("--vertical", help="Fold a U-Net: each encoder level with its decoder level.")
     ] = False,
+    grid: Annotated[
+        str | None,
+        typer.Option("--grid", help="Share the image: 2x2 ranks, or auto for the fastest arrangement of --devices."),
+    ] = None,
     stages: Annotated[Path | None, typer.Option("--stages", help="JSON file: a list of blocks per stage.")] = None,
     machine: MachineName = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Save the plan.")] = None,
@@ -80,7 +85,7 @@ def plan(
     where = _machine(machine)
     found = Job.load(job, inputs=inputs or (), arguments=arguments or ())
     count = devices or where.ranks
-    explicit = batch is not None or bool(inputs) or vertical or stages is not None
+    explicit = batch is not None or bool(inputs) or vertical or stages is not None or grid is not None
     chosen = batch_for(found, count) if count > 1 and not explicit else None
     with working(f"recording {job}", quiet=json):
         graph = found.capture(batch or chosen)
@@ -88,8 +93,15 @@ def plan(
     if memory:
         plain = plain_bytes(found, where, batch) if count == 1 and memory.strip().endswith("%") else None
         budget = parse_budget(memory, plain)
-    if count == 1 and stages is None and not vertical and schedule is None and balance is None:
+    if count == 1 and grid is None and stages is None and not vertical and schedule is None and balance is None:
         plan_on_one_device(found, graph, where, budget, batch=batch, output=output, svg=svg, json=json)
+        return
+    if grid is not None:
+        made = plan_grid(graph, _grid(grid), devices=count, memory=budget, machine=where)
+        if output is not None:
+            made.save(output)
+        typer.echo(json_module.dumps(made.to_json(), indent=1) if json else str(made))
+        wrote(output)
         return
     weights = weights_on(where, graph)
     wanted: dict[str, Any] = {
@@ -158,6 +170,8 @@ def simulate(
         raise PlanError(f"no file {plan_file}; make one with: outcore plan {job} --devices 4 -o {plan_file}")
     where = _machine(machine)
     made = Plan.load(plan_file)
+    if made.spatial is not None:
+        raise PlanError(f"the timeline of a grid is not simulated; {plan_file} itself says what a step takes")
     if made.machine not in (None, where.fingerprint):
         shown = "this machine" if machine is None else machine
         typer.echo(f"the plan was made for another machine; these are the times of {shown} (--machine)", err=True)
@@ -174,6 +188,16 @@ def simulate(
         console = Console()
         console.print(rich_gantt(timeline, width=console.width))
     wrote(trace, svg)
+
+
+def _grid(text: str) -> tuple[int, ...] | None:
+    """The numbers of ``2x2``; None for ``auto``."""
+    if text == "auto":
+        return None
+    parts = text.split("x")
+    if not all(part.isdigit() and int(part) for part in parts):
+        raise typer.BadParameter(f"must be auto or numbers like 2x2, not {text}", param_hint="--grid")
+    return tuple(int(part) for part in parts)
 
 
 def _machine(name: str | None) -> Machine:

@@ -63,12 +63,16 @@ class Program:
         return (i for i in self.ranks[rank] if isinstance(i, Forward | Backward))
 
     def placement(self) -> dict[tuple[int, int], int]:
-        """The rank of each (stage, replica)."""
+        """The rank of each (stage, replica); the first, where several compute it together."""
         return place(tuple(self.computes(rank)) for rank in range(len(self)))
 
     def holders(self) -> dict[int, tuple[int, ...]]:
         """The ranks that hold a copy of each stage, ascending; a rank holds one copy also for two replicas."""
-        return holders(self.placement())
+        found: dict[int, set[int]] = {}
+        for rank in range(len(self)):
+            for compute in self.computes(rank):
+                found.setdefault(compute.stage, set()).add(rank)
+        return {stage: tuple(sorted(ranks)) for stage, ranks in sorted(found.items())}
 
     def trains(self) -> bool:
         """Whether it has backwards; forwards alone evaluate."""
@@ -140,7 +144,11 @@ class Program:
 
 def place(orders: Iterable[Sequence[Compute]]) -> dict[tuple[int, int], int]:
     """The rank of each (stage, replica), from what each rank computes."""
-    return {(c.stage, c.replica): rank for rank, order in enumerate(orders) for c in order}
+    found: dict[tuple[int, int], int] = {}
+    for rank, order in enumerate(orders):
+        for c in order:
+            found.setdefault((c.stage, c.replica), rank)
+    return found
 
 
 def holders(placement: Mapping[tuple[int, int], int]) -> dict[int, tuple[int, ...]]:

@@ -134,6 +134,8 @@ class StreamCall:
     shapes: Callable[[Ref], tuple[int, ...]]
     streamed: Callable[[Ref], frozenset[int]]
     """The dimensions of an operand that tiles run along."""
+    maker: Callable[[Ref], Any] = lambda ref: None
+    """The rule that an operand is made by; None for what has none."""
 
     def bound(self, names: str, **defaults: Any) -> dict[str, Any]:
         """The arguments by name, given the order in which the function takes them."""

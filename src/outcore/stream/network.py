@@ -132,6 +132,9 @@ class RegionNetwork:
         axes = self.axes[ref.name] if ref.kind == "value" else ()
         return frozenset(d for d, a in enumerate(axes) if a is not None)
 
+    def _maker(self, ref: Ref) -> RegionRule | None:
+        return self.nodes[ref.name].rule if ref.kind == "value" and ref.name in self.nodes else None
+
     def _nodes(self, step: Step, index: int, output: str, order: Mapping[str, int]) -> list[RegionNode]:
         value = self.graph.values[output]
         shape, dtype = value.shape, _dtype(value.dtype)
@@ -201,6 +204,7 @@ class RegionNetwork:
             dtype=_dtype(value.dtype),
             shapes=self._shape,
             streamed=self._streamed_dims,
+            maker=self._maker,
         )
 
     def _carried(self, rule: RegionRule, rank: int) -> Axes:

@@ -58,8 +58,7 @@ class EngineParts:
         self.plan = self.forms.plan = plan
         agree(world, plan, graph)
         self.step_programs = StepPrograms(plan, self.forms.first(graph), program)
-        placement = self.step_programs.training.placement()
-        self.stages = self.forms.own = tuple(sorted({s for (s, _), rank in placement.items() if rank == self.rank}))
+        self.stages = self.forms.own = tuple(sorted({c.stage for c in self.step_programs.training.computes(self.rank)}))
         """The stages this rank holds."""
         self.owners = ParameterOwners.of(self.model, graph, self.forms.stage_of, self.step_programs.training)
         self.recorded = self._keep_own_stages(graph, bare=weights is not None)
@@ -114,7 +113,7 @@ class EngineParts:
         self.groups = {key: self.world.new_group(ranks, timeout_s) for key, ranks in shared}
         """Stages -> the ranks that hold a copy of them, or of what ties them."""
         self.first_holders = {stage: ranks[0] for stage, ranks in holders.items()}
-        copies = {stage: len(ranks) for stage, ranks in holders.items()}
+        copies = {stage: len(ranks) // (self.plan.parts if stage == 0 else 1) for stage, ranks in holders.items()}
         self.statistics = RunningStatistics(self.plan, copies, self.groups, self.world.watched_wait)
         for key, ranks in shared:
             if self.rank in ranks:
@@ -123,6 +122,12 @@ class EngineParts:
                 if len(key) == 1:
                     tensors += [b for _, b in sorted(self.recorded.parts[key[0]].named_buffers())]
                 make_equal(tensors, ranks[0], self.groups[key], self.world.watched_wait)
+
+    @property
+    def grid_rank(self) -> int | None:
+        """This rank's number among those that share an image; None if it is not one of them."""
+        at = self.rank % self.plan.ranks_per_replica
+        return at if at < self.plan.parts and self.plan.parts > 1 else None
 
     def stage_state(self, stage: int) -> dict[str, torch.Tensor]:
         """Weights and buffers of one of this rank's stages under the model's own names."""

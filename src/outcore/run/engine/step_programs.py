@@ -14,6 +14,7 @@ from outcore.plan_document import Plan
 from outcore.planner.pipeline.simulate_candidate import SCHEDULE_NAMES
 from outcore.program import Edge, OptimizerStep, Program, Reduce, Send, Stages, check, compile_program
 from outcore.program.instructions import Key
+from outcore.program.split_stage import split_first_stage
 from outcore.program.written_order import program_in_order
 
 __all__ = ["StepPrograms", "TaggedProgram"]
@@ -99,7 +100,7 @@ class StepPrograms:
         return self._compile(stages, "gpipe", pieces, 1, training=False)
 
     def _compile(self, stages: Stages, schedule: str, micro_batches: int, batches: int, *, training: bool) -> Program:
-        return compile_program(
+        program = compile_program(
             stages,
             SCHEDULE_NAMES[schedule],
             micro_batches=micro_batches,
@@ -108,3 +109,4 @@ class StepPrograms:
             training=training,
             placement=self.plan.placement,
         )
+        return split_first_stage(program, self.plan.parts, self.plan.replicas) if self.plan.parts > 1 else program

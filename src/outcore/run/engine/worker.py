@@ -32,8 +32,10 @@ from outcore.run.stage.parameter_owners import SharedParameters
 from outcore.run.stage.policies import StagePolicies
 from outcore.run.stage.random_draws import RandomDraws
 from outcore.run.stage.recorded_stages import RecordedStages
-from outcore.run.stage.stage_module import Execute, GradientSlot, arrive
+from outcore.run.stage.split_stage import SplitStage
+from outcore.run.stage.stage_module import Execute, GradientSlot, Part, Values, arrive
 from outcore.run.transport.p2p import IncomingTensor, OutgoingTensor, PointToPoint, TensorLayout
+from outcore.run.transport.part_messages import PartMessages
 
 __all__ = ["ProgramRun", "RankMicroBatch", "Worker"]
 
@@ -85,6 +87,8 @@ class _SavedForward:
     roots: dict[str, GradientEdge | None]
     slots: dict[str, GradientSlot]
     loss: torch.Tensor | None
+    token: torch.Tensor | None = None
+    """The end of the messages between the ranks that share an image."""
 
 
 _IDLE = ProgramRun((), False, 0, 0, 1.0, (), 0)
@@ -111,12 +115,18 @@ class Worker:
         self.keep_outputs = False
         self.idle_state: IdleStateOffload | None = None
         """Offloads the stages that do not compute, if that was asked for."""
+        self.split: SplitStage | None = None
+        """Runs the first stage on a part of the image, if the plan has a grid."""
         self._run = _IDLE
         self._flights: dict[Of, _SavedForward] = {}
         self._made: dict[Key, torch.Tensor] = {}
         self._coming: dict[Key, IncomingTensor] = {}
         self._going: list[OutgoingTensor] = []
         self._leftovers = made.world.leftovers
+        self.messages: PartMessages | None = None
+        if made.plan.spatial is not None and p2p is not None and (at := made.grid_rank) is not None:
+            self.messages = PartMessages(p2p, at, made.plan.parts, made.rank - at, self.place, self.record)
+            self.split = SplitStage(made.plan.spatial, self.messages, made.device)
 
     def run(
         self, instructions: Sequence[Instruction], tags: Mapping[Key, int], run: ProgramRun, *, update: bool
@@ -189,6 +199,8 @@ class Worker:
         for going in self._going:
             going.finish()
         self._going.clear()
+        if self.messages is not None:
+            self.messages.finish()
         if self.p2p is not None:
             self.p2p.end_step()
         self.gauge.stop()
@@ -200,6 +212,8 @@ class Worker:
         self._run = _IDLE
         self.update.abandon()
         self._leftovers += [*self._coming.values(), *self._going]
+        if self.messages is not None:
+            self._leftovers += self.messages.abandon()
         for held in (self._flights, self._made, self._coming, self._going):
             held.clear()
 
@@ -239,7 +253,10 @@ class Worker:
             values[edge.value] = tensor
         is_last = of.stage == form.last
         of_loss = {n: values[n] for n in form.graph.outputs if n in values} if is_last else {}
-        given = {name: values.pop(name) if name in values else self._here(piece.inputs[name]) for name in part.inputs}
+        # Of an image that ranks share, each moves its part to its device, not all of it.
+        shared = self.split is not None and of.stage == 0
+        given = {name: values.pop(name) if name in values else piece.inputs[name] for name in part.inputs}
+        given = given if shared else self._here(given)
         values.clear()
         began = self.clock.now()
         part.place = self.place
@@ -247,20 +264,26 @@ class Worker:
         with torch.set_grad_enabled(run.training), self.forms.modes():
             if run.training:
                 with self.statistics.collecting(form, of.stage, piece.number, len(run.weights)):
-                    made = self.execute(part, given, draws)
+                    made, token = self._execute(of.stage, part, given, draws)
             else:
-                made = self.execute(part, given, draws)
-            loss = self._loss(of, piece, made | of_loss) if is_last else None
+                made, token = self._execute(of.stage, part, given, draws)
+            whole = of.stage > 0 or self.split is None or self.split.is_first
+            loss = self._loss(of, piece, made | of_loss) if is_last and whole else None
         roots: dict[str, GradientEdge | None] = {}
-        for edge in outgoing[of.stage]:
+        for edge in outgoing[of.stage] if whole else ():
             tensor = made[edge.value]
             if edge.has_gradient and run.training:
                 roots[edge.value] = get_gradient_edge(tensor) if tensor.requires_grad else None
             for user in edge.targets:
                 self._made[edge.value, user, of.micro_batch, of.replica, False] = tensor.detach()
         if run.training:
-            self._flights[of.stage, of.micro_batch, of.replica] = _SavedForward(roots, slots, loss)
+            self._flights[of.stage, of.micro_batch, of.replica] = _SavedForward(roots, slots, loss, token)
         self._ended("forward", of, began)
+
+    def _execute(self, stage: int, part: Part, given: Values, draws: RandomDraws) -> tuple[Values, torch.Tensor | None]:
+        if self.split is not None and stage == 0:
+            return self.split.run(part, given, draws)
+        return self.execute(part, given, draws), None
 
     def _loss(self, of: Forward, piece: RankMicroBatch, made: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """The weighted loss of a micro-batch, from what the model returns."""
@@ -291,8 +314,11 @@ class Worker:
         if flight.loss is not None:
             roots.append(get_gradient_edge(flight.loss))
             gradients.append(torch.ones_like(flight.loss))
+        if flight.token is not None:
+            roots.append(get_gradient_edge(flight.token))
+            gradients.append(torch.zeros_like(flight.token))
         for edge in outgoing[of.stage]:
-            if not edge.has_gradient:
+            if not edge.has_gradient or edge.value not in flight.roots:
                 continue
             back = [self._take((edge.value, u, of.micro_batch, of.replica, True)) for u in reversed(edge.targets)]
             if (root := flight.roots[edge.value]) is not None:

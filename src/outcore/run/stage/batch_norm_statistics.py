@@ -56,7 +56,7 @@ class RunningStatistics:
         self, plan: Plan, copies: Mapping[int, int], groups: Mapping[tuple[int, ...], Any], watched_wait: WatchedWait
     ) -> None:
         self.mode, self._watched_wait = plan.batch_norm, watched_wait
-        self._copies, self._groups = copies, groups
+        self._copies, self._groups, self._parts = copies, groups, plan.parts
         self._layers: dict[int, dict[str, _Layer]] = {}
         self._versions: dict[int, list[int]] = {}
         pieces = plan.micro_batches * plan.batches
@@ -138,7 +138,7 @@ class RunningStatistics:
                 continue
             row = torch.cat([torch.cat([la.mean, la.var, la.mean.new_tensor([la.count])]) for la in layers])
             if self._copies[stage] > 1:
-                row = self._total(row, stage)
+                row = self._total(row, stage) / (self._parts if stage == 0 else 1)
             for layer in layers:
                 n = layer.mean.numel()
                 mean, var, count, row = row[:n], row[n : 2 * n], float(row[2 * n]), row[2 * n + 1 :]

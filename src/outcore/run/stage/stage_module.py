@@ -89,6 +89,10 @@ class Part(Subgraph):
         tape.run(self._steps, self._ambient)
         return {name: tape.values[name] for name in self.outputs}
 
+    def restricted(self, calls: set[str]) -> Part:
+        """Some of its calls, with the same modules."""
+        return Part(self.graph, self, self.recording(), calls, self._random)
+
     def relocate(self, device: torch.device) -> None:
         """Prepare to run on another device what was recorded on the host."""
         self._steps = [relocate(step, device, self._ambient) for step in self._steps]

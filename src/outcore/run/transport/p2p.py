@@ -37,6 +37,7 @@ __all__ = [
     "PointToPoint",
     "SentTensor",
     "TensorLayout",
+    "contiguous_stride",
 ]
 
 
@@ -51,7 +52,7 @@ class TensorLayout:
     @classmethod
     def of(cls, value: Value) -> TensorLayout:
         """The layout of a graph's value; one with gaps or overlaps is sent contiguously."""
-        stride = value.stride if _is_dense(value.shape, value.stride) else _contiguous(value.shape)
+        stride = value.stride if _is_dense(value.shape, value.stride) else contiguous_stride(value.shape)
         return cls(value.shape, stride, getattr(torch, value.dtype.removeprefix("torch.")))
 
     @cached_property
@@ -80,7 +81,8 @@ def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return True
 
 
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The stride of a tensor in row-major order."""
     return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
 
 

@@ -8,3 +8,4 @@ from outcore.stream.rules import pointwise as pointwise
 from outcore.stream.rules import pool as pool
 from outcore.stream.rules import reduce as reduce
 from outcore.stream.rules import resample as resample
+from outcore.stream.rules import unpool as unpool

@@ -18,9 +18,9 @@ from outcore.stream.rules.border import Reading
 from outcore.stream.rules.convolve import each
 from outcore.stream.rules.reduce import Largest, Mean
 
-__all__ = ["AdaptiveAverage", "AveragePool", "MaxPool"]
+__all__ = ["MAX_POOLS", "AdaptiveAverage", "AveragePool", "MaxPool", "max_windows"]
 
-_MAX = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
+MAX_POOLS: dict[int, Any] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 _AVERAGE = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 
 
@@ -71,7 +71,7 @@ class MaxPool(_Sliding):
 
     def _pool(self, x: torch.Tensor, padding: tuple[int, ...]) -> torch.Tensor:
         kernel, stride = [w.kernel for w in self.windows], [w.stride for w in self.windows]
-        made: torch.Tensor = _MAX[len(kernel)](x, kernel, stride, padding, [w.dilation for w in self.windows])
+        made: torch.Tensor = MAX_POOLS[len(kernel)](x, kernel, stride, padding, [w.dilation for w in self.windows])
         return made
 
 
@@ -161,16 +161,12 @@ def _windows(call: StreamCall, count: int) -> tuple[Ref, tuple[SlidingWindow, ..
             if hasattr(m, name)
         }
         source = call.input()
-        if getattr(m, "return_indices", False):
-            raise NotStreamable("it returns indices")
     else:
         names = "input kernel_size stride padding dilation ceil_mode return_indices"
         if "avg" in call.type:
             names = "input kernel_size stride padding ceil_mode count_include_pad divisor_override"
         given = call.bound(names)
         source = given["input"]
-        if given.get("return_indices"):
-            raise NotStreamable("it returns indices")
     kernel = each(given["kernel_size"], count)
     stride = each(given["stride"], count) if given.get("stride") not in (None, [], ()) else kernel
     low = each(given.get("padding", 0), count)
@@ -179,10 +175,10 @@ def _windows(call: StreamCall, count: int) -> tuple[Ref, tuple[SlidingWindow, ..
     return source, tuple(SlidingWindow(*w) for w in zip(pixels, kernel, stride, dilation, low, strict=True)), given
 
 
-@rule(*(f"{name}{n}d" for n in (1, 2, 3) for name in ("MaxPool", "max_pool")))
-def _max_pool(call: StreamCall) -> MaxPool:
+def max_windows(call: StreamCall) -> tuple[tuple[Ref, ...], tuple[SlidingWindow, ...], Reading]:
+    """What a maximum pool is bound to."""
     source, windows, _ = _windows(call, int(call.type[-2]))
-    return MaxPool((source,), windows, Reading(tuple(w.size for w in windows), "constant", float("-inf")))
+    return (source,), windows, Reading(tuple(w.size for w in windows), "constant", float("-inf"))
 
 
 @rule(*(f"{name}{n}d" for n in (1, 2, 3) for name in ("AvgPool", "avg_pool")))

@@ -178,6 +178,8 @@ def _reduction(call: StreamCall) -> RegionRule | Mean:
     dims = tuple(d % len(shape) for d in ((dims,) if isinstance(dims, int) else dims))
     if not call.streamed(source) & set(dims):
         return Along((source,), shape, dims, given["keepdim"], call.recall())
+    if left := call.streamed(source) - set(dims):
+        raise NotStreamable(f"it reduces some dimensions of the image and leaves dimension {min(left)}")
     if given.get("dtype") is not None:
         raise NotStreamable(f"{call.type} into another dtype has no rule")
     return Mean((source,), shape, dims, given["keepdim"], call.dtype, total=call.type == "sum")

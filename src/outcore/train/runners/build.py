@@ -107,7 +107,7 @@ def _engine(
     predicted = plan.predicted
     decided = ("plan", f"{plan.arrangement}, on {world.size} ranks")
     seen = norms_see(plan, expected.graph) if expected.graph is not None and world.size > 1 else None
-    if seen is not None and plan.batch_norm != "synchronised":
+    if seen is not None and plan.batch_norm != "synchronised" and plan.replicas * plan.micro_batches > 1:
         seen += "; plan.batch_norm=synchronised lets them see all"
     expected = replace(expected, decisions=(decided, *([("batch norms", seen)] if seen else [])))
     if predicted is not None:

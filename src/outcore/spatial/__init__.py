@@ -1,0 +1,5 @@
+"""Spatial parallelism: one image over a grid of ranks, with halo exchange."""
+
+from outcore.spatial.parts import PartGrid as PartGrid
+from outcore.spatial.plan import plan_grid as plan_grid
+from outcore.spatial.virtual import VirtualRanks as VirtualRanks

@@ -1,0 +1,44 @@
+"""Plain PyTorch beside the split model, in float64."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from outcore.spatial.virtual import VirtualRanks
+from tests.stream.oracle import TOLERANCE, any_excess, total
+
+__all__ = ["TOLERANCE", "assert_split_is_plain"]
+
+
+def assert_split_is_plain(
+    model: nn.Module, *inputs: torch.Tensor, grid: tuple[int, ...], most: float = 1.06, **options: Any
+) -> VirtualRanks:
+    """Loss, every parameter's gradient, the inputs' gradients and all buffers; every message was received."""
+    model = model.double()
+    plain = copy.deepcopy(model)
+    ours = [x.double().clone().requires_grad_() for x in inputs]
+    theirs = [x.double().clone().requires_grad_() for x in inputs]
+    expected = total(plain(*theirs))
+    expected.backward()
+    with any_excess(most):
+        split = VirtualRanks(model, ours, grid, **options)
+        loss = split.step(ours, total)
+    torch.testing.assert_close(loss, expected.detach(), rtol=TOLERANCE, atol=TOLERANCE)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.grad is not None and other.grad is not None
+        assert (mine.grad - other.grad).abs().max() <= TOLERANCE * max(other.grad.abs().max(), 1e-3)
+    largest = max((p.grad.abs().max().item() for p in plain.parameters() if p.grad is not None), default=0.0)
+    for (name, mine), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        zero = torch.zeros_like(mine)
+        found, wanted = (p.grad if p.grad is not None else zero for p in (mine, other))
+        assert (found - wanted).abs().max() <= TOLERANCE * max(largest, 1e-3), name
+    for rank, one in enumerate(split.copies):
+        for (name, mine), other in zip(one.named_buffers(), plain.buffers(), strict=True):
+            if rank == 0 or f"{name.rpartition('.')[0]}#0" in split.extent.calls:  # the rest runs on the first rank
+                torch.testing.assert_close(mine, other, rtol=TOLERANCE, atol=TOLERANCE, msg=name)
+    assert split.ranks is not None and split.ranks.leftovers() == 0
+    return split
