@@ -54,6 +54,8 @@ class CompileSettings:
     loss_bytes: int = 0
     plain_bytes: int = 0
     """What plain training takes, by prediction."""
+    kernels: bool = True
+    """Inductor's; else the graphs run operation by operation."""
     options: tuple[tuple[str, Any], ...] = ()
     """Of Inductor."""
 
@@ -109,7 +111,9 @@ class CompiledForward:
     def entry(self, budget_bytes: int | None, known: list[Piece] | None = None) -> _Entry:
         """The model, to be compiled when it is called first."""
         chooser = PieceChooser(budget_bytes, self.rates, known or (), self.settings.loss_bytes)
-        run = compile_planned(self.inner, Partitioner(chooser), **dict(self.settings.options))
+        run = compile_planned(
+            self.inner, Partitioner(chooser), kernels=self.settings.kernels, **dict(self.settings.options)
+        )
         return _Entry(run, chooser)
 
     def own_bytes(self, args: Any, kwargs: Any) -> tuple[int, int]:

@@ -216,17 +216,42 @@ def _draws_nothing(node: fx.Node) -> bool:
     return False
 
 
-def compile_planned(function: Callable[..., Any], partitioner: Partitioner, **options: Any) -> Callable[..., Any]:
+def compile_planned(
+    function: Callable[..., Any], partitioner: Partitioner, *, kernels: bool = True, **options: Any
+) -> Callable[..., Any]:
     """`torch.compile` with our partitioner; every shape is compiled for itself.
+
+    Args:
+        function: what to compile.
+        partitioner: ours.
+        kernels: whether Inductor makes kernels; else the two graphs run operation by operation, which takes no compiler.
+        options: of Inductor.
 
     Raises:
         CompilationError: this version of torch has no such hook.
     """
     if (why := support()) is not None:
         raise CompilationError(why)
-    settings = {"custom_partitioner_fn": partitioner, **options}
-    compiled: Callable[..., Any] = torch.compile(function, dynamic=False, options=settings)
+    compiled: Callable[..., Any]
+    if kernels:
+        settings = {"custom_partitioner_fn": partitioner, **options}
+        compiled = torch.compile(function, dynamic=False, options=settings)
+    else:
+        compiled = torch.compile(function, dynamic=False, backend=_graphs_as_they_are(partitioner))
     return compiled
+
+
+def _graphs_as_they_are(partitioner: Partitioner) -> Any:
+    """A backend of torch.compile that runs the graphs of a partitioner, after Inductor's decompositions."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._inductor import lowering  # noqa: F401  (its decompositions ask for it)
+    from torch._inductor.decomposition import select_decomp_table
+
+    def run(graph: fx.GraphModule, _: Any) -> Any:
+        return make_boxed_func(graph.forward)
+
+    return aot_autograd(fw_compiler=run, bw_compiler=run, partition_fn=partitioner, decompositions=select_decomp_table)
 
 
 _HASH: list[str] = []
