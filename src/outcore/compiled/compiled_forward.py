@@ -33,6 +33,7 @@ from outcore.errors import PlanError
 from outcore.graph.record.preserve import ModelState, state_tensors
 from outcore.graph.structure import leaves, substitute
 from outcore.machine.units import format_bytes
+from outcore.memory.cuda_graphs.pool import grow_segments_from_now_on
 
 __all__ = ["CompileSettings", "CompiledForward", "install_compiled_forward"]
 
@@ -148,6 +149,8 @@ class CompiledForward:
         if budget is not None and own + update > budget:
             raise _refusal(budget, own + update, "weights, gradients and the optimizer alone")
         args, kwargs = _with_content(args, kwargs, self.device)
+        if budget is not None and self.device.type == "cuda":
+            grow_segments_from_now_on()
         key = self.key(args, kwargs)
         known: list[Piece] = []
         for attempt in range(_COMPILATIONS):

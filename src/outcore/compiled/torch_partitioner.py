@@ -224,7 +224,7 @@ def compile_planned(
     Args:
         function: what to compile.
         partitioner: ours.
-        kernels: whether Inductor makes kernels; else the two graphs run operation by operation, which takes no compiler.
+        kernels: whether Inductor makes kernels; else the two graphs run operation by operation.
         options: of Inductor.
 
     Raises:
@@ -244,7 +244,7 @@ def compile_planned(
 def _graphs_as_they_are(partitioner: Partitioner) -> Any:
     """A backend of torch.compile that runs the graphs of a partitioner, after Inductor's decompositions."""
     from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._functorch._aot_autograd.utils import make_boxed_func
     from torch._inductor import lowering  # noqa: F401  (its decompositions ask for it)
     from torch._inductor.decomposition import select_decomp_table
 
